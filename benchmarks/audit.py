@@ -21,8 +21,8 @@ from machine import used, write_json
 from rich.console import Console
 from simulator import DIM, LEARNERS, data_of
 
-from sottovoce_client.auditing.report import audit_page
-from sottovoce_client.backends import mapper_over
+from sottovoce_client.auditing.report import build_audit_page
+from sottovoce_client.backends import open_mapper
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.running.run import build_run
@@ -81,10 +81,10 @@ def main() -> int:
             status.update(what)
 
         plan = plan_audit(run, data_of(ROUNDS), 0, runs=runs)
-        with mapper_over("processes", options.jobs) as mapper:
+        with open_mapper("processes", options.jobs) as mapper:
             done = audit_simulated(plan, mapper=mapper, say=say)
         say("report")
-        audit_page(done, "learner-0", 0).write(Path(folder) / "audit.html")
+        build_audit_page(done, "learner-0", 0).write(Path(folder) / "audit.html")
         size = (Path(folder) / "audit.html").stat().st_size
     end = time.perf_counter()
     console.print(f"choosing the swap: {stages[0][0] - began:.1f} s")

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from sottovoce_client.feeding.broker import opened
 from sottovoce_client.feeding.nats import NATS
-from sottovoce_client.feeding.progress import Account
+from sottovoce_client.feeding.progress import FeedCounters
 from sottovoce_client.feeding.pump import Target, Terms, feed
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import run_on
@@ -89,7 +89,7 @@ async def bare(address: str, learners: int, messages: int) -> None:
 
 async def into_learners(address: str, names: Sequence[str], services: LocalServices, messages: int) -> None:
     """Feeders into real learners, until these have all."""
-    stop, accounts = asyncio.Event(), [Account() for _ in names]
+    stop, accounts = asyncio.Event(), [FeedCounters() for _ in names]
 
     async def one(k: int, name: str) -> None:
         async with opened(NATS.source(f"nats://{address}/wards?subject=wards.{k}&group={name}")) as parts:

@@ -21,7 +21,7 @@ from rich.table import Table
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.dataset import load_dataset
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.participation import NONE, USED, lateness, on_time
+from sottovoce_core.running.participation import NONE, USED_ROUNDS_FIELD, measure_staleness, encode_punctual_rounds
 from sottovoce_core.running.placement import place
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
@@ -40,7 +40,7 @@ console = Console() if sys.stdout.isatty() else Console(width=100)
 def lags(run: Run, most: int, seed: int) -> FloatArray:
     """`(rounds, learners, width)`: whose message an update uses, of which round; never older than the one before it."""
     generator = np.random.default_rng(seed)
-    own = np.stack([on_time(run.network, t + 1) for t in range(run.spec.rounds)])
+    own = np.stack([encode_punctual_rounds(run.network, t + 1) for t in range(run.spec.rounds)])
     late = np.where(own == NONE, NONE, np.maximum(own - generator.integers(0, most + 1, own.shape), 0.0))
     return np.asarray(np.maximum.accumulate(late, axis=0), dtype=np.float64)
 
@@ -57,12 +57,12 @@ def rows(name: str, replicas: int) -> Iterator[tuple[str, ...]]:
     for most in LAGS:
         right, apart, said = list[float](), list[float](), list[FloatArray]()
         for step in simulate(run, data, SeededNoise(1), replicas, lags(run, most, 2)):
-            said.append(step.message[USED])
+            said.append(step.message[USED_ROUNDS_FIELD])
             if step.t >= 0.9 * spec.rounds:
                 found = run.loss.classify(run.loss.predict(step.after, data.test_features))
                 right.append(float((found == data.test_labels).mean()))
                 apart.append(float(np.linalg.norm(step.after - step.after.mean(axis=0), axis=-1).mean()))
-        late = lateness(np.stack(said))
+        late = measure_staleness(np.stack(said))
         yield name, str(most), f"{100 * late.share:.0f} %", f"{100 * np.mean(right):.1f} %", f"{np.mean(apart):.3g}"
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce_core.arrays import Batch
-from sottovoce_core.data.known import data_folders, find
+from sottovoce_core.data.known import get_data_folders, find
 from sottovoce_core.errors import SottovoceError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.noise import SeededNoise
@@ -30,7 +30,7 @@ from sottovoce_core.spec import RunSpec, parse_spec
 
 def source() -> tuple[str, int, int]:
     """Data set, its classes and its features."""
-    return ("letter", 26, 16) if find("letter", data_folders()) else ("digits", 10, 64)
+    return ("letter", 26, 16) if find("letter", get_data_folders()) else ("digits", 10, 64)
 
 
 def spec_of(algorithm: str, rounds: int) -> RunSpec:
@@ -53,7 +53,7 @@ def spec_of(algorithm: str, rounds: int) -> RunSpec:
 
 def run(algorithm: str, rounds: int) -> tuple[float, float, float]:
     """Seconds, mean loss of all learners over all rounds, and accuracy on held-out records at the end."""
-    prepared = prepare(spec_of(algorithm, rounds), folders=data_folders())
+    prepared = prepare(spec_of(algorithm, rounds), folders=get_data_folders())
     data, loss = prepared.data, prepared.run.loss
     total, seconds, began, decision = 0.0, 0.0, time.perf_counter(), None
     for step in simulate(prepared.run, data, SeededNoise(0)):

@@ -27,7 +27,7 @@ from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.local import LocalServices
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SottovoceError
-from sottovoce_core.optional import get_extra
+from sottovoce_core.optional import format_install_hint
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
@@ -218,7 +218,7 @@ def on_loop(loops: Loops, folder: Path) -> Iterator[None]:
         SottovoceError: uvloop is asked for, and is not installed.
     """
     if loops == "uvloop" and find_spec("uvloop") is None:
-        raise SottovoceError(f"the event loop uvloop is not installed: {get_extra('fast')}")
+        raise SottovoceError(f"the event loop uvloop is not installed: {format_install_hint('fast')}")
     before = os.environ.get("PYTHONPATH")
     if loops == "asyncio":
         hidden = folder.resolve() / "without-uvloop"

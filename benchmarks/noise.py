@@ -21,8 +21,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce_core.noise import Draw, KeyedNoise, Law, Noise, OpenDpNoise, SeededNoise, SystemNoise, grid
-from sottovoce_core.optional import get_extra
+from sottovoce_core.noise import NoiseRequest, KeyedNoise, Law, NoiseSource, OpenDpNoise, SeededNoise, SystemNoise, grid
+from sottovoce_core.optional import format_install_hint
 
 SCALE = 1.37
 SPACING = grid(SCALE)
@@ -52,16 +52,16 @@ def opendp_alone(law: str, dims: list[int]) -> Sample:
     return lambda dim: measurements[dim](zeros[dim])
 
 
-def of(source: Noise, law: Law = "laplace") -> Sample:
+def of(source: NoiseSource, law: Law = "laplace") -> Sample:
     """One of our sources, asked for one message's noise."""
     spacing = None if law == "spherical" else SPACING
-    return lambda dim: source(Draw(law, "y", 0, SCALE, spacing, (dim,)))
+    return lambda dim: source(NoiseRequest(law, "y", 0, SCALE, spacing, (dim,)))
 
 
-def ahead(source: Noise) -> Sample:
+def ahead(source: NoiseSource) -> Sample:
     """The same round after round, their scales known beforehand: short vectors are drawn ahead."""
     rounds = count()
-    return lambda dim: source(Draw("laplace", "y", next(rounds), SCALE, SPACING, (dim,), lambda t: SCALE))
+    return lambda dim: source(NoiseRequest("laplace", "y", next(rounds), SCALE, SPACING, (dim,), lambda t: SCALE))
 
 
 def samplers(dims: list[int]) -> dict[str, Sample]:
@@ -77,7 +77,7 @@ def samplers(dims: list[int]) -> dict[str, Sample]:
         "bitwise, spherical": of(system, "spherical"),
     }
     if find_spec("opendp") is None:
-        console.print(f"OpenDP is not installed: {get_extra('opendp')}", markup=False)
+        console.print(f"OpenDP is not installed: {format_install_hint('opendp')}", markup=False)
         return found
     return found | {
         "OpenDP's own call": opendp_alone("laplace", dims),

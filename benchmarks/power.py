@@ -23,9 +23,9 @@ from rich.table import Table
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.audit import rehearsed
-from sottovoce_core.auditing.blackbox import ROUNDS, attack, number_views
-from sottovoce_core.auditing.bounds import BLIND, Levels, epsilon_lower_bound, threshold
-from sottovoce_core.noise import Draw, SeededNoise, grid, on_grid
+from sottovoce_core.auditing.blackbox import ROUNDS, attack, build_number_views
+from sottovoce_core.auditing.bounds import BLIND, AlphaAllocation, compute_epsilon_lower_bound, threshold
+from sottovoce_core.noise import NoiseRequest, SeededNoise, grid, round_to_lattice
 
 ALPHA = 0.05
 RUNS = (1_000, 10_000, 100_000)
@@ -49,9 +49,9 @@ class Mechanism:
         worlds = generator.integers(0, 2, count)
         # On a lattice: the low bits of a float64 sum give the world away, and the black box sees it.
         noise = SeededNoise(generator.integers(2**63))(
-            Draw("laplace", "y", 0, 1.0, grid(1.0), (count, len(self.epsilons)))
+            NoiseRequest("laplace", "y", 0, 1.0, grid(1.0), (count, len(self.epsilons)))
         )
-        return worlds, on_grid(worlds[:, None] * self.epsilons, grid(1.0)) + noise
+        return worlds, round_to_lattice(worlds[:, None] * self.epsilons, grid(1.0)) + noise
 
     def losses(self, said: FloatArray) -> FloatArray:
         """`(runs,)` exact privacy losses."""
@@ -75,14 +75,14 @@ def likelihood(mechanism: Mechanism, runs: int, seed: int) -> float:
     losses = mechanism.losses(said)
     guessed = np.abs(losses) >= threshold(np.abs(claimed), 2 * runs, ALPHA)
     right = (losses < 0) == (worlds == 1)
-    return epsilon_lower_bound(int((guessed & right).sum()), int(guessed.sum()), ALPHA)
+    return compute_epsilon_lower_bound(int((guessed & right).sum()), int(guessed.sum()), ALPHA)
 
 
 def black_box(mechanism: Mechanism, runs: int, seed: int) -> float:
     """The better of the classifiers, at their share of alpha."""
     worlds, said = mechanism.runs(2 * runs, np.random.default_rng(seed))
-    views = number_views(said[:, :ROUNDS, None])
-    attacks = attack(views, worlds, Levels(ALPHA, BLIND), math.inf, np.random.SeedSequence(seed))
+    views = build_number_views(said[:, :ROUNDS, None])
+    attacks = attack(views, worlds, AlphaAllocation(ALPHA, BLIND), math.inf, np.random.SeedSequence(seed))
     return max(each.bound.value for each in attacks)
 
 

@@ -8,8 +8,8 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.algorithms.setting import AlgorithmSpec, Setting
 from sottovoce_core.arrays import Batch
 from sottovoce_core.losses import mean_gradient
-from sottovoce_core.noise.mechanisms import laplace_density, laplace_loss, say_laplace
-from sottovoce_core.privacy.accountant import ListedLosses
+from sottovoce_core.noise.mechanisms import laplace_log_density, laplace_loss, add_laplace_noise
+from sottovoce_core.privacy.accountant import PrecomputedAccountant
 from sottovoce_core.privacy.guarantee import Mechanism
 
 
@@ -47,7 +47,7 @@ class Gossip:
         return State(0, np.zeros((*who.lead, self.dim)), np.zeros((*who.lead, self.dim)))
 
     def speak(self, state, noise):
-        said = say_laplace(noise, "y", state.t, state.x, self.scale)
+        said = add_laplace_noise(noise, "y", state.t, state.x, self.scale)
         return replace(state, said=said), Message({"y": said})
 
     def listen(self, state, heard, batch):
@@ -61,7 +61,7 @@ class Gossip:
         return state.x
 
     def overheard(self, state, message):
-        return replace(state, said=message["y"]), laplace_density(message["y"], state.x, self.scale)
+        return replace(state, said=message["y"]), laplace_log_density(message["y"], state.x, self.scale)
 
     def noise_scale(self, learner, t):
         return self.scale
@@ -70,4 +70,4 @@ class Gossip:
         change = self.step * self.setting.loss.gradient_change(self.setting.decision_set.largest_norm(self.dim))
         losses = np.zeros(self.setting.rounds)  # x follows from messages and one round's records: one message tells
         losses[1:2] = laplace_loss(np.sqrt(self.dim) * change, self.dim, self.scale)
-        return ListedLosses(losses, Mechanism.LAPLACE)
+        return PrecomputedAccountant(losses, Mechanism.LAPLACE)

@@ -11,8 +11,8 @@ import pytest
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Levels, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
+from sottovoce_core.auditing.bounds import AlphaAllocation, Test
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 from sottovoce_core.auditing.conformance.residuals import ALL
 from sottovoce_core.noise import grid
 
@@ -145,20 +145,20 @@ def closely(block: Block) -> Block:
     return replace(block, past={"nothing": np.zeros(block.values.shape), **block.past})
 
 
-def judged(kind: type[Instrument], *blocks: Block) -> dict[str, Test]:
+def judged(kind: type[ConformanceTest], *blocks: Block) -> dict[str, Test]:
     """What an instrument comes to, by name, each test with its level at 99 %; looked at closely."""
     instrument = kind(blocks[0].layout)
     for block in blocks:
         instrument.add(closely(block))
-    return {test.name: test for test in Levels(0.01).judged(kind.part, instrument.tests())}
+    return {test.name: test for test in AlphaAllocation(0.01).judged(kind.part, instrument.tests())}
 
 
-def refuted(kind: type[Instrument], *blocks: Block) -> set[str]:
+def refuted(kind: type[ConformanceTest], *blocks: Block) -> set[str]:
     """The tests of an instrument that correct noise would hardly ever fail, and these blocks do."""
     return {name for name, test in judged(kind, *blocks).items() if test.rejects}
 
 
-def require_right_p_values(kind: type[Instrument], rng: np.random.Generator) -> None:
+def require_right_p_values(kind: type[ConformanceTest], rng: np.random.Generator) -> None:
     """P-values of 400 audits of odd shapes: as few are below .01 and .001 as chance has it.
 
     Two counts for every test; each is allowed what a correct one exceeds with probability 1e-6.
@@ -174,7 +174,7 @@ def require_right_p_values(kind: type[Instrument], rng: np.random.Generator) -> 
             assert likely(count, len(p_values), chance) > 1e-6, (name, chance, count)
 
 
-def require_adds_up(kind: type[Instrument], rng: np.random.Generator, rel: float) -> None:
+def require_adds_up(kind: type[ConformanceTest], rng: np.random.Generator, rel: float) -> None:
     """One block, and three of which two are in another instrument: p-values are equal but for so much of them."""
     noise, heard = discrete_laplace(rng, (3, 4, 60, 5)), rng.random((3, 4, 60, 1)) < 0.9
     parts = [closely(block_of(noise[:, :, k : k + 20], known=heard[:, :, k : k + 20])) for k in (0, 20, 40)]

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.interface import LocalMessages, Message, Who
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.noise import Draw, Noise, SeededNoise
+from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
@@ -237,10 +237,10 @@ def learner_data(rows: FloatArray, labels: FloatArray, counts: IntArray) -> Lear
 class Times:
     """Noise of another source times a power of two: still on its lattice."""
 
-    source: Noise
+    source: NoiseSource
     factor: float
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         finer = None if draw.grid is None else draw.grid / min(self.factor or 1.0, 1.0)
         return self.factor * self.source(replace(draw, grid=finer))
 
@@ -259,7 +259,7 @@ def overhear(
     run: Run,
     own: LearnerData,
     learner: int,
-    noise: Noise,
+    noise: NoiseSource,
     replicas: int,
     generator: np.random.Generator,
     loudest: float | None = None,
@@ -284,7 +284,7 @@ def overhear(
                 said[name][t, j] = messages[j][name][0]
         batch = own.batch(t)
         stacked = replace(batch, features=batch.features[None], labels=batch.labels[None])
-        state = algorithm.listen(state, HeardFromNeighbours(weights, messages, float(mixing.own[learner])), stacked)
+        state = algorithm.listen(state, LocalMessages(weights, messages, float(mixing.own[learner])), stacked)
     return Transcript(said)
 
 
@@ -373,7 +373,7 @@ def told(run: Run, attack: Attack, generator: np.random.Generator, loudest: floa
     noise = Times(SeededNoise(int(generator.integers(2**31))), float(generator.choice([0.0, 0.5, 1.0, 64.0])))
     transcript = overhear(run, attack.own, attack.learner, noise, 4, generator, loudest)
     losses = replay(run, transcript, attack.learner, [attack.own, attack.other])
-    claim = run.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
+    claim = run.guarantee(attack.learner, attack.counts, attack.replaced).cumulative_epsilon
     return max(ratio(np.cumsum(each, axis=0), claim) for each in (losses.largest, losses.realised))
 
 
@@ -401,7 +401,7 @@ def undercharged(setup: Setup, run: Run, attack: Attack) -> float:
     for t, count in enumerate(attack.counts.tolist()):
         charged[t] = accountant.next_loss()
         accountant.advance(count)
-    spent = run.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
+    spent = run.guarantee(attack.learner, attack.counts, attack.replaced).cumulative_epsilon
     finite = np.isfinite(spent)
     return float((spent - np.cumsum(charged))[finite].max(initial=0.0) / max(1.0, spent[finite].max(initial=0.0)))
 
@@ -424,7 +424,7 @@ def placed(setup: Setup, run: Run, attack: Attack, generator: np.random.Generato
 
 
 def losses_of(
-    setup: Setup, run: Run, attacks: Sequence[Attack], noise: Noise, replicas: int, generator: np.random.Generator
+    setup: Setup, run: Run, attacks: Sequence[Attack], noise: NoiseSource, replicas: int, generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """Realised and largest losses `(rounds, attacks, replicas)` among honest learners, for attacks on the same data.
 

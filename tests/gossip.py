@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import Heard, Message, Who
-from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, Setting
+from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, Setting
 from sottovoce_core.arrays import Batch, FloatArray
-from sottovoce_core.noise import Noise
-from sottovoce_core.noise.mechanisms import laplace_density, say_laplace
-from sottovoce_core.privacy.accountant import ListedLosses
+from sottovoce_core.noise import NoiseSource
+from sottovoce_core.noise.mechanisms import laplace_log_density, add_laplace_noise
+from sottovoce_core.privacy.accountant import PrecomputedAccountant
 from sottovoce_core.spec import RunSpec, parse_spec
 
 GOSSIP = "tests.gossip:GossipSpec"
@@ -24,7 +24,7 @@ class GossipSpec(AlgorithmSpec):
     scale: float = 1.0
     step: float = 0.1
 
-    def build(self, setting: Setting) -> tuple[Gossip, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[Gossip, tuple[RunWarning, ...]]:
         return Gossip(setting.n_features, setting.rounds, self.scale, self.step), ()
 
 
@@ -50,10 +50,10 @@ class Gossip:
     def start(self, who: Who) -> State:
         return State(0, np.zeros((*who.lead, self.dim)))
 
-    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
-        return state, Message({"y": say_laplace(noise, "y", state.t, state.value, self.scale)})
+    def speak(self, state: State, noise: NoiseSource) -> tuple[State, Message]:
+        return state, Message({"y": add_laplace_noise(noise, "y", state.t, state.value, self.scale)})
 
-    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+    def listen(self, state: State, heard: ReceivedMessages, batch: Batch) -> State:
         mixed = heard.own_weight * state.value + heard.weighted_sum("y")
         pulled = batch.features.mean(axis=-2)[..., : self.dim]
         if pulled.ndim < mixed.ndim:
@@ -64,14 +64,14 @@ class Gossip:
         return state.value
 
     def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
-        return state, laplace_density(message["y"], state.value, self.scale)
+        return state, laplace_log_density(message["y"], state.value, self.scale)
 
     def noise_scale(self, learner: int, t: int) -> float:
         return self.scale
 
-    def accountant(self, learner: int) -> ListedLosses:
+    def accountant(self, learner: int) -> PrecomputedAccountant:
         """Nothing is promised."""
-        return ListedLosses(np.full(self.rounds, np.inf))
+        return PrecomputedAccountant(np.full(self.rounds, np.inf))
 
 
 def gossip_spec(topology: dict[str, Any], rounds: int, learners: Any, **sections: Any) -> RunSpec:

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.decision_sets import Box, DecisionSet, L2Ball, _Block, _L1Ball, _Product, _Simplex, _TraceNorm
 from sottovoce_core.losses import MarginLoss
-from sottovoce_core.losses.linear import Hinge, Logistic, PassGlm, Ridge, SmoothedHinge, Softmax, Squared
+from sottovoce_core.losses.linear import HingeLoss, Logistic, PassGlmLoss, RidgeLoss, SmoothedHingeLoss, SoftmaxLoss, SquaredLoss
 
 positive = st.floats(0.01, 100.0)
 """Scales, norms, radii."""
@@ -48,11 +48,11 @@ CLASSES = 3
 bounds = st.floats(0.1, 5.0)
 exact = st.just(0.0)
 logistic_losses = st.builds(Logistic, feature_bound=bounds, ridge=exact, clip_norm=clip_norms)
-hinges = st.builds(Hinge, feature_bound=bounds, ridge=exact, clip_norm=clip_norms)
-smoothed_hinges = st.builds(SmoothedHinge, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, width=bounds)
-squared_losses = st.builds(Ridge, feature_bound=bounds, label_bound=bounds, ridge=exact, clip_norm=clip_norms)
-pass_glms = st.builds(PassGlm, feature_bound=bounds, ridge=exact, score_bound=st.floats(0.01, 50.0))
-softmaxes = st.builds(Softmax, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, classes=st.just(CLASSES))
+hinges = st.builds(HingeLoss, feature_bound=bounds, ridge=exact, clip_norm=clip_norms)
+smoothed_hinges = st.builds(SmoothedHingeLoss, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, width=bounds)
+squared_losses = st.builds(RidgeLoss, feature_bound=bounds, label_bound=bounds, ridge=exact, clip_norm=clip_norms)
+pass_glms = st.builds(PassGlmLoss, feature_bound=bounds, ridge=exact, score_bound=st.floats(0.01, 50.0))
+softmaxes = st.builds(SoftmaxLoss, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, classes=st.just(CLASSES))
 margin_losses: st.SearchStrategy[MarginLoss] = st.one_of(
     logistic_losses, squared_losses, hinges, smoothed_hinges, pass_glms
 )
@@ -60,7 +60,7 @@ margin_losses: st.SearchStrategy[MarginLoss] = st.one_of(
 
 def labels_for(loss: object, count: int) -> st.SearchStrategy[FloatArray]:
     """Labels in the domain of a loss; those of the squared loss may lie outside its label bound."""
-    if isinstance(loss, Squared):
+    if isinstance(loss, SquaredLoss):
         return hnp.arrays(np.float64, count, elements=st.floats(-20.0, 20.0))
-    classes = loss.classes if isinstance(loss, Softmax) else 2
+    classes = loss.classes if isinstance(loss, SoftmaxLoss) else 2
     return hnp.arrays(np.float64, count, elements=st.sampled_from(np.arange(float(classes)).tolist()))

@@ -68,10 +68,10 @@ def test_whoever_is_told_to_install_something_can() -> None:
     told = [
         (each, line)
         for each in [*PAGES, *files]
-        for line in re.findall(r"pip install [^\n]*|get_extra\([^)]*\)", each.read_text(encoding="utf-8"))
+        for line in re.findall(r"pip install [^\n]*|format_install_hint\([^)]*\)", each.read_text(encoding="utf-8"))
     ]
     assert len(told) > 20
     for each, line in told:
         assert not re.search(r"pip install '?sottovoce(?!-\*\.whl)", line), (each, line)
-        named = re.findall(r"'\.\[([\w,]+)\]'", line) + re.findall(r"get_extra\([\"']([\w-]+)[\"']\)", line)
+        named = re.findall(r"'\.\[([\w,]+)\]'", line) + re.findall(r"format_install_hint\([\"']([\w-]+)[\"']\)", line)
         assert {name for group in named for name in group.split(",")} <= extras.keys(), (each, line)

@@ -15,16 +15,16 @@ import pytest
 import yaml
 
 from sottovoce_client.cli import main
-from sottovoce_core.budget.composition import epsilon_at, message_losses
+from sottovoce_core.budget.composition import epsilon_for_delta, message_losses
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.privacy.accountant import ListedLosses, guarantee
+from sottovoce_core.privacy.accountant import PrecomputedAccountant, guarantee
 from sottovoce_core.privacy.guarantee import Event, Mechanism
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
-from sottovoce_rpc.logs import others_fault
+from sottovoce_rpc.logs import describe_user_code_error
 from tests.examples import made_up
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "own-algorithm.md"
@@ -75,11 +75,11 @@ def test_the_example_composes_as_laplace_noise(folder: Path) -> None:
 @pytest.mark.parametrize(("mechanism", "expected"), [(Mechanism.PURE, 83.5), (Mechanism.LAPLACE, 71.5)])
 def test_the_mechanism_that_is_stated_decides_what_a_delta_saves(mechanism: Mechanism, expected: float) -> None:
     """The page's last sentence: a hundred messages of loss 1."""
-    meter = ListedLosses(np.ones(100), mechanism)
+    meter = PrecomputedAccountant(np.ones(100), mechanism)
     single = message_losses(meter, np.ones(100, np.int64))
 
     assert single is not None
-    assert epsilon_at(1e-6, single, guarantee(meter, 100).mechanism) == pytest.approx(expected, abs=0.05)
+    assert epsilon_for_delta(1e-6, single, guarantee(meter, 100).mechanism) == pytest.approx(expected, abs=0.05)
     assert f"{expected}" in PAGE.read_text(encoding="utf-8")
 
 
@@ -152,12 +152,12 @@ def test_a_mistake_in_it_is_told_alike_where_another_process_made_it() -> None:
 
     with pytest.raises(ValueError, match="mine") as failed:
         fails()
-    told = others_fault(failed.value)
+    told = describe_user_code_error(failed.value)
     assert told.startswith("ValueError at ") and told.endswith(", in code of your own: mine")
     there = ValueError(*failed.value.args)  # as pickle makes it: without its frames
     there.add_note(told)
-    assert others_fault(there) == told
-    assert others_fault(ValueError("no frame, and no note")) == ""
+    assert describe_user_code_error(there) == told
+    assert describe_user_code_error(ValueError("no frame, and no note")) == ""
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.placement import place
 from sottovoce_core.running.run import build_run
 from sottovoce_core.running.simulator import simulate
-from sottovoce_core.spec import code_to_import, parse_spec
+from sottovoce_core.spec import find_first_import, parse_spec
 
 PAGE = (Path(__file__).parent.parent / "docs" / "own-kinds.md").read_text(encoding="utf-8")
 
@@ -63,9 +63,9 @@ def test_a_loss_of_ones_own_says_the_truth_about_itself(document: dict[str, obje
 
 def test_what_is_told_to_learners_needs_no_code_for_the_graph(document: dict[str, object]) -> None:
     spec = parse_spec(document, imports=True)
-    told = spec.model_copy(update={"topology": spec.topology.explicit(5)}).model_dump(mode="json")
+    told = spec.model_copy(update={"topology": spec.topology.to_edge_list(5)}).model_dump(mode="json")
     assert told["topology"]["graph"]["kind"] == "edges"
-    assert code_to_import(told["topology"]["graph"]) is None
-    assert code_to_import(told) is not None
+    assert find_first_import(told["topology"]["graph"]) is None
+    assert find_first_import(told) is not None
     with pytest.raises(SpecError, match="imports no code"):
         parse_spec(told, imports=False)

@@ -17,7 +17,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.online.seen import Keys
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.data import PlacedData
-from sottovoce_core.noise import Draw, SeededNoise
+from sottovoce_core.noise import NoiseRequest, SeededNoise
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import simulate
 from tests.examples import made_up, small_run
@@ -37,7 +37,7 @@ class Changed:
         self._source, self._seed, self._change = SeededNoise(seed), seed, change
         self._drawn: list[FloatArray] = []
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         drawn = self._source(draw)
         if self._change is None or draw.grid is None:
             return drawn
@@ -66,7 +66,7 @@ def alarms(
     run, data = a_run(rounds, learners, numbers)
     watch = Watch(run, data.learners, alpha, range(learners), keys)
     for step in simulate(run, data, noise):
-        yield from watch.take(step.t, step.by_sender())
+        yield from watch.take(step.t, step.split_by_sender())
 
 
 # ---- what is broken --------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 
 from sottovoce_client.documents import scratch
 from sottovoce_core.errors import SpecError, Unavailable
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_rpc.addresses import place_of
 
 Backend = str
@@ -28,10 +28,10 @@ Backend = str
 Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 """As `map`: works on pieces, one after the other or side by side; results come in order."""
 
-_CONNECT_S = 20
+_CONNECT_TIMEOUT_S = 20
 _LOOK_S = 0.2
 """Between two looks of a worker, whether whoever started it is still there."""
-_TRIES = 3
+_MAX_RETRIES = 3
 """Of a piece on Ray whose worker dies."""
 _AHEAD = 4
 """Pieces that are on their way for each core of a cluster of Ray."""
@@ -55,7 +55,7 @@ def named(backend: Backend) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def mapper_over(backend: Backend, jobs: int | None = None) -> Iterator[Mapper]:
+def open_mapper(backend: Backend, jobs: int | None = None) -> Iterator[Mapper]:
     """How pieces of work are worked on; what comes of them does not depend on it.
 
     Args:
@@ -78,7 +78,7 @@ def _processes(address: str, jobs: int | None) -> Iterator[Mapper]:
     if jobs == 1:
         yield map
         return
-    joblib, parent = import_extra("joblib", "joblib", "several jobs at a time"), os.getpid()
+    joblib, parent = import_optional("joblib", "joblib", "several jobs at a time"), os.getpid()
 
     def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
         if len(pieces) < 2:  # not worth starting processes for
@@ -134,11 +134,11 @@ def _deaf() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dask(address: str, jobs: int | None) -> Iterator[Mapper]:
-    distributed = import_extra("distributed", "dask", "--backend dask", "dask")
+    distributed = import_optional("distributed", "dask", "--backend dask", "dask")
     here = {"n_workers": jobs or os.cpu_count() or 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
     with _reaching("Dask", address):
-        client = distributed.Client(address or None, timeout=_CONNECT_S, **({} if address else here))
-    joblib = import_extra("joblib", "joblib", "--backend dask")
+        client = distributed.Client(address or None, timeout=_CONNECT_TIMEOUT_S, **({} if address else here))
+    joblib = import_optional("joblib", "joblib", "--backend dask")
 
     def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
         results: Iterator[Any] = joblib.Parallel(return_as="generator")(joblib.delayed(work)(piece) for piece in pieces)
@@ -150,7 +150,7 @@ def _dask(address: str, jobs: int | None) -> Iterator[Mapper]:
 
 @contextlib.contextmanager
 def _ray(address: str, jobs: int | None) -> Iterator[Mapper]:
-    ray = import_extra("ray", "ray", "--backend ray", "ray")
+    ray = import_optional("ray", "ray", "--backend ray", "ray")
     here = {"num_cpus": jobs or os.cpu_count() or 1, "include_dashboard": False}
     with _reaching("Ray", address):
         ray.init(address or None, log_to_driver=False, logging_level="error", **({} if address else here))
@@ -163,7 +163,7 @@ def _ray(address: str, jobs: int | None) -> Iterator[Mapper]:
 
     try:
         most = jobs or _AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
-        task = ray.remote(_done).options(max_retries=_TRIES)
+        task = ray.remote(_done).options(max_retries=_MAX_RETRIES)
         with _dying("Ray", ray.exceptions.RayError):
             yield lambda work, pieces: _in_order(pieces, most, lambda piece: task.remote(work, piece), result)
     finally:
@@ -214,9 +214,9 @@ def _dying(engine: str, died: type[Exception]) -> Iterator[None]:
 # ---- progress of pieces ----------------------------------------------------------------------------------------------
 
 
-_TOLD_S = 0.1
+_WRITE_PERIOD_S = 0.1
 """A piece says how far it is once in so long: what tells it every millisecond is not slowed down."""
-_LOOKED_S = 0.3
+_READ_PERIOD_S = 0.3
 """Whoever waits is told anew after so long."""
 _SHARE = struct.Struct("=d")
 
@@ -262,7 +262,7 @@ class _Tell:
         now = time.monotonic()
         if done < 1.0 and now < self._due:
             return
-        self._due = now + _TOLD_S
+        self._due = now + _WRITE_PERIOD_S
         with contextlib.suppress(OSError), self._path.open("r+b", buffering=0) as file:  # elsewhere there is none
             file.seek(_SHARE.size * self._place)
             file.write(_SHARE.pack(done))
@@ -286,7 +286,7 @@ def _watched(path: Path, sizes: Sequence[int], count: Count) -> Iterator[None]:
             count(int(sum(share * size for share, size in zip(shares, sizes, strict=True))), sum(sizes))
 
     def watch() -> None:
-        while not over.wait(_LOOKED_S):
+        while not over.wait(_READ_PERIOD_S):
             look()
 
     look()

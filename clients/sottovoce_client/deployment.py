@@ -16,8 +16,8 @@ from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel, reach
 from sottovoce_rpc.tasks import Tasks
 
-CONNECT_S = 10.0
-_STOP_S = 20.0
+CONNECT_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 20.0
 """How long runs that are told to stop may take to end, when the block that they were started in is left."""
 
 
@@ -130,7 +130,7 @@ class Deployment:
         for each in self._started:
             each._stop.set()
         if self._started:
-            await asyncio.wait([each._task for each in self._started], timeout=_STOP_S)
+            await asyncio.wait([each._task for each in self._started], timeout=_STOP_TIMEOUT_S)
         await self._tasks.end()
 
 
@@ -147,7 +147,7 @@ async def connect(
 
     Raises:
         SpecError: it is on another machine, and there is no identity.
-        NotReady: the files of the identity cannot be used.
+        FailedPrecondition: the files of the identity cannot be used.
         Unavailable: nobody answers there within 10 s.
 
     >>> import asyncio
@@ -163,7 +163,7 @@ async def connect(
     """
     credentials = Credentials(None if identity is None else Path(identity), insecure)
     async with channel(address, Role.COORDINATOR, credentials=credentials) as to:
-        await reach(to, f"the coordinator at {address}", CONNECT_S)
+        await reach(to, f"the coordinator at {address}", CONNECT_TIMEOUT_S)
     deployment = Deployment(address, credentials)
     try:
         yield deployment

@@ -29,26 +29,26 @@ from sottovoce_client.wording import count
 from sottovoce_core.errors import DataError, SottovoceError
 from sottovoce_core.text import plain
 from sottovoce_learner.storage.store import Ledger
-from sottovoce_rpc.access import NOT_BELIEVED
+from sottovoce_rpc.access import UNTRUSTED_CALLER_TEXT
 from sottovoce_rpc.addresses import is_loopback
-from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, REVOCATION_FILE
 from sottovoce_rpc.credentials import SOON, Credentials
-from sottovoce_rpc.logs import open_to_others
-from sottovoce_rpc.metrics import Scraped
+from sottovoce_rpc.logs import is_open_to_others
+from sottovoce_rpc.metrics import MetricsEndpoint
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import as_error, handshake
+from sottovoce_rpc.status import convert_status_error, explain_handshake_failure
 from sottovoce_rpc.tasks import answered
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 State = Literal["well", "warning", "wrong"]
 _SIGNS: Mapping[State, tuple[str, str]] = {"well": ("✓", "green"), "warning": ("!", "yellow"), "wrong": ("✗", "red")}
 _REACH_S = 10.0
-_MOST_SKEW_S = 30.0
+_MAX_CLOCK_SKEW_S = 30.0
 """Between two clocks: certificates begin a few minutes before they are issued, and times of runs are compared by people."""
-_MOST_METRICS = 16 * 1024**2
+_MAX_METRICS_BYTES = 16 * 1024**2
 """Bytes of an answer that are read."""
-_LEAST_FREE = 1024**3
+_MIN_FREE_BYTES = 1024**3
 """Bytes on a disk with a state folder."""
 _EXTRAS = {
     "audit": ("pyarrow", "jinja2", "matplotlib", "requests", "scipy"),
@@ -76,7 +76,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
+class CheckTargets:
     """What is looked at; what is not given is not.
 
     Attributes:
@@ -92,7 +92,7 @@ class Patient:
     metrics: Sequence[str] = ()
 
 
-async def examine(patient: Patient) -> list[Finding]:
+async def examine(patient: CheckTargets) -> list[Finding]:
     """Look at everything that was given."""
     found = [*_installed(), *_identity(patient.credentials)]
     for folder in patient.states:
@@ -156,16 +156,16 @@ def _identity(credentials: Credentials) -> Iterator[Finding]:
         return
     principal = own.principal
     if own.is_revoked:
-        text = f"{principal} of {principal.domain} was revoked, by {REVOKED}: no service believes it; have another one issued"
+        text = f"{principal} of {principal.domain} was revoked, by {REVOCATION_FILE}: no service believes it; have another one issued"
         yield Finding("identity", "wrong", text)
     else:
         yield _certificate("identity", principal, own.expires)
     if not own.is_rooted:
-        text = f"{CERTIFICATE} leads to no authority of {AUTHORITIES}: others may refuse it; are those between missing from it?"
+        text = f"{CERTIFICATE} leads to no authority of {AUTHORITIES_FILE}: others may refuse it; are those between missing from it?"
         yield Finding("chain", "warning", text)
     yield from _authorities({domain: pem.count(b"BEGIN") for domain, pem in own.bundles.items()})
-    if not (folder / REVOKED).exists():
-        yield Finding("revoked", "warning", f"no {REVOKED}: whoever was revoked is still believed here")
+    if not (folder / REVOCATION_FILE).exists():
+        yield Finding("revoked", "warning", f"no {REVOCATION_FILE}: whoever was revoked is still believed here")
 
 
 def _authorities(domains: Mapping[str, int]) -> Iterator[Finding]:
@@ -174,7 +174,7 @@ def _authorities(domains: Mapping[str, int]) -> Iterator[Finding]:
         told = ", ".join(f"{count(number)} of {domain}" for domain, number in domains.items() if domain)
         yield Finding("authorities", "well", f"{told}: each is believed for its own trust domain alone")
     if "" in domains:
-        text = f"{AUTHORITIES} has {count(domains[''])} that name no trust domain, and are believed for nobody, for others do"
+        text = f"{AUTHORITIES_FILE} has {count(domains[''])} that name no trust domain, and are believed for nobody, for others do"
         yield Finding("authorities", "warning", text)
 
 
@@ -192,12 +192,12 @@ def _state(folder: Path) -> Iterator[Finding]:
     if not folder.is_dir():
         yield Finding(what, "wrong", "there is no such folder: give what the learner was started with as --state")
         return
-    if open_to_others(folder):
+    if is_open_to_others(folder):
         yield Finding(what, "warning", "other users may look into it, and it may hold records: chmod 700 it")
     if not os.access(folder, os.W_OK):
         yield Finding(what, "wrong", "it cannot be written: the learner would say nothing")
     free = shutil.disk_usage(folder).free
-    state: State = "well" if free >= _LEAST_FREE else "warning"
+    state: State = "well" if free >= _MIN_FREE_BYTES else "warning"
     yield Finding(f"{what}: disk", state, f"{free / 1e9:.1f} GB free")
     for name in Ledger(folder).learners():
         try:
@@ -222,8 +222,8 @@ async def _service(role: Role, address: str, credentials: Credentials) -> list[F
                 found += await _clock(what, to)
             return found
     except grpc.aio.AioRpcError as error:
-        text = str(as_error(error, f"the {role} at {address}"))
-        if text == NOT_BELIEVED:
+        text = str(convert_status_error(error, f"the {role} at {address}"))
+        if text == UNTRUSTED_CALLER_TEXT:
             text += ": this identity was revoked, or is of another deployment; `sottovoce pki show` at its authority says which"
         return [Finding(what, "wrong", text)]
     except SottovoceError as error:
@@ -249,7 +249,7 @@ async def _clock(what: str, to: grpc.aio.Channel) -> list[Finding]:
     now = datetime.now(UTC)
     middle = before + (now - before) / 2
     off = abs((answer.now.ToDatetime(UTC) - middle).total_seconds()) - (now - before).total_seconds() / 2
-    if off > _MOST_SKEW_S:
+    if off > _MAX_CLOCK_SKEW_S:
         text = f"it is {off:.0f} s from this machine's: certificates may seem out of their time; set both by NTP"
         return [Finding(f"{what}: clock", "wrong", text)]
     return [Finding(f"{what}: clock", "well", "as this machine's")]
@@ -276,7 +276,7 @@ async def _metrics(address: str, credentials: Credentials) -> list[Finding]:
     """Whether metrics are told there, by whom, and who else may read them on the way."""
     what = f"metrics {address}"
     try:
-        answer = await asyncio.to_thread(_asked, address, credentials.to_https())
+        answer = await asyncio.to_thread(_asked, address, credentials.build_https_client_context())
         found = [_told(what, answer)]
         if answer.certificate:
             shown = x509.load_der_x509_certificate(answer.certificate)
@@ -301,7 +301,7 @@ def _asked(address: str, tls: ssl.SSLContext | None) -> _Answer:
         SpecError: this is no address.
         OSError: nobody answers in time, or one of the two does not believe the other.
     """
-    host, port = Scraped(address).place()
+    host, port = MetricsEndpoint(address).place()
     answer = _said(HTTPConnection(host, port, timeout=_REACH_S))
     if answer.status or tls is None:
         return answer
@@ -317,7 +317,7 @@ def _said(connection: HTTPConnection) -> _Answer:
         try:
             connection.request("GET", "/metrics")
             answer = connection.getresponse()
-            return _Answer(answer.status, answer.read(_MOST_METRICS).decode(errors="replace"), certificate)
+            return _Answer(answer.status, answer.read(_MAX_METRICS_BYTES).decode(errors="replace"), certificate)
         except (HTTPException, ConnectionResetError):
             return _Answer(0, "", certificate)
 
@@ -336,7 +336,7 @@ def _told(what: str, answer: _Answer) -> Finding:
 
 def _unanswered(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return handshake(str(error)) or f"the handshake failed: {plain(error.reason or str(error))}"
+        return explain_handshake_failure(str(error)) or f"the handshake failed: {plain(error.reason or str(error))}"
     if isinstance(error, TimeoutError):
         return f"no answer within {_REACH_S:g} s"
     return f"it cannot be reached ({plain(str(error))}): is it running with --metrics, and is the address right?"

@@ -33,7 +33,7 @@ def require_new(out: Path | None) -> None:
 
 
 @contextmanager
-def until_complete(path: Path) -> Iterator[Path]:
+def write_atomically(path: Path) -> Iterator[Path]:
     """Where to write a file: beside its place, as `NAME.partial`, which takes its name when the block ends.
 
     It stays what it is called where an error or Ctrl-C ends the block, or the process: what is not whole never looks so.
@@ -44,7 +44,7 @@ def until_complete(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def new_file(out: Path) -> Iterator[BinaryIO]:
+def create_file(out: Path) -> Iterator[BinaryIO]:
     """A file that was not there, complete once the block ends; where that fails, nothing stays.
 
     Raises:
@@ -52,7 +52,7 @@ def new_file(out: Path) -> Iterator[BinaryIO]:
     """
     require_new(out)
     try:
-        with until_complete(out) as draft:
+        with write_atomically(out) as draft:
             with draft.open("xb") as file:
                 try:
                     yield file
@@ -78,7 +78,7 @@ def private(path: str, flags: int) -> int:
 
 def write_text(path: Path, text: str, *, opener: Opener | None = None) -> None:
     """Write a text file, in UTF-8; `opener`: as of `open`, such as `private`."""
-    with until_complete(path) as draft, open(draft, "w", encoding="utf-8", opener=opener) as file:
+    with write_atomically(path) as draft, open(draft, "w", encoding="utf-8", opener=opener) as file:
         file.write(text)
 
 
@@ -94,7 +94,7 @@ def write_json(
         opener: as of `open`, such as `private`.
     """
     content = to_json(document, indent=2, inf_nan_mode=not_finite, fallback=lambda array: array.tolist())
-    with until_complete(path) as draft, open(draft, "wb", opener=opener) as file:
+    with write_atomically(path) as draft, open(draft, "wb", opener=opener) as file:
         file.write(content + b"\n")
 
 

@@ -19,7 +19,7 @@ HEADER = """\
 """
 
 
-def chart_values(specs: Sequence[RunSpec], own: Collection[str] = (), *, coordinator: bool = False) -> dict[str, Any]:
+def derive_chart_values(specs: Sequence[RunSpec], own: Collection[str] = (), *, coordinator: bool = False) -> dict[str, Any]:
     """What a release needs to know of the runs that are to be started on it.
 
     Args:
@@ -32,7 +32,7 @@ def chart_values(specs: Sequence[RunSpec], own: Collection[str] = (), *, coordin
 
     Raises:
         SpecError: a name that no spec has, runs that are captured in different ways, or a graph that cannot be built.
-        CheckFailed: a network's own conditions.
+        AssumptionViolated: a network's own conditions.
     """
     names = list(dict.fromkeys(name for spec in specs for name in spec.names))
     if unknown := [name for name in own if name not in names]:
@@ -54,7 +54,7 @@ def chart_values(specs: Sequence[RunSpec], own: Collection[str] = (), *, coordin
     return {**values, "capture": capture}
 
 
-def as_yaml(values: dict[str, Any]) -> str:
+def format_yaml(values: dict[str, Any]) -> str:
     """Values as a file for `helm install -f`."""
     return HEADER + write_yaml(values, flow=None)
 

@@ -21,27 +21,27 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_core.errors import NotReady, SpecError
+from sottovoce_core.errors import FailedPrecondition, SpecError
 from sottovoce_rpc.certificates import (
-    AUTHORITIES,
+    AUTHORITIES_FILE,
     CERTIFICATE,
     KEY,
-    REVOKED,
-    certificates_in,
-    domain_of,
-    is_list_of,
-    key_in,
-    leads_to,
-    lists_in,
+    REVOCATION_FILE,
+    parse_certificates,
+    read_trust_domain,
+    has_signed_list,
+    parse_private_key,
+    has_chain_to_root,
+    parse_revocation_lists,
     named,
     number_of,
-    require_kind,
+    require_key_type,
 )
 from sottovoce_rpc.credentials import SOON
-from sottovoce_rpc.principals import Principal, Role, host_of
+from sottovoce_rpc.principals import Principal, Role, build_host_name
 
 AUTHORITY_KEY, REQUEST = "ca.key", "tls.csr"
-USUAL_DAYS, AUTHORITY_DAYS = 90, 3_650
+DEFAULT_VALIDITY_DAYS, DEFAULT_AUTHORITY_DAYS = 90, 3_650
 _ISSUED = "issued"
 """Folder of an authority with a copy of each certificate that it issued, by serial number."""
 _EARLY = timedelta(minutes=5)
@@ -57,28 +57,28 @@ class Authority:
         folder: as `Authority.init` made it.
 
     Raises:
-        NotReady: there is none, or it cannot be used.
+        FailedPrecondition: there is none, or it cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            raw, raw_key = (folder / AUTHORITIES).read_bytes(), (folder / AUTHORITY_KEY).read_bytes()
+            raw, raw_key = (folder / AUTHORITIES_FILE).read_bytes(), (folder / AUTHORITY_KEY).read_bytes()
         except OSError as error:
-            raise NotReady(
+            raise FailedPrecondition(
                 f"no authority in {folder}: {Path(error.filename).name}: {error.strerror}; make one with `sottovoce pki init`"
             ) from None
-        believed, key = certificates_in(raw, str(folder / AUTHORITIES)), key_in(raw_key, str(folder / AUTHORITY_KEY))
+        believed, key = parse_certificates(raw, str(folder / AUTHORITIES_FILE)), parse_private_key(raw_key, str(folder / AUTHORITY_KEY))
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise NotReady(f"the authority in {folder} must have a key of an elliptic curve")
+            raise FailedPrecondition(f"the authority in {folder} must have a key of an elliptic curve")
         own = [each for each in believed if each.public_key() == key.public_key()]
         if not own:
-            raise NotReady(f"{folder / AUTHORITIES} must hold the certificate of {AUTHORITY_KEY}, got only others")
+            raise FailedPrecondition(f"{folder / AUTHORITIES_FILE} must hold the certificate of {AUTHORITY_KEY}, got only others")
         self._certificate, self._key = max(own, key=_begins), key
 
     @classmethod
     def init(
-        cls, folder: Path, domain: str, days: int = AUTHORITY_DAYS, *, replaces: Authority | None = None
+        cls, folder: Path, domain: str, days: int = DEFAULT_AUTHORITY_DAYS, *, replaces: Authority | None = None
     ) -> Authority:
         """Make an authority for a trust domain.
 
@@ -91,13 +91,13 @@ class Authority:
 
         Raises:
             SpecError: the domain is none, or not that of the authority that is replaced.
-            NotReady: there is one already, or the folder cannot be written.
+            FailedPrecondition: there is one already, or the folder cannot be written.
         """
         Principal.of(domain, f"{Role.OPERATOR}/any")
         if replaces is not None and replaces.domain != domain:
             raise SpecError(f"the authority that is replaced must be of {domain}, got one of {replaces.domain}")
-        if (folder / AUTHORITIES).exists():  # written last: what died before it is begun again
-            raise NotReady(f"there is an authority in {folder} already")
+        if (folder / AUTHORITIES_FILE).exists():  # written last: what died before it is begun again
+            raise FailedPrecondition(f"there is an authority in {folder} already")
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Sottovoce authority of {domain}")])
         uri = x509.UniformResourceIdentifier(f"spiffe://{domain}")
@@ -110,13 +110,13 @@ class Authority:
         listed, believed = _list_of((), name, key), [certificate]
         if replaces is not None:
             believed += replaces._believed()
-            listed += _as_file(_lists(replaces.folder / REVOKED))
+            listed += _as_file(_lists(replaces.folder / REVOCATION_FILE))
             _make(folder / _ISSUED)
             for path in (replaces.folder / _ISSUED).glob("*.crt"):
                 _write(folder / _ISSUED / path.name, path.read_bytes())
-            _write(replaces.folder / AUTHORITIES, _as_file(_merged([*replaces._believed(), certificate])))
-        _write(folder / REVOKED, listed)
-        _write(folder / AUTHORITIES, _as_file(believed))
+            _write(replaces.folder / AUTHORITIES_FILE, _as_file(_merged([*replaces._believed(), certificate])))
+        _write(folder / REVOCATION_FILE, listed)
+        _write(folder / AUTHORITIES_FILE, _as_file(believed))
         return cls(folder)
 
     @property
@@ -124,17 +124,17 @@ class Authority:
         """The trust domain.
 
         Raises:
-            NotReady: its certificate names none.
+            FailedPrecondition: its certificate names none.
         """
-        found = domain_of(self._certificate)
+        found = read_trust_domain(self._certificate)
         if not found:
-            raise NotReady(
+            raise FailedPrecondition(
                 f"the certificate of the authority in {self.folder} must name one trust domain, and names none"
             )
         return found
 
     def issue(
-        self, whom: str, folder: Path, *, days: int = USUAL_DAYS, hosts: Sequence[str] = (), request: Path | None = None
+        self, whom: str, folder: Path, *, days: int = DEFAULT_VALIDITY_DAYS, hosts: Sequence[str] = (), request: Path | None = None
     ) -> x509.Certificate:
         """Issue a certificate to a principal, in a folder of its own, with a new key unless a request names one.
 
@@ -152,7 +152,7 @@ class Authority:
 
         Raises:
             SpecError: it is no principal.
-            NotReady: the folder has an identity already, or cannot be written, or the request cannot be used.
+            FailedPrecondition: the folder has an identity already, or cannot be written, or the request cannot be used.
         """
         principal = Principal.of(self.domain, whom)
         if principal.domain != self.domain:
@@ -161,48 +161,48 @@ class Authority:
             )
         if request is None:
             if (folder / CERTIFICATE).exists():  # written last: what died before it is begun again
-                before = certificate_of(folder)
+                before = read_certificate(folder)
                 if named(before) != principal or not self._is_revoked(before, folder):
-                    raise NotReady(
+                    raise FailedPrecondition(
                         f"there is an identity in {folder} already: renew it with `sottovoce pki issue {folder}`"
                     )
             return self._issue(principal, folder, days, hosts, None)
-        if (folder / CERTIFICATE).exists() and (known := named(certificate_of(folder))) != principal:
-            raise NotReady(
+        if (folder / CERTIFICATE).exists() and (known := named(read_certificate(folder))) != principal:
+            raise FailedPrecondition(
                 f"the identity in {folder} must be of {whom}, got {known or 'another one'}: take another folder"
             )
         public = read_request(request).public_key()
-        if (folder / KEY).exists() and key_in((folder / KEY).read_bytes()).public_key() != public:
-            raise NotReady(
+        if (folder / KEY).exists() and parse_private_key((folder / KEY).read_bytes()).public_key() != public:
+            raise FailedPrecondition(
                 f"{folder / KEY} must be the key of the request {request}, and is another one: take another folder"
             )
         return self._issue(principal, folder, days, hosts, public)
 
-    def renew(self, folder: Path, *, days: int = USUAL_DAYS) -> x509.Certificate:
+    def renew(self, folder: Path, *, days: int = DEFAULT_VALIDITY_DAYS) -> x509.Certificate:
         """Give an identity another key and certificate, for the same principal and hosts. Services take it up as they run.
 
         Other authorities in its `ca.crt`, and their lists in its `crl.pem`, stay.
 
         Raises:
-            NotReady: there is none in the folder, its key is kept elsewhere, it is of no authority of this domain that this
+            FailedPrecondition: there is none in the folder, its key is kept elsewhere, it is of no authority of this domain that this
                 authority's `ca.crt` holds, or it was revoked.
         """
-        before = certificate_of(folder)
+        before = read_certificate(folder)
         if not (folder / KEY).exists():
-            raise NotReady(
+            raise FailedPrecondition(
                 f"the key of {folder} is kept elsewhere: have another request made there, and issue by it "
                 "(`sottovoce pki issue --csr`)"
             )
         principal = named(before)
-        roots = [each for each in self._believed() if domain_of(each) == self.domain]
-        if principal is None or principal.domain != self.domain or not leads_to(before, (), roots):
-            raise NotReady(
-                f"the identity in {folder} must be of this authority, or of one of its domain in its {AUTHORITIES}"
+        roots = [each for each in self._believed() if read_trust_domain(each) == self.domain]
+        if principal is None or principal.domain != self.domain or not has_chain_to_root(before, (), roots):
+            raise FailedPrecondition(
+                f"the identity in {folder} must be of this authority, or of one of its domain in its {AUTHORITIES_FILE}"
             )
         if self._is_revoked(before, folder):
-            raise NotReady(f"the identity in {folder} was revoked: issue another one with `sottovoce pki issue`")
+            raise FailedPrecondition(f"the identity in {folder} was revoked: issue another one with `sottovoce pki issue`")
         hosts = before.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        own = {principal.host, host_of(principal.domain, principal.role)}
+        own = {principal.host, build_host_name(principal.domain, principal.role)}
         more = [each for each in hosts.get_values_for_type(x509.DNSName) if each not in own]
         if not self._signed(before):  # so that it is revoked with those that were issued here
             content = before.public_bytes(serialization.Encoding.PEM)
@@ -230,16 +230,16 @@ class Authority:
             )
         serials = [*(serial for _, serial in revoked), *(each.serial_number for each in own)]
         listed = x509.load_pem_x509_crl(_list_of(serials, self._certificate.subject, self._key))
-        foreign = [each for each in _lists(self.folder / REVOKED) if not self._has_signed(each)]
-        _write(self.folder / REVOKED, _as_file([listed, *foreign]))
+        foreign = [each for each in _lists(self.folder / REVOCATION_FILE) if not self._has_signed(each)]
+        _write(self.folder / REVOCATION_FILE, _as_file([listed, *foreign]))
         return own
 
     @property
     def others(self) -> list[x509.Certificate]:
         """Authorities of its domain that its `ca.crt` holds besides, and of which it has no record of what they issued."""
         issued = self.issued()
-        own = [each for each in self._believed() if domain_of(each) == self.domain and not self._is_own(each)]
-        return [each for each in own if not any(leads_to(one, (), [each]) for one in issued)]
+        own = [each for each in self._believed() if read_trust_domain(each) == self.domain and not self._is_own(each)]
+        return [each for each in own if not any(has_chain_to_root(one, (), [each]) for one in issued)]
 
     def spread(self, identities: Path, *, replaced: Authority | None = None) -> tuple[list[Path], dict[Path, str]]:
         """Give the identities that believe this authority its list of revoked certificates; lists of others stay.
@@ -252,20 +252,20 @@ class Authority:
             The folders that have it now, and those that do not, with the reason.
         """
         given, skipped = list[Path](), dict[Path, str]()
-        folders = {path.parent for name in (CERTIFICATE, AUTHORITIES) for path in identities.glob(f"*/{name}")}
+        folders = {path.parent for name in (CERTIFICATE, AUTHORITIES_FILE) for path in identities.glob(f"*/{name}")}
         for folder in sorted(each for each in folders if not (each / AUTHORITY_KEY).exists()):
             try:
-                believed = certificates_in((folder / AUTHORITIES).read_bytes(), AUTHORITIES)
+                believed = parse_certificates((folder / AUTHORITIES_FILE).read_bytes(), AUTHORITIES_FILE)
                 if not any(map((replaced or self)._is_own, believed)):
                     which = "this authority" if replaced is None else "the authority that is replaced"
-                    skipped[folder] = f"its {AUTHORITIES} does not hold {which}"
+                    skipped[folder] = f"its {AUTHORITIES_FILE} does not hold {which}"
                     continue
                 if replaced is not None:
                     believed = _merged([*believed, self._certificate])
-                    _write(folder / AUTHORITIES, _as_file(believed))
-                _write(folder / REVOKED, self._lists_for(folder, believed))
+                    _write(folder / AUTHORITIES_FILE, _as_file(believed))
+                _write(folder / REVOCATION_FILE, self._lists_for(folder, believed))
                 given.append(folder)
-            except (OSError, NotReady) as error:
+            except (OSError, FailedPrecondition) as error:
                 skipped[folder] = (
                     f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else str(error)
                 )
@@ -279,14 +279,14 @@ class Authority:
     @property
     def revoked(self) -> set[tuple[bytes, int]]:
         """Issuers and serial numbers of what it has taken back."""
-        return _revoked_by(each for each in _lists(self.folder / REVOKED) if self._has_signed(each))
+        return _revoked_by(each for each in _lists(self.folder / REVOCATION_FILE) if self._has_signed(each))
 
     # ---- inside -------------------------------------------------------------------------------------------
 
     def _issue(
         self, principal: Principal, folder: Path, days: int, hosts: Iterable[str], public: PublicKeyTypes | None
     ) -> x509.Certificate:
-        """Raises `NotReady` before anything is written where the files in the folder cannot be kept."""
+        """Raises `FailedPrecondition` before anything is written where the files in the folder cannot be kept."""
         key = None if public is not None else ec.generate_private_key(ec.SECP256R1())
         ends = min(datetime.now(UTC) + timedelta(days=days), self._certificate.not_valid_after_utc)
         own = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
@@ -299,50 +299,50 @@ class Authority:
         certified = key.public_key() if key is not None else public
         certificate = _certificate(subject, certified, ends, self._certificate.subject, self._key, extensions)
         content = certificate.public_bytes(serialization.Encoding.PEM)
-        believed = _merged([*_certificates(folder / AUTHORITIES), *self._believed()])
+        believed = _merged([*_certificates(folder / AUTHORITIES_FILE), *self._believed()])
         lists = self._lists_for(folder, believed)
         _make(self.folder / _ISSUED)
         _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.crt", content)
         _make(folder)
         if key is not None:
             _write(folder / KEY, _pem(key), 0o600)
-        _write(folder / AUTHORITIES, _as_file(believed))
-        _write(folder / REVOKED, lists)
+        _write(folder / AUTHORITIES_FILE, _as_file(believed))
+        _write(folder / REVOCATION_FILE, lists)
         _write(folder / CERTIFICATE, content)
         return certificate
 
     def _is_revoked(self, certificate: x509.Certificate, folder: Path) -> bool:
-        listed = _revoked_by([*_lists(self.folder / REVOKED), *_lists(folder / REVOKED)])
+        listed = _revoked_by([*_lists(self.folder / REVOCATION_FILE), *_lists(folder / REVOCATION_FILE)])
         return number_of(certificate) in listed
 
     def _signed(self, certificate: x509.Certificate) -> bool:
-        return leads_to(certificate, (), [self._certificate])
+        return has_chain_to_root(certificate, (), [self._certificate])
 
     def _is_own(self, certificate: x509.Certificate) -> bool:
         return _authority_of(certificate) == _authority_of(self._certificate)
 
     def _has_signed(self, listed: x509.CertificateRevocationList) -> bool:
-        return is_list_of(self._certificate, listed)
+        return has_signed_list(self._certificate, listed)
 
     def _believed(self) -> list[x509.Certificate]:
         """Its own certificate, and those of others in its folder: every identity gets them."""
-        return _certificates(self.folder / AUTHORITIES)
+        return _certificates(self.folder / AUTHORITIES_FILE)
 
     def _lists_for(self, folder: Path, believed: Sequence[x509.Certificate]) -> bytes:
         """The file of revocation lists of an identity: of each authority the newest, its own as it stands here.
 
         Raises:
-            NotReady: a list is of no authority in `ca.crt`: services would refuse the file.
+            FailedPrecondition: a list is of no authority in `ca.crt`: services would refuse the file.
         """
-        here, there = _lists(self.folder / REVOKED), _lists(folder / REVOKED)
+        here, there = _lists(self.folder / REVOCATION_FILE), _lists(folder / REVOCATION_FILE)
         signers = [*believed, *_certificates(folder / CERTIFICATE)[1:]]
         newest = dict[tuple[bytes, bytes], x509.CertificateRevocationList]()
         for each in (*here, *there):
-            signer = next((_authority_of(one) for one in signers if is_list_of(one, each)), None)
+            signer = next((_authority_of(one) for one in signers if has_signed_list(one, each)), None)
             if signer is None and each in there:
-                raise NotReady(
-                    f"every list in {folder / REVOKED} must be signed by an authority of {AUTHORITIES}, got one of "
-                    f"{each.issuer.rfc4514_string()[:100]}: put that authority into {AUTHORITIES}, or take the list out"
+                raise FailedPrecondition(
+                    f"every list in {folder / REVOCATION_FILE} must be signed by an authority of {AUTHORITIES_FILE}, got one of "
+                    f"{each.issuer.rfc4514_string()[:100]}: put that authority into {AUTHORITIES_FILE}, or take the list out"
                 )
             if signer is None or (self._has_signed(each) and each not in here):
                 continue
@@ -375,18 +375,18 @@ def _certificates(path: Path) -> list[x509.Certificate]:
     """Those of a file; none where there is no file.
 
     Raises:
-        NotReady: it cannot be read.
+        FailedPrecondition: it cannot be read.
     """
-    return certificates_in(path.read_bytes(), str(path)) if path.exists() else []
+    return parse_certificates(path.read_bytes(), str(path)) if path.exists() else []
 
 
 def _lists(path: Path) -> list[x509.CertificateRevocationList]:
     """The revocation lists of a file; none where there is no file.
 
     Raises:
-        NotReady: it cannot be read.
+        FailedPrecondition: it cannot be read.
     """
-    return lists_in(path.read_bytes(), str(path)) if path.exists() else []
+    return parse_revocation_lists(path.read_bytes(), str(path)) if path.exists() else []
 
 
 def _newer(listed: x509.CertificateRevocationList) -> tuple[datetime, int]:
@@ -414,24 +414,24 @@ def _list_of(serials: Iterable[int], issuer: x509.Name, key: ec.EllipticCurvePri
     return listed.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def certificate_of(folder: Path) -> x509.Certificate:
+def read_certificate(folder: Path) -> x509.Certificate:
     """The certificate of an identity.
 
     Raises:
-        NotReady: there is none.
+        FailedPrecondition: there is none.
     """
     try:
         return x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is none"
-        raise NotReady(f"no certificate in {folder / CERTIFICATE}: {why}") from None
+        raise FailedPrecondition(f"no certificate in {folder / CERTIFICATE}: {why}") from None
 
 
 def read_request(path: Path) -> x509.CertificateSigningRequest:
     """A certificate signing request in PEM or DER, signed by the key that it asks a certificate for.
 
     Raises:
-        NotReady: there is none, its signature is wrong, or its key is of a kind that gRPC does not take.
+        FailedPrecondition: there is none, its signature is wrong, or its key is of a kind that gRPC does not take.
     """
     try:
         raw = path.read_bytes()
@@ -439,18 +439,18 @@ def read_request(path: Path) -> x509.CertificateSigningRequest:
         found = load(raw)
         holds = found.is_signature_valid
     except OSError as error:
-        raise NotReady(f"no certificate signing request in {path}: {error.strerror}") from None
+        raise FailedPrecondition(f"no certificate signing request in {path}: {error.strerror}") from None
     except (ValueError, UnsupportedAlgorithm):
-        raise NotReady(f"{path} must hold a certificate signing request in PEM or DER, got something else") from None
+        raise FailedPrecondition(f"{path} must hold a certificate signing request in PEM or DER, got something else") from None
     if not holds:
-        raise NotReady(
+        raise FailedPrecondition(
             f"{path} must be signed by the key that it asks a certificate for, and is not: have another one made"
         )
-    require_kind(found.public_key(), f"the key of {path}")
+    require_key_type(found.public_key(), f"the key of {path}")
     return found
 
 
-def asked_for(request: x509.CertificateSigningRequest) -> list[str]:
+def list_requested_names(request: x509.CertificateSigningRequest) -> list[str]:
     """The names that a request asks for: its URIs, or else its common names."""
     try:
         names = request.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -465,14 +465,14 @@ def request(whom: str, folder: Path) -> Path:
 
     Raises:
         SpecError: it is no principal.
-        NotReady: the folder cannot be written, or its key cannot be used.
+        FailedPrecondition: the folder cannot be written, or its key cannot be used.
     """
     Principal.of("any", whom)
     _make(folder)
     if not (folder / KEY).exists():
         _write(folder / KEY, _pem(ec.generate_private_key(ec.SECP256R1())), 0o600)
-    key = key_in((folder / KEY).read_bytes())
-    require_kind(key.public_key(), str(folder / KEY))
+    key = parse_private_key((folder / KEY).read_bytes())
+    require_key_type(key.public_key(), str(folder / KEY))
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, whom[:64])])
     made = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())  # type: ignore[arg-type]
     _write(folder / REQUEST, made.public_bytes(serialization.Encoding.PEM))
@@ -493,12 +493,12 @@ def _make(folder: Path) -> None:
     """A folder for keys.
 
     Raises:
-        NotReady: it cannot be made.
+        FailedPrecondition: it cannot be made.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise NotReady(f"cannot write to the folder {folder}: {error.strerror}") from None
+        raise FailedPrecondition(f"cannot write to the folder {folder}: {error.strerror}") from None
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -558,7 +558,7 @@ def _names(principal: Principal, hosts: Iterable[str]) -> x509.SubjectAlternativ
     Raises:
         SpecError: a host is none.
     """
-    known = dict.fromkeys([principal.host, host_of(principal.domain, principal.role), *hosts])
+    known = dict.fromkeys([principal.host, build_host_name(principal.domain, principal.role), *hosts])
     return x509.SubjectAlternativeName([x509.UniformResourceIdentifier(principal.uri), *map(_host, known)])
 
 
@@ -585,13 +585,13 @@ def shown(folder: Path, console: Console) -> int:
         The exit code: 1 where one that is in use ends soon, or has ended.
 
     Raises:
-        NotReady: there is neither an authority nor an identity.
+        FailedPrecondition: there is neither an authority nor an identity.
     """
     if (folder / AUTHORITY_KEY).exists():
         authority = Authority(folder)
         issued, revoked = authority.issued(), authority.revoked
     else:
-        issued, revoked = [certificate_of(folder)], _revoked_by(_lists(folder / REVOKED))
+        issued, revoked = [read_certificate(folder)], _revoked_by(_lists(folder / REVOCATION_FILE))
     newest = {named(each): each for each in issued if number_of(each) not in revoked}
     table, late, now = terminal.table(), 0, datetime.now(UTC)
     told = []

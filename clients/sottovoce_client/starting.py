@@ -12,20 +12,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sottovoce_client.data.catalogue import classes_of, constant_note
-from sottovoce_client.wording import ALONE, count, number, plural
-from sottovoce_core.budget.calibration import ROUNDS, epsilons, first_spec
+from sottovoce_client.data.catalogue import count_classes, describe_constant_features
+from sottovoce_client.wording import ALONE, count, number, pluralize
+from sottovoce_core.budget.calibration import ROUNDS, epsilons, propose_spec
 from sottovoce_core.data.columns import choose_label, read_names
-from sottovoce_core.data.dataset import Dataset, load_dataset, read_source, require_source
-from sottovoce_core.data.encoding import alike, class_named, texts_of
-from sottovoce_core.data.files import PLACEMENT, RawTable
+from sottovoce_core.data.dataset import Dataset, load_dataset, read_source, require_source_file
+from sottovoce_core.data.encoding import alike, resolve_class_name, format_labels
+from sottovoce_core.data.files import PLACEMENT_COLUMNS, RawTable
 from sottovoce_core.data.schedule import PlacedData
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SpecError
 from sottovoce_core.running.placement import place
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, load_schema, parse_spec
-from sottovoce_core.text import in_short
+from sottovoce_core.text import abbreviate_names
 from sottovoce_core.yaml_files import write_yaml
 
 Ask = Callable[[str, str], str]
@@ -48,7 +48,7 @@ _UNSCALED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class InitOptions:
     """What the options of the command say; None: nothing was said.
 
     Attributes:
@@ -101,7 +101,7 @@ class _Begun:
     notes: tuple[str, ...] = ()
 
 
-def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> _Begun:
+def begin(wishes: InitOptions, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> _Begun:
     """Choose what was not said, by asking or as the file suggests, and make the spec.
 
     Args:
@@ -114,7 +114,7 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
         SpecError: an option does not fit, or no spec keeps the wish.
         DataError: the records cannot be used.
     """
-    require_source(wishes.file)
+    require_source_file(wishes.file)
     asking = _Asking(ask, say)
     data, loss, table = _reading(wishes, asking)
     document: dict[str, Any] = {"name": _name(wishes), "loss": loss, "data": data}
@@ -149,7 +149,7 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     )
     document |= {"topology": {"graph": _graph(_many(document))}, "privacy": {"budget": epsilon}}
     document |= {"capture": "relay"} if _many(document) > 1 else {"capture": "none", "telemetry": {"predict": True}}
-    spec = first_spec(document, dataset, epsilon, rounds)
+    spec = propose_spec(document, dataset, epsilon, rounds)
     shares = place(spec, dataset)
     spent = max(epsilons(build_run(spec, shares.n_features), shares, per="record"))
     left = max(len(own.labels) - int(own.offsets[-2]) for own in shares.learners)
@@ -158,7 +158,7 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     notes = (
         unscaled,
         f"labels {told}" if told else "",
-        "" if table is None else constant_note(table),
+        "" if table is None else describe_constant_features(table),
         ALONE if spec.n_learners == 1 else "",
     )
     return _Begun(spec, text, spent, sum(len(own.labels) for own in shares.learners), left, tuple(filter(None, notes)))
@@ -193,7 +193,7 @@ class _Asking:
                 raise SpecError(f"{option} must be one of {', '.join(allowed)}, got {text!r}")
             return text
 
-        shown = question if list(allowed) == [default] else f"{question} ({in_short(allowed)})"
+        shown = question if list(allowed) == [default] else f"{question} ({abbreviate_names(allowed)})"
         return self.settle(shown, None if given is None else parsed(given), default, parsed)
 
     def number(self, question: str, given: float | None, default: float | None, option: str) -> float:
@@ -213,7 +213,7 @@ class _Asking:
         return self.settle(question, None if given is None else parsed(str(given)), usual, parsed)
 
 
-def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str, Any], RawTable | None]:
+def _reading(wishes: InitOptions, asking: _Asking) -> tuple[dict[str, Any], dict[str, Any], RawTable | None]:
     """The sections `data` and `loss`, and the file as it is read without a schema."""
     data: dict[str, Any] = {"source": str(wishes.file)}
     if wishes.schema is not None:
@@ -223,7 +223,7 @@ def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str,
         schema = load_schema(wishes.schema)
         data["schema"] = schema.model_dump(mode="json")
         classes = schema.label.classes
-        asking.say(f"{plural(len(schema.features), 'field')}, label {schema.label.name!r}")
+        asking.say(f"{pluralize(len(schema.features), 'field')}, label {schema.label.name!r}")
         task = "regress" if classes is None else "classify"
         if wishes.task not in (None, task):
             raise SpecError(f"--task must be {task}, for the schema's label is of type {schema.label.type}")
@@ -232,27 +232,27 @@ def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str,
     if wishes.file.suffix.lower() != ".npz":
         names, guess, header = _columns(wishes.file, label)
         default = choose_label(names, None, "")
-        asking.say(f"{plural(len(names), 'column')}: {in_short(names)}")
+        asking.say(f"{pluralize(len(names), 'column')}: {abbreviate_names(names)}")
         if label is not None:
             choose_label(names, label, "--label must be one of the columns", header)
         label = asking.one("label column", label, guess, names, "--label")
         data["label"] = label
     usual = wishes.label is None and label == default  # which is no reason to take a first line for names
     table = read_source(DataSpec(source=str(wishes.file), label=None if usual else label))
-    asking.say(f"{plural(len(table.labels), 'record')} of {plural(table.features.shape[1], 'feature')}")
-    found = classes_of(table)
+    asking.say(f"{pluralize(len(table.labels), 'record')} of {pluralize(table.features.shape[1], 'feature')}")
+    found = count_classes(table)
     asking.say(
-        "labels are numbers" if found is None else f"labels: {in_short([f'{name} ({count(n)})' for name, n in found])}"
+        "labels are numbers" if found is None else f"labels: {abbreviate_names([f'{name} ({count(n)})' for name, n in found])}"
     )
     guess = "regress" if found is None else "classify"
     task = asking.one("task", wishes.task, guess, TASKS, "--task")
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
-    texts = None if task == "regress" else texts_of(np.unique(labels))
+    texts = None if task == "regress" else format_labels(np.unique(labels))
     return data, _loss(wishes, data, texts, None, asking), table
 
 
 def _loss(
-    wishes: Wishes, data: dict[str, Any], classes: Sequence[str] | None, bound: float | None, asking: _Asking
+    wishes: InitOptions, data: dict[str, Any], classes: Sequence[str] | None, bound: float | None, asking: _Asking
 ) -> dict[str, Any]:
     """The section `loss`, and what counts as 1.
 
@@ -282,15 +282,15 @@ def _loss(
         return {"kind": "softmax", "ridge": 0.001, "feature_bound": 1.0, "classes": len(classes)}
 
     def parsed(text: str) -> tuple[str, ...]:
-        chosen = tuple(class_named(part.strip(), classes) for part in text.split(","))
+        chosen = tuple(resolve_class_name(part.strip(), classes) for part in text.split(","))
         if unknown := [each for each in chosen if each not in classes]:
-            raise SpecError(f"--positive must name labels that occur, {in_short(classes)}, got {unknown[0]!r}")
+            raise SpecError(f"--positive must name labels that occur, {abbreviate_names(classes)}, got {unknown[0]!r}")
         if len(set(chosen)) == len(classes):
-            raise SpecError(f"--positive must name some of the labels {in_short(classes)}, not all")
+            raise SpecError(f"--positive must name some of the labels {abbreviate_names(classes)}, not all")
         return chosen
 
     given = None if wishes.positive is None else parsed(",".join(wishes.positive))
-    positive = asking.settle(f"which label counts as 1 ({in_short(classes)})", given, classes[-1], parsed)
+    positive = asking.settle(f"which label counts as 1 ({abbreviate_names(classes)})", given, classes[-1], parsed)
     data["positive"] = [_as_number(each) for each in positive]
     return {"kind": "logistic", "ridge": 0.001, "feature_bound": 1.0}
 
@@ -302,7 +302,7 @@ def _as_number(text: str) -> int | str:
 def _columns(path: Path, label: str | None) -> tuple[list[str], str, str | None]:
     """Names of columns that may be the label, which of them probably is, and why these are names."""
     kinds, header = read_names(path, label)
-    names = [name for name in kinds if name not in PLACEMENT]
+    names = [name for name in kinds if name not in PLACEMENT_COLUMNS]
     if not names:
         raise SpecError(f"{path} must have a label column and a feature column, got none")
     words = [name for name in names if kinds[name]]
@@ -316,7 +316,7 @@ def _loaded(document: Mapping[str, Any]) -> Dataset:
     return load_dataset(spec.data, spec.loss)
 
 
-def _learners(wishes: Wishes, dataset: Dataset, asking: _Asking) -> int | list[str]:
+def _learners(wishes: InitOptions, dataset: Dataset, asking: _Asking) -> int | list[str]:
     def parsed(text: str) -> int | list[str]:
         if text.isascii() and text.isdigit() and 0 < int(text) <= len(dataset.labels):
             return int(text)
@@ -352,7 +352,7 @@ def _radius(loss: Mapping[str, Any]) -> float:
     return max(_RADIUS, 2.0 * float(loss.get("label_bound", 0.0)))
 
 
-def _name(wishes: Wishes) -> str:
+def _name(wishes: InitOptions) -> str:
     if wishes.name is not None:
         return wishes.name
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", wishes.file.stem).strip("-._")
@@ -364,7 +364,7 @@ def _name(wishes: Wishes) -> str:
 
 def _lines(
     spec: RunSpec,
-    wishes: Wishes,
+    wishes: InitOptions,
     folder: Path,
     table: RawTable | None,
     shares: PlacedData,
@@ -392,7 +392,7 @@ def _lines(
     yield "# The promise is pure: it holds at delta 0, and so at any other delta."
     yield "#"
     yield "# Next:"
-    for command in next_commands("THIS_FILE"):
+    for command in list_next_commands("THIS_FILE"):
         yield f"#   {command}"
     yield ""
     yield f"name: {_flow(spec.name)}"
@@ -446,7 +446,7 @@ def _lines(
     yield f"{off}telemetry: {{predict: true}}  # a policy allows it by `telemetry: [predict]` (`sottovoce policy`)"
 
 
-def next_commands(spec: str) -> tuple[str, ...]:
+def list_next_commands(spec: str) -> tuple[str, ...]:
     """What to do with a spec, in this order."""
     return (
         f"sottovoce spec check {spec}             # how the records are read: columns, what is 1",

@@ -21,12 +21,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 
-from sottovoce_core.text import plain_lines
+from sottovoce_core.text import escape_control_lines
 
-_DRAWN_S = 0.1
+_REDRAW_PERIOD_S = 0.1
 """A bar is drawn again after so long: what reports every millisecond is not slowed down by it."""
 
-LONG_S = 1.5
+WAIT_NOTICE_DELAY_S = 1.5
 """After which whoever waits is told for what."""
 
 
@@ -53,7 +53,7 @@ class _Shown:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for text, style, control in console.render(self.inner, options):
-            yield Segment(text if control else plain_lines(text), style, control)
+            yield Segment(text if control else escape_control_lines(text), style, control)
 
 
 def print_json(document: Any) -> None:
@@ -67,7 +67,7 @@ _APART: ContextVar[TextIO | None] = ContextVar("_APART", default=None)
 
 
 @contextmanager
-def json_apart() -> Iterator[None]:
+def reserve_stdout_for_json() -> Iterator[None]:
     """While it lasts, standard output has what `print_json` writes and nothing else: words go to standard error."""
     before = _APART.set(sys.stdout)
     try:
@@ -77,25 +77,25 @@ def json_apart() -> Iterator[None]:
         _APART.reset(before)
 
 
-def asked_for_json() -> bool:
+def is_json_requested() -> bool:
     """Whether `--json` is in force."""
     return _APART.get() is not None
 
 
 def tell(result: Callable[[], Any]) -> None:
     """What a command came to, as JSON, where that was asked for; in words it was said before."""
-    if asked_for_json():
+    if is_json_requested():
         print_json(result())
 
 
-def tell_file(path: Path, **more: Any) -> None:
+def print_json_file_if_requested(path: Path, **more: Any) -> None:
     """The same, where it has been written to a file; with its folder, and what else there is."""
     tell(lambda: {"folder": path.parent, **json.loads(path.read_bytes()), **more})
 
 
 def say(text: str) -> None:
     """A line for whoever waits: on standard error, beside what the command came for."""
-    print(plain_lines(text), file=sys.stderr, flush=True)
+    print(escape_control_lines(text), file=sys.stderr, flush=True)
 
 
 INCOMPLETE = 3
@@ -123,9 +123,9 @@ def attempt(what: str, make: Callable[[], object]) -> int:
 
 
 @contextmanager
-def said_if_long(text: str) -> Iterator[None]:
+def print_if_slow(text: str) -> Iterator[None]:
     """Print a line, once, where what is done within takes long."""
-    timer = threading.Timer(LONG_S, print, [text], {"flush": True})
+    timer = threading.Timer(WAIT_NOTICE_DELAY_S, print, [text], {"flush": True})
     timer.daemon = True
     timer.start()
     try:
@@ -140,7 +140,7 @@ class Say(Protocol):
     def __call__(self, what: str, done: int = 0, of: int = 0, unit: str = "") -> None: ...
 
 
-def say_nothing(what: str, done: int = 0, of: int = 0, unit: str = "") -> None:
+def ignore_progress(what: str, done: int = 0, of: int = 0, unit: str = "") -> None:
     """Report nothing."""
 
 
@@ -149,7 +149,7 @@ def bar(what: str) -> Iterator[Say]:
     """Show a progress bar with the time left on standard error until the block ends; nothing where that is no terminal."""
     shown = console(stderr=True)
     if not shown.is_terminal:
-        yield say_nothing
+        yield ignore_progress
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=shown, transient=True, redirect_stdout=False) as progress:
@@ -160,7 +160,7 @@ def bar(what: str) -> Iterator[Say]:
             if not of:
                 progress.reset(task, total=None, description=what)
             elif time.monotonic() >= due or done == of:
-                due = time.monotonic() + _DRAWN_S
+                due = time.monotonic() + _REDRAW_PERIOD_S
                 progress.update(task, completed=done, total=of, description=f"{what}: {done:,} of {of:,} {unit}")
 
         yield say

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from sottovoce_core.auditing.bounds import LEAST_CHANCE
-from sottovoce_core.network.roster import Absence
-from sottovoce_core.running.participation import Lateness
+from sottovoce_core.auditing.bounds import MIN_PRINTED_P_VALUE
+from sottovoce_core.network.roster import OfflineInterval
+from sottovoce_core.running.participation import StalenessStatistics
 
 NOTHING = "–"
 ALONE = "one learner has no neighbours: it sends nothing to anybody and learns from its own records alone"
-UNASKED = (
+NO_ACCURACY_NOTE = (
     "not known: it is measured here where all messages were captured (capture: relay or mirror); learners answer only with "
     "telemetry: {predict: true} in the spec, and where their owners allow it"
 )
-UNHELD = "not known: no record is held out to measure it on (where a file places its records, only its test part is)"
+NO_TEST_RECORDS_NOTE = "not known: no record is held out to measure it on (where a file places its records, only its test part is)"
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -35,10 +35,10 @@ def number(value: float | None, digits: int = 4) -> str:
 
 def chance(p_value: float) -> str:
     """A p-value; one that no number is small enough for is below the least."""
-    return f"< {number(LEAST_CHANCE, 1)}" if p_value < LEAST_CHANCE else number(p_value, 2)
+    return f"< {number(MIN_PRINTED_P_VALUE, 1)}" if p_value < MIN_PRINTED_P_VALUE else number(p_value, 2)
 
 
-def with_error(value: float, error: float, digits: int = 4) -> str:
+def format_with_error(value: float, error: float, digits: int = 4) -> str:
     """`0.1234 ± 0.0012`; the error only where there is one, beyond rounding."""
     if math.isnan(error) or error <= 1e-9 * abs(value):
         return number(value, digits)
@@ -52,23 +52,23 @@ def count(value: int) -> str:
 
 def planned(rounds: int | None) -> str:
     """`5,000 rounds`; None: no end is planned."""
-    return "rounds until it is stopped" if rounds is None else plural(rounds, "round")
+    return "rounds until it is stopped" if rounds is None else pluralize(rounds, "round")
 
 
-def reached_of(done: int, rounds: int | None) -> str:
+def format_rounds_done(done: int, rounds: int | None) -> str:
     """`40 of 500 rounds`; None: no end was planned."""
-    return plural(done, "round") if rounds is None else f"{count(done)} of {plural(rounds, 'round')}"
+    return pluralize(done, "round") if rounds is None else f"{count(done)} of {pluralize(rounds, 'round')}"
 
 
-def noticed_line(findings: int, first: Sequence[str]) -> str:
+def describe_detections(findings: int, first: Sequence[str]) -> str:
     """What the eavesdropper noticed, on one line; empty for nothing."""
     if not findings:
         return ""
     more = " …" if findings > 1 else ""
-    return f"The eavesdropper noticed {plural(findings, 'thing')} that must never happen: {'; '.join(first[:1])}{more}"
+    return f"The eavesdropper noticed {pluralize(findings, 'thing')} that must never happen: {'; '.join(first[:1])}{more}"
 
 
-def away_line(absence: Absence) -> str:
+def describe_offline_interval(absence: OfflineInterval) -> str:
     """Who was away, and in which rounds."""
     if absence.unheard:
         return f"{absence.learner} was lost before round {absence.first_round}"
@@ -77,17 +77,17 @@ def away_line(absence: Absence) -> str:
     return f"{absence.learner} is away in rounds {absence.first_round} to {absence.until_round - 1}"
 
 
-def late_line(late: Lateness | None) -> str:
+def describe_staleness(late: StalenessStatistics | None) -> str:
     """How late messages were, on one line; empty where a run waits for them."""
     if late is None:
         return ""
     if not late.rounds:
         return "every update used the messages of its own round"
     told = f"{share(late.share)} of the messages that updates used were of an earlier round"
-    return f"{told}, by up to {plural(late.rounds, 'round')}"
+    return f"{told}, by up to {pluralize(late.rounds, 'round')}"
 
 
-def measured_line(cost: str) -> str:
+def describe_measurement(cost: str) -> str:
     """How accuracies came about for which no learner was asked; empty where none did.
 
     Args:
@@ -96,17 +96,17 @@ def measured_line(cost: str) -> str:
     return "" if not cost else f"measured here, by records and capture, and no learner was asked; to publish it: {cost}"
 
 
-def whole_line(whole: int, done: int) -> str:
+def describe_recorded_rounds(whole: int, done: int) -> str:
     """Name the rounds that a capture recorded completely, on one line; empty where it recorded all of them."""
     return "" if whole >= done else f"rounds 0 to {whole - 1} were recorded completely, and the losses are of these"
 
 
-def ciphertext_line(connections: int, records: int, n_bytes: int) -> str:
+def describe_ciphertext(connections: int, records: int, n_bytes: int) -> str:
     """What a wiretap noted, on one line."""
-    return f"{plural(records, 'record')} of ciphertext, {size(n_bytes)}, in {plural(connections, 'connection')}"
+    return f"{pluralize(records, 'record')} of ciphertext, {size(n_bytes)}, in {pluralize(connections, 'connection')}"
 
 
-def at_best_line(most: float, needed: float, claim: float) -> str:
+def describe_max_epsilon(most: float, needed: float, claim: float) -> str:
     """The most that so many runs show, and what fewer cannot.
 
     Args:
@@ -119,10 +119,10 @@ def at_best_line(most: float, needed: float, claim: float) -> str:
         return told
     if math.isinf(needed):
         return f"{told} No number of runs that anybody makes could refute ε {number(claim)}."
-    return f"{told} With fewer than {plural(int(needed), 'run')} of each world, ε {number(claim)} could not be refuted."
+    return f"{told} With fewer than {pluralize(int(needed), 'run')} of each world, ε {number(claim)} could not be refuted."
 
 
-def plural(value: int, noun: str) -> str:
+def pluralize(value: int, noun: str) -> str:
     """`1 message`, `5,000 messages`."""
     return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"
 
@@ -132,7 +132,7 @@ def share(value: float | None) -> str:
     return NOTHING if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
 
 
-def share_range(values: Iterable[float | None]) -> str:
+def format_percent_range(values: Iterable[float | None]) -> str:
     """Smallest to largest: `91.2–95.0 %`."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     low, high = share(min(known, default=None)), share(max(known, default=None))
@@ -142,7 +142,7 @@ def share_range(values: Iterable[float | None]) -> str:
 def size(n_bytes: int) -> str:
     """`1.4 MB`, in powers of a thousand."""
     if n_bytes < 1000:
-        return plural(n_bytes, "byte")
+        return pluralize(n_bytes, "byte")
     value = float(n_bytes)
     for unit in ("kB", "MB", "GB"):
         value /= 1000

@@ -14,24 +14,24 @@ from typing import Any, cast
 import grpc
 import numpy as np
 
-from sottovoce_core.algorithms.interface import Heard
+from sottovoce_core.algorithms.interface import ReceivedMessages
 from sottovoce_core.arrays import Batch
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.errors import BudgetExhausted
-from sottovoce_core.noise import Noise, SeededNoise
+from sottovoce_core.noise import NoiseSource, SeededNoise
 from sottovoce_lab.catalogue import CATALOGUE
-from sottovoce_lab.mutants import Altered
+from sottovoce_lab.mutants import MethodOverride
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.role import Role
 from sottovoce_learner.service import Learner
-from sottovoce_learner.servicer import Face
-from sottovoce_rpc.access import Context, give_turn_back
+from sottovoce_learner.servicer import LearnerServicer
+from sottovoce_rpc.access import Context, release_read_slot
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 _Metadata = tuple[tuple[str, str], ...]
-_NoiseOf = Callable[[str, int], Noise]
+_NoiseOf = Callable[[str, int], NoiseSource]
 """A learner's noise, from the run's name and its index."""
 
 
@@ -52,7 +52,7 @@ class _Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class BrokenService:
+class ServiceMutant:
     """What is wrong with a learner of real services; what is left out is as it should be.
 
     Attributes:
@@ -73,22 +73,22 @@ class BrokenService:
     noise: Callable[[AuditPlan], _NoiseOf] | None = None
     takes: Callable[[Batch, int, int], None] | None = None
     greets: Callable[[_Known], _Metadata] | None = None
-    pads: Callable[[_Known], int] | None = None
+    compute_hello_padding: Callable[[_Known], int] | None = None
     ends: Callable[[_Known], _Ending | None] | None = None
-    dials: Callable[[_Known], int] | None = None
+    count_extra_connections: Callable[[_Known], int] | None = None
     lost: Callable[[int], bool] | None = None
     sure: bool = True
 
     @property
     def correct(self) -> bool:
         """Nothing is wrong."""
-        return self == BrokenService(self.name, self.what)
+        return self == ServiceMutant(self.name, self.what)
 
 
 # ---- the learner -----------------------------------------------------------------------------------------------------
 
 
-class Noised(Learner):
+class CustomNoiseLearner(Learner):
     """A learner whose noise comes from elsewhere."""
 
     def __init__(self, config: LearnerConfig, noise: _NoiseOf | None) -> None:
@@ -96,17 +96,17 @@ class Noised(Learner):
         self.world = 0  # of the run, as whoever makes it says
         self._other = noise
 
-    def _noise(self, role: Role) -> Noise:
+    def _noise(self, role: Role) -> NoiseSource:
         return super()._noise(role) if self._other is None else self._other(role.run_id, role.index)
 
 
-class _Leaking(Noised):
+class _Leaking(CustomNoiseLearner):
     """The learner that is audited."""
 
-    def __init__(self, config: LearnerConfig, noise: _NoiseOf | None, broken: BrokenService) -> None:
+    def __init__(self, config: LearnerConfig, noise: _NoiseOf | None, broken: ServiceMutant) -> None:
         super().__init__(config, noise)
         self.broken = broken
-        self.face = _LeakingFace(self)
+        self.servicer = _LeakingFace(self)
 
     async def _prepare(self, run_id: str, told: coordinator_pb2.Assignment) -> None:
         await super()._prepare(run_id, told)
@@ -118,7 +118,7 @@ class _Leaking(Noised):
     @property
     def introduced(self) -> bool:
         """True when it is in a run, and knows its neighbours."""
-        return self._session is not None and self._session.plan.announced > 0
+        return self._session is not None and self._session.plan.announced_rounds > 0
 
     def _take(self, batch: Batch) -> None:
         if self.broken.takes is not None:
@@ -128,8 +128,8 @@ class _Leaking(Noised):
         rounds = self._session.role.spec.rounds
         if 2 * self._taken >= rounds:
             self.halfway.set()
-        if self.broken.dials is not None and self._taken == rounds:
-            self._dial(self.broken.dials(self.first.result()))
+        if self.broken.count_extra_connections is not None and self._taken == rounds:
+            self._dial(self.broken.count_extra_connections(self.first.result()))
 
     def _dial(self, times: int) -> None:
         """Open connections to the neighbours whose streams this learner opens, and say nothing on them."""
@@ -139,7 +139,7 @@ class _Leaking(Noised):
                 socket.create_connection((host, int(port))).close()
 
 
-class _LeakingFace(Face):
+class _LeakingFace(LearnerServicer):
     """What it answers to feeders and neighbours."""
 
     def __init__(self, learner: _Leaking) -> None:
@@ -163,10 +163,10 @@ class _LeakingFace(Face):
 
     async def exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
         broken, learner = self._broken, self._learner
-        give_turn_back()  # what it leaks is known once its records have come, and they may be of the same caller
+        release_read_slot()  # what it leaks is known once its records have come, and they may be of the same caller
         if learner.introduced:
-            if broken.pads is not None:
-                context = _padded(context, broken.pads(await learner.first))
+            if broken.compute_hello_padding is not None:
+                context = _padded(context, broken.compute_hello_padding(await learner.first))
             if broken.ends is not None and not learner.ended and (ending := broken.ends(await learner.first)):
                 await self._end_halfway(requests, context, ending)
                 return
@@ -190,14 +190,14 @@ class _LeakingFace(Face):
         await context.abort(ending.code)
 
 
-def _taking(algorithm: Any, take: Callable[[Batch], None]) -> Altered:
+def _taking(algorithm: Any, take: Callable[[Batch], None]) -> MethodOverride:
     """An algorithm whose records are seen before it learns them."""
 
-    def listen(state: Any, heard: Heard, batch: Batch) -> Any:
+    def listen(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
         take(batch)
         return algorithm.listen(state, heard, batch)
 
-    return Altered(algorithm, listen=listen)
+    return MethodOverride(algorithm, listen=listen)
 
 
 def _padded(context: Context, size: int) -> Context:
@@ -207,10 +207,10 @@ def _padded(context: Context, size: int) -> Context:
     async def write(message: bytes) -> None:
         await context.write(message + (left.pop() if left else b""))
 
-    return cast(Context, Altered(context, write=write))
+    return cast(Context, MethodOverride(context, write=write))
 
 
-def learners_of(broken: BrokenService, plan: AuditPlan, config: Callable[[str], LearnerConfig]) -> list[Noised]:
+def build_learners(broken: ServiceMutant, plan: AuditPlan, config: Callable[[str], LearnerConfig]) -> list[CustomNoiseLearner]:
     """All learners of a run; what is wrong beside the noise is wrong with the audited one.
 
     Args:
@@ -220,7 +220,7 @@ def learners_of(broken: BrokenService, plan: AuditPlan, config: Callable[[str], 
     """
     noise = None if broken.noise is None else broken.noise(plan)
     return [
-        _Leaking(config(name), noise, broken) if index == plan.worlds.learner else Noised(config(name), noise)
+        _Leaking(config(name), noise, broken) if index == plan.worlds.learner else CustomNoiseLearner(config(name), noise)
         for index, name in enumerate(plan.run.spec.names)
     ]
 
@@ -271,42 +271,42 @@ def _in_tenths(known: _Known) -> _Metadata:
 
 _CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
-ON_NETWORK = (
-    BrokenService("correct", "nothing"),
-    BrokenService("half the noise", "noise of half its scale", noise=_as_simulated("half the noise")),
-    BrokenService("0.9 of the scale", "noise of another scale", noise=_as_simulated("0.9 of the scale")),
-    BrokenService("float32", "noise of 24 significant bits", noise=_as_simulated("float32")),
-    BrokenService("two rounds later", "noise said again two rounds later", noise=_as_simulated("two rounds later")),
-    BrokenService("one seed", "a learner draws what its neighbour draws", noise=_one_seed),
-    BrokenService("20 ms a norm", "rounds last longer by a record's norm", takes=_waits(20.0, _norm), sure=False),
-    BrokenService("5 ms a norm", "rounds last longer by a record's norm", takes=_waits(5.0, _norm), sure=False),
-    BrokenService(
+NETWORK_MUTANTS = (
+    ServiceMutant("correct", "nothing"),
+    ServiceMutant("half the noise", "noise of half its scale", noise=_as_simulated("half the noise")),
+    ServiceMutant("0.9 of the scale", "noise of another scale", noise=_as_simulated("0.9 of the scale")),
+    ServiceMutant("float32", "noise of 24 significant bits", noise=_as_simulated("float32")),
+    ServiceMutant("two rounds later", "noise said again two rounds later", noise=_as_simulated("two rounds later")),
+    ServiceMutant("one seed", "a learner draws what its neighbour draws", noise=_one_seed),
+    ServiceMutant("20 ms a norm", "rounds last longer by a record's norm", takes=_waits(20.0, _norm), sure=False),
+    ServiceMutant("5 ms a norm", "rounds last longer by a record's norm", takes=_waits(5.0, _norm), sure=False),
+    ServiceMutant(
         "20 ms a label",
         "rounds last longer by a record's label",
         takes=_waits(20.0, lambda batch: float(batch.labels.max())),
         sure=False,
     ),
-    BrokenService("metadata", "a norm in tenths before the answers", greets=_in_tenths),
-    BrokenService("length", "a hello is longer by a record's norm", pads=lambda known: int(10.0 * known.norm)),
-    BrokenService(
+    ServiceMutant("metadata", "a norm in tenths before the answers", greets=_in_tenths),
+    ServiceMutant("length", "a hello is longer by a record's norm", compute_hello_padding=lambda known: int(10.0 * known.norm)),
+    ServiceMutant(
         "trailers",
         "a norm in tenths behind a stream that ends",
         ends=lambda known: _Ending(trailers=_in_tenths(known)),
     ),
-    BrokenService(
+    ServiceMutant(
         "status", "a stream ends with another code in one world", ends=lambda known: _Ending(_CODES[known.world])
     ),
-    BrokenService(
+    ServiceMutant(
         "reconnect", "a stream ends early in one world", ends=lambda known: _Ending() if known.world == 1 else None
     ),
-    BrokenService("50 % fail", "runs of one world fail", takes=_raises(RuntimeError, 0.5)),
-    BrokenService("20 % fail", "runs of one world fail", takes=_raises(RuntimeError, 0.2)),
-    BrokenService(
+    ServiceMutant("50 % fail", "runs of one world fail", takes=_raises(RuntimeError, 0.5)),
+    ServiceMutant("20 % fail", "runs of one world fail", takes=_raises(RuntimeError, 0.2)),
+    ServiceMutant(
         "50 % end early",
         "a learner of one world falls silent",
         takes=_raises(lambda: BudgetExhausted("the next message would be too dear"), 0.5),
     ),
-    BrokenService(
+    ServiceMutant(
         "20 % are lost",
         "captures of one world are missing",
         lost=lambda world: world == 1 and random.random() < 0.2,  # noqa: S311 - no secret
@@ -314,12 +314,12 @@ ON_NETWORK = (
 )
 """Learners of real services, a correct one among them."""
 
-BY_WIRETAP = (
-    BrokenService("correct", "nothing"),
-    BrokenService(
+WIRETAP_MUTANTS = (
+    ServiceMutant("correct", "nothing"),
+    ServiceMutant(
         "another connection",
         "opened and dropped after a loud first record",
-        dials=lambda known: int(known.norm > 0.5),
+        count_extra_connections=lambda known: int(known.norm > 0.5),
     ),
 )
 """Learners of real services whose channels are encrypted; what is wrong passes beside gRPC, where a relay hears nothing."""

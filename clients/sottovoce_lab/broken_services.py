@@ -25,25 +25,25 @@ from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import audit_of
 from sottovoce_client.auditing.captures import find as captures_in
 from sottovoce_client.auditing.foreign_runs import read_runs
-from sottovoce_client.auditing.network import audit_ciphertext, coins, in_turn, plan_for_ciphertext
+from sottovoce_client.auditing.network import audit_ciphertext, coins, interleave_pairs, plan_ciphertext_audit
 from sottovoce_client.auditing.started import Started, started
-from sottovoce_client.auditing.worlds import Entry, Way, as_audited
-from sottovoce_client.running.local import issue_local
+from sottovoce_client.auditing.worlds import Entry, Way, prepare_audit_spec
+from sottovoce_client.running.local import issue_local_identities
 from sottovoce_client.running.operate import run_on
-from sottovoce_client.terminal import say_nothing
+from sottovoce_client.terminal import ignore_progress
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.running.policy import Policy
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.relay import ForeignConfig, ForeignRelay
+from sottovoce_eavesdropper.relay import StandaloneProxyConfig, StandaloneProxy
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_lab.broken_learners import BrokenService, Noised, learners_of
-from sottovoce_lab.mutants import BASES, Base
-from sottovoce_lab.trial import CONFIDENCE, Power, Where, find, found_in
+from sottovoce_lab.broken_learners import ServiceMutant, CustomNoiseLearner, build_learners
+from sottovoce_lab.mutants import BASE_RUNS, BaseRun
+from sottovoce_lab.trial import CONFIDENCE, Power, ServiceKind, find, find_refuting_part
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.server import listen_on
@@ -51,13 +51,13 @@ from sottovoce_rpc.tasks import Tasks
 
 # ---- network ---------------------------------------------------------------------------------------------------------
 
-SERVED_RUNGS = (24, 48, 100)
+SERVICE_RUN_COUNTS = (24, 48, 100)
 """Runs of each world that are tried, one after the other."""
 
-SERVED_AUDITS = 3
+SERVICE_AUDIT_COUNT = 3
 """With each number of runs, all of runs of their own."""
 
-_BASE = BASES["ldp-dol, epsilon 1"]
+_BASE = BASE_RUNS["ldp-dol, epsilon 1"]
 BASE = replace(_BASE, sections={**_BASE.sections, "learners": 2})
 """What runs: the fewer edges there are, the faster."""
 
@@ -65,22 +65,22 @@ _ACCEPTING, _CALLING = 1, 0
 """The learner that is audited by what relays hear, and by what wiretaps note: the one accepts streams, so it can end them; the
 other one opens them, so it can open more."""
 
-_LISTENING: dict[Way, tuple[Where, int]] = {
+_LISTENING: dict[Way, tuple[ServiceKind, int]] = {
     "relay": ("on real services", _ACCEPTING),
     "wiretap": ("by wiretap", _CALLING),
 }
 
 
-def _blank(broken: BrokenService | _ForeignBreak, kind: Where, rungs: Sequence[int], audits: int) -> Power:
+def _blank(broken: ServiceMutant | _ForeignBreak, kind: ServiceKind, rungs: Sequence[int], audits: int) -> Power:
     return Power(broken.name, broken.what, kind, max(rungs), audits, correct=broken.correct, sure=broken.sure)
 
 
-def measure_service(
-    broken: BrokenService,
+def measure_service_power(
+    broken: ServiceMutant,
     capture: Way,
     *,
-    rungs: Sequence[int] = SERVED_RUNGS,
-    audits: int = SERVED_AUDITS,
+    rungs: Sequence[int] = SERVICE_RUN_COUNTS,
+    audits: int = SERVICE_AUDIT_COUNT,
     seed: int = 0,
 ) -> Power:
     """Run real services in two worlds, and audit what relays heard, or what wiretaps noted of encrypted channels.
@@ -98,15 +98,15 @@ def measure_service(
         plan = _plan_beside_numbers(BASE, runs, each, learner=learner)
         with _made_with(broken, plan, capture) as made:
             if capture == "relay":
-                done = audit_of(plan, made, say_nothing)
-                return found_in(done.found) if done.verdict.kind == "refuted" else ""
-            return _found_in_calls(audit_ciphertext(plan, made, each, say_nothing))
+                done = audit_of(plan, made, ignore_progress)
+                return find_refuting_part(done.found) if done.verdict.kind == "refuted" else ""
+            return _found_in_calls(audit_ciphertext(plan, made, each, ignore_progress))
 
     return find(_blank(broken, kind, rungs, audits), found_by, rungs, seed)
 
 
 def _plan_beside_numbers(
-    base: Base, runs: int, seed: int, confidence: float = CONFIDENCE, *, learner: int = _CALLING
+    base: BaseRun, runs: int, seed: int, confidence: float = CONFIDENCE, *, learner: int = _CALLING
 ) -> AuditPlan:
     """An audit of what passes beside numbers: a loud record against a silent one, which whatever depends on a norm tells apart.
 
@@ -117,16 +117,16 @@ def _plan_beside_numbers(
         confidence: with which a correct learner is not refuted.
         learner: who is audited.
     """
-    prepared = Prepared(*base.build())
+    prepared = PreparedRun(*base.build())
     asked = AuditRequest(prepared.run.spec.names[learner], runs=runs, confidence=confidence, seed=seed)
-    return plan_for_ciphertext(prepared, asked)
+    return plan_ciphertext_audit(prepared, asked)
 
 
 @contextmanager
-def _made_with(broken: BrokenService, plan: AuditPlan, capture: Way) -> Iterator[Started]:
+def _made_with(broken: ServiceMutant, plan: AuditPlan, capture: Way) -> Iterator[Started]:
     """All runs, as `sottovoce audit --on network` or `--on wiretap` makes them."""
     with tempfile.TemporaryDirectory() as folder, capture_logs():  # broken services have much to say
-        pairs = in_turn(plan)
+        pairs = interleave_pairs(plan)
         ledger = asyncio.run(_make_runs(broken, plan, pairs, Path(folder), capture))
         captures = captures_in(open_folder(Path(folder) / "captures"))
         yield started(captures, plan.run, ledger, lambda replica: pairs[int(str(replica))])
@@ -136,14 +136,14 @@ def _made_with(broken: BrokenService, plan: AuditPlan, capture: Way) -> Iterator
 
 
 async def _make_runs(
-    broken: BrokenService, plan: AuditPlan, pairs: Sequence[int], folder: Path, capture: Way
+    broken: ServiceMutant, plan: AuditPlan, pairs: Sequence[int], folder: Path, capture: Way
 ) -> dict[int, Entry]:
     """All runs, one after the other, and what became of them."""
-    spec, ledger = as_audited(plan.run.spec, capture), dict[int, Entry]()
+    spec, ledger = prepare_audit_spec(plan.run.spec, capture), dict[int, Entry]()
     data = [[pair.worlds.data(plan.data, world) for world in (0, 1)] for pair in plan.pairs]
     identities = folder / "identities" if capture == "wiretap" else None
     if identities is not None:
-        await asyncio.to_thread(issue_local, identities, spec.names)
+        await asyncio.to_thread(issue_local_identities, identities, spec.names)
     own = _identity(identities, "operator-local")
     async with _services(broken, plan, spec, folder, identities) as (coordinator, learners):
         for k, (pair, world) in enumerate(zip(pairs, coins(plan).tolist(), strict=True)):
@@ -161,22 +161,22 @@ async def _make_runs(
 
 @asynccontextmanager
 async def _services(
-    broken: BrokenService, plan: AuditPlan, spec: RunSpec, folder: Path, identities: Path | None
-) -> AsyncIterator[tuple[str, list[Noised]]]:
+    broken: ServiceMutant, plan: AuditPlan, spec: RunSpec, folder: Path, identities: Path | None
+) -> AsyncIterator[tuple[str, list[CustomNoiseLearner]]]:
     """All services of a run: their coordinator's address, and the learners."""
     own = _identity(identities, "eavesdropper-local")
     eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures", credentials=own))
     own = _identity(identities, "coordinator-local")
     coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start(), credentials=own))
     address = await coordinator.start()
-    learners = learners_of(
+    learners = build_learners(
         broken,
         plan,
         lambda name: LearnerConfig(
             name,
             address,
             state_folder=folder / "journals",
-            policy=Policy.for_spec(spec),
+            policy=Policy.from_spec(spec),
             credentials=_identity(identities, f"learner-{name}"),
             owners=("operator/local",),
         ),
@@ -202,10 +202,10 @@ def _identity(folder: Path | None, name: str) -> Credentials:
 
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 
-CALLED_RUNGS = (24, 48, 100, 200, 500)
+FOREIGN_RUN_COUNTS = (24, 48, 100, 200, 500)
 """Runs of each world that are tried, one after the other."""
 
-CALLED_AUDITS = 5
+FOREIGN_AUDIT_COUNT = 5
 """With each number of runs, all of runs of their own."""
 
 _EPSILON = 1.0
@@ -301,8 +301,8 @@ def _decode(method: str, direction: str, payload: bytes) -> dict[str, FloatArray
     return {"parameters": numbers} if direction == "out" else {"gradient": numbers[:3], "loss": numbers[3:4]}
 
 
-def measure_foreign(
-    broken: _ForeignBreak, *, rungs: Sequence[int] = CALLED_RUNGS, audits: int = CALLED_AUDITS, seed: int = 0
+def measure_foreign_power(
+    broken: _ForeignBreak, *, rungs: Sequence[int] = FOREIGN_RUN_COUNTS, audits: int = FOREIGN_AUDIT_COUNT, seed: int = 0
 ) -> Power:
     """Call a service in two worlds through relays, and audit what they heard.
 
@@ -318,7 +318,7 @@ def measure_foreign(
         with tempfile.TemporaryDirectory() as folder, capture_logs():
             asyncio.run(_make_calls(broken, 2 * runs, Path(folder), each))
             heard = read_runs(folder, _decode, "stream").runs
-        done = audit_conversations(heard, claim=_EPSILON, confidence=CONFIDENCE, seed=each)
+        done = audit_traffic(heard, claim=_EPSILON, confidence=CONFIDENCE, seed=each)
         return _found_in_calls(done) or next((sign.test for sign in done.signs), "")
 
     return find(blank, found_by, rungs, seed)
@@ -352,7 +352,7 @@ async def _relayed(
     server.add_generic_rpc_handlers((_Clinic(broken, world, generator),))
     to = listen_on(server, "127.0.0.1:0")
     await server.start()
-    relay = ForeignRelay(ForeignConfig(to, folder=folder, world=world))
+    relay = StandaloneProxy(StandaloneProxyConfig(to, folder=folder, world=world))
     try:
         yield await relay.start()
     finally:
@@ -371,7 +371,7 @@ def _scaled(answer: _Answer, factor: float) -> bytes:
     return (answer.exact + factor * answer.noise).tobytes()
 
 
-FOREIGN = (
+FOREIGN_SERVICE_MUTANTS = (
     _ForeignBreak("correct", "nothing", correct=True),
     _ForeignBreak(
         "six digits",

@@ -19,17 +19,17 @@ import numpy as np
 from sottovoce_client.wording import number
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.bounds import epsilon_lower_bound, interval
+from sottovoce_core.auditing.bounds import compute_epsilon_lower_bound, interval
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.privacy.guarantee import joint
+from sottovoce_core.privacy.guarantee import compose_guarantees
 from sottovoce_core.running.replay import Replay, replay
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
-from sottovoce_lab.rebuild import Rebuilt, rebuild
+from sottovoce_lab.rebuild import Reconstruction, rebuild
 
 # ---- membership ------------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ def _guess(scores: Sequence[FloatArray], seed: int) -> _GuessingRate:
     runs, correct = len(first) + len(second), int(sum(each.sum() for each in right))
     low, high = interval(correct, runs, _CONFIDENCE)
     return _GuessingRate(
-        runs, correct, low, high, epsilon_lower_bound(correct, runs, 1.0 - _CONFIDENCE), *_roc(first, second)
+        runs, correct, low, high, compute_epsilon_lower_bound(correct, runs, 1.0 - _CONFIDENCE), *_roc(first, second)
     )
 
 
@@ -208,7 +208,7 @@ class Membership:
     guessed: _GuessingRate
 
 
-Attacked = Mapping[str, Rebuilt]
+AttackResults = Mapping[str, Reconstruction]
 """Transcripts of the same records under one attack: what protects each, and what the attack made of it."""
 
 
@@ -222,13 +222,13 @@ class Gallery:
         source: what was overheard; empty: simulated runs.
     """
 
-    attacks: Mapping[str, Attacked]
+    attacks: Mapping[str, AttackResults]
     memberships: tuple[Membership, ...] = ()
     source: str = ""
 
 
-def simulated_gallery(
-    epsilons: Sequence[float], runs: int, seed: int, during: Callable[[str], AbstractContextManager[object]]
+def simulate_gallery(
+    epsilons: Sequence[float], runs: int, seed: int, show_status: Callable[[str], AbstractContextManager[object]]
 ) -> Gallery:
     """Run every attack on simulated runs over scikit-learn's digits.
 
@@ -238,15 +238,15 @@ def simulated_gallery(
         seed: of noise, coins and searches.
         during: shows what is being done, while it is.
     """
-    with during("reading records off gradients"):
+    with show_status("reading records off gradients"):
         read = _with_and_without_noise(_linear, epsilons, seed)
-    searched: Attacked = {}
+    searched: AttackResults = {}
     if find_spec("torch") is not None:
-        with during("searching for records that fit a network's gradients"):
+        with show_status("searching for records that fit a network's gradients"):
             searched = _with_and_without_noise(_network, epsilons, seed, rounds=1)
-    with during("reading records off gossip"):
+    with show_status("reading records off gossip"):
         overheard = _gossip(epsilons, seed)
-    with during("guessing what was learned"):
+    with show_status("guessing what was learned"):
         guesses = tuple(_guessed(*setting, runs, seed + k) for k, setting in enumerate(_MEMBERSHIPS))
     return Gallery({"linear": read, "network": searched, "gossip": overheard}, guesses)
 
@@ -271,7 +271,7 @@ def _descent(epsilon: float) -> dict[str, Any]:
 
 def _with_and_without_noise(
     spec_of: Callable[[float], dict[str, Any]], epsilons: Sequence[float], seed: int, rounds: int = 8
-) -> Attacked:
+) -> AttackResults:
     """One attack without noise, and with noise of every epsilon.
 
     Args:
@@ -283,7 +283,7 @@ def _with_and_without_noise(
     return {_label(each): _attacked(spec_of(each), seed, rounds) for each in (math.inf, *epsilons)}
 
 
-def _gossip(epsilons: Sequence[float], seed: int) -> Attacked:
+def _gossip(epsilons: Sequence[float], seed: int) -> AttackResults:
     """PD-FTGL as published, with the smallest epsilon for its decisions, and with its noise on the wire."""
 
     def spec(epsilon: float, placement: str) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def _gossip(epsilons: Sequence[float], seed: int) -> Attacked:
 
     smallest = min(epsilons)
     published = _attacked(spec(smallest, "after_gossip"), seed)
-    noised = {_label(each): _attacked(spec(each, "before_gossip"), seed) for each in epsilons}
+    noised = {_label(each): _attacked(spec(each, "has_noise_before_gossip"), seed) for each in epsilons}
     return {f"as published, ε = {number(smallest)} for decisions": published, **noised}
 
 
@@ -305,12 +305,12 @@ def _label(epsilon: float) -> str:
     return "no noise" if math.isinf(epsilon) else f"ε = {number(epsilon)}"
 
 
-def _prepared(document: Mapping[str, Any]) -> Prepared:
+def _prepared(document: Mapping[str, Any]) -> PreparedRun:
     data = {"source": "digits", **document.get("data", {})}
     return prepare(parse_spec({**_COMMON, **document, "data": data}, source="gallery", imports=True))
 
 
-def _attacked(document: Mapping[str, Any], seed: int, rounds: int = 8) -> Rebuilt:
+def _attacked(document: Mapping[str, Any], seed: int, rounds: int = 8) -> Reconstruction:
     """Simulate, overhear, attack."""
     prepared = _prepared(document)
     heard = Transcript.of(step.message for step in simulate(prepared.run, prepared.data, SeededNoise(seed)))
@@ -352,12 +352,12 @@ def _guessed(name: str, primal: str, epsilon: float, record: str, seen: str, run
         scores = [_from_decisions(run, algorithm, world.decisions, pair) for world in worlds]
     else:
         scores = [_from_both(run, world, pair) for world in worlds]
-    promised = joint([run.guarantee(i) for i in range(run.spec.n_learners)]).epsilon()
+    promised = compose_guarantees([run.guarantee(i) for i in range(run.spec.n_learners)]).epsilon()
     covered = primal == "noised" or seen == "messages"
     return Membership(f"{name}, {primal}", record, seen, promised, covered, _guess(scores, seed))
 
 
-def _pair(prepared: Prepared, record: str) -> _Pair:
+def _pair(prepared: PreparedRun, record: str) -> _Pair:
     """The first record as it is, or another one; or a record that weighs equally in all features, against its mirror image."""
     own = prepared.data.learners[0]
     if record == _DIGIT:

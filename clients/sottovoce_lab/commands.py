@@ -10,16 +10,16 @@ import typer
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,
-    MOST_JOBS,
-    WorkedOnBy,
-    folder_for,
+    MAX_JOBS,
+    BackendName,
+    make_results_folder,
     levels,
-    prepared_from,
-    results_of,
+    prepare_run,
+    make_results_option,
 )
-from sottovoce_client.cli.common_options import Commands, common
+from sottovoce_client.cli.common_options import CommandApp, common
 
-lab_app = Commands(
+lab_app = CommandApp(
     no_args_is_help=True,
     help="The laboratory: test the auditor itself, and see in pictures what an eavesdropper can rebuild.",
 )
@@ -28,7 +28,7 @@ _Mutants = Annotated[
     list[str] | None, typer.Option("--mutant", metavar="MODULE:NAME", help="A broken learner of your own; repeatable.")
 ]
 _Jobs = Annotated[
-    int | None, typer.Option(min=1, max=MOST_JOBS, help="How many at a time.", show_default="one per core")
+    int | None, typer.Option(min=1, max=MAX_JOBS, help="How many at a time.", show_default="one per core")
 ]
 _Seed = Annotated[int, typer.Option(min=0, help="Seed of the coins and the noise.")]
 _Out = Annotated[
@@ -45,7 +45,7 @@ def self_test(
             metavar="SPEC",
             help="The run spec whose run is broken.",
             show_default="small runs of all algorithms",
-            autocompletion=completing.spec_files,
+            autocompletion=completing.complete_spec_files,
         ),
     ] = None,
     mutant: _Mutants = None,
@@ -59,7 +59,7 @@ def self_test(
             min=1, max=MOST, help="Runs of each of the two worlds, at most.", show_default="each mutant's own limit"
         ),
     ] = None,
-    backend: WorkedOnBy = "processes",
+    backend: BackendName = "processes",
     jobs: _Jobs = None,
     seed: _Seed = 0,
     out: _Out = None,
@@ -72,8 +72,8 @@ def self_test(
     from sottovoce_lab import selftest
 
     if out is not None:
-        folder_for("audit", out, ["selftest.json"])
-    broken = None if spec is None else prepared_from(load_spec(spec))
+        make_results_folder("audit", out, ["selftest.json"])
+    broken = None if spec is None else prepare_run(load_spec(spec))
     code = selftest.self_test(
         broken,
         learner=learner,
@@ -94,7 +94,7 @@ def power(
     runs: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="Runs of each of the two worlds, at most.", show_default="2000")
     ] = None,
-    backend: WorkedOnBy = "processes",
+    backend: BackendName = "processes",
     jobs: _Jobs = None,
     seed: _Seed = 0,
     out: _Out = None,
@@ -123,21 +123,21 @@ def gallery(
     ] = "100000,10000,1000,100,1",
     runs: Annotated[int, typer.Option(min=10, max=MOST, help="Simulated runs in which membership is guessed.")] = 4000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
-    out: Annotated[Path | None, results_of("gallery")] = None,
+    out: Annotated[Path | None, make_results_option("gallery")] = None,
 ) -> None:
     """Show what an eavesdropper can rebuild of the records, in pictures, with and without noise.
 
     Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
     """
     from sottovoce_client import terminal
-    from sottovoce_core.data.known import data_folders
+    from sottovoce_core.data.known import get_data_folders
     from sottovoce_lab.gallery import gallery as show
-    from sottovoce_lab.gallery import gallery_of
+    from sottovoce_lab.gallery import write_capture_gallery
 
-    folder = folder_for("gallery", out, ["gallery.json", "gallery.html"])
+    folder = make_results_folder("gallery", out, ["gallery.json", "gallery.html"])
     if capture is None:
         code = show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
     else:
-        code = gallery_of(capture, folder, seed, data_folders(), allow_imports=common().allow_imports)
-    terminal.tell_file(folder / "gallery.json")
+        code = write_capture_gallery(capture, folder, seed, get_data_folders(), allow_imports=common().allow_imports)
+    terminal.print_json_file_if_requested(folder / "gallery.json")
     raise typer.Exit(code)

@@ -18,27 +18,27 @@ from rich.text import Text
 from sottovoce_client import terminal
 from sottovoce_client.documents import private, write_json
 from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import FAINT, PALETTE, RULE, Axis, View, line, rule, thinned
+from sottovoce_client.reports.marks import FAINT, PALETTE, RULE, Axis, View, line, rule, select_evenly
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, number, share
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
-from sottovoce_core.optional import get_extra
+from sottovoce_core.optional import format_install_hint
 from sottovoce_core.spec import parse_spec
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_lab.cases import Attacked, Gallery, Membership, simulated_gallery
-from sottovoce_lab.rebuild import Rebuilt, rebuild
+from sottovoce_lab.cases import AttackResults, Gallery, Membership, simulate_gallery
+from sottovoce_lab.rebuild import Reconstruction, rebuild
 
 # ---- exhibits --------------------------------------------------------------------------------------------------------
 
 SHOWN = 8
 """Pictures in a row."""
-_LEAST_ERROR = 1e-9
+_MIN_ERROR = 1e-9
 """A mean squared error below it is rounding."""
-_GET_TORCH = get_extra("torch")
+_GET_TORCH = format_install_hint("torch")
 _TITLES = {
     "linear": "Read off a gradient",
     "network": "Searched for in a network’s gradient",
@@ -75,17 +75,17 @@ def _gallery_page(shown: Gallery) -> Page:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _faded_at(attacked: Attacked) -> tuple[str, Rebuilt] | None:
+def _faded_at(attacked: AttackResults) -> tuple[str, Reconstruction] | None:
     """The first transcript after the plain one whose pictures are gone."""
     return next(((label, made) for label, made in list(attacked.items())[1:] if made.found < 0.05), None)
 
 
-def _rows(attacked: Attacked) -> Iterator[tuple[str, list[_Image], Sequence[str], Rebuilt]]:
+def _rows(attacked: AttackResults) -> Iterator[tuple[str, list[_Image], Sequence[str], Reconstruction]]:
     """The true records, and what was made of them in each transcript: a label, pictures, figures."""
     for k, (label, made) in enumerate(attacked.items()):
         if k == 0:
             yield "the true records", _images(made.originals, "the true records"), ("",) * 4, made
-        error = number(made.error, 2) if made.error >= _LEAST_ERROR else "< 1e−9"
+        error = number(made.error, 2) if made.error >= _MIN_ERROR else "< 1e−9"
         figures = error, number(made.alike, 2), share(made.found), share(made.told)
         yield label, _images(made.pictures, label), figures, made
 
@@ -144,7 +144,7 @@ def _roc(rows: Sequence[Membership]) -> Figure:
         corner, most = 1.0 / (1.0 + math.exp(claim)), f"most that ε = {number(claim)} allows"
         marks.append(rule([0, corner, 1], [0, 1 - corner, 1], most, FAINT, dash))
     for each, colour in zip(rows, PALETTE, strict=False):
-        kept = thinned(len(each.guessed.false_alarms))
+        kept = select_evenly(len(each.guessed.false_alarms))
         name = f"{each.algorithm}, ε = {number(each.claim)}: {each.record}, from {each.seen}"
         marks.append(line(each.guessed.false_alarms[kept], each.guessed.detections[kept], name, colour))
     axes = (Axis(what, low=0.0, high=1.005, form="share") for what in ("false alarms", "detections"))
@@ -159,16 +159,16 @@ def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int) -> in
 
     Args:
         folder: where to.
-        epsilons, runs, seed: as of `simulated_gallery`.
+        epsilons, runs, seed: as of `simulate_gallery`.
 
     Raises:
         SpecError: scikit-learn, scipy or Jinja2 are not installed.
     """
     console = terminal.console()
-    return _publish(simulated_gallery(epsilons, runs, seed, console.status), folder, console)
+    return _publish(simulate_gallery(epsilons, runs, seed, console.status), folder, console)
 
 
-def gallery_of(
+def write_capture_gallery(
     capture: Path,
     folder: Path,
     seed: int,
@@ -251,7 +251,7 @@ def _document(shown: Gallery) -> dict[str, Any]:
     }
 
 
-def _document_of(protection: str, made: Rebuilt) -> dict[str, Any]:
+def _document_of(protection: str, made: Reconstruction) -> dict[str, Any]:
     """One transcript attacked."""
     return {
         "protection": protection,

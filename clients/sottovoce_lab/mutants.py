@@ -1,6 +1,6 @@
 """The class `Mutant`: a learner that is correct but for one fault, which an audit must find; and what faults are made from.
 
-A mutant says how it breaks a run, on which small run it is tried (`BASES`), which family of tests is expected to see it,
+A mutant says how it breaks a run, on which small run it is tried (`BASE_RUNS`), which family of tests is expected to see it,
 and within how many runs of each world. All of them: `catalogue`. One of your own::
 
     LOUD = Mutant("loud", "noise of 0.7 of its scale", noisy(times(0.7)), "conformance", 20)
@@ -21,10 +21,10 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worlds import NoiseOf, Share, Worlds, children, numbers_of
+from sottovoce_core.auditing.worlds import NoiseFactory, RunChunk, Worlds, children, count_numbers
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import Draw, Law, Noise, SeededNoise, no_noise
+from sottovoce_core.noise import NoiseRequest, Law, NoiseSource, SeededNoise, no_noise
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import parse_spec
@@ -62,20 +62,20 @@ class Broken:
             sentence.
     """
 
-    noise: NoiseOf = SeededNoise
+    noise: NoiseFactory = SeededNoise
     actual: Run | None = None
-    understated: float = 1.0
-    leak: Callable[[AuditPlan, Share], FloatArray] | None = None
+    claim_factor: float = 1.0
+    leak: Callable[[AuditPlan, RunChunk], FloatArray] | None = None
     noticed: Callable[[AuditPlan], Mapping[Family, str]] | None = None
 
 
 Breaks = Callable[[AuditPlan], Broken]
 Swap = Callable[[Run, PlacedData, int], Worlds]
 
-Limit = Callable[[Run, float], float]
+MinRunsEstimator = Callable[[Run, float], float]
 """From a run and a level to the runs of each world that carry enough evidence; conformance looks at both worlds."""
 
-SEEN, MOST = 20, 2000
+MAX_QUICK_RUNS, MOST = 20, 2000
 """Runs of each world in which conformance sees what is gross, and in which it must see whatever it can see."""
 
 
@@ -104,7 +104,7 @@ class Mutant:
     base: str = "ldp-dol"
     swap: Swap | None = None
     kind: Kind | None = None
-    limit: Limit | None = None
+    limit: MinRunsEstimator | None = None
     quick: bool = True
 
 
@@ -112,20 +112,20 @@ def faults(kind: Kind) -> Callable[..., Mutant]:
     """Return a constructor of mutants of one class, which conformance must find unless more is given."""
 
     def fault(
-        name: str, what: str, breaks: Breaks, limit: Limit | None = None, *, quick: bool = False, **more: Any
+        name: str, what: str, breaks: Breaks, limit: MinRunsEstimator | None = None, *, quick: bool = False, **more: Any
     ) -> Mutant:
-        usual: dict[str, Any] = {"family": "conformance", "runs": SEEN if quick else MOST, "limit": limit}
+        usual: dict[str, Any] = {"family": "conformance", "runs": MAX_QUICK_RUNS if quick else MOST, "limit": limit}
         return Mutant(name, what, breaks, kind=kind, quick=quick, **{**usual, **more})
 
     return fault
 
 
-def faults_of_noise(kind: Kind) -> Callable[..., Mutant]:
+def make_noise_mutant_factory(kind: Kind) -> Callable[..., Mutant]:
     """The same of mutants whose noise is changed, Laplace noise unless more is given."""
     fault = faults(kind)
 
     def of_noise(
-        name: str, what: str, change: Change, limit: Limit | None = None, *, on: On = "laplace", **more: Any
+        name: str, what: str, change: Change, limit: MinRunsEstimator | None = None, *, on: On = "laplace", **more: Any
     ) -> Mutant:
         return fault(name, what, noisy(change, on), limit, **more)
 
@@ -138,17 +138,17 @@ FOUND = 0.9
 """The probability with which something is to be found."""
 
 
-def each_number(nats: float, share: float = 1.0) -> Limit:
+def estimate_from_numbers(nats: float, share: float = 1.0) -> MinRunsEstimator:
     """So much evidence in every number that any learner says, on average; all of it in a share of them."""
-    return lambda run, alpha: _enough(alpha, nats, share, numbers_of(run))
+    return lambda run, alpha: _enough(alpha, nats, share, count_numbers(run))
 
 
-def each_message(nats: float, share: float = 1.0) -> Limit:
+def estimate_from_messages(nats: float, share: float = 1.0) -> MinRunsEstimator:
     """So much in every message."""
     return lambda run, alpha: _enough(alpha, nats, share, run.spec.rounds * run.spec.n_learners)
 
 
-def each_run(nats: float, share: float = 1.0) -> Limit:
+def estimate_from_runs(nats: float, share: float = 1.0) -> MinRunsEstimator:
     """So much in every run."""
     return lambda run, alpha: _enough(alpha, nats, share, 1)
 
@@ -188,13 +188,13 @@ class Source:
     generator: np.random.Generator
     kept: dict[Any, Any] = field(default_factory=dict)
 
-    def last(self, draw: Draw, now: Any) -> Any:
+    def last(self, draw: NoiseRequest, now: Any) -> Any:
         """What was kept of the same field in the round before; None: nothing, or of other runs. Keep `now` in its place."""
         before, self.kept[draw.field] = self.kept.get(draw.field), now
         return before if before is not None and before.shape == now.shape else None
 
 
-Change = Callable[[FloatArray, Draw, Source], FloatArray]
+Change = Callable[[FloatArray, NoiseRequest, Source], FloatArray]
 """From correct noise to what is said in its place."""
 
 On = Literal["laplace", "lattice", "any"]
@@ -209,7 +209,7 @@ def require_noise(plan: AuditPlan, on: On) -> None:
     """
     laws = set[Law]()
 
-    def note(draw: Draw) -> FloatArray:
+    def note(draw: NoiseRequest) -> FloatArray:
         laws.add(draw.law)
         return no_noise(draw)
 
@@ -226,7 +226,7 @@ def require_noise(plan: AuditPlan, on: On) -> None:
 def noisy(change: Change, on: On = "any") -> Breaks:
     """Other noise, of a learner whose noise is of this kind."""
 
-    def source(seed: np.random.SeedSequence) -> Noise:
+    def source(seed: np.random.SeedSequence) -> NoiseSource:
         correct, other = children(seed, 2)
         noise, own = SeededNoise(correct), Source(np.random.default_rng(other))
         return lambda draw: change(noise(draw), draw, own)
@@ -238,12 +238,12 @@ def noisy(change: Change, on: On = "any") -> Breaks:
     return breaks
 
 
-def in_scales(change: Callable[[FloatArray, Source], FloatArray]) -> Change:
+def apply_in_scale_units(change: Callable[[FloatArray, Source], FloatArray]) -> Change:
     """A change of noise in units of its scale; what comes of it is on the lattice again."""
     return lambda noise, draw, source: draw.rounded(change(noise / draw.scale, source) * draw.scale)
 
 
-def scaled(noise: FloatArray, factor: float | FloatArray, draw: Draw) -> FloatArray:
+def scaled(noise: FloatArray, factor: float | FloatArray, draw: NoiseRequest) -> FloatArray:
     """Noise times a factor, on the lattice.
 
     Half of an odd number is always rounded to an even one, so a factor of few digits would show in low bits: it gets some more.
@@ -257,10 +257,10 @@ def times(factor: float) -> Change:
     return lambda noise, draw, source: scaled(noise, factor, draw)
 
 
-def sometimes(change: Change, share: float, *, messages: bool = False) -> Change:
+def apply_randomly(change: Change, share: float, *, messages: bool = False) -> Change:
     """A change of some numbers only, or of some messages, at random."""
 
-    def partly(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+    def partly(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
         shape = (*noise.shape[:-1], 1) if messages else noise.shape
         return np.where(source.generator.random(shape) < share, change(noise, draw, source), noise)
 
@@ -275,7 +275,7 @@ def altered(change: Callable[[Any], Any]) -> Breaks:
     return lambda plan: Broken(actual=replace(plan.run, algorithm=change(plan.run.algorithm)))
 
 
-class Altered:
+class MethodOverride:
     """An algorithm, a loss, or what is heard, but for some methods.
 
     Args:
@@ -324,7 +324,7 @@ def mirrored(times: float, other: float) -> Swap:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseRun:
     """A small run with made-up records.
 
     Attributes:
@@ -341,7 +341,7 @@ class Base:
     batch: int = 1
     epsilon: float | None = None
 
-    def lasting(self, rounds: int) -> Base:
+    def lasting(self, rounds: int) -> BaseRun:
         """The same for more rounds, or for fewer."""
         return replace(self, sections={**self.sections, "rounds": rounds})
 
@@ -369,12 +369,12 @@ _CYCLE = {"graph": {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 0]], "directe
 _HINGE = {"loss": {"kind": "hinge", "ridge": 0.02}}
 
 
-def _private(name: str, sections: Mapping[str, Any] = {}, **parameters: Any) -> Base:
+def _private(name: str, sections: Mapping[str, Any] = {}, **parameters: Any) -> BaseRun:
     """At so small an epsilon that few runs would be enough for a false alarm."""
-    return Base({"name": name, **parameters}, sections, epsilon=0.3)
+    return BaseRun({"name": name, **parameters}, sections, epsilon=0.3)
 
 
-ALGORITHMS: dict[str, Base] = {
+ALGORITHMS: dict[str, BaseRun] = {
     "ldp-dol": _private("ldp-dol"),
     "dsgd": _private("dsgd"),
     "dola": _private("dola"),
@@ -390,24 +390,24 @@ ALGORITHMS: dict[str, Base] = {
     "pd-ocg": _private("pd-ocg", _HINGE, epsilon=3.0, block_length=1),
     "dvp": _private("dvp", {"rounds": 5}),
     "pvp": _private("pvp", {"rounds": 5}),
-    "admm": Base({"name": "admm"}, {"rounds": 5}),
-    "d-ogd": Base({"name": "d-ogd"}),
-    "d-ftgl": Base({"name": "d-ftgl"}),
+    "admm": BaseRun({"name": "admm"}, {"rounds": 5}),
+    "d-ogd": BaseRun({"name": "d-ogd"}),
+    "d-ftgl": BaseRun({"name": "d-ftgl"}),
 }
 """A run of every algorithm, for false alarms. The last three promise nothing, so nothing can be refuted."""
 
 _LONG = {"rounds": 16}
-BASES: dict[str, Base] = {
-    "ldp-dol": Base({"name": "ldp-dol"}, _LONG, n_features=16, epsilon=10.0),
-    "ldp-dol, 60,000 numbers": Base({"name": "ldp-dol"}, {"rounds": 50}, n_features=60, epsilon=10.0),
-    "ldp-dol, epsilon 1": Base({"name": "ldp-dol"}, epsilon=1.0),
-    "ldp-dol, budget": Base({"name": "ldp-dol"}, {**_LONG, "privacy": {"budget": 4.0}}, epsilon=10.0),
-    "dola": Base({"name": "dola"}),
-    "dola, batches of 4": Base({"name": "dola"}, batch=4),
-    "dola, 9 features": Base({"name": "dola"}, n_features=9),
-    "dola, 1 feature": Base({"name": "dola"}, _HINGE, n_features=1, epsilon=3.0),
-    "dvp": Base({"name": "dvp", "alpha": 1.0}, {"rounds": 3}),
-    "pvp": Base({"name": "pvp", "alpha": 1.0}),
+BASE_RUNS: dict[str, BaseRun] = {
+    "ldp-dol": BaseRun({"name": "ldp-dol"}, _LONG, n_features=16, epsilon=10.0),
+    "ldp-dol, 60,000 numbers": BaseRun({"name": "ldp-dol"}, {"rounds": 50}, n_features=60, epsilon=10.0),
+    "ldp-dol, epsilon 1": BaseRun({"name": "ldp-dol"}, epsilon=1.0),
+    "ldp-dol, budget": BaseRun({"name": "ldp-dol"}, {**_LONG, "privacy": {"budget": 4.0}}, epsilon=10.0),
+    "dola": BaseRun({"name": "dola"}),
+    "dola, batches of 4": BaseRun({"name": "dola"}, batch=4),
+    "dola, 9 features": BaseRun({"name": "dola"}, n_features=9),
+    "dola, 1 feature": BaseRun({"name": "dola"}, _HINGE, n_features=1, epsilon=3.0),
+    "dvp": BaseRun({"name": "dvp", "alpha": 1.0}, {"rounds": 3}),
+    "pvp": BaseRun({"name": "pvp", "alpha": 1.0}),
 }
 """The runs that mutants are tried on."""
 

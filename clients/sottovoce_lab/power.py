@@ -16,20 +16,20 @@ from sottovoce_client import terminal
 from sottovoce_client.backends import Backend
 from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.wording import NOTHING, count
-from sottovoce_lab.broken_learners import BY_WIRETAP, ON_NETWORK
+from sottovoce_lab.broken_learners import WIRETAP_MUTANTS, NETWORK_MUTANTS
 from sottovoce_lab.broken_services import (
-    CALLED_AUDITS,
-    CALLED_RUNGS,
-    FOREIGN,
-    SERVED_AUDITS,
-    SERVED_RUNGS,
-    measure_foreign,
-    measure_service,
+    FOREIGN_AUDIT_COUNT,
+    FOREIGN_RUN_COUNTS,
+    FOREIGN_SERVICE_MUTANTS,
+    SERVICE_AUDIT_COUNT,
+    SERVICE_RUN_COUNTS,
+    measure_foreign_power,
+    measure_service_power,
 )
 from sottovoce_lab.catalogue import CATALOGUE
 from sottovoce_lab.mutants import FOUND
-from sottovoce_lab.selftest import mutant_named, side_by_side
-from sottovoce_lab.trial import CONFIDENCE, LADDER, WATCHED, Power, Where, measure
+from sottovoce_lab.selftest import load_mutant, side_by_side
+from sottovoce_lab.trial import CONFIDENCE, POWER_RUN_COUNTS, WATCHED, Power, ServiceKind, measure
 
 _HEADS = "broken learner", "what is wrong", "found by", "runs", "limit", "rounds"
 _SERVICES = "broken service", *_HEADS[1:4], "audits"
@@ -37,21 +37,21 @@ _SERVICES = "broken service", *_HEADS[1:4], "audits"
 _NEVER = "never"
 """A correct service is found with no number of runs."""
 
-_AUDITED: dict[Where, tuple[Sequence[int], int, str]] = {
+_AUDITED: dict[ServiceKind, tuple[Sequence[int], int, str]] = {
     "on real services": (
-        SERVED_RUNGS,
-        SERVED_AUDITS,
+        SERVICE_RUN_COUNTS,
+        SERVICE_AUDIT_COUNT,
         "Coordinator, two learners and a relay, over gRPC, audited as `--on network` does. What is wrong with noise or centre\n"
         "is the same there as in the simulator: some breaks of noise stand here to show that, the others exist here alone.",
     ),
     "by wiretap": (
-        SERVED_RUNGS,
-        SERVED_AUDITS,
+        SERVICE_RUN_COUNTS,
+        SERVICE_AUDIT_COUNT,
         "The same services, whose channels are encrypted, audited by sizes, times and connections alone, as `--on wiretap` does.",
     ),
     "foreign services": (
-        CALLED_RUNGS,
-        CALLED_AUDITS,
+        FOREIGN_RUN_COUNTS,
+        FOREIGN_AUDIT_COUNT,
         "A small gRPC server behind relays, which answers with a gradient and a loss, at parameters that are others in every\n"
         "call; audited with a decoder, at a claim of epsilon 1, as `sottovoce eavesdropper audit` does. A run is one call.",
     ),
@@ -76,7 +76,7 @@ def measure_power(
         mutants: more than the catalogue has, each `module:NAME`.
         runs: of each world, at most.
         audits: with each number of runs.
-        backend: what works on it, as of `mapper_over`.
+        backend: what works on it, as of `open_mapper`.
         jobs: at a time (default: one for each core).
         seed: of the first audit.
         out: folder for `power.md` and `power.json`; None: none are written.
@@ -88,8 +88,8 @@ def measure_power(
     Raises:
         SpecError: a mutant cannot be imported, or does not fit its run, or an extra is not installed.
     """
-    console, most = console or terminal.console(), runs or LADDER[-1]
-    chosen = [*CATALOGUE, *map(mutant_named, mutants)]
+    console, most = console or terminal.console(), runs or POWER_RUN_COUNTS[-1]
+    chosen = [*CATALOGUE, *map(load_mutant, mutants)]
     work: list[Callable[[], Power]] = [
         partial(measure, mutant, audits=audits, seed=seed, most=most) for mutant in chosen
     ]
@@ -112,12 +112,12 @@ def measure_power(
 
 def _serving(most: int, seed: int) -> Iterator[Callable[[], Power]]:
     """The work on services, with as many runs as there may be."""
-    wired, called = ([rung for rung in rungs if rung <= most] for rungs in (SERVED_RUNGS, CALLED_RUNGS))
+    wired, called = ([rung for rung in rungs if rung <= most] for rungs in (SERVICE_RUN_COUNTS, FOREIGN_RUN_COUNTS))
     if wired:
-        yield from (partial(measure_service, broken, "relay", rungs=wired, seed=seed) for broken in ON_NETWORK)
-        yield from (partial(measure_service, broken, "wiretap", rungs=wired, seed=seed) for broken in BY_WIRETAP)
+        yield from (partial(measure_service_power, broken, "relay", rungs=wired, seed=seed) for broken in NETWORK_MUTANTS)
+        yield from (partial(measure_service_power, broken, "wiretap", rungs=wired, seed=seed) for broken in WIRETAP_MUTANTS)
     if called:
-        yield from (partial(measure_foreign, broken, rungs=called, seed=seed) for broken in FOREIGN)
+        yield from (partial(measure_foreign_power, broken, rungs=called, seed=seed) for broken in FOREIGN_SERVICE_MUTANTS)
 
 
 def _row(each: Power) -> tuple[str, ...]:
@@ -156,9 +156,9 @@ def _summary(found: Sequence[Power], services: Sequence[Power], missed: Sequence
 
 def _page(found: Sequence[Power], services: Sequence[Power], most: int, seed: int) -> str:
     """All classes as Markdown, a table each."""
-    tried = ", ".join(count(rung) for rung in LADDER if rung <= most)
+    tried = ", ".join(count(rung) for rung in POWER_RUN_COUNTS if rung <= most)
     audits = found[0].audits
-    least = "" if most == LADDER[-1] else f" --runs {most}"
+    least = "" if most == POWER_RUN_COUNTS[-1] else f" --runs {most}"
     lines = [
         "# How many runs find what",
         "",

@@ -28,7 +28,7 @@ from sottovoce_core.arrays import AnyArray, Batch, FloatArray, IntArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
-from sottovoce_core.losses.linear import Softmax
+from sottovoce_core.losses.linear import SoftmaxLoss
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
 
@@ -65,7 +65,7 @@ def _added(run: Run, transcript: Transcript, learner: int) -> _Added:
     Raises:
         SpecError: the algorithm's messages are neither models nor sums of gradients, or too few were heard.
     """
-    algorithm, rounds = run.algorithm, transcript.unbroken(learner)
+    algorithm, rounds = run.algorithm, transcript.count_complete_rounds(learner)
     if rounds < 2:
         raise SpecError(f"what a learner added shows in two of its messages, heard one after the other, got {rounds}")
     heard = transcript.until(rounds)
@@ -166,7 +166,7 @@ def _read(
     Returns:
         Records `(..., features)`, the intercept included, and labels `(...)`, which mean nothing for squared error.
     """
-    if isinstance(loss, Softmax):
+    if isinstance(loss, SoftmaxLoss):
         matrices = gradients.reshape(*gradients.shape[:-1], loss.classes, -1)
         left, _, right = np.linalg.svd(matrices, full_matrices=False)
         residuals, rows = left[..., 0], right[..., 0, :]
@@ -248,7 +248,7 @@ def _centred(rows: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuilt:
+class Reconstruction:
     """Rebuilt records, and how like the true ones they are; the first of every learner come first.
 
     Attributes:
@@ -270,7 +270,7 @@ class Rebuilt:
     pool: int
 
 
-def rebuild(run: Run, data: PlacedData, transcript: Transcript, *, rounds: int = 8, seed: int = 0) -> Rebuilt:
+def rebuild(run: Run, data: PlacedData, transcript: Transcript, *, rounds: int = 8, seed: int = 0) -> Reconstruction:
     """Attack every learner's first records: in closed form, or by a search where the loss is a network.
 
     Args:
@@ -299,7 +299,7 @@ def rebuild(run: Run, data: PlacedData, transcript: Transcript, *, rounds: int =
         _as_pictures(each[:, :width], nonnegative=nonnegative)
         for each in (np.concatenate([own.features for own in data.learners]), _firsts_first(truth), _firsts_first(rows))
     )
-    return Rebuilt(
+    return Reconstruction(
         originals,
         pictures,
         error=float(((pictures - originals) ** 2).mean()),

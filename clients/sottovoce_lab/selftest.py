@@ -13,20 +13,20 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.auditing.audit import index_of
-from sottovoce_client.backends import Backend, mapper_over
+from sottovoce_client.auditing.audit import find_learner_index
+from sottovoce_client.backends import Backend, open_mapper
 from sottovoce_client.documents import write_json
 from sottovoce_client.wording import NOTHING, count
 from sottovoce_core.auditing.bounds import interval
 from sottovoce_core.errors import SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.registry import load
-from sottovoce_lab.catalogue import MUTANTS
+from sottovoce_lab.catalogue import QUICK_MUTANTS
 from sottovoce_lab.mutants import ALGORITHMS, Mutant
 from sottovoce_lab.trial import (
     LEVEL,
     WATCH_LEVEL,
-    Alarms,
+    FalseAlarmCounts,
     MutantOutcome,
     added,
     attempt,
@@ -37,11 +37,11 @@ _LOT = 5
 """Audits of correct learners in one piece of work."""
 
 _Result = TypeVar("_Result")
-_Task = Callable[[], MutantOutcome | Alarms]
+_Task = Callable[[], MutantOutcome | FalseAlarmCounts]
 
 
 def self_test(
-    prepared: Prepared | None = None,
+    prepared: PreparedRun | None = None,
     *,
     learner: str | None = None,
     mutants: Sequence[str] = (),
@@ -61,7 +61,7 @@ def self_test(
         mutants: more of them, each `module:NAME`.
         alarms: audits of every correct algorithm.
         runs: of each world, at most (default: each mutant's own limit).
-        backend: what works on it, as of `mapper_over`.
+        backend: what works on it, as of `open_mapper`.
         jobs: at a time (default: one for each core).
         seed: of coins and noise.
         out: folder for `selftest.json`; None: none is written.
@@ -74,11 +74,11 @@ def self_test(
         SpecError: a mutant cannot be imported, or an extra is not installed.
     """
     console = console or terminal.console()
-    chosen = [*MUTANTS, *map(mutant_named, mutants)]
+    chosen = [*QUICK_MUTANTS, *map(load_mutant, mutants)]
     work = [*_breaking(chosen, prepared, learner, runs, seed), *_correct(prepared, learner, alarms, seed)]
     results = side_by_side(work, backend, jobs)
     outcomes = [result for result in results if isinstance(result, MutantOutcome)]
-    lots = [result for result in results if isinstance(result, Alarms)]
+    lots = [result for result in results if isinstance(result, FalseAlarmCounts)]
     found = [added([lot for lot in lots if lot.name == name]) for name in dict.fromkeys(lot.name for lot in lots)]
     _print(outcomes, found, console)
     document = _document(outcomes, found, seed)
@@ -90,7 +90,7 @@ def self_test(
     return int(any(outcome.missed for outcome in outcomes) or _too_many(found))
 
 
-def mutant_named(name: str) -> Mutant:
+def load_mutant(name: str) -> Mutant:
     """The mutant of that name, `module:NAME`.
 
     Raises:
@@ -106,48 +106,48 @@ def mutant_named(name: str) -> Mutant:
 
 
 def _breaking(
-    mutants: Sequence[Mutant], prepared: Prepared | None, learner: str | None, runs: int | None, seed: int
+    mutants: Sequence[Mutant], prepared: PreparedRun | None, learner: str | None, runs: int | None, seed: int
 ) -> Iterator[_Task]:
     given, own = None, 0
     if prepared is not None:
-        given, own = (prepared.run, prepared.data), index_of(prepared, learner)
+        given, own = (prepared.run, prepared.data), find_learner_index(prepared, learner)
     for mutant in mutants:
         yield partial(attempt, mutant, given, learner=own, most=runs, seed=seed)
 
 
-def _correct(prepared: Prepared | None, learner: str | None, alarms: int, seed: int) -> Iterator[_Task]:
+def _correct(prepared: PreparedRun | None, learner: str | None, alarms: int, seed: int) -> Iterator[_Task]:
     for start in range(0, alarms, _LOT):
         seeds = [seed + 1 + k for k in range(start, min(start + _LOT, alarms))]
         if prepared is None:
             for k, name in enumerate(ALGORITHMS):  # with the same coins, one false alarm would be several
                 yield partial(_alarms_of, name, [100_000 * k + each for each in seeds])
         else:
-            name, own = prepared.run.spec.algorithm.name, index_of(prepared, learner)
+            name, own = prepared.run.spec.algorithm.name, find_learner_index(prepared, learner)
             yield partial(false_alarms, prepared.run, prepared.data, seeds, name=name, learner=own)
 
 
-def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
+def _alarms_of(name: str, seeds: Sequence[int]) -> FalseAlarmCounts:
     return false_alarms(*ALGORITHMS[name].build(), seeds, name=name)
 
 
 def side_by_side(work: Sequence[Callable[[], _Result]], backend: Backend, jobs: int | None) -> list[_Result]:
     """Do all pieces of work, some at a time, and return their results in order; a bar shows how many are done."""
     results: list[_Result] = []
-    with terminal.bar("auditing") as say, mapper_over(backend, jobs) as over:
+    with terminal.bar("auditing") as say, open_mapper(backend, jobs) as over:
         for result in over(operator.call, work):
             results.append(result)
             say("auditing", len(results), len(work), "pieces")
     return results
 
 
-def _too_many(found: Sequence[Alarms]) -> bool:
-    return any(each.too_many for each in found) or (bool(found) and added(found).too_many)
+def _too_many(found: Sequence[FalseAlarmCounts]) -> bool:
+    return any(each.is_excessive for each in found) or (bool(found) and added(found).is_excessive)
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def _print(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms], console: Console) -> None:
+def _print(outcomes: Sequence[MutantOutcome], found: Sequence[FalseAlarmCounts], console: Console) -> None:
     broken = terminal.table("broken learner", "what is wrong", "seen by")
     broken.add_column("runs", justify="right")
     broken.add_column("of", justify="right", header_style="dim")
@@ -181,10 +181,10 @@ def _outcome_row(outcome: MutantOutcome) -> tuple[Text, ...]:
     return Text(outcome.name, style), Text(outcome.what), seen, needed, allowed
 
 
-def _alarms_row(each: Alarms, name: str) -> tuple[Text, ...]:
+def _alarms_row(each: FalseAlarmCounts, name: str) -> tuple[Text, ...]:
     if not each.audits:
         return Text(name, "dim"), Text("no claim", "dim")
-    style = "bold red" if each.too_many else "green"
+    style = "bold red" if each.is_excessive else "green"
     cells = [Text(name, style)]
     for trials, alarms in ((each.audits, each.refuted), (each.watched, each.alarmed)):
         cells += [Text(count(trials)), Text(count(alarms), style), Text(_interval(alarms, trials))]
@@ -196,7 +196,7 @@ def _interval(alarms: int, trials: int) -> str:
     return f"{100 * low:.1f}{NOTHING}{100 * high:.1f} %"
 
 
-def _summary(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms]) -> Text:
+def _summary(outcomes: Sequence[MutantOutcome], found: Sequence[FalseAlarmCounts]) -> Text:
     fitting = [outcome for outcome in outcomes if not outcome.unfit]
     missed = [outcome.name for outcome in fitting if outcome.missed]
     names = f"; missed: {', '.join(missed)}" if missed else ""
@@ -212,7 +212,7 @@ def _summary(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms]) -> Text
     return text
 
 
-def _document(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms], seed: int) -> dict[str, Any]:
+def _document(outcomes: Sequence[MutantOutcome], found: Sequence[FalseAlarmCounts], seed: int) -> dict[str, Any]:
     """`selftest.json`: broken learners and what came of them, correct ones and false alarms about them, as the classes say."""
     return {
         "seed": seed,
@@ -223,12 +223,12 @@ def _document(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms], seed: 
     }
 
 
-def _intervals(each: Alarms) -> dict[str, Any]:
+def _intervals(each: FalseAlarmCounts) -> dict[str, Any]:
     """95 % (Clopper and Pearson), of the shares; nothing without audits."""
     if not each.audits:
         return {}
     return {
         "refuted_interval": interval(each.refuted, each.audits),
         "alarmed_interval": interval(each.alarmed, each.watched),
-        "too_many": each.too_many,  # hardly any correct audit, or watch, would accuse it so often
+        "is_excessive": each.is_excessive,  # hardly any correct audit, or watch, would accuse it so often
     }

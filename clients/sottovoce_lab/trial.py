@@ -18,33 +18,33 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.auditing.audit import Audit, Examined, Work, audit_simulated
-from sottovoce_core.auditing.bounds import SHARES, Test
+from sottovoce_core.auditing.audit import Audit, ChunkStatistics, Work, audit_simulated
+from sottovoce_core.auditing.bounds import ALPHA_ALLOCATION, Test
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.swaps import worst
 from sottovoce_core.auditing.verdict import Findings, decide
 from sottovoce_core.auditing.views import features
-from sottovoce_core.auditing.worlds import NoiseOf, Share, at_a_time, overhear, shares
+from sottovoce_core.auditing.worlds import NoiseFactory, RunChunk, at_a_time, overhear, shares
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import simulate
-from sottovoce_lab.mutants import BASES, FOUND, Base, Broken, Family, Kind, Mutant, mirrored
+from sottovoce_lab.mutants import BASE_RUNS, FOUND, BaseRun, Broken, Family, Kind, Mutant, mirrored
 
 # ---- trial -----------------------------------------------------------------------------------------------------------
 
-_LADDER = (20, 100, 500, 2000)
+_SELF_TEST_RUN_COUNTS = (20, 100, 500, 2000)
 """Runs of each world that are tried, one after the other, up to a mutant's own limit."""
 
 LEVEL, WATCH_LEVEL = 0.05, 0.001
 """Of false alarms: of an audit, and of a run under watch."""
 
-_WATCHED_AN_AUDIT = 4
+_WATCHED_RUNS_PER_AUDIT = 4
 """Runs under watch of a correct algorithm, for every audit of it."""
 
-RARE = 0.001
+EXCESS_ALARM_P_VALUE = 0.001
 """So many false alarms, or more, are too many if their chance is below this."""
 
 
@@ -82,15 +82,15 @@ class MutantOutcome:
         return self.needed is None and not self.unfit
 
 
-def _base_of(mutant: Mutant) -> Base:
+def _base_of(mutant: Mutant) -> BaseRun:
     """The run that it is tried on, unless one is given.
 
     Raises:
         SpecError: there is none of that name.
     """
-    if mutant.base not in BASES:
-        raise SpecError(f"{mutant.name}: base must be one of {', '.join(BASES)}, got {mutant.base}")
-    return BASES[mutant.base]
+    if mutant.base not in BASE_RUNS:
+        raise SpecError(f"{mutant.name}: base must be one of {', '.join(BASE_RUNS)}, got {mutant.base}")
+    return BASE_RUNS[mutant.base]
 
 
 def attempt(
@@ -118,7 +118,7 @@ def attempt(
     blank = MutantOutcome(mutant.name, mutant.what, mutant.family, most or mutant.runs, base)
     try:
         worlds = None if mutant.swap is None else mutant.swap(run, data, learner)
-        plan = plan_audit(run, data, learner, runs=_LADDER[0], seed=seed, worlds=worlds)
+        plan = plan_audit(run, data, learner, runs=_SELF_TEST_RUN_COUNTS[0], seed=seed, worlds=worlds)
         broken = mutant.breaks(plan)
         seen = {} if broken.noticed is None else broken.noticed(plan)
     except SpecError as error:
@@ -128,7 +128,7 @@ def attempt(
         return replace(blank, needed=1 if seen else None, families=tuple(seen), evidence=evidence)
     if broken.leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
         worlds = plan.worlds
-    for runs in (*(rung for rung in _LADDER if rung < blank.allowed), max(blank.allowed, _LADDER[0])):
+    for runs in (*(rung for rung in _SELF_TEST_RUN_COUNTS if rung < blank.allowed), max(blank.allowed, _SELF_TEST_RUN_COUNTS[0])):
         done = audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds), broken)
         blank = replace(blank, numbers=done.numbers)
         if done.verdict.kind == "refuted":
@@ -138,12 +138,12 @@ def attempt(
 
 def audited(plan: AuditPlan, broken: Broken) -> Audit:
     """An audit on the simulator of what a broken learner says and gives away."""
-    if (factor := broken.understated) != 1.0:
+    if (factor := broken.claim_factor) != 1.0:
         output = None if plan.guarantee.output is None else factor * plan.guarantee.output
         smaller = replace(plan.guarantee, per_round=factor * plan.guarantee.per_round, output=output)
         plan = replace(plan, claim=factor * plan.claim, guarantee=smaller)
 
-    def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
+    def over(work: Work, shares: Sequence[RunChunk]) -> Iterator[ChunkStatistics]:
         for share in shares:
             part = work(share)
             leaked = () if broken.leak is None else broken.leak(plan, share)
@@ -154,7 +154,7 @@ def audited(plan: AuditPlan, broken: Broken) -> Audit:
 
 def _seen_by(found: Findings) -> tuple[Family, ...]:
     """The families whose findings refute the claim by themselves."""
-    return tuple(family for family in SHARES if decide(found.of(family)).kind == "refuted")
+    return tuple(family for family in ALPHA_ALLOCATION if decide(found.of(family)).kind == "refuted")
 
 
 def _strongest(tests: Iterable[Test]) -> str:
@@ -163,7 +163,7 @@ def _strongest(tests: Iterable[Test]) -> str:
     return str(min(rejecting, key=lambda test: test.p_value / test.level).part) if rejecting else ""
 
 
-def found_in(found: Findings) -> str:
+def find_refuting_part(found: Findings) -> str:
     """The part of an audit that refutes the claim most clearly, or the first family that does; empty: none does."""
     return _strongest(found.tests) or next(iter(_seen_by(found)), "")
 
@@ -172,7 +172,7 @@ def found_in(found: Findings) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Alarms:
+class FalseAlarmCounts:
     """False alarms of one correct algorithm.
 
     Attributes:
@@ -190,17 +190,17 @@ class Alarms:
     families: tuple[Family, ...] = ()
 
     @property
-    def too_many(self) -> bool:
+    def is_excessive(self) -> bool:
         """Hardly any correct audit, or watch, would accuse it so often."""
         return _too_many(self.refuted, self.audits, LEVEL) or _too_many(self.alarmed, self.watched, WATCH_LEVEL)
 
 
 def _too_many(count: int, trials: int, level: float) -> bool:
     """Whether hardly any chance, at this level, explains so many accusations of a correct one."""
-    return float(import_extra("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level)) < RARE
+    return float(import_optional("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level)) < EXCESS_ALARM_P_VALUE
 
 
-def false_alarms(run: Run, data: PlacedData, seeds: Sequence[int], *, name: str, learner: int = 0) -> Alarms:
+def false_alarms(run: Run, data: PlacedData, seeds: Sequence[int], *, name: str, learner: int = 0) -> FalseAlarmCounts:
     """Audit and watch a correct run, for every seed; one that promises nothing finite cannot be accused.
 
     Args:
@@ -211,18 +211,18 @@ def false_alarms(run: Run, data: PlacedData, seeds: Sequence[int], *, name: str,
         learner: whose messages are audited; all are watched.
     """
     if not np.isfinite(run.guarantee(learner).per_round).all():
-        return Alarms(name, 0, 0, 0, 0)
+        return FalseAlarmCounts(name, 0, 0, 0, 0)
     worlds = worst(run, data, learner, np.random.SeedSequence(0))
-    plans = [plan_audit(run, data, learner, runs=_LADDER[0], seed=seed, worlds=worlds) for seed in seeds]
+    plans = [plan_audit(run, data, learner, runs=_SELF_TEST_RUN_COUNTS[0], seed=seed, worlds=worlds) for seed in seeds]
     refuted = [families for plan in plans if (families := _seen_by(audit_simulated(plan).found))]
     families = tuple(dict.fromkeys(family for each in refuted for family in each))
-    lots = [(seed, k) for seed in seeds for k in range(_WATCHED_AN_AUDIT)]
+    lots = [(seed, k) for seed in seeds for k in range(_WATCHED_RUNS_PER_AUDIT)]
     alarmed = sum(math.isfinite(_rounds_to_alarm(run, data, np.random.SeedSequence(lot))) for lot in lots)
-    return Alarms(name, len(refuted), len(plans), alarmed, len(lots), families)
+    return FalseAlarmCounts(name, len(refuted), len(plans), alarmed, len(lots), families)
 
 
 def _rounds_to_alarm(
-    run: Run, data: PlacedData, seed: np.random.SeedSequence, actual: Run | None = None, noise: NoiseOf = SeededNoise
+    run: Run, data: PlacedData, seed: np.random.SeedSequence, actual: Run | None = None, noise: NoiseFactory = SeededNoise
 ) -> float:
     """Rounds of a run under watch until the first alarm; infinite: there is none.
 
@@ -237,34 +237,34 @@ def _rounds_to_alarm(
 
     watch = Watch(run, data.learners, WATCH_LEVEL, range(run.spec.n_learners))
     alarms = (
-        step.t + 1.0 for step in simulate(actual or run, data, noise(seed)) if watch.take(step.t, step.by_sender())
+        step.t + 1.0 for step in simulate(actual or run, data, noise(seed)) if watch.take(step.t, step.split_by_sender())
     )
     return next(alarms, math.inf)
 
 
-def added(parts: Sequence[Alarms]) -> Alarms:
+def added(parts: Sequence[FalseAlarmCounts]) -> FalseAlarmCounts:
     """Alarms of one run, from several lots of seeds."""
     totals = {key: sum(getattr(part, key) for part in parts) for key in ("refuted", "audits", "alarmed", "watched")}
     families = tuple(dict.fromkeys(family for part in parts for family in part.families))
-    return Alarms(parts[0].name, **totals, families=families)
+    return FalseAlarmCounts(parts[0].name, **totals, families=families)
 
 
 # ---- power -----------------------------------------------------------------------------------------------------------
 
-LADDER = (5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+POWER_RUN_COUNTS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 """Runs of each world that are tried, one after the other."""
 
 CONFIDENCE = 0.99
 """With which none of these audits would refute a correct learner."""
 
-ENOUGH = 4.0
+MIN_EVIDENCE_FACTOR = 4.0
 """Times the evidence that the best of all tests needs: an audit looks at much else, and is to find it nine times in ten."""
 
 WATCHED = 200
 """Rounds under watch, at most."""
 
 
-Where = Literal["on real services", "by wiretap", "foreign services"]
+ServiceKind = Literal["on real services", "by wiretap", "foreign services"]
 """Of broken services: how they are audited."""
 
 
@@ -289,7 +289,7 @@ class Power:
 
     name: str
     what: str
-    kind: Kind | Where | None
+    kind: Kind | ServiceKind | None
     most: int
     audits: int
     base: str = ""
@@ -307,11 +307,11 @@ class Power:
         """It was not found, though there is enough evidence, or it is correct and was accused more often than by chance."""
         if self.correct:
             return _too_many(self.found, self.audits, 1.0 - CONFIDENCE)
-        enough = self.limit is None or ENOUGH * self.limit <= self.most
+        enough = self.limit is None or MIN_EVIDENCE_FACTOR * self.limit <= self.most
         return self.needed is None and self.sure and enough
 
 
-def measure(mutant: Mutant, *, audits: int = 10, seed: int = 0, most: int = LADDER[-1]) -> Power:
+def measure(mutant: Mutant, *, audits: int = 10, seed: int = 0, most: int = POWER_RUN_COUNTS[-1]) -> Power:
     """Audit a broken learner with more and more runs, each number of runs with several seeds, and watch it.
 
     Args:
@@ -325,7 +325,7 @@ def measure(mutant: Mutant, *, audits: int = 10, seed: int = 0, most: int = LADD
     """
     run, data = _base_of(mutant).build()
     worlds = None if mutant.swap is None else mutant.swap(run, data, 0)
-    plan = plan_audit(run, data, 0, runs=LADDER[0], confidence=CONFIDENCE, worlds=worlds)
+    plan = plan_audit(run, data, 0, runs=POWER_RUN_COUNTS[0], confidence=CONFIDENCE, worlds=worlds)
     if mutant.breaks(plan).leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
         worlds = plan.worlds
     limit = None if mutant.limit is None else mutant.limit(run, 1.0 - CONFIDENCE)
@@ -336,7 +336,7 @@ def measure(mutant: Mutant, *, audits: int = 10, seed: int = 0, most: int = LADD
         return _found_by(mutant, plan)
 
     # With less than half of the evidence that the best test needs, no audit finds it nine times in ten.
-    worth = [rung for rung in LADDER if rung <= most and 2.0 * rung >= (limit or 0.0)]
+    worth = [rung for rung in POWER_RUN_COUNTS if rung <= most and 2.0 * rung >= (limit or 0.0)]
     power = find(blank, found_by, worth, seed)
     if power.needed is not None and mutant.family in ("notices", "ledger"):  # what must never be is seen in one run
         power = replace(power, needed=1)
@@ -397,7 +397,7 @@ def _conformance(plan: AuditPlan, broken: Broken) -> Sequence[Test]:
     """Only the tests of conformance."""
     from sottovoce_core.auditing.conformance.battery import Battery, examine_noise  # they need scipy from the start
 
-    def examined(share: Share) -> Battery:
+    def examined(share: RunChunk) -> Battery:
         said = overhear(run, plan.data, plan.worlds, share, broken.noise, everybody=True).transcript
         close = math.ceil(plan.close * said.replicas)
         return examine_noise(plan.run, plan.data, plan.worlds, share.world, said, close)

@@ -11,28 +11,28 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 
-from sottovoce_coordinator.courses import Course
-from sottovoce_coordinator.runs import Overhearing, RunBook
-from sottovoce_coordinator.store import KeptRun
-from sottovoce_core.errors import NotReady, SottovoceError
+from sottovoce_coordinator.courses import ManagedRun
+from sottovoce_coordinator.runs import CaptureBinding, RunStateMachine
+from sottovoce_coordinator.store import StoredRun
+from sottovoce_core.errors import FailedPrecondition, SottovoceError
 from sottovoce_core.running.run import Run
 from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.status import as_error
+from sottovoce_rpc.status import convert_status_error
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
 
-_OPEN_S = 10.0
-_TAKEN_UP_S = 60.0
+_OPEN_TIMEOUT_S = 10.0
+_RESUME_TIMEOUT_S = 60.0
 _CLOSE_S = 60.0
 """For an eavesdropper to close a capture: it waits for what is on its way, and writes what it holds."""
-TWO_CONTENTS = "a round was sent with two contents, whose difference no noise hides"
-_KEPT_S = 2.0
+EQUIVOCATION_TEXT = "a round was sent with two contents, whose difference no noise hides"
+_CHECK_INTERVAL_S = 2.0
 """How often an eavesdropper is asked whether it still captures a run."""
 
 
@@ -61,32 +61,32 @@ class Captures:
             patience_s: for the answer.
 
         Raises:
-            NotReady: there is no eavesdropper.
+            FailedPrecondition: there is no eavesdropper.
             SottovoceError: it cannot be reached, or refuses.
         """
         if self.address is None:
-            raise NotReady("this coordinator was given no eavesdropper (--eavesdropper)")
+            raise FailedPrecondition("this coordinator was given no eavesdropper (--eavesdropper)")
         async with channel(self.address, Role.EAVESDROPPER, credentials=self._credentials) as to:
             try:
                 return await getattr(eavesdropper_pb2_grpc.EavesdropperStub(to), call)(request, timeout=patience_s)
             except grpc.aio.AioRpcError as error:
-                raise as_error(error, f"the eavesdropper at {self.address}") from None
+                raise convert_status_error(error, f"the eavesdropper at {self.address}") from None
 
-    async def open(self, book: RunBook, request: coordinator_pb2.StartRunRequest) -> Overhearing:
+    async def open(self, book: RunStateMachine, request: coordinator_pb2.StartRunRequest) -> CaptureBinding:
         """Have a run captured, if its spec says so.
 
         Raises:
-            NotReady: there is no eavesdropper.
+            FailedPrecondition: there is no eavesdropper.
             SottovoceError: it cannot be reached, or refuses.
         """
         capture = book.run.spec.capture
         if capture == "none":
-            return Overhearing()
+            return CaptureBinding()
         if self.address is None:
-            raise NotReady(
+            raise FailedPrecondition(
                 f"capture: {capture} needs an eavesdropper; this coordinator was given none (--eavesdropper)"
             )
-        edges = book.routes() if book.run.spec.routed else []
+        edges = book.routes() if book.run.spec.is_proxied else []
         opening = eavesdropper_pb2.OpenCaptureRequest(
             run_id=book.run_id,
             spec=spec_to_wire(book.run.spec),
@@ -96,10 +96,10 @@ class Captures:
             world=request.world if request.HasField("world") else None,
             replica=request.replica if request.HasField("replica") else None,
         )
-        return _overhearing(await self._ask("OpenCapture", opening, _OPEN_S), edges)
+        return _overhearing(await self._ask("OpenCapture", opening, _OPEN_TIMEOUT_S), edges)
 
     async def sent(
-        self, run_id: str = "", learners: Sequence[str] = (), patience_s: float = _TAKEN_UP_S
+        self, run_id: str = "", learners: Sequence[str] = (), patience_s: float = _RESUME_TIMEOUT_S
     ) -> Sequence[eavesdropper_pb2.SentRounds]:
         """How far learners were in captured runs; nothing where there is no eavesdropper.
 
@@ -117,47 +117,47 @@ class Captures:
         answer: eavesdropper_pb2.ListSentRoundsResponse = await self._ask("ListSentRounds", request, patience_s)
         return answer.sent_rounds
 
-    async def recover(self, book: RunBook) -> tuple[Overhearing, str]:
+    async def recover(self, book: RunStateMachine) -> tuple[CaptureBinding, str]:
         """What is still captured of a run whose coordinator lost its state; and why nothing is, where something should be."""
         capture = book.run.spec.capture
         if capture == "none":
-            return Overhearing(), ""
-        edges = book.routes() if book.run.spec.routed else []
+            return CaptureBinding(), ""
+        edges = book.routes() if book.run.spec.is_proxied else []
         try:
-            return _overhearing(await self._asked(book.run_id, edges, patience_s=_TAKEN_UP_S), edges), ""
+            return _overhearing(await self._asked(book.run_id, edges, patience_s=_RESUME_TIMEOUT_S), edges), ""
         except SottovoceError as error:
-            return Overhearing(), _nothing(book.run_id, error)
+            return CaptureBinding(), _nothing(book.run_id, error)
 
-    async def recall(self, book: RunBook) -> None:
+    async def recall(self, book: RunStateMachine) -> None:
         """Have a run that goes on know all that was captured of it: its coordinator's state may be an old one, too."""
-        if not book.overhearing.capture_id:
+        if not book.capture_binding.capture_id:
             return
         try:
-            sent = await self.sent(book.run_id, patience_s=_OPEN_S)
+            sent = await self.sent(book.run_id, patience_s=_OPEN_TIMEOUT_S)
         except SottovoceError as error:
             log.warning("the capture does not say how far learners were", run_id=book.run_id, reason=str(error))
             return
         for each in sent:
             book.recall(each)
 
-    async def take_up(self, kept: KeptRun) -> str:
+    async def take_up(self, kept: StoredRun) -> str:
         """Go on with the capture of a run that failed; why that cannot be. Empty: it can, or there is none."""
-        if not kept.overhearing.capture_id:
+        if not kept.capture_binding.capture_id:
             return ""
         try:
-            await self._asked(kept.run_id, patience_s=_TAKEN_UP_S)
+            await self._asked(kept.run_id, patience_s=_RESUME_TIMEOUT_S)
         except SottovoceError as error:
             return _nothing(kept.run_id, error)
         return ""
 
-    async def amend(self, book: RunBook, run: Run) -> None:
+    async def amend(self, book: RunStateMachine, run: Run) -> None:
         """Have the eavesdropper write down that learners leave or join; one that is away is told when it is back."""
-        if book.overhearing.capture_id:
+        if book.capture_binding.capture_id:
             with contextlib.suppress(SottovoceError):
                 await self._asked(book.run_id, spec=spec_to_wire(run.spec))
 
     async def _asked(
-        self, run_id: str, routes: Routes = (), spec: str = "", patience_s: float = _OPEN_S
+        self, run_id: str, routes: Routes = (), spec: str = "", patience_s: float = _OPEN_TIMEOUT_S
     ) -> eavesdropper_pb2.OpenCaptureResponse:
         """Have the eavesdropper go on with the capture of a run, if it does not.
 
@@ -168,45 +168,45 @@ class Captures:
             patience_s: for the answer. One that was started again reads what it has first; it goes on with that, whoever waits.
 
         Raises:
-            NotReady: there is no eavesdropper.
+            FailedPrecondition: there is no eavesdropper.
             SottovoceError: it cannot be reached, or the capture is closed.
         """
         request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True, routes=_to_wire(routes), spec=spec)
         opened: eavesdropper_pb2.OpenCaptureResponse = await self._ask("OpenCapture", request, patience_s)
         return opened
 
-    def keep(self, course: Course, fail: Callable[[str], None]) -> None:
+    def keep(self, course: ManagedRun, fail: Callable[[str], None]) -> None:
         """An eavesdropper that was started again takes up the capture when it is asked: its relays are the way of messages.
 
         Args:
             course: of the run.
             fail: told why the run cannot go on, where its spec says so of a gap.
         """
-        if course.book.overhearing.capture_id and not course.uncaptured and self.address is not None:
+        if course.book.capture_binding.capture_id and not course.uncaptured and self.address is not None:
             self._tasks.start(self._keep(course, fail), "a capture is not looked after")
 
-    async def _keep(self, course: Course, fail: Callable[[str], None]) -> None:
+    async def _keep(self, course: ManagedRun, fail: Callable[[str], None]) -> None:
         led, known = tuple[str, ...](), course.book.run
         while not course.book.ended:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_KEPT_S):
+                async with asyncio.timeout(_CHECK_INTERVAL_S):
                     await course.over.wait()
                 return
             try:
                 book, now = course.book, course.book.addresses
-                moved = bool(book.overhearing.relays) and now != led
+                moved = bool(book.capture_binding.relays) and now != led
                 run, amended = book.run, spec_to_wire(book.run.spec) if book.run is not known else ""
                 opened = await self._asked(book.run_id, book.routes() if moved else (), amended)
                 led, known = now, run
                 self._is_heard(course, "")
                 if opened.contradiction:
-                    fail(f"{TWO_CONTENTS}: {opened.contradiction}. Was the state folder of a learner set back?")
+                    fail(f"{EQUIVOCATION_TEXT}: {opened.contradiction}. Was the state folder of a learner set back?")
                 elif why := _whole(course.book, opened.gaps):
                     fail(why)
             except SottovoceError as error:
                 self._is_heard(course, f"nothing is captured now: {error}")
 
-    def _is_heard(self, course: Course, why_not: str) -> None:
+    def _is_heard(self, course: ManagedRun, why_not: str) -> None:
         """An eavesdropper that goes, or is back, is told once, and whoever watches the run sees it at once."""
         if bool(why_not) != bool(course.unheard):
             course.unheard = why_not
@@ -216,16 +216,16 @@ class Captures:
             else:
                 log.info("captured again", run_id=course.book.run_id)
 
-    def close(self, book: RunBook) -> asyncio.Task[str] | None:
+    def close(self, book: RunStateMachine) -> asyncio.Task[str] | None:
         """End a run's capture; why it could not be written to its end, as the eavesdropper says. None: there is none."""
-        if not book.overhearing.capture_id or self.address is None:
+        if not book.capture_binding.capture_id or self.address is None:
             return None
         return self._tasks.start(self._close(book), "a capture is not closed")
 
-    async def _close(self, book: RunBook) -> str:
+    async def _close(self, book: RunStateMachine) -> str:
         if book.run.spec.absences:  # learners may have left or joined while it was away
             await self.amend(book, book.run)
-        request = eavesdropper_pb2.CloseCaptureRequest(capture_id=book.overhearing.capture_id)
+        request = eavesdropper_pb2.CloseCaptureRequest(capture_id=book.capture_binding.capture_id)
         try:
             closed: eavesdropper_pb2.CloseCaptureResponse = await self._ask("CloseCapture", request, _CLOSE_S)
         except SottovoceError as error:
@@ -234,10 +234,10 @@ class Captures:
         return closed.capture.error or _whole(book, closed.capture.gaps)
 
 
-def _overhearing(opened: eavesdropper_pb2.OpenCaptureResponse, routes: Routes) -> Overhearing:
+def _overhearing(opened: eavesdropper_pb2.OpenCaptureResponse, routes: Routes) -> CaptureBinding:
     """What was opened; relays stand in the order of their routes."""
     relays = {(i, j): relay for (i, j, _), relay in zip(routes, opened.relay_addresses, strict=True)}
-    return Overhearing(opened.capture_id, opened.location, relays, "" if relays else opened.mirror_address)
+    return CaptureBinding(opened.capture_id, opened.location, relays, "" if relays else opened.mirror_address)
 
 
 def _nothing(run_id: str, error: SottovoceError) -> str:
@@ -250,7 +250,7 @@ def _to_wire(routes: Routes) -> list[eavesdropper_pb2.Route]:
     return [eavesdropper_pb2.Route(caller=i, callee=j, target=target) for i, j, target in routes]
 
 
-def _whole(book: RunBook, gaps: int) -> str:
+def _whole(book: RunStateMachine, gaps: int) -> str:
     """What a run must say of gaps in its capture; empty: nothing, by its spec, or there is none."""
     if not gaps or book.run.spec.capture_gap != "fail":
         return ""

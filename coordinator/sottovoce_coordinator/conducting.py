@@ -17,17 +17,17 @@ from typing import Any
 import structlog
 
 from sottovoce_coordinator.captures import Captures
-from sottovoce_coordinator.courses import Course
-from sottovoce_coordinator.joining import Member, Members, require_named
-from sottovoce_coordinator.runs import RunBook, RunState
-from sottovoce_coordinator.store import Store, whatever_disk
-from sottovoce_core.errors import NotFound, NotReady, SottovoceError, Unavailable
+from sottovoce_coordinator.courses import ManagedRun
+from sottovoce_coordinator.joining import JoinedLearner, LearnerRegistry, require_learner_name
+from sottovoce_coordinator.runs import RunStateMachine, RunState
+from sottovoce_coordinator.store import Store, log_write_failures
+from sottovoce_core.errors import NotFound, FailedPrecondition, SottovoceError, Unavailable
 from sottovoce_core.running.participation import with_learner, without
 from sottovoce_core.running.run import Run, build_run, require_noise
 from sottovoce_core.spec import RunSpec
-from sottovoce_core.text import in_short
+from sottovoce_core.text import abbreviate_names
 from sottovoce_rpc.directives import Directive
-from sottovoce_rpc.learner_status import LearnerStatus, Waiting, misconduct_in_words
+from sottovoce_rpc.learner_status import LearnerStatus, WaitReport, describe_violation
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1.coordinator_pb2 import Violation, Stop
@@ -41,7 +41,7 @@ _AGAIN_S = 1.0
 """Between two tries to write that learners are lost."""
 
 
-class Conductor:
+class RunController:
     """Leads runs, each by itself.
 
     Args:
@@ -51,12 +51,12 @@ class Conductor:
         tasks: of the coordinator.
     """
 
-    def __init__(self, store: Store, members: Members, captures: Captures, tasks: Tasks) -> None:
+    def __init__(self, store: Store, members: LearnerRegistry, captures: Captures, tasks: Tasks) -> None:
         self._store, self._members, self._captures, self._tasks = store, members, captures, tasks
 
     # ---- under way ----------------------------------------------------------------------------------------
 
-    def begin(self, course: Course, briefings: Sequence[Sequence[Directive]]) -> None:
+    def begin(self, course: ManagedRun, briefings: Sequence[Sequence[Directive]]) -> None:
         """Brief every learner, all assignments before the first epoch, so that nobody meets a neighbour that knows nothing."""
         book = course.book
         for directives in zip(*briefings, strict=True):
@@ -66,14 +66,14 @@ class Conductor:
                 self._back(course, index, self._members.member(name))
         self._accompany(course)
 
-    def go_on(self, course: Course) -> None:
+    def go_on(self, course: ManagedRun) -> None:
         """With a run whose learners are yet to come back."""
         log.info("run goes on", run_id=course.book.run_id, granted=course.book.clock.granted)
         for index, since in course.book.away.items():
             self._tasks.start(self._deadline(course, index, since), "nobody misses a learner")
         self._accompany(course)
 
-    def take_up(self, course: Course) -> None:
+    def take_up(self, course: ManagedRun) -> None:
         """A run that failed: whoever is here goes on at once.
 
         Raises:
@@ -84,16 +84,16 @@ class Conductor:
         self._reserve(course)
         for name in here:
             self._back(course, book.index[name], self._members.member(name))
-        self._members.tell(book.run_id, {name: book.briefing(book.index[name]) for name in here})
+        self._members.tell(book.run_id, {name: book.build_resume_commands(book.index[name]) for name in here})
 
-    def _accompany(self, course: Course) -> None:
+    def _accompany(self, course: ManagedRun) -> None:
         """What goes on beside a run until it ends."""
         self._captures.keep(course, lambda why: self.end(course, RunState.FAILED, why))
         self._tasks.start(self._look_ahead(course), "grants are not prepared")
         if (period_s := course.book.run.spec.clock.period_s) is not None:
             self._tasks.start(self._pace(course, period_s), "the clock stands still")
 
-    async def _look_ahead(self, course: Course) -> None:
+    async def _look_ahead(self, course: ManagedRun) -> None:
         """Know what the next grants will say of the network, a round at a time: none of them holds up everybody."""
         book = course.book
         if book.digests.needed:
@@ -103,7 +103,7 @@ class Conductor:
                 book.digests.know(t)
                 await asyncio.sleep(0)
 
-    async def _pace(self, course: Course, period_s: float) -> None:
+    async def _pace(self, course: ManagedRun, period_s: float) -> None:
         """Grant one round a period (paced mode)."""
         book = course.book
         loop = asyncio.get_running_loop()
@@ -113,10 +113,10 @@ class Conductor:
             await asyncio.sleep(max(0.0, due - loop.time()))
             if book.state is RunState.RUNNING:
                 book.clock.tick()
-                with whatever_disk():
+                with log_write_failures():
                     self._grant(course)
 
-    def _grant(self, course: Course) -> None:
+    def _grant(self, course: ManagedRun) -> None:
         """Tell a grant that has grown; else directives would heap up for as long as a learner is behind.
 
         Who rests is briefed anew; one that came back meanwhile knows no epochs between.
@@ -130,7 +130,7 @@ class Conductor:
         self._members.tell(book.run_id, {name: [grant] for name in book.index if course.has(name)})
         self._tasks.start(self._look_ahead(course), "grants are not prepared")
 
-    def _reserve(self, course: Course) -> None:
+    def _reserve(self, course: ManagedRun) -> None:
         """Before anybody is told how far it may go.
 
         Raises:
@@ -141,23 +141,23 @@ class Conductor:
             ahead = (book.run.spec.clock.window + 1) // 2
             self._store.grant(book.run_id, book.clock.granted, ahead, course.record())
 
-    def keep(self, courses: Iterable[Course]) -> None:
+    def keep(self, courses: Iterable[ManagedRun]) -> None:
         """Write down how far learners are; a disk that is full has no part in this."""
         if views := {course.book.run_id: course.record() for course in courses}:
-            with whatever_disk():
+            with log_write_failures():
                 self._store.keep(views)
 
     # ---- learners -----------------------------------------------------------------------------------------
 
     def hear(
-        self, course: Course, status: LearnerStatus, waiting: Waiting | None, noticed: Sequence[Violation] = ()
+        self, course: ManagedRun, status: LearnerStatus, waiting: WaitReport | None, noticed: Sequence[Violation] = ()
     ) -> None:
         """A learner's progress, and what it has noticed of its neighbours."""
         book = course.book
         known = len(book.misconduct)
         book.report(status, waiting, noticed)
         for each in list(book.misconduct.values())[known:]:
-            text = misconduct_in_words(each, book.run.spec.names)
+            text = describe_violation(each, book.run.spec.names)
             log.warning("misconduct", run_id=book.run_id, detail=text)
         course.heard.set()
         course.look()
@@ -165,7 +165,7 @@ class Conductor:
         if not course.book.ended:
             self._grant(course)
 
-    def take_back(self, course: Course, member: Member) -> None:
+    def handle_rejoin(self, course: ManagedRun, member: JoinedLearner) -> None:
         """A learner of the run is there again, and may know of more grants than this coordinator."""
         book = course.book
         index = book.index[member.name]
@@ -177,10 +177,10 @@ class Conductor:
             self._rest_one(course, index, member if ours else None)
             return
         self._reserve(course)
-        self._members.tell(book.run_id, {member.name: book.briefing(index)})
+        self._members.tell(book.run_id, {member.name: book.build_resume_commands(index)})
         self._grant(course)
 
-    def _rest_one(self, course: Course, index: int, member: Member | None) -> None:
+    def _rest_one(self, course: ManagedRun, index: int, member: JoinedLearner | None) -> None:
         """A learner is there again while all rest; None: as one that is not in the run."""
         book = course.book
         if member is not None and member.said.lease_until_round:  # only its stream broke: it may speak until it is told to rest
@@ -191,34 +191,34 @@ class Conductor:
         self._members.tell(book.run_id, {book.run.spec.names[index]: [RESTING]})
         course.heard.set()
 
-    def rests(self, course: Course, status: LearnerStatus) -> None:
+    def rests(self, course: ManagedRun, status: LearnerStatus) -> None:
         """A learner came back while all rest, and tells how far it was in an attempt before this one."""
         if course.resting:
             course.book.rests(status)
             course.heard.set()
 
-    def _back(self, course: Course, index: int, member: Member) -> None:
+    def _back(self, course: ManagedRun, index: int, member: JoinedLearner) -> None:
         """A learner is there again; whoever opens streams to it is told where, if that is elsewhere."""
         book, names = course.book, course.book.run.spec.names
         book.back(index)
         moved = book.move(index, member.said.address)
         self._members.tell(book.run_id, {names[i]: [epoch] for i, epoch in moved.items()})
 
-    def miss(self, course: Course, name: str) -> None:
+    def miss(self, course: ManagedRun, name: str) -> None:
         """A learner's stream has ended: who is away is told at once; the run ends if it is not back by the deadline."""
         index, since = course.book.index[name], datetime.now(UTC)
         course.book.left(index, since)
         log.warning("learner is gone", learner=name, round=course.book.statuses[index].rounds_done)
         self._tasks.start(self._deadline(course, index, since), "nobody misses a learner")
 
-    async def _deadline(self, course: Course, index: int, since: datetime) -> None:
+    async def _deadline(self, course: ManagedRun, index: int, since: datetime) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(course.book.run.spec.clock.deadline_s):
                 await course.over.wait()
         course.book.miss(index, since)
         self._judged(course)
 
-    def _judged(self, course: Course) -> None:
+    def _judged(self, course: ManagedRun) -> None:
         """The run may have ended by what was heard, or lost learners."""
         if course.book.ended:
             self._after_end(course)
@@ -227,7 +227,7 @@ class Conductor:
         elif course.book.losing:
             self._tasks.start(self._lose(course), "learners are not lost")
 
-    async def operated(self, course: Course, change: Coroutine[Any, Any, None]) -> None:
+    async def run_operator_change(self, course: ManagedRun, change: Coroutine[Any, Any, None]) -> None:
         """A change that an operator asked for. Once begun it comes to its end, whether anybody still waits for it or not.
 
         Raises:
@@ -242,24 +242,24 @@ class Conductor:
 
         await asyncio.shield(self._tasks.start(whole()))
 
-    async def _lose(self, course: Course) -> None:
+    async def _lose(self, course: ManagedRun) -> None:
         try:
             await self._go_on_without(course)
         except SottovoceError as error:
-            names = in_short([course.book.run.spec.names[i] for i in sorted(course.book.losing)])
+            names = abbreviate_names([course.book.run.spec.names[i] for i in sorted(course.book.losing)])
             why = f"{names} lost, and the run cannot go on without: {error}"
-            self.end(course, RunState.FAILED, course.book.with_misconduct(why))
+            self.end(course, RunState.FAILED, course.book.append_violations(why))
         self._judged(course)
 
     # ---- the end ------------------------------------------------------------------------------------------
 
-    def end(self, course: Course, state: RunState, detail: str) -> None:
+    def end(self, course: ManagedRun, state: RunState, detail: str) -> None:
         """End a run; one that has ended is as it was."""
         if not course.book.ended:
             course.book.end(state, detail)
             self._after_end(course)
 
-    def _after_end(self, course: Course) -> None:
+    def _after_end(self, course: ManagedRun) -> None:
         """Let the learners go, who hold their channels open even when they have finished, and close the capture, once."""
         if course.ended is not None:
             return
@@ -276,18 +276,18 @@ class Conductor:
 
     # ---- changes of members (reconfiguration) -------------------------------------------------------------
 
-    async def leave(self, course: Course, name: str) -> None:
+    async def leave(self, course: ManagedRun, name: str) -> None:
         """A learner says its last round; one that is gone is lost at once.
 
         Raises:
             NotFound: it is not in the run.
-            NotReady: it is away, or the run is changed already, or not running.
+            FailedPrecondition: it is away, or the run is changed already, or not running.
             Unavailable: others did not rest, and are lost.
             SpecError: the run cannot go on without it.
         """
         book = _required(course, name)
         if (own := book.index[name]) in book.lost:
-            raise NotReady(f"learner {name!r} is lost to run {book.run_id} already")
+            raise FailedPrecondition(f"learner {name!r} is lost to run {book.run_id} already")
         if name in self._members or own in book.unsure:  # it may be about to come back
             await self._change(course, lambda spec: without(spec, name, book.unsaid))
             return
@@ -302,19 +302,19 @@ class Conductor:
             self._begin_anew(course, book.run)  # as before
             raise
 
-    async def join(self, course: Course, name: str) -> None:
+    async def join(self, course: ManagedRun, name: str) -> None:
         """A learner that is away takes part from the first round on that nobody has said.
 
         Raises:
-            NotReady: it is not here, or not away, or was lost, or as `leave`.
+            FailedPrecondition: it is not here, or not away, or was lost, or as `leave`.
             NotFound: as `leave`.
         """
         book = _required(course, name)
         if name not in self._members:
-            raise NotReady(f"learner {name!r} has not joined this coordinator")
+            raise FailedPrecondition(f"learner {name!r} has not joined this coordinator")
         await self._change(course, lambda spec: with_learner(spec, name, book.unsaid))
 
-    async def _go_on_without(self, course: Course) -> None:
+    async def _go_on_without(self, course: ManagedRun) -> None:
         """Go on without learners that are lost, those who are lost meanwhile included, as soon as that can be written.
 
         Raises:
@@ -336,7 +336,7 @@ class Conductor:
             finally:
                 course.resting = False
 
-    async def _change(self, course: Course, change: Change) -> None:
+    async def _change(self, course: ManagedRun, change: Change) -> None:
         book = course.book
         await asyncio.to_thread(_changed, book.run, change, book.n_features)  # what is refused wakes nobody
         _require_awake(course)
@@ -352,7 +352,7 @@ class Conductor:
         finally:
             course.resting = False
 
-    async def _rest(self, course: Course) -> None:
+    async def _rest(self, course: ManagedRun) -> None:
         """Everybody ends what it does; who does not within the deadline is lost."""
         book = course.book
         view, ceiling = course.record(), book.ceiling + book.run.spec.clock.window
@@ -366,7 +366,7 @@ class Conductor:
                     await course.heard.wait()
         book.losing |= set(book.busy)
 
-    async def _amend(self, course: Course, change: Change) -> None:
+    async def _amend(self, course: ManagedRun, change: Change) -> None:
         """Write the changed run down, tell the eavesdropper, then the learners."""
         book = course.book
         run = await asyncio.to_thread(_changed, book.run, change, book.n_features)
@@ -376,7 +376,7 @@ class Conductor:
         await self._captures.amend(book, run)
         self._begin_anew(course, run)
 
-    def _begin_anew(self, course: Course, run: Run) -> None:
+    def _begin_anew(self, course: ManagedRun, run: Run) -> None:
         book, before = course.book, course.book.lost
         book.amend(run)
         if book.ended:  # meanwhile, or nobody has anything left to do: they are told that
@@ -387,45 +387,45 @@ class Conductor:
             told = (
                 [Stop(reason="the run goes on without this learner", final=True)]
                 if own in book.lost
-                else book.briefing(own)
+                else book.build_resume_commands(own)
             )
             self._members.tell(book.run_id, {name: told})
         if gone := [book.run.spec.names[i] for i in sorted(book.lost - before)]:
             log.warning("learners are lost", run_id=book.run_id, learners=gone)
 
 
-def _required(course: Course, name: str) -> RunBook:
+def _required(course: ManagedRun, name: str) -> RunStateMachine:
     """The book of a run that can be changed, with such a learner in it."""
     book = course.book
-    require_named(name)
+    require_learner_name(name)
     if name not in book.index:
-        raise NotFound(f"run {book.run_id} has no learner {name!r}; it has {in_short(sorted(book.index))}")
+        raise NotFound(f"run {book.run_id} has no learner {name!r}; it has {abbreviate_names(sorted(book.index))}")
     if book.state is RunState.RUNNING and not book.clock.granted:
         why = "it is only beginning, or its coordinator was started again and its learners are coming back"
-        raise NotReady(f"run {book.run_id} has no round under way, {why}: ask again in a moment")
+        raise FailedPrecondition(f"run {book.run_id} has no round under way, {why}: ask again in a moment")
     if book.ended or not book.clock.granted:
-        raise NotReady(f"learners leave and join a run that is running, and run {book.run_id} is {book.state.value}")
+        raise FailedPrecondition(f"learners leave and join a run that is running, and run {book.run_id} is {book.state.value}")
     _require_awake(course)
     return book
 
 
-def _require_awake(course: Course) -> None:
+def _require_awake(course: ManagedRun) -> None:
     if course.resting:
-        raise NotReady(f"learners of run {course.book.run_id} are leaving or joining already: try again")
+        raise FailedPrecondition(f"learners of run {course.book.run_id} are leaving or joining already: try again")
 
 
-def _require_rest(book: RunBook) -> None:
+def _require_rest(book: RunStateMachine) -> None:
     """Who does not rest may have said more than it has told, so it is lost before anybody leaves or joins.
 
     Raises:
         Unavailable: somebody does not.
     """
     if book.losing:
-        names = in_short([book.run.spec.names[i] for i in sorted(book.losing)])
+        names = abbreviate_names([book.run.spec.names[i] for i in sorted(book.losing)])
         raise Unavailable(f"{names} did not rest within the deadline, and the run goes on without: try again then")
 
 
-def _without(spec: RunSpec, *, book: RunBook, lost: frozenset[int]) -> RunSpec:
+def _without(spec: RunSpec, *, book: RunStateMachine, lost: frozenset[int]) -> RunSpec:
     """The spec without learners that are lost, and what their neighbours have not heard of them."""
     for i in sorted(lost - book.lost):
         # Nobody knows how much it has said of what was granted.

@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
-from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
-from sottovoce_core.errors import NotFound, NotReady, SpecError
+from sottovoce_coordinator.runs import CaptureBinding, RunStateMachine, RunState
+from sottovoce_coordinator.store import StoredRun, Store, log_write_failures
+from sottovoce_core.errors import NotFound, FailedPrecondition, SpecError
 from sottovoce_core.running.run import Run
-from sottovoce_core.text import in_short
-from sottovoce_rpc.learner_status import RULES, LearnerStatus
-from sottovoce_rpc.specs import next_look, run_named, spec_to_wire
+from sottovoce_core.text import abbreviate_names
+from sottovoce_rpc.learner_status import VIOLATION_KINDS, LearnerStatus
+from sottovoce_rpc.specs import compute_next_report_round, resolve_run_id, spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Stop
 from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
@@ -26,7 +26,7 @@ MOST_RUNS = 32
 
 
 @dataclass(slots=True)
-class Course:
+class ManagedRun:
     """A run's book, and its times.
 
     Attributes:
@@ -43,7 +43,7 @@ class Course:
         closing: closes its capture, and says why that could not be written to its end; empty: it could.
     """
 
-    book: RunBook
+    book: RunStateMachine
     started: datetime
     durable: bool = False
     uncaptured: str = ""
@@ -84,7 +84,7 @@ class Course:
     def look(self) -> None:
         """Show it, where all learners have done a round after which a look is due."""
         if (done := self.book.clock.slowest) >= max(self._look, 1):
-            self._look = next_look(done, len(self.book.addresses))
+            self._look = compute_next_report_round(done, len(self.book.addresses))
             self.show()
 
     def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
@@ -106,8 +106,8 @@ class Course:
             ],
             started_at=_timestamp(self.started),
             ended_at=None if self.ended is None else _timestamp(self.ended),
-            capture_id=book.overhearing.capture_id,
-            capture_location=book.overhearing.location,
+            capture_id=book.capture_binding.capture_id,
+            capture_location=book.capture_binding.location,
             durable=self.durable,
             capture_error=self._capture_error or ("" if book.ended else self.unheard),
             attempt=book.attempt,
@@ -124,7 +124,7 @@ class Course:
         view.capture_error = self._capture_error  # an eavesdropper that is away may come back
         return view.SerializeToString()
 
-    def farewell(self) -> Stop:
+    def build_final_command(self) -> Stop:
         """What a learner is told that comes back to it when it has ended."""
         return self.book.stop()
 
@@ -135,27 +135,27 @@ class Course:
             return self.uncaptured
         return closing.result()
 
-    def kept(self) -> KeptRun:
+    def kept(self) -> StoredRun:
         """The run as it is written down."""
-        whole, heard = self.view(whole=True), self.book.overhearing
-        return KeptRun(self.book.run_id, whole.spec, whole.n_features, heard, self.record())
+        whole, heard = self.view(whole=True), self.book.capture_binding
+        return StoredRun(self.book.run_id, whole.spec, whole.n_features, heard, self.record())
 
     @classmethod
-    def resumed(cls, kept: KeptRun, run: Run, now: datetime) -> Course:
+    def resumed(cls, kept: StoredRun, run: Run, now: datetime) -> ManagedRun:
         """A run that goes on as it was written down; its learners are yet to come back."""
         view = kept.view()
         addresses = tuple(each.address for each in view.learners)
-        book = RunBook(kept.run_id, run, kept.n_features, addresses, attempt=view.attempt)
-        book.overhearing = kept.overhearing
+        book = RunStateMachine(kept.run_id, run, kept.n_features, addresses, attempt=view.attempt)
+        book.capture_binding = kept.capture_binding
         if view.capture_error:  # its relays are gone
-            book.overhearing = Overhearing(kept.overhearing.capture_id, kept.overhearing.location)
+            book.capture_binding = CaptureBinding(kept.capture_binding.capture_id, kept.capture_binding.location)
         book.restore(RunState.of(view), [LearnerStatus.from_wire(each.status) for each in view.learners], now)
         book.reserved = kept.granted
-        book.misconduct = {(each.reporter, each.learner): each for each in view.violations if each.kind in RULES}
+        book.misconduct = {(each.reporter, each.learner): each for each in view.violations if each.kind in VIOLATION_KINDS}
         return cls(book, view.started_at.ToDatetime(UTC), durable=view.durable, uncaptured=view.capture_error)
 
 
-class Courses:
+class RunRegistry:
     """The runs that are remembered, oldest first. No two that are under way have a learner in common.
 
     Args:
@@ -164,10 +164,10 @@ class Courses:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._runs: dict[str, Course | KeptRun] = {}
+        self._runs: dict[str, ManagedRun | StoredRun] = {}
         self._starting: dict[str, asyncio.Event] = {}  # by learner; set once it is known how that went
 
-    def the(self, run_id: str) -> Course | KeptRun:
+    def the(self, run_id: str) -> ManagedRun | StoredRun:
         """One of them, by its id or as much of that as tells it from the others.
 
         Raises:
@@ -176,34 +176,34 @@ class Courses:
         """
         if not run_id:
             raise SpecError("a run's id is required, got none: `sottovoce runs show` has them")
-        named = run_named(run_id, reversed(self._runs))
+        named = resolve_run_id(run_id, reversed(self._runs))
         if named not in self._runs:
             known = f"the last one is {next(reversed(self._runs))!r}" if self._runs else "there is none"
             raise NotFound(f"no run {run_id!r}: {known}")
         return self._runs[named]
 
-    def get(self, run_id: str) -> Course | KeptRun | None:
+    def get(self, run_id: str) -> ManagedRun | StoredRun | None:
         """One of them; None: there is none of this name."""
         return self._runs.get(run_id)
 
-    def running(self, run_id: str) -> Course:
+    def running(self, run_id: str) -> ManagedRun:
         """One that is under way.
 
         Raises:
-            NotReady: it is over.
+            FailedPrecondition: it is over.
             NotFound: there is none of this name.
         """
         run = self.the(run_id)
-        if not isinstance(run, Course) or run.book.ended:
+        if not isinstance(run, ManagedRun) or run.book.ended:
             over = run.view()
             how = f"{RunState.of(over).value}: {over.detail}" if over.detail else RunState.of(over).value
-            raise NotReady(f"run {over.run_id} is over ({how})")
+            raise FailedPrecondition(f"run {over.run_id} is over ({how})")
         return run
 
-    def with_learner(self, run_id: str, learner: str) -> Course | None:
+    def with_learner(self, run_id: str, learner: str) -> ManagedRun | None:
         """A run of this process, under way or not, if the learner is in it."""
         run = self._runs.get(run_id)
-        return run if isinstance(run, Course) and learner in run.book.index else None
+        return run if isinstance(run, ManagedRun) and learner in run.book.index else None
 
     def sent(self, learners: Collection[str]) -> dict[str, list[SentRounds]]:
         """How far learners were in the runs that are remembered and over, by name."""
@@ -218,20 +218,20 @@ class Courses:
         return found
 
     @property
-    def newest_first(self) -> dict[str, Course | KeptRun]:
+    def newest_first(self) -> dict[str, ManagedRun | StoredRun]:
         """All of them, by name."""
         return dict(reversed(self._runs.items()))
 
     @property
-    def under_way(self) -> list[Course]:
+    def under_way(self) -> list[ManagedRun]:
         """Those that have not ended."""
-        return [run for run in self._runs.values() if isinstance(run, Course) and not run.book.ended]
+        return [run for run in self._runs.values() if isinstance(run, ManagedRun) and not run.book.ended]
 
-    def of(self, learner: str) -> Course | None:
+    def of(self, learner: str) -> ManagedRun | None:
         """The run under way that a learner is in; None: it is in none."""
         return next((course for course in self.under_way if course.has(learner)), None)
 
-    def replace(self, course: Course) -> None:
+    def replace(self, course: ManagedRun) -> None:
         """A run that had ended goes on.
 
         Raises:
@@ -240,13 +240,13 @@ class Courses:
         self.the(course.book.run_id)
         self._runs[course.book.run_id] = course
 
-    def add(self, run_id: str, run: Course | KeptRun) -> None:
+    def add(self, run_id: str, run: ManagedRun | StoredRun) -> None:
         """Remember a run; of those that have ended the oldest is forgotten."""
         going = {course.book.run_id for course in self.under_way}
         ended = [each for each in self._runs if each not in going]
         for oldest in ended[: max(0, len(ended) - MOST_RUNS + 1)]:
             del self._runs[oldest]
-            with whatever_disk():
+            with log_write_failures():
                 self._store.forget(oldest)
         self._runs[run_id] = run
 
@@ -255,7 +255,7 @@ class Courses:
         """Keep learners for a run that is being started: whoever wants one of them, too, waits to see how that goes.
 
         Raises:
-            NotReady: one of them is in a run that is under way.
+            FailedPrecondition: one of them is in a run that is under way.
         """
         while True:
             self._require_free(learners)
@@ -275,21 +275,21 @@ class Courses:
         """No learner of a run has been in another one since: it would have begun a log in place of this run's.
 
         Raises:
-            NotReady: one has.
+            FailedPrecondition: one has.
         """
         known = list(self._runs)
         for later in known[known.index(run_id) + 1 :]:
             if lost := [name for name in learners if name in self._runs[later].learners]:
-                raise NotReady(
-                    f"{in_short(lost)} took part in run {later} since, and logs of one run are kept: start a new run"
+                raise FailedPrecondition(
+                    f"{abbreviate_names(lost)} took part in run {later} since, and logs of one run are kept: start a new run"
                 )
 
     def _require_free(self, learners: Sequence[str]) -> None:
         for course in self.under_way:
             if taken := [name for name in learners if course.has(name)]:
                 run_id, are = course.book.run_id, "is" if len(taken) == 1 else "are"
-                raise NotReady(
-                    f"{in_short(taken)} {are} in run {run_id}, which is under way: wait for its end, stop it first "
+                raise FailedPrecondition(
+                    f"{abbreviate_names(taken)} {are} in run {run_id}, which is under way: wait for its end, stop it first "
                     f"(`sottovoce runs stop {run_id}`), or take other learners"
                 )
 

@@ -10,36 +10,36 @@ from typing import Any
 
 import grpc
 
-from sottovoce_coordinator.store import MOST_STARTS, Claim, Membership, Store
+from sottovoce_coordinator.store import MAX_INCARNATION, Claim, Membership, Store
 from sottovoce_core.errors import (
     LimitReached,
     NotFound,
-    NotReady,
+    FailedPrecondition,
     RemoteProtocolError,
     SpecError,
-    StrangerError,
+    PermissionDenied,
     Unavailable,
 )
-from sottovoce_core.spec import LEARNER_NAME, LEARNER_NAMES
-from sottovoce_core.text import in_short
+from sottovoce_core.spec import LEARNER_NAME_PATTERN, LEARNER_NAME_RULE
+from sottovoce_core.text import abbreviate_names
 from sottovoce_rpc.directives import Directive, Origin, to_wire
 from sottovoce_rpc.principals import Principal, Role
-from sottovoce_rpc.server import HELLO_S
-from sottovoce_rpc.tasks import Tell, if_long
+from sottovoce_rpc.server import HELLO_TIMEOUT_S
+from sottovoce_rpc.tasks import Tell, notify_if_slow
 from sottovoce_wire.v1 import coordinator_pb2
 
-_LONGEST_ADDRESS = 300
+_MAX_ADDRESS_CHARS = 300
 """Characters of a learner's: a name of a host has at most 253."""
-MOST_HERE, MOST_KNOWN = 4_096, 65_536
+MAX_CONNECTED_LEARNERS, MAX_KNOWN_LEARNERS = 4_096, 65_536
 """Learners that are here, and names that ever joined: these are kept for good."""
-_MOST_DIRECTIVES = 131_072
+_MAX_QUEUED_COMMANDS = 131_072
 """On their way to a learner: twice what is announced at a time where the network changes."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True)
-class Member:
+class JoinedLearner:
     """A learner that has joined, and the directives on their way to it.
 
     Attributes:
@@ -64,12 +64,12 @@ class Member:
 
     def tell(self, run_id: str, directive: Directive) -> None:
         """Say something as soon as the stream allows; that of a learner which reads nothing ends."""
-        if self.directives.qsize() >= _MOST_DIRECTIVES:
+        if self.directives.qsize() >= _MAX_QUEUED_COMMANDS:
             self.displaced.set()
             return
         self.directives.put_nowait((run_id, directive, self.origin))
 
-    async def send_directives(self, context: Context) -> None:
+    async def send_commands(self, context: Context) -> None:
         """Send what it is to do, as it comes.
 
         Raises:
@@ -79,7 +79,7 @@ class Member:
             await context.write(to_wire(*directive))
         raise Unavailable("the coordinator was told to end")
 
-    async def until_displaced(self) -> None:
+    async def wait_until_displaced(self) -> None:
         """Wait until another stream of the same process takes the place of this one, which it has given up.
 
         Raises:
@@ -89,7 +89,7 @@ class Member:
         raise Unavailable(f"another stream of learner {self.name} took the place of this one")
 
 
-class Members:
+class LearnerRegistry:
     """The learners that are here, and what is known of all that ever joined.
 
     Args:
@@ -99,8 +99,8 @@ class Members:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known = store.members()
-        self._here: dict[str, Member] = {}
-        self._last: dict[str, Member] = {}  # as they introduced themselves last, here or not
+        self._here: dict[str, JoinedLearner] = {}
+        self._last: dict[str, JoinedLearner] = {}  # as they introduced themselves last, here or not
         self._changed = asyncio.Condition()
         self.epochs = 0
         """Topology epochs that were told."""
@@ -111,12 +111,12 @@ class Members:
     def __len__(self) -> int:
         return len(self._here)
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> JoinedLearner:
         """A learner that is here."""
         return self._here[name]
 
     async def admit(
-        self, member: Member, events: AsyncIterator[coordinator_pb2.LearnerMessage], context: Context, *, journaled: int
+        self, member: JoinedLearner, events: AsyncIterator[coordinator_pb2.LearnerMessage], context: Context, *, journaled: int
     ) -> None:
         """Let a learner in: with a new incarnation that it confirms, or with that of a process that never stopped.
 
@@ -147,13 +147,13 @@ class Members:
         Raises:
             LimitReached: there are as many.
         """
-        if name not in self._here and len(self._here) >= MOST_HERE:
+        if name not in self._here and len(self._here) >= MAX_CONNECTED_LEARNERS:
             raise LimitReached(
-                f"a coordinator serves at most {MOST_HERE} learners at a time: let this one join another"
+                f"a coordinator serves at most {MAX_CONNECTED_LEARNERS} learners at a time: let this one join another"
             )
-        if name not in self._known and len(self._known) >= MOST_KNOWN:
+        if name not in self._known and len(self._known) >= MAX_KNOWN_LEARNERS:
             raise LimitReached(
-                f"a coordinator knows at most {MOST_KNOWN} learners by name: start another, on another state folder"
+                f"a coordinator knows at most {MAX_KNOWN_LEARNERS} learners by name: start another, on another state folder"
             )
 
     def unbind(self, name: str) -> None:
@@ -162,14 +162,14 @@ class Members:
         Raises:
             SpecError: no name is given.
             NotFound: no learner of this name has joined.
-            NotReady: it is here.
+            FailedPrecondition: it is here.
         """
-        require_named(name)
+        require_learner_name(name)
         if name not in self._known:
-            known = f"those that have are {in_short(sorted(self._known))}" if self._known else "no learner has yet"
+            known = f"those that have are {abbreviate_names(sorted(self._known))}" if self._known else "no learner has yet"
             raise NotFound(f"learner {name!r} has never joined this coordinator; {known}")
         if name in self._here:
-            raise NotReady(f"learner {name!r} is here, with the state folder that it has: stop it first")
+            raise FailedPrecondition(f"learner {name!r} is here, with the state folder that it has: stop it first")
         self._remember(name, self._known[name].unbound())
 
     def _remember(self, name: str, known: Membership) -> None:
@@ -177,7 +177,7 @@ class Members:
         self._store.remember(name, known)
         self._known[name] = known
 
-    def enter(self, member: Member) -> None:
+    def enter(self, member: JoinedLearner) -> None:
         """It is here from now on; another stream of the same process ends."""
         before, member.origin = self._here.get(member.name), self._store.origin
         self._here[member.name] = self._last[member.name] = member
@@ -189,7 +189,7 @@ class Members:
         async with self._changed:
             self._changed.notify_all()
 
-    def leave(self, member: Member) -> bool:
+    def leave(self, member: JoinedLearner) -> bool:
         """Its stream has ended; True unless another one took its place."""
         if self._here.get(member.name) is not member:
             return False
@@ -218,18 +218,18 @@ class Members:
             tell: whoever asked for them, who is missing.
 
         Raises:
-            NotReady: not all of them have joined by then.
+            FailedPrecondition: not all of them have joined by then.
         """
         await self._until_none(lambda: self._missing(names), names, seconds, tell)
 
-    async def until_told(self, names: Sequence[str], seconds: float, tell: Tell) -> list[Member]:
+    async def wait_until_reintroduced(self, names: Sequence[str], seconds: float, tell: Tell) -> list[JoinedLearner]:
         """What learners tell of themselves. Whoever obeys another coordinator does not stay, but joins again and again.
 
         Args:
             names, seconds, tell: as of `until_here`.
 
         Raises:
-            NotReady: not all of them were here by then.
+            FailedPrecondition: not all of them were here by then.
         """
         before = dict(self._last)
 
@@ -244,20 +244,20 @@ class Members:
     ) -> None:
         def others() -> str:
             found = sorted(set(self._here) - set(names))
-            return f" Here are others: {in_short(found)}." if found else ""
+            return f" Here are others: {abbreviate_names(found)}." if found else ""
 
         async def early() -> None:
             asked = "is each started, under the name that the spec has, with the address of this coordinator?"
-            await tell(f"{in_short(absent())}: not joined yet; {asked}{others()}")
+            await tell(f"{abbreviate_names(absent())}: not joined yet; {asked}{others()}")
 
-        async with if_long(early), self._changed:
+        async with notify_if_slow(early), self._changed:
             try:
                 async with asyncio.timeout(seconds):
                     await self._changed.wait_for(lambda: not absent())
             except TimeoutError:
                 gone = absent()
-                raise NotReady(
-                    f"{len(gone)} of {len(names)} learners have not joined: {in_short(gone)}.{others()} Start each under the "
+                raise FailedPrecondition(
+                    f"{len(gone)} of {len(names)} learners have not joined: {abbreviate_names(gone)}.{others()} Start each under the "
                     "name that the spec has, with the address of this coordinator"
                 ) from None
 
@@ -267,20 +267,20 @@ class Members:
         for member in self._here.values():
             member.origin = self._store.origin
 
-    def require_here(self, names: Sequence[str]) -> None:
+    def require_joined(self, names: Sequence[str]) -> None:
         """Learners that were waited for have not left since.
 
         Raises:
-            NotReady: some have.
+            FailedPrecondition: some have.
         """
         if absent := self._missing(names):
-            raise NotReady(f"learners have left: {in_short(absent)}")
+            raise FailedPrecondition(f"learners have left: {abbreviate_names(absent)}")
 
     def _missing(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if name not in self._here]
 
 
-def require_named(learner: str) -> None:
+def require_learner_name(learner: str) -> None:
     """Refuse a request about a learner that names none.
 
     Raises:
@@ -292,7 +292,7 @@ def require_named(learner: str) -> None:
 
 async def introduced(
     events: AsyncIterator[coordinator_pb2.LearnerMessage], origin: Origin, caller: Principal | None = None
-) -> Member:
+) -> JoinedLearner:
     """Who opened a stream.
 
     Args:
@@ -301,27 +301,27 @@ async def introduced(
         caller: by its certificate, where it has shown one.
 
     Raises:
-        StrangerError: somebody else, by its certificate.
+        PermissionDenied: somebody else, by its certificate.
         RemoteProtocolError: it does not say, or by a name or an address that is none.
     """
     first = await _next(events, "an introduction")
     if first is None or first.WhichOneof("message") != "introduction" or not first.introduction.learner:
         raise RemoteProtocolError("a learner must introduce itself first, by its name")
     name, address = first.introduction.learner, first.introduction.address
-    if re.fullmatch(LEARNER_NAME, name) is None:
-        raise RemoteProtocolError(f"a learner's name must be {LEARNER_NAMES}, got {name[:80]!r}")
+    if re.fullmatch(LEARNER_NAME_PATTERN, name) is None:
+        raise RemoteProtocolError(f"a learner's name must be {LEARNER_NAME_RULE}, got {name[:80]!r}")
     if caller is not None and not caller.is_one_of(f"{Role.LEARNER}/{name}"):
-        raise StrangerError(f"{caller} must join as itself, got {name!r}")
-    if len(address) > _LONGEST_ADDRESS:
-        raise RemoteProtocolError(f"an address has at most {_LONGEST_ADDRESS} characters, got {len(address)}")
+        raise PermissionDenied(f"{caller} must join as itself, got {name!r}")
+    if len(address) > _MAX_ADDRESS_CHARS:
+        raise RemoteProtocolError(f"an address has at most {_MAX_ADDRESS_CHARS} characters, got {len(address)}")
     said = first.introduction
     journaled = said.rounds_committed if said.run_id else None
     claim = Claim(name, said.store_id, said.incarnation, said.is_reconnect, journaled)
-    if said.term > MOST_STARTS:
+    if said.term > MAX_INCARNATION:
         raise RemoteProtocolError(
-            f"a term is one more at each start of a coordinator, at most {MOST_STARTS}, got {said.term}"
+            f"a term is one more at each start of a coordinator, at most {MAX_INCARNATION}, got {said.term}"
         )
-    return Member(said, claim, origin)
+    return JoinedLearner(said, claim, origin)
 
 
 async def _next(events: AsyncIterator[coordinator_pb2.LearnerMessage], what: str) -> coordinator_pb2.LearnerMessage | None:
@@ -331,7 +331,7 @@ async def _next(events: AsyncIterator[coordinator_pb2.LearnerMessage], what: str
         RemoteProtocolError: it takes too long.
     """
     try:
-        async with asyncio.timeout(HELLO_S):
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
             return await anext(aiter(events), None)
     except TimeoutError:
-        raise RemoteProtocolError(f"expected {what} within {HELLO_S:g} s, got nothing") from None
+        raise RemoteProtocolError(f"expected {what} within {HELLO_TIMEOUT_S:g} s, got nothing") from None

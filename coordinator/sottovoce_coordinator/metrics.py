@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sottovoce_coordinator.courses import Course
-from sottovoce_coordinator.joining import Members
+from sottovoce_coordinator.courses import ManagedRun
+from sottovoce_coordinator.joining import LearnerRegistry
 from sottovoce_coordinator.runs import RunState
-from sottovoce_coordinator.store import KeptRun
-from sottovoce_rpc.learner_status import RULES
+from sottovoce_coordinator.store import StoredRun
+from sottovoce_rpc.learner_status import VIOLATION_KINDS
 from sottovoce_rpc.metrics import Catalogue, Reading
 
 CATALOGUE = Catalogue("sottovoce_coordinator")
@@ -47,7 +47,7 @@ _REFUSED = _metric(
 _EPOCHS = _metric("epochs_total", "Topology epochs that were told to learners.")
 
 
-def readings(runs: Iterable[Course | KeptRun], members: Members, refused: Mapping[str, int]) -> Iterator[Reading]:
+def readings(runs: Iterable[ManagedRun | StoredRun], members: LearnerRegistry, refused: Mapping[str, int]) -> Iterator[Reading]:
     """Of a coordinator.
 
     Args:
@@ -56,11 +56,11 @@ def readings(runs: Iterable[Course | KeptRun], members: Members, refused: Mappin
         refused: streams of learners, by kind of error.
     """
     runs = list(runs)
-    courses = [run for run in runs if isinstance(run, Course)]
+    courses = [run for run in runs if isinstance(run, ManagedRun)]
     yield from _states(runs)
     yield from _failed(runs)
     yield from _under_way([course for course in courses if not course.book.ended])
-    rules = Counter(RULES[each.kind].name.lower() for course in courses for each in course.book.misconduct.values())
+    rules = Counter(VIOLATION_KINDS[each.kind].name.lower() for course in courses for each in course.book.misconduct.values())
     for rule, count in rules.items():
         yield _MISCONDUCT.of(count, rule)
     yield _JOINED.of(len(members))
@@ -69,7 +69,7 @@ def readings(runs: Iterable[Course | KeptRun], members: Members, refused: Mappin
         yield _REFUSED.of(count, kind)
 
 
-def _states(runs: Sequence[Course | KeptRun]) -> Iterator[Reading]:
+def _states(runs: Sequence[ManagedRun | StoredRun]) -> Iterator[Reading]:
     outcomes = [run.outcome for run in runs]
     for state in RunState:
         own = [ended for found, ended in outcomes if found is state]
@@ -78,7 +78,7 @@ def _states(runs: Sequence[Course | KeptRun]) -> Iterator[Reading]:
             yield _ENDED.of(max(times), state.value)
 
 
-def _failed(runs: Iterable[Course | KeptRun]) -> Iterator[Reading]:
+def _failed(runs: Iterable[ManagedRun | StoredRun]) -> Iterator[Reading]:
     """Failed runs that can still be taken up: a learner keeps the log of its last run alone."""
     later = set[str]()
     for run in runs:
@@ -88,7 +88,7 @@ def _failed(runs: Iterable[Course | KeptRun]) -> Iterator[Reading]:
         later |= run.learners
 
 
-def _under_way(courses: Sequence[Course]) -> Iterator[Reading]:
+def _under_way(courses: Sequence[ManagedRun]) -> Iterator[Reading]:
     away = 0
     for course in courses:
         book = course.book

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce_core.spec import ClockSpec
-from sottovoce_core.text import in_short
-from sottovoce_rpc.learner_status import Cause, Waiting
+from sottovoce_core.text import abbreviate_names
+from sottovoce_rpc.learner_status import WaitCause, WaitReport
 
 
 class RoundClock:
@@ -99,8 +99,8 @@ class Standing:
     name: str
     round: int
     away: bool = False
-    waiting: Waiting | None = None
-    starved: bool = False
+    waiting: WaitReport | None = None
+    is_starved: bool = False
 
 
 def blamed(standings: Sequence[Standing], who: int) -> tuple[int, ...]:
@@ -130,9 +130,9 @@ def in_words(standings: Sequence[Standing], found: Sequence[int]) -> str:
     names, are = _named(standings, found), "is" if len(found) == 1 else "are"
     if first.away:
         return f"{names} {are} gone since round {first.round}"
-    if first.starved or (first.waiting is not None and first.waiting.cause is Cause.RECORDS):
+    if first.is_starved or (first.waiting is not None and first.waiting.cause is WaitCause.RECORDS):
         return f"{names} {'has' if len(found) == 1 else 'have'} no records for round {first.round}"
-    if len(found) > 1 and first.waiting is not None and first.waiting.cause is Cause.NEIGHBOUR:
+    if len(found) > 1 and first.waiting is not None and first.waiting.cause is WaitCause.NEIGHBOUR:
         return f"no messages pass between {names} in round {min(standings[i].round for i in found)}"
     if first.waiting is not None:
         return f"{names} waited for {first.waiting.cause.value} in round {first.round}"
@@ -146,17 +146,17 @@ def _waited_for(standings: Sequence[Standing], who: int) -> list[int]:
         return []
     others = [i for i in range(len(standings)) if i != who]
     match own.waiting.cause:
-        case Cause.NEIGHBOUR:
+        case WaitCause.NEIGHBOUR:
             return [i for i in own.waiting.neighbours if i < len(standings)]
-        case Cause.GRANT if not own.starved:  # the clock waits for whoever is furthest behind
-            return [i for i in others if standings[i].starved or standings[i].round < own.round]
+        case WaitCause.GRANT if not own.is_starved:  # the clock waits for whoever is furthest behind
+            return [i for i in others if standings[i].is_starved or standings[i].round < own.round]
     return []
 
 
 def _named(standings: Sequence[Standing], found: Sequence[int]) -> str:
     *names, last = (standings[i].name for i in found)
     if len(names) >= _FEW:
-        return in_short([*names, last])
+        return abbreviate_names([*names, last])
     return f"{', '.join(names)} and {last}" if names else last
 
 
@@ -167,7 +167,7 @@ LEAST = 2
 """Voices without which nobody leaves."""
 
 
-def convicted(accusations: Iterable[tuple[int, int]], neighbours: Sequence[Collection[int]]) -> frozenset[int]:
+def find_evictions(accusations: Iterable[tuple[int, int]], neighbours: Sequence[Collection[int]]) -> frozenset[int]:
     """Indices of those whom more than half of their neighbours accuse, and at least `LEAST`.
 
     Args:

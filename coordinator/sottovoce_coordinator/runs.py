@@ -7,20 +7,20 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 
-from sottovoce_coordinator.round_clock import RoundClock, Standing, blamed, convicted, in_words
-from sottovoce_core.network.network import Digests
-from sottovoce_core.network.roster import Attendance
+from sottovoce_coordinator.round_clock import RoundClock, Standing, blamed, find_evictions, in_words
+from sottovoce_core.network.network import NetworkDigests
+from sottovoce_core.network.roster import Participation
 from sottovoce_core.running.run import Run
 from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import (
-    RULES,
-    Cause,
-    KnownBy,
+    VIOLATION_KINDS,
+    WaitCause,
+    Attribution,
     LearnerState,
     LearnerStatus,
-    Waiting,
+    WaitReport,
     known_by,
-    misconduct_in_words,
+    describe_violation,
 )
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2
@@ -43,15 +43,15 @@ class RunState(Enum):
         return cls(coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
 
 
-_FINAL = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
-_RESTING = frozenset({LearnerState.STOPPED, LearnerState.FAILED, LearnerState.BUDGET_EXHAUSTED})
-_SILENT = _RESTING | {LearnerState.FINISHED}
-_NOTICED = 3
+_FINAL_STATES = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+_QUIESCED_STATES = frozenset({LearnerState.STOPPED, LearnerState.FAILED, LearnerState.BUDGET_EXHAUSTED})
+_INACTIVE_STATES = _QUIESCED_STATES | {LearnerState.FINISHED}
+_MAX_DESCRIBED_VIOLATIONS = 3
 """Of what was noticed, as much as a text tells."""
 
 
 @dataclass(frozen=True, slots=True)
-class Overhearing:
+class CaptureBinding:
     """What an eavesdropper has opened for a run.
 
     Attributes:
@@ -67,7 +67,7 @@ class Overhearing:
 
 
 @dataclass(slots=True)
-class RunBook:
+class RunStateMachine:
     """A run in progress.
 
     Attributes:
@@ -98,23 +98,23 @@ class RunBook:
     index: dict[str, int] = field(init=False)
     state: RunState = RunState.CONNECTING
     detail: str = ""
-    overhearing: Overhearing = Overhearing()
+    capture_binding: CaptureBinding = CaptureBinding()
     attempt: int = 0
     statuses: list[LearnerStatus] = field(init=False)
-    waits: list[Waiting | None] = field(init=False)
+    waits: list[WaitReport | None] = field(init=False)
     away: dict[int, datetime] = field(default_factory=dict)
     losing: set[int] = field(default_factory=set)
     unsure: set[int] = field(default_factory=set)
     misconduct: dict[tuple[int, int], Violation] = field(default_factory=dict)
     reserved: int = 0
-    digests: Digests = field(init=False)
+    digests: NetworkDigests = field(init=False)
     first: list[int] = field(init=False)
     earlier: dict[int, tuple[SentRounds, ...]] = field(default_factory=dict)
     clock: RoundClock = field(init=False)
     _announced: int = 1
     _told: str = field(init=False)
     _ever: list[set[int]] = field(init=False)
-    _attendances: list[Attendance] = field(init=False)
+    _attendances: list[Participation] = field(init=False)
     lost: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,9 +132,9 @@ class RunBook:
     def _take_in(self, run: Run) -> None:
         """What follows from who takes part when."""
         spec = run.spec
-        told = spec.model_copy(update={"topology": spec.topology.explicit(spec.names)})
+        told = spec.model_copy(update={"topology": spec.topology.to_edge_list(spec.names)})
         self.run, self._told = run, spec_to_wire(told)  # once: it may list many edges
-        self.digests = Digests(run.network, 4 * min(spec.clock.window, spec.rounds))
+        self.digests = NetworkDigests(run.network, 4 * min(spec.clock.window, spec.rounds))
         self._attendances = [spec.roster.attendance(i, spec.rounds) for i in range(spec.n_learners)]
         self.first = [i for i, attendance in enumerate(self._attendances) if 0 in attendance]
         self.lost = {self.index[each.learner] for each in spec.absences if each.unheard}
@@ -149,9 +149,9 @@ class RunBook:
             # An absence that it has passed over may be another one now.
             status = replace(known, rounds_done=min(known.rounds_done, known.rounds_said))
             if i in self.lost:
-                detail = self.with_misconduct("lost: the run goes on without it", of=i)
+                detail = self.append_violations("lost: the run goes on without it", of=i)
                 self.statuses[i] = replace(status, state=LearnerState.STOPPED, detail=detail)
-            elif status.state in _RESTING:
+            elif status.state in _QUIESCED_STATES:
                 self.statuses[i] = replace(status, state=LearnerState.CONNECTING, detail="")
             else:
                 self.statuses[i] = status
@@ -176,7 +176,7 @@ class RunBook:
             for i, status in enumerate(self.statuses)
             if not self._through(i)
             and i not in self.losing
-            and (i in self.unsure or (self.needs(i) and (i in self.away or status.state not in _RESTING)))
+            and (i in self.unsure or (self.needs(i) and (i in self.away or status.state not in _QUIESCED_STATES)))
         ]
 
     def unheard(self, lost: int) -> dict[str, int]:
@@ -201,7 +201,7 @@ class RunBook:
         """Every pair that ever talks, in the direction in which its stream is opened, and where that leads."""
         return [(i, j, self.addresses[j]) for i, j in self.run.network.edges]
 
-    def briefing(self, index: int) -> list[Directive]:
+    def build_resume_commands(self, index: int) -> list[Directive]:
         """All that a learner has to know after its stream of directives broke, or it was started again.
 
         Its log may lack the last round that it has done: the network is told from that round on.
@@ -219,7 +219,7 @@ class RunBook:
         if (before := self.addresses[index]) == address:
             return {}
         self.addresses = (*self.addresses[:index], address, *self.addresses[index + 1 :])
-        if self.overhearing.relays and before:
+        if self.capture_binding.relays and before:
             return {}
         return {i: self._epoch(i) for i in self._ever[index] if i < index}
 
@@ -244,15 +244,15 @@ class RunBook:
             spec=self._told,
             n_features=self.n_features,
             index=index,
-            mirror_address=self.overhearing.mirror,
+            mirror_address=self.capture_binding.mirror,
             attempt=self.attempt,
             earlier_runs=self.earlier.get(index, ()),
         )
 
     def _epoch(self, index: int) -> TopologyEpoch:
         """The topology of round 0 as one learner needs it, with all whom it ever talks to; what follows, the spec says."""
-        first, names, relays = self.run.network.at(0), self.run.spec.names, self.overhearing.relays
-        heard, told = first.heard_by(index), first.told_by(index)
+        first, names, relays = self.run.network.at(0), self.run.spec.names, self.capture_binding.relays
+        heard, told = first.heard_by(index), first.out_neighbours(index)
         neighbours = (
             Neighbour(
                 index=j,
@@ -273,7 +273,7 @@ class RunBook:
 
     # ---- what learners tell -------------------------------------------------------------------------------
 
-    def report(self, status: LearnerStatus, waiting: Waiting | None = None, noticed: Sequence[Violation] = ()) -> bool:
+    def report(self, status: LearnerStatus, waiting: WaitReport | None = None, noticed: Sequence[Violation] = ()) -> bool:
         """Take in a report; True when the grant has grown."""
         index = self.index[status.learner]
         if index in self.lost:
@@ -299,7 +299,7 @@ class RunBook:
     def _note(self, by: int, noticed: Sequence[Violation]) -> None:
         """What a learner has noticed of its neighbours; what it says of others, or of unknown rules, is passed over."""
         for each in noticed:
-            if each.learner in self._ever[by] and each.kind in RULES:
+            if each.learner in self._ever[by] and each.kind in VIOLATION_KINDS:
                 t, known = min(each.round, self.run.spec.rounds), known_by(each).value
                 found = Violation(learner=each.learner, round=t, kind=each.kind, attribution=known, reporter=by)
                 self.misconduct.setdefault((by, each.learner), found)
@@ -311,30 +311,30 @@ class RunBook:
         found = [
             pair
             for pair, each in self.misconduct.items()
-            if known_by(each) is not KnownBy.NAME and not self.lost & set(pair)  # else it may have been a stranger
+            if known_by(each) is not Attribution.NAME and not self.lost & set(pair)  # else it may have been a stranger
         ]
         if self.run.spec.misconduct != "drop":
             for by, whom in found[:1]:
-                self.end(RunState.FAILED, misconduct_in_words(self.misconduct[by, whom], self.run.spec.names))
+                self.end(RunState.FAILED, describe_violation(self.misconduct[by, whom], self.run.spec.names))
         elif self.state is RunState.RUNNING:
             there = [{j for j in ever if not self._through(j)} for ever in self._ever]
-            self.losing |= convicted(found, there)
+            self.losing |= find_evictions(found, there)
 
-    def with_misconduct(self, text: str, of: int | None = None) -> str:
+    def append_violations(self, text: str, of: int | None = None) -> str:
         """A text, and what was noticed of a learner; None: of all who are still in the run."""
         found = [
-            misconduct_in_words(each, self.run.spec.names)
+            describe_violation(each, self.run.spec.names)
             for each in self.misconduct.values()
             if (each.learner not in self.lost if of is None else each.learner == of)
         ]
-        return "; ".join([text, *found[:_NOTICED]])
+        return "; ".join([text, *found[:_MAX_DESCRIBED_VIOLATIONS]])
 
     def restore(self, state: RunState, statuses: Sequence[LearnerStatus], now: datetime) -> None:
         """Go on where a coordinator before this one was; nobody is there yet, and nobody who was at rest stays so."""
         self.state = state
         self.statuses = [
             replace(each, state=LearnerState.CONNECTING, detail="")
-            if each.state in _RESTING and i not in self.lost
+            if each.state in _QUIESCED_STATES and i not in self.lost
             else each
             for i, each in enumerate(statuses)
         ]
@@ -390,9 +390,9 @@ class RunBook:
         found = blamed(standings := self.standings, who)
         if found == (who,):
             self._lose(found, f"{failed.learner} failed: {failed.detail}")
-        elif any((waits := self.waits[i]) is not None and waits.cause is Cause.NEIGHBOUR for i in found):
+        elif any((waits := self.waits[i]) is not None and waits.cause is WaitCause.NEIGHBOUR for i in found):
             why = f"{in_words(standings, found)}: {failed.learner} {failed.detail}"  # a circle
-            self.end(RunState.FAILED, self.with_misconduct(why))
+            self.end(RunState.FAILED, self.append_violations(why))
         else:
             self._lose(found, f"{in_words(standings, found)}: {failed.learner} {failed.detail}")
 
@@ -401,7 +401,7 @@ class RunBook:
         if self.run.spec.clock.late == "drop" and self.state is RunState.RUNNING:
             self.losing |= set(learners) - self.lost
         else:
-            self.end(RunState.FAILED, self.with_misconduct(why))
+            self.end(RunState.FAILED, self.append_violations(why))
 
     @property
     def standings(self) -> list[Standing]:
@@ -436,7 +436,7 @@ class RunBook:
     def rests(self, status: LearnerStatus) -> None:
         """What a learner reports, of an attempt before this one, that came back while all rest."""
         index = self.index[status.learner]
-        if index in self.unsure and status.state in _SILENT:
+        if index in self.unsure and status.state in _INACTIVE_STATES:
             self.statuses[index] = status
             self.unsure.discard(index)
 
@@ -461,10 +461,10 @@ class RunBook:
 
     def end(self, state: RunState, detail: str) -> None:
         """End the run, once."""
-        if self.state not in _FINAL:
+        if self.state not in _FINAL_STATES:
             self.state, self.detail = state, detail
 
     @property
     def ended(self) -> bool:
         """True when the state is final."""
-        return self.state in _FINAL
+        return self.state in _FINAL_STATES

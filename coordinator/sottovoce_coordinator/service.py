@@ -12,34 +12,34 @@ from pathlib import Path
 import structlog
 
 from sottovoce_coordinator.captures import Captures
-from sottovoce_coordinator.conducting import Conductor
-from sottovoce_coordinator.courses import Course, Courses
-from sottovoce_coordinator.joining import Context, Member, Members, introduced
+from sottovoce_coordinator.conducting import RunController
+from sottovoce_coordinator.courses import ManagedRun, RunRegistry
+from sottovoce_coordinator.joining import Context, JoinedLearner, LearnerRegistry, introduced
 from sottovoce_coordinator.metrics import CATALOGUE, readings
 from sottovoce_coordinator.runs import RunState
-from sottovoce_coordinator.starting import Starter
+from sottovoce_coordinator.starting import RunLauncher
 from sottovoce_coordinator.store import Store
-from sottovoce_core.errors import SottovoceError, StrangerError, Unavailable
-from sottovoce_rpc.access import NO_ONE, Refusals, give_turn_back
+from sottovoce_core.errors import SottovoceError, PermissionDenied, Unavailable
+from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, release_read_slot
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import LearnerStatus, Waiting
-from sottovoce_rpc.logs import log_start, tell_if_open, worded_by_us
-from sottovoce_rpc.metrics import Reading, Scraped, common, scraped
+from sottovoce_rpc.learner_status import LearnerStatus, WaitReport
+from sottovoce_rpc.logs import log_start, warn_if_open, has_project_text
+from sottovoce_rpc.metrics import Reading, MetricsEndpoint, common, serve_metrics
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import MAX_CONTROL, Service, announce, page, serve_until_stopped, start_server
+from sottovoce_rpc.server import MAX_CONTROL_BYTES, Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.status import shortened
-from sottovoce_rpc.tasks import Tasks, beside, to_caller
+from sottovoce_rpc.tasks import Tasks, beside, build_wait_notifier
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Coordinator"
-WATCH_S = 0.2
-_VIEWED = 1_000
+WATCH_INTERVAL_S = 0.2
+_MAX_VIEWED_LEARNERS_PER_S = 1_000
 """Learners that a watcher is shown a second, or all of them so often: a view has a line for each."""
-_LOGGED = 300
+_MAX_LOGGED_CHARS = 300
 """Characters of what an operator gives that stand in the log."""
-_KEEP_S = 1.0
+_SAVE_INTERVAL_S = 1.0
 """How old what is written of the learners' progress may be."""
 
 
@@ -69,11 +69,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.config = config
         self._store = Store(config.state)
         self._tasks = Tasks()
-        self._members, self._courses = Members(self._store), Courses(self._store)
+        self._members, self._courses = LearnerRegistry(self._store), RunRegistry(self._store)
         self._captures = Captures(config.eavesdropper, self._tasks, config.credentials)
-        self._conductor = Conductor(self._store, self._members, self._captures, self._tasks)
+        self._conductor = RunController(self._store, self._members, self._captures, self._tasks)
         parts = self._store, self._members, self._courses, self._captures, self._conductor
-        self._starter = Starter(*parts, imports=config.allow_imports)
+        self._starter = RunLauncher(*parts, imports=config.allow_imports)
         self._ending = False
         self._refused = Counter[str]()  # streams of learners, by kind of error
         self.service: Service | None = None
@@ -92,13 +92,13 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 lambda server: coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, server),
                 [NAME],
                 self.config.credentials,
-                MAX_CONTROL,
+                MAX_CONTROL_BYTES,
             )
         except BaseException:
             self._store.close()
             raise
         if self.config.state is not None:
-            tell_if_open(self.config.state, "state folder, and runs and addresses stand in it")
+            warn_if_open(self.config.state, "state folder, and runs and addresses stand in it")
         if self._store.durable:
             self._tasks.start(self._keep(), "progress is no longer written")
         return self.service.address
@@ -106,7 +106,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def _keep(self) -> None:
         """Write down how far the learners are, about once a second."""
         while True:
-            await asyncio.sleep(_KEEP_S)
+            await asyncio.sleep(_SAVE_INTERVAL_S)
             self._conductor.keep(self._courses.under_way)
 
     async def stop(self, why: str = "") -> None:
@@ -134,10 +134,10 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             # Before anything may end the stream: gRPC sends no status until this is out.
             await context.send_initial_metadata(())
             await self._members.admit(member, events, context, journaled=self._journaled(member))
-            give_turn_back()
+            release_read_slot()
             try:
                 await self._welcome(member)
-                async with beside(member.send_directives(context), member.until_displaced()):
+                async with beside(member.send_commands(context), member.wait_until_displaced()):
                     async for event in events:
                         self._hear(member, event)
             finally:
@@ -161,7 +161,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         yield from common([self.config.credentials], refusals)
         yield from readings(self._courses.newest_first.values(), self._members, self._refused)
 
-    def _journaled(self, member: Member) -> int:
+    def _journaled(self, member: JoinedLearner) -> int:
         """Rounds that a learner is known to have journaled in the run that it is in, by its word or by this coordinator's."""
         known, under_way = self._courses.with_learner(member.said.run_id, member.name), self._courses.of(member.name)
         course = known if under_way is None else under_way
@@ -169,7 +169,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             member.claim = replace(member.claim, journaled=None)
         return 0 if course is None else course.book.statuses[course.book.index[member.name]].rounds_said
 
-    async def _welcome(self, member: Member) -> None:
+    async def _welcome(self, member: JoinedLearner) -> None:
         """A learner goes on with its run, or is told why it cannot.
 
         Raises:
@@ -178,18 +178,18 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._members.enter(member)
         try:
             if (course := self._courses.of(member.name)) is not None:  # it was away
-                self._conductor.take_back(course, member)
+                self._conductor.handle_rejoin(course, member)
             elif member.said.run_id:
                 member.tell(member.said.run_id, self._farewell(member))
             log.info("joined", learner=member.name, address=member.said.address)
         finally:  # what it told counts for who takes up its run, whether it stays or not
             await self._members.announce()
 
-    def _farewell(self, member: Member) -> coordinator_pb2.Stop:
+    def _farewell(self, member: JoinedLearner) -> coordinator_pb2.Stop:
         """Why a learner cannot go on with its run. One that is not known here may go on elsewhere."""
         run_id = member.said.run_id
         if (known := self._courses.get(run_id)) is not None:
-            return known.farewell()
+            return known.build_final_command()
         if member.said.term:  # it waits for who keeps the run, and forgets nothing meanwhile
             raise Unavailable(
                 f"this coordinator does not know run {run_id!r}: start it on the state folder that does; if that is lost, on an "
@@ -199,20 +199,20 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             reason="its coordinator does not know the run: it was started again without --state, or with another one"
         )
 
-    def _hear(self, member: Member, event: coordinator_pb2.LearnerMessage) -> None:
+    def _hear(self, member: JoinedLearner, event: coordinator_pb2.LearnerMessage) -> None:
         """A learner's progress. What a newer learner tells besides is passed over.
 
         Raises:
-            StrangerError: it reports in another one's name.
+            PermissionDenied: it reports in another one's name.
         """
         if event.WhichOneof("message") != "report":
             return
         status = LearnerStatus.from_wire(event.report.status)
         if status.learner != member.name:
-            raise StrangerError(f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}")
+            raise PermissionDenied(f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}")
         course = self._courses.with_learner(status.run_id, member.name)
         if course is not None and event.report.attempt == course.book.attempt:
-            self._conductor.hear(course, status, Waiting.from_wire(event.report), event.report.violations)
+            self._conductor.hear(course, status, WaitReport.from_wire(event.report), event.report.violations)
         elif course is not None:
             self._conductor.rests(course, status)
 
@@ -221,7 +221,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def StartRun(self, request: coordinator_pb2.StartRunRequest, context: Context) -> coordinator_pb2.Run:
         """Start a run on learners that have joined."""
         with self._audited("StartRun", context) as call:
-            course = await self._starter.start(request, to_caller(context))
+            course = await self._starter.start(request, build_wait_notifier(context))
             book = course.book
             call |= {"run_id": book.run_id, "learners": len(book.addresses), "capture": book.run.spec.capture}
         return course.view()
@@ -231,7 +231,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         with self._audited("StopRun", context, run_id=request.run_id, reason=request.reason) as call:
             run = self._courses.the(request.run_id)
             call["run_id"] = run.view().run_id
-            if isinstance(run, Course):
+            if isinstance(run, ManagedRun):
                 self._conductor.end(run, RunState.STOPPED, shortened(request.reason) or "stopped by an operator")
         return run.view()
 
@@ -247,7 +247,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         with self._audited("LeaveRun", context, run_id=request.run_id, learner=request.learner) as call:
             course = self._courses.running(request.run_id)
             call["run_id"] = course.book.run_id
-            await self._conductor.operated(course, self._conductor.leave(course, request.learner))
+            await self._conductor.run_operator_change(course, self._conductor.leave(course, request.learner))
         return course.view()
 
     async def JoinRun(self, request: coordinator_pb2.JoinRunRequest, context: Context) -> coordinator_pb2.Run:
@@ -255,13 +255,13 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         with self._audited("JoinRun", context, run_id=request.run_id, learner=request.learner) as call:
             course = self._courses.running(request.run_id)
             call["run_id"] = course.book.run_id
-            await self._conductor.operated(course, self._conductor.join(course, request.learner))
+            await self._conductor.run_operator_change(course, self._conductor.join(course, request.learner))
         return course.view()
 
     async def RecoverRun(self, request: coordinator_pb2.RecoverRunRequest, context: Context) -> coordinator_pb2.Run:
         """Take up a run that its learners know, and no coordinator any more."""
         with self._audited("RecoverRun", context, run_id=request.run_id) as call:
-            course = await self._starter.recover(request, to_caller(context))
+            course = await self._starter.recover(request, build_wait_notifier(context))
             call["granted"] = course.book.clock.granted
         return course.view()
 
@@ -269,15 +269,15 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def _audited(self, call: str, context: Context, **facts: str) -> Iterator[dict[str, object]]:
         """Log a call that changes something: who made it, of what, and what came of it. The block may add facts."""
         caller = self.config.credentials.caller(context)
-        told: dict[str, object] = {name: value[:_LOGGED] for name, value in facts.items()}
-        told |= {"call": call, "by": NO_ONE if caller is None else caller.uri, "peer": context.peer()}
+        told: dict[str, object] = {name: value[:_MAX_LOGGED_CHARS] for name, value in facts.items()}
+        told |= {"call": call, "by": UNIDENTIFIED_CALLER if caller is None else caller.uri, "peer": context.peer()}
         try:
             yield told
         except asyncio.CancelledError:
             log.info("operator call", **told, outcome="cancelled")
             raise
         except Exception as error:
-            why = shortened(str(error)) if worded_by_us(error) else ""
+            why = shortened(str(error)) if has_project_text(error) else ""
             log.warning("operator call", **told, outcome="refused", kind=type(error).__name__, error=why)
             raise
         log.info("operator call", **told, outcome="done")
@@ -301,15 +301,15 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> AsyncIterator[coordinator_pb2.Run]:
         """The run as it stands, several times a second and after ever more rounds, until it has ended."""
         run = self._courses.the(request.run_id)
-        while isinstance(run, Course) and not run.book.ended:
+        while isinstance(run, ManagedRun) and not run.book.ended:
             if self._ending:
                 raise Unavailable("the coordinator was told to end")
             shown = run.shown
             yield run.view()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(WATCH_S, len(run.book.addresses) / _VIEWED)):
+                async with asyncio.timeout(max(WATCH_INTERVAL_S, len(run.book.addresses) / _MAX_VIEWED_LEARNERS_PER_S)):
                     await shown.wait()
-        if isinstance(run, Course) and run.closing is not None:  # the last view comes when the capture is complete
+        if isinstance(run, ManagedRun) and run.closing is not None:  # the last view comes when the capture is complete
             await asyncio.wait([run.closing])
         yield run.view()
 
@@ -322,7 +322,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return coordinator_pb2.RebindLearnerResponse()
 
 
-async def serve(config: CoordinatorConfig, *, with_stdin: bool = False, metrics: Scraped | None = None) -> None:
+async def serve(config: CoordinatorConfig, *, with_stdin: bool = False, metrics: MetricsEndpoint | None = None) -> None:
     """Run the coordinator in this process until it is told to stop.
 
     Args:
@@ -334,7 +334,7 @@ async def serve(config: CoordinatorConfig, *, with_stdin: bool = False, metrics:
         SottovoceError: an address is taken.
     """
     service, refused = Coordinator(config), Refusals()
-    async with scraped(metrics, CATALOGUE, lambda: service.readings(refused), refused):
+    async with serve_metrics(metrics, CATALOGUE, lambda: service.readings(refused), refused):
         announce("coordinator", address=(address := await service.start()))
         log_start("coordinator", config.credentials.principal, address=address, state=config.state)
         await serve_until_stopped(service.stop, with_stdin=with_stdin)

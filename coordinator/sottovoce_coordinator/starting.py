@@ -16,31 +16,31 @@ from datetime import UTC, datetime
 import structlog
 
 from sottovoce_coordinator.captures import Captures
-from sottovoce_coordinator.conducting import Conductor
-from sottovoce_coordinator.courses import Course, Courses
-from sottovoce_coordinator.joining import Member, Members
-from sottovoce_coordinator.runs import RunBook, RunState
-from sottovoce_coordinator.store import KeptRun, Store
-from sottovoce_core.errors import AlreadyExists, NotReady, SottovoceError, SpecError
+from sottovoce_coordinator.conducting import RunController
+from sottovoce_coordinator.courses import ManagedRun, RunRegistry
+from sottovoce_coordinator.joining import JoinedLearner, LearnerRegistry
+from sottovoce_coordinator.runs import RunStateMachine, RunState
+from sottovoce_coordinator.store import StoredRun, Store
+from sottovoce_core.errors import AlreadyExists, FailedPrecondition, SottovoceError, SpecError
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec
-from sottovoce_core.text import in_short
+from sottovoce_core.text import abbreviate_names
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import check_size, plan_hash, require_run_id, spec_from_wire
-from sottovoce_rpc.tasks import Tell, if_long
+from sottovoce_rpc.tasks import Tell, notify_if_slow
 from sottovoce_wire.v1 import coordinator_pb2
 from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
 
 log = structlog.get_logger()
 
-_JOINING_S = 20.0
+_JOIN_TIMEOUT_S = 20.0
 MOST_LEARNERS, MOST_EDGES = 1_024, 65_536
 """In a run: every learner is told all edges."""
-_MOST_EPOCHS = 65_536
+_MAX_ANNOUNCED_EPOCHS = 65_536
 """That may be announced at a time, where the network changes: one for each learner and round of a window."""
 
 
-class Starter:
+class RunLauncher:
     """Starts runs, and hands them to their conductor.
 
     Args:
@@ -55,17 +55,17 @@ class Starter:
     def __init__(
         self,
         store: Store,
-        members: Members,
-        courses: Courses,
+        members: LearnerRegistry,
+        courses: RunRegistry,
         captures: Captures,
-        conductor: Conductor,
+        conductor: RunController,
         *,
         imports: bool,
     ) -> None:
         self._store, self._members, self._courses = store, members, courses
         self._captures, self._conductor, self._imports = captures, conductor, imports
 
-    async def start(self, request: coordinator_pb2.StartRunRequest, tell: Tell) -> Course:
+    async def start(self, request: coordinator_pb2.StartRunRequest, tell: Tell) -> ManagedRun:
         """Start a run on learners that have joined, and are in no other run.
 
         Args:
@@ -74,13 +74,13 @@ class Starter:
 
         Raises:
             SpecError: it cannot be run, or is larger than a coordinator serves.
-            NotReady: a learner is in another run, or not there; or an eavesdropper is needed.
+            FailedPrecondition: a learner is in another run, or not there; or an eavesdropper is needed.
             SottovoceError: it cannot be captured, or be kept.
         """
         spec = await self._asked_for(request)
         async with self._courses.reserved(spec.names):
             # Before anything as large as a network of them is made.
-            await self._members.until_here(_first(spec), min(_JOINING_S, spec.clock.deadline_s), tell)
+            await self._members.until_here(_first(spec), min(_JOIN_TIMEOUT_S, spec.clock.deadline_s), tell)
             return await self._start(spec, request, tell)
 
     async def _asked_for(self, request: coordinator_pb2.StartRunRequest | coordinator_pb2.RecoverRunRequest) -> RunSpec:
@@ -90,23 +90,23 @@ class Starter:
         _require_size(spec)
         return spec
 
-    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest, tell: Tell) -> Course:
+    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest, tell: Tell) -> ManagedRun:
         run = await asyncio.to_thread(_built, spec, request.n_features)
-        self._members.require_here(_first(spec))  # gone in the meantime
+        self._members.require_joined(_first(spec))  # gone in the meantime
         addresses = tuple(
             self._members.member(name).said.address if name in self._members else "" for name in spec.names
         )
         run_id = f"{spec.name}-{uuid.uuid4().hex[:12]}"
-        book = await asyncio.to_thread(RunBook, run_id, run, request.n_features, addresses)
-        async with if_long(
+        book = await asyncio.to_thread(RunStateMachine, run_id, run, request.n_features, addresses)
+        async with notify_if_slow(
             lambda: tell(f"the eavesdropper at {self._captures.address}: no answer yet; is it running?")
         ):
             book.earlier = await self._earlier(spec)
-            book.overhearing = await self._captures.open(book, request)
+            book.capture_binding = await self._captures.open(book, request)
         try:
             briefings = await asyncio.to_thread(book.briefings)
-            self._members.require_here(_first(spec))
-            course = Course(book, datetime.now(UTC), durable=self._store.durable)
+            self._members.require_joined(_first(spec))
+            course = ManagedRun(book, datetime.now(UTC), durable=self._store.durable)
             self._store.begin(course.kept())
         except BaseException:
             self._captures.close(book)
@@ -128,11 +128,11 @@ class Starter:
                 known[each.learner].append(each)
         return {i: tuple(known[name]) for i, name in enumerate(spec.names)}
 
-    async def resume(self, run_id: str) -> Course:
+    async def resume(self, run_id: str) -> ManagedRun:
         """Take up a run that failed: its learners go on from their logs.
 
         Raises:
-            NotReady: it did not fail, or a learner is, or was since, in another run.
+            FailedPrecondition: it did not fail, or a learner is, or was since, in another run.
             SpecError: it needs code that is not imported.
             Unavailable: it cannot be kept.
         """
@@ -141,27 +141,27 @@ class Starter:
         async with self._courses.reserved(learners):
             past = self._failed(run_id)  # others may have taken it up meanwhile
             self._courses.require_logs(run_id, learners)
-            if isinstance(past, Course) and past.closing is not None:
+            if isinstance(past, ManagedRun) and past.closing is not None:
                 await asyncio.wait([past.closing])
-            kept = past.kept() if isinstance(past, Course) else past
+            kept = past.kept() if isinstance(past, ManagedRun) else past
             spec = await asyncio.to_thread(_spec, kept.spec, imports=self._imports)
             run = await asyncio.to_thread(_built, spec, kept.n_features)
             kept = kept.taken_up(await self._captures.take_up(kept))
-            course = await asyncio.to_thread(Course.resumed, kept, run, datetime.now(UTC))
+            course = await asyncio.to_thread(ManagedRun.resumed, kept, run, datetime.now(UTC))
             self._store.keep({run_id: kept.record})
             self._courses.replace(course)
             self._conductor.take_up(course)
             return course
 
-    def _failed(self, run_id: str) -> Course | KeptRun:
+    def _failed(self, run_id: str) -> ManagedRun | StoredRun:
         run = self._courses.the(run_id)
         if (view := run.view()).state != coordinator_pb2.RUN_STATE_FAILED:
-            raise NotReady(
+            raise FailedPrecondition(
                 f"only a run that failed can be taken up again, and run {view.run_id} is {RunState.of(view).value}"
             )
         return run
 
-    async def recover(self, request: coordinator_pb2.RecoverRunRequest, tell: Tell) -> Course:
+    async def recover(self, request: coordinator_pb2.RecoverRunRequest, tell: Tell) -> ManagedRun:
         """Take up a run that this coordinator does not know, as all its learners do: before all have told, none goes on.
 
         Args:
@@ -170,7 +170,7 @@ class Starter:
 
         Raises:
             AlreadyExists: the run is known here.
-            NotReady: this coordinator keeps nothing; a learner is not there, in another run, or has no log of this one.
+            FailedPrecondition: this coordinator keeps nothing; a learner is not there, in another run, or has no log of this one.
             SpecError: it was started with another spec, or other features.
             RemoteProtocolError: the run's id is none.
             Unavailable: it cannot be kept.
@@ -181,28 +181,28 @@ class Starter:
         spec = await self._asked_for(request)
         async with self._courses.reserved(spec.names):
             self._require_lost(run_id)  # others may have taken it up meanwhile
-            told = await self._members.until_told(spec.names, _JOINING_S, tell)
+            told = await self._members.wait_until_reintroduced(spec.names, _JOIN_TIMEOUT_S, tell)
             _require_in_run(run_id, told)
             run = await asyncio.to_thread(_built, spec, request.n_features)
             book = await asyncio.to_thread(_recovered, run_id, run, request.n_features, told, datetime.now(UTC))
             plan = await asyncio.to_thread(spec_from_wire, book.assignment(0).spec, imports=self._imports)
             _require_plan(run_id, plan_hash(plan, request.n_features), told)
             await self._require_newest(run_id, run, told)
-            book.overhearing, uncaptured = await self._captures.recover(book)
-            course = Course(book, datetime.now(UTC), durable=True, uncaptured=uncaptured)
+            book.capture_binding, uncaptured = await self._captures.recover(book)
+            course = ManagedRun(book, datetime.now(UTC), durable=True, uncaptured=uncaptured)
             self._members.outrank(max(each.said.term for each in told))
             self._store.begin(course.kept())
             self._courses.add(run_id, course)
             self._conductor.take_up(course)
             return course
 
-    async def _require_newest(self, run_id: str, run: Run, told: Sequence[Member]) -> None:
+    async def _require_newest(self, run_id: str, run: Run, told: Sequence[JoinedLearner]) -> None:
         """Ask the capture of a run how far its learners were, before they go on: their state folders may all be old ones.
 
         No learner may have a log that lacks rounds which were captured: it would send them again with other noise.
 
         Raises:
-            NotReady: one has.
+            FailedPrecondition: one has.
             Unavailable: the eavesdropper does not answer.
         """
         sent = await self._captures.sent(run_id) if run.spec.capture in ("relay", "mirror") else ()
@@ -213,8 +213,8 @@ class Starter:
             names = [told[i].name for i in old]
             found = [f"{name} ({journaled[name]} of {captured[name]} rounds)" for name in names]
             most = max(run.guarantee(i).epsilon() for i in old)
-            raise NotReady(
-                f"each learner must have all rounds of run {run_id!r} in its log that were captured, got {in_short(found)}: "
+            raise FailedPrecondition(
+                f"each learner must have all rounds of run {run_id!r} in its log that were captured, got {abbreviate_names(found)}: "
                 "state folders were set back, and rounds would be sent again with other noise. Put the newest folders back; "
                 "where they are lost, charge what was spent since (`sottovoce ledger --repair --state FOLDER --learner NAME "
                 f"--charge EPSILON`; all rounds of this run cost {most:.6g} at most), and start a new run"
@@ -227,7 +227,7 @@ class Starter:
 
     def _require_lost(self, run_id: str) -> None:
         if not self._store.durable:
-            raise NotReady(
+            raise FailedPrecondition(
                 "a run that was lost is taken up by a coordinator that keeps its runs: start this one with --state FOLDER"
             )
         if (known := self._courses.get(run_id)) is not None:
@@ -244,13 +244,13 @@ class Starter:
         for course in self._courses.under_way:
             self._conductor.go_on(course)
 
-    async def _restored(self, kept: KeptRun) -> Course | KeptRun:
+    async def _restored(self, kept: StoredRun) -> ManagedRun | StoredRun:
         """A run under way; over where it cannot be built again, such as without --allow-imports."""
         now = datetime.now(UTC)
         try:
             spec = await asyncio.to_thread(_spec, kept.spec, imports=self._imports)
             run = await asyncio.to_thread(_built, spec, kept.n_features)
-            course = await asyncio.to_thread(Course.resumed, kept, run, now)
+            course = await asyncio.to_thread(ManagedRun.resumed, kept, run, now)
             await self._captures.recall(course.book)
             return course
         except SottovoceError as error:
@@ -262,7 +262,7 @@ class Starter:
             return over
 
 
-def _needed(run: Course | KeptRun) -> list[str]:
+def _needed(run: ManagedRun | StoredRun) -> list[str]:
     """The learners of a run, but for those who are lost to it."""
     view = run.view(whole=True)
     lost = {each["learner"] for each in json.loads(view.spec).get("absences") or () if each.get("unheard")}
@@ -295,8 +295,8 @@ def _require_size(spec: RunSpec) -> None:
     n, window = spec.n_learners, min(spec.clock.window, spec.rounds)
     if n > MOST_LEARNERS:
         raise SpecError(f"a coordinator serves at most {MOST_LEARNERS} learners, got {n}: simulate them")
-    if spec.topology.sequence is not None and window * n > _MOST_EPOCHS:
-        text = f"clock.window times learners must be at most {_MOST_EPOCHS} where the network changes"
+    if spec.topology.sequence is not None and window * n > _MAX_ANNOUNCED_EPOCHS:
+        text = f"clock.window times learners must be at most {_MAX_ANNOUNCED_EPOCHS} where the network changes"
         raise SpecError(f"{text}, got {window} * {n} = {window * n}")
 
 
@@ -316,21 +316,21 @@ def _built(spec: RunSpec, n_features: int) -> Run:
 # ---- runs that only learners know ------------------------------------------------------------------------------------
 
 
-def _require_in_run(run_id: str, told: Sequence[Member]) -> None:
+def _require_in_run(run_id: str, told: Sequence[JoinedLearner]) -> None:
     """Each of these learners has the log of a run: who has not would say its rounds again.
 
     Raises:
-        NotReady: one has not.
+        FailedPrecondition: one has not.
     """
     if others := [each.said for each in told if each.said.run_id != run_id]:
         logs = [f"{f'that of run {each.run_id!r}' if each.run_id else 'none'} with {each.learner}" for each in others]
-        raise NotReady(
-            f"each learner must have the log of run {run_id!r}, got {in_short(logs)}: is the run the right one, and the state "
+        raise FailedPrecondition(
+            f"each learner must have the log of run {run_id!r}, got {abbreviate_names(logs)}: is the run the right one, and the state "
             "folder the learner's own? Else it has been in another run since, or this one was over: start a new run"
         )
 
 
-def _require_plan(run_id: str, plan_hash: bytes, told: Sequence[Member]) -> None:
+def _require_plan(run_id: str, plan_hash: bytes, told: Sequence[JoinedLearner]) -> None:
     """What the run is to go on with is what its learners were told, by their ledgers.
 
     Raises:
@@ -338,12 +338,12 @@ def _require_plan(run_id: str, plan_hash: bytes, told: Sequence[Member]) -> None
     """
     if others := [each.name for each in told if each.said.plan_hash != plan_hash]:
         raise SpecError(
-            f"run {run_id} is of another spec or other records, by the ledgers of {in_short(others)}: take it up with those "
+            f"run {run_id} is of another spec or other records, by the ledgers of {abbreviate_names(others)}: take it up with those "
             "that it was started with"
         )
 
 
-def _recovered(run_id: str, run: Run, n_features: int, told: Sequence[Member], now: datetime) -> RunBook:
+def _recovered(run_id: str, run: Run, n_features: int, told: Sequence[JoinedLearner], now: datetime) -> RunStateMachine:
     """The book of the run; its learners, by index, are yet to be told.
 
     Args:
@@ -352,7 +352,7 @@ def _recovered(run_id: str, run: Run, n_features: int, told: Sequence[Member], n
         now: since when they are away.
     """
     addresses, attempt = tuple(each.said.address for each in told), max(each.said.attempt for each in told)
-    book = RunBook(run_id, run, n_features, addresses, attempt=attempt)
+    book = RunStateMachine(run_id, run, n_features, addresses, attempt=attempt)
     said = [each.claim.journaled or 0 for each in told]
     statuses = [
         LearnerStatus(each.name, run_id, rounds_done=max(rounds - 1, 0), rounds_said=rounds)

@@ -24,8 +24,8 @@ from typing import Any, TextIO
 
 import structlog
 
-from sottovoce_coordinator.runs import Overhearing, RunState
-from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError, StrangerError, Unavailable
+from sottovoce_coordinator.runs import CaptureBinding, RunState
+from sottovoce_core.errors import DataError, FailedPrecondition, RemoteProtocolError, PermissionDenied, Unavailable
 from sottovoce_rpc.directives import Origin
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 FILE, FORMAT = "coordinator.sqlite", 1
 NONCE_BYTES = 16
-BUSY_S = 5.0
+BUSY_TIMEOUT_S = 5.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS state (term INTEGER NOT NULL, nonce BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS member (
@@ -47,7 +47,7 @@ CREATE TABLE IF NOT EXISTS run (
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRun:
+class StoredRun:
     """A run as it was last written.
 
     Attributes:
@@ -61,7 +61,7 @@ class KeptRun:
     run_id: str
     spec: str
     n_features: int
-    overhearing: Overhearing
+    capture_binding: CaptureBinding
     record: bytes
     granted: int = 0
 
@@ -83,12 +83,12 @@ class KeptRun:
             run.spec, run.n_features = self.spec, self.n_features
         return run
 
-    def farewell(self) -> coordinator_pb2.Stop:
+    def build_final_command(self) -> coordinator_pb2.Stop:
         """What a learner is told that comes back to it."""
         run = self.view()
         return coordinator_pb2.Stop(reason=run.detail, final=run.state != coordinator_pb2.RUN_STATE_FAILED)
 
-    def taken_up(self, uncaptured: str) -> KeptRun:
+    def taken_up(self, uncaptured: str) -> StoredRun:
         """A run that failed, as it goes on; `uncaptured`: why nothing of it is captured from now on."""
         run = self.view()
         begun = any(each.status.rounds_committed for each in run.learners)
@@ -101,7 +101,7 @@ class KeptRun:
                 each.status.state, each.status.detail = learner_pb2.LEARNER_STATE_CONNECTING, ""
         return replace(self, record=run.SerializeToString())
 
-    def failed(self, detail: str, now: datetime) -> KeptRun:
+    def failed(self, detail: str, now: datetime) -> StoredRun:
         """A run that cannot go on."""
         run = self.view()
         run.state, run.detail = coordinator_pb2.RUN_STATE_FAILED, detail
@@ -116,7 +116,7 @@ class Store:
         folder: where it stands; None: in memory, and gone with the process.
 
     Raises:
-        NotReady: another coordinator uses the folder.
+        FailedPrecondition: another coordinator uses the folder.
         DataError: what stands there is damaged, or of a newer version.
         Unavailable: it cannot be written.
     """
@@ -125,7 +125,7 @@ class Store:
         self._lock = None if folder is None else _claim(folder)
         self._where = "the coordinator's memory" if folder is None else str(folder / FILE)
         try:
-            self._db = sqlite3.connect(":memory:" if folder is None else folder / FILE, timeout=BUSY_S)
+            self._db = sqlite3.connect(":memory:" if folder is None else folder / FILE, timeout=BUSY_TIMEOUT_S)
         except BaseException:
             self._release()
             raise
@@ -172,19 +172,19 @@ class Store:
 
     # ---- runs ---------------------------------------------------------------------------------------------
 
-    def runs(self) -> list[KeptRun]:
+    def runs(self) -> list[StoredRun]:
         """All runs that were not forgotten, oldest first."""
         rows = self._db.execute(
             "SELECT id, spec, n_features, overhearing, view, granted FROM run ORDER BY number"
         ).fetchall()
-        return [KeptRun(i, spec, n, _heard(text), view, until) for i, spec, n, text, view, until in rows]
+        return [StoredRun(i, spec, n, _heard(text), view, until) for i, spec, n, text, view, until in rows]
 
-    def begin(self, run: KeptRun) -> None:
+    def begin(self, run: StoredRun) -> None:
         """Write a new run."""
         with self._written() as db:
             db.execute(
                 "INSERT INTO run (id, spec, n_features, overhearing, view) VALUES (?, ?, ?, ?, ?)",
-                (run.run_id, run.spec, run.n_features, _told(run.overhearing), run.record),
+                (run.run_id, run.spec, run.n_features, _told(run.capture_binding), run.record),
             )
 
     def grant(self, run_id: str, until: int, ahead: int, view: bytes) -> None:
@@ -254,7 +254,7 @@ class Store:
 
 
 @contextmanager
-def whatever_disk() -> Iterator[None]:
+def log_write_failures() -> Iterator[None]:
     """What cannot be written now is tried again soon, or is none the worse for it."""
     try:
         yield
@@ -276,26 +276,26 @@ def _claim(folder: Path) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise NotReady(f"another coordinator uses the state folder {folder}: stop it, or take another folder") from None
+        raise FailedPrecondition(f"another coordinator uses the state folder {folder}: stop it, or take another folder") from None
     return file
 
 
-def _told(heard: Overhearing) -> str:
+def _told(heard: CaptureBinding) -> str:
     relays: Sequence[Any] = [[*edge, address] for edge, address in heard.relays.items()]
     return json.dumps({"id": heard.capture_id, "location": heard.location, "mirror": heard.mirror, "relays": relays})
 
 
-def _heard(text: str) -> Overhearing:
+def _heard(text: str) -> CaptureBinding:
     told = json.loads(text)
     relays = {(i, j): address for i, j, address in told["relays"]}
-    return Overhearing(told["id"], told["location"], relays, told["mirror"])
+    return CaptureBinding(told["id"], told["location"], relays, told["mirror"])
 
 
 # ---- fencing: state folders and incarnations of learners -------------------------------------------------------------
 
 
-STORE_BYTES = 16
-MOST_STARTS = 2**32
+STORE_ID_BYTES = 16
+MAX_INCARNATION = 2**32
 """That anything can have had: a learner may tell whatever it likes, and its next starts need higher numbers."""
 
 
@@ -317,9 +317,9 @@ class Claim:
     journaled: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.store) != STORE_BYTES:
+        if len(self.store) != STORE_ID_BYTES:
             raise RemoteProtocolError(
-                f"a learner must say which state folder it speaks from, in {STORE_BYTES} bytes, got {len(self.store)}: "
+                f"a learner must say which state folder it speaks from, in {STORE_ID_BYTES} bytes, got {len(self.store)}: "
                 "is it older than its coordinator?"
             )
 
@@ -347,17 +347,17 @@ class Membership:
 
         Raises:
             RemoteProtocolError: nothing was started as often as it says.
-            StrangerError: it has another state folder.
+            PermissionDenied: it has another state folder.
             Unavailable: the learner is here already; if it has died, that will be noticed.
-            NotReady: its state is an old one, or it is an old process.
+            FailedPrecondition: its state is an old one, or it is an old process.
         """
         name = claim.name
-        if claim.incarnation > (most := max(self.issued, MOST_STARTS)):  # by a coordinator of before, maybe
+        if claim.incarnation > (most := max(self.issued, MAX_INCARNATION)):  # by a coordinator of before, maybe
             raise RemoteProtocolError(
                 f"an incarnation is one more at each start of a learner, at most {most}, got {claim.incarnation}"
             )
         if self.confirmed and claim.store != self.store:
-            raise StrangerError(
+            raise PermissionDenied(
                 f"learner {name!r} has joined with another state folder than this one: start it on that folder, or take "
                 f"another name; if the folder is lost, `sottovoce rebind {name}` lets this one take its place"
             )
@@ -366,13 +366,13 @@ class Membership:
         if live:
             raise Unavailable(f"learner {name!r} is here already: stop the other process, or take another name")
         if claim.incarnation < self.confirmed or (claim.journaled is not None and claim.journaled < journaled):
-            raise NotReady(
+            raise FailedPrecondition(
                 f"the state folder of learner {name!r} is an old one: it knows incarnation {claim.incarnation} and "
                 f"{claim.journaled or 0} rounds, and must know {self.confirmed} and {journaled}. It would say rounds again "
                 "with other noise: restore the newest state"
             )
         if claim.journaled is None and journaled:
-            raise NotReady(
+            raise FailedPrecondition(
                 f"the state folder of learner {name!r} has no log of the run that this learner is in, and {journaled} rounds "
                 "were said in it: it would say them again with other noise. Restore the newest state; where the log is lost, or "
                 f"the ledger was repaired, let the run go on without this learner (`sottovoce runs leave RUN {name}`), or stop it"
@@ -382,7 +382,7 @@ class Membership:
     def _back(self, claim: Claim) -> Membership:
         """Of a process that never stopped; what a coordinator without a memory has forgotten, the learner knows."""
         if claim.incarnation < self.issued:
-            raise NotReady(
+            raise FailedPrecondition(
                 f"learner {claim.name!r} has been started again as incarnation {self.issued}: this process, "
                 f"{claim.incarnation}, is an old one and ends"
             )
@@ -392,10 +392,10 @@ class Membership:
         """The membership of a learner that has written its incarnation.
 
         Raises:
-            NotReady: another one was issued since.
+            FailedPrecondition: another one was issued since.
         """
         if (claim.store, incarnation) != (self.store, self.issued):
-            raise NotReady(
+            raise FailedPrecondition(
                 f"learner {claim.name!r} must confirm incarnation {self.issued}, got {incarnation}: it was started twice"
             )
         return replace(self, confirmed=incarnation)

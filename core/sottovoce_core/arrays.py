@@ -14,14 +14,14 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 AnyArray = npt.NDArray[Any]
 
-MOST_NUMBERS = 2**27
+MAX_ARRAY_ELEMENTS = 2**27
 """In an array that a plan asks for (1 GiB): beyond it is refused in words, before memory is."""
 
 Scalars = float | FloatArray
 """One number, or one per learner shaped `(learners, 1, 1)` to broadcast against `(learners, replicas, dim)`."""
 
 
-def scalars(per_learner: Sequence[float]) -> Scalars:
+def broadcast_scalars(per_learner: Sequence[float]) -> Scalars:
     """A number of each learner, ready to broadcast: one number if all are equal."""
     first = per_learner[0]
     return first if per_learner.count(first) == len(per_learner) else np.array(per_learner).reshape(-1, 1, 1)
@@ -32,7 +32,7 @@ def as_floats(values: Any) -> FloatArray:
     return np.ascontiguousarray(values, dtype=np.float64)
 
 
-def loses_digits(values: npt.NDArray[Any]) -> bool:
+def has_unrepresentable_integers(values: npt.NDArray[Any]) -> bool:
     """Whether float64 cannot hold some of these numbers exactly: whole ones beyond 2**53."""
     if values.dtype.kind not in "iu":
         return False
@@ -48,15 +48,15 @@ class Batch:
         features: `(..., records, features)`.
         labels: `(..., records)`.
         present: `(..., records)` of 1.0 and 0.0; 0.0 marks padding, where stacked learners got unequal numbers. None: all.
-        bounded_by: a loss whose bounds all records are known to obey as they are (`obeying`); None: that is not known.
+        bounding_loss: a loss whose bounds all records are known to obey as they are (`obeying`); None: that is not known.
             A batch that is made from this one says nothing of it.
-        bounded: the same records, made to obey the bounds of `bounded.bounded_by`, where somebody has done that already.
+        bounded: the same records, made to obey the bounds of `bounded.bounding_loss`, where somebody has done that already.
     """
 
     features: FloatArray
     labels: FloatArray
     present: FloatArray | None = None
-    bounded_by: object | None = field(default=None, init=False)
+    bounding_loss: object | None = field(default=None, init=False)
     bounded: Batch | None = field(default=None, init=False)
 
     @classmethod
@@ -65,7 +65,7 @@ class Batch:
     ) -> Batch:
         """Records that are known to obey the bounds of a loss."""
         batch = cls(features, labels, present)
-        object.__setattr__(batch, "bounded_by", loss)
+        object.__setattr__(batch, "bounding_loss", loss)
         return batch
 
     @classmethod

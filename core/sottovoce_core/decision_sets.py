@@ -84,8 +84,8 @@ AnyDecisionSet = Annotated[SerializeAsAny[DecisionSet], DECISION_SETS]
 
 _ROOM = 1e-6
 """More than what rounding does to a sum of billions of squares, relative to it."""
-_SIMPLE = {kind: where for kind, where in DECISION_SETS.built_in.items() if kind != "product"}
-OneDecisionSet = Annotated[SerializeAsAny[DecisionSet], replace(DECISION_SETS, built_in=_SIMPLE)]
+_NON_PRODUCT_SETS = {kind: where for kind, where in DECISION_SETS.built_in_classes.items() if kind != "product"}
+NonProductDecisionSet = Annotated[SerializeAsAny[DecisionSet], replace(DECISION_SETS, built_in_classes=_NON_PRODUCT_SETS)]
 """The same, but for products: those of products are products."""
 
 
@@ -240,7 +240,7 @@ class _Block(Section):
     """The next `size` parameters, and the set that they lie in."""
 
     size: Count
-    set: OneDecisionSet
+    set: NonProductDecisionSet
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

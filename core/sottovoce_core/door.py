@@ -15,11 +15,11 @@ from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.budget.calibration import Per, Target
 from sottovoce_core.budget.calibration import calibrate as noise_for
 from sottovoce_core.errors import SpecError
-from sottovoce_core.experiment import Experiment, experiment_of, require_count
+from sottovoce_core.experiment import Experiment, resolve_experiment, require_count
 from sottovoce_core.explaining import short
-from sottovoce_core.noise import Noise, RecordedNoise, SeededNoise
+from sottovoce_core.noise import NoiseSource, RecordedNoise, SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
-from sottovoce_core.results import Result, Results, facts_of
+from sottovoce_core.results import Result, Results, collect_facts
 from sottovoce_core.running.metrics import Curves, Metrics
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import SimulatedRound
@@ -53,7 +53,7 @@ class Simulation:
         """
         if self.curves is None:
             raise SpecError("nothing was measured: simulate with metrics=True")
-        return Results((Result(facts_of(self.experiment.prepared, self.experiment.name), self.curves),))
+        return Results((Result(collect_facts(self.experiment.prepared, self.experiment.name), self.curves),))
 
     @property
     def metrics(self) -> Table:
@@ -76,7 +76,7 @@ def simulate(
     *,
     metrics: bool | Sequence[int] = True,
     transcript: bool = False,
-    noise: Noise | Path | str | None = None,
+    noise: NoiseSource | Path | str | None = None,
     progress: Callable[[SimulatedRound], None] | None = None,
 ) -> Simulation:
     """Run an experiment without a network, many replicas at once. They learn from the same records and differ in their noise.
@@ -90,7 +90,7 @@ def simulate(
         metrics: measure losses, regrets, agreement and accuracy after these numbers of rounds (True: 25 of them, evenly spread
             on a logarithmic scale).
         transcript: keep everything that was said: rounds times learners times replicas times numbers of a message, 8 bytes each.
-        noise: in place of seeded noise: a file of recorded noise (`.parquet`, `.npz`), or any `sottovoce_core.noise.Noise`.
+        noise: in place of seeded noise: a file of recorded noise (`.parquet`, `.npz`), or any `sottovoce_core.noise.NoiseSource`.
         progress: called with every round as it passes: its number, messages and decisions.
 
     Raises:
@@ -107,7 +107,7 @@ def simulate(
     (3,)
     """
     require_count("replicas", replicas)
-    experiment = experiment_of(experiment)
+    experiment = resolve_experiment(experiment)
     run, data = experiment.run, experiment.records
     measured = None if metrics is False else Metrics(run, data, at=None if metrics is True else metrics)
     said: dict[str, FloatArray] = {}
@@ -129,7 +129,7 @@ def _keep(said: dict[str, FloatArray], step: SimulatedRound, rounds: int) -> Non
         said.setdefault(name, np.empty((rounds, *values.shape)))[step.t] = values
 
 
-def noise_of(noise: Noise | Path | str | None, seed: int | np.random.SeedSequence, run: Run) -> Noise:
+def noise_of(noise: NoiseSource | Path | str | None, seed: int | np.random.SeedSequence, run: Run) -> NoiseSource:
     """A simulation's noise: seeded, out of a file, or what is given.
 
     Raises:
@@ -170,7 +170,7 @@ def calibrate(
     >>> 1.998 <= louder.epsilon() <= 2.0
     True
     """
-    experiment = experiment_of(experiment)
+    experiment = resolve_experiment(experiment)
     if isinstance(epsilon, Mapping):
         if epsilon.keys() != set(experiment.names):
             raise SpecError(
@@ -219,7 +219,7 @@ def audit(
     'consistent'
     """
     require_count("runs", runs)
-    experiment = experiment_of(experiment)
+    experiment = resolve_experiment(experiment)
     known = [model.value for model in ThreatModel]
     if threat not in known:
         raise SpecError(f"threat must be one of {', '.join(known)}, got {short(threat)}")

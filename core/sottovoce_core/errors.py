@@ -15,7 +15,7 @@ class Rule(Enum):
 
     FORM = "something that is no message of the run's fields in its one encoding"
     NUMBERS = "a number that is not finite, or too large for any parameter"
-    TURN = "a round that was not its turn"
+    ROUND = "a round that was not its turn"
     NAME = "a message in the name of somebody else"
     EQUIVOCATION = "two different things in one round"
     SIGNATURE = "rounds that it did not sign, or with another key"
@@ -37,7 +37,7 @@ class SpecError(SottovoceError):
     """A run spec, or a value in it, is not allowed."""
 
 
-class CheckFailed(SpecError):
+class AssumptionViolated(SpecError):
     """A validity condition of an algorithm does not hold; `code` is the condition's name in the docs."""
 
     def __init__(self, code: str, text: str) -> None:
@@ -50,21 +50,21 @@ def require(holds: bool, code: str, text: str) -> None:
     """Refuse a run whose condition `code` does not hold.
 
     Raises:
-        CheckFailed: it does not.
+        AssumptionViolated: it does not.
     """
     if not holds:
-        raise CheckFailed(code, text)
+        raise AssumptionViolated(code, text)
 
 
 class DataError(SottovoceError):
     """Records are unusable: wrong shape, non-finite, outside the loss's domain."""
 
 
-class NotReady(SottovoceError):
+class FailedPrecondition(SottovoceError):
     """Asked for something that this service cannot give in its present state."""
 
 
-class LimitReached(NotReady):
+class LimitReached(FailedPrecondition):
     """A service would serve more than it can at a time: learners, captures, or bytes of messages."""
 
 
@@ -76,7 +76,7 @@ class AlreadyExists(SottovoceError):
     """What was to be made or taken up is here already."""
 
 
-class RunOver(NotReady):
+class RunEnded(FailedPrecondition):
     """A run is over for a learner, for good: nobody will take it up again.
 
     Attributes:
@@ -106,7 +106,7 @@ class RemoteProtocolError(SottovoceError):
         self.rule = rule or type(self).rule
 
 
-class StrangerError(RemoteProtocolError):
+class PermissionDenied(RemoteProtocolError):
     """Somebody who is not a neighbour in this run tried to take part in it."""
 
 

@@ -16,24 +16,24 @@ import numpy as np
 from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
-from sottovoce_core.algorithms.setting import Caveat
+from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.budget.composition import check_lattice
 from sottovoce_core.data import LearnerData, PlacedData, load_dataset
-from sottovoce_core.data.known import data_folders
+from sottovoce_core.data.known import get_data_folders
 from sottovoce_core.errors import SpecError
 from sottovoce_core.explaining import explain, short
-from sottovoce_core.privacy.guarantee import Guarantee, overall
-from sottovoce_core.running.cautions import budget_cautions, cautions
-from sottovoce_core.running.placement import foreseen, place, unplaced
+from sottovoce_core.privacy.guarantee import Guarantee, combine_epsilons
+from sottovoce_core.running.cautions import find_budget_warnings, cautions
+from sottovoce_core.running.placement import foreseen, place, create_empty_live_data
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.spec import RunSpec, dump_spec, read_document, with_schema
+from sottovoce_core.spec import RunSpec, dump_spec, read_document, inline_schema
 
 PAUSES = "PAUSES"
 """Of a run of live records that does not outlast a pause of theirs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedRun:
     """A run that may start, and who learns what when.
 
     `cautions` are what of its budget ends it early, and what of its records makes numbers say less than they seem to.
@@ -41,7 +41,7 @@ class Prepared:
 
     run: Run
     data: PlacedData
-    cautions: tuple[Caveat, ...] = ()
+    cautions: tuple[RunWarning, ...] = ()
 
     def dearest(self) -> int:
         """The index of the learner with the largest epsilon over the whole run."""
@@ -49,12 +49,12 @@ class Prepared:
         return int(np.argmax([self.run.guarantee(i, each).epsilon() for i, each in enumerate(counts)]))
 
 
-def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, learned: bool = True) -> Prepared:
+def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, learned: bool = True) -> PreparedRun:
     """Load and place the data, and check the run.
 
     Args:
         spec: the run spec.
-        folders: where data sets that have a name are looked for (`data_folders`).
+        folders: where data sets that have a name are looked for (`get_data_folders`).
         live: whether records may come later, from elsewhere; there are none then.
         learned: whether anybody learns from the records. Else what their label counts as need not be known: a run costs the same.
 
@@ -70,21 +70,21 @@ def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, 
         dataset = load_dataset(spec.data, spec.loss, folders=folders, meant=learned)
         ready = _checked(spec, data := place(spec, dataset))
         return replace(ready, cautions=(*ready.cautions, *cautions(spec, dataset, data)))
-    found = _checked(spec, unplaced(spec))
+    found = _checked(spec, create_empty_live_data(spec))
     return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
 
 
-def _pauses(spec: RunSpec) -> Iterator[Caveat]:
+def _pauses(spec: RunSpec) -> Iterator[RunWarning]:
     """What becomes of a run whose records stay away for a while."""
     if spec.clock.mode in ("free", "async"):
-        yield Caveat(
+        yield RunWarning(
             PAUSES,
             f"clock.mode {spec.clock.mode} waits in every round for a record at each learner, and the run fails where none comes "
             f"for {spec.clock.deadline_s:g} s (clock.deadline_s): take paced where streams pause",
         )
 
 
-def foresee(spec: RunSpec, rounds: int | None, rate: float, horizon: float | None = None) -> Prepared:
+def estimate_live_run(spec: RunSpec, rounds: int | None, rate: float, horizon: float | None = None) -> PreparedRun:
     """A run of live records as if they came evenly: what it costs follows from their numbers alone.
 
     Args:
@@ -114,7 +114,7 @@ def foresee(spec: RunSpec, rounds: int | None, rate: float, horizon: float | Non
     return _checked(spec, foreseen(spec, rate))
 
 
-def _checked(spec: RunSpec, data: PlacedData) -> Prepared:
+def _checked(spec: RunSpec, data: PlacedData) -> PreparedRun:
     """Raises `SpecError` where the run cannot be."""
     run = build_run(spec, data.n_features)
     if run.algorithm.accountant(0).shared and not all(_same(data.learners[0], other) for other in data.learners[1:]):
@@ -126,7 +126,7 @@ def _checked(spec: RunSpec, data: PlacedData) -> Prepared:
             f"{spec.algorithm.name} needs the same records at every learner in every round, and live ones are each learner's own"
         )
     slack = check_lattice(run)
-    return Prepared(replace(run, warnings=run.warnings + slack), data, tuple(budget_cautions(run, data)))
+    return PreparedRun(replace(run, warnings=run.warnings + slack), data, tuple(find_budget_warnings(run, data)))
 
 
 def _same(one: LearnerData, other: LearnerData) -> bool:
@@ -166,7 +166,7 @@ class Experiment(RunSpec):
     @classmethod
     def _explained(cls, fields: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         """The errors of a spec file, in the same words; and a schema that is named as a file is read."""
-        fields = with_schema(fields, Path())
+        fields = inline_schema(fields, Path())
         try:
             return handler(fields)
         except ValidationError as error:
@@ -220,14 +220,14 @@ class Experiment(RunSpec):
     # ---- what it comes to ------------------------------------------------------------------------------------
 
     @cached_property
-    def prepared(self) -> Prepared:
+    def prepared(self) -> PreparedRun:
         """The run and its records, ready to start; made once.
 
         Raises:
-            SpecError: it cannot be run as it is; `CheckFailed`: by a condition of the algorithm, which the error names.
+            SpecError: it cannot be run as it is; `AssumptionViolated`: by a condition of the algorithm, which the error names.
             DataError: its data cannot be used.
         """
-        return prepare(self, folders=data_folders())
+        return prepare(self, folders=get_data_folders())
 
     @property
     def run(self) -> Run:
@@ -277,10 +277,10 @@ class Experiment(RunSpec):
     def epsilon(self) -> float:
         """The largest epsilon of a learner over the whole run; the sum over all where they share their records."""
         promises = [self.guarantee(i) for i in range(self.n_learners)]
-        return overall((each.epsilon() for each in promises), shared=promises[0].shared)
+        return combine_epsilons((each.epsilon() for each in promises), shared=promises[0].shared)
 
 
-def experiment_of(source: Experiment | Path | str) -> Experiment:
+def resolve_experiment(source: Experiment | Path | str) -> Experiment:
     """An experiment, or that of a spec file.
 
     Raises:

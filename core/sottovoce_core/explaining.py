@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from sottovoce_core.registry import Registry, Section, Truth
+from sottovoce_core.registry import Registry, Section, MisplacedBoolean
 from sottovoce_core.yaml_files import write_yaml
 
 Place = tuple[int | str, ...]
@@ -22,7 +22,7 @@ RECORDS: tuple[Place, ...] = (("data",), ("data", "source"))
 """Where somebody may have put the records themselves."""
 _PLAIN = (str, bytes, numbers.Number, datetime.date, datetime.time, PurePath, type, type(None))
 
-_BY_FORM = {
+_REQUIREMENT_BY_ERROR_TYPE = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
     "int_parsing_size": "a whole number",
@@ -43,7 +43,7 @@ _BY_FORM = {
 """What a value must be that is of another type, by the kind of Pydantic's error."""
 _NUMBERS = ("int_type", "int_parsing", "int_parsing_size", "float_type", "float_parsing", "finite_number")
 _LISTS = ("tuple_type", "list_type", "set_type", "frozen_set_type")
-_OTHER_TYPE = {*_BY_FORM, *_LISTS, "literal_error"} - {"finite_number"}
+_TYPE_ERRORS = {*_REQUIREMENT_BY_ERROR_TYPE, *_LISTS, "literal_error"} - {"finite_number"}
 
 
 def explain(error: ValidationError, source: str, document: Mapping[Any, Any], model: type[Section]) -> str:
@@ -67,7 +67,7 @@ def requirement(problem: Any) -> str:
     kind, context, text = problem["type"], problem.get("ctx", {}), problem["msg"]
     if kind in _NUMBERS and _is_too_large(problem.get("input")):
         return "must be a number within [-1e+308, 1e+308]"
-    if kind in _BY_FORM or kind in _LISTS:
+    if kind in _REQUIREMENT_BY_ERROR_TYPE or kind in _LISTS:
         return f"must be {_form(problem)}"
     match kind:
         case "invalid_key":
@@ -113,7 +113,7 @@ def _by_place(problems: list[Any], document: object) -> list[tuple[Place, list[A
     groups = []
     for place, pairs in groupby(kept, key=lambda pair: pair[0]):
         alike = [each for _, each in pairs]
-        fitting = [each for each in alike if each["type"] not in _OTHER_TYPE]
+        fitting = [each for each in alike if each["type"] not in _TYPE_ERRORS]
         groups.append((place, fitting if fitting and _of_several(alike[0], place) else alike))
     return groups
 
@@ -163,7 +163,7 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
     if len(told) > 1 and all(each.startswith("must be ") for each in told):
         told = ["must be " + " or ".join(each.removeprefix("must be ") for each in told)]
     value = problem.get("input")
-    value = value.value if isinstance(value, Truth) else value
+    value = value.value if isinstance(value, MisplacedBoolean) else value
     if problem["type"] == "invalid_key":
         where = _where(place[:-1])
     subject = f"{where}: " if where else ""
@@ -207,7 +207,7 @@ def _as_yaml(value: object) -> str:
 
 def _form(problem: Any) -> str:
     if problem["type"] not in _LISTS:
-        return _BY_FORM[problem["type"]]
+        return _REQUIREMENT_BY_ERROR_TYPE[problem["type"]]
     of = next((each for each in problem["loc"][::-1] if isinstance(each, str)), "")
     return "a list of numbers" if of.startswith(("tuple[float", "tuple[constrained-float")) else "a list"
 
@@ -280,5 +280,5 @@ def _fields_at(place: Place, document: Any, model: type[Section]) -> Mapping[str
         if field is None:
             return {}
         registry = next(_registries(field), None)
-        section = field.annotation if registry is None else registry.class_of(document)
+        section = field.annotation if registry is None else registry.find_section_class(document)
     return section.model_fields if isinstance(section, type) and issubclass(section, Section) else {}

@@ -8,12 +8,12 @@ from typing import Any
 from sottovoce_core.errors import SpecError
 
 
-def get_extra(extra: str) -> str:
+def format_install_hint(extra: str) -> str:
     """How to install a group of optional dependencies: there is no release on a package index yet."""
     return f"in a clone of the repository, pip install '.[{extra}]'"
 
 
-def import_extra(module: str, package: str, what: str, extra: str = "audit") -> Any:
+def import_optional(module: str, package: str, what: str, extra: str = "audit") -> Any:
     """A module that only an extra installs.
 
     Raises:
@@ -22,4 +22,4 @@ def import_extra(module: str, package: str, what: str, extra: str = "audit") -> 
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise SpecError(f"{what} needs {package}: {get_extra(extra)}") from None
+        raise SpecError(f"{what} needs {package}: {format_install_hint(extra)}") from None

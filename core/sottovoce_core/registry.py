@@ -29,13 +29,13 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from sottovoce_core.errors import SpecError
 
-SMALLEST, LARGEST = 1e-100, 1e100
+MIN_MAGNITUDE, LARGEST = 1e-100, 1e100
 """Of a number in a spec: squares of what is within stay in float64's range, so that norms are seen, and bounds hold."""
 
 
 def _in_range(value: float) -> float:
-    if not SMALLEST <= value <= LARGEST:
-        raise ValueError(f"a size must lie within [{SMALLEST:g}, {LARGEST:g}]")
+    if not MIN_MAGNITUDE <= value <= LARGEST:
+        raise ValueError(f"a size must lie within [{MIN_MAGNITUDE:g}, {LARGEST:g}]")
     return value
 
 
@@ -74,7 +74,7 @@ class Section(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class MisplacedBoolean:
     """True or false where a number must stand: no number to Pydantic."""
 
     value: bool
@@ -84,13 +84,13 @@ class Truth:
 
 
 def _guarded(value: object, field: FieldInfo) -> object:
-    """A value of a document, or a list of such, in which true is a `Truth` where the field takes numbers and no text."""
+    """A value of a document, or a list of such, in which true is a `MisplacedBoolean` where the field takes numbers and no text."""
     listed = isinstance(value, list | tuple)
     types = set(_types(field.annotation, listed=listed))
     if types & {bool, str, Any, object} or not types & {int, float}:
         return value
     given = [
-        Truth(each) if isinstance(each, bool) else each
+        MisplacedBoolean(each) if isinstance(each, bool) else each
         for each in (value if isinstance(value, list | tuple) else [value])
     ]
     return given if listed else given[0]
@@ -127,7 +127,7 @@ class Registry(Generic[SectionT]):
 
     Attributes:
         base: what all of them derive from.
-        built_in: name to `module:Class`, imported when asked for, or to a class of the module that `base` stands in.
+        built_in_classes: name to `module:Class`, imported when asked for, or to a class of the module that `base` stands in.
         group: of the entry points by which packages offer more, and the family's name in errors; None: there are no others
             than the built-in classes.
         key: the field that names the kind.
@@ -136,7 +136,7 @@ class Registry(Generic[SectionT]):
     """
 
     base: type[SectionT]
-    built_in: Mapping[str, str]
+    built_in_classes: Mapping[str, str]
     group: str | None
     key: str = "kind"
     default: str | None = None
@@ -154,22 +154,22 @@ class Registry(Generic[SectionT]):
             SpecError: there is none, or it cannot be imported.
         """
         closed = self.group is None
-        offered = {} if name in self.built_in or ":" in name or closed else self._offered
+        offered = {} if name in self.built_in_classes or ":" in name or closed else self._offered
         where = self._place(name) or offered.get(name)
         if where is None and (":" not in name or closed):
-            known = {*self.built_in, *offered}
+            known = {*self.built_in_classes, *offered}
             hint = self._hint(name, known)
             listed = ", ".join(sorted(known)) + ("" if closed else ", or module:Class of your own")
             raise SpecError(f"{self.key} must be one of {listed}, got {name!r}{hint}")
         if where is None:
-            refuse_code(name, imports=imports)
+            require_imports_allowed(name, imports=imports)
         found = load(where or name, self.key)
         if not (isinstance(found, type) and issubclass(found, self.base)):
             wanted = f"{self.base.__module__}.{self.base.__name__}"
             raise SpecError(f"{self.key}: {where or name!r} must be a subclass of {wanted}, got {found!r}")
         return found
 
-    def class_of(self, section: object, *, imports: bool = True) -> type[SectionT] | None:
+    def find_section_class(self, section: object, *, imports: bool = True) -> type[SectionT] | None:
         """The class that a section asks for; None where it is no section, or does not say.
 
         Raises:
@@ -193,7 +193,7 @@ class Registry(Generic[SectionT]):
 
     def _place(self, name: str) -> str | None:
         """Where the built-in class of this name is defined, as `module:Class`."""
-        where = self.built_in.get(name)
+        where = self.built_in_classes.get(name)
         return where if where is None or ":" in where else f"{self.base.__module__}:{where}"
 
     def _fields(self, section: object) -> Mapping[str, Any] | None:
@@ -216,13 +216,13 @@ class Registry(Generic[SectionT]):
             return value
         fields = self._fields(value)
         try:
-            found = self.class_of(value, imports=(info.context or {}).get("imports", True))
+            found = self.find_section_class(value, imports=(info.context or {}).get("imports", True))
         except SpecError as error:
             raise PydanticCustomError("kind", "{text}", {"text": str(error)}) from None
         if fields is None:
             raise PydanticCustomError("section", "{text}", {"text": f"must be a {self.key} or a mapping of fields"})
         if found is None:
-            listed = ", ".join(sorted(self.built_in))
+            listed = ", ".join(sorted(self.built_in_classes))
             raise PydanticCustomError("kind", "{text}", {"text": f"{self.key} is required: one of {listed}"})
         return found.model_validate(fields, context=info.context)
 
@@ -231,7 +231,7 @@ class Registry(Generic[SectionT]):
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Any of the built-in classes; a word where a class needs no more fields."""
-        classes = {name: self.find(name) for name in self.built_in}
+        classes = {name: self.find(name) for name in self.built_in_classes}
         listed = [handler(each.__pydantic_core_schema__) for each in dict.fromkeys(classes.values())]
         for model, each in zip(dict.fromkeys(classes.values()), map(handler.resolve_ref_schema, listed), strict=True):
             each["title"] = model.__name__.removeprefix("_")
@@ -246,7 +246,7 @@ class Registry(Generic[SectionT]):
         return [name for name, field in section.model_fields.items() if field.is_required()]
 
 
-def refuse_code(name: str, *, imports: bool) -> None:
+def require_imports_allowed(name: str, *, imports: bool) -> None:
     """Nobody else's spec names code for us to import.
 
     Raises:

@@ -19,10 +19,10 @@ from pydantic import BeforeValidator, TypeAdapter
 from pydantic_core import to_json
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.budget.composition import dearest_record, record_losses
+from sottovoce_core.budget.composition import worst_case_record_epsilon, group_record_losses
 from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.experiment import Prepared
-from sottovoce_core.privacy.guarantee import ThreatModel, overall
+from sottovoce_core.experiment import PreparedRun
+from sottovoce_core.privacy.guarantee import ThreatModel, combine_epsilons
 from sottovoce_core.running.metrics import Curve, Curves
 from sottovoce_core.running.transcript import parquet
 from sottovoce_core.spec import dump_spec
@@ -78,16 +78,16 @@ class Facts:
         return ", ".join(f"{field}={value}" for field, value in self.changes.items())
 
 
-def facts_of(
-    prepared: Prepared, spec: str, changes: Mapping[str, Any] | None = None, rounds_per_s: float | None = None
+def collect_facts(
+    prepared: PreparedRun, spec: str, changes: Mapping[str, Any] | None = None, rounds_per_s: float | None = None
 ) -> Facts:
     """The facts about a run; values of `changes` that are sections become text."""
     run, data = prepared.run, prepared.data
     events, records = [], []
     for i, own in enumerate(data.learners):
         events.append(run.guarantee(i, np.diff(own.offsets)))
-        losses = record_losses(run.algorithm.accountant(i), own, run.attendance(i).end)
-        records.append(dearest_record(losses, events[-1].per_round))
+        losses = group_record_losses(run.algorithm.accountant(i), own, run.attendance(i).end)
+        records.append(worst_case_record_epsilon(losses, events[-1].per_round))
     first, threat = events[0], None
     if math.isfinite(first.epsilon()):
         threat = first.grounds.threat_model.value
@@ -102,8 +102,8 @@ def facts_of(
         algorithm=run.algorithm.name,
         threat_model=threat,
         epsilon_paper=max(float(each.paper[-1]) for each in events),
-        epsilon_event=overall((each.epsilon() for each in events), shared=first.shared),
-        epsilon_record=overall(records, shared=first.shared),
+        epsilon_event=combine_epsilons((each.epsilon() for each in events), shared=first.shared),
+        epsilon_record=combine_epsilons(records, shared=first.shared),
         floats=sum(math.prod(shape) for shape in run.field_shapes.values()),
         rounds=run.spec.rounds,
         learners=run.spec.names,

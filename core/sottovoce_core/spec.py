@@ -33,29 +33,29 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.explaining import explain
 from sottovoce_core.losses import AnyLoss
 from sottovoce_core.losses.linear import Logistic
-from sottovoce_core.network.roster import Absence, Roster, names_of
+from sottovoce_core.network.roster import OfflineInterval, ParticipationSchedule, names_of
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.registry import ENDLESS, Count, Positive, Seconds, Section
-from sottovoce_core.yaml_files import document_of, fields_of, text_of, write_yaml
+from sottovoce_core.yaml_files import parse_document, fields_of, text_of, write_yaml
 
-LEARNER_NAME = r"^\w[\w .-]{0,62}(@[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?)?$"
+LEARNER_NAME_PATTERN = r"^\w[\w .-]{0,62}(@[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?)?$"
 """It is part of file names: no slashes. In a run of several trust domains it ends in its own: `east@east.example`."""
-LEARNER_NAMES = (
+LEARNER_NAME_RULE = (
     "1 to 63 letters and digits of any language, after the first also blanks, dots and hyphens, and where learners are of "
     "several trust domains then @DOMAIN"
 )
 """The same in words."""
-_RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+_RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 
 def _learner_name(name: str) -> str:
-    if re.fullmatch(LEARNER_NAME, name) is None:
-        raise ValueError(f"a learner's name must be {LEARNER_NAMES}, for it is part of file names")
+    if re.fullmatch(LEARNER_NAME_PATTERN, name) is None:
+        raise ValueError(f"a learner's name must be {LEARNER_NAME_RULE}, for it is part of file names")
     return name
 
 
 def _run_name(name: str) -> str:
-    if re.fullmatch(_RUN_NAME, name) is None:
+    if re.fullmatch(_RUN_NAME_PATTERN, name) is None:
         raise ValueError(
             "a run's name must be 1 to 63 of the letters a to z, digits, and after the first also dots, hyphens and underscores, "
             "for folders and addresses are made of it"
@@ -63,14 +63,14 @@ def _run_name(name: str) -> str:
     return name
 
 
-_LearnerName = Annotated[str, AfterValidator(_learner_name), Field(json_schema_extra={"pattern": LEARNER_NAME})]
-_SHORTEST_PERIOD_S = 0.002
+_LearnerName = Annotated[str, AfterValidator(_learner_name), Field(json_schema_extra={"pattern": LEARNER_NAME_PATTERN})]
+_MIN_PERIOD_S = 0.002
 """Of a paced clock: a shorter one keeps a coordinator busy with nothing else."""
-USUAL_PATIENCE_S = 4 * 3600.0
-USUAL_LATE_S = 1.0
+DEFAULT_COORDINATOR_TIMEOUT_S = 4 * 3600.0
+DEFAULT_STALENESS_TIMEOUT_S = 1.0
 MOST_LEARNERS = 4096
 """The weights of a network are a matrix of learners by learners, and there are several of them."""
-MOST_ABSENCES = 4096
+MAX_OFFLINE_INTERVALS = 4096
 """Who is there is told apart for each of them."""
 
 
@@ -100,7 +100,7 @@ class ClockSpec(Section):
     free, and nobody waits for a neighbour: the newest message is used."""
     window: Count = 100
     """Rounds granted at a time; nobody gets further ahead of the slowest learner."""
-    period_s: Annotated[float, Field(ge=_SHORTEST_PERIOD_S, le=1e9, allow_inf_nan=False)] | None = None
+    period_s: Annotated[float, Field(ge=_MIN_PERIOD_S, le=1e9, allow_inf_nan=False)] | None = None
     """Seconds per round (paced mode)."""
     deadline_s: Seconds = 60.0
     """How long a run waits for a learner that is away or silent, for records or for a grant before it fails."""
@@ -115,16 +115,16 @@ class ClockSpec(Section):
     """Seconds after which a neighbour is late, where `late` is hold; None: one."""
 
     @property
-    def hold_s(self) -> float | None:
+    def staleness_timeout_s(self) -> float | None:
         """Seconds that a round waits for a neighbour before it uses the newest message of it; None: it waits."""
         if self.mode == "async":
             return 0.0
-        return (USUAL_LATE_S if self.late_s is None else self.late_s) if self.late == "hold" else None
+        return (DEFAULT_STALENESS_TIMEOUT_S if self.late_s is None else self.late_s) if self.late == "hold" else None
 
     @property
     def patience(self) -> float:
         """Seconds that learners wait for a coordinator that is away."""
-        return USUAL_PATIENCE_S if self.patience_s is None else self.patience_s
+        return DEFAULT_COORDINATOR_TIMEOUT_S if self.patience_s is None else self.patience_s
 
     @model_validator(mode="after")
     def _period_when_paced(self) -> ClockSpec:
@@ -138,8 +138,8 @@ class ClockSpec(Section):
             raise ValueError("late and late_s must be left out in async mode, where nobody waits for a neighbour")
         if self.late_s is not None and self.late != "hold":
             raise ValueError("late_s must be given with late: hold, and only there")
-        if self.hold_s is not None and self.hold_s >= self.deadline_s:
-            raise ValueError(f"late_s must be below deadline_s, got {self.hold_s:g} and {self.deadline_s:g}")
+        if self.staleness_timeout_s is not None and self.staleness_timeout_s >= self.deadline_s:
+            raise ValueError(f"late_s must be below deadline_s, got {self.staleness_timeout_s:g} and {self.deadline_s:g}")
         return self
 
 
@@ -155,7 +155,7 @@ class TelemetrySpec(Section):
 class RunSpec(Section):
     """A whole run."""
 
-    name: Annotated[str, AfterValidator(_run_name), Field(json_schema_extra={"pattern": _RUN_NAME})] = "run"
+    name: Annotated[str, AfterValidator(_run_name), Field(json_schema_extra={"pattern": _RUN_NAME_PATTERN})] = "run"
     rounds: Rounds
     """How many; null: until it is stopped, or a learner's budget is spent. For live records."""
     learners: (
@@ -167,7 +167,7 @@ class RunSpec(Section):
     loss: AnyLoss = Logistic()
     decision_set: AnyDecisionSet = L2Ball(radius=100.0)
     topology: Topology = Topology()
-    absences: Annotated[tuple[Absence, ...], Field(max_length=MOST_ABSENCES)] = ()
+    absences: Annotated[tuple[OfflineInterval, ...], Field(max_length=MAX_OFFLINE_INTERVALS)] = ()
     """Who is away in which rounds: who joins late, leaves early, or pauses."""
     data: DataSpec = DataSpec()
     privacy: PrivacySpec = PrivacySpec()
@@ -194,7 +194,7 @@ class RunSpec(Section):
         return names_of(self.learners)
 
     @property
-    def routed(self) -> bool:
+    def is_proxied(self) -> bool:
         """Whether every edge leads through the eavesdropper."""
         return self.capture in ("relay", "wiretap")
 
@@ -204,19 +204,19 @@ class RunSpec(Section):
         return len(self.names)
 
     @property
-    def may_lose(self) -> bool:
+    def can_drop_learners(self) -> bool:
         """Whether it may go on without a learner that is lost."""
         return "drop" in (self.clock.late, self.misconduct)
 
-    def budget_of(self, learner: int) -> float | None:
+    def get_budget(self, learner: int) -> float | None:
         """Epsilon at which a learner of this index stops speaking; None: there is no limit."""
         whole = self.privacy.budget
         return None if whole is None else spread(whole, self.n_learners, "privacy.budget")[learner]
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> ParticipationSchedule:
         """Who is there in which round."""
-        return Roster(self.names, self.absences)
+        return ParticipationSchedule(self.names, self.absences)
 
     @field_validator("learners")
     @classmethod
@@ -232,9 +232,9 @@ class RunSpec(Section):
 
     @field_validator("absences")
     @classmethod
-    def _absences_fit(cls, absences: tuple[Absence, ...], before: ValidationInfo) -> tuple[Absence, ...]:
+    def _absences_fit(cls, absences: tuple[OfflineInterval, ...], before: ValidationInfo) -> tuple[OfflineInterval, ...]:
         if absences and {"rounds", "learners"} <= before.data.keys():  # else these are wrong, and said to be
-            Roster(names_of(before.data["learners"]), absences).check(before.data["rounds"])
+            ParticipationSchedule(names_of(before.data["learners"]), absences).check(before.data["rounds"])
         return absences
 
     @model_validator(mode="after")
@@ -266,12 +266,12 @@ def parse_spec(document: object, *, imports: bool, source: str = "spec") -> RunS
         raise SpecError(explain(error, source, document, RunSpec)) from None
 
 
-def code_to_import(section: object) -> str | None:
+def find_first_import(section: object) -> str | None:
     """What a spec, as YAML or JSON gives it, names as `module:Class`; None: nothing."""
-    return next(codes_to_import(section), None)
+    return next(find_imports(section), None)
 
 
-def codes_to_import(section: object, place: tuple[object, ...] = ()) -> Iterator[str]:
+def find_imports(section: object, place: tuple[object, ...] = ()) -> Iterator[str]:
     """All that a spec, as YAML or JSON gives it, names as `module:Class`; `place` is that of a section in the spec."""
     if place == ("data", "schema"):  # what it names are columns
         return
@@ -279,10 +279,10 @@ def codes_to_import(section: object, place: tuple[object, ...] = ()) -> Iterator
         for key, value in section.items():
             if key in ("kind", "name", "module") and isinstance(value, str) and ":" in value:
                 yield value
-            yield from codes_to_import(value, (*place, key))
+            yield from find_imports(value, (*place, key))
     elif isinstance(section, list | tuple):
         for value in section:
-            yield from codes_to_import(value, (*place, None))
+            yield from find_imports(value, (*place, None))
 
 
 def load_spec(path: Path) -> RunSpec:
@@ -302,7 +302,7 @@ def read_document(path: Path) -> Mapping[Any, Any]:
     Raises:
         SpecError: unreadable, not YAML, or no mapping of fields; or its schema is.
     """
-    document: dict[Any, Any] = dict(with_schema(_read(path, "a run spec"), path.parent))
+    document: dict[Any, Any] = dict(inline_schema(_read(path, "a run spec"), path.parent))
     move_paths(document, path.parent, Path())
     return document
 
@@ -343,7 +343,7 @@ def _moved(path: str, begin: Path, end: Path) -> str:
 
 def _read(path: Path, what: str) -> Mapping[Any, Any]:
     try:
-        return document_of(text_of(path, what), str(path), what)
+        return parse_document(text_of(path, what), str(path), what)
     except SpecError as error:
         if path.suffix.lower() not in READABLE or not path.is_file():
             raise
@@ -353,7 +353,7 @@ def _read(path: Path, what: str) -> Mapping[Any, Any]:
         ) from None
 
 
-def with_schema(document: Any, folder: Path) -> Any:
+def inline_schema(document: Any, folder: Path) -> Any:
     """A document with its schema in place, where `data.schema` is the path of a file.
 
     Args:
@@ -395,6 +395,6 @@ def dump_spec(spec: RunSpec, folder: Path | None = None) -> str:
     return write_yaml(document)
 
 
-def spec_schema() -> str:
+def build_spec_json_schema() -> str:
     """JSON schema of a run spec, for editors, with all built-in kinds."""
     return json.dumps(RunSpec.model_json_schema(), indent=2)

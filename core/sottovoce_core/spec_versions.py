@@ -24,12 +24,12 @@ STRICT = frozenset({"algorithm", "loss", "decision_set", "topology", "privacy"})
 """Sections that a guarantee rests on."""
 
 
-def stamped(document: Mapping[str, Any]) -> dict[str, Any]:
+def add_format(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with its format, for the wire."""
     return {FIELD: FORMAT, **document}
 
 
-def tolerated(document: object, model: type[BaseModel]) -> tuple[object, tuple[str, ...]]:
+def drop_unknown_fields(document: object, model: type[BaseModel]) -> tuple[object, tuple[str, ...]]:
     """The document as a reader of this version takes it, and the names of the fields that were left out of it.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.text import cell_of, plain
+from sottovoce_core.text import escape_formula, plain
 
 Column = npt.NDArray[Any]
 SHOWN = 40
@@ -141,7 +141,7 @@ class Table:
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self.columns)
-            writer.writerows([["" if _missing(cell) else cell_of(cell) for cell in row] for row in self.rows()])
+            writer.writerows([["" if _missing(cell) else escape_formula(cell) for cell in row] for row in self.rows()])
 
     def to_latex(self, path: Path | str) -> None:
         r"""Write a `tabular` in the style of the package booktabs, for `\input`; numbers to four significant digits."""

@@ -20,12 +20,12 @@ def plain(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def plain_lines(text: str) -> str:
+def escape_control_lines(text: str) -> str:
     """The same of every line, where the lines are ours."""
     return "\n".join(map(plain, text.split("\n")))
 
 
-def cell_of(value: object) -> object:
+def escape_formula(value: object) -> object:
     """A cell of a CSV file: text that a spreadsheet would take for a formula, or a terminal for a command, is none any more."""
     if not isinstance(value, str):
         return value
@@ -38,7 +38,7 @@ def called(names: Sequence[str], learner: int) -> str:
     return names[learner] if 0 <= learner < len(names) else f"learner {learner}"
 
 
-def in_short(names: Sequence[str], most: int = _MAX_NAMED) -> str:
+def abbreviate_names(names: Sequence[str], most: int = _MAX_NAMED) -> str:
     """Some of them, where there are many: an error has to fit into a status. `none` where there are none."""
     if not names:
         return "none"

@@ -23,13 +23,13 @@ from sottovoce_core.errors import SpecError
 
 LONGEST = 16 * 1024 * 1024
 """Bytes of a file that are read: thousands of learners, or categories, have some hundred each."""
-_MOST_BITS = 2**13
+_MAX_INTEGER_BITS = 2**13
 """Of a whole number: longer ones are not even printed."""
 _FORMS = {"NoneType": "nothing", "str": "text", "list": "a list", "int": "a number", "float": "a number"}
 _KINDS = {"int": "whole number", "float": "number", "bool": "true or false", "timestamp": "date"}
-_ODD = {"\t": "a tab", "\u00a0": "a no-break space"}
+_BLANK_LOOKALIKES = {"\t": "a tab", "\u00a0": "a no-break space"}
 """What looks like a blank, and is none."""
-_OLDER = re.compile(r"(?i)y|n|yes|no|on|off|[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?")
+_YAML_1_1_SCALAR = re.compile(r"(?i)y|n|yes|no|on|off|[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?")
 """Text that readers of YAML 1.1, such as Helm and PyYAML, take for a truth value or for minutes and seconds."""
 
 
@@ -50,7 +50,7 @@ class _Constructor(SafeConstructor):
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
-            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
                 raise ValueError
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             form = str(node.tag).rpartition(":")[2]
@@ -78,7 +78,7 @@ class _Representer(SafeRepresenter):
         return node
 
     def represent_text(self, data: str) -> ScalarNode:
-        quotes = "'" if _OLDER.fullmatch(data) else None
+        quotes = "'" if _YAML_1_1_SCALAR.fullmatch(data) else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=quotes)
 
 
@@ -188,7 +188,7 @@ def _the(what: str) -> str:
     return what.replace("a ", "the ", 1)
 
 
-def document_of(text: str, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
+def parse_document(text: str, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
     """What a text says as YAML, not checked yet.
 
     Args:
@@ -235,7 +235,7 @@ def _wrong_with(error: YAMLError, text: str) -> str:
         return f"it must be one document, and a second one begins in line {mark.line + 1}, after ---: make it a file of its own"
     line, column = mark.line, mark.column
     near = [(k, at) for k, at in enumerate(text.split("\n")) if line - 1 <= k <= line]
-    if odd := next(((k, at.index(sign), name) for k, at in near for sign, name in _ODD.items() if sign in at), None):
+    if odd := next(((k, at.index(sign), name) for k, at in near for sign, name in _BLANK_LOOKALIKES.items() if sign in at), None):
         line, column, name = odd
         told, advice = f"{name} stands there", ": put a blank in its place"
     elif told.startswith("mapping values are not allowed"):

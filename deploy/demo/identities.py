@@ -13,7 +13,7 @@ import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from sottovoce_client.pki import AUTHORITY_KEY, USUAL_DAYS, Authority, certificate_of
+from sottovoce_client.pki import AUTHORITY_KEY, DEFAULT_VALIDITY_DAYS, Authority, read_certificate
 from sottovoce_core.errors import SottovoceError
 
 AUTHORITY, IDENTITIES = Path("/authority"), Path("/identities")
@@ -31,7 +31,7 @@ def main(domain: str, *everybody: str) -> None:
         _give(folder, 0)
         if not (folder / "tls.crt").exists():
             ends = authority.issue(whom, folder).not_valid_after_utc
-        elif (ends := certificate_of(folder).not_valid_after_utc) < datetime.now(UTC) + timedelta(days=USUAL_DAYS / 2):
+        elif (ends := read_certificate(folder).not_valid_after_utc) < datetime.now(UTC) + timedelta(days=DEFAULT_VALIDITY_DAYS / 2):
             ends = authority.renew(folder).not_valid_after_utc
         _give(folder, int(user or USER))
         print(f"{whom}: until {ends:%Y-%m-%d}", flush=True)

@@ -14,11 +14,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce_core.errors import AlreadyExists, CaptureError, LimitReached, NotFound, RemoteProtocolError, SpecError
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.recording import Participants, Recording, left_open, resumed, sent_in
-from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.recording import Participants, Recording, left_open, resumed, compute_sent_rounds
+from sottovoce_eavesdropper.relay import GrpcProxy
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_eavesdropper.wiretap import Wiretap
-from sottovoce_eavesdropper.writing import CaptureFile
+from sottovoce_eavesdropper.wiretap import TcpProxy
+from sottovoce_eavesdropper.writing import CaptureWriter
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.credentials import Credentials
@@ -28,9 +28,9 @@ from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
 
 log = structlog.get_logger()
 
-MOST_OPEN, MOST_RELAYS = 1_024, 4_096
+MAX_OPEN_CAPTURES, MAX_PROXIES = 1_024, 4_096
 """Captures, and relays of all of them, at a time: each relay is a port, and its opening takes a millisecond or two."""
-_MOST_WORLD, _MOST_REPLICA = 2**7 - 1, 2**31 - 1
+_MAX_WORLD, _MAX_REPLICA = 2**7 - 1, 2**31 - 1
 
 
 class Captures:
@@ -45,7 +45,7 @@ class Captures:
 
     def __init__(self, folder: str | Path, host: str, credentials: Credentials, *, allow_imports: bool) -> None:
         self._folder, self._host, self._credentials, self._allow_imports = folder, host, credentials, allow_imports
-        self.recordings: dict[str, Recording] = {}
+        self.sessions: dict[str, Recording] = {}
         """By the capture's id, the oldest first."""
         self.refused = Refusals()
         """Calls that relays refused."""
@@ -69,7 +69,7 @@ class Captures:
             SottovoceError: it cannot be written, or a relay cannot listen.
         """
         Participants.of(spec).require(*(index for route in request.routes for index in (route.caller, route.callee)))
-        for each in self.recordings.values():
+        for each in self.sessions.values():
             if each.file.run_id == request.run_id and each.file.open:
                 raise AlreadyExists(
                     f"run {request.run_id!r} is captured already: {each.file.capture_id}; close that first"
@@ -80,7 +80,7 @@ class Captures:
     async def stop(self) -> None:
         """Write everything that is in memory, then end. A capture that nobody closed stays open for who comes after."""
         await self._tasks.end()
-        await asyncio.gather(*(each.close(drain_s=0.0, over=False) for each in self.recordings.values()))
+        await asyncio.gather(*(each.close(drain_s=0.0, over=False) for each in self.sessions.values()))
 
     def known(self, capture_id: str) -> Recording:
         """The capture of this id.
@@ -91,10 +91,10 @@ class Captures:
         """
         if not capture_id:
             raise SpecError("a capture's id is required, got none")
-        if capture_id not in self.recordings:
-            known = f"the last one is {next(reversed(self.recordings))!r}" if self.recordings else "there is none"
+        if capture_id not in self.sessions:
+            known = f"the last one is {next(reversed(self.sessions))!r}" if self.sessions else "there is none"
             raise NotFound(f"no capture {capture_id!r} here: {known}")
-        return self.recordings[capture_id]
+        return self.sessions[capture_id]
 
     async def sent(self, run_id: str, learners: Sequence[str], opener: str) -> list[SentRounds]:
         """How far learners were in captures of an opener, open or closed, of this process or of those before.
@@ -108,7 +108,7 @@ class Captures:
             CaptureError: one of them cannot be read.
             OSError: the place of captures cannot be read.
         """
-        for each in self.recordings.values():
+        for each in self.sessions.values():
             if run_id in ("", each.file.run_id):
                 await each.file.settle()
         return await asyncio.to_thread(self._sent, run_id, frozenset(learners), opener)
@@ -139,7 +139,7 @@ class Captures:
             NotFound: there is none.
             CaptureError: it is closed.
         """
-        own = [each for each in self.recordings.values() if each.file.run_id == run_id]
+        own = [each for each in self.sessions.values() if each.file.run_id == run_id]
         if not own:
             if run_id not in self._taking_up:
                 taking = self._taking_up[run_id] = self._tasks.start(self._take_up(run_id))
@@ -174,11 +174,11 @@ class Captures:
         """
         if len({(route.caller, route.callee) for route in routes}) < len(routes):
             raise RemoteProtocolError("the routes of a capture must be of different channels")
-        served = [*self._opening, *(len(each.relays) for each in self.recordings.values() if not each.closed)]
+        served = [*self._opening, *(len(each.relays) for each in self.sessions.values() if not each.closed)]
         captures, relays = len(served) + 1, sum(served) + len(routes)
-        if captures > MOST_OPEN or relays > MOST_RELAYS:
+        if captures > MAX_OPEN_CAPTURES or relays > MAX_PROXIES:
             raise LimitReached(
-                f"an eavesdropper serves at most {MOST_OPEN} captures and {MOST_RELAYS} relays at a time, asked for "
+                f"an eavesdropper serves at most {MAX_OPEN_CAPTURES} captures and {MAX_PROXIES} relays at a time, asked for "
                 f"{captures} and {relays}: take `capture: mirror`, or another eavesdropper"
             )
         self._opening.append(len(routes))
@@ -188,17 +188,17 @@ class Captures:
             self._opening.remove(len(routes))
 
     def _between(
-        self, route: eavesdropper_pb2.Route, file: CaptureFile, who: Participants, before: int = 0
-    ) -> Relay | Wiretap:
+        self, route: eavesdropper_pb2.Route, file: CaptureWriter, who: Participants, before: int = 0
+    ) -> GrpcProxy | TcpProxy:
         """What stands between two learners, where so many streams, or connections, of theirs were recorded before."""
         if file.ciphertext is not None:
-            return Wiretap(route, file, connections=before, credentials=self._credentials)
+            return TcpProxy(route, file, connections=before, credentials=self._credentials)
         ends, refused = who.ends(route), self.refused
-        return Relay(route, file, streams=before, ends=ends, credentials=self._credentials, refused=refused)
+        return GrpcProxy(route, file, streams=before, ends=ends, credentials=self._credentials, refused=refused)
 
-    def _recording(self, file: CaptureFile, relays: list[Relay | Wiretap]) -> Recording:
+    def _recording(self, file: CaptureWriter, relays: list[GrpcProxy | TcpProxy]) -> Recording:
         who = Participants.of(file.spec)
-        recording = self.recordings[file.capture_id] = Recording(file, relays, Tasks(), who)
+        recording = self.sessions[file.capture_id] = Recording(file, relays, Tasks(), who)
         recording.writing.start(file.write_parts(), "a capture is no longer written")
         log.info("capture opened", capture=file.capture_id, relays=len(relays), folder=file.place.name)
         return recording
@@ -212,7 +212,7 @@ class Captures:
         await file.describe()
         who = Participants.of(file.spec)
 
-        def known() -> Iterator[tuple[Relay | Wiretap, str]]:
+        def known() -> Iterator[tuple[GrpcProxy | TcpProxy, str]]:
             for each in file.routes:
                 route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
                 yield self._between(route, file, who, before.get((route.caller, route.callee), 0)), each["address"]
@@ -224,8 +224,8 @@ class Captures:
 
 
 async def _listening(
-    wanted: Iterable[tuple[Relay | Wiretap, str]],
-) -> tuple[list[Relay | Wiretap], list[str]]:
+    wanted: Iterable[tuple[GrpcProxy | TcpProxy, str]],
+) -> tuple[list[GrpcProxy | TcpProxy], list[str]]:
     """Let relays listen, all or none, each made when its turn comes: others are served in between.
 
     Args:
@@ -237,7 +237,7 @@ async def _listening(
     Raises:
         SottovoceError: one of them cannot.
     """
-    relays, addresses = list[Relay | Wiretap](), list[str]()
+    relays, addresses = list[GrpcProxy | TcpProxy](), list[str]()
     try:
         for relay, listen in wanted:
             relays.append(relay)
@@ -255,7 +255,7 @@ def _sent_of(capture: Capture) -> list[SentRounds]:
         CaptureError: it cannot be read.
     """
     names, found = capture.names, list[SentRounds]()
-    for sender, (rounds, at) in sent_in(capture).items():
+    for sender, (rounds, at) in compute_sent_rounds(capture).items():
         if sender < len(names):
             last_at = Timestamp()
             last_at.FromNanoseconds(at)
@@ -270,13 +270,13 @@ def _route(route: eavesdropper_pb2.Route, address: str) -> dict[str, Any]:
 
 def _begin(
     folder: str, capture_id: str, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, *, allow_imports: bool
-) -> CaptureFile:
-    if request.world > _MOST_WORLD or request.replica > _MOST_REPLICA:
+) -> CaptureWriter:
+    if request.world > _MAX_WORLD or request.replica > _MAX_REPLICA:
         raise SpecError(
-            f"world must be at most {_MOST_WORLD} and replica at most {_MOST_REPLICA}, got {request.world}, {request.replica}"
+            f"world must be at most {_MAX_WORLD} and replica at most {_MAX_REPLICA}, got {request.world}, {request.replica}"
         )
     try:
-        return CaptureFile(
+        return CaptureWriter(
             folder,
             capture_id,
             request.run_id,

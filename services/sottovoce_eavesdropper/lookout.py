@@ -15,24 +15,24 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from sottovoce_core.algorithms.interface import Message, OnLattice
-from sottovoce_core.auditing.noticing import Expected, Notice, Noticing, Said
+from sottovoce_core.algorithms.interface import Message, LatticeAlgorithm
+from sottovoce_core.auditing.noticing import ExpectedTraffic, Detection, OnlineChecks, Said
 from sottovoce_core.auditing.views import digest
 from sottovoce_core.errors import RemoteProtocolError, SottovoceError
 from sottovoce_core.network.network import Network
-from sottovoce_core.network.roster import Attendance
+from sottovoce_core.network.roster import Participation
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.codec import RoundCodec, Shapes, from_fields, read_hello, to_fields
-from sottovoce_rpc.signatures import Signed
+from sottovoce_rpc.signatures import SignedStatement
 
 log = structlog.get_logger()
 
-_MOST_LOGGED, _MOST_KEPT = 20, 100
+_MOST_LOGGED, _MAX_STORED_DETECTIONS = 20, 100
 _MOST_TEXT = 300
 """Characters of what a stranger's message is quoted with."""
-_MOST_DECODED = 64
-EXCHANGE = frozenset({"/sottovoce_wire.v1.Learner/Exchange", ""})
+_MAX_DECODED_MESSAGES = 64
+EXCHANGE_METHODS = frozenset({"/sottovoce_wire.v1.Learner/Exchange", ""})
 """The methods whose messages are rounds; mirrored messages have none."""
 
 
@@ -75,7 +75,7 @@ def is_tapped(spec: Mapping[str, Any]) -> bool:
     return spec.get("capture") == "wiretap"
 
 
-class Lookout:
+class CaptureChecks:
     """What was noticed in one capture.
 
     Args:
@@ -88,7 +88,7 @@ class Lookout:
     Attributes:
         count: of findings.
         kinds: of them, by kind.
-        first: the first `_MOST_KEPT` of them.
+        first: the first `_MAX_STORED_DETECTIONS` of them.
         contradiction: the first round that was sent with two contents, in words; empty: none was.
         not_checked: what could not be looked for, and why; None: all was.
     """
@@ -98,7 +98,7 @@ class Lookout:
     ) -> None:
         self.count = 0
         self.kinds = dict[str, int]()
-        self.first: list[Notice] = []
+        self.first: list[Detection] = []
         self.contradiction = ""
         self.not_checked: str | None = None if spec else "anything: there is no run spec"
         if is_tapped(spec):
@@ -106,7 +106,7 @@ class Lookout:
         self._capture_id, self._spec = capture_id, spec
         self._n_features, self._imports = n_features, allow_imports
         self._codec, self._begun = RoundCodec(fields), False
-        self._noticing = Noticing(Expected(self._codec.length))
+        self._noticing = OnlineChecks(ExpectedTraffic(self._codec.length))
         self._decoded: dict[bytes, tuple[int, int, Message]] = {}
 
     def amend(self, spec: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Lookout:
         """Look at records, in their order; returns them, marked where they were said again."""
         marked = []
         for row in rows:
-            again, findings = False, tuple[Notice, ...]()
+            again, findings = False, tuple[Detection, ...]()
             try:
                 if self._spec:
                     self._begin()
@@ -154,9 +154,9 @@ class Lookout:
             self._codec = RoundCodec(run.field_shapes)  # the same, unless the coordinator errs
             self._noticing.expected = _expected_of(run)
 
-    def _at(self, row: Row) -> tuple[bool, tuple[Notice, ...]]:
+    def _at(self, row: Row) -> tuple[bool, tuple[Detection, ...]]:
         """Whether a record was said before, and what is wrong with it."""
-        if row.method not in EXCHANGE or row.kind not in ("hello", "message", "signature"):
+        if row.method not in EXCHANGE_METHODS or row.kind not in ("hello", "message", "signature"):
             return False, ()
         noticing = self._noticing
         other = row.callee if row.sender == row.caller else row.caller
@@ -170,9 +170,9 @@ class Lookout:
                 return False, ()
             t, claimed, message = self._decoded.get(seen) or self._decode(row.payload, seen)
         except RemoteProtocolError as error:
-            return False, noticing.garbled(row.sender, other, row.stream, str(error)[:_MOST_TEXT])
+            return False, noticing.report_undecodable(row.sender, other, row.stream, str(error)[:_MOST_TEXT])
         said = Said(row.sender, other, row.stream, claimed, t, message.fields, seen, row.size)
-        return noticing.heard_before(said), noticing.heard(said)
+        return noticing.is_repeat(said), noticing.heard(said)
 
     def _lacks(self, row: Row) -> int:
         """The first round that who says this hello has not heard."""
@@ -185,24 +185,24 @@ class Lookout:
 
     def _require_signature(self, row: Row) -> None:
         """It is one, and of its sender; whether it is right, only who knows its authority can say."""
-        said = Signed.decode("", row.payload).statement
+        said = SignedStatement.decode("", row.payload).statement
         if said.sender != row.sender:
             raise RemoteProtocolError(f"signs as {self._noticing.expected.called(said.sender)}")
 
     def _decode(self, payload: bytes, seen: bytes) -> tuple[int, int, Message]:
         """Decode, and keep for the other neighbours, who hear the same a moment later."""
         found = self._codec.decode(payload)
-        if len(self._decoded) >= _MOST_DECODED:
+        if len(self._decoded) >= _MAX_DECODED_MESSAGES:
             self._decoded.clear()
         self._decoded[seen] = found
         return found
 
-    def _note(self, finding: Notice) -> None:
+    def _note(self, finding: Detection) -> None:
         self.count += 1
-        if finding.contradicts:
+        if finding.is_contradiction:
             self.contradiction = self.contradiction or finding.text
         self.kinds[finding.kind] = self.kinds.get(finding.kind, 0) + 1
-        if self.count <= _MOST_KEPT:
+        if self.count <= _MAX_STORED_DETECTIONS:
             self.first.append(finding)
         if self.count <= _MOST_LOGGED:
             log.error("must never happen", capture=self._capture_id, rule=finding.kind, what=finding.text)
@@ -210,10 +210,10 @@ class Lookout:
             log.error("more of it is counted, not logged", capture=self._capture_id)
 
 
-def _expected_of(run: Run) -> Expected:
+def _expected_of(run: Run) -> ExpectedTraffic:
     """What is known of a run's messages before it begins."""
     algorithm, spec = run.algorithm, run.spec
-    latticed = algorithm if isinstance(algorithm, OnLattice) else None
+    latticed = algorithm if isinstance(algorithm, LatticeAlgorithm) else None
 
     def lattice(learner: int, t: int) -> Mapping[str, float]:
         if latticed is None or learner >= spec.n_learners or t >= spec.rounds:
@@ -221,12 +221,12 @@ def _expected_of(run: Run) -> Expected:
         return latticed.lattice(learner, t)
 
     def due(sender: int, receiver: int, t: int) -> int | None:
-        return first_heard(run.network, spec.rounds, sender, receiver, t)
+        return find_next_received_round(run.network, spec.rounds, sender, receiver, t)
 
-    return Expected(RoundCodec(run.field_shapes).length, due, lattice, spec.names)
+    return ExpectedTraffic(RoundCodec(run.field_shapes).length, due, lattice, spec.names)
 
 
-def first_heard(network: Network, rounds: int, sender: int, receiver: int, t: int) -> int | None:
+def find_next_received_round(network: Network, rounds: int, sender: int, receiver: int, t: int) -> int | None:
     """The first round from t on in which a learner hears another one; None: there is none."""
     if max(sender, receiver) >= network.n_learners:
         return None
@@ -258,7 +258,7 @@ class Gaps:
         attendances: in which rounds learners take part, by index; of those who are not named, in all.
     """
 
-    def __init__(self, attendances: Mapping[int, Attendance] | None = None) -> None:
+    def __init__(self, attendances: Mapping[int, Participation] | None = None) -> None:
         self.attendances = attendances or {}
         self._senders: dict[Way, _Sender] = {}
 
@@ -323,7 +323,7 @@ class Gaps:
         return sum(len(way) == 1 for way in self._senders)
 
     @property
-    def bystanders(self) -> int:
+    def idle_learner_count(self) -> int:
         """Learners that take part in no round, and have nothing to copy."""
         return sum(not each.stretches for each in self.attendances.values())
 

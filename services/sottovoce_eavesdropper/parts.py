@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MIB = 1024 * 1024
-MOST_FILE = 256 * MIB
+MAX_FILE_BYTES = 256 * MIB
 """Bytes of a part on disk."""
 MOST_BYTES = 256 * MIB
 """Bytes of a part, unpacked. One that we wrote has a quarter of that, or one message."""
-MOST_ROWS, _MOST_GROUPS = 65_536, 1_024
+MOST_ROWS, _MAX_ROW_GROUPS = 65_536, 1_024
 _MOST_TEXT = 4_096
 """Bytes of a text such as a method's name."""
 BATCH = 1_024
@@ -45,8 +45,8 @@ def read_part(place: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.R
     """
     where = f"{place.name}/{name}"
     with _named(where):
-        if (size := place.size(name)) > MOST_FILE:
-            raise CaptureError(f"{where} must have at most {MOST_FILE} bytes, got {size}")
+        if (size := place.size(name)) > MAX_FILE_BYTES:
+            raise CaptureError(f"{where} must have at most {MAX_FILE_BYTES} bytes, got {size}")
         with place.open(name) as raw:
             footer = parquet().ParquetFile(raw, **_FOOTER)
             _require_limits(where, footer.metadata)
@@ -74,9 +74,9 @@ def _named(where: str) -> Iterator[None]:
 
 def _require_limits(where: str, footer: Any) -> None:
     groups = footer.num_row_groups
-    if groups > _MOST_GROUPS or not 0 <= footer.num_rows <= MOST_ROWS:
+    if groups > _MAX_ROW_GROUPS or not 0 <= footer.num_rows <= MOST_ROWS:
         raise CaptureError(
-            f"{where} must have at most {MOST_ROWS} rows in {_MOST_GROUPS} groups, got {footer.num_rows} in {groups}"
+            f"{where} must have at most {MOST_ROWS} rows in {_MAX_ROW_GROUPS} groups, got {footer.num_rows} in {groups}"
         )
     sizes = [footer.row_group(k).total_byte_size for k in range(groups)]
     if min(sizes, default=0) < 0 or sum(sizes) > MOST_BYTES:

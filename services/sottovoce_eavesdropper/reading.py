@@ -17,13 +17,13 @@ from sottovoce_core.auditing.views import digest
 from sottovoce_core.errors import CaptureError, EquivocationError, RemoteProtocolError
 from sottovoce_core.network.network import Network
 from sottovoce_core.network.roster import names_of
-from sottovoce_core.running.transcript import Assembly, Transcript
+from sottovoce_core.running.transcript import RoundReassembler, Transcript
 from sottovoce_core.text import called, plain
 from sottovoce_eavesdropper import FORMAT
-from sottovoce_eavesdropper.lookout import EXCHANGE
+from sottovoce_eavesdropper.lookout import EXCHANGE_METHODS
 from sottovoce_eavesdropper.parts import MIB, read_part
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_eavesdropper.writing import Ciphertext, part_name, part_number, schema
+from sottovoce_eavesdropper.writing import CiphertextCounts, format_part_name, parse_part_number, schema
 from sottovoce_rpc.codec import RoundCodec
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ _MOST_FACTS = 16 * MIB
 _CHANGED = "the capture may be damaged, or somebody changed it"
 MOST_ROUNDS = 2**24
 """Beyond any run that is replayed: a message of a later round is made up."""
-_MOST_NUMBERS, _MOST_FIELDS = 2**24, 256
+_MOST_NUMBERS, _MAX_FIELDS = 2**24, 256
 """In a message."""
-MOST_NAMED, _LONGEST_NAME = 4096, 63
+MAX_NAMES, _LONGEST_NAME = 4096, 63
 """Learners that a capture may name, and letters of a name: it may be anybody's."""
 
 _FACTS = {
@@ -55,7 +55,7 @@ _FACTS = {
     "n_features": int,
 }
 """What `capture.json` must say."""
-_COUNTED = ("connections", "records", "bytes")
+_CIPHERTEXT_COUNTS = ("connections", "records", "bytes")
 """What `ciphertext` must say, where it is there."""
 
 
@@ -94,10 +94,10 @@ class Capture:
         return replica
 
     @property
-    def ciphertext(self) -> Ciphertext | None:
+    def ciphertext(self) -> CiphertextCounts | None:
         """What a wiretap noted, as `capture.json` counts it; None: the capture is by none, and has messages."""
         told = self.facts.get("ciphertext")
-        return None if told is None else Ciphertext(**told)
+        return None if told is None else CiphertextCounts(**told)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -109,8 +109,8 @@ class Capture:
         """Of the run's learners, by index, plain enough for a terminal; none where the capture does not say."""
         learners = self.facts["spec"].get("learners")
         if isinstance(learners, list):
-            return tuple(plain(str(each))[:_LONGEST_NAME] for each in learners[:MOST_NAMED])
-        return names_of(min(max(learners, 0), MOST_NAMED)) if type(learners) is int else ()
+            return tuple(plain(str(each))[:_LONGEST_NAME] for each in learners[:MAX_NAMES])
+        return names_of(min(max(learners, 0), MAX_NAMES)) if type(learners) is int else ()
 
     def batches(self, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
         """All records, in the order in which they were overheard, in batches of bounded size.
@@ -214,7 +214,7 @@ class Capture:
         """
         self.require_messages()
         codec, rounds = RoundCodec(shapes), list[Message]()
-        assembly = Assembly[Message](learners, MOST_ROUNDS, network, names=self.names)
+        assembly = RoundReassembler[Message](learners, MOST_ROUNDS, network, names=self.names)
         listening = _Listening(network, self.names)
         for batch in self.batches(("caller", "callee", "sender", "kind", "method", "payload")):
             self.assemble(batch, codec, assembly, listening)
@@ -232,7 +232,7 @@ class Capture:
         self,
         batch: pa.RecordBatch,
         codec: RoundCodec,
-        into: Assembly[Message],
+        into: RoundReassembler[Message],
         listening: _Listening | None = None,
     ) -> None:
         """Put the rounds of a batch together with what was overheard before; fields are shaped `(1, 1, *shape)`, as in replay.
@@ -246,7 +246,7 @@ class Capture:
         Raises:
             CaptureError: a message is none of this run.
         """
-        said = rounds_only(batch)
+        said = filter_rounds(batch)
         senders, payloads = said.column("sender").to_pylist(), said.column("payload").to_pylist()
         rows, rounds, claimed, fields = codec.decode_many(payloads)
         if wrong := set(range(len(payloads))) - set(rows.tolist()):
@@ -266,7 +266,7 @@ class Capture:
             except CaptureError as error:
                 raise CaptureError(f"{self.name}: {error}; {_CHANGED}") from None
 
-    def by_part(
+    def read_parts(
         self, columns: Sequence[str], wanted: Callable[[int], bool] = lambda _: True
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The records of some parts, each batch with the number of its part.
@@ -279,9 +279,9 @@ class Capture:
             CaptureError: a part cannot be read or is missing.
         """
         for name in self._parts():
-            if wanted(part_number(name)):
+            if wanted(parse_part_number(name)):
                 for batch in read_part(self.place, name, columns):
-                    yield part_number(name), batch
+                    yield parse_part_number(name), batch
 
     def _parts(self) -> list[str]:
         """Names of the parts, in order.
@@ -290,13 +290,13 @@ class Capture:
             CaptureError: one is missing, or the place cannot be read.
         """
         try:
-            parts = [name for name in self.place.names() if part_number(name)]
+            parts = [name for name in self.place.names() if parse_part_number(name)]
         except OSError as error:
             raise CaptureError(f"cannot read the capture {self.name}: {error}") from None
-        parts.sort(key=part_number)
+        parts.sort(key=parse_part_number)
         for expected, name in enumerate(parts, 1):
-            if part_number(name) != expected:
-                raise CaptureError(f"the capture {self.name} must have {part_name(expected)}, the next one is {name}")
+            if parse_part_number(name) != expected:
+                raise CaptureError(f"the capture {self.name} must have {format_part_name(expected)}, the next one is {name}")
         return parts
 
 
@@ -340,12 +340,12 @@ def _side_by_side(said: Mapping[int, Message], shapes: Mapping[str, tuple[int, .
     return Message(fields)
 
 
-def rounds_only(batch: pa.RecordBatch) -> pa.RecordBatch:
+def filter_rounds(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The messages that are rounds."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    methods = pa.array(sorted(EXCHANGE))
+    methods = pa.array(sorted(EXCHANGE_METHODS))
     exchanged = pc.is_in(batch.column("method"), value_set=methods)
     return batch.filter(pc.and_(pc.equal(batch.column("kind"), "message"), exchanged))
 
@@ -387,7 +387,7 @@ def open_capture(place: str | Path | Folder) -> Capture:
 def _are_counts(told: Any) -> bool:
     """What a wiretap counts; or nothing, of a capture by none."""
     return told is None or (
-        isinstance(told, dict) and sorted(told) == sorted(_COUNTED) and all(type(each) is int for each in told.values())
+        isinstance(told, dict) and sorted(told) == sorted(_CIPHERTEXT_COUNTS) and all(type(each) is int for each in told.values())
     )
 
 
@@ -398,7 +398,7 @@ def _are_fields(fields: Mapping[str, Any]) -> bool:
         if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and n >= 0 for n in shape):
             return False
         numbers += math.prod(max(n, 1) for n in shape)
-    return numbers <= _MOST_NUMBERS and len(fields) <= _MOST_FIELDS
+    return numbers <= _MOST_NUMBERS and len(fields) <= _MAX_FIELDS
 
 
 _DEPTH = 3

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from sottovoce_core.auditing.noticing import Notice
-from sottovoce_core.errors import CaptureError, RemoteProtocolError, StrangerError
+from sottovoce_core.auditing.noticing import Detection
+from sottovoce_core.errors import CaptureError, RemoteProtocolError, PermissionDenied
 from sottovoce_core.network.roster import names_of
 from sottovoce_core.registry import ENDLESS
 from sottovoce_core.running.transcript import KEPT
 from sottovoce_core.spec import MOST_LEARNERS
 from sottovoce_core.text import called
-from sottovoce_eavesdropper.lookout import EXCHANGE, Row
+from sottovoce_eavesdropper.lookout import EXCHANGE_METHODS, Row
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.relay import MOST_PAYLOAD, Relay
+from sottovoce_eavesdropper.relay import MAX_PAYLOAD_BYTES, GrpcProxy
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_eavesdropper.wiretap import Wiretap
-from sottovoce_eavesdropper.writing import WRITE_S, CaptureFile, part_number
+from sottovoce_eavesdropper.wiretap import TcpProxy
+from sottovoce_eavesdropper.writing import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.signatures import is_signature
@@ -49,8 +49,8 @@ log = structlog.get_logger()
 class Recording:
     """A capture, the relays or wiretaps that feed it, and its writer; and whether all have ended that mirror into it."""
 
-    file: CaptureFile
-    relays: list[Relay | Wiretap]
+    file: CaptureWriter
+    relays: list[GrpcProxy | TcpProxy]
     writing: Tasks
     who: Participants
     mirrored: asyncio.Event = field(default_factory=asyncio.Event)
@@ -74,16 +74,16 @@ class Recording:
         """A capture is its coordinator's.
 
         Raises:
-            StrangerError: another one asks.
+            PermissionDenied: another one asks.
         """
         if caller != self.file.opener:
-            raise StrangerError(f"the capture is of {self.file.opener or 'a coordinator without an identity'}")
+            raise PermissionDenied(f"the capture is of {self.file.opener or 'a coordinator without an identity'}")
 
     @property
     def unsure(self) -> bool:
         """Copies may be on their way: of a learner that has more, or has not begun, for its run was short."""
         gaps = self.file.gaps
-        return gaps.unsure or (self.who.mirrored and gaps.senders < self.who.learners - gaps.bystanders)
+        return gaps.unsure or (self.who.mirrored and gaps.senders < self.who.learners - gaps.idle_learner_count)
 
     async def lead(self, routes: Iterable[eavesdropper_pb2.Route]) -> None:
         """Some learners are at other addresses than before."""
@@ -123,7 +123,7 @@ class Recording:
                 async with asyncio.timeout(drain_s):
                     await self.mirrored.wait()
         await asyncio.gather(*(relay.stop() for relay in self.relays))
-        await self.writing.end(WRITE_S)
+        await self.writing.end(WRITE_TIMEOUT_S)
         if over and self.who.mirrored:
             self.file.gaps.silent(len(self.who.names))
         await self.file.close(over=over)
@@ -149,7 +149,7 @@ def left_open(place: str | Path, run_id: str) -> Capture | None:
     return None
 
 
-def sent_in(capture: Capture) -> dict[int, tuple[int, int]]:
+def compute_sent_rounds(capture: Capture) -> dict[int, tuple[int, int]]:
     """How far each learner was in a capture, by its index: one more than its last round, and when that passed, in nanoseconds.
 
     Of what was sent again a capture may have an older round last; so the newest parts are read until every learner was seen, and
@@ -163,9 +163,9 @@ def sent_in(capture: Capture) -> dict[int, tuple[int, int]]:
         return found
     codec, rounds, read = RoundCodec(capture.shapes), capture.facts["spec"].get("rounds"), 0
     most = rounds if isinstance(rounds, int) else ENDLESS
-    for part in sorted(filter(None, map(part_number, capture.place.names())), reverse=True):
+    for part in sorted(filter(None, map(parse_part_number, capture.place.names())), reverse=True):
         columns = ("caller", "callee", "sender", "kind", "method", "wall_ns", "payload")
-        for _, batch in capture.by_part(columns, part.__eq__):
+        for _, batch in capture.read_parts(columns, part.__eq__):
             read += len(batch)
             for sender, t, at in _said(codec, batch):
                 if t < most and t + 1 > found.get(sender, (0, 0))[0]:
@@ -184,10 +184,10 @@ def _said(codec: RoundCodec, batch: pa.RecordBatch) -> Iterator[tuple[int, int, 
     senders, walls = (said.column(name).to_numpy()[rows] for name in ("sender", "wall_ns"))
     methods = said.column("method").to_pylist()
     told = zip(rows.tolist(), senders.tolist(), claimed.tolist(), rounds.tolist(), walls.tolist(), strict=True)
-    yield from ((sender, t, at) for row, sender, name, t, at in told if sender == name and methods[row] in EXCHANGE)
+    yield from ((sender, t, at) for row, sender, name, t, at in told if sender == name and methods[row] in EXCHANGE_METHODS)
 
 
-def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapping[tuple[int, int], int]]:
+def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureWriter, Mapping[tuple[int, int], int]]:
     """A capture to be written on, and how many streams of each edge it has; by wiretap, how many connections.
 
     Raises:
@@ -195,7 +195,7 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
         OSError: it cannot be written.
     """
     facts = capture.facts
-    file = CaptureFile(
+    file = CaptureWriter(
         capture.name,
         facts["capture_id"],
         facts["run_id"],
@@ -206,18 +206,18 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
         allow_imports,
         capture.shapes,
         facts["routes"],
-        parts=max(map(part_number, capture.place.names()), default=0),
+        parts=max(map(parse_part_number, capture.place.names()), default=0),
     )
     file.opener = facts["opener"]
     file.lookout.count = facts["noticed_count"]
-    file.lookout.first = [Notice(**finding) for finding in facts["noticed"]]
-    file.lookout.contradiction = next((each.text for each in file.lookout.first if each.contradicts), "")
+    file.lookout.first = [Detection(**finding) for finding in facts["noticed"]]
+    file.lookout.contradiction = next((each.text for each in file.lookout.first if each.is_contradiction), "")
     for gap in facts["gaps"]:  # of channels; those of copies follow from the rounds that came
         if "receiver" in gap and gap["to"] is not None:
             file.gaps.resumed(gap["sender"], gap["receiver"], due=gap["from"], t=gap["to"])
     seen = _count(file, capture)
     if file.ciphertext is not None:
-        file.interrupted = True
+        file.is_interrupted = True
         return file, seen.streams
     # Payloads are read only where they say something: a long run's relays must not wait until all of it was read.
     latest = _latest(seen.rows)
@@ -235,13 +235,13 @@ class _Seen:
     last: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
 
-def _count(file: CaptureFile, capture: Capture) -> _Seen:
+def _count(file: CaptureWriter, capture: Capture) -> _Seen:
     """Count what was recorded: messages and streams; of a wiretap ciphertext and connections."""
     import pyarrow.compute as pc
 
     seen, counts = _Seen(), file.ciphertext
     kind, number = ("message", "stream") if counts is None else ("ciphertext", "connection")
-    for part, batch in capture.by_part(("caller", "callee", "sender", "kind", number, "size")):
+    for part, batch in capture.read_parts(("caller", "callee", "sender", "kind", number, "size")):
         seen.rows[part] = seen.rows.get(part, 0) + len(batch)
         for each in _groups(batch, ("caller", "callee"), [(number, "max")]):
             way = each["caller"], each["callee"]
@@ -276,13 +276,13 @@ def _latest(rows: Mapping[int, int]) -> set[int]:
     return found
 
 
-def _note_rounds(file: CaptureFile, capture: Capture, needed: Collection[int], latest: Collection[int]) -> None:
+def _note_rounds(file: CaptureWriter, capture: Capture, needed: Collection[int], latest: Collection[int]) -> None:
     import pyarrow.compute as pc
 
     for route in file.routes:
         way = route["caller"], route["callee"]
         file.awaited |= {way: 0, way[::-1]: 0}
-    for part, batch in capture.by_part(("caller", "callee", "sender", "kind", "payload"), needed.__contains__):
+    for part, batch in capture.read_parts(("caller", "callee", "sender", "kind", "payload"), needed.__contains__):
         said = batch.filter(pc.equal(batch.column("kind"), "message"))
         payloads = said.column("payload").to_pylist()
         rows, rounds, _, _ = file.codec.decode_many(payloads)
@@ -294,7 +294,7 @@ def _note_rounds(file: CaptureFile, capture: Capture, needed: Collection[int], l
             _note_round(file, way, t)
 
 
-def _note_round(file: CaptureFile, way: tuple[int, int], t: int) -> None:
+def _note_round(file: CaptureWriter, way: tuple[int, int], t: int) -> None:
     if file.routes:
         file.awaited[way] = max(file.awaited[way], t + 1)
     else:
@@ -305,9 +305,9 @@ def _note_round(file: CaptureFile, way: tuple[int, int], t: int) -> None:
 # ---- copies of learners ----------------------------------------------------------------------------------------------
 
 
-_MOST_COPIES = 1_024
+_MAX_COPIES_PER_REQUEST = 1_024
 """In one request: learners send far fewer at a time."""
-_MOST_INDEX, _MOST_NS = 2**31 - 1, 2**63 - 1
+_MAX_INDEX, _MAX_TIME_NS = 2**31 - 1, 2**63 - 1
 """Within the columns of a capture."""
 
 
@@ -332,21 +332,21 @@ class Participants:
         fields = document if isinstance(document, dict) else {}
         told = fields.get("learners")
         n = told if isinstance(told, int) else len(told) if isinstance(told, list) else 0
-        n = n if 0 < n <= _MOST_INDEX else _MOST_INDEX
+        n = n if 0 < n <= _MAX_INDEX else _MAX_INDEX
         names = names_of(told) if isinstance(told, int | list) and n <= MOST_LEARNERS else ()
         names = names if all(isinstance(name, str) for name in names) else ()
         return cls(n, fields.get("capture") == "mirror", names)
 
-    def require_itself(self, index: int, caller: Principal | None) -> None:
+    def require_sender(self, index: int, caller: Principal | None) -> None:
         """A learner that has shown a certificate speaks for itself; others cannot be told apart.
 
         Raises:
-            StrangerError: it speaks for another one.
+            PermissionDenied: it speaks for another one.
         """
         if caller is not None and not caller.is_one_of(
             *(f"{Role.LEARNER}/{name}" for name in self.names[index : index + 1])
         ):
-            raise StrangerError(f"{caller} must not speak for {called(self.names, index)}")
+            raise PermissionDenied(f"{caller} must not speak for {called(self.names, index)}")
 
     def require(self, *indices: int) -> None:
         """Refuse whoever is not one of them.
@@ -371,8 +371,8 @@ class Participants:
         if not self.mirrored:
             raise RemoteProtocolError("copies are taken where the run's capture is `mirror`, got a run of another one")
         self.require(request.sender)
-        if len(request.messages) > _MOST_COPIES:
-            raise RemoteProtocolError(f"a request must have at most {_MOST_COPIES} copies, got {len(request.messages)}")
+        if len(request.messages) > _MAX_COPIES_PER_REQUEST:
+            raise RemoteProtocolError(f"a request must have at most {_MAX_COPIES_PER_REQUEST} copies, got {len(request.messages)}")
         now = time.monotonic_ns()
         return [row for message in request.messages for row in self._rows(request.sender, message, now)]
 
@@ -383,8 +383,8 @@ class Participants:
             )
         self.require(*message.receivers)
         wall, size = 10**9 * message.sent_at.seconds + message.sent_at.nanos, len(message.payload)
-        if size > MOST_PAYLOAD or abs(wall) > _MOST_NS:
-            text = f"a copy must have at most {MOST_PAYLOAD} bytes and a time of 64 bits in nanoseconds"
+        if size > MAX_PAYLOAD_BYTES or abs(wall) > _MAX_TIME_NS:
+            text = f"a copy must have at most {MAX_PAYLOAD_BYTES} bytes and a time of 64 bits in nanoseconds"
             raise RemoteProtocolError(f"{text}, got {size} and {wall}")
         if sender in message.receivers or len(set(message.receivers)) < len(message.receivers):
             raise RemoteProtocolError(f"a message of {called(self.names, sender)} must go to others, once to each")

@@ -4,7 +4,7 @@ It knows nothing of what passes: any gRPC method, any message; but that learners
 said, which is recorded as what it is. One listening port per edge tells whose traffic it is. What it cannot pass on is what
 gRPC itself adds: `user-agent`, `:authority` and compression are the relay's own.
 
-`ForeignRelay` stands on its own in front of any gRPC server, and records what passes; neither side needs to know.
+`StandaloneProxy` stands on its own in front of any gRPC server, and records what passes; neither side needs to know.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce_core.errors import CaptureError, SpecError, StrangerError, Unavailable
-from sottovoce_eavesdropper.lookout import EXCHANGE, Row
+from sottovoce_core.errors import CaptureError, SpecError, PermissionDenied, Unavailable
+from sottovoce_eavesdropper.lookout import EXCHANGE_METHODS, Row
 from sottovoce_eavesdropper.storage import open_folder, require_folder
-from sottovoce_eavesdropper.writing import WRITE_S, CaptureFile
+from sottovoce_eavesdropper.writing import WRITE_TIMEOUT_S, CaptureWriter
 from sottovoce_rpc.access import Access, Refusals
 from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.logs import log_start
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import (
-    AROUND_BYTES,
+    MAX_OVERHEAD_BYTES,
     CHANNEL_OPTIONS,
-    MAX_MESSAGE,
-    MOST_CALLS,
+    MAX_MESSAGE_BYTES,
+    MAX_CONCURRENT_CALLS,
     SERVER_OPTIONS,
     Options,
     announce,
     channel,
-    limited,
+    limit_message_size,
     listen_on,
     serve_until_stopped,
 )
 from sottovoce_rpc.signatures import is_signature
-from sottovoce_rpc.status import Ending, answering
+from sottovoce_rpc.status import CallOutcome, answering
 from sottovoce_rpc.tasks import Tasks, beside
 from sottovoce_wire.v1 import eavesdropper_pb2
 
@@ -54,10 +54,10 @@ log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
 _Metadata = tuple[tuple[str, str | bytes], ...]
 
-_MOST_METHOD, MOST_PAYLOAD = 1_024, 128 * 1024 * 1024
+_MAX_METHOD_CHARS, MAX_PAYLOAD_BYTES = 1_024, 128 * 1024 * 1024
 """Characters of a method, and bytes of a message, that are kept: longer ones pass, but would make a capture unreadable."""
 
-FINISH_S = 1.0
+FINISH_TIMEOUT_S = 1.0
 """How long calls under way may take to end when a capture closes: the trailers of the last one are still on their way."""
 
 _Note = Callable[[str, bytes], None]
@@ -79,7 +79,7 @@ _NOWHERE = "127.0.0.1:0"
 """Where nobody listens: in place of a learner that has not joined yet."""
 
 
-class Relay(grpc.GenericRpcHandler):
+class GrpcProxy(grpc.GenericRpcHandler):
     """One edge.
 
     Args:
@@ -96,7 +96,7 @@ class Relay(grpc.GenericRpcHandler):
     def __init__(
         self,
         route: eavesdropper_pb2.Route,
-        capture: CaptureFile,
+        capture: CaptureWriter,
         *,
         streams: int = 0,
         ends: tuple[str, str] = ("", ""),
@@ -111,8 +111,8 @@ class Relay(grpc.GenericRpcHandler):
         self._ends, self._credentials = ends, credentials
         self._own = to is None  # else of a service that is not ours, and of its clients
         guards = [Access(credentials, refused)] if self._own else []
-        options = limited(SERVER_OPTIONS, self._most) if options is None else options
-        self._server = grpc.aio.server(interceptors=guards, options=options, maximum_concurrent_rpcs=MOST_CALLS)
+        options = limit_message_size(SERVER_OPTIONS, self._most) if options is None else options
+        self._server = grpc.aio.server(interceptors=guards, options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
         self._to, self._before = to or self._channel(), list[grpc.aio.Channel]()
 
     def _channel(self) -> grpc.aio.Channel:
@@ -123,7 +123,7 @@ class Relay(grpc.GenericRpcHandler):
     @property
     def _most(self) -> int:
         """Bytes of the longest message that passes: of a run of ours it is known how long they are."""
-        return self._capture.codec.length + AROUND_BYTES if self._capture.fields else MAX_MESSAGE
+        return self._capture.codec.length + MAX_OVERHEAD_BYTES if self._capture.fields else MAX_MESSAGE_BYTES
 
     async def open(self, listen: str) -> str:
         """Listen as the eavesdropper does; returns the address.
@@ -131,7 +131,7 @@ class Relay(grpc.GenericRpcHandler):
         Raises:
             SottovoceError: the address cannot be listened on, or the identity cannot be used.
         """
-        return await self.listen(listen, self._credentials.of_server(listen))
+        return await self.listen(listen, self._credentials.build_server_credentials(listen))
 
     async def listen(self, listen: str, credentials: grpc.ServerCredentials | None = None) -> str:
         """Listen on `host:port`, with TLS if there are credentials; returns the address.
@@ -153,8 +153,8 @@ class Relay(grpc.GenericRpcHandler):
         await before.close()
 
     async def stop(self) -> None:
-        """Take no new call, let those under way end within `FINISH_S`, and cut what still passes then."""
-        await self._server.stop(FINISH_S)
+        """Take no new call, let those under way end within `FINISH_TIMEOUT_S`, and cut what still passes then."""
+        await self._server.stop(FINISH_TIMEOUT_S)
         for each in (self._to, *self._before):
             await each.close()
 
@@ -180,11 +180,11 @@ class Relay(grpc.GenericRpcHandler):
         """The learner that opens this edge, and nobody else who has shown a certificate.
 
         Raises:
-            StrangerError: somebody else does.
+            PermissionDenied: somebody else does.
         """
         caller, name = self._credentials.caller(context), self._ends[0]
         if caller is not None and name and not caller.is_one_of(f"{Role.LEARNER}/{name}"):
-            raise StrangerError(f"{caller} must not speak for {name}")
+            raise PermissionDenied(f"{caller} must not speak for {name}")
 
     async def _pass(self, method: str, context: Context) -> None:
         stream = self._streams = self._streams + 1
@@ -196,7 +196,7 @@ class Relay(grpc.GenericRpcHandler):
         call: grpc.aio.StreamStreamCall[Any, Any] = self._leading().stream_stream(method)(
             metadata=metadata, timeout=context.time_remaining()
         )
-        ending, room = Ending(call), self._capture.room
+        ending, room = CallOutcome(call), self._capture.room
         try:
             async with beside(_pump_out(context, call, note_out, room)):
                 with contextlib.suppress(grpc.aio.AioRpcError):
@@ -215,15 +215,15 @@ class Relay(grpc.GenericRpcHandler):
 
     def _noter(self, direction: str, stream: int, connection: int, method: str) -> _Note:
         caller, callee, add = self._route.caller, self._route.callee, self._capture.add
-        sender, method = (caller if direction == "out" else callee), method[:_MOST_METHOD]
+        sender, method = (caller if direction == "out" else callee), method[:_MAX_METHOD_CHARS]
         # The first thing that is said, and no other: a hello in the middle is looked at as what it is, a wrong message.
-        greeting = ours = method in EXCHANGE and bool(self._capture.fields)
+        greeting = ours = method in EXCHANGE_METHODS and bool(self._capture.fields)
 
         def note(kind: str, payload: bytes) -> None:
             nonlocal greeting
             if kind == "message":
                 kind, greeting = "hello" if greeting else "signature" if ours and is_signature(payload) else kind, False
-            payload = payload[:MOST_PAYLOAD]
+            payload = payload[:MAX_PAYLOAD_BYTES]
             now, mono, size = time.time_ns(), time.monotonic_ns(), len(payload)
             add(Row(caller, callee, sender, direction, kind, stream, connection, method, now, mono, size, payload))
 
@@ -274,7 +274,7 @@ _LISTEN_OPTIONS = (*(option for option in SERVER_OPTIONS if not option[0].endswi
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignConfig:
+class StandaloneProxyConfig:
     """A relay in front of a server that is not ours.
 
     Attributes:
@@ -304,7 +304,7 @@ class ForeignConfig:
         require_address(self.to, "--to")
         require_address(self.listen, "--listen", listen=True)
 
-    def listen_credentials(self) -> grpc.ServerCredentials | None:
+    def build_listen_credentials(self) -> grpc.ServerCredentials | None:
         """Of the side where clients call; None: no TLS.
 
         Raises:
@@ -326,22 +326,22 @@ class ForeignConfig:
         return grpc.aio.secure_channel(self.to, grpc.ssl_channel_credentials(authorities), options=_TO_OPTIONS)
 
 
-class ForeignRelay:
+class StandaloneProxy:
     """One relay and its capture."""
 
-    def __init__(self, config: ForeignConfig) -> None:
+    def __init__(self, config: StandaloneProxyConfig) -> None:
         self._config = config
         world = "" if config.world is None else f"world-{config.world}-"
         capture_id = f"relay-{world}{uuid.uuid4().hex[:6]}"
         require_folder(config.folder)
         self.folder = open_folder(config.folder).below(capture_id).name
-        credentials, to = config.listen_credentials(), config.channel()
+        credentials, to = config.build_listen_credentials(), config.channel()
         try:
-            self.file = CaptureFile(self.folder, capture_id, capture_id, "{}", world=config.world)
+            self.file = CaptureWriter(self.folder, capture_id, capture_id, "{}", world=config.world)
         except OSError as error:
             raise CaptureError(f"cannot write to the folder {self.folder}: {error.strerror or error}") from None
         route = eavesdropper_pb2.Route(caller=0, callee=1, target=config.to)
-        self._relay, self._credentials = Relay(route, self.file, to=to, options=_LISTEN_OPTIONS), credentials
+        self._relay, self._credentials = GrpcProxy(route, self.file, to=to, options=_LISTEN_OPTIONS), credentials
         self._writing = Tasks()
 
     async def start(self) -> str:
@@ -364,7 +364,7 @@ class ForeignRelay:
     async def stop(self) -> None:
         """Let the last calls end, write the rest, close the capture."""
         await self._relay.stop()
-        await self._writing.end(WRITE_S)
+        await self._writing.end(WRITE_TIMEOUT_S)
         await self.file.close()
         log.info("capture closed", messages=self.file.messages, bytes=self.file.bytes, folder=self.folder)
 
@@ -376,14 +376,14 @@ def _pem(path: Path) -> bytes:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
 
 
-async def serve(config: ForeignConfig, *, with_stdin: bool = False) -> None:
+async def serve(config: StandaloneProxyConfig, *, with_stdin: bool = False) -> None:
     """Run a relay in this process until it is told to stop.
 
     Raises:
         SottovoceError: the address is taken, or a file cannot be used.
     """
-    relay = ForeignRelay(config)
+    relay = StandaloneProxy(config)
     address = await relay.start()
     announce("relay", address=address, to=config.to, capture=relay.folder)
     log_start("relay", address=address, to=config.to, folder=relay.folder)
-    await serve_until_stopped(lambda _: relay.stop(), with_stdin=with_stdin, drain_s=FINISH_S + WRITE_S)
+    await serve_until_stopped(lambda _: relay.stop(), with_stdin=with_stdin, drain_s=FINISH_TIMEOUT_S + WRITE_TIMEOUT_S)

@@ -17,29 +17,29 @@ import structlog
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_eavesdropper.captures import Captures
 from sottovoce_eavesdropper.recording import Recording
-from sottovoce_eavesdropper.relay import FINISH_S, MOST_PAYLOAD
+from sottovoce_eavesdropper.relay import FINISH_TIMEOUT_S, MAX_PAYLOAD_BYTES
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
-from sottovoce_eavesdropper.writing import WRITE_S, CaptureFile, part_number
-from sottovoce_rpc.access import NO_ONE, Refusals, StreamLimit
+from sottovoce_eavesdropper.writing import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
+from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, StreamLimit
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.logs import log_start, tell_if_open
-from sottovoce_rpc.metrics import Catalogue, Reading, Scraped, common, scraped
+from sottovoce_rpc.logs import log_start, warn_if_open
+from sottovoce_rpc.metrics import Catalogue, Reading, MetricsEndpoint, common, serve_metrics
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import AROUND_BYTES, MOST_CALLS, Service, announce, page, serve_until_stopped, start_server
-from sottovoce_rpc.specs import document_from_wire, require_run_id, run_named
+from sottovoce_rpc.server import MAX_OVERHEAD_BYTES, MAX_CONCURRENT_CALLS, Service, announce, page, serve_until_stopped, start_server
+from sottovoce_rpc.specs import document_from_wire, require_run_id, resolve_run_id
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Eavesdropper"
 _CHUNK = 1024 * 1024
-_MIRROR_DRAIN_S = 3.0
-MAX_MIRRORS = 4
+_MIRROR_DRAIN_TIMEOUT_S = 3.0
+MAX_MIRROR_STREAMS = 4
 """Streams of copies of one learner at a time: one of its run, and those that it gave up and that have not ended yet."""
-DRAIN_S = FINISH_S + WRITE_S
+DRAIN_TIMEOUT_S = FINISH_TIMEOUT_S + WRITE_TIMEOUT_S
 """How long it may take to write what it holds, once it is told to stop."""
-_MOST_MESSAGE = MOST_PAYLOAD + AROUND_BYTES
+_MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + MAX_OVERHEAD_BYTES
 """Bytes of what learners copy: the longest message that is kept comes alone."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -75,7 +75,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self.config = config
         self._host = config.listen.rsplit(":", 1)[0]
         self._captures = Captures(config.folder, self._host, config.credentials, allow_imports=config.allow_imports)
-        self._mirrors = StreamLimit(MAX_MIRRORS if config.credentials.principal else MOST_CALLS, "copies")
+        self._mirrors = StreamLimit(MAX_MIRROR_STREAMS if config.credentials.principal else MAX_CONCURRENT_CALLS, "copies")
         self.service: Service | None = None
         self.address = ""
 
@@ -95,11 +95,11 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             lambda server: eavesdropper_pb2_grpc.add_EavesdropperServicer_to_server(self, server),
             [NAME],
             self.config.credentials,
-            _MOST_MESSAGE,
+            _MAX_MESSAGE_BYTES,
         )
         self.address = self._advertised(self.service.address)
         if not remote:
-            tell_if_open(Path(self.config.folder), "folder of captures")
+            warn_if_open(Path(self.config.folder), "folder of captures")
         return self.address
 
     async def stop(self) -> None:
@@ -112,7 +112,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """For Prometheus; refused: who asked for it, and may not."""
         served = [] if self.service is None else [self.service.refused]
         yield from common([self.config.credentials], [refused, self._captures.refused, *served])
-        yield from readings(each.file for each in self._captures.recordings.values())
+        yield from readings(each.file for each in self._captures.sessions.values())
 
     # ---- captures -----------------------------------------------------------------------------------------
 
@@ -148,15 +148,15 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """End a capture; once closed, closing it again says what was captured."""
         capture = self._captures.known(request.capture_id)
         capture.require_opener(self._caller(context))
-        await capture.close(drain_s=_MIRROR_DRAIN_S)
+        await capture.close(drain_s=_MIRROR_DRAIN_TIMEOUT_S)
         return eavesdropper_pb2.CloseCaptureResponse(capture=_info(capture.file))
 
     async def ListCaptures(
         self, request: eavesdropper_pb2.ListCapturesRequest, context: Context
     ) -> eavesdropper_pb2.ListCapturesResponse:
         """The captures of this process, of one run or all."""
-        newest = dict(reversed(self._captures.recordings.items()))
-        run_id = run_named(request.run_id, (each.file.run_id for each in newest.values()))
+        newest = dict(reversed(self._captures.sessions.items()))
+        run_id = resolve_run_id(request.run_id, (each.file.run_id for each in newest.values()))
         wanted = {key: each.file for key, each in newest.items() if run_id in ("", each.file.run_id)}
         files, following = page(wanted, request.page_size, request.page_token)
         infos = [_info(each, ways=bool(request.run_id)) for each in files]
@@ -180,12 +180,12 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """The files of a capture as they stand: first what it says of itself, then the parts, no fewer than that tells of."""
         file = self._captures.known(request.capture_id).file
         if not request.first_part:  # else whoever follows a capture asks every second
-            log.info("capture read", capture=file.capture_id, by=self._caller(context) or NO_ONE)
+            log.info("capture read", capture=file.capture_id, by=self._caller(context) or UNIDENTIFIED_CALLER)
         await file.settle()
         for piece in _pieces("capture.json", await asyncio.to_thread(_read, file.place, "capture.json")):
             yield piece
         for name in await asyncio.to_thread(file.place.names):
-            if part_number(name) >= max(request.first_part, 1):
+            if parse_part_number(name) >= max(request.first_part, 1):
                 for piece in _pieces(name, await asyncio.to_thread(_read, file.place, name)):
                     yield piece
 
@@ -199,7 +199,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             held.enter_context(self._mirrors.stream(caller))
             async for request in requests:
                 of_run = capture or await self._captures.of_run(request.run_id)
-                of_run.who.require_itself(request.sender, caller)
+                of_run.who.require_sender(request.sender, caller)
                 rows = of_run.who.rows(request)
                 if capture is None:
                     capture = of_run
@@ -241,7 +241,7 @@ def _pieces(name: str, content: bytes) -> Iterator[eavesdropper_pb2.StreamCaptur
         yield eavesdropper_pb2.StreamCaptureResponse(file=name, data=content[start : start + _CHUNK])
 
 
-def _info(file: CaptureFile, *, ways: bool = False) -> eavesdropper_pb2.CaptureInfo:
+def _info(file: CaptureWriter, *, ways: bool = False) -> eavesdropper_pb2.CaptureInfo:
     told = file.ways.items() if ways else ()
     return eavesdropper_pb2.CaptureInfo(
         capture_id=file.capture_id,
@@ -259,7 +259,7 @@ def _info(file: CaptureFile, *, ways: bool = False) -> eavesdropper_pb2.CaptureI
     )
 
 
-async def serve(config: EavesdropperConfig, *, with_stdin: bool = False, metrics: Scraped | None = None) -> None:
+async def serve(config: EavesdropperConfig, *, with_stdin: bool = False, metrics: MetricsEndpoint | None = None) -> None:
     """Run the eavesdropper in this process until it is told to stop.
 
     Args:
@@ -271,10 +271,10 @@ async def serve(config: EavesdropperConfig, *, with_stdin: bool = False, metrics
         SottovoceError: an address is taken.
     """
     service, refused = Eavesdropper(config), Refusals()
-    async with scraped(metrics, CATALOGUE, lambda: service.readings(refused), refused):
+    async with serve_metrics(metrics, CATALOGUE, lambda: service.readings(refused), refused):
         announce("eavesdropper", address=await service.start())
         log_start("eavesdropper", config.credentials.principal, address=service.address, folder=config.folder)
-        await serve_until_stopped(lambda _: service.stop(), with_stdin=with_stdin, drain_s=DRAIN_S)
+        await serve_until_stopped(lambda _: service.stop(), with_stdin=with_stdin, drain_s=DRAIN_TIMEOUT_S)
 
 
 # ---- its metrics -----------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ _ERRORS = _metric(
 )
 
 
-def readings(captures: Iterable[CaptureFile]) -> Iterator[Reading]:
+def readings(captures: Iterable[CaptureWriter]) -> Iterator[Reading]:
     """Of an eavesdropper; captures: all of this process."""
     files = list(captures)
     recorded = [file for file in files if file.open]

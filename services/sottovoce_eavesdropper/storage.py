@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sottovoce_core.errors import CaptureError, SottovoceError
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"})
 """Protocols of fsspec that put an object in one piece. All others are taken for file systems."""
@@ -215,10 +215,10 @@ def open_folder(place: str | Path) -> Folder:
     text = str(place)
     if "://" not in text:
         return Folder(Path(text).absolute())
-    fsspec = import_extra("fsspec", "fsspec", f"keeping captures at {text}")
+    fsspec = import_optional("fsspec", "fsspec", f"keeping captures at {text}")
     scheme = text.split("://", 1)[0]
     if scheme in _S3:
-        import_extra("s3fs", "s3fs", f"keeping captures at {text}", "s3")
+        import_optional("s3fs", "s3fs", f"keeping captures at {text}", "s3")
     # Captures grow while they are read: what was listed a moment ago says nothing.
     options: dict[str, Any] = {"use_listings_cache": False} if scheme in _OBJECT_STORES else {}
     options |= {"config_kwargs": _PATIENCE_S} if scheme in _S3 else {}

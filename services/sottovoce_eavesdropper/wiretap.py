@@ -18,19 +18,19 @@ import structlog
 
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_eavesdropper.lookout import Row
-from sottovoce_eavesdropper.writing import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureWriter
 from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
-from sottovoce_rpc.tasks import Tasks, first_of
+from sottovoce_rpc.tasks import Tasks, extract_first_error
 from sottovoce_wire.v1 import eavesdropper_pb2
 
 log = structlog.get_logger()
 
 _PATIENCE_S = 10.0
 """For whoever accepts to be there, and for both ends to take the last bytes."""
-_LINGER_S = 0.1
+_LINGER_TIMEOUT_S = 0.1
 """How long connections may take to end when a capture closes: the last bytes are on their way, but callers may keep the rest."""
-MOST_CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 """Of an edge, at a time: learners need one, and another one while they reconnect."""
 _READ = 64 * 1024
 """Bytes that are held of a direction, about: what is not taken is not read."""
@@ -38,7 +38,7 @@ _READ = 64 * 1024
 _HEADER = 5
 _TYPES = range(20, 25)
 """Of TLS records: change of cipher, alert, handshake, data, heartbeat."""
-_MOST_RECORD = 2**14 + 2048
+_MAX_RECORD_BYTES = 2**14 + 2048
 """Bytes of a record after its header (RFC 5246, 6.2.3; later versions have less)."""
 
 
@@ -82,13 +82,13 @@ class Framing:
     def _begin(self) -> None:
         """Read a header."""
         kind, major, length = self._head[0], self._head[1], int.from_bytes(self._head[3:])
-        if kind in _TYPES and major == 3 and length <= _MOST_RECORD:
+        if kind in _TYPES and major == 3 and length <= _MAX_RECORD_BYTES:
             self._size, self._left = _HEADER + length, length
         else:
             self._plain = True
 
 
-class Wiretap:
+class TcpProxy:
     """One edge.
 
     Args:
@@ -102,7 +102,7 @@ class Wiretap:
     def __init__(
         self,
         route: eavesdropper_pb2.Route,
-        capture: CaptureFile,
+        capture: CaptureWriter,
         *,
         connections: int = 0,
         credentials: Credentials = NO_IDENTITY,
@@ -137,9 +137,9 @@ class Wiretap:
             await self._cut()
 
     async def stop(self) -> None:
-        """Let connections under way end within `_LINGER_S`, then take no new one, and cut what is left."""
+        """Let connections under way end within `_LINGER_TIMEOUT_S`, then take no new one, and cut what is left."""
         if self._under_way:
-            await asyncio.wait(self._under_way, timeout=_LINGER_S)
+            await asyncio.wait(self._under_way, timeout=_LINGER_TIMEOUT_S)
         if self._server is not None:
             self._server.close()
         await self._cut()
@@ -172,7 +172,7 @@ class Wiretap:
                 async with asyncio.timeout(_PATIENCE_S):
                     await _left(writers)
         except* (OSError, TimeoutError, SpecError) as errors:  # reset, nobody there, or no address yet
-            log.debug("connection cut", edge=(self._route.caller, self._route.callee), reason=str(first_of(errors)))
+            log.debug("connection cut", edge=(self._route.caller, self._route.callee), reason=str(extract_first_error(errors)))
         finally:
             ends.close()
             for each in writers:
@@ -183,7 +183,7 @@ class Wiretap:
         _keep_alive(writer)
         host, port = (writer.get_extra_info("peername") or ("", 0))[:2]
         family = "ipv6" if ":" in host else "ipv4"
-        return len(self._under_way) <= MOST_CONNECTIONS and self._credentials.admits(f"{family}:[{host}]:{port}")
+        return len(self._under_way) <= MAX_CONNECTIONS and self._credentials.can_serve(f"{family}:[{host}]:{port}")
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class _Ends:
     """A connection as it is noted."""
 
     route: eavesdropper_pb2.Route
-    capture: CaptureFile
+    capture: CaptureWriter
     number: int
     framings: dict[str, Framing] = field(default_factory=lambda: {"out": Framing(), "back": Framing()})
 

@@ -1,8 +1,8 @@
 """Writing captures: a folder with `capture.json` and numbered Parquet parts, each complete in itself.
 
 A part is there whole or not at all (`storage`), so that whatever stands there can be read, however the process ended. At
-most what was in memory is lost: what came since the last part that is there was begun. That is `_PART_S` seconds and the time
-that one part takes to be written, or fewer where `PART_ROWS` messages fill a part.
+most what was in memory is lost: what came since the last part that is there was begun. That is `_PART_INTERVAL_S` seconds and the time
+that one part takes to be written, or fewer where `MAX_PART_ROWS` messages fill a part.
 
 Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture.
 """
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from sottovoce_core.errors import RemoteProtocolError
-from sottovoce_core.network.roster import Attendance, Roster
+from sottovoce_core.network.roster import Participation, ParticipationSchedule
 from sottovoce_core.registry import ENDLESS
 from sottovoce_core.running.transcript import parquet
-from sottovoce_core.spec import MOST_ABSENCES, MOST_LEARNERS
+from sottovoce_core.spec import MAX_OFFLINE_INTERVALS, MOST_LEARNERS
 from sottovoce_eavesdropper import FORMAT
-from sottovoce_eavesdropper.lookout import Gaps, Lookout, Row, is_tapped
+from sottovoce_eavesdropper.lookout import Gaps, CaptureChecks, Row, is_tapped
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, Shapes
 from sottovoce_rpc.logs import failure
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-PART_ROWS, PART_BYTES, _PART_S = 8_192, 64 * 1024 * 1024, 1.0
-_MOST_HELD = 8 * PART_ROWS
+MAX_PART_ROWS, MAX_PART_BYTES, _PART_INTERVAL_S = 8_192, 64 * 1024 * 1024, 1.0
+_MAX_BUFFERED_ROWS = 8 * MAX_PART_ROWS
 """Rows in memory: of a wiretap they hold no bytes, and a byte on the wire may be a row."""
-WRITE_S = 30.0
+WRITE_TIMEOUT_S = 30.0
 """How long a part under way may take to be written when a capture ends."""
 
 
@@ -69,19 +69,19 @@ def schema() -> pa.Schema:
     )
 
 
-def part_name(number: int) -> str:
+def format_part_name(number: int) -> str:
     """The file of a part; parts count from 1."""
     return f"part-{number:06d}.parquet"
 
 
-def part_number(name: str) -> int:
+def parse_part_number(name: str) -> int:
     """The number of a part's file; 0: it is none."""
     found = re.fullmatch(r"part-(\d{6,})\.parquet", name)
     return 0 if found is None else int(found[1])
 
 
 @dataclass(slots=True)
-class Ciphertext:
+class CiphertextCounts:
     """What a wiretap noted.
 
     Attributes:
@@ -103,7 +103,7 @@ class Ciphertext:
 
 
 @dataclass(slots=True)
-class CaptureFile:
+class CaptureWriter:
     """One capture being written.
 
     Attributes:
@@ -145,13 +145,13 @@ class CaptureFile:
     bytes: int = 0
     open: bool = True
     broken: str | None = None
-    interrupted: bool = False
+    is_interrupted: bool = False
     parts: int = 0
     ways: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    ciphertext: Ciphertext | None = field(init=False)
+    ciphertext: CiphertextCounts | None = field(init=False)
     place: Folder = field(init=False)
     codec: RoundCodec = field(init=False)
-    lookout: Lookout = field(init=False)
+    lookout: CaptureChecks = field(init=False)
     _rows: list[Row] = field(default_factory=list)
     _held: int = 0
     _complete: bool = False
@@ -165,9 +165,9 @@ class CaptureFile:
         parquet()
         spec = json.loads(self.spec)
         self.codec = RoundCodec(self.fields)
-        self.lookout = Lookout(self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports)
+        self.lookout = CaptureChecks(self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports)
         self.gaps.attendances = _attendances(spec)
-        self.ciphertext = Ciphertext() if is_tapped(spec) else None
+        self.ciphertext = CiphertextCounts() if is_tapped(spec) else None
         self.place = open_folder(self.folder)
         self.place.make()
         if not self.parts:  # else what stands there is true until more is known
@@ -189,7 +189,7 @@ class CaptureFile:
             if row.kind == "ciphertext":
                 self.passed(row.caller, row.callee, row.sender, row.size)
         self._held += len(row.payload)
-        if len(self._rows) >= PART_ROWS or self._held >= PART_BYTES:
+        if len(self._rows) >= MAX_PART_ROWS or self._held >= MAX_PART_BYTES:
             self._full.set()
 
     @property
@@ -233,7 +233,7 @@ class CaptureFile:
         begun = loop.time()
         while self.open:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(max(begun + _PART_S, loop.time())):
+                async with asyncio.timeout_at(max(begun + _PART_INTERVAL_S, loop.time())):
                     await self._full.wait()
             self._full.clear()
             begun = loop.time()
@@ -241,7 +241,7 @@ class CaptureFile:
 
     async def room(self) -> None:
         """Wait while two parts or more are in memory, or very many rows: the wire is faster than the disk."""
-        if self.open and (self._held >= 2 * PART_BYTES or len(self._rows) >= _MOST_HELD):
+        if self.open and (self._held >= 2 * MAX_PART_BYTES or len(self._rows) >= _MAX_BUFFERED_ROWS):
             await self.flush()
 
     async def flush(self) -> None:
@@ -263,7 +263,7 @@ class CaptureFile:
         """A part could not be written."""
         reason = {"reason": str(error)} if isinstance(error, OSError) else failure(error)
         held = sum(len(row.payload) for own in self._due for row in own)
-        few = held < 2 * PART_BYTES and sum(map(len, self._due)) < _MOST_HELD
+        few = held < 2 * MAX_PART_BYTES and sum(map(len, self._due)) < _MAX_BUFFERED_ROWS
         if self.open and few and self.place.remote and isinstance(error, OSError):
             if not self._away:
                 log.error(
@@ -299,7 +299,7 @@ class CaptureFile:
             ends = (each.end for i, each in self.gaps.attendances.items() if i in way)
             if 0 < due < min((rounds, *ends)):  # 0: in a network with directions nothing may ever pass there
                 self.gaps.resumed(*way, due=due, t=None)
-        for each in self.routes if self.interrupted else ():
+        for each in self.routes if self.is_interrupted else ():
             for way in ((each["caller"], each["callee"]), (each["callee"], each["caller"])):
                 self.gaps.resumed(*way, due=0, t=None)
         if self.broken is None:
@@ -314,7 +314,7 @@ class CaptureFile:
         noticed = self.lookout.count
         self._due += _in_parts(self.lookout.look(rows))
         while self._due:
-            self.place.write(part_name(self.parts + 1), _part(self._due[0], self.run_id, self.world, self.replica))
+            self.place.write(format_part_name(self.parts + 1), _part(self._due[0], self.run_id, self.world, self.replica))
             self.parts += 1
             del self._due[0]
         if self._away:
@@ -358,11 +358,11 @@ async def _to_its_end(work: Callable[[], None]) -> None:
 
 
 def _in_parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Runs of rows of at most `PART_ROWS`, and of `PART_BYTES` but for the last row."""
+    """Runs of rows of at most `MAX_PART_ROWS`, and of `MAX_PART_BYTES` but for the last row."""
     begin, held = 0, 0
     for end, row in enumerate(rows, 1):
         held += len(row.payload)
-        if end - begin == PART_ROWS or held >= PART_BYTES or end == len(rows):
+        if end - begin == MAX_PART_ROWS or held >= MAX_PART_BYTES or end == len(rows):
             yield rows[begin:end]
             begin, held = end, 0
 
@@ -382,13 +382,13 @@ def _part(rows: Sequence[Row], run: str, world: int | None, replica: int | None)
     return content
 
 
-def _attendances(spec: Mapping[str, Any]) -> dict[int, Attendance]:
+def _attendances(spec: Mapping[str, Any]) -> dict[int, Participation]:
     """In which rounds learners take part, where some are away; nobody has checked the spec that came with a capture."""
     try:
         told = spec["learners"]
-        if (told if isinstance(told, int) else len(told)) > MOST_LEARNERS or len(spec["absences"]) > MOST_ABSENCES:
+        if (told if isinstance(told, int) else len(told)) > MOST_LEARNERS or len(spec["absences"]) > MAX_OFFLINE_INTERVALS:
             return {}  # of no run of ours
-        roster, rounds = Roster.of_spec(spec), int(spec["rounds"] or ENDLESS)
+        roster, rounds = ParticipationSchedule.from_spec(spec), int(spec["rounds"] or ENDLESS)
         return {i: roster.attendance(i, rounds) for i in range(len(roster.names) if roster.absences else 0)}
     except (ValueError, TypeError, KeyError):
         return {}

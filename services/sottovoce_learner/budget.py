@@ -16,15 +16,15 @@ class Allowance:
     """What a learner's owner allows, and what other runs have spent of it.
 
     Attributes:
-        per_run: epsilon of one run; None: no limit, here and below.
-        per_month: of all runs of a month together.
+        max_epsilon_per_run: epsilon of one run; None: no limit, here and below.
+        max_epsilon_per_month: of all runs of a month together.
         in_all: of all runs together.
         lately: spent in other runs of the last month.
         elsewhere: spent in all other runs.
     """
 
-    per_run: float | None = None
-    per_month: float | None = None
+    max_epsilon_per_run: float | None = None
+    max_epsilon_per_month: float | None = None
     in_all: float | None = None
     lately: float = 0.0
     elsewhere: float = 0.0
@@ -33,7 +33,7 @@ class Allowance:
 _NO_LIMITS = Allowance()
 
 
-class Books:
+class PrivacyFilter:
     """Spending of one learner.
 
     Args:
@@ -47,11 +47,11 @@ class Books:
         allowed = "what this learner's owner allows"
         self._limits = (
             ("spent epsilon", 0.0, budget, "the budget of"),
-            ("epsilon spent in this run", 0.0, allowance.per_run, f"{allowed} in one,"),
-            (f"epsilon spent in {DAYS} days", allowance.lately, allowance.per_month, f"{allowed} in so many,"),
+            ("epsilon spent in this run", 0.0, allowance.max_epsilon_per_run, f"{allowed} in one,"),
+            (f"epsilon spent in {DAYS} days", allowance.lately, allowance.max_epsilon_per_month, f"{allowed} in so many,"),
             ("epsilon spent in all runs", allowance.elsewhere, allowance.in_all, f"{allowed},"),
         )
-        self.budget = min((each for each in (budget, allowance.per_run) if each is not None), default=None)
+        self.budget = min((each for each in (budget, allowance.max_epsilon_per_run) if each is not None), default=None)
         """Epsilon that is not exceeded in this run, whatever other runs have cost; None: there is no limit."""
         self.spent = 0.0
         self.counts = array("I")
@@ -79,7 +79,7 @@ class Books:
         """Book what the journal already says."""
         self.spent = after
 
-    def round_over(self, records: int) -> None:
+    def advance(self, records: int) -> None:
         """The round brought so many records."""
         self._accountant.advance(records)
         self.counts.append(records)

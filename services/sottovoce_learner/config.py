@@ -10,11 +10,11 @@ from typing import Literal
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.running.policy import Policy
-from sottovoce_core.spec import LEARNER_NAME, LEARNER_NAMES
+from sottovoce_core.spec import LEARNER_NAME_PATTERN, LEARNER_NAME_RULE
 from sottovoce_rpc import principals
 from sottovoce_rpc.addresses import is_loopback, require_address
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.server import AROUND_BYTES, MAX_MESSAGE
+from sottovoce_rpc.server import MAX_OVERHEAD_BYTES, MAX_MESSAGE_BYTES
 
 _Sampler = Literal["bitwise", "opendp"]
 
@@ -26,8 +26,8 @@ _MAX_RECORDS_BYTES = 64 * 1024 * 1024
 def max_message_bytes(policy: Policy) -> int:
     """Bytes of the longest message that a learner takes: the records of a round, or a model as large as its policy allows."""
     if policy.most_parameters is None:
-        return MAX_MESSAGE
-    return min(MAX_MESSAGE, max(_MAX_RECORDS_BYTES, 8 * policy.most_parameters) + AROUND_BYTES)
+        return MAX_MESSAGE_BYTES
+    return min(MAX_MESSAGE_BYTES, max(_MAX_RECORDS_BYTES, 8 * policy.most_parameters) + MAX_OVERHEAD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class LearnerConfig:
             SpecError: recorded or seeded noise on an address that others can reach, more than one way to get noise, no
                 address to give to others, an owner or a feeder that is no identity, or a policy that needs an identity.
         """
-        if re.fullmatch(LEARNER_NAME, self.name) is None:
-            raise SpecError(f"a learner's name is part of file names: it must be {LEARNER_NAMES}, got {self.name!r}")
+        if re.fullmatch(LEARNER_NAME_PATTERN, self.name) is None:
+            raise SpecError(f"a learner's name is part of file names: it must be {LEARNER_NAME_RULE}, got {self.name!r}")
         if self.budget is not None and not 0 < self.budget < math.inf:
             raise SpecError(f"a learner's budget must be a positive, finite number, got {self.budget:g}")
         if not 0 <= self.join_timeout_s < math.inf:

@@ -12,23 +12,23 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce_core.errors import NotReady, RemoteProtocolError, Unavailable
+from sottovoce_core.errors import FailedPrecondition, RemoteProtocolError, Unavailable
 from sottovoce_core.running.policy import accepted
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.state_folder import Identity
 from sottovoce_rpc import directives, principals
 from sottovoce_rpc.directives import Directive, from_wire
-from sottovoce_rpc.server import HELLO_S, channel, reach
-from sottovoce_rpc.status import Ending, as_error
-from sottovoce_rpc.tasks import beside, if_long
+from sottovoce_rpc.server import HELLO_TIMEOUT_S, channel, reach
+from sottovoce_rpc.status import CallOutcome, convert_status_error
+from sottovoce_rpc.tasks import beside, notify_if_slow
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 log = structlog.get_logger()
 
-REPORT_S, _REPORTS = 0.25, 500
+REPORT_INTERVAL_S, _MAX_REPORTS_PER_S = 0.25, 500
 """Between two reports of a learner that nothing hangs on; and of all learners of a run, so many a second."""
-_REJOIN_S, _LONGEST_REJOIN_S = 0.5, 10.0
+_MIN_REJOIN_PAUSE_S, _MAX_REJOIN_PAUSE_S = 0.5, 10.0
 """Between two attempts to join: the first pause, and the longest: a run that is started waits twice as long for its learners."""
 _JITTER = secrets.SystemRandom()
 
@@ -119,7 +119,7 @@ class Following:
         for left in reversed(range(len(trusted))):
             who = f"coordinator/{trusted[0]}, whom its owner trusts," if trusted[0] else "the coordinator"
             try:
-                async with self._to_coordinator(trusted[0]) as to, if_long(self._wonder):
+                async with self._to_coordinator(trusted[0]) as to, notify_if_slow(self._wonder):
                     await reach(to, f"{who} at {at}", self._config.join_timeout_s / len(trusted), self._unreached)
                     break
             except Unavailable:
@@ -150,15 +150,15 @@ class Following:
 
     def _pause(self, attempts: int) -> float:
         """Seconds until the next attempt to join: longer each time, never as long as a run's deadline, and not all at once."""
-        longest, session = _LONGEST_REJOIN_S, self._session()
+        longest, session = _MAX_REJOIN_PAUSE_S, self._session()
         if session is not None and not session.life.ended:
             longest = min(longest, session.role.spec.clock.deadline_s / 4)
-        return _JITTER.uniform(0.5, 1.0) * min(_REJOIN_S * 2.0**attempts, longest)
+        return _JITTER.uniform(0.5, 1.0) * min(_MIN_REJOIN_PAUSE_S * 2.0**attempts, longest)
 
     async def _follow_once(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str) -> None:
         """Join, and obey until the stream of directives ends."""
         call = stub.Join()
-        ending, heard = Ending(call), False
+        ending, heard = CallOutcome(call), False
         try:
             await self._join(call, address)
             self.joins, self.joined = self.joins + 1, True
@@ -174,7 +174,7 @@ class Following:
             self._is_away("the stream broke")
         except grpc.aio.AioRpcError:
             status = await ending.status()
-            refusal = as_error(status, f"the coordinator at {self._config.coordinator}")
+            refusal = convert_status_error(status, f"the coordinator at {self._config.coordinator}")
             # Its end in the middle of a report is none to end here, nor is a bug over there: runs of other operators may come.
             if not isinstance(refusal, Unavailable) and status.code() not in (
                 grpc.StatusCode.OK,
@@ -192,7 +192,7 @@ class Following:
 
     def _coordinated(self, *, away: bool) -> None:
         if (session := self._session()) is not None:
-            session.waits.coordinated(away=away)
+            session.waits.set_coordinator_away(away=away)
 
     def _require_newest(self, said: coordinator_pb2.Command) -> None:
         """As long as it is in a run, a learner obeys who led it, and who has taken that one's place.
@@ -213,7 +213,7 @@ class Following:
         Raises:
             RemoteProtocolError: the coordinator says something else first.
             Unavailable: it says nothing: is it older than this learner?
-            NotReady: the state folder cannot be written.
+            FailedPrecondition: the state folder cannot be written.
         """
         pb, own = coordinator_pb2, self.identity
         introduction = pb.Introduction(
@@ -231,7 +231,7 @@ class Following:
             try:
                 self.identity = own.issued(told.incarnation, self._config.state_folder)
             except OSError as error:
-                raise NotReady(f"the state folder cannot be written: {error.strerror}") from None
+                raise FailedPrecondition(f"the state folder cannot be written: {error.strerror}") from None
             await call.write(pb.LearnerMessage(incarnation_stored=pb.IncarnationStored(incarnation=told.incarnation)))
             told = await _answer(call)
         if told != pb.IncarnationConfirmed(incarnation=self.identity.incarnation):
@@ -261,7 +261,7 @@ class Following:
         """Between reports that the clock does not need: what a coordinator hears of a run does not grow with its learners."""
         session = self._session()
         learners = 0 if session is None else session.role.spec.n_learners
-        return max(REPORT_S, learners / _REPORTS)
+        return max(REPORT_INTERVAL_S, learners / _MAX_REPORTS_PER_S)
 
 
 async def _told(call: _JoinCall) -> coordinator_pb2.Command | None:
@@ -273,11 +273,11 @@ async def _told(call: _JoinCall) -> coordinator_pb2.Command | None:
 async def _answer(call: _JoinCall) -> Directive | None:
     """What a coordinator says to an introduction, or to a confirmation."""
     try:
-        async with asyncio.timeout(HELLO_S):
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
             said = await _told(call)
     except TimeoutError:
         raise Unavailable(
-            f"the coordinator does not answer within {HELLO_S:g} s: is it older than this learner?"
+            f"the coordinator does not answer within {HELLO_TIMEOUT_S:g} s: is it older than this learner?"
         ) from None
     if said is None:
         raise Unavailable("the coordinator ended the stream without a word")

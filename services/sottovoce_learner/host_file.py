@@ -13,7 +13,7 @@ from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.explaining import requirement
 from sottovoce_core.registry import Section
 from sottovoce_core.running.policy import Policy
-from sottovoce_core.yaml_files import document_of, text_of
+from sottovoce_core.yaml_files import parse_document, text_of
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
 
@@ -63,7 +63,7 @@ class _HostFile(_Settings):
 
 _FIELDS = {"state": "state_folder", "join_timeout": "join_timeout_s", "owner": "owners", "feeder": "feeders"}
 """Names of options in `LearnerConfig`, where they are other ones."""
-_OTHERWISE = ("identity", "insecure", "policy")
+_CONVERTED_OPTIONS = ("identity", "insecure", "policy")
 
 
 def named(names: Sequence[str], options: Mapping[str, Any]) -> list[LearnerConfig]:
@@ -88,7 +88,7 @@ def named(names: Sequence[str], options: Mapping[str, Any]) -> list[LearnerConfi
     )
 
 
-def hosted(path: Path, options: Mapping[str, Any]) -> list[LearnerConfig]:
+def load_host_file(path: Path, options: Mapping[str, Any]) -> list[LearnerConfig]:
     """The learners that a file names. What it says of one holds, else what it says of all, else the options.
 
     Args:
@@ -115,7 +115,7 @@ def hosted(path: Path, options: Mapping[str, Any]) -> list[LearnerConfig]:
 
 def _read(path: Path) -> _HostFile:
     text = text_of(path, "a file of learners")
-    document = document_of(text, str(path), "a file of learners")
+    document = parse_document(text, str(path), "a file of learners")
     try:
         return _HostFile.model_validate(document)
     except ValidationError as error:
@@ -140,7 +140,7 @@ def _explained(problem: Any, source: str) -> str:
 def _config(name: str, said: Mapping[str, Any], identity: Path | None, policy: Policy) -> LearnerConfig:
     if said["coordinator"] is None:
         raise SpecError("a learner needs the address of its coordinator: --coordinator HOST:PORT")
-    fields = {_FIELDS.get(option, option): value for option, value in said.items() if option not in _OTHERWISE}
+    fields = {_FIELDS.get(option, option): value for option, value in said.items() if option not in _CONVERTED_OPTIONS}
     return LearnerConfig(name, credentials=Credentials(identity, said["insecure"]), policy=policy, **fields)
 
 

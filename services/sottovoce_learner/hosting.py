@@ -11,19 +11,19 @@ import structlog
 from sottovoce_core.errors import DataError, SottovoceError, Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.metrics import CATALOGUE
-from sottovoce_learner.peers.in_process import Nearby
+from sottovoce_learner.peers.in_process import InProcessTransport
 from sottovoce_learner.service import Learner
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.logs import failure, log_start
-from sottovoce_rpc.metrics import Reading, Scraped, common, scraped
+from sottovoce_rpc.metrics import Reading, MetricsEndpoint, common, serve_metrics
 from sottovoce_rpc.server import announce, serve_until_stopped
 from sottovoce_rpc.tasks import Tasks, drained
 
 log = structlog.get_logger()
 
-_STOP_S = 3.0
-_A_LEARNER, _BESIDE = 16, 256
+_STOP_TIMEOUT_S = 3.0
+_FILES_PER_LEARNER, _FILES_PER_PROCESS = 16, 256
 """Files and connections that a learner with a few neighbours has open, and the process beside them."""
 _NAMED = 10
 """Learners that an error names."""
@@ -103,7 +103,7 @@ class Host:
         if len(self._learners) > 1:
             why = {"reason": str(error)} if isinstance(error, SottovoceError) else failure(error)
             log.error("learner ended", learner=name, others=len(self._learners) - len(self._ended), **why)
-            await drained(learner.stop(), _STOP_S)
+            await drained(learner.stop(), _STOP_TIMEOUT_S)
 
     async def stop(self) -> None:
         """End all of them."""
@@ -136,7 +136,7 @@ async def serve(
     configs: Sequence[LearnerConfig],
     *,
     with_stdin: bool = False,
-    metrics: Scraped | None = None,
+    metrics: MetricsEndpoint | None = None,
     trace_every: int | None = None,
 ) -> None:
     """Run learners in this process until it is told to stop.
@@ -151,7 +151,7 @@ async def serve(
         SottovoceError: one of them cannot start; or one has ended by itself, and the others were stopped later.
     """
     tracing = None if trace_every is None else Tracing(trace_every)
-    nearby, refused = Nearby(), Refusals()
+    nearby, refused = InProcessTransport(), Refusals()
     learners = [Learner(config, tracing, nearby) for config in configs]
     host = Host(learners)
 
@@ -160,7 +160,7 @@ async def serve(
         if tracing is not None:
             await tracing.end()
 
-    async with scraped(metrics, CATALOGUE, lambda: measured(learners, refused), refused):
+    async with serve_metrics(metrics, CATALOGUE, lambda: measured(learners, refused), refused):
         addresses = await host.start()
         await serve_until_stopped(stop, [host.follow(addresses)], with_stdin=with_stdin)
     host.require_whole()
@@ -168,7 +168,7 @@ async def serve(
 
 def _make_room(learners: int) -> None:
     """As many open files as the system lets this process have, and a warning where that is little for so many learners."""
-    needed, (soft, hard) = _A_LEARNER * learners + _BESIDE, resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, (soft, hard) = _FILES_PER_LEARNER * learners + _FILES_PER_PROCESS, resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed > soft != resource.RLIM_INFINITY:
         most = needed if hard == resource.RLIM_INFINITY else hard
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

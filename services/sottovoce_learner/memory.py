@@ -16,25 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import Algorithm, HeardFromNeighbours, Message, WithHiddenNoise
+from sottovoce_core.algorithms.interface import Algorithm, LocalMessages, Message, HiddenNoiseAlgorithm
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
 from sottovoce_core.errors import DataError
-from sottovoce_core.network.roster import Attendance
-from sottovoce_core.noise import Draw, Noise
-from sottovoce_core.running.participation import USED, go_on_alone, used_field
+from sottovoce_core.network.roster import Participation
+from sottovoce_core.noise import NoiseRequest, NoiseSource
+from sottovoce_core.running.participation import USED_ROUNDS_FIELD, update_offline_state, encode_used_rounds
 from sottovoce_core.running.run import Run
-from sottovoce_learner.budget import Books
-from sottovoce_learner.ingest.intake import Intake
-from sottovoce_learner.peers.inbox import Received
+from sottovoce_learner.budget import PrivacyFilter
+from sottovoce_learner.ingest.intake import RecordQueue
+from sottovoce_learner.peers.inbox import DecodedFrame
 from sottovoce_learner.peers.outbox import Own
 from sottovoce_learner.peers.plan import Plan
-from sottovoce_learner.storage.snapshot import Image
+from sottovoce_learner.storage.snapshot import LearnerSnapshot
 from sottovoce_learner.storage.wal import Entry, Kind, Reading, Said
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.signatures import digest
 from sottovoce_wire.v1 import learner_pb2
 
-_ANOTHER = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
+_OTHER_VERSION_TEXT = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
 
 
 # ---- noise that no message shows: written down with the message, and drawn from there after a death -------------------
@@ -42,7 +42,7 @@ _ANOTHER = "it was written by another version of Sottovoce or of the algorithm, 
 
 def _hides_noise(algorithm: Algorithm[object]) -> bool:
     """Whether the messages of this run do not tell the state that said them."""
-    return isinstance(algorithm, WithHiddenNoise) and algorithm.hides_noise
+    return isinstance(algorithm, HiddenNoiseAlgorithm) and algorithm.has_hidden_noise
 
 
 class Kept:
@@ -52,11 +52,11 @@ class Kept:
         source: where it comes from.
     """
 
-    def __init__(self, source: Noise) -> None:
+    def __init__(self, source: NoiseSource) -> None:
         self._source = source
         self._drawn: list[FloatArray] = []
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         noise = self._source(draw)
         self._drawn.append(noise)
         return noise
@@ -80,7 +80,7 @@ class _DrawnAgain:
     def __init__(self, drawn: bytes) -> None:
         self.left = as_floats(np.frombuffer(drawn))
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         """The next numbers.
 
         Raises:
@@ -125,12 +125,12 @@ class Memory:
     """
 
     def __init__(
-        self, run: Run, plan: Plan, attendance: Attendance, books: Books, intake: Intake, state: Any, keep: int
+        self, run: Run, plan: Plan, attendance: Participation, books: PrivacyFilter, intake: RecordQueue, state: Any, keep: int
     ) -> None:
         self.plan, self.attendance, self.books, self.intake, self.state = plan, attendance, books, intake, state
         self.algorithm, self.loss, self._clipping = run.algorithm, run.loss, run.clipping
         self._judges, self._late, self._used = run.spec.telemetry.accuracy, run.late, list[float]()
-        self.codec, self.names = RoundCodec(run.field_shapes), Image.names(run)
+        self.codec, self.names = RoundCodec(run.field_shapes), LearnerSnapshot.names(run)
         self.hidden = _hides_noise(run.algorithm)
         self.said = self.done = 0
         self.inputs = Said(b"")
@@ -167,12 +167,12 @@ class Memory:
             LocalProtocolError: it has a number that no neighbour would take.
         """
         if self._late:
-            message = Message({**message.fields, USED: used_field(self._used, *self.codec.shapes[USED])})
-        self.codec.require_sayable(message)
+            message = Message({**message.fields, USED_ROUNDS_FIELD: encode_used_rounds(self._used, *self.codec.shapes[USED_ROUNDS_FIELD])})
+        self.codec.require_sendable(message)
         frame = self.codec.encode(t, self.plan.index, message)
         return self.inputs.before(frame, noise.drawn if self.hidden else b"")
 
-    def taken_in(self, here: Mapping[int, Received]) -> tuple[HeardFromNeighbours, Batch, Said]:
+    def taken_in(self, here: Mapping[int, DecodedFrame]) -> tuple[LocalMessages, Batch, Said]:
         """What the round that is due learns from: the neighbours' messages, its records, and both as they are written down."""
         t = self.done
         batch, used = self.intake.take(t), [here[j] for j in self.plan.heard(t)]
@@ -181,12 +181,12 @@ class Memory:
         inputs = Said(b"", tuple(each.frame for each in used), self.intake.batches, batch.size)
         return self.hear({j: each.message for j, each in here.items()}, batch), batch, inputs
 
-    def heard_last(self) -> dict[int, tuple[int, Received]] | None:
+    def get_late_messages(self) -> dict[int, tuple[int, DecodedFrame]] | None:
         """What stands for a neighbour that is late; None: no round goes on without one."""
         if not self._late:
             return None
         decoded = ((frame, *self.codec.decode(frame)) for frame in self.inputs.heard)
-        return {sender: (t, Received(t, frame, message)) for frame, t, sender, message in decoded}
+        return {sender: (t, DecodedFrame(t, frame, message)) for frame, t, sender, message in decoded}
 
     def predict(self, features: FloatArray) -> tuple[FloatArray, FloatArray, int]:
         """Predictions of the model in use.
@@ -203,12 +203,12 @@ class Memory:
         scores = self.loss.predict(self.algorithm.decision(self.state), features)
         return scores, self.loss.classify(scores), self.done
 
-    def hear(self, messages: Mapping[int, Message], batch: Batch) -> HeardFromNeighbours:
+    def hear(self, messages: Mapping[int, Message], batch: Batch) -> LocalMessages:
         """What the round takes in that is learned now: messages as they were said, or clipped; its records are judged before."""
         self._judge(batch)
         t, part = self.done, self.plan.part(self.done)
         used = {j: self._clipping.of(j, t, message) for j, message in messages.items()}
-        return HeardFromNeighbours(part.heard, used, part.own)
+        return LocalMessages(part.heard, used, part.own)
 
     def learn(self, state: Any, inputs: Said) -> None:
         """The round is learned.
@@ -220,7 +220,7 @@ class Memory:
         self.state, self.inputs = state, inputs
         self._pass(inputs.records)
 
-    def pass_absence(self, until: int) -> None:
+    def skip_offline_rounds(self, until: int) -> None:
         """The rounds from here on in which the learner is away, but for those from `until` on.
 
         They are charged as if it spoke: a meter may follow the largest of several sums, of which none may be left out.
@@ -228,12 +228,12 @@ class Memory:
         while self.done < until and self.done not in self.attendance and self.said <= self.done:
             nothing = self.intake.take(self.done)
             self.books.charge(self.books.price(self.done))
-            self.state = go_on_alone(self.algorithm, self.state, nothing)
+            self.state = update_offline_state(self.algorithm, self.state, nothing)
             self.inputs = Said(b"", (), self.intake.batches)
             self._pass(nothing.size)
 
     def _pass(self, records: int) -> None:
-        self.books.round_over(records)
+        self.books.advance(records)
         self.plan.forget(self.done)
         self.done += 1
 
@@ -245,9 +245,9 @@ class Memory:
         self.correct += int((self.loss.classify(scores) == batch.labels).sum())
         self.judged += batch.size
 
-    def image(self) -> Image:
+    def image(self) -> LearnerSnapshot:
         """What it is now, right after a round was said."""
-        return Image(
+        return LearnerSnapshot(
             self.state,
             self.books.spent,
             self.books.counts.tobytes(),
@@ -259,7 +259,7 @@ class Memory:
             self.messages,
         )
 
-    def restore(self, image: Image) -> None:
+    def restore(self, image: LearnerSnapshot) -> None:
         """Stand where an image was made, before any step was taken.
 
         Raises:
@@ -268,12 +268,12 @@ class Memory:
         counts = array("I", image.counts)
         for t, records in enumerate(counts):
             self.books.charge(self.books.price(t))
-            self.books.round_over(records)
+            self.books.advance(records)
         self.books.charge(self.books.price(len(counts)))
         if self.books.spent != image.spent:
             raise DataError(
                 f"a snapshot says that {len(counts) + 1} rounds have cost {image.spent:.6g}, and by its records they cost "
-                f"{self.books.spent:.6g}: {_ANOTHER}"
+                f"{self.books.spent:.6g}: {_OTHER_VERSION_TEXT}"
             )
         if counts:
             self.plan.forget(len(counts) - 1)
@@ -293,9 +293,9 @@ class Memory:
         Raises:
             DataError: the log was written by another version, or for another spec.
         """
-        if (image := Image.of(reading, self.names)) is not None:
+        if (image := LearnerSnapshot.of(reading, self.names)) is not None:
             self.restore(image)
-        for entry in reading.uncovered:
+        for entry in reading.entries_after_snapshot:
             self.replay(entry)
 
     def replay(self, entry: Entry) -> None:
@@ -308,7 +308,7 @@ class Memory:
             self.intake.replay(entry.round, learner_pb2.SampleBatch.FromString(entry.body))
         elif entry.kind in (Kind.ROUND, Kind.CLOSE):
             said = Said.decode(entry.body)
-            self.pass_absence(entry.round)
+            self.skip_offline_rounds(entry.round)
             if entry.round > self.done:
                 self._learn_again(entry, said)
             if entry.kind is Kind.ROUND:
@@ -343,5 +343,5 @@ class Memory:
 
 def _unlike(entry: Entry, wanted: str, got: str) -> DataError:
     return DataError(
-        f"entry {entry.sequence} of the log says {wanted}, and by the entries before it would be {got}: {_ANOTHER}"
+        f"entry {entry.sequence} of the log says {wanted}, and by the entries before it would be {got}: {_OTHER_VERSION_TEXT}"
     )

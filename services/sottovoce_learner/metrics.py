@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from sottovoce_learner.budget import Books
+from sottovoce_learner.budget import PrivacyFilter
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Session
-from sottovoce_rpc.learner_status import RULES, LearnerStatus
+from sottovoce_rpc.learner_status import VIOLATION_KINDS, LearnerStatus
 from sottovoce_rpc.metrics import Catalogue, Reading
 
 CATALOGUE = Catalogue("sottovoce_learner")
@@ -107,16 +107,16 @@ def _traffic(name: str, status: LearnerStatus, session: Session, mirror: Mirror 
     yield _NEIGHBOURS.of(len(met), name)
     yield _AWAY.of(0 if session.life.ended else sum(not link.attached.is_set() for link in met.values()), name)
     yield _RECONNECTS.of(sum(max(link.streams - 1, 0) for link in links), name, "neighbour")
-    yield _BROKEN.of(status.rules_broken, name)
-    for rule, count in Counter(RULES[each.kind].name.lower() for each in session.hearing.misconduct).items():
+    yield _BROKEN.of(status.violation_count, name)
+    for rule, count in Counter(VIOLATION_KINDS[each.kind].name.lower() for each in session.hearing.misconduct).items():
         yield _MISCONDUCT.of(count, name, rule)
 
 
-def _spending(name: str, books: Books) -> Iterator[Reading]:
+def _spending(name: str, books: PrivacyFilter) -> Iterator[Reading]:
     allowed = books.allowance
     for scope, before, limit in (
         ("run", 0.0, books.budget),
-        ("month", allowed.lately, allowed.per_month),
+        ("month", allowed.lately, allowed.max_epsilon_per_month),
         ("all", allowed.elsewhere, allowed.in_all),
     ):
         spent = before + books.spent

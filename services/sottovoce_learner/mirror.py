@@ -19,18 +19,18 @@ import structlog
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import Ending
+from sottovoce_rpc.status import CallOutcome
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
 
 _BATCH, FLUSH_S, MOST_WAITING = 64, 0.2, 20_000
-_BATCH_BYTES = 16 * 1024 * 1024
+_MAX_BATCH_BYTES = 16 * 1024 * 1024
 """Of a batch of several copies: a message has a limit, however large a model is."""
 AGAIN = 1_024
 """Copies that are sent again on a new stream: nobody confirms them one by one."""
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-LAST_S = 3.0
+DRAIN_TIMEOUT_S = 3.0
 """How long the last copies are tried after the end of the run: the eavesdropper waits as long for them."""
 _REFUSED = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -93,7 +93,7 @@ class Mirror:
     async def run(self) -> None:
         """Send batches until ended, or refused; an eavesdropper that is away is waited for."""
         attempts = 0
-        while self._ended_at is None or time.monotonic() - self._ended_at < LAST_S:
+        while self._ended_at is None or time.monotonic() - self._ended_at < DRAIN_TIMEOUT_S:
             began, name = time.monotonic(), self._names[attempts % len(self._names)]
             async with channel(self._address, Role.EAVESDROPPER, name, credentials=self._credentials) as to:
                 try:
@@ -116,7 +116,7 @@ class Mirror:
         Raises:
             grpc.aio.AioRpcError: it broke, or the eavesdropper refuses copies.
         """
-        ending = Ending(call)
+        ending = CallOutcome(call)
         # Where it is over, its ending says why.
         with contextlib.suppress(asyncio.InvalidStateError, grpc.RpcError, grpc.aio.BaseError):
             while self._ended_at is None or self._waiting:
@@ -131,14 +131,14 @@ class Mirror:
         try:
             await call
         except grpc.aio.AioRpcError:
-            await ending.require_well()
+            await ending.require_ok()
 
     def _batch(self) -> list[eavesdropper_pb2.MirroredMessage]:
         """The next copies that go out together."""
         batch, size = list[eavesdropper_pb2.MirroredMessage](), 0
         while self._waiting and len(batch) < _BATCH:
             size += len(self._waiting[0].payload)
-            if batch and size > _BATCH_BYTES:
+            if batch and size > _MAX_BATCH_BYTES:
                 break
             batch.append(self._waiting.popleft())
         return batch

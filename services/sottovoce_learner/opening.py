@@ -8,19 +8,19 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from sottovoce_core.algorithms.interface import Who
-from sottovoce_core.errors import NotReady, SpecError
-from sottovoce_core.noise import Noise
+from sottovoce_core.errors import FailedPrecondition, SpecError
+from sottovoce_core.noise import NoiseSource
 from sottovoce_core.running.policy import DAYS, Policy
-from sottovoce_learner.budget import Allowance, Books
+from sottovoce_learner.budget import Allowance, PrivacyFilter
 from sottovoce_learner.config import max_message_bytes
-from sottovoce_learner.ingest.intake import Intake
+from sottovoce_learner.ingest.intake import RecordQueue
 from sottovoce_learner.memory import Memory
-from sottovoce_learner.peers.inbox import Hearing, Inbox
-from sottovoce_learner.peers.outbox import Link, Telling
+from sottovoce_learner.peers.inbox import MessageReceiver, Inbox
+from sottovoce_learner.peers.outbox import Link, Outbox
 from sottovoce_learner.peers.plan import Plan
 from sottovoce_learner.role import Role, Shared
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.run_log import RunLog, Terms
 from sottovoce_learner.storage.store import Store
 from sottovoce_rpc.codec import RoundCodec
@@ -30,7 +30,7 @@ from sottovoce_rpc.specs import check_size
 
 def open_session(
     role: Role,
-    noise: Noise,
+    noise: NoiseSource,
     state_folder: Path,
     mirror: Callable[[bytes, list[int]], None] | None = None,
     *,
@@ -59,7 +59,7 @@ def open_session(
 
     Raises:
         DataError: what stands in the state folder is damaged, so that what was spent is not known.
-        NotReady: this learner has been in another run since.
+        FailedPrecondition: this learner has been in another run since.
         SpecError: the owner's policy does not allow the run, the spec cannot be run, or its messages are too long.
     """
     spec, index, mirrored = role.spec, role.index, mirror is not None
@@ -73,18 +73,18 @@ def open_session(
         )
     start, roster = run.algorithm.start(Who(index)), role.shared.roster
     attendance = roster.attendance(index, spec.rounds)
-    intake = Intake.of(spec, role.n_features, attendance)
+    intake = RecordQueue.of(spec, role.n_features, attendance)
     plan = Plan(run.network, index, role.shared.digests, spec.names)
     ahead, keep = plan.reach(min(spec.clock.window, spec.rounds), late=run.late)
     allowance, run_log = _open_log(role, state_folder, policy, own_budget, length, keep_log=keep_log)
-    books = Books(run.algorithm.accountant(index), role.budget, allowance)
+    books = PrivacyFilter(run.algorithm.accountant(index), role.budget, allowance)
     memory = Memory(run, plan, attendance, books, intake, start, keep)
     links = {j: Link(keep) for j in sorted(plan.neighbours)}
-    telling = Telling(role, plan, attendance, memory.own, links, credentials, mirror, roster)
+    telling = Outbox(role, plan, attendance, memory.own, links, credentials, mirror, roster)
     _recover(memory, run_log, telling)
-    last = memory.heard_last()
+    last = memory.get_late_messages()
     inbox = Inbox(plan.neighbours, plan.heard, ahead, memory.done, last=last, names=spec.names)
-    hearing = Hearing(role, memory.codec, inbox, credentials)
+    hearing = MessageReceiver(role, memory.codec, inbox, credentials)
     return kind(role, policy, noise, memory, run_log, telling, hearing, private=private, changed=changed)
 
 
@@ -95,16 +95,16 @@ def _open_log(
     spec, store = role.spec, Store(state_folder, role.name, keep_log=keep_log)
     terms = Terms(spec.durability, message_size, spec.clock.window, spec.rounds, role.budget)
     elsewhere = store.standing.spent(but=role.run_id)
-    lately = store.standing.spent_since(datetime.now(UTC) - timedelta(days=DAYS), role.run_id)
-    line = LedgerLine(role.name, role.run_id, role.index, role.n_features, spec.model_dump_json())
+    lately = store.standing.sum_epsilon_since(datetime.now(UTC) - timedelta(days=DAYS), role.run_id)
+    line = LedgerEntry(role.name, role.run_id, role.index, role.n_features, spec.model_dump_json())
     try:
         run_log = store.open_run(line, terms, elsewhere)
     except OSError as error:
-        raise NotReady(f"the log of the run cannot be written: {error.strerror}") from None
+        raise FailedPrecondition(f"the log of the run cannot be written: {error.strerror}") from None
     return Allowance(policy.epsilon_per_run, policy.epsilon_per_month, own_budget, lately, elsewhere), run_log
 
 
-def _recover(memory: Memory, run_log: RunLog, telling: Telling) -> None:
+def _recover(memory: Memory, run_log: RunLog, telling: Outbox) -> None:
     """Go on where the log ends: a message that it holds was sent, and none of its noise is drawn again."""
     if run_log.reading is not None:
         try:
@@ -114,4 +114,4 @@ def _recover(memory: Memory, run_log: RunLog, telling: Telling) -> None:
             raise
         run_log.reading = None
         telling.repeat(memory.frames, memory.said)
-    memory.pass_absence(memory.attendance.end)
+    memory.skip_offline_rounds(memory.attendance.end)

@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 import structlog
 
-from sottovoce_core.errors import NotReady, RunOver, Unavailable
+from sottovoce_core.errors import FailedPrecondition, RunEnded, Unavailable
 from sottovoce_core.spec import ClockSpec
-from sottovoce_core.text import called, in_short
+from sottovoce_core.text import called, abbreviate_names
 from sottovoce_learner.role import Role
 from sottovoce_learner.storage.state_folder import DiskFull
-from sottovoce_rpc.learner_status import Cause, LearnerState, Waiting
-from sottovoce_rpc.specs import next_look
+from sottovoce_rpc.learner_status import WaitCause, LearnerState, WaitReport
+from sottovoce_rpc.specs import compute_next_report_round
 
 log = structlog.get_logger()
 
-TOLD_S = 1.0
+REPORTABLE_WAIT_S = 1.0
 """A wait that has lasted so long is told to the coordinator: shorter ones are part of every round."""
-ROOM_S = 1.0
+DISK_RETRY_INTERVAL_S = 1.0
 """Between tries to write to a disk that is full."""
 
 
@@ -42,7 +42,7 @@ class Lifecycle:
         self.state, self.detail = LearnerState.CONNECTING, ""
         self._replaced, self._over = asyncio.Event(), asyncio.Event()
 
-    def become(self, state: LearnerState, t: int, detail: str = "") -> None:
+    def set_state(self, state: LearnerState, t: int, detail: str = "") -> None:
         """Another state, in this round."""
         self.state, self.detail = state, detail
         log.info("state", learner=self._role.name, state=state.name.lower(), round=t, detail=detail)
@@ -72,14 +72,14 @@ class Lifecycle:
         self._over.set()
 
     @property
-    def dismissed(self) -> bool:
+    def is_run_ended(self) -> bool:
         """Is the run over for good?"""
         return self._over.is_set()
 
-    async def over(self) -> RunOver:
+    async def over(self) -> RunEnded:
         """Wait until it is dismissed; what whoever brings records is told then."""
         await self._over.wait()
-        return RunOver(self.ending, self._word)
+        return RunEnded(self.ending, self._word)
 
     @property
     def ending(self) -> str:
@@ -91,7 +91,7 @@ class Lifecycle:
         return self.state.name.lower().replace("_", " ")
 
 
-class Grants:
+class LeaseTracker:
     """The rounds that the coordinator's clock has granted, and what is reported because more of them, or a curve, hang on it.
 
     Args:
@@ -120,7 +120,7 @@ class Grants:
     def use(self, rounds: int) -> None:
         """So many rounds are over: once per grant it is time for the next one, and ever more seldom for a look."""
         if rounds >= self._look:
-            self._look = next_look(rounds, self._learners)
+            self._look = compute_next_report_round(rounds, self._learners)
             self._report()
         if self._asked != self.until and 2 * (self.until - rounds) <= self._clock.window:
             self._asked = self.until
@@ -138,29 +138,29 @@ class Wait(NamedTuple):  # made in every round: a frozen dataclass takes four ti
     """
 
     round: int
-    cause: Cause
+    cause: WaitCause
     alone: bool
     since: float
 
     def limit_s(self, clock: ClockSpec) -> float:
         """How long it may last, in seconds."""
-        if self.cause is Cause.DISK or (self.alone and self.cause is not Cause.RECORDS):
+        if self.cause is WaitCause.DISK or (self.alone and self.cause is not WaitCause.RECORDS):
             return clock.patience
-        due = clock.period_s if self.cause is not Cause.NEIGHBOUR else None  # paced: not before the period is over
+        due = clock.period_s if self.cause is not WaitCause.NEIGHBOUR else None  # paced: not before the period is over
         return clock.deadline_s + (due or 0.0)
 
     def told(self, clock: ClockSpec, now: float) -> bool:
         """True once it has lasted so long that the coordinator should know."""
-        return now - self.since >= min(TOLD_S, clock.deadline_s / 4)
+        return now - self.since >= min(REPORTABLE_WAIT_S, clock.deadline_s / 4)
 
 
-def _in_words(wait: Waiting, names: Sequence[str]) -> str:
+def _in_words(wait: WaitReport, names: Sequence[str]) -> str:
     """What is waited for, and of whom."""
-    of = f" ({in_short([called(names, i) for i in wait.neighbours])})" if wait.neighbours else ""
+    of = f" ({abbreviate_names([called(names, i) for i in wait.neighbours])})" if wait.neighbours else ""
     return f"{wait.cause.value}{of} in round {wait.round}"
 
 
-class Waits:
+class WaitTracker:
     """The waits of a learner, one after the other.
 
     Args:
@@ -176,7 +176,7 @@ class Waits:
         self.newest: Wait | None = None
         """It may be over."""
 
-    def begin(self, t: int, cause: Cause) -> None:
+    def begin(self, t: int, cause: WaitCause) -> None:
         """Something is awaited that comes without `wake`, and is said to be `over`."""
         if self.newest is None or self.newest[:3] != (t, cause, self._alone):  # else it goes on
             self.newest = Wait(t, cause, self._alone, time.monotonic())
@@ -185,7 +185,7 @@ class Waits:
         """What was awaited is there."""
         self.newest = None
 
-    async def wait(self, t: int, cause: Cause) -> None:
+    async def wait(self, t: int, cause: WaitCause) -> None:
         """Until something comes that may be it.
 
         Raises:
@@ -195,7 +195,7 @@ class Waits:
         self._waker = asyncio.get_running_loop().create_future()
         await self._waker
 
-    async def pause(self, t: int, cause: Cause, seconds: float) -> None:
+    async def pause(self, t: int, cause: WaitCause, seconds: float) -> None:
         """As `wait`, but only for a while."""
         again = asyncio.get_running_loop().call_later(seconds, self.wake)
         try:
@@ -208,12 +208,12 @@ class Waits:
         if self._waker is not None and not self._waker.done():
             self._waker.set_result(None)
 
-    def coordinated(self, *, away: bool) -> None:
+    def set_coordinator_away(self, *, away: bool) -> None:
         """The coordinator is away, or back: what is waited for is waited for anew, with another patience."""
         self._alone = away
         self.wake()
 
-    def told(self, *, ended: bool) -> Waiting | None:
+    def told(self, *, ended: bool) -> WaitReport | None:
         """What it has waited for, for so long that its coordinator should know; where the run has ended, what it gave up on."""
         wait, waker = self.newest, self._waker
         over = waker is not None and waker.done() and (waker.cancelled() or waker.exception() is None)
@@ -221,8 +221,8 @@ class Waits:
             return None
         return self._waiting(wait)
 
-    def _waiting(self, wait: Wait) -> Waiting:
-        return Waiting(wait.round, wait.cause, tuple(self._unheard()) if wait.cause is Cause.NEIGHBOUR else ())
+    def _waiting(self, wait: Wait) -> WaitReport:
+        return WaitReport(wait.round, wait.cause, tuple(self._unheard()) if wait.cause is WaitCause.NEIGHBOUR else ())
 
     def in_words(self) -> str:
         """What it has waited for, as `told`; empty: nothing that need be told."""
@@ -232,7 +232,7 @@ class Waits:
     async def watch(self) -> None:
         """One watchdog instead of a timer per wait: rounds are too short for those."""
         while True:
-            await asyncio.sleep(min(TOLD_S, self._clock.deadline_s / 4))
+            await asyncio.sleep(min(REPORTABLE_WAIT_S, self._clock.deadline_s / 4))
             wait, waker = self.newest, self._waker
             if wait is None or waker is None or waker.done():
                 continue
@@ -242,7 +242,7 @@ class Waits:
                 waker.set_exception(Unavailable(text))
 
 
-class Room:
+class DiskFullWait:
     """Room for what a learner writes of one kind; in `with`, while it is written.
 
     Args:
@@ -261,14 +261,14 @@ class Room:
     def __exit__(self, *_: object) -> None:
         self.lacking = False
 
-    def require_full(self, error: OSError, t: int) -> None:
-        """After a write that did not succeed, in round t: the same may be tried again in `ROOM_S`, where there was no room.
+    def require_disk_full(self, error: OSError, t: int) -> None:
+        """After a write that did not succeed, in round t: the same may be tried again in `DISK_RETRY_INTERVAL_S`, where there was no room.
 
         Raises:
-            NotReady: it failed otherwise.
+            FailedPrecondition: it failed otherwise.
         """
         if not isinstance(error, DiskFull):
-            raise NotReady(f"{self._unwritten}: {error.strerror}") from None
+            raise FailedPrecondition(f"{self._unwritten}: {error.strerror}") from None
         if not self.lacking:
             log.warning(f"disk full: {self._waits} until there is room", learner=self._learner, round=t)
         self.lacking = True

@@ -8,8 +8,8 @@ from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from sottovoce_core.errors import RemoteProtocolError
-from sottovoce_core.network.network import Digests
-from sottovoce_core.network.roster import Roster
+from sottovoce_core.network.network import NetworkDigests
+from sottovoce_core.network.roster import ParticipationSchedule
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.config import LearnerConfig
@@ -59,14 +59,14 @@ class Role:
             SpecError: the run spec is not valid, or names code that may not be imported.
         """
         specs.require_run_id(run_id)
-        config.policy.require_code(_document_of(told.spec))
+        config.policy.require_allowed_imports(_document_of(told.spec))
         spec = _spec_of(told.spec, imports=config.allow_imports)
         return cls(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
 
     @property
     def budget(self) -> float | None:
         """Epsilon that it may spend in the run; None: there is no limit."""
-        return self.spec.budget_of(self.index)
+        return self.spec.get_budget(self.index)
 
     @property
     def shared(self) -> Shared:
@@ -118,11 +118,11 @@ class Shared:
         return specs.plan_hash(self._spec, self._n_features)
 
     @cached_property
-    def digests(self) -> Digests:
+    def digests(self) -> NetworkDigests:
         """Of the networks of its rounds, for a window and those that may be asked for again."""
-        return Digests(self.run.network, 4 * min(self._spec.clock.window, self._spec.rounds))
+        return NetworkDigests(self.run.network, 4 * min(self._spec.clock.window, self._spec.rounds))
 
     @cached_property
-    def roster(self) -> Roster:
+    def roster(self) -> ParticipationSchedule:
         """Who takes part when."""
         return self._spec.roster

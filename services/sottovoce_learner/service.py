@@ -10,8 +10,8 @@ from typing import Any
 
 import structlog
 
-from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError
-from sottovoce_core.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
+from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError
+from sottovoce_core.noise import KeyedNoise, NoiseSource, OpenDpNoise, RecordedNoise, SystemNoise
 from sottovoce_core.running.policy import accepted
 from sottovoce_core.running.transcript import read_noise
 from sottovoce_core.text import called
@@ -21,9 +21,9 @@ from sottovoce_learner.metrics import readings
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.opening import open_session
 from sottovoce_learner.peers import connection
-from sottovoce_learner.peers.in_process import Nearby
+from sottovoce_learner.peers.in_process import InProcessTransport
 from sottovoce_learner.role import Role, Shared
-from sottovoce_learner.servicer import NAME, Face
+from sottovoce_learner.servicer import NAME, LearnerServicer
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.ledger import Standing
 from sottovoce_learner.storage.state_folder import Claim, Files, Identity
@@ -32,7 +32,7 @@ from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc import principals
 from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
-from sottovoce_rpc.logs import failure, tell_if_open
+from sottovoce_rpc.logs import failure, warn_if_open
 from sottovoce_rpc.metrics import Reading
 from sottovoce_rpc.server import Service, start_server
 from sottovoce_rpc.tasks import Tasks, beside, drained
@@ -42,9 +42,9 @@ from sottovoce_wire.v1.coordinator_pb2 import Assignment, RoundLease, Neighbour,
 log = structlog.get_logger()
 
 FLUSH_S = 1.0
-WATCH_FOLDER_S = 1.0
+FOLDER_CHECK_INTERVAL_S = 1.0
 """Between two looks at whether the state folder is still there; a round looks, too, before it is said."""
-_LONGEST_RUN_ID = 128
+_MAX_RUN_ID_CHARS = 128
 
 
 class Learner:
@@ -56,7 +56,7 @@ class Learner:
         nearby: the learners of its process; None: it is alone.
     """
 
-    def __init__(self, config: LearnerConfig, tracing: Tracing | None = None, nearby: Nearby | None = None) -> None:
+    def __init__(self, config: LearnerConfig, tracing: Tracing | None = None, nearby: InProcessTransport | None = None) -> None:
         config.check()
         self.config, self._make = config, open_session if tracing is None else tracing.session
         self._noise_fields = None if config.recorded_noise is None else read_noise(config.recorded_noise)
@@ -75,8 +75,8 @@ class Learner:
         self._following = Following(
             config, lambda: self._session, self._under_way, self._obey_or_tell, self._report, self._changed
         )
-        self._nearby = Nearby() if nearby is None else nearby
-        self.face = Face(config, self.in_run, self._told)
+        self._nearby = InProcessTransport() if nearby is None else nearby
+        self.servicer = LearnerServicer(config, self.in_run, self._told)
         self.service: Service | None = None
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Learner:
         """Claim the state folder and listen; returns the address for others.
 
         Raises:
-            NotReady: another process is this learner, its state folder cannot be written, or has its ledger by another name, or
+            FailedPrecondition: another process is this learner, its state folder cannot be written, or has its ledger by another name, or
                 its identity is another one's.
             SpecError: other machines can reach the address, and it has no identity.
             DataError: its identity, or anything else in its state folder, is damaged, or a copy.
@@ -103,7 +103,7 @@ class Learner:
                 self._following.identity = Identity.of(folder, self.config.name)
                 self.service = await start_server(
                     self.config.listen,
-                    self.face.add_to,
+                    self.servicer.register,
                     [NAME],
                     self.config.credentials,
                     max_message_bytes(self.config.policy),
@@ -112,12 +112,12 @@ class Learner:
                 held.close()
                 raise
         except OSError as error:
-            raise NotReady(f"the state folder {folder} cannot be written: {error.strerror}") from None
+            raise FailedPrecondition(f"the state folder {folder} cannot be written: {error.strerror}") from None
         self._claim = held
-        tell_if_open(folder, "state folder, and records lie in it")
+        warn_if_open(folder, "state folder, and records lie in it")
         address = self.config.advertise or self.service.address
         if self.config.credentials.principal is None:  # else both sides have to show who they are
-            self._nearby.add(address, self.face.meet)
+            self._nearby.add(address, self.servicer.meet)
         return address
 
     def _require_whole(self) -> None:
@@ -139,7 +139,7 @@ class Learner:
     async def _watch_folder(self) -> None:
         """End a learner that has lost its state folder between rounds or runs: it would begin another ledger."""
         while self._claim is not None:
-            await asyncio.sleep(WATCH_FOLDER_S)
+            await asyncio.sleep(FOLDER_CHECK_INTERVAL_S)
             self._claim.require_in_place()
 
     async def stop(self) -> None:
@@ -180,7 +180,7 @@ class Learner:
         line, closed = found
         known = {"run_id": line.run_id, "rounds_committed": line.said, "attempt": self._attempt, "last_round_learned": closed}
         try:
-            self.config.policy.require_code(json.loads(line.spec))
+            self.config.policy.require_allowed_imports(json.loads(line.spec))
             spec = line.parsed(imports=self.config.allow_imports)
         except SpecError:  # it names code that may not be imported now
             return known
@@ -211,7 +211,7 @@ class Learner:
             self._refuse(run_id, f"{cause}, {what['kind']}; the learner's log says where")
 
     def _refuse(self, run_id: str, detail: str) -> None:
-        self._refused = (run_id[:_LONGEST_RUN_ID], detail)
+        self._refused = (run_id[:_MAX_RUN_ID_CHARS], detail)
         self._changed.set()
 
     @property
@@ -240,10 +240,10 @@ class Learner:
         """Its session in the run of now.
 
         Raises:
-            NotReady: it is in none.
+            FailedPrecondition: it is in none.
         """
         if self._session is None:
-            raise NotReady("this learner is not in a run yet")
+            raise FailedPrecondition("this learner is not in a run yet")
         return self._session
 
     def _report(self) -> coordinator_pb2.LearnerMessage:
@@ -285,14 +285,14 @@ class Learner:
         """A learner is called with and without its own trust domain: a ledger by the other name would not count.
 
         Raises:
-            NotReady: there is one.
+            FailedPrecondition: there is one.
         """
         own, folder = self.config.credentials.principal, self.config.state_folder
         if own is None:
             return
         (other,) = {own.name, f"{own.name}@{own.domain}"} - {self.config.name}
         if other in Ledger(folder).learners():
-            raise NotReady(
+            raise FailedPrecondition(
                 f"the state folder {folder} must have no ledger of {other!r}, who is this learner by another name: start it as "
                 f"{other!r}, or with another state folder, where what it has spent does not count"
             )
@@ -332,7 +332,7 @@ class Learner:
             self._claim.renew()
         self._mirror, self._refused = mirror, None
 
-    def _noise(self, role: Role) -> Noise:
+    def _noise(self, role: Role) -> NoiseSource:
         index = role.index
         if self.config.noise_seed is not None:  # the name: a run's id is another each time
             return KeyedNoise(self.config.noise_seed, role.spec.name, index)
@@ -345,7 +345,7 @@ class Learner:
         return RecordedNoise({name: values[:, index, 0] for name, values in self._noise_fields.items()})
 
     def _meet(self, session: Session, epoch: TopologyEpoch) -> None:
-        begun = session.plan.announced > 0
+        begun = session.plan.announced_rounds > 0
         session.plan.announce(
             epoch.first_round,
             {neighbour.index: neighbour.weight for neighbour in epoch.neighbours},

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
-from sottovoce_core.errors import NotReady, SottovoceError, StrangerError, Unavailable
+from sottovoce_core.errors import FailedPrecondition, SottovoceError, PermissionDenied, Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
-from sottovoce_learner.peers.in_process import NearStream
+from sottovoce_learner.peers.in_process import InProcessStream
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc import principals
@@ -30,21 +30,21 @@ from sottovoce_wire.v1 import learner_pb2
 log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Learner"
-_RECEIPT_EVERY, _LULL_S = 16, 0.002
+_BATCHES_PER_RECEIPT, _PAUSE_TIMEOUT_S = 16, 0.002
 """Batches between receipts on a stream that does not pause, and how long a pause is."""
 
-MAX_FEEDS = 64
+MAX_RECORD_STREAMS = 64
 """Streams of records of one caller at a time; those without an identity are one."""
 
 T = TypeVar("T")
 
 
-class Face:
+class LearnerServicer:
     """What may be asked of a learner, and by whom.
 
     Args:
         config: of the learner.
-        in_run: its session in the run of now, or NotReady.
+        in_run: its session in the run of now, or FailedPrecondition.
         status: of now.
     """
 
@@ -52,9 +52,9 @@ class Face:
         self, config: LearnerConfig, in_run: Callable[[], Session], status: Callable[[], LearnerStatus]
     ) -> None:
         self._config, self._in_run, self._now = config, in_run, status
-        self._feeds = StreamLimit(MAX_FEEDS, "records")
+        self._feeds = StreamLimit(MAX_RECORD_STREAMS, "records")
 
-    def add_to(self, server: grpc.aio.Server) -> None:
+    def register(self, server: grpc.aio.Server) -> None:
         """By hand rather than by the generated function: Exchange passes bytes through, encoded once for all neighbours."""
         pb, write = learner_pb2, methodcaller("SerializeToString")
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -79,12 +79,12 @@ class Face:
         """Hold a call to whom its owner has named.
 
         Raises:
-            StrangerError: the caller is not one of them, and has none of these roles in this learner's domain.
+            PermissionDenied: the caller is not one of them, and has none of these roles in this learner's domain.
         """
         caller = self._config.credentials.caller(context)
         if caller is not None and not caller.is_one_of(*names) and (caller.role not in roles or caller.is_foreign):
             options = " or ".join([f"--owner {caller}", *([f"--feeder {caller}"] if names == self._feeders else [])])
-            raise StrangerError(
+            raise PermissionDenied(
                 f"{caller} is not one whom the owner of {self._config.name!r} has named for this: {options} at that learner"
             )
 
@@ -95,7 +95,7 @@ class Face:
             await self._open(context)
             await self._accept(session, context, self._config.credentials.caller(context))
 
-    async def meet(self, stream: NearStream) -> None:
+    async def meet(self, stream: InProcessStream) -> None:
         """A stream that a neighbour in this process opens.
 
         Raises:
@@ -111,12 +111,12 @@ class Face:
 
     def _announced(self) -> Session:
         session = self._in_run()
-        if not session.plan.announced:
-            raise NotReady("this learner does not know its neighbours yet")
+        if not session.plan.announced_rounds:
+            raise FailedPrecondition("this learner does not know its neighbours yet")
         return session
 
     async def _accept(
-        self, session: Session, stream: Context | NearStream, caller: principals.Principal | None
+        self, session: Session, stream: Context | InProcessStream, caller: principals.Principal | None
     ) -> None:
         async with beside(_replacement(session)):
             await connection.accept(session, stream, caller)
@@ -145,10 +145,10 @@ class Face:
                         await session.ingest.feed(batch)
                         taken, source = taken + 1, batch.source
                         # At once what is due: more may be here than its feeder knows. Then seldom, and in every lull.
-                        if taken == 1 or taken % _RECEIPT_EVERY == 0 or not await _at_once(coming):
+                        if taken == 1 or taken % _BATCHES_PER_RECEIPT == 0 or not await _at_once(coming):
                             yield await _receipt(session, source)
                 yield await _receipt(session, source)
-            if session.life.dismissed and session.role.spec.data.live:
+            if session.life.is_run_ended and session.role.spec.data.live:
                 raise await session.life.over()
 
     async def intake(self, request: learner_pb2.GetIntakeRequest, context: Context) -> learner_pb2.GetIntakeResponse:
@@ -168,7 +168,7 @@ class Face:
             self._require(context, self._owners)
             session = self._in_run()
             if not session.role.spec.telemetry.predict:
-                raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
+                raise FailedPrecondition("predictions depend on private data; this run did not opt in (telemetry.predict)")
             scores, labels, rounds = session.memory.predict(from_tensor(request.features))
             return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
 
@@ -193,7 +193,7 @@ async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:
     """What is in keeping of a source: not what another stream of it brings meanwhile.
 
     Raises:
-        NotReady: it cannot be kept.
+        FailedPrecondition: it cannot be kept.
     """
     intake = session.intake
     receipt = learner_pb2.IngestReceipt(next_sequence=intake.next_sequence(source), position=intake.position(source))
@@ -214,7 +214,7 @@ async def _unless(over: asyncio.Task[object], coming: asyncio.Task[T]) -> T | No
 
 async def _at_once(coming: asyncio.Task[object]) -> bool:
     """Is there more, or the end, within a moment?"""
-    return bool((await asyncio.wait([coming], timeout=_LULL_S))[0])
+    return bool((await asyncio.wait([coming], timeout=_PAUSE_TIMEOUT_S))[0])
 
 
 async def _replacement(session: Session) -> None:

@@ -15,19 +15,19 @@ from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce_core.errors import BudgetExhausted, DataError, NotReady, Unavailable
-from sottovoce_core.noise import Noise
+from sottovoce_core.errors import BudgetExhausted, DataError, FailedPrecondition, Unavailable
+from sottovoce_core.noise import NoiseSource
 from sottovoce_core.running.policy import Policy
-from sottovoce_core.text import called, in_short
+from sottovoce_core.text import called, abbreviate_names
 from sottovoce_learner.ingest.ingest import Ingest
 from sottovoce_learner.memory import Kept, Memory
-from sottovoce_learner.peers.inbox import Hearing
-from sottovoce_learner.peers.outbox import Telling
-from sottovoce_learner.progress import ROOM_S, Grants, Lifecycle, Room, Waits
+from sottovoce_learner.peers.inbox import MessageReceiver
+from sottovoce_learner.peers.outbox import Outbox
+from sottovoce_learner.progress import DISK_RETRY_INTERVAL_S, LeaseTracker, Lifecycle, DiskFullWait, WaitTracker
 from sottovoce_learner.role import Role
-from sottovoce_learner.storage.run_log import RunLog, Snapshots
-from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Waiting
-from sottovoce_rpc.logs import IN_THE_LOG, failure, worded_by_us
+from sottovoce_learner.storage.run_log import RunLog, SnapshotWriter
+from sottovoce_rpc.learner_status import WaitCause, LearnerState, LearnerStatus, WaitReport
+from sottovoce_rpc.logs import SEE_LOG_TEXT, failure, has_project_text
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1.coordinator_pb2 import RoundLease
 
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-_SIGNED_S = 2.0
+_SIGNATURE_TIMEOUT_S = 2.0
 """How long the last signatures are waited for at the most: they stand right behind the last messages, unless somebody is gone."""
 
 
@@ -58,11 +58,11 @@ class Session:
         self,
         role: Role,
         policy: Policy,
-        noise: Noise,
+        noise: NoiseSource,
         memory: Memory,
         run_log: RunLog,
-        telling: Telling,
-        hearing: Hearing,
+        telling: Outbox,
+        hearing: MessageReceiver,
         *,
         private: bool,
         changed: asyncio.Event | None,
@@ -70,15 +70,15 @@ class Session:
         spec = role.spec
         self.role, self.policy, self._noise, self._private = role, policy, noise, private
         self.memory, self.plan, self.intake, self.codec = memory, memory.plan, memory.intake, memory.codec
-        self.algorithm, self._late_s = memory.algorithm, spec.clock.hold_s
-        self._log, self._snapshots = run_log, Snapshots(role.name, run_log, memory.names)
+        self.algorithm, self._late_s = memory.algorithm, spec.clock.staleness_timeout_s
+        self._log, self._snapshots = run_log, SnapshotWriter(role.name, run_log, memory.names)
         self.telling, self.links, self.hearing, self.inbox = telling, telling.links, hearing, hearing.inbox
         self._changed, self._heard = changed or asyncio.Event(), asyncio.Event()
         self.life = Lifecycle(role, self._changed.set)
-        self.grants = Grants(spec.clock, spec.n_learners, self._changed.set)
-        self.waits = Waits(spec.clock, self._unheard, spec.names)
+        self.grants = LeaseTracker(spec.clock, spec.n_learners, self._changed.set)
+        self.waits = WaitTracker(spec.clock, self._unheard, spec.names)
         self.ingest = Ingest(role, run_log, self.intake, self.life, self.grants, self.waits, memory.done)
-        self._room = Room(role.name, "the round waits", "the journal cannot be written")
+        self._room = DiskFullWait(role.name, "the round waits", "the journal cannot be written")
 
     @property
     def status(self) -> LearnerStatus:
@@ -96,11 +96,11 @@ class Session:
             bytes_sent=memory.messages * self.codec.length,
             epsilon_spent=books.spent,
             epsilon_budget=books.budget,
-            epsilon_elsewhere=books.allowance.elsewhere,
-            epsilon_own_budget=books.allowance.in_all,
+            epsilon_other_runs=books.allowance.elsewhere,
+            epsilon_owner_budget=books.allowance.in_all,
             noise_is_not_private=not self._private,
             prequential_accuracy=memory.correct / memory.judged if memory.judged else None,
-            rules_broken=self.hearing.rules_broken,
+            violation_count=self.hearing.violation_count,
             records=self.intake.records,
             records_waiting=self.intake.waiting,
         )
@@ -133,7 +133,7 @@ class Session:
         """Let the coordinator know at once what is new."""
         self._changed.set()
 
-    def require_own_past(self, neighbour: int, next_round: int) -> None:
+    def require_log_complete(self, neighbour: int, next_round: int) -> None:
         """A neighbour cannot have heard what was never said: our log was set back, and those rounds must not be said again.
 
         Raises:
@@ -155,7 +155,7 @@ class Session:
     # ---- what it waits for --------------------------------------------------------------------------------
 
     @property
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> WaitReport | None:
         """What it has waited for, for so long that its coordinator should know, or gave up waiting for."""
         return self.waits.told(ended=self.life.ended)
 
@@ -180,7 +180,7 @@ class Session:
             self._fail(error)
         finally:
             self.ingest.next_round(self.memory.done)
-            with contextlib.suppress(NotReady):  # an identity that is gone: no reason to end otherwise
+            with contextlib.suppress(FailedPrecondition):  # an identity that is gone: no reason to end otherwise
                 self.telling.end(self.memory.said)
             self._close_log()
 
@@ -192,7 +192,7 @@ class Session:
             while not self.memory.over:
                 await self._round(self.memory.done)
         except BudgetExhausted as error:
-            if not worded_by_us(error):
+            if not has_project_text(error):
                 raise
             await self.telling.flush()
             self._become(LearnerState.BUDGET_EXHAUSTED, str(error))
@@ -202,23 +202,23 @@ class Session:
             self._become(LearnerState.FINISHED)
 
     async def _connected(self) -> None:
-        self.waits.begin(0, Cause.NEIGHBOUR)
+        self.waits.begin(0, WaitCause.NEIGHBOUR)
         for link in self.telling.met(self.memory.done).values():
             try:
                 async with asyncio.timeout(self.role.spec.clock.deadline_s):
                     await link.attached.wait()
             except TimeoutError:
-                names = in_short([called(self.role.spec.names, j) for j in self._unheard()])
+                names = abbreviate_names([called(self.role.spec.names, j) for j in self._unheard()])
                 raise Unavailable(f"no connection with {names} within the deadline") from None
         self.waits.over()
 
     async def _round(self, t: int) -> None:
         while self.grants.until <= t:
-            await self.waits.wait(t, Cause.GRANT)
+            await self.waits.wait(t, WaitCause.GRANT)
         if t >= self.memory.said:  # else it was said before this learner died, and the links have it
             await self._send(t)
         while self.intake.filled <= t:
-            await self.waits.wait(t, Cause.DISK if self.ingest.lacks_room else Cause.RECORDS)
+            await self.waits.wait(t, WaitCause.DISK if self.ingest.is_disk_full else WaitCause.RECORDS)
         await self._hear(t)
         await self._learn(t)
         self.ingest.next_round(self.memory.done)
@@ -229,7 +229,7 @@ class Session:
     async def _send(self, t: int) -> None:
         """Form the round's message, write it ahead, and hand it to everybody who is told."""
         frame = await self._speak(t)
-        self.telling.hand_out(t, frame)
+        self.telling.send_round(t, frame)
         if self._snapshots.due:
             self._snapshots.begin(self.memory.image())
 
@@ -239,7 +239,7 @@ class Session:
         Raises:
             BudgetExhausted: it is too dear.
             LocalProtocolError: it has a number that no neighbour would take; nothing was charged for it, and nothing said.
-            NotReady: the log cannot be written.
+            FailedPrecondition: the log cannot be written.
         """
         memory, noise = self.memory, Kept(self._noise)
         spent = memory.books.price(t)
@@ -262,20 +262,20 @@ class Session:
             async with asyncio.timeout(self._late_s):
                 await self._all_heard(t)
         while not self.inbox.enough:
-            await self.waits.wait(t, Cause.NEIGHBOUR)
+            await self.waits.wait(t, WaitCause.NEIGHBOUR)
 
     async def _all_heard(self, t: int) -> None:
         while not self.inbox.complete:
-            await self.waits.wait(t, Cause.NEIGHBOUR)
+            await self.waits.wait(t, WaitCause.NEIGHBOUR)
 
     async def _all_signed(self) -> None:
         """Wait for a moment for the signatures of what was heard last, but of those who are lost.
 
         When all have finished, channels are closed, and what is still on its way is cut off: here, and in a capture.
         """
-        lost = self.telling.roster.lost_to(self.role.index, self.memory.done)
+        lost = self.telling.roster.lost_senders(self.role.index, self.memory.done)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(_SIGNED_S, self.role.spec.clock.deadline_s / 4)):
+            async with asyncio.timeout(min(_SIGNATURE_TIMEOUT_S, self.role.spec.clock.deadline_s / 4)):
                 while not self.hearing.owing <= lost:
                     self._heard.clear()
                     await self._heard.wait()
@@ -289,7 +289,7 @@ class Session:
         if memory.done not in memory.attendance:
             # What it heard lasts, so that a learner that dies now is told nothing again.
             await self._written(partial(self._log.close_rounds, memory.done, inputs))
-            memory.pass_absence(memory.attendance.end)
+            memory.skip_offline_rounds(memory.attendance.end)
             while self.inbox.round < memory.done:
                 self.inbox.take()
 
@@ -297,15 +297,15 @@ class Session:
         """Write to the log, as soon as there is room.
 
         Raises:
-            NotReady: it cannot be written.
+            FailedPrecondition: it cannot be written.
         """
         with self._room:
             while True:
                 try:
                     return write()
                 except OSError as error:
-                    self._room.require_full(error, self.memory.done)
-                await self.waits.pause(self.memory.done, Cause.DISK, ROOM_S)
+                    self._room.require_disk_full(error, self.memory.done)
+                await self.waits.pause(self.memory.done, WaitCause.DISK, DISK_RETRY_INTERVAL_S)
 
     async def _computed(self, compute: Callable[..., T], *arguments: Any) -> T:
         """What takes long is computed in a thread: the loop stays awake, and the round waits, so it is one at a time."""
@@ -314,7 +314,7 @@ class Session:
     # ---- the end ------------------------------------------------------------------------------------------
 
     def _become(self, state: LearnerState, detail: str = "") -> None:
-        self.life.become(state, self.memory.done, detail)
+        self.life.set_state(state, self.memory.done, detail)
 
     def _fail(self, error: BaseException) -> None:
         """The run is over for this learner; the log has the error's kind and place, and nobody the text of one not ours."""
@@ -322,7 +322,7 @@ class Session:
         log.error("failed", learner=self.role.name, round=self.memory.done, **failure(error, own))
         little = "too little memory (docs/scale.md says what a learner keeps)"
         ours = little if isinstance(error, MemoryError) else "an internal error"
-        detail = str(error) if worded_by_us(error) else f"{ours}; {IN_THE_LOG}"
+        detail = str(error) if has_project_text(error) else f"{ours}; {SEE_LOG_TEXT}"
         self._become(LearnerState.FAILED, detail)
 
     async def close(self) -> None:

@@ -19,10 +19,10 @@ from typing import Any
 import structlog
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_learner.opening import open_session
 from sottovoce_learner.session import Session
-from sottovoce_rpc.addresses import place_of_url
+from sottovoce_rpc.addresses import parse_url
 
 log = structlog.get_logger()
 
@@ -61,7 +61,7 @@ class Tracing:
             )
         for variable in _ENDPOINTS:
             if at := os.environ.get(variable):
-                place_of_url(at, {"http": 4317, "https": 4317}, variable, path=True)
+                parse_url(at, {"http": 4317, "https": 4317}, variable, path=True)
         api, context, sdk, export, numbers, resources, otlp = map(_module, _MODULES)
         _tell_in_our_log()
         self.every, self._ids = every, _ids(numbers)
@@ -72,7 +72,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("sottovoce")
 
     @staticmethod
-    def trace_id(run_id: str, t: int) -> int:
+    def compute_trace_id(run_id: str, t: int) -> int:
         """The trace of a round: 128 bits that all its learners know."""
         return int.from_bytes(hashlib.blake2b(f"{run_id}\0{t}".encode(), digest_size=16).digest())
 
@@ -85,7 +85,7 @@ class Tracing:
 
     def begin(self, learner: str, run_id: str, t: int, since: int) -> Any:
         """A round's span."""
-        self._ids.trace = self.trace_id(run_id, t)
+        self._ids.trace = self.compute_trace_id(run_id, t)
         facts = {"sottovoce.learner": learner, "sottovoce.run": run_id, "sottovoce.round": t}
         return self._tracer.start_span(ROUND, self._nowhere, attributes=facts, start_time=since)
 
@@ -147,7 +147,7 @@ class _TracedSession(Session):
 
 
 def _module(name: str) -> Any:
-    return import_extra(f"opentelemetry.{name}", _PACKAGES, "--trace", EXTRA)
+    return import_optional(f"opentelemetry.{name}", _PACKAGES, "--trace", EXTRA)
 
 
 def _ids(numbers: Any) -> Any:

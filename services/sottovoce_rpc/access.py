@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce_core.errors import LimitReached, RemoteProtocolError, StrangerError
+from sottovoce_core.errors import LimitReached, RemoteProtocolError, PermissionDenied
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.status import answering
@@ -32,24 +32,24 @@ _LEARNER, _COORDINATOR, _EAVESDROPPER = (
 _AGAIN_S = 5.0
 """How often whoever holds a stream is looked at again: certificates are revoked, and end."""
 _MOST_LOGGED = 20
-_DENIED: Container[object] = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED.value[0])
+_DENIED_STATUS_CODES: Container[object] = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED.value[0])
 """As gRPC says it, by its version."""
 MAX_UNREAD_BYTES = 192 * 1024 * 1024
 """Of messages of one caller that are on their way into a server, where one alone is not longer."""
 _REQUEST_TIMEOUT_S = 30.0
 """For a single request, in its turn."""
-NOT_BELIEVED = "not allowed: whoever calls is not believed here"
+UNTRUSTED_CALLER_TEXT = "not allowed: whoever calls is not believed here"
 """All that a stranger is told."""
-NO_ONE = "not known, without an identity"
+UNIDENTIFIED_CALLER = "not known, without an identity"
 """In a log, in place of a caller that has shown no certificate."""
-STRANGER, ROLE, CONDITION = "stranger", "role", "condition"
+UNTRUSTED, ROLE, CONDITION = "stranger", "role", "condition"
 """Why somebody is refused: not believed at all, in another role than is needed, or not whom the service itself takes."""
 
 log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Decode = Callable[[bytes], Any]
-_WITH_RECORDS = frozenset({f"{_LEARNER}/Predict"})
+_LARGE_REQUEST_METHODS = frozenset({f"{_LEARNER}/Predict"})
 """Single requests that may be as long as any message."""
 
 
@@ -76,7 +76,7 @@ _ANY = tuple(role for role in Role if role is not Role.MONITOR)
 _RUNS = _rule(Role.OPERATOR)
 _NAMED = "who is named with its domain"
 _OWNER = _rule(*_ANY, condition="one of the learner's owners (`--owner`)", foreign=_NAMED)
-ACCESS: Mapping[str, _Rule] = {
+ACCESS_RULES: Mapping[str, _Rule] = {
     f"{_LEARNER}/Exchange": _rule(
         Role.LEARNER,
         Role.EAVESDROPPER,
@@ -121,16 +121,16 @@ class Refusals:
     """Counts who was refused, and tells of some: a stranger does not fill the disk.
 
     Attributes:
-        by_reason: so many were.
+        counts_by_reason: so many were.
     """
 
     def __init__(self) -> None:
-        self.by_reason = Counter({STRANGER: 0, ROLE: 0, CONDITION: 0})
+        self.counts_by_reason = Counter({UNTRUSTED: 0, ROLE: 0, CONDITION: 0})
 
     def note(self, reason: str, **facts: str) -> None:
         """One more."""
-        self.by_reason[reason] += 1
-        refused = self.by_reason.total()
+        self.counts_by_reason[reason] += 1
+        refused = self.counts_by_reason.total()
         if refused <= _MOST_LOGGED or refused.bit_count() == 1:
             log.warning("call refused", **facts, refused=refused)
 
@@ -189,7 +189,7 @@ class _Turn:
 _TURN: ContextVar[_Turn | None] = ContextVar("turn", default=None)
 
 
-def give_turn_back() -> None:
+def release_read_slot() -> None:
     """Let the present call read without a turn from now on: what is in its place is limited in another way."""
     if (turn := _TURN.get()) is not None:
         turn.give_back()
@@ -220,7 +220,7 @@ class StreamLimit:
                 "one, or give processes identities of their own"
             )
         self._open[whom] += 1
-        give_turn_back()
+        release_read_slot()
         try:
             yield
         finally:
@@ -229,7 +229,7 @@ class StreamLimit:
                 del self._open[whom]
 
 
-class _Counted(StrangerError):
+class _Counted(PermissionDenied):
     """A refusal that the table has made, and counted."""
 
 
@@ -263,15 +263,15 @@ class Access(grpc.aio.ServerInterceptor):
         """Who calls; None: this machine's user, or anybody, where the server answers anybody.
 
         Raises:
-            StrangerError: who may not.
+            PermissionDenied: who may not.
         """
         try:
             caller = self._credentials.caller(context)
-        except StrangerError as error:
-            self.refused.note(STRANGER, method=method, caller=str(error), peer=context.peer())
-            raise _Counted(NOT_BELIEVED) from None
+        except PermissionDenied as error:
+            self.refused.note(UNTRUSTED, method=method, caller=str(error), peer=context.peer())
+            raise _Counted(UNTRUSTED_CALLER_TEXT) from None
         if caller is not None:
-            rule = ACCESS.get(method)
+            rule = ACCESS_RULES.get(method)
             if rule is None or caller.role not in rule.roles:
                 self.refused.note(ROLE, method=method, caller=str(caller), peer=context.peer())
                 raise _Counted(f"{caller} may not call {method.rsplit('/', 1)[-1]}")
@@ -338,7 +338,7 @@ class Access(grpc.aio.ServerInterceptor):
         async with self._turns.turn(method, caller) as turn:
             if decode is not None:
                 raw = await _only(held[0])
-                if len(raw) > self._max_request and method not in _WITH_RECORDS:
+                if len(raw) > self._max_request and method not in _LARGE_REQUEST_METHODS:
                     raise RemoteProtocolError(f"a request must have at most {self._max_request} bytes, got {len(raw)}")
                 held[0] = decode(raw)
                 del raw  # the request has its own copy
@@ -352,8 +352,8 @@ class Access(grpc.aio.ServerInterceptor):
         """Count a call to which the service that answers it says no."""
         try:
             yield
-        except (grpc.aio.AbortError, StrangerError) as error:
-            denied = context.code() in _DENIED if isinstance(error, grpc.aio.AbortError) else True
+        except (grpc.aio.AbortError, PermissionDenied) as error:
+            denied = context.code() in _DENIED_STATUS_CODES if isinstance(error, grpc.aio.AbortError) else True
             if denied and not isinstance(error, _Counted):
                 self.refused.note(CONDITION, method=method, caller=str(caller or ""), peer=context.peer())
             raise
@@ -362,7 +362,7 @@ class Access(grpc.aio.ServerInterceptor):
         """While a stream is held.
 
         Raises:
-            StrangerError: its caller may no longer be answered.
+            PermissionDenied: its caller may no longer be answered.
         """
         while True:
             await asyncio.sleep(_AGAIN_S)

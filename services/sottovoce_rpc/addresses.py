@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from sottovoce_core.errors import SpecError
 
 _PLACE = re.compile(r"(?:(?:ipv4|ipv6):|dns:(?:///)?)?(\[[0-9A-Fa-f:.%]+\]|[^\s\[\]:/,?#@]+):([0-9]{1,5})")
-_HIGHEST = 65_535
+_MAX_PORT = 65_535
 """Of the ports. gRPC takes a larger one for what is left of it after division."""
 
 
@@ -34,12 +34,12 @@ def place_of(address: str, what: str, *, listen: bool = False) -> tuple[str, int
     ('::1', 7400)
     """
     found, lowest = _PLACE.fullmatch(address), 0 if listen else 1
-    if found is None or not lowest <= int(found[2]) <= _HIGHEST:
-        raise SpecError(f"{what} must be HOST:PORT with a port from {lowest} to {_HIGHEST}, got {address!r}")
+    if found is None or not lowest <= int(found[2]) <= _MAX_PORT:
+        raise SpecError(f"{what} must be HOST:PORT with a port from {lowest} to {_MAX_PORT}, got {address!r}")
     return found[1].strip("[]"), int(found[2])
 
 
-def place_of_url(url: str, schemes: Mapping[str, int], what: str, *, path: bool = False) -> tuple[str, str, int]:
+def parse_url(url: str, schemes: Mapping[str, int], what: str, *, path: bool = False) -> tuple[str, str, int]:
     """Scheme, host and port of a URL that somebody else's service has: `nats://host:4222`, or `host:4222`.
 
     Args:
@@ -51,11 +51,11 @@ def place_of_url(url: str, schemes: Mapping[str, int], what: str, *, path: bool 
     Raises:
         SpecError: it is no such address, or holds a password.
 
-    >>> place_of_url("tls://[::1]", {"nats": 4222, "tls": 4222}, "--server")
+    >>> parse_url("tls://[::1]", {"nats": 4222, "tls": 4222}, "--server")
     ('tls', '::1', 4222)
     """
     usual, port = next(iter(schemes.items()))
-    wanted = f"{what} must be like {usual}://HOST:{port}, with a port from 1 to {_HIGHEST}, and {_begin(schemes)}"
+    wanted = f"{what} must be like {usual}://HOST:{port}, with a port from 1 to {_MAX_PORT}, and {_begin(schemes)}"
     scheme, _, rest = url.rpartition("://") if "://" in url.split("?")[0] else (usual, "", url)
     place, slash, behind = rest.partition("/")
     if "@" in (place if path else rest):  # what came is not shown: it holds a secret
@@ -109,7 +109,7 @@ _DIAGNOSIS, _ASKED = 4, 20
 """NETLINK_SOCK_DIAG and SOCK_DIAG_BY_FAMILY: the kernel finds one connection in microseconds, and all in milliseconds."""
 _HEADER, _QUESTION, _ANSWER = struct.Struct("=IHHII"), struct.Struct("=BBBxI"), struct.Struct("=BBxx48x12xII")
 _ENDS = struct.Struct("!HH16s16s")
-_MOST_ASKED = 64
+_MAX_QUERIED_SERVERS = 64
 """Servers that are asked for one by one."""
 
 served: WeakKeyDictionary[object, str] = WeakKeyDictionary()
@@ -127,7 +127,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def of_this_user(peer: str, servers: Iterable[str] = ()) -> bool:
+def is_same_user(peer: str, servers: Iterable[str] = ()) -> bool:
     """Whether the other end of a connection is this process's user's, or root's.
 
     Only Linux says whose a connection is: elsewhere every user of the machine is let in. A socket in the file system is guarded
@@ -146,7 +146,7 @@ def of_this_user(peer: str, servers: Iterable[str] = ()) -> bool:
     if not any(table.exists() for table in _TABLES):
         return True
     host, port, known = ipaddress.ip_address(found[1]), int(found[2]), [*servers]
-    users = _users_of(host, port, known) if len(known) <= _MOST_ASKED else set()
+    users = _users_of(host, port, known) if len(known) <= _MAX_QUERIED_SERVERS else set()
     users = users or _listed_users(host, port)
     return len(users) == 1 and users <= {os.getuid(), 0}
 

@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, Pub
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from sottovoce_core.errors import NotReady
-from sottovoce_rpc.principals import Principal, Role, host_of
+from sottovoce_core.errors import FailedPrecondition
+from sottovoce_rpc.principals import Principal, Role, build_host_name
 
-CERTIFICATE, KEY, AUTHORITIES, REVOKED = "tls.crt", "tls.key", "ca.crt", "crl.pem"
+CERTIFICATE, KEY, AUTHORITIES_FILE, REVOCATION_FILE = "tls.crt", "tls.key", "ca.crt", "crl.pem"
 _CURVES = (ec.SECP256R1, ec.SECP384R1)
-_LEAST_BITS = 2_048
-_KEYS = f"ECDSA on P-256 or P-384, or RSA of {_LEAST_BITS} bits or more"
+_MIN_RSA_BITS = 2_048
+_KEYS = f"ECDSA on P-256 or P-384, or RSA of {_MIN_RSA_BITS} bits or more"
 _SERVICES = (Role.LEARNER, Role.COORDINATOR, Role.EAVESDROPPER)
 """Who is called; feeders and operators only call."""
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
@@ -32,35 +32,35 @@ _LIST_BEGINS = b"-----BEGIN X509 CRL-----"
 _LIST = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
 
 
-def certificates_in(raw: bytes, name: str) -> list[x509.Certificate]:
+def parse_certificates(raw: bytes, name: str) -> list[x509.Certificate]:
     """All certificates of a file, at least one.
 
     Raises:
-        NotReady: there is none, or one cannot be read.
+        FailedPrecondition: there is none, or one cannot be read.
     """
     try:
         return x509.load_pem_x509_certificates(raw)
     except ValueError:
-        raise NotReady(f"{name} must hold certificates in PEM, got none, or one that cannot be read") from None
+        raise FailedPrecondition(f"{name} must hold certificates in PEM, got none, or one that cannot be read") from None
 
 
-def key_in(raw: bytes, name: str = KEY) -> PrivateKeyTypes:
+def parse_private_key(raw: bytes, name: str = KEY) -> PrivateKeyTypes:
     """The key of a file.
 
     Raises:
-        NotReady: it holds none, or an encrypted one.
+        FailedPrecondition: it holds none, or an encrypted one.
     """
     try:
         return load_pem_private_key(raw, None)
     except TypeError:
-        raise NotReady(
+        raise FailedPrecondition(
             f"{name} must not be encrypted, for nobody is there to be asked: `openssl pkey -in {name} -out plain.key`, chmod 600"
         ) from None
     except (ValueError, UnsupportedAlgorithm):
-        raise NotReady(f"{name} must hold a private key in PEM ({_KEYS}), got none that can be read") from None
+        raise FailedPrecondition(f"{name} must hold a private key in PEM ({_KEYS}), got none that can be read") from None
 
 
-def require_fit(chain: Sequence[x509.Certificate], key: PrivateKeyTypes) -> Principal:
+def require_usable_certificate(chain: Sequence[x509.Certificate], key: PrivateKeyTypes) -> Principal:
     """Whom a certificate names, where it and its key can be used.
 
     Args:
@@ -68,13 +68,13 @@ def require_fit(chain: Sequence[x509.Certificate], key: PrivateKeyTypes) -> Prin
         key: its own.
 
     Raises:
-        NotReady: they do not fit each other, name nobody, or gRPC would not take them.
+        FailedPrecondition: they do not fit each other, name nobody, or gRPC would not take them.
     """
     own = chain[0]
     _require_own(key, chain)
     principal = named(own)
     if principal is None:
-        raise NotReady(
+        raise FailedPrecondition(
             f"{CERTIFICATE} must name its owner by one URI such as spiffe://ward.example/learner/north, got {_uris(own)[:5]}"
         )
     _require_uses(own, principal)
@@ -83,7 +83,7 @@ def require_fit(chain: Sequence[x509.Certificate], key: PrivateKeyTypes) -> Prin
     return principal
 
 
-def by_domain(authorities: Sequence[x509.Certificate], home: str = "") -> dict[str, list[x509.Certificate]]:
+def group_by_domain(authorities: Sequence[x509.Certificate], home: str = "") -> dict[str, list[x509.Certificate]]:
     """Authorities by the trust domain that they speak for.
 
     Args:
@@ -91,17 +91,17 @@ def by_domain(authorities: Sequence[x509.Certificate], home: str = "") -> dict[s
         home: the domain of those that name none, where no other one names it. Empty: they stand under "".
 
     Raises:
-        NotReady: one names more than one domain, or a principal.
+        FailedPrecondition: one names more than one domain, or a principal.
     """
     found = defaultdict[str, list[x509.Certificate]](list)
     for each in authorities:
-        found[domain_of(each)].append(each)
+        found[read_trust_domain(each)].append(each)
     if home and home not in found and "" in found:
         found[home] = found.pop("")
     return dict(found)
 
 
-def revoked_in(
+def parse_revocations(
     raw: bytes, signers: Mapping[str, Sequence[x509.Certificate]]
 ) -> Mapping[str, frozenset[tuple[bytes, int]]]:
     """Issuers and serial numbers of what was revoked, by trust domain.
@@ -111,33 +111,33 @@ def revoked_in(
         signers: who may have signed them, by the domain that they speak for.
 
     Raises:
-        NotReady: a list cannot be read, or is of somebody else.
+        FailedPrecondition: a list cannot be read, or is of somebody else.
     """
     found = {domain: set[tuple[bytes, int]]() for domain in signers}
-    for listed in lists_in(raw):
+    for listed in parse_revocation_lists(raw):
         issuer = listed.issuer.public_bytes()
-        domains = [domain for domain, own in signers.items() if any(is_list_of(each, listed) for each in own)]
+        domains = [domain for domain, own in signers.items() if any(has_signed_list(each, listed) for each in own)]
         if not domains:
-            raise NotReady(
-                f"{REVOKED} must be signed by an authority of {AUTHORITIES}, or of the chain in {CERTIFICATE}"
+            raise FailedPrecondition(
+                f"{REVOCATION_FILE} must be signed by an authority of {AUTHORITIES_FILE}, or of the chain in {CERTIFICATE}"
             )
         for domain in domains:
             found[domain] |= {(issuer, each.serial_number) for each in listed}
     return {domain: frozenset(revoked) for domain, revoked in found.items()}
 
 
-def is_list_of(authority: x509.Certificate, listed: x509.CertificateRevocationList) -> bool:
+def has_signed_list(authority: x509.Certificate, listed: x509.CertificateRevocationList) -> bool:
     """Whether an authority has signed a revocation list. Two authorities may have one name."""
     if listed.issuer != authority.subject:
         return False
     return listed.is_signature_valid(authority.public_key())  # type: ignore[arg-type]
 
 
-def lists_in(raw: bytes, name: str = REVOKED) -> list[x509.CertificateRevocationList]:
+def parse_revocation_lists(raw: bytes, name: str = REVOCATION_FILE) -> list[x509.CertificateRevocationList]:
     """All revocation lists of a file: any number in PEM, or one in DER. Nobody has checked who signed them.
 
     Raises:
-        NotReady: there is none, or one cannot be read: what it revokes would be believed.
+        FailedPrecondition: there is none, or one cannot be read: what it revokes would be believed.
     """
     found = _LIST.findall(raw)
     try:
@@ -147,10 +147,10 @@ def lists_in(raw: bytes, name: str = REVOKED) -> list[x509.CertificateRevocation
             return [x509.load_pem_x509_crl(each) for each in found]
     except ValueError:
         pass
-    raise NotReady(f"{name} must hold lists of what was revoked, in PEM, or one in DER, got what cannot be read")
+    raise FailedPrecondition(f"{name} must hold lists of what was revoked, in PEM, or one in DER, got what cannot be read")
 
 
-def leads_to(own: x509.Certificate, between: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> bool:
+def has_chain_to_root(own: x509.Certificate, between: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> bool:
     """Whether one of the roots has signed a certificate, by way of those between."""
     reached = [own]
     for each in reached:
@@ -171,51 +171,51 @@ def number_of(certificate: x509.Certificate) -> tuple[bytes, int]:
     return certificate.issuer.public_bytes(), certificate.serial_number
 
 
-def domain_of(authority: x509.Certificate) -> str:
+def read_trust_domain(authority: x509.Certificate) -> str:
     """The trust domain that an authority names in its certificate, as SPIFFE has it (`spiffe://ward.example`); empty: none.
 
     Raises:
-        NotReady: it names more than one, or a principal.
+        FailedPrecondition: it names more than one, or a principal.
     """
     uris = [each for each in _uris(authority) if each.startswith(_SCHEME)]
     domain = uris[0].removeprefix(_SCHEME).removesuffix("/") if uris else ""
     if len(uris) > 1 or "/" in domain:
-        raise NotReady(
+        raise FailedPrecondition(
             f"an authority must name one trust domain as spiffe://ward.example, got {uris[:3]} of "
             f"{authority.subject.rfc4514_string()[:100]}"
         )
     return domain
 
 
-def require_kind(public: PublicKeyTypes, what: str) -> None:
-    """Raises `NotReady` where a key is of a kind that gRPC does not take."""
+def require_key_type(public: PublicKeyTypes, what: str) -> None:
+    """Raises `FailedPrecondition` where a key is of a kind that gRPC does not take."""
     if isinstance(public, rsa.RSAPublicKey):
-        kind, fits = f"RSA of {public.key_size} bits", public.key_size >= _LEAST_BITS
+        kind, fits = f"RSA of {public.key_size} bits", public.key_size >= _MIN_RSA_BITS
     elif isinstance(public, ec.EllipticCurvePublicKey):
         kind, fits = f"ECDSA on {public.curve.name}", isinstance(public.curve, _CURVES)
     else:
         kind, fits = type(public).__name__.removeprefix("_").removesuffix("PublicKey"), False
     if not fits:
-        raise NotReady(f"{what} must be of {_KEYS}, which gRPC takes, got {kind}: have another one issued")
+        raise FailedPrecondition(f"{what} must be of {_KEYS}, which gRPC takes, got {kind}: have another one issued")
 
 
 # ---- inside ----------------------------------------------------------------------------------------------------
 
 
 def _require_own(key: PrivateKeyTypes, chain: Sequence[x509.Certificate]) -> None:
-    """Raises `NotReady` where a key is another certificate's, or of a kind that gRPC does not take."""
+    """Raises `FailedPrecondition` where a key is another certificate's, or of a kind that gRPC does not take."""
     public = key.public_key()
     if public != chain[0].public_key():
         if any(public == each.public_key() for each in chain[1:]):
-            raise NotReady(
+            raise FailedPrecondition(
                 f"{CERTIFICATE} must begin with the certificate of {KEY}; those between it and an authority follow"
             )
-        raise NotReady(f"{KEY} must be the key of {CERTIFICATE}, and is another one's")
-    require_kind(public, KEY)
+        raise FailedPrecondition(f"{KEY} must be the key of {CERTIFICATE}, and is another one's")
+    require_key_type(public, KEY)
 
 
 def _require_uses(own: x509.Certificate, principal: Principal) -> None:
-    """Raises `NotReady` where a certificate says what it may be used for, and that is not what it is used for."""
+    """Raises `FailedPrecondition` where a certificate says what it may be used for, and that is not what it is used for."""
     wanted = {"client auth": _CLIENT, **({"server auth": _SERVER} if principal.role in _SERVICES else {})}
     try:
         uses = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
@@ -223,7 +223,7 @@ def _require_uses(own: x509.Certificate, principal: Principal) -> None:
     except x509.ExtensionNotFound:  # then it may be used for anything
         lacking = []
     if lacking:
-        raise NotReady(
+        raise FailedPrecondition(
             f"{CERTIFICATE} must be for {' and '.join(wanted)} (extended key usage), and is not for {' nor '.join(lacking)}: "
             "have one issued for these usages, or for none in particular"
         )
@@ -232,15 +232,15 @@ def _require_uses(own: x509.Certificate, principal: Principal) -> None:
     except x509.ExtensionNotFound:
         signs = True
     if not signs:
-        raise NotReady(f"{CERTIFICATE} must be for digital signatures (key usage), and is not: have one issued that is")
+        raise FailedPrecondition(f"{CERTIFICATE} must be for digital signatures (key usage), and is not: have one issued that is")
 
 
 def _require_hosts(own: x509.Certificate, principal: Principal) -> None:
-    """Raises `NotReady` where a service's certificate lacks a host that its clients insist on."""
-    wanted = (principal.host, host_of(principal.domain, principal.role))
+    """Raises `FailedPrecondition` where a service's certificate lacks a host that its clients insist on."""
+    wanted = (principal.host, build_host_name(principal.domain, principal.role))
     hosts = {each.lower() for each in _names(own, x509.DNSName)}
     if lacking := [each for each in wanted if each not in hosts]:
-        raise NotReady(
+        raise FailedPrecondition(
             f"{CERTIFICATE} must hold the hosts (DNS names) {' and '.join(wanted)} beside its URI, for whoever calls {principal} "
             f"insists on them; it lacks {' and '.join(lacking)}: have one issued with them (docs/identities.md)"
         )

@@ -17,13 +17,13 @@ from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import LocalProtocolError, RemoteProtocolError, Rule
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 
-_LITTLE = np.dtype("<f8")
+_LITTLE_ENDIAN_FLOAT64 = np.dtype("<f8")
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The fields of a message in their order, and the shape of each: `Algorithm.field_shapes()`."""
 
-MOST_AXES = 8
-_MOST_READ = 1024 * 1024
+MAX_AXES = 8
+_MAX_CONTROL_MESSAGE_BYTES = 1024 * 1024
 """Bytes of a greeting: what is longer is not read, for that would take several times as much memory."""
 LARGEST = 1e100
 """Of a number in a message: what is larger is no parameter, and its sums would overflow."""
@@ -38,7 +38,7 @@ def to_tensor(values: FloatArray) -> tensor_pb2.Tensor:
 
 
 def _raw(values: FloatArray) -> bytes:
-    return np.ascontiguousarray(values, dtype=_LITTLE).tobytes()
+    return np.ascontiguousarray(values, dtype=_LITTLE_ENDIAN_FLOAT64).tobytes()
 
 
 def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
@@ -49,15 +49,15 @@ def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
     """
     if tensor.dtype != tensor_pb2.DATA_TYPE_FLOAT64:
         raise RemoteProtocolError(f"a tensor must have dtype FLOAT64 (1), got {tensor.dtype}")
-    if len(tensor.shape) > MOST_AXES:  # before anything is computed of them
-        raise RemoteProtocolError(f"a tensor may have {MOST_AXES} axes, got {len(tensor.shape)}")
+    if len(tensor.shape) > MAX_AXES:  # before anything is computed of them
+        raise RemoteProtocolError(f"a tensor may have {MAX_AXES} axes, got {len(tensor.shape)}")
     shape = tuple(tensor.shape)
     if len(tensor.data) != 8 * math.prod(shape):
         raise RemoteProtocolError(
             f"a float64 tensor of shape {shape} has {8 * math.prod(shape)} bytes, got {len(tensor.data)}"
         )
     try:
-        return np.frombuffer(tensor.data, _LITTLE).reshape(shape)
+        return np.frombuffer(tensor.data, _LITTLE_ENDIAN_FLOAT64).reshape(shape)
     except ValueError:  # empty along one axis and absurd along another
         raise RemoteProtocolError(f"a tensor must have a shape that NumPy can represent, got {shape}") from None
 
@@ -97,7 +97,7 @@ class RoundCodec:
         self._head = struct.Struct(f"<{len(before_round)}sQ{len(_SENDER)}sI{len(before_values)}s")
         self.length = self._head.size + 8 * self._count
 
-    def require_sayable(self, message: Message) -> None:
+    def require_sendable(self, message: Message) -> None:
         """What no neighbour would take is not said: the noise on a number that overflowed protects nobody.
 
         Raises:
@@ -131,7 +131,7 @@ class RoundCodec:
         first, t, second, sender, third = self._head.unpack_from(payload)
         if (first, second, third) != self._constants:
             self._refuse(payload)
-        flat = np.frombuffer(payload, _LITTLE, self._count, self._head.size)
+        flat = np.frombuffer(payload, _LITTLE_ENDIAN_FLOAT64, self._count, self._head.size)
         if not _within(flat):
             raise self._out_of_bounds(flat)
         return t, sender, Message(self._values(flat))
@@ -154,7 +154,7 @@ class RoundCodec:
         frames = np.frombuffer(b"".join(payloads[k] for k in rows.tolist()), np.uint8).reshape(len(rows), self.length)
         first, second, third = (np.frombuffer(constant, np.uint8) for constant in self._constants)
         t_at, sender_at = len(first), len(first) + 8 + len(second)
-        numbers = np.ascontiguousarray(frames[:, self._head.size :]).view(_LITTLE)
+        numbers = np.ascontiguousarray(frames[:, self._head.size :]).view(_LITTLE_ENDIAN_FLOAT64)
         right = ((numbers >= -LARGEST) & (numbers <= LARGEST)).all(axis=1)
         for at, constant in ((0, first), (t_at + 8, second), (sender_at + 4, third)):
             right &= (frames[:, at : at + len(constant)] == constant).all(axis=1)
@@ -188,7 +188,7 @@ def _within(values: FloatArray) -> bool:
 
 
 def _read(payload: bytes, kind: str, wanted: str) -> learner_pb2.ExchangeMessage:
-    if len(payload) > _MOST_READ:
+    if len(payload) > _MAX_CONTROL_MESSAGE_BYTES:
         raise RemoteProtocolError(f"expected {wanted}, got {len(payload)} bytes")
     try:
         said = learner_pb2.ExchangeMessage.FromString(payload)
@@ -231,8 +231,8 @@ def from_fields(fields: Iterable[tensor_pb2.Field]) -> dict[str, tuple[int, ...]
             raise RemoteProtocolError(
                 f"fields must differ in name and be FLOAT64 (1), got {field.name!r}, {field.dtype}"
             )
-        if len(field.shape) > MOST_AXES:
-            raise RemoteProtocolError(f"a field may have {MOST_AXES} axes, got {len(field.shape)}")
+        if len(field.shape) > MAX_AXES:
+            raise RemoteProtocolError(f"a field may have {MAX_AXES} axes, got {len(field.shape)}")
         shapes[field.name] = tuple(field.shape)
     return shapes
 

@@ -31,26 +31,26 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from sottovoce_core.errors import NotReady, SpecError, StrangerError, Unavailable
-from sottovoce_rpc.addresses import is_loopback, of_this_user, served
+from sottovoce_core.errors import FailedPrecondition, SpecError, PermissionDenied, Unavailable
+from sottovoce_rpc.addresses import is_loopback, is_same_user, served
 from sottovoce_rpc.certificates import (
-    AUTHORITIES,
+    AUTHORITIES_FILE,
     CERTIFICATE,
     KEY,
-    REVOKED,
-    by_domain,
-    certificates_in,
-    key_in,
-    leads_to,
+    REVOCATION_FILE,
+    group_by_domain,
+    parse_certificates,
+    parse_private_key,
+    has_chain_to_root,
     named,
     number_of,
-    require_fit,
-    revoked_in,
+    require_usable_certificate,
+    parse_revocations,
 )
-from sottovoce_rpc.principals import Principal, Role, host_of
-from sottovoce_rpc.signatures import Signed, Statement, leaf, sign
+from sottovoce_rpc.principals import Principal, Role, build_host_name
+from sottovoce_rpc.signatures import SignedStatement, Statement, leaf, sign
 
-_MOST_FILE = 1024 * 1024
+_MAX_FILE_BYTES = 1024 * 1024
 _OVERRIDE = "grpc.ssl_target_name_override"
 SOON = timedelta(days=14)
 """Before its end a certificate is warned of."""
@@ -87,11 +87,11 @@ class Identity:
         """The authorities of a trust domain.
 
         Raises:
-            NotReady: none is believed.
+            FailedPrecondition: none is believed.
         """
         if domain not in self.bundles:
-            raise NotReady(
-                f"{self.folder / AUTHORITIES} must hold an authority that names spiffe://{domain}, and has those of "
+            raise FailedPrecondition(
+                f"{self.folder / AUTHORITIES_FILE} must hold an authority that names spiffe://{domain}, and has those of "
                 f"{', '.join(filter(None, self.bundles))} alone: add it (docs/identities.md)"
             )
         return self.bundles[domain]
@@ -123,7 +123,7 @@ class Credentials:
         """Who this process is; None: it has no identity.
 
         Raises:
-            NotReady: its files cannot be used.
+            FailedPrecondition: its files cannot be used.
         """
         return None if self.folder is None else self._current().principal
 
@@ -135,12 +135,12 @@ class Credentials:
             name: that it must hold; empty: any.
 
         Raises:
-            NotReady: it holds others, or the files cannot be used.
+            FailedPrecondition: it holds others, or the files cannot be used.
         """
         own = self.principal
         if own is not None and (own.role is not role or not (name == "" or own.is_one_of(f"{role}/{name}"))):
             wanted = f"{role}/{name or 'NAME'}"
-            raise NotReady(
+            raise FailedPrecondition(
                 f"the identity in {self.folder} must be of {wanted}, got {own}: `sottovoce pki issue {wanted}`"
             )
 
@@ -149,7 +149,7 @@ class Credentials:
         """When the certificate ends; None: there is none.
 
         Raises:
-            NotReady: its files cannot be used.
+            FailedPrecondition: its files cannot be used.
         """
         return None if self.folder is None else self._current().expires
 
@@ -157,7 +157,7 @@ class Credentials:
         """All that the files say; None: this process has no identity.
 
         Raises:
-            NotReady: its files cannot be used.
+            FailedPrecondition: its files cannot be used.
         """
         return None if self.folder is None else self._current()
 
@@ -176,7 +176,7 @@ class Credentials:
 
         Raises:
             SpecError: it is on another machine, and there is no identity.
-            NotReady: the files of the identity cannot be used, or no authority of the domain is believed.
+            FailedPrecondition: the files of the identity cannot be used, or no authority of the domain is believed.
         """
         if self.folder is None:
             self._require_here(address)
@@ -186,7 +186,7 @@ class Credentials:
         now = self._current()
         bundle = now.bundle(name.partition("@")[2] or now.principal.domain)
         credentials = grpc.ssl_channel_credentials(bundle, now.key, now.chain)
-        host = host_of(now.principal.domain, whom, name)
+        host = build_host_name(now.principal.domain, whom, name)
         return grpc.aio.secure_channel(address, credentials, options=[*options, (_OVERRIDE, host)])
 
     def _require_here(self, address: str) -> None:
@@ -198,7 +198,7 @@ class Credentials:
 
     # ---- answering ----------------------------------------------------------------------------------------
 
-    def of_server(self, listen: str) -> grpc.ServerCredentials | None:
+    def build_server_credentials(self, listen: str) -> grpc.ServerCredentials | None:
         """For a server; None: it speaks in the clear.
 
         Args:
@@ -206,7 +206,7 @@ class Credentials:
 
         Raises:
             SpecError: others can reach it there, and there is no identity.
-            NotReady: the files of the identity cannot be used.
+            FailedPrecondition: the files of the identity cannot be used.
         """
         if self.folder is None:
             self._require_here(listen)
@@ -233,14 +233,14 @@ class Credentials:
         """A server with these credentials listens there: who calls may be asked for among its connections alone."""
         self._serving[server] = address
 
-    def of_https(self, listen: str) -> ssl.SSLContext | None:
+    def build_https_server_context(self, listen: str) -> ssl.SSLContext | None:
         """The same for a server of HTTPS, whose callers show a certificate, too; renewed files are taken in as they come.
 
         Nothing is resumed: each connection is believed anew.
 
         Raises:
             SpecError: others can reach it there, and there is no identity.
-            NotReady: the files of the identity cannot be used.
+            FailedPrecondition: the files of the identity cannot be used.
         """
         if self.folder is None:
             self._require_here(listen)
@@ -259,11 +259,11 @@ class Credentials:
         first.sni_callback = renewed
         return first
 
-    def to_https(self) -> ssl.SSLContext | None:
+    def build_https_client_context(self) -> ssl.SSLContext | None:
         """To ask such a server, of whatever name: its certificate says who it is (`known`). None: this process has no identity.
 
         Raises:
-            NotReady: the files of the identity cannot be used.
+            FailedPrecondition: the files of the identity cannot be used.
         """
         return None if self.folder is None else _https(self._current(), ssl.PROTOCOL_TLS_CLIENT)
 
@@ -271,24 +271,24 @@ class Credentials:
         """Who calls; None: whoever this machine's user is, or anybody, where that was wanted.
 
         Raises:
-            StrangerError: nobody who may be answered.
+            PermissionDenied: nobody who may be answered.
             Unavailable: its certificate has ended since it connected.
         """
         if self.folder is None:
-            if not (self.insecure or of_this_user(context.peer(), list(self._serving.values()) or served.values())):
-                raise StrangerError("another user of this machine")
+            if not (self.insecure or is_same_user(context.peer(), list(self._serving.values()) or served.values())):
+                raise PermissionDenied("another user of this machine")
             return None
         shown = context.auth_context()
         certificate, chain = (next(iter(shown.get(name, ())), b"") for name in ("x509_pem_cert", "x509_pem_cert_chain"))
         return self.known(certificate, chain)
 
-    def admits(self, peer: str) -> bool:
+    def can_serve(self, peer: str) -> bool:
         """Whether a connection may be served at all: without an identity, this machine's user's, unless anybody's may be.
 
         Args:
             peer: as gRPC has it: `ipv4:127.0.0.1:40123`.
         """
-        return self.folder is not None or self.insecure or of_this_user(peer)
+        return self.folder is not None or self.insecure or is_same_user(peer)
 
     def known(self, certificate: bytes, chain: bytes = b"") -> Principal:
         """Whom a certificate names, which the handshake has found to be valid and of an authority that is believed.
@@ -298,7 +298,7 @@ class Credentials:
             chain: what was shown with it, in PEM.
 
         Raises:
-            StrangerError: nobody of this deployment, or it was revoked.
+            PermissionDenied: nobody of this deployment, or it was revoked.
             Unavailable: it has ended since.
         """
         now, found = self._current(), _parsed(certificate)
@@ -306,28 +306,28 @@ class Credentials:
         if (bundle := now.bundles[principal.domain]) != now.authorities:  # the handshake has believed all of them
             try:
                 leaf(certificate + chain, bundle, datetime.now(UTC))
-            except StrangerError:
-                raise StrangerError(
+            except PermissionDenied:
+                raise PermissionDenied(
                     f"a certificate of {principal} that no authority of {principal.domain} has issued"
                 ) from None
         return principal
 
     # ---- signing ------------------------------------------------------------------------------------------
 
-    def signed(self, statement: Statement) -> Signed:
+    def signed(self, statement: Statement) -> SignedStatement:
         """A statement, signed with the key of this identity.
 
         Raises:
-            NotReady: the files of the identity cannot be used, or its key cannot sign.
+            FailedPrecondition: the files of the identity cannot be used, or its key cannot sign.
         """
         now = self._current()
-        return Signed(statement, now.chain, sign(now.signing, statement.content))
+        return SignedStatement(statement, now.chain, sign(now.signing, statement.content))
 
-    def signer(self, signed: Signed) -> Principal:
+    def signer(self, signed: SignedStatement) -> Principal:
         """Who has signed a statement.
 
         Raises:
-            StrangerError: nobody of this deployment, it was revoked, or the signature is another one's.
+            PermissionDenied: nobody of this deployment, it was revoked, or the signature is another one's.
             Unavailable: its certificate has ended.
         """
         now, claimed = self._current(), signed.claimed
@@ -340,20 +340,20 @@ class Credentials:
         """What the files say now; while they cannot be used, what they said before.
 
         Raises:
-            NotReady: they never could.
+            FailedPrecondition: they never could.
         """
         folder = self.folder
         if folder is None:
-            raise NotReady("this process has no identity")
+            raise FailedPrecondition("this process has no identity")
         if self._loaded is not None and _stamp(folder) == self._seen:
             return self._loaded
         try:
             self._seen = _stamp(folder)
             self._loaded = _load(folder)
-        except (OSError, ValueError, UnsupportedAlgorithm, NotReady) as error:
+        except (OSError, ValueError, UnsupportedAlgorithm, FailedPrecondition) as error:
             why = f"the identity in {folder} cannot be used: {_in_words(error)}"
             if self._loaded is None:
-                raise NotReady(why) from None
+                raise FailedPrecondition(why) from None
             log.error("identity not renewed", reason=why)
         return self._loaded
 
@@ -365,7 +365,7 @@ NO_IDENTITY = Credentials()
 def _stamp(folder: Path) -> tuple[object, ...]:
     """Changes when a file does."""
     found = []
-    for name in (CERTIFICATE, KEY, AUTHORITIES, REVOKED):
+    for name in (CERTIFICATE, KEY, AUTHORITIES_FILE, REVOCATION_FILE):
         try:
             about = (folder / name).stat()
             found.append((about.st_mtime_ns, about.st_ino, about.st_size))
@@ -380,31 +380,31 @@ def _load(folder: Path) -> Identity:
     Raises:
         OSError: a file cannot be read.
         ValueError: one holds something else.
-        NotReady: they do not fit each other, or others may read the key.
+        FailedPrecondition: they do not fit each other, or others may read the key.
     """
     _require_private(folder / KEY)
-    chain, key, authorities = (_read(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES))
-    (own, *between), believed = certificates_in(chain, CERTIFICATE), certificates_in(authorities, AUTHORITIES)
-    signing = key_in(key)
-    principal = require_fit([own, *between], signing)
+    chain, key, authorities = (_read(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES_FILE))
+    (own, *between), believed = parse_certificates(chain, CERTIFICATE), parse_certificates(authorities, AUTHORITIES_FILE)
+    signing = parse_private_key(key)
+    principal = require_usable_certificate([own, *between], signing)
     if own.not_valid_after_utc < datetime.now(UTC):
-        raise NotReady(
+        raise FailedPrecondition(
             f"the certificate of {principal} has ended at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: renew it"
         )
     if (left := own.not_valid_after_utc - datetime.now(UTC)) < SOON:
         log.warning("certificate ends soon", identity=str(principal), days=left.days)
-    bundles = by_domain(believed, principal.domain)
+    bundles = group_by_domain(believed, principal.domain)
     revoked: Mapping[str, frozenset[tuple[bytes, int]]] = {}
     if "" in bundles:
         unbelieved = ", ".join(each.subject.rfc4514_string()[:80] for each in bundles[""][:3])
         log.warning(
             "authority believed for nobody", authority=unbelieved, why="it names no trust domain, and others do"
         )
-    if (folder / REVOKED).exists():
+    if (folder / REVOCATION_FILE).exists():
         home = principal.domain
         signers = {**bundles, home: [*bundles.get(home, ()), *between]}
-        revoked = revoked_in(_read(folder / REVOKED), signers)
-    rooted = leads_to(own, between, bundles.get(principal.domain, ()))
+        revoked = parse_revocations(_read(folder / REVOCATION_FILE), signers)
+    rooted = has_chain_to_root(own, between, bundles.get(principal.domain, ()))
     if len(bundles) == 1:
         whole = dict.fromkeys(bundles, authorities)
     else:
@@ -415,15 +415,15 @@ def _load(folder: Path) -> Identity:
 
 def _read(path: Path) -> bytes:
     with path.open("rb") as file:
-        content = file.read(_MOST_FILE + 1)
-    if len(content) > _MOST_FILE:
-        raise ValueError(f"{path.name} must have at most {_MOST_FILE} bytes")
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise ValueError(f"{path.name} must have at most {_MAX_FILE_BYTES} bytes")
     return content
 
 
 def _require_private(path: Path) -> None:
     if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o007:
-        raise NotReady(
+        raise FailedPrecondition(
             f"{path.name} must not be open to every user of this machine, got mode {mode:04o}: chmod 600 it, "
             "or where it is a secret of Kubernetes, mount that with defaultMode 0440"
         )
@@ -433,18 +433,18 @@ def _known(now: Identity, found: x509.Certificate, chain: bytes) -> Principal:
     """Whom a certificate names, as this process calls it; whose authority it is of is not looked at.
 
     Raises:
-        StrangerError: nobody of a domain that is believed, or it was revoked.
+        PermissionDenied: nobody of a domain that is believed, or it was revoked.
         Unavailable: it has ended.
     """
     principal = named(found)
     if principal is None or principal.domain not in now.bundles:
-        raise StrangerError("a certificate that names nobody of this deployment")
+        raise PermissionDenied("a certificate that names nobody of this deployment")
     revoked = now.revoked.get(principal.domain, frozenset())
     if revoked and not revoked.isdisjoint({number_of(found), *_numbers(chain)}):
-        raise StrangerError(f"a revoked certificate of {principal}, or of an authority between")
+        raise PermissionDenied(f"a revoked certificate of {principal}, or of an authority between")
     if found.not_valid_after_utc < datetime.now(UTC):
         raise Unavailable("the certificate that this connection began with has ended: connect again, with a new one")
-    return principal.seen_from(now.principal.domain)
+    return principal.qualify_for(now.principal.domain)
 
 
 @lru_cache(maxsize=4_096)
@@ -452,12 +452,12 @@ def _parsed(certificate: bytes) -> x509.Certificate:
     """A certificate that a handshake has shown.
 
     Raises:
-        StrangerError: there was none.
+        PermissionDenied: there was none.
     """
     try:
         return x509.load_pem_x509_certificate(certificate)
     except (ValueError, x509.InvalidVersion):
-        raise StrangerError("no certificate") from None
+        raise PermissionDenied("no certificate") from None
 
 
 @lru_cache(maxsize=4_096)
@@ -465,12 +465,12 @@ def _numbers(chain: bytes) -> frozenset[tuple[bytes, int]]:
     """Of certificates that a handshake has shown, by which lists of what was revoked name them.
 
     Raises:
-        StrangerError: one cannot be read.
+        PermissionDenied: one cannot be read.
     """
     try:
         return frozenset(map(number_of, x509.load_pem_x509_certificates(chain))) if chain else frozenset()
     except ValueError:
-        raise StrangerError("a chain of certificates that cannot be read") from None
+        raise PermissionDenied("a chain of certificates that cannot be read") from None
 
 
 def _configuration(loaded: Identity) -> grpc.ServerCertificateConfiguration:

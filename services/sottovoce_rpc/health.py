@@ -17,7 +17,7 @@ import grpc
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-_ASK_S = 5.0
+_CHECK_TIMEOUT_S = 5.0
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
     try:
         with _channel(f"127.0.0.1:{port}", Path(folder) if folder else None) as to:
             stub: Any = health_pb2_grpc.HealthStub(to)
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_ASK_S, wait_for_ready=True)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_CHECK_TIMEOUT_S, wait_for_ready=True)
     except grpc.RpcError as error:
         call: Any = error  # of a call that was begun, it is one
         return _unwell(f"port {port}: {call.code().name}: {call.details()}")

@@ -1,4 +1,4 @@
-"""Reports of a learner: `LearnerStatus` and `Waiting` as values of ours; misconduct of its neighbours in words."""
+"""Reports of a learner: `LearnerStatus` and `WaitReport` as values of ours; misconduct of its neighbours in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sottovoce_core.text import plain
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Violation
 
-LONGEST_DETAIL = 4096
+MAX_DETAIL_CHARS = 4096
 """Characters of what a status says in words."""
 
 
@@ -46,9 +46,9 @@ class LearnerStatus:
         rounds_with_data: rounds for which records have arrived.
         messages_sent, bytes_sent: one for every neighbour.
         epsilon_spent, epsilon_budget: in this run; None: no limit.
-        epsilon_elsewhere, epsilon_own_budget: in other runs, and what the owner allows in all of them.
+        epsilon_other_runs, epsilon_owner_budget: in other runs, and what the owner allows in all of them.
         noise_is_not_private: it is not the operating system's.
-        rules_broken: messages on the channels of neighbours that broke a rule, and changed nothing.
+        violation_count: messages on the channels of neighbours that broke a rule, and changed nothing.
         records, records_waiting: taken in, and those of them that wait for their round.
         prequential_accuracy: share of records that were predicted before they were learned; only where the run opted in.
     """
@@ -64,11 +64,11 @@ class LearnerStatus:
     bytes_sent: int = 0
     epsilon_spent: float = 0.0
     epsilon_budget: float | None = None
-    epsilon_elsewhere: float = 0.0
-    epsilon_own_budget: float | None = None
+    epsilon_other_runs: float = 0.0
+    epsilon_owner_budget: float | None = None
     noise_is_not_private: bool = False
     prequential_accuracy: float | None = None
-    rules_broken: int = 0
+    violation_count: int = 0
     records: int = 0
     records_waiting: int = 0
 
@@ -76,8 +76,8 @@ class LearnerStatus:
     def limit(self) -> float | None:
         """Where the learner would have stopped in this run: by the run's budget, or by what its owner has left."""
         limits = [] if self.epsilon_budget is None else [self.epsilon_budget]
-        if self.epsilon_own_budget is not None:
-            limits.append(max(self.epsilon_own_budget - self.epsilon_elsewhere, 0.0))
+        if self.epsilon_owner_budget is not None:
+            limits.append(max(self.epsilon_owner_budget - self.epsilon_other_runs, 0.0))
         return min(limits, default=None)
 
     def to_wire(self) -> learner_pb2.LearnerStatus:
@@ -100,7 +100,7 @@ _STATES = {state.value: state for state in LearnerState}
 def _sayable(text: str) -> str:
     """A text without half characters, which no message holds, and no longer than anybody reads."""
     whole = text.encode("utf-8", "backslashreplace").decode()
-    return whole if len(whole) <= LONGEST_DETAIL else f"{whole[: LONGEST_DETAIL - 1]}…"
+    return whole if len(whole) <= MAX_DETAIL_CHARS else f"{whole[: MAX_DETAIL_CHARS - 1]}…"
 
 
 def _readable(value: Any) -> Any:
@@ -111,7 +111,7 @@ def _readable(value: Any) -> Any:
 # ---- its waits -------------------------------------------------------------------------------------------------------
 
 
-class Cause(Enum):
+class WaitCause(Enum):
     """What a learner waits for, in words."""
 
     GRANT = "a grant of the coordinator"
@@ -121,7 +121,7 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitReport:
     """A wait that has lasted.
 
     Attributes:
@@ -131,7 +131,7 @@ class Waiting:
     """
 
     round: int
-    cause: Cause
+    cause: WaitCause
     neighbours: tuple[int, ...] = ()
 
     def to_wire(self) -> coordinator_pb2.Wait:
@@ -140,10 +140,10 @@ class Waiting:
         return coordinator_pb2.Wait(round=self.round, cause=cause, neighbours=self.neighbours)
 
     @classmethod
-    def from_wire(cls, report: coordinator_pb2.Report) -> Waiting | None:
+    def from_wire(cls, report: coordinator_pb2.Report) -> WaitReport | None:
         """Read it off a report; None: the learner waits for nothing, or for something that is unknown here."""
         said = report.wait
-        causes = {coordinator_pb2.WaitCause.Value(f"WAIT_CAUSE_{cause.name}"): cause for cause in Cause}
+        causes = {coordinator_pb2.WaitCause.Value(f"WAIT_CAUSE_{cause.name}"): cause for cause in WaitCause}
         cause = causes.get(said.cause)
         return None if cause is None else cls(said.round, cause, tuple(said.neighbours))
 
@@ -151,11 +151,11 @@ class Waiting:
 # ---- rules that its neighbours broke ---------------------------------------------------------------------------------
 
 
-RULES = {coordinator_pb2.ViolationKind.Value(f"RULE_{rule.name}"): rule for rule in Rule}
+VIOLATION_KINDS = {coordinator_pb2.ViolationKind.Value(f"RULE_{rule.name}"): rule for rule in Rule}
 """Rules that are known here, by their number on the wire."""
 
 
-class KnownBy(Enum):
+class Attribution(Enum):
     """How a learner knows who spoke."""
 
     NAME = coordinator_pb2.ATTRIBUTION_CLAIM
@@ -166,15 +166,15 @@ class KnownBy(Enum):
     """An eavesdropper showed its own, and passes on what the neighbour says, or something else."""
 
 
-_KNOWN_BY = {each.value: each for each in KnownBy}
+_ATTRIBUTIONS = {each.value: each for each in Attribution}
 
 
-def known_by(said: Violation) -> KnownBy:
+def known_by(said: Violation) -> Attribution:
     """How sure it is that it was the neighbour; where that is unknown here, it may have been a stranger."""
-    return _KNOWN_BY.get(said.attribution, KnownBy.NAME)
+    return _ATTRIBUTIONS.get(said.attribution, Attribution.NAME)
 
 
-def misconduct_in_words(said: Violation, names: Sequence[str]) -> str:
+def describe_violation(said: Violation, names: Sequence[str]) -> str:
     """Misconduct in a run as people read it. It quotes nothing that came from the neighbour: no text, and no number.
 
     Args:
@@ -183,14 +183,14 @@ def misconduct_in_words(said: Violation, names: Sequence[str]) -> str:
     """
     whom, noticed_by = names[said.learner], names[said.reporter]
     who = {
-        KnownBy.NAME: f"somebody in the clear under the name of {whom}",
-        KnownBy.CERTIFICATE: whom,
-        KnownBy.RELAY: f"{whom}, or the relay in between,",
+        Attribution.NAME: f"somebody in the clear under the name of {whom}",
+        Attribution.CERTIFICATE: whom,
+        Attribution.RELAY: f"{whom}, or the relay in between,",
     }[known_by(said)]
-    return f"{who} said {RULES[said.kind].value} when round {said.round} was due, as {noticed_by} noticed"
+    return f"{who} said {VIOLATION_KINDS[said.kind].value} when round {said.round} was due, as {noticed_by} noticed"
 
 
-def misconduct_lines(run: coordinator_pb2.Run) -> tuple[str, ...]:
+def describe_violations(run: coordinator_pb2.Run) -> tuple[str, ...]:
     """All misconduct that is known of a run, as people read it."""
     names = [each.status.learner for each in run.learners]
-    return tuple(misconduct_in_words(each, names) for each in run.violations if each.kind in RULES)
+    return tuple(describe_violation(each, names) for each in run.violations if each.kind in VIOLATION_KINDS)

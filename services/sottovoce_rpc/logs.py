@@ -34,10 +34,10 @@ _OURS = frozenset(
     }
 )
 """Packages of this project; somebody else's may begin with the same word."""
-IN_THE_LOG = "the learner's log has it"
+SEE_LOG_TEXT = "the learner's log has it"
 """What others are told of an error whose text may quote a record."""
 _OWN = ", in code of your own"
-_LONGEST = 300
+_MAX_ERROR_CHARS = 300
 """Of the text of an error."""
 
 
@@ -115,7 +115,7 @@ def failure(error: BaseException, own: Collection[str] = ()) -> dict[str, str]:
     return {"kind": type(error).__name__, "where": where}
 
 
-def others_fault(error: BaseException) -> str:
+def describe_user_code_error(error: BaseException) -> str:
     """For whoever runs code of their own: kind and text of its error, and its file and line; empty where no such code failed.
 
     It is not for logs: the text may quote a record. An error that crosses processes leaves its frames behind: it is told there,
@@ -127,21 +127,21 @@ def others_fault(error: BaseException) -> str:
         return next((note for note in getattr(error, "__notes__", ()) if _OWN in note), "")
     frame, line = theirs[-1]
     text = " ".join(str(error).split())
-    if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]} ..."
+    if len(text) > _MAX_ERROR_CHARS:
+        text = f"{text[:_MAX_ERROR_CHARS]} ..."
     return f"{type(error).__name__} at {frame.f_code.co_filename}:{line}{_OWN}{': ' * bool(text)}{text}"
 
 
 def reason_of(error: Exception) -> str:
     """Why a result could not be computed, in a line for people: the text of an error of ours; of others their kind and place."""
-    if worded_by_us(error) or isinstance(error, OSError):
+    if has_project_text(error) or isinstance(error, OSError):
         return str(error)
     if isinstance(error, MemoryError):
         return "it needs more memory than there is"
     return "{kind} at {where}; please report this line if that file is not yours".format(**failure(error))
 
 
-def worded_by_us(error: BaseException) -> bool:
+def has_project_text(error: BaseException) -> bool:
     """True when the text of an error is this project's, which quotes no record.
 
     Code that a run spec names may raise our classes, too, with words of its own.
@@ -151,7 +151,7 @@ def worded_by_us(error: BaseException) -> bool:
     return isinstance(error, errors.SottovoceError) and bool(words) and words[-1].partition(".")[0] in _OURS
 
 
-def tell_no_texts(loop: asyncio.AbstractEventLoop) -> None:
+def hide_error_texts(loop: asyncio.AbstractEventLoop) -> None:
     """What a loop says of errors that nobody caught would have their text."""
 
     def tell(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -180,12 +180,12 @@ def _of_a_library(frame: FrameType) -> bool:
 _OTHERS = 0o077
 
 
-def keep_private() -> None:
+def set_private_umask() -> None:
     """From now on, whatever this process makes can be read by its user alone: for a process that is a service."""
     os.umask(os.umask(_OTHERS) | _OTHERS)
 
 
-def open_to_others(folder: Path) -> bool:
+def is_open_to_others(folder: Path) -> bool:
     """Whether other users of this machine may look into a folder; a folder that is not there yet is not."""
     try:
         return bool(stat.S_IMODE(folder.stat().st_mode) & _OTHERS)
@@ -193,7 +193,7 @@ def open_to_others(folder: Path) -> bool:
         return False
 
 
-def tell_if_open(folder: Path, what: str) -> None:
+def warn_if_open(folder: Path, what: str) -> None:
     """Warn where other users may look into a folder.
 
     It is no reason not to start: a volume of a container is open to all, and nobody else is there.
@@ -202,5 +202,5 @@ def tell_if_open(folder: Path, what: str) -> None:
         folder: that the service writes to.
         what: it is, and holds.
     """
-    if open_to_others(folder):
+    if is_open_to_others(folder):
         log.warning(f"other users may look into the {what}: chmod 700", folder=str(folder))

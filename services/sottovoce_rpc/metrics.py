@@ -22,10 +22,10 @@ from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from sottovoce_core.errors import NotReady, StrangerError, Unavailable
-from sottovoce_core.optional import import_extra
-from sottovoce_rpc.access import ROLE, STRANGER, Refusals
-from sottovoce_rpc.addresses import is_loopback, of_this_user, place_of
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, Unavailable
+from sottovoce_core.optional import import_optional
+from sottovoce_rpc.access import ROLE, UNTRUSTED, Refusals
+from sottovoce_rpc.addresses import is_loopback, is_same_user, place_of
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import announce
@@ -102,12 +102,12 @@ def common(credentials: Iterable[Credentials], refused: Iterable[Refusals]) -> I
     for each in credentials:
         try:
             principal, expires = each.principal, each.expires
-        except NotReady:  # it has not begun
+        except FailedPrecondition:  # it has not begun
             continue
         if principal is not None and expires is not None:
             yield _EXPIRY.of(expires.timestamp(), str(principal))
-    totals = [each.by_reason for each in refused]
-    for reason in Refusals().by_reason:
+    totals = [each.counts_by_reason for each in refused]
+    for reason in Refusals().counts_by_reason:
         yield _REFUSED.of(sum(each[reason] for each in totals), reason)
 
 
@@ -129,7 +129,7 @@ class Exposition:
 
     def __init__(self, metrics: Sequence[_Metric], *, process: bool) -> None:
         client, self._exposition, self._core = (
-            import_extra(name, "prometheus_client", "--metrics", EXTRA)
+            import_optional(name, "prometheus_client", "--metrics", EXTRA)
             for name in ("prometheus_client", "prometheus_client.exposition", "prometheus_client.core")
         )
         self._metrics = metrics
@@ -169,16 +169,16 @@ class _Registry:
 # ---- their server ----------------------------------------------------------------------------------------------------
 
 
-SCRAPERS = frozenset({Role.MONITOR, Role.OPERATOR})
+SCRAPER_ROLES = frozenset({Role.MONITOR, Role.OPERATOR})
 """Who may ask, where there is an identity."""
 _PATH = "/metrics"
-_REQUEST_S, _MOST_CONNECTIONS, _MOST_HEAD = 10.0, 32, 8 * 1024
+_REQUEST_TIMEOUT_S, _MAX_CONNECTIONS, _MAX_HEAD_BYTES = 10.0, 32, 8 * 1024
 
-Read = Callable[[], Iterable[Reading]]
+CollectMetrics = Callable[[], Iterable[Reading]]
 
 
 @dataclass(frozen=True, slots=True)
-class Scraped:
+class MetricsEndpoint:
     """Where metrics are served.
 
     Attributes:
@@ -201,7 +201,7 @@ class Scraped:
 
 
 @asynccontextmanager
-async def scraped(at: Scraped | None, catalogue: Catalogue, read: Read, refused: Refusals) -> AsyncIterator[str]:
+async def serve_metrics(at: MetricsEndpoint | None, catalogue: Catalogue, read: CollectMetrics, refused: Refusals) -> AsyncIterator[str]:
     """Serve metrics while the block lasts, and say where, on standard output too; empty: nowhere.
 
     Args:
@@ -212,21 +212,21 @@ async def scraped(at: Scraped | None, catalogue: Catalogue, read: Read, refused:
 
     Raises:
         SpecError: this is no address, others can reach it and there is no identity, or prometheus_client is not installed.
-        NotReady: the files of the identity cannot be used.
+        FailedPrecondition: the files of the identity cannot be used.
         Unavailable: the address cannot be listened on.
     """
     if at is None:
         yield ""
         return
     exposition = Exposition([*COMMON.metrics, *catalogue.metrics], process=at.process)
-    (host, port), secured = at.place(), at.credentials.of_https(at.listen)
+    (host, port), secured = at.place(), at.credentials.build_https_server_context(at.listen)
     async with Tasks() as tasks:
         door = _Door(at.credentials, exposition, read, refused, tasks)
         # To be None in the clear, too: it is an error to say how long a handshake may take that there is not.
-        patience = _REQUEST_S if secured else None
+        patience = _REQUEST_TIMEOUT_S if secured else None
         try:
             server = await asyncio.start_server(
-                door.enter, host, port, limit=_MOST_HEAD, ssl=secured, ssl_handshake_timeout=patience
+                door.enter, host, port, limit=_MAX_HEAD_BYTES, ssl=secured, ssl_handshake_timeout=patience
             )
         except OSError as error:
             raise Unavailable(f"--metrics cannot listen on {at.listen}: {error.strerror or error}") from None
@@ -252,7 +252,7 @@ class _Door:
 
     credentials: Credentials
     exposition: Exposition
-    read: Read
+    read: CollectMetrics
     refused: Refusals
     tasks: Tasks
     address: str = ""
@@ -260,7 +260,7 @@ class _Door:
 
     def enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Somebody has connected."""
-        if self.inside >= _MOST_CONNECTIONS:
+        if self.inside >= _MAX_CONNECTIONS:
             writer.transport.abort()
             return
         self.inside += 1
@@ -269,7 +269,7 @@ class _Door:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             with contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
-                async with asyncio.timeout(_REQUEST_S):
+                async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                     writer.write(await self._answer(reader, writer))
                     await writer.drain()
                     writer.close()
@@ -299,18 +299,18 @@ class _Door:
         host, port = writer.get_extra_info("peername")[:2]
         peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
         if tls is None:
-            if self.credentials.insecure or await asyncio.to_thread(of_this_user, peer, [self.address]):
+            if self.credentials.insecure or await asyncio.to_thread(is_same_user, peer, [self.address]):
                 return
-            self.refused.note(STRANGER, method=_PATH, caller="another user of this machine", peer=peer)
+            self.refused.note(UNTRUSTED, method=_PATH, caller="another user of this machine", peer=peer)
             raise _Refused(HTTPStatus.FORBIDDEN, "these metrics are another user's")
         try:
             caller = self.credentials.known(*_shown(tls))
-        except (StrangerError, Unavailable) as error:
-            self.refused.note(STRANGER, method=_PATH, caller=str(error), peer=peer)
+        except (PermissionDenied, Unavailable) as error:
+            self.refused.note(UNTRUSTED, method=_PATH, caller=str(error), peer=peer)
             raise _Refused(HTTPStatus.FORBIDDEN, "whoever asks is not believed here") from None
-        if caller.role not in SCRAPERS or caller.is_foreign:
+        if caller.role not in SCRAPER_ROLES or caller.is_foreign:
             self.refused.note(ROLE, method=_PATH, caller=str(caller), peer=peer)
-            wanted = " and ".join(sorted(SCRAPERS)) + (" of this trust domain" if caller.is_foreign else "")
+            wanted = " and ".join(sorted(SCRAPER_ROLES)) + (" of this trust domain" if caller.is_foreign else "")
             raise _Refused(HTTPStatus.FORBIDDEN, f"metrics are for {wanted}, not for {caller}")
 
 
@@ -332,7 +332,7 @@ async def _head(reader: asyncio.StreamReader) -> str:
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
-        raise _Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"at most {_MOST_HEAD} bytes") from None
+        raise _Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"at most {_MAX_HEAD_BYTES} bytes") from None
     return head.decode("latin-1")
 
 

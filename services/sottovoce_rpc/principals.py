@@ -15,12 +15,12 @@ from enum import StrEnum
 from urllib.parse import quote, unquote
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.spec import LEARNER_NAME
+from sottovoce_core.spec import LEARNER_NAME_PATTERN
 
 _DOMAIN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*"
 _LABEL = r"(?!.*--)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
-_MOST_DOMAIN = 120
-_HASHED = 32
+_MAX_DOMAIN_CHARS = 120
+_HASH_DIGITS = 32
 """Hexadecimal digits in the host of a name that is no label of a host; no label that is a name has two dashes in a row."""
 
 
@@ -64,12 +64,12 @@ class Principal:
         """
         role, _, name = text.partition("/")
         bare, _, other = name.partition("@")
-        if role not in frozenset(Role) or re.fullmatch(LEARNER_NAME, name) is None:
+        if role not in frozenset(Role) or re.fullmatch(LEARNER_NAME_PATTERN, name) is None:
             raise SpecError(
                 f"an identity must be ROLE/NAME with a role of {', '.join(Role)} and a name like a learner's, got {text[:100]!r}"
             )
         for each in (domain, other or domain):
-            if len(each) > _MOST_DOMAIN or re.fullmatch(_DOMAIN, each) is None:
+            if len(each) > _MAX_DOMAIN_CHARS or re.fullmatch(_DOMAIN, each) is None:
                 raise SpecError(f"a trust domain must look like ward.example, in small letters, got {each[:200]!r}")
         return cls(Role(role), bare if other in ("", domain) else name, other or domain)
 
@@ -88,7 +88,7 @@ class Principal:
     def __str__(self) -> str:
         return f"{self.role}/{self.name}"
 
-    def seen_from(self, domain: str) -> Principal:
+    def qualify_for(self, domain: str) -> Principal:
         """The same principal as a process of a domain calls it: with its own domain in its name, if that is another one."""
         bare = self.name.partition("@")[0]
         return replace(self, name=bare if self.domain == domain else f"{bare}@{self.domain}")
@@ -110,10 +110,10 @@ class Principal:
     @property
     def host(self) -> str:
         """What a client insists on that wants this principal and no other."""
-        return host_of(self.domain, self.role, self.name)
+        return build_host_name(self.domain, self.role, self.name)
 
 
-def host_of(domain: str, role: Role, name: str = "") -> str:
+def build_host_name(domain: str, role: Role, name: str = "") -> str:
     """The host that certificates of a principal hold; without a name: of everybody in a role.
 
     Args:
@@ -125,5 +125,5 @@ def host_of(domain: str, role: Role, name: str = "") -> str:
     domain = other or domain
     if not name:
         return f"{role}.{domain}"
-    label = name if re.fullmatch(_LABEL, name) else f"h--{hashlib.sha256(name.encode()).hexdigest()[:_HASHED]}"
+    label = name if re.fullmatch(_LABEL, name) else f"h--{hashlib.sha256(name.encode()).hexdigest()[:_HASH_DIGITS]}"
     return f"{label}.{role}.{domain}"

@@ -1,7 +1,7 @@
 """A gRPC server with health checking and reflection, and the one ladder by which every service ends.
 
-The ladder: a signal (or the end of standard input) asks it to stop; the service drains within `_DRAIN_S`; calls still open
-get `_GRACE_S` more; a second signal ends the process at once.
+The ladder: a signal (or the end of standard input) asks it to stop; the service drains within `_DRAIN_TIMEOUT_S`; calls still open
+get `_GRACE_TIMEOUT_S` more; a second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_rpc.access import Access, Refusals
 from sottovoce_rpc.addresses import require_address, served
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
-from sottovoce_rpc.logs import tell_no_texts
+from sottovoce_rpc.logs import hide_error_texts
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.status import handshake, nobody
+from sottovoce_rpc.status import explain_handshake_failure, nobody
 from sottovoce_rpc.tasks import Tasks, beside, drained
 
 log = structlog.get_logger()
 
-_DRAIN_S = 3.0
-_GRACE_S = 0.5
-HELLO_S = 10.0
+_DRAIN_TIMEOUT_S = 3.0
+_GRACE_TIMEOUT_S = 0.5
+HELLO_TIMEOUT_S = 10.0
 """For whoever opens a stream to say who it is: one on which nobody speaks is not kept."""
-MAX_MESSAGE = 256 * 1024 * 1024
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Bytes of a message where models, records or copies of what was said are carried."""
-AROUND_BYTES = 1024 * 1024
+MAX_OVERHEAD_BYTES = 1024 * 1024
 """Bytes around the numbers of a message, at most: names of fields, of its round and sender, of those who get a copy."""
-MAX_CONTROL = 8 * 1024 * 1024
+MAX_CONTROL_BYTES = 8 * 1024 * 1024
 """Bytes of what a coordinator is told: a spec with all edges that it serves has about one million."""
-MOST_CALLS = 4_096
+MAX_CONCURRENT_CALLS = 4_096
 """At a time, of one server: gRPC itself bounds neither calls nor connections."""
-USUAL_PAGE, LONGEST_PAGE = 100, 1_000
+DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 100, 1_000
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ Options = tuple[tuple[str, int], ...]
 SERVER_OPTIONS: Options = (
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small message must not become a large one
     ("grpc.so_reuseport", 0),  # else a second server on a port in use would start without an error
-    ("grpc.max_receive_message_length", MAX_MESSAGE),
-    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_time_ms", 10_000),  # a caller that vanished without a word is noticed, too
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -67,8 +67,8 @@ SERVER_OPTIONS: Options = (
     ("grpc.absolute_max_metadata_size", 16 * 1024),
 )
 CHANNEL_OPTIONS: Options = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE),
-    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.keepalive_time_ms", 20_000),  # a partition without a reset is noticed only by a ping that nobody answers
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -78,7 +78,7 @@ CHANNEL_OPTIONS: Options = (
 )
 
 
-def limited(options: Options, max_message: int) -> Options:
+def limit_message_size(options: Options, max_message: int) -> Options:
     """The options of a server or a channel where what comes has at most so many bytes."""
     return tuple({**dict(options), "grpc.max_receive_message_length": max_message}.items())
 
@@ -89,7 +89,7 @@ def channel(
     name: str = "",
     *,
     credentials: Credentials = NO_IDENTITY,
-    max_message: int = MAX_MESSAGE,
+    max_message: int = MAX_MESSAGE_BYTES,
 ) -> Channel:
     """A channel to one of our services.
 
@@ -102,9 +102,9 @@ def channel(
 
     Raises:
         SpecError: it is on another machine, and this process has no identity.
-        NotReady: the files of the identity cannot be used.
+        FailedPrecondition: the files of the identity cannot be used.
     """
-    return credentials.channel(address, whom, name, limited(CHANNEL_OPTIONS, max_message))
+    return credentials.channel(address, whom, name, limit_message_size(CHANNEL_OPTIONS, max_message))
 
 
 async def reach(to: Channel, who: str, seconds: float, tell: Callable[[str, bool], None] | None = None) -> None:
@@ -123,7 +123,7 @@ async def reach(to: Channel, who: str, seconds: float, tell: Callable[[str, bool
         async with asyncio.timeout(seconds), beside(*([] if tell is None else [_wondering(to, tell)])):
             await to.channel_ready()
     except TimeoutError:
-        why = handshake(await _why_not(to)) or "is it running, and is the address right?"
+        why = explain_handshake_failure(await _why_not(to)) or "is it running, and is the address right?"
         raise Unavailable(f"cannot reach {who} within {seconds:g} s: {why}") from None
 
 
@@ -133,10 +133,10 @@ async def _wondering(to: Channel, tell: Callable[[str, bool], None]) -> None:
     while True:
         if (state := to.get_state(try_to_connect=True)) is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             text = await _why_not(to)
-            why = handshake(text) or nobody(text)
+            why = explain_handshake_failure(text) or nobody(text)
             if why not in ("", told):
                 told = why
-                tell(why, bool(handshake(text)))
+                tell(why, bool(explain_handshake_failure(text)))
         await to.wait_for_state_change(state)
 
 
@@ -144,7 +144,7 @@ async def _why_not(to: Channel) -> str:
     """How the last try to reach the other end of a channel failed, in gRPC's words; empty: nothing is known."""
     stub: Any = health_pb2_grpc.HealthStub(to)
     try:
-        await stub.Check(health_pb2.HealthCheckRequest(), timeout=HELLO_S)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=HELLO_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         return error.details() or ""
     return ""
@@ -162,7 +162,7 @@ class Service:
     async def stop(self) -> None:
         """Tell health checkers, let open calls end, then cut them."""
         await self.health.enter_graceful_shutdown()
-        await self.server.stop(_GRACE_S)
+        await self.server.stop(_GRACE_TIMEOUT_S)
 
 
 async def start_server(
@@ -170,7 +170,7 @@ async def start_server(
     add: Callable[[grpc.aio.Server], None],
     names: Iterable[str],
     credentials: Credentials = NO_IDENTITY,
-    max_message: int = MAX_MESSAGE,
+    max_message: int = MAX_MESSAGE_BYTES,
 ) -> Service:
     """Start a server.
 
@@ -183,13 +183,13 @@ async def start_server(
 
     Raises:
         SpecError: other machines can reach the address, and this process has no identity.
-        NotReady: the files of the identity cannot be used.
+        FailedPrecondition: the files of the identity cannot be used.
         Unavailable: the address cannot be listened on.
     """
-    secured = credentials.of_server(require_address(listen, "--listen", listen=True))
-    access = Access(credentials, max_message=max_message, max_request=MAX_CONTROL)
+    secured = credentials.build_server_credentials(require_address(listen, "--listen", listen=True))
+    access = Access(credentials, max_message=max_message, max_request=MAX_CONTROL_BYTES)
     server = grpc.aio.server(
-        interceptors=[access], options=limited(SERVER_OPTIONS, max_message), maximum_concurrent_rpcs=MOST_CALLS
+        interceptors=[access], options=limit_message_size(SERVER_OPTIONS, max_message), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
     )
     add(server)
     checks = health.aio.HealthServicer()
@@ -255,7 +255,7 @@ async def serve_until_stopped(
     work: Iterable[Coroutine[Any, Any, object]] = (),
     *,
     with_stdin: bool = False,
-    drain_s: float = _DRAIN_S,
+    drain_s: float = _DRAIN_TIMEOUT_S,
     logged: bool = True,
 ) -> None:
     """Run a started service: until it is told to stop, or one of its endless works fails; then the ladder.
@@ -271,7 +271,7 @@ async def serve_until_stopped(
         SottovoceError: what a work failed with.
     """
     gc.freeze()  # what imports made stays for good: no later collection need look at it again
-    tell_no_texts(asyncio.get_running_loop())
+    hide_error_texts(asyncio.get_running_loop())
     async with Tasks() as signals:  # ended last: a second signal during the drain must still kill
         told = signals.start(_until_told_to_stop(with_stdin=with_stdin))
         why = "cancelled"
@@ -309,5 +309,5 @@ def page(items: Mapping[str, T], size: int, token: str) -> tuple[list[T], str]:
     if token and token not in items:
         raise SpecError(f"the page token must be one that this service gave, got {token!r}: begin with the first page")
     first = ids.index(token) + 1 if token else 0
-    last = first + min(size or USUAL_PAGE, LONGEST_PAGE)
+    last = first + min(size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
     return [items[each] for each in ids[first:last]], ids[last - 1] if last < len(ids) else ""

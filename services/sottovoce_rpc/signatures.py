@@ -20,20 +20,20 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, Pub
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 
-from sottovoce_core.errors import NotReady, RemoteProtocolError, Rule, StrangerError
+from sottovoce_core.errors import FailedPrecondition, RemoteProtocolError, Rule, PermissionDenied
 from sottovoce_rpc.certificates import named
 from sottovoce_rpc.codec import read_signature
 from sottovoce_rpc.principals import Principal
 from sottovoce_wire.v1 import learner_pb2
 
-BLOCK = 32
+ROUNDS_PER_BLOCK = 32
 """Rounds that are signed together."""
-DIGEST = 32
+DIGEST_BYTES = 32
 """Bytes of the digest of a message."""
-UNSAID = bytes(BLOCK * DIGEST)
+EMPTY_DIGESTS = bytes(ROUNDS_PER_BLOCK * DIGEST_BYTES)
 """The digests of a block in which nothing was said."""
 _PURPOSE = b"sottovoce: digests of what a learner said in a block of rounds, 1\0"
-_MOST_CERTIFICATES = 16 * 1024
+_MAX_CERTIFICATES_BYTES = 16 * 1024
 _DEPTH = 4
 """Authorities between one that is believed and a learner."""
 _PSS = padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH)
@@ -69,10 +69,10 @@ class Statement:
 
     def __getitem__(self, t: int) -> bytes | None:
         """The digest of round t; None: it is of another block, or the learner does not say that it said anything."""
-        k = t - BLOCK * self.block
-        if not 0 <= k < BLOCK:
+        k = t - ROUNDS_PER_BLOCK * self.block
+        if not 0 <= k < ROUNDS_PER_BLOCK:
             return None
-        found = self.digests[DIGEST * k : DIGEST * (k + 1)]
+        found = self.digests[DIGEST_BYTES * k : DIGEST_BYTES * (k + 1)]
         return found if any(found) else None
 
     @property
@@ -84,7 +84,7 @@ class Statement:
 
 
 @dataclass(frozen=True, slots=True)
-class Signed:
+class SignedStatement:
     """A statement with a signature that nobody has checked yet.
 
     Attributes:
@@ -111,16 +111,16 @@ class Signed:
         ).SerializeToString()
 
     @classmethod
-    def decode(cls, run_id: str, payload: bytes) -> Signed:
+    def decode(cls, run_id: str, payload: bytes) -> SignedStatement:
         """`encode` backwards.
 
         Raises:
             RemoteProtocolError: it is none.
         """
         said = read_signature(payload)
-        if len(said.digests) != len(UNSAID) or len(said.certificates) > _MOST_CERTIFICATES:
+        if len(said.digests) != len(EMPTY_DIGESTS) or len(said.certificates) > _MAX_CERTIFICATES_BYTES:
             raise RemoteProtocolError(
-                f"a signature must have {len(UNSAID)} bytes of digests and at most {_MOST_CERTIFICATES} of certificates, got "
+                f"a signature must have {len(EMPTY_DIGESTS)} bytes of digests and at most {_MAX_CERTIFICATES_BYTES} of certificates, got "
                 f"{len(said.digests)} and {len(said.certificates)}"
             )
         return cls(Statement(run_id, said.sender, said.block, said.digests), said.certificates, said.signature)
@@ -141,11 +141,11 @@ class Signed:
             moment: at which the certificates must be valid.
 
         Raises:
-            StrangerError: none of theirs, or the signature is not of its key.
+            PermissionDenied: none of theirs, or the signature is not of its key.
         """
         found = leaf(self.certificates, authorities, moment)
         if not _holds(found.public_key(), self.signature, self.statement.content):
-            raise StrangerError("a signature that is not of the key of its certificate", Rule.SIGNATURE)
+            raise PermissionDenied("a signature that is not of the key of its certificate", Rule.SIGNATURE)
         return found
 
 
@@ -156,7 +156,7 @@ def sign(key: PrivateKeyTypes, content: bytes) -> bytes:
     """A signature, of one length for one key.
 
     Raises:
-        NotReady: with such a key nothing can be signed here.
+        FailedPrecondition: with such a key nothing can be signed here.
     """
     match key:
         case ec.EllipticCurvePrivateKey():
@@ -165,7 +165,7 @@ def sign(key: PrivateKeyTypes, content: bytes) -> bytes:
             return b"".join(part.to_bytes(size, "big") for part in parts)
         case rsa.RSAPrivateKey():
             return key.sign(content, _PSS, hashes.SHA256())
-    raise NotReady(f"the key of an identity must be of an elliptic curve or RSA to sign, got {type(key).__name__}")
+    raise FailedPrecondition(f"the key of an identity must be of an elliptic curve or RSA to sign, got {type(key).__name__}")
 
 
 def _holds(key: PublicKeyTypes, signature: bytes, content: bytes) -> bool:
@@ -222,7 +222,7 @@ def leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Cert
         moment: at which all of them must be valid.
 
     Raises:
-        StrangerError: it does not, or not at this moment.
+        PermissionDenied: it does not, or not at this moment.
     """
     # A minute is found to be right once. Its end: a certificate may have been issued in it.
     return _leaf(certificates, authorities, moment.replace(second=0, microsecond=0) + timedelta(minutes=1))
@@ -239,7 +239,7 @@ def _leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Cer
     except Exception as error:  # noqa: BLE001 - a stranger's bytes, in a library with many exceptions of its own
         told = " ".join(str(error).split())[:200]
         why = next((ours for theirs, ours in _REASONS.items() if theirs in told), told)
-        raise StrangerError(
+        raise PermissionDenied(
             f"a signature whose certificates do not lead to an authority that is believed: {why}"
         ) from None
     return own

@@ -12,16 +12,16 @@ import structlog
 
 from sottovoce_core.errors import RemoteProtocolError, SpecError
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_core.spec_versions import stamped, tolerated
-from sottovoce_core.text import in_short
-from sottovoce_rpc.server import MAX_MESSAGE
+from sottovoce_core.spec_versions import add_format, drop_unknown_fields
+from sottovoce_core.text import abbreviate_names
+from sottovoce_rpc.server import MAX_MESSAGE_BYTES
 
 log = structlog.get_logger()
 
 
 def spec_to_wire(spec: RunSpec) -> str:
     """The spec as a document, JSON."""
-    return json.dumps(stamped(spec.model_dump(mode="json")))
+    return json.dumps(add_format(spec.model_dump(mode="json")))
 
 
 def document_from_wire(text: str) -> object:
@@ -31,7 +31,7 @@ def document_from_wire(text: str) -> object:
         SpecError: not JSON, or a format that is none.
     """
     try:
-        document, left_out = tolerated(json.loads(text), RunSpec)
+        document, left_out = drop_unknown_fields(json.loads(text), RunSpec)
     except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deep
         raise SpecError(f"the run spec must be JSON: {error}") from None
     if left_out:
@@ -71,8 +71,8 @@ def check_size(shapes: Mapping[str, tuple[int, ...]]) -> None:
         SpecError: they are too long.
     """
     size = 8 * sum(math.prod(shape) for shape in shapes.values())
-    if size > MAX_MESSAGE:
-        raise SpecError(f"a message may have {MAX_MESSAGE} bytes, got {size}: n_features is too large")
+    if size > MAX_MESSAGE_BYTES:
+        raise SpecError(f"a message may have {MAX_MESSAGE_BYTES} bytes, got {size}: n_features is too large")
 
 
 def require_run_id(run_id: str) -> None:
@@ -87,7 +87,7 @@ def require_run_id(run_id: str) -> None:
         )
 
 
-def run_named(given: str, known: Iterable[str]) -> str:
+def resolve_run_id(given: str, known: Iterable[str]) -> str:
     """The id of a run of which somebody gives as much as tells it from others; what begins none is returned as it is.
 
     Args:
@@ -103,7 +103,7 @@ def run_named(given: str, known: Iterable[str]) -> str:
         return given if given in ids or not found else found[0]
     raise SpecError(
         f"a run's id, or a beginning that no other one has, is required, got {given!r}, with which several begin: "
-        f"{in_short(found)}"
+        f"{abbreviate_names(found)}"
     )
 
 
@@ -113,14 +113,14 @@ def run_named(given: str, known: Iterable[str]) -> str:
 EVERY = 8
 
 
-def next_look(rounds: int, learners: int) -> int:
+def compute_next_report_round(rounds: int, learners: int) -> int:
     """The number of rounds after which the next look is due, where the last one was after `rounds`.
 
     Looks are ever further apart, by an eighth of all rounds so far. So of T rounds about `20 + 8 ln(T / 20)` are looked at (20
     of 25, 46 of 500, 85 of 50,000), and what looks cost a round vanishes. Of many learners the first looks are further
     apart, too: all of them together tell at most about eight times a round.
 
-    >>> next_look(3, 5), next_look(400, 5), next_look(3, 800)
+    >>> compute_next_report_round(3, 5), compute_next_report_round(400, 5), compute_next_report_round(3, 800)
     (4, 450, 103)
     """
     return rounds + max(1, rounds // EVERY, learners // EVERY)

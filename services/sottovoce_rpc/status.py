@@ -22,15 +22,15 @@ from sottovoce_wire.v1 import errors_pb2
 _TABLE: dict[type[errors.SottovoceError], tuple[errors_pb2.ErrorReason.ValueType, grpc.StatusCode]] = {
     errors.SottovoceError: (errors_pb2.ERROR_REASON_UNSPECIFIED, grpc.StatusCode.INTERNAL),
     errors.SpecError: (errors_pb2.ERROR_REASON_SPEC, grpc.StatusCode.INVALID_ARGUMENT),
-    errors.CheckFailed: (errors_pb2.ERROR_REASON_ASSUMPTION_VIOLATED, grpc.StatusCode.INVALID_ARGUMENT),
+    errors.AssumptionViolated: (errors_pb2.ERROR_REASON_ASSUMPTION_VIOLATED, grpc.StatusCode.INVALID_ARGUMENT),
     errors.DataError: (errors_pb2.ERROR_REASON_DATA, grpc.StatusCode.INVALID_ARGUMENT),
-    errors.NotReady: (errors_pb2.ERROR_REASON_FAILED_PRECONDITION, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.FailedPrecondition: (errors_pb2.ERROR_REASON_FAILED_PRECONDITION, grpc.StatusCode.FAILED_PRECONDITION),
     errors.LimitReached: (errors_pb2.ERROR_REASON_LIMIT_REACHED, grpc.StatusCode.RESOURCE_EXHAUSTED),
     errors.NotFound: (errors_pb2.ERROR_REASON_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
     errors.AlreadyExists: (errors_pb2.ERROR_REASON_ALREADY_EXISTS, grpc.StatusCode.ALREADY_EXISTS),
     errors.LocalProtocolError: (errors_pb2.ERROR_REASON_LOCAL_PROTOCOL, grpc.StatusCode.INTERNAL),
     errors.RemoteProtocolError: (errors_pb2.ERROR_REASON_REMOTE_PROTOCOL, grpc.StatusCode.INVALID_ARGUMENT),
-    errors.StrangerError: (errors_pb2.ERROR_REASON_PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED),
+    errors.PermissionDenied: (errors_pb2.ERROR_REASON_PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED),
     errors.EquivocationError: (errors_pb2.ERROR_REASON_EQUIVOCATION, grpc.StatusCode.INVALID_ARGUMENT),
     errors.BudgetExhausted: (errors_pb2.ERROR_REASON_BUDGET_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED),
     errors.CaptureError: (errors_pb2.ERROR_REASON_CAPTURE, grpc.StatusCode.FAILED_PRECONDITION),
@@ -44,9 +44,9 @@ _DETAILS = "grpc-status-details-bin"
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _MOST_TEXT = 1_500
 """Bytes of an error's text: a caller takes a few thousand in all, and it goes out twice."""
-_LATE_S = 1.0
+_STATUS_TIMEOUT_S = 1.0
 _WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")  # gRPC's own words, in grpc.aio
-_HANDSHAKES = {
+_HANDSHAKE_TEXTS = {
     (
         "Hostname Verification",
     ): "somebody else is there: its certificate names another one, or lacks the hosts that follow from "
@@ -113,9 +113,9 @@ def _details(
 ) -> bytes:
     name = errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)
     info = error_details_pb2.ErrorInfo(reason=name, domain=_DOMAIN)
-    if isinstance(error, errors.CheckFailed):
+    if isinstance(error, errors.AssumptionViolated):
         info.metadata["code"] = error.code
-    if isinstance(error, errors.RunOver):
+    if isinstance(error, errors.RunEnded):
         info.metadata[_STATE] = error.state
     packed = any_pb2.Any()
     packed.Pack(info)
@@ -123,7 +123,7 @@ def _details(
     return packed_status
 
 
-class Ending:
+class CallOutcome:
     """How a call that is written to ends, as its peer says it.
 
     A write that is under way when the peer ends the call fails, and gRPC puts this failure in the place of the peer's status
@@ -143,13 +143,13 @@ class Ending:
         To be asked for before a write under way is cancelled: that cancels the call, which is then told nothing more.
         """
         try:
-            async with asyncio.timeout(_LATE_S):
+            async with asyncio.timeout(_STATUS_TIMEOUT_S):
                 return await asyncio.shield(self._status)
         except TimeoutError:
             nothing, text = grpc.aio.Metadata(), "the stream broke while it was written to"
             return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, text)
 
-    async def require_well(self) -> None:
+    async def require_ok(self) -> None:
         """Whoever read from the call was told of a failure; it may be that of a write alone.
 
         Raises:
@@ -176,21 +176,21 @@ def _at_hand(answer: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a call that is over must know its status")
 
 
-def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
+def convert_status_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     """What a failed call means to its caller: our own class where the status carries a reason that is known here."""
     text = plain("; ".join((refusal.details() or refusal.code().name).splitlines()))
     if refusal.code() in _BROKEN:
-        return errors.Unavailable(f"cannot reach {who}: {handshake(text) or nobody(text) or text}")
+        return errors.Unavailable(f"cannot reach {who}: {explain_handshake_failure(text) or nobody(text) or text}")
     info = _info(refusal)
     if info is None and refusal.code() is grpc.StatusCode.UNIMPLEMENTED:
         text = f"{who} does not know this call: another service listens there, or a much older one"
-        return errors.NotReady(f"{text}; is the address right?")
+        return errors.FailedPrecondition(f"{text}; is the address right?")
     kind = errors.SottovoceError if info is None else _KINDS.get(info.reason, errors.SottovoceError)
-    if kind is errors.CheckFailed and info is not None:
+    if kind is errors.AssumptionViolated and info is not None:
         code = info.metadata["code"]
-        return errors.CheckFailed(code, text.removesuffix(f" [{code}]"))
-    if kind is errors.NotReady and info is not None and _STATE in info.metadata:
-        return errors.RunOver(text, plain(info.metadata[_STATE]))
+        return errors.AssumptionViolated(code, text.removesuffix(f" [{code}]"))
+    if kind is errors.FailedPrecondition and info is not None and _STATE in info.metadata:
+        return errors.RunEnded(text, plain(info.metadata[_STATE]))
     if kind not in (errors.SottovoceError, errors.LocalProtocolError):  # the latter's bug is not ours, but theirs
         return kind(text)
     if info is None and refusal.code() is grpc.StatusCode.INVALID_ARGUMENT:
@@ -198,7 +198,7 @@ def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     return errors.SottovoceError(f"{who}: {text} ({refusal.code().name})")
 
 
-_NOBODY = (
+_UNREACHABLE_TEXTS = (
     (re.compile(r"Connection refused"), "nobody listens there: is it running, and is the address right?"),
     (
         re.compile(r"[Dd]omain name not found|DNS (resolution|query)|Name or service not known|Could not contact DNS"),
@@ -216,9 +216,9 @@ _NOBODY = (
 """What gRPC says where no service is, in other words."""
 
 
-def handshake(text: str) -> str:
+def explain_handshake_failure(text: str) -> str:
     """Why a channel did not come about, where gRPC's words say that its ends do not believe each other; else empty."""
-    return next((words for signs, words in _HANDSHAKES.items() if all(sign in text for sign in signs)), "")
+    return next((words for signs, words in _HANDSHAKE_TEXTS.items() if all(sign in text for sign in signs)), "")
 
 
 def _info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
@@ -238,4 +238,4 @@ def _info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
 
 def nobody(text: str) -> str:
     """Why there is nobody, where gRPC's words say so; else empty."""
-    return next((words for sign, words in _NOBODY if sign.search(text)), "")
+    return next((words for sign, words in _UNREACHABLE_TEXTS if sign.search(text)), "")

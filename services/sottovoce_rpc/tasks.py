@@ -93,12 +93,12 @@ async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
     except BaseExceptionGroup as errors:
         if sys.version_info < (3, 13) and owner.cancelling() > before:  # later groups do not lose it
             raise asyncio.CancelledError from None
-        raise first_of(errors) from None
+        raise extract_first_error(errors) from None
 
 
-def first_of(error: BaseException) -> BaseException:
+def extract_first_error(error: BaseException) -> BaseException:
     """What a group of errors, or of such groups, began with."""
-    return first_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+    return extract_first_error(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def drained(work: Coroutine[Any, Any, object], seconds: float) -> bool:
@@ -123,7 +123,7 @@ async def drained(work: Coroutine[Any, Any, object], seconds: float) -> bool:
 # ---- what a call waits for -------------------------------------------------------------------------------------------
 
 
-EARLY_S = 1.5
+WAIT_NOTICE_DELAY_S = 1.5
 """After which whoever waits is told for what."""
 _KEY = "sottovoce-waiting-bin"
 """Of the metadata before an answer. Its text names learners and services of the caller's spec, and who else has joined."""
@@ -135,11 +135,11 @@ M = TypeVar("M", bound=Message)
 
 
 @asynccontextmanager
-async def if_long(tell: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+async def notify_if_slow(tell: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Have it told, once, where what is done within takes long."""
 
     async def later() -> None:
-        await asyncio.sleep(EARLY_S)
+        await asyncio.sleep(WAIT_NOTICE_DELAY_S)
         await tell()
 
     async with Tasks() as tasks:
@@ -147,7 +147,7 @@ async def if_long(tell: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         yield
 
 
-def to_caller(context: grpc.aio.ServicerContext[Any, Any]) -> Tell:
+def build_wait_notifier(context: grpc.aio.ServicerContext[Any, Any]) -> Tell:
     """Tells whoever calls, who is told once: the first thing."""
     told = False
 
@@ -160,7 +160,7 @@ def to_caller(context: grpc.aio.ServicerContext[Any, Any]) -> Tell:
     return tell
 
 
-def told_early(
+def call_with_early_metadata(
     to: grpc.aio.Channel, method: str, request: Message, answer: type[M], timeout_s: float
 ) -> grpc.aio.UnaryStreamCall[Any, M]:
     """A call whose metadata are there before its answer: those of what is no stream gRPC hands over together with it.
@@ -203,7 +203,7 @@ async def answered(
             if key == _KEY and isinstance(value, bytes):
                 say(f"waiting for {plain(value.decode(errors='replace'))}")
 
-    async with if_long(wonder):
+    async with notify_if_slow(wonder):
         if isinstance(call, grpc.aio.UnaryUnaryCall):
             return await call
         found = await call.read()

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from sottovoce_client.running.monitoring import (
-    CaptureLine,
+    CaptureListItem,
     History,
-    Look,
+    RunObservation,
     Plan,
-    RunLine,
+    RunListItem,
     RunView,
     plan_of,
-    run_view,
+    make_run_view,
 )
-from sottovoce_client.web.app import console_app, server_of
-from sottovoce_client.web.files import Files, ReportLine
+from sottovoce_client.web.app import create_console_app, create_server
+from sottovoce_client.web.files import Files, ReportEntry
 from sottovoce_client.web.gather import Page
-from sottovoce_client.web.services import WatchLine, WatchView
+from sottovoce_client.web.services import LearnerWatch, WatchView
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
 from tests.examples import small_spec
@@ -56,42 +56,42 @@ def status(i: int, rounds: int = 20, **more: Any) -> LearnerStatus:
     return replace(made, **more)
 
 
-def look(at: float, n: int = 3, rounds: int = 20, **more: Any) -> Look:
+def look(at: float, n: int = 3, rounds: int = 20, **more: Any) -> RunObservation:
     """At `n` learners that have done so many rounds."""
-    return Look(
+    return RunObservation(
         at, tuple(status(i, rounds) for i in range(n)), tuple(f"127.0.0.1:{7401 + i}" for i in range(n)), **more
     )
 
 
-COURSE = RunLine("run-1", "running", "", NOON, None)
+COURSE = RunListItem("run-1", "running", "", NOON, None)
 
 
-def a_run(n: int = 3, course: RunLine = COURSE, planned: Plan | None = None) -> RunView:
+def a_run(n: int = 3, course: RunListItem = COURSE, planned: Plan | None = None) -> RunView:
     """One that has done 20 rounds, one a second."""
     history = History()
     for second in range(21):
         history.add(look(100.0 + second, n, second))
-    return run_view(course, planned or plan(n), history)
+    return make_run_view(course, planned or plan(n), history)
 
 
 def a_page(n: int = 3, **more: Any) -> Page:
     """With a run, and something in every list."""
-    lines = tuple(WatchLine(f"learner-{i}", 0.5 * i, -0.2, 12.0, 15.0, 20, 0) for i in range(n))
-    watch = WatchView("run", lines, WatchLine("", 0.1, -0.3, 8.0, 13.0, 20, 0), 0)
+    lines = tuple(LearnerWatch(f"learner-{i}", 0.5 * i, -0.2, 12.0, 15.0, 20, 0) for i in range(n))
+    watch = WatchView("run", lines, LearnerWatch("", 0.1, -0.3, 8.0, 13.0, 20, 0), 0)
     shown = Page(
         at=NOON + 20.0,
         version="1.2.3",
         run=a_run(n),
         runs=(
-            RunLine("run-1", "running", "", NOON, None, 20),
-            RunLine("run-0", "failed", "learner-1 is gone", NOON - 500.0, NOON - 400.0, 7),
+            RunListItem("run-1", "running", "", NOON, None, 20),
+            RunListItem("run-0", "failed", "learner-1 is gone", NOON - 500.0, NOON - 400.0, 7),
         ),
         captures=(
-            CaptureLine(
+            CaptureListItem(
                 "run-1-ab", "run-1", "/somewhere/run-1-ab", "open", 120, 12000, "captures/run-1-ab/capture.json"
             ),
         ),
-        reports=(ReportLine("old/report.html", "old, finished", 4_800_000, NOON - 9000.0),),
+        reports=(ReportEntry("old/report.html", "old, finished", 4_800_000, NOON - 9000.0),),
         watch=watch,
         folder="results",
     )
@@ -140,7 +140,7 @@ def free_port() -> int:
 @asynccontextmanager
 async def served(told: Told, port: int, token: str = TOKEN) -> AsyncIterator[str]:
     """A console that answers at this port while the block lasts; gives the address that opens it."""
-    server = server_of(console_app(told, token, COOKIE))  # type: ignore[arg-type]
+    server = create_server(create_console_app(told, token, COOKIE))  # type: ignore[arg-type]
     listening = socket.create_server(("127.0.0.1", port))
     serving = asyncio.ensure_future(server.serve([listening]))
     try:

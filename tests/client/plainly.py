@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sottovoce_client.live.connecting import connect_learner
-from sottovoce_client.live.plain import PlainLearner
+from sottovoce_client.live.plain import SyncLearner
 from sottovoce_core.spec import RunSpec
 from tests.client.test_live_learner import NAMES
 from tests.services.network import network
@@ -16,7 +16,7 @@ from tests.services.network import network
 T = TypeVar("T")
 
 
-async def plainly(folder: Path, spec: RunSpec, program: Callable[[PlainLearner], T]) -> T:
+async def plainly(folder: Path, spec: RunSpec, program: Callable[[SyncLearner], T]) -> T:
     """What a program makes of a learner in a run."""
     async with network(folder, NAMES) as up:
         await up.start(spec, spec.data.width or 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Progress, Promise, RunSummary, Swap, Tapped
+from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Progress, GuaranteeSummary, RunSummary, Swap, WiretapSummary
 from sottovoce_core.arrays import FloatArray
 
 PLACES = ("Aarhus", "Bergen", "Cork", "Delft", "Espoo")
@@ -19,7 +19,7 @@ WARNINGS = (
 SPEC = "name: mushrooms\nrounds: 500\ntopology:\n  graph: {kind: ring}\n  weights: {kind: constant, value: 0.3}\n"
 
 
-PROMISE = Promise(
+PROMISE = GuaranteeSummary(
     algorithm="ldp-dol",
     threat_model="wire",
     adjacency="1 record of one learner replaced",
@@ -133,7 +133,7 @@ def unheard(made: RunSummary) -> RunSummary:
 
 def tapped(made: RunSummary) -> RunSummary:
     """The same with ciphertext alone."""
-    return replace(unheard(made), tapped=Tapped("captures/cap", 3, 1204, 96_000))
+    return replace(unheard(made), tapped=WiretapSummary("captures/cap", 3, 1204, 96_000))
 
 
 def boundless(made: RunSummary) -> RunSummary:

@@ -19,7 +19,7 @@ from sottovoce_client.auditing import audit as command
 from sottovoce_client.cli import app
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.noise import no_noise
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.spec import load_spec
@@ -42,12 +42,12 @@ def spec(tmp_path: Path) -> Path:
 
 
 def shown(
-    prepared: Prepared, folder: Path, work: command.Auditor = audit_simulated, **more: Any
+    prepared: PreparedRun, folder: Path, work: command.Auditor = audit_simulated, **more: Any
 ) -> tuple[int, str, dict[str, Any]]:
     """Exit code, what was printed, and audit.json."""
     out = io.StringIO()
     asked = command.AuditRequest(**{"runs": 60, **more})
-    code = command.audit_to(folder, prepared, asked, work, Console(file=out, width=160))
+    code = command.run_audit(folder, prepared, asked, work, Console(file=out, width=160))
     return code, out.getvalue(), json.loads((folder / "audit.json").read_text(encoding="utf-8"))
 
 
@@ -83,10 +83,10 @@ def test_what_does_not_exits_with_one(spec: Path, tmp_path: Path) -> None:
 
 def test_without_a_name_the_learner_that_may_spend_most_is_audited(spec: Path) -> None:
     prepared = prepare(load_spec(spec))
-    assert command.index_of(prepared, None) == 1
-    assert command.index_of(prepared, "c") == 2
+    assert command.find_learner_index(prepared, None) == 1
+    assert command.find_learner_index(prepared, "c") == 2
     with pytest.raises(SpecError, match="one of a, b, c, got d"):
-        command.index_of(prepared, "d")
+        command.find_learner_index(prepared, "d")
 
 
 def test_nothing_promised_is_said(spec: Path, tmp_path: Path) -> None:

@@ -14,18 +14,18 @@ import pyarrow as pa
 import pytest
 
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import Lines, audit_of, conversation, earlier, lines_of
-from sottovoce_client.auditing.network import in_turn
+from sottovoce_client.auditing.captures import ObservedChannels, audit_of, conversation, earlier, lines_of
+from sottovoce_client.auditing.network import interleave_pairs
 from sottovoce_client.auditing.started import difference
-from sottovoce_client.auditing.worlds import WORLDS_FILE, WorldsFile, worlds_from, write_worlds
-from sottovoce_client.terminal import say_nothing
+from sottovoce_client.auditing.worlds import WORLDS_FILE, WorldsFile, build_worlds, write_worlds
+from sottovoce_client.terminal import ignore_progress
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.views import CHANNEL, PACE, Features, features_of, tables
+from sottovoce_core.auditing.views import CHANNEL_VIEWS, TIMING_VIEWS, RunFeatures, build_features_by_view, tables
 from sottovoce_core.auditing.worlds import chosen
 from sottovoce_core.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.running.run import Run, build_run
@@ -33,7 +33,7 @@ from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.writing import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureWriter
 from tests.examples import made_up, small_spec
 from tests.services.capturing import METHOD, encode_round, hello, row
 
@@ -87,7 +87,7 @@ def keep(
     place = folder / f"run-{replica}"
 
     async def write() -> None:
-        file = CaptureFile(place, place.name, place.name, spec, 3, world, replica)
+        file = CaptureWriter(place, place.name, place.name, spec, 3, world, replica)
         for each in rows_of(run, plan, lived, 1000 + replica, rounds):
             file.add(change(each, lived))
         await file.close()
@@ -106,14 +106,14 @@ def two_worlds(folder: Path, plan: AuditPlan, **more: Any) -> Path:
 
 
 def audited(folder: Path, plan: AuditPlan, spec: RunSpec | None = None, **asked: Any) -> Audit:
-    def prepare(told: RunSpec) -> Prepared:
-        return Prepared(build_run(told, 3), plan.data)
+    def prepare(told: RunSpec) -> PreparedRun:
+        return PreparedRun(build_run(told, 3), plan.data)
 
-    return audit_of(*earlier(str(folder), AuditRequest(**asked), prepare, say_nothing, spec=spec), say_nothing)
+    return audit_of(*earlier(str(folder), AuditRequest(**asked), prepare, ignore_progress, spec=spec), ignore_progress)
 
 
-def channel(table: pa.Table, lines: Lines, run_id: str) -> dict[str, Features]:
-    return features_of(conversation(table, lines, run_id), {**CHANNEL, **PACE})
+def channel(table: pa.Table, lines: ObservedChannels, run_id: str) -> dict[str, RunFeatures]:
+    return build_features_by_view(conversation(table, lines, run_id), {**CHANNEL_VIEWS, **TIMING_VIEWS})
 
 
 # ---- of two worlds ---------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_what_numbers_do_not_show_is_refuted_by_name(tmp_path: Path, place: str)
     plan = planned(runs=32)
     assert plan.epsilon < 1.0
     done = audited(two_worlds(tmp_path, plan, change=leak), plan)
-    assert done.verdict.kind == "refuted" and done.claim_seen == plan.epsilon
+    assert done.verdict.kind == "refuted" and done.black_box_claim == plan.epsilon
     assert all(test.p_value > 1e-3 for test in done.found.of("conformance").tests)
     views = {bound.view for bound in done.found.bounds if bound.value > plan.epsilon}
     assert views and views <= ({"metadata"} if place == "metadata" else {"replies", "gaps", "order"})
@@ -166,7 +166,7 @@ def test_worlds_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
     write_worlds(tmp_path, plan)
     document = json.loads((tmp_path / WORLDS_FILE).read_text())
     assert kind in document["pairs"][0]
-    (back, *_) = worlds_from(WorldsFile(**document), Prepared(plan.run, plan.data), "there")
+    (back, *_) = build_worlds(WorldsFile(**document), PreparedRun(plan.run, plan.data), "there")
     for one, other in ((back.first, plan.worlds.first), (back.second, plan.worlds.second)):
         for t in range(ROUNDS):
             np.testing.assert_array_equal(one.batch(t).features, other.batch(t).features)
@@ -177,10 +177,10 @@ def test_worlds_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
 def test_all_pairs_of_worlds_come_back_and_every_run_knows_its_own(tmp_path: Path) -> None:
     plan = planned(runs=400)
     assert len(plan.pairs) > 1
-    pairs = in_turn(plan)
+    pairs = interleave_pairs(plan)
     write_worlds(tmp_path, plan, pair_of_run=pairs)
     document = WorldsFile.model_validate_json((tmp_path / WORLDS_FILE).read_text())
-    back = worlds_from(document, Prepared(plan.run, plan.data), "there")
+    back = build_worlds(document, PreparedRun(plan.run, plan.data), "there")
     assert [each.what for each in back] == [each.worlds.what for each in plan.pairs]
     assert [pairs.count(k) for k in range(len(back))] == [2 * each.runs for each in plan.pairs]
     assert [document.pair(replica) for replica in range(len(pairs))] == pairs
@@ -193,7 +193,7 @@ def test_all_pairs_of_worlds_come_back_and_every_run_knows_its_own(tmp_path: Pat
 
 def test_a_run_of_another_pair_of_worlds_alone_is_refused(tmp_path: Path) -> None:
     plan = planned(runs=400)
-    pairs = in_turn(plan)
+    pairs = interleave_pairs(plan)
     write_worlds(tmp_path, plan, pair_of_run=pairs)
     keep(tmp_path, plan, 0, pairs.index(1))
     with pytest.raises(

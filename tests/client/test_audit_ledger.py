@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sottovoce_client.auditing.captures import find
-from sottovoce_client.auditing.worlds import LEDGER_FILE, LedgerWriter, read_ledger, read_worlds, tossed, write_worlds
+from sottovoce_client.auditing.worlds import RUN_LEDGER_FILE, RunLedgerWriter, read_run_ledger, read_worlds, tossed, write_worlds
 from sottovoce_client.auditing.worlds import WORLDS_FILE as WORLDS
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.errors import CaptureError
@@ -34,7 +34,7 @@ def ledgered(
     """An audit's folder with a ledger: worlds take turns; runs that do not finish have all rounds but one, or no capture."""
     folder.mkdir()
     worlds = np.arange(2 * plan.runs) % 2
-    ledger = LedgerWriter(folder, worlds)
+    ledger = RunLedgerWriter(folder, worlds)
     write_worlds(folder, plan, ledger.commitment)
     ledger.bind()
     for k, world in enumerate(worlds.tolist()):
@@ -60,7 +60,7 @@ def test_coins_are_the_machines_own() -> None:
 def test_coins_are_committed_to_before_the_first_run_and_revealed_after_the_last(tmp_path: Path) -> None:
     plan = planned(runs=4)
     folder = ledgered(tmp_path / "captures", plan)
-    lines = [json.loads(line) for line in (folder / LEDGER_FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / RUN_LEDGER_FILE).read_text().splitlines()]
     first, worlds, started, ended, *_ = lines
     assert len(first["commitments"]) == 8 == len(set(first["commitments"]))
     assert worlds == {"worlds": hashlib.sha256((folder / WORLDS).read_bytes()).hexdigest()}
@@ -70,7 +70,7 @@ def test_coins_are_committed_to_before_the_first_run_and_revealed_after_the_last
     for line, promised in zip(revealed, first["commitments"], strict=True):
         assert hashlib.sha256(f"{line['world']} {line['nonce']}".encode()).hexdigest() == promised
     assert not any("world" in line or "nonce" in line for line in lines[:-8])
-    entries = read_ledger(open_folder(folder), read_worlds(open_folder(folder)))
+    entries = read_run_ledger(open_folder(folder), read_worlds(open_folder(folder)))
     assert entries is not None and [entry.world for entry in entries.values()] == [0, 1] * 4
 
 
@@ -97,22 +97,22 @@ def _relabelled(old: str, new: str) -> Callable[[Path], None]:
 
 FORGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another ledger": (
-        lambda f: _exchange(f / LEDGER_FILE, ('"commitments": ["', '"commitments": ["0')),
+        lambda f: _exchange(f / RUN_LEDGER_FILE, ('"commitments": ["', '"commitments": ["0')),
         "is not the ledger",
     ),
-    "no ledger": (lambda f: (f / LEDGER_FILE).unlink(), "cannot read .*runs.jsonl"),
+    "no ledger": (lambda f: (f / RUN_LEDGER_FILE).unlink(), "cannot read .*runs.jsonl"),
     "other worlds": (lambda f: _exchange(f / WORLDS, ('"what": "', '"what": "not ')), "of another worlds.json"),
     "worlds without their ledger": (lambda f: _exchange(f / WORLDS, ('"ledger"', '"leger"')), "is not the ledger"),
     "another coin": (
-        lambda f: _exchange(f / LEDGER_FILE, ('"world": 0', '"world": 1')),
+        lambda f: _exchange(f / RUN_LEDGER_FILE, ('"world": 0', '"world": 1')),
         "coin of run 0 is not the one",
     ),
     "another label": (_relabelled('"world": 0', '"world": 1'), "must be of world 0"),
     "another capture": (_relabelled('"n_features": 3', '"n_features": 3 '), "SHA-256"),
     "another run": (_relabelled('"run_id": "run-0"', '"run_id": "run-x"'), "run run-0"),
     "a run too many": (_relabelled('"replica": 0', '"replica": 99'), "of no run that the ledger"),
-    "twice": (lambda f: (f / LEDGER_FILE).write_text((f / LEDGER_FILE).read_text() * 2), "does not say which runs"),
-    "no line": (lambda f: (f / LEDGER_FILE).write_text("{\n"), "is not the ledger"),
+    "twice": (lambda f: (f / RUN_LEDGER_FILE).write_text((f / RUN_LEDGER_FILE).read_text() * 2), "does not say which runs"),
+    "no line": (lambda f: (f / RUN_LEDGER_FILE).write_text("{\n"), "is not the ledger"),
 }
 
 
@@ -185,9 +185,9 @@ def test_a_ledger_that_was_cut_off_in_a_line_is_read(tmp_path: Path) -> None:
     """The machine went down, or its disk was full, while a coin was revealed: that run's label stands."""
     plan = planned()
     folder = ledgered(tmp_path / "captures", plan)
-    path = folder / LEDGER_FILE
+    path = folder / RUN_LEDGER_FILE
     path.write_bytes(path.read_bytes()[:-20])
-    entries = read_ledger(open_folder(folder), read_worlds(open_folder(folder)))
+    entries = read_run_ledger(open_folder(folder), read_worlds(open_folder(folder)))
     assert entries is not None and [entry.world for entry in entries.values()] == [0, 1] * 7 + [0, None]
     assert audited(folder, plan).verdict == audited(two_worlds(tmp_path / "other", plan), plan).verdict
 

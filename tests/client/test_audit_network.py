@@ -16,14 +16,14 @@ import pytest
 from sottovoce_client.auditing import network as audit_network
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import audit_of, earlier, find
-from sottovoce_client.auditing.network import RunFailed, coins, on_network
-from sottovoce_client.auditing.worlds import LedgerWriter
-from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
-from sottovoce_client.terminal import say_nothing
+from sottovoce_client.auditing.network import RunFailed, coins, audit_on_network
+from sottovoce_client.auditing.worlds import RunLedgerWriter
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, Interrupted, Outcome
+from sottovoce_client.terminal import ignore_progress
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_eavesdropper.storage import open_folder
@@ -39,7 +39,7 @@ ASKED = AuditRequest(runs=RUNS, seed=3)
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Prepared:
+def prepared(tmp_path: Path) -> PreparedRun:
     features = np.random.default_rng(0).normal(size=(60, 3))
     np.savez(tmp_path / "records.npz", X=features, y=(features[:, 0] > 0).astype(int))
     document = {
@@ -56,10 +56,10 @@ def prepared(tmp_path: Path) -> Prepared:
 
 
 @pytest.mark.slow
-def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: Prepared, tmp_path: Path) -> None:
+def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: PreparedRun, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", Reported()
     audited = ASKED.plan(prepared)
-    done = on_network(audited, say=said.say, folder=folder, seeded=True)
+    done = audit_on_network(audited, say=said.say, folder=folder, seeded=True)
     captures = find(open_folder(folder / "captures"))
     assert [capture.facts["replica"] for capture in captures] == list(range(2 * RUNS))
     assert [capture.facts["world"] for capture in captures] == coins(audited).tolist()
@@ -78,7 +78,7 @@ def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: P
     assert again.largest == done.largest and again.found.bounds == done.found.bounds
 
 
-def test_coins_are_fair_and_follow_the_seed(prepared: Prepared) -> None:
+def test_coins_are_fair_and_follow_the_seed(prepared: PreparedRun) -> None:
     """A fair coin is outside 4.9 standard deviations with probability 1e-6."""
     audited = AuditRequest(runs=5000, seed=1).plan(prepared)
     tossed = coins(audited)
@@ -123,24 +123,24 @@ def ending(monkeypatch: pytest.MonkeyPatch, state: str, detail: str, whole: int 
 
 @pytest.mark.parametrize(
     ("state", "detail", "error", "why"),
-    [("stopped", BY_OPERATOR, Interrupted, "told to stop"), ("failed", "a failed: why", RunFailed, "a failed: why")],
+    [("stopped", STOPPED_BY_OPERATOR, Interrupted, "told to stop"), ("failed", "a failed: why", RunFailed, "a failed: why")],
 )
 def test_an_early_end_says_what_is_kept_and_how_to_go_on(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, detail: str, error: Any, why: str
+    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, detail: str, error: Any, why: str
 ) -> None:
     ending(monkeypatch, state, detail)
     audited = ASKED.plan(prepared)
     kept = rf"2 of 10 runs were made: {why}; what they said is kept: sottovoce audit --captures {tmp_path}/out/captures"
     with pytest.raises(error, match=kept):
-        on_network(audited, say=say_nothing, folder=tmp_path / "out")
+        audit_on_network(audited, say=ignore_progress, folder=tmp_path / "out")
     assert json.loads((tmp_path / "out" / "captures" / "worlds.json").read_text())["learner"] in ("a", "b")
     ending(monkeypatch, state, detail, whole=0)
     with pytest.raises(error, match=rf"^0 of 10 runs were made: {why}$"):
-        on_network(audited, say=say_nothing, folder=tmp_path / "other")
+        audit_on_network(audited, say=ignore_progress, folder=tmp_path / "other")
 
 
 def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Dying(Services):
         async def death(self) -> str:
@@ -153,21 +153,21 @@ def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
     monkeypatch.setattr(audit_network, "LocalServices", Dying)
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(RunFailed, match=r"^0 of 10 runs were made: a \(process 7\) died$"):
-        on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
+        audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
 
 
-def test_a_full_disk_says_what_is_kept(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_says_what_is_kept(prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ending(monkeypatch, "finished", "")
-    write = LedgerWriter.ended
+    write = RunLedgerWriter.ended
 
-    def ended(ledger: LedgerWriter, replica: int, *more: str, **also: Any) -> None:
+    def ended(ledger: RunLedgerWriter, replica: int, *more: str, **also: Any) -> None:
         if replica == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(ledger, replica, *more, **also)
 
-    monkeypatch.setattr(LedgerWriter, "ended", ended)
+    monkeypatch.setattr(RunLedgerWriter, "ended", ended)
     with pytest.raises(RunFailed, match=r"^2 of 10 runs were made: .*No space left on device; what they said is kept"):
-        on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
+        audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
 
 
 def revealed(folder: Path) -> list[int]:
@@ -176,7 +176,7 @@ def revealed(folder: Path) -> list[int]:
 
 
 def test_coins_come_from_entropy_unless_a_test_gives_a_seed(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever knows the seed does not know them: 80 coins are equal to the seed's with probability below 1e-24."""
     audited = AuditRequest(runs=40, seed=3).plan(prepared)
@@ -184,20 +184,20 @@ def test_coins_come_from_entropy_unless_a_test_gives_a_seed(
     for name, more in (("drawn", {}), ("seeded", {"seeded": True})):
         ending(monkeypatch, "finished", "", whole=runs)
         with pytest.raises(CaptureError, match="no run was overheard"):
-            on_network(audited, say=say_nothing, folder=tmp_path / name, **more)
+            audit_on_network(audited, say=ignore_progress, folder=tmp_path / name, **more)
     assert revealed(tmp_path / "seeded") == coins(audited).tolist()
     drawn = revealed(tmp_path / "drawn")
     assert len(drawn) == runs >= 80 and drawn != coins(audited).tolist() and {*drawn} == {0, 1}
 
 
 def test_records_and_coins_are_their_users_alone(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ending(monkeypatch, "finished", "", whole=2 * RUNS)
     before = os.umask(0o022)
     try:
         with pytest.raises(CaptureError, match="no run was overheard"):
-            on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
+            audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
     finally:
         os.umask(before)
     there = [tmp_path / "captures", *(tmp_path / "captures").iterdir()]
@@ -209,7 +209,7 @@ def test_records_and_coins_are_their_users_alone(
 
 
 def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audit_network, "LocalServices", Services)
 
@@ -219,14 +219,14 @@ def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
 
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
-        on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
+        audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     ends = [line["outcome"] for line in lines if "outcome" in line]
     assert ends == ["finished", "failed", "finished", "finished"] * 2 + ["finished", "failed"]
 
 
 def test_noise_that_can_be_repeated_stands_in_the_ledger(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audit_network, "LocalServices", Services)
 
@@ -236,21 +236,21 @@ def test_noise_that_can_be_repeated_stands_in_the_ledger(
 
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
-        on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
+        audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     assert [line["replica"] for line in lines if line.get("seeded")] == [2]
 
 
-def test_captures_of_other_runs_are_not_mixed_in(prepared: Prepared, tmp_path: Path) -> None:
+def test_captures_of_other_runs_are_not_mixed_in(prepared: PreparedRun, tmp_path: Path) -> None:
     (tmp_path / "captures" / "old").mkdir(parents=True)
     with pytest.raises(SpecError, match="captures must be empty or missing"):
-        on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
+        audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
 
 
-def test_decisions_cross_no_channel(prepared: Prepared, tmp_path: Path) -> None:
+def test_decisions_cross_no_channel(prepared: PreparedRun, tmp_path: Path) -> None:
     audited: AuditPlan = AuditRequest(runs=RUNS, threat=ThreatModel.OUTPUT).plan(prepared)
     with pytest.raises(SpecError, match="--threat output"):
-        on_network(audited, say=say_nothing, folder=tmp_path)
+        audit_on_network(audited, say=ignore_progress, folder=tmp_path)
     assert not (tmp_path / "captures").exists()
 
 
@@ -262,7 +262,7 @@ async def test_runs_follow_each_other_without_waiting_for_the_next_look(
     data = made_up(spec)
     async with network(tmp_path, spec.names) as up:
         assert (await up.run(spec, data)).state == "finished"
-        monkeypatch.setattr(coordinator_service, "WATCH_S", 600.0)
-        monkeypatch.setattr(following, "REPORT_S", 600.0)
+        monkeypatch.setattr(coordinator_service, "WATCH_INTERVAL_S", 600.0)
+        monkeypatch.setattr(following, "REPORT_INTERVAL_S", 600.0)
         await asyncio.sleep(0.4)  # until learners look at the old run for that long
         assert [(await up.run(spec, data)).state for _ in range(2)] == ["finished"] * 2

@@ -21,18 +21,18 @@ import yaml
 from rich.console import Console
 
 from sottovoce_client.auditing.audit import show
-from sottovoce_client.auditing.worlds import LedgerWriter, read_ledger, read_worlds, write_worlds
+from sottovoce_client.auditing.worlds import RunLedgerWriter, read_run_ledger, read_worlds, write_worlds
 from sottovoce_client.transcripts.provenance import noise_of, provenance
-from sottovoce_client.transcripts.verify import NOT_ALL_SIGNED, verify
+from sottovoce_client.transcripts.verify import EXIT_NOT_ALL_SIGNED, verify
 from sottovoce_client.watching.watch import WatchRequest, watch, where
 from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.spec import RunSpec, dump_spec
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_eavesdropper.writing import CaptureFile
-from sottovoce_rpc.certificates import AUTHORITIES
-from sottovoce_rpc.signatures import UNSAID, Statement, digest
+from sottovoce_eavesdropper.writing import CaptureWriter
+from sottovoce_rpc.certificates import AUTHORITIES_FILE
+from sottovoce_rpc.signatures import EMPTY_DIGESTS, Statement, digest
 from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, rows_of, spec_of
 from tests.docs.pages import CHECKOUT
 from tests.services.identities import Identities
@@ -52,13 +52,13 @@ def signed(folder: Path, identities: Identities, *, until: int = ROUNDS, changed
     spec = json.dumps(plan.run.spec.model_dump(mode="json"))
 
     async def write() -> None:
-        file = CaptureFile(folder, folder.name, folder.name, spec, 3, fields={"y": (3,)})
+        file = CaptureWriter(folder, folder.name, folder.name, spec, 3, fields={"y": (3,)})
         for row in said:
             other = row.payload[:-1] + bytes([row.payload[-1] ^ 0x80])  # the sign of the last number
             file.add(row._replace(payload=other) if changed and row.payload == said[-1].payload else row)
         for sender, name in enumerate(plan.run.spec.names):
             own = list(dict.fromkeys(row.payload for row in said if row.sender == sender))[:until]
-            digests = b"".join(map(digest, own)).ljust(len(UNSAID), b"\0")
+            digests = b"".join(map(digest, own)).ljust(len(EMPTY_DIGESTS), b"\0")
             stands = identities.of(f"learner/{name}").signed(Statement(folder.name, sender, 0, digests)).encode()
             at = next(row for row in said if row.sender == sender)
             file.add(at._replace(kind="signature", wall_ns=time.time_ns(), payload=stands, size=len(stands)))
@@ -71,9 +71,9 @@ def signed(folder: Path, identities: Identities, *, until: int = ROUNDS, changed
 def watched(place: Path, code: int | None = None) -> str:
     """What is printed of a capture that is there; `code`: with which it ends."""
 
-    def prepare(spec: RunSpec) -> Prepared:
+    def prepare(spec: RunSpec) -> PreparedRun:
         plan = planned()
-        return Prepared(plan.run, plan.data)
+        return PreparedRun(plan.run, plan.data)
 
     console = Console(file=io.StringIO(), width=1000)
     ended = watch(where(str(place), None, None, once=True), WatchRequest(once=True), prepare, console=console)
@@ -122,7 +122,7 @@ def test_signatures_are_held_against_the_authority_beside_the_captures(tmp_path:
     capture, place = signed(tmp_path / "captures" / "run", identities), open_folder(tmp_path)
     unchecked = provenance([capture], place)
     assert "were not checked" in unchecked.text and unchecked.unproven == "its signatures were not checked"
-    shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     whole = provenance([capture], place)
     assert whole.text.startswith("All messages are signed by their learners, by ca.crt:") and not whole.unproven
     assert "by ../../ca.crt:" in provenance([capture], capture.place).text
@@ -140,9 +140,9 @@ def test_signatures_that_were_removed_are_missed(
     tmp_path: Path, identities: Identities, removed: str, of: tuple[int, ...]
 ) -> None:
     """From the files of a capture: the audit's headline warns, and `transcript verify` has an exit code of its own."""
-    kept, authorities = tmp_path / "captures" / "run", identities.authority.folder / AUTHORITIES
+    kept, authorities = tmp_path / "captures" / "run", identities.authority.folder / AUTHORITIES_FILE
     signed(kept, identities)
-    shutil.copy(authorities, tmp_path / AUTHORITIES)
+    shutil.copy(authorities, tmp_path / AUTHORITIES_FILE)
     assert verified(kept, authorities)[0] == 0 and audited(tmp_path, planned()).unproven == ""
     part = kept / "part-000001.parquet"
     table = parquet.read_table(part)
@@ -151,7 +151,7 @@ def test_signatures_that_were_removed_are_missed(
 
     code, said = verified(kept, authorities)
     done, names = audited(tmp_path, planned()), planned().run.spec.names
-    assert code == NOT_ALL_SIGNED
+    assert code == EXIT_NOT_ALL_SIGNED
     if removed == "all":
         assert "no signatures here: never made, or removed" in said
         assert "though the learners had identities (ca.crt): never made, or removed" in done.provisos[0]
@@ -171,7 +171,7 @@ def verified(place: Path, authorities: Path) -> tuple[int, str]:
 
 
 def test_a_capture_that_is_not_what_was_signed_is_no_evidence(tmp_path: Path, identities: Identities) -> None:
-    shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     capture = signed(tmp_path / "run", identities, changed=True)
     with pytest.raises(CaptureError, match=r"run is not what its learners signed, by ca\.crt: .* another message"):
         provenance([capture], open_folder(tmp_path))
@@ -179,7 +179,7 @@ def test_a_capture_that_is_not_what_was_signed_is_no_evidence(tmp_path: Path, id
     with pytest.raises(CaptureError, match="is not what its learners signed"):
         audited(tmp_path, plan)
     others = Identities(tmp_path / "others")
-    shutil.copy(others.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    shutil.copy(others.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     other = r"lead to .*: none of the authorities given has issued them, .* or ca\.crt is of another authority"
     with pytest.raises(CaptureError, match=f"refused: a signature whose certificates do not {other}"):
         provenance([signed(tmp_path / "again", identities)], open_folder(tmp_path))
@@ -190,7 +190,7 @@ def test_a_watch_of_what_was_kept_says_it_too(
 ) -> None:
     keep(tmp_path / "captures", planned(), None, 0)
     assert "There are no signatures in this capture" in watched(tmp_path)
-    shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     signed(tmp_path / "changed", identities, changed=True)
     monkeypatch.chdir(tmp_path)
     assert "is not what its learners signed, by ca.crt" in watched(tmp_path / "changed")
@@ -265,7 +265,7 @@ def test_a_look_at_a_capture_that_is_not_whole_does_not_end_as_one_without_alarm
         assert said in watched(tmp_path, code), name
     early = keep(tmp_path / "early", plan, None, 1, rounds=ROUNDS - 1)  # closed, and nothing of it is missing
     assert f"ends before round {ROUNDS - 1}" in watched(early, 2)
-    shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     signed(tmp_path / "changed", identities, changed=True)
     assert "  not whole  " in watched(tmp_path / "changed", 2)
 
@@ -287,14 +287,14 @@ def test_what_learners_said_of_their_noise_stands_in_the_ledger(tmp_path: Path) 
     plan = planned()
     two = plan.runs * 2
     coins = plan.seeds.audited.generate_state(two) % 2
-    ledger = LedgerWriter(tmp_path, coins.astype(int))
+    ledger = RunLedgerWriter(tmp_path, coins.astype(int))
     write_worlds(tmp_path, plan, ledger.commitment, seeded=True)
     ledger.bind()
     for k in range(two):
         ledger.started(k)
         keep(tmp_path, plan, int(coins[k]), k)
         ledger.ended(k, f"run-{k}", "finished", seeded=k < 3)
-    entries = read_ledger(open_folder(tmp_path), read_worlds(open_folder(tmp_path))) or {}
+    entries = read_run_ledger(open_folder(tmp_path), read_worlds(open_folder(tmp_path))) or {}
     assert [entry.seeded for entry in entries.values()] == [k < 3 for k in range(two)]
     done = audited(tmp_path, plan)
     assert done.coins == "seed" and f"of 3 of {two} runs {SEEDED}" in done.provisos[-1]

@@ -23,15 +23,15 @@ from sottovoce_client.auditing.plots import (
     _progress,
     _quantiles,
     _roc,
-    most_different,
+    find_most_different_number,
 )
-from sottovoce_client.auditing.report import audit_page
+from sottovoce_client.auditing.report import build_audit_page
 from sottovoce_core.auditing.audit import Audit, audit_simulated
-from sottovoce_core.auditing.bounds import epsilon_lower_bound
-from sottovoce_core.auditing.likelihood import Ratios
+from sottovoce_core.auditing.bounds import compute_epsilon_lower_bound
+from sottovoce_core.auditing.likelihood import RunLosses
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.verdict import Kind, Verdict
-from sottovoce_core.noise import Noise, SeededNoise
+from sottovoce_core.noise import NoiseSource, SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
 from tests.claims import EXPOSED, SETUPS, Setup, Times
 from tests.client.test_report import Page
@@ -56,7 +56,7 @@ PLOTS = {
 }
 
 
-def halved(seed: np.random.SeedSequence) -> Noise:
+def halved(seed: np.random.SeedSequence) -> NoiseSource:
     """Broken: half as much noise as claimed."""
     return Times(SeededNoise(seed), 0.5)
 
@@ -92,14 +92,14 @@ def published() -> Audit:
 
 
 def page_of(done: Audit, name: str = "learner-1") -> Page:
-    return Page(audit_page(done, name, 7).html())
+    return Page(build_audit_page(done, name, 7).html())
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def test_everything_is_there_and_nothing_is_loaded(done: Audit, tmp_path: Path) -> None:
-    audit_page(done, "learner-1", 7).write(tmp_path / "audit.html")
+    build_audit_page(done, "learner-1", 7).write(tmp_path / "audit.html")
     text = (tmp_path / "audit.html").read_text(encoding="utf-8")
     page = Page(text)
     assert [heading for heading in page.headings if heading in SECTIONS] == SECTIONS
@@ -146,7 +146,7 @@ def test_the_command_repeats_it(done: Audit, published: Audit) -> None:
 
 
 def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
-    text = audit_page(broken, "learner-1", 7).html()
+    text = build_audit_page(broken, "learner-1", 7).html()
     assert '<div class="verdict refuted">' in text
     assert '<div class="family refuted"><h3>Conformance' in text
     assert '<th scope="row" class="over"' in text
@@ -157,7 +157,7 @@ def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
 
 
 def test_who_is_refuted_by_the_noise_of_another_is_that_other_one(done: Audit, tmp_path: Path) -> None:
-    def half_of_one(seed: np.random.SeedSequence) -> Noise:
+    def half_of_one(seed: np.random.SeedSequence) -> NoiseSource:
         source = SeededNoise(seed)
         factors = np.array([1.0, 1.0, 0.5])[:, None, None]
         return lambda draw: (
@@ -168,7 +168,7 @@ def test_who_is_refuted_by_the_noise_of_another_is_that_other_one(done: Audit, t
     assert (other.about, other.plan.worlds.learner) == (2, 1) and other.verdict.kind == "refuted"
     assert np.mean(np.abs(other.noise)) == pytest.approx(0.5, rel=0.05)
     assert done.about == 1 and np.mean(np.abs(done.noise)) == pytest.approx(1.0, rel=0.05)
-    html = audit_page(other, "learner-1", 7).html()
+    html = build_audit_page(other, "learner-1", 7).html()
     assert "<span>learner learner-2</span><span>record of learner-1 swapped</span>" in html
     assert "Refuted: the claim for learner-2 does not hold" in html and "of learner learner-2." in html
     console = Console(file=io.StringIO(), width=1000)
@@ -183,12 +183,12 @@ def test_losses_by_the_claimed_noise_say_nothing_for_a_claim_that_the_noise_refu
     supposed = "computed as if the noise were as claimed, which it is not"
     assert (
         supposed not in page_of(done).text
-        and "doubted" not in audit_page(done, "learner-1", 7).html().split("<body")[1]
+        and "doubted" not in build_audit_page(done, "learner-1", 7).html().split("<body")[1]
     )
-    html = audit_page(broken, "learner-1", 7).html()
+    html = build_audit_page(broken, "learner-1", 7).html()
     assert '<div class="doubted"><div class="wide"' in html and Page(html).text.count(supposed) >= 4
     tests = broken.found.of("conformance").tests
-    told = audit_page(replace(broken, found=replace(broken.found, tests=tests)), "learner-1", 7).html()
+    told = build_audit_page(replace(broken, found=replace(broken.found, tests=tests)), "learner-1", 7).html()
     assert '<div class="family idle"><h3>Likelihood' in told and f"Nothing found, {supposed}." in Page(told).text
     console = Console(width=200, record=True, file=io.StringIO())
     _print_rows(audit_rows(broken), console)
@@ -197,14 +197,14 @@ def test_losses_by_the_claimed_noise_say_nothing_for_a_claim_that_the_noise_refu
 
 def test_cells_above_the_claim_stand_as_others_of_their_column(broken: Audit) -> None:
     """A text that is red is broken into lines as one that is black."""
-    html = audit_page(broken, "learner-1", 7).html()
+    html = build_audit_page(broken, "learner-1", 7).html()
     assert '<td class="over long">' in html and '<td class="over">' in html
 
 
 @pytest.mark.parametrize("kind", ["consistent", "refuted", "inconclusive", "unpromised"])
 def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: Kind) -> None:
     evidence = tuple(f"reason <{k}>" for k in range(10)) if kind in ("refuted", "inconclusive") else ()
-    text = audit_page(replace(done, verdict=Verdict(kind, "so & so", evidence)), "learner-1", 7).html()
+    text = build_audit_page(replace(done, verdict=Verdict(kind, "so & so", evidence)), "learner-1", 7).html()
     page = Page(text)
     banner = page.text[: page.text.index("Claimed ε")]
     assert "so & so" in banner
@@ -220,7 +220,7 @@ def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: Kind) -> 
 def test_a_weak_claim_is_amber_on_the_page_and_in_the_terminal(done: Audit) -> None:
     for weak, tone, colour in ((True, "weak", "yellow"), (False, "consistent", "green")):
         verdict = Verdict("consistent", "so", weak=weak)
-        text = audit_page(replace(done, verdict=verdict), "learner-1", 7).html()
+        text = build_audit_page(replace(done, verdict=verdict), "learner-1", 7).html()
         assert f'<div class="verdict {tone}">' in text
         assert ("Consistent with a weak claim: no violation was found" in text) == weak
         console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
@@ -305,7 +305,7 @@ def test_parts_that_are_missing(done: Audit) -> None:
 
 def test_names_are_text(done: Audit) -> None:
     hostile = '<img src=x onerror="alert(1)">'
-    text = audit_page(replace(done, source=hostile), hostile, 7).html()
+    text = build_audit_page(replace(done, source=hostile), hostile, 7).html()
     assert hostile not in text and "&lt;img src=x" in text
 
 
@@ -317,16 +317,16 @@ def test_many_runs_fit_into_a_page(done: Audit) -> None:
     large = replace(
         done, shown=replace(done.shown, **many), worlds=many["worlds"], seen=np.resize(done.seen, (100_000, 2, 2))
     )
-    assert len(audit_page(large, "learner-1", 7).html()) < 500_000
+    assert len(build_audit_page(large, "learner-1", 7).html()) < 500_000
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-def ratios_of(total: list[float], worlds: list[int]) -> Ratios:
+def ratios_of(total: list[float], worlds: list[int]) -> RunLosses:
     losses, n = np.array(total), len(total)
     blank = np.zeros(1)
-    return Ratios(
+    return RunLosses(
         np.array(worlds), losses, np.abs(losses), np.full(n, -1), np.abs(losses), blank, blank, losses[:, None]
     )
 
@@ -359,7 +359,7 @@ def test_bounds_grow_with_the_runs(broken: Audit) -> None:
     alpha = broken.found.guessed.level
     at, lower, best = _progress(broken.shown, broken.found.guessed)
     assert at[-1] == 2 * broken.plan.runs and (np.diff(lower) >= 0).all()
-    assert (lower <= best).all() and best[-1] == epsilon_lower_bound(int(at[-1]), int(at[-1]), alpha)
+    assert (lower <= best).all() and best[-1] == compute_epsilon_lower_bound(int(at[-1]), int(at[-1]), alpha)
     assert 0.3 * broken.found.guessed.value < lower[-1] <= broken.found.guessed.value
 
 
@@ -376,7 +376,7 @@ def test_the_number_that_differs_most(done: Audit) -> None:
     planted = done.seen.copy()
     position = int(np.flatnonzero(done.plan.listener.rounds >= done.twins.telling)[0])
     planted[done.worlds == 1, position, 1] += 100.0
-    assert most_different(replace(done, seen=planted)) == (position, 1)
-    assert most_different(replace(done, seen=np.zeros_like(done.seen))) is None
+    assert find_most_different_number(replace(done, seen=planted)) == (position, 1)
+    assert find_most_different_number(replace(done, seen=np.zeros_like(done.seen))) is None
     near = _close_rounds(done.twins)
     assert done.twins.telling in near and len(near) <= 12

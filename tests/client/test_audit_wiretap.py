@@ -19,19 +19,19 @@ from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import audit_of, earlier, find
 from sottovoce_client.auditing.network import audit_ciphertext
 from sottovoce_client.cli import app
-from sottovoce_client.terminal import say_nothing
+from sottovoce_client.terminal import ignore_progress
 from sottovoce_client.watching.watch import WatchRequest, watch, where
-from sottovoce_core.auditing.foreign.audit import audit_conversations
-from sottovoce_core.auditing.views import Conversation, Overheard, timing, views
+from sottovoce_core.auditing.foreign.audit import audit_traffic
+from sottovoce_core.auditing.views import RunTraffic, Overheard, build_timing_views, views
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import load_spec
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_lab.broken_learners import BY_WIRETAP, BrokenService
+from sottovoce_lab.broken_learners import WIRETAP_MUTANTS, ServiceMutant
 from sottovoce_lab.broken_services import BASE, _made_with, _plan_beside_numbers
-from sottovoce_lab.gallery import gallery_of
+from sottovoce_lab.gallery import write_capture_gallery
 
-BROKEN = {each.name: each for each in BY_WIRETAP}
+BROKEN = {each.name: each for each in WIRETAP_MUTANTS}
 QUIET = replace(BASE, epsilon=0.1)
 """The less is claimed, the fewer runs show that more is given away."""
 RUNS = 24
@@ -41,7 +41,7 @@ SURE = 0.9999
 # ---- real services ---------------------------------------------------------------------------------------------------
 
 
-def by_wiretap(broken: BrokenService) -> tuple[Any, dict[int, float]]:
+def by_wiretap(broken: ServiceMutant) -> tuple[Any, dict[int, float]]:
     """The audit, and how many connections a run of each world has."""
     plan = _plan_beside_numbers(QUIET, RUNS, 1, SURE)
     with _made_with(broken, plan, "wiretap") as made:
@@ -51,7 +51,7 @@ def by_wiretap(broken: BrokenService) -> tuple[Any, dict[int, float]]:
             for world in (0, 1)
         }
         usual = {world: statistics.median(counts) for world, counts in heard.items()}
-        return audit_ciphertext(plan, made, 1, say_nothing), usual
+        return audit_ciphertext(plan, made, 1, ignore_progress), usual
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_connection_more_is_not_found_by_a_relay() -> None:
     """Nothing that a relay hears depends on it: a false alarm has probability 0.0001 at most."""
     plan = _plan_beside_numbers(QUIET, RUNS, 1, SURE)
     with _made_with(BROKEN["another connection"], plan, "relay") as made:
-        assert audit_of(plan, made, say_nothing).verdict.kind != "refuted"
+        assert audit_of(plan, made, ignore_progress).verdict.kind != "refuted"
 
 
 @pytest.mark.slow
@@ -131,9 +131,9 @@ def test_runs_are_made_audited_and_audited_again(spec: Path, tmp_path: Path) -> 
 def refused_elsewhere(out: Path, tmp_path: Path) -> None:
     """Whoever needs messages says in one line that there are none; one world alone cannot be told from another."""
     with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of ciphertext, and no message"):
-        audit_of(*earlier(str(out), AuditRequest(), prepare, say_nothing), say_nothing)
+        audit_of(*earlier(str(out), AuditRequest(), prepare, ignore_progress), ignore_progress)
     with pytest.raises(CaptureError, match="is by wiretap"):
-        gallery_of(out / "captures", tmp_path, 0, ())
+        write_capture_gallery(out / "captures", tmp_path, 0, ())
     (one, *_) = find(open_folder(out / "captures"))
     question, source = WatchRequest(0.001, once=True), where(one.name, None, None)
     with pytest.raises(CaptureError, match="is by wiretap"):
@@ -152,9 +152,9 @@ def refused_elsewhere(out: Path, tmp_path: Path) -> None:
 def test_a_record_that_was_asked_for_is_swapped_and_else_a_loud_one(spec: Path) -> None:
     prepared = prepare(load_spec(spec))
     asked = AuditRequest(runs=30)
-    loud = network.plan_for_ciphertext(prepared, asked)
+    loud = network.plan_ciphertext_audit(prepared, asked)
     assert [pair.worlds.what for pair in loud.pairs] == ["a first record on the bound, against one without features"]
-    own = network.plan_for_ciphertext(prepared, replace(asked, record=20, replacement="label"))
+    own = network.plan_ciphertext_audit(prepared, replace(asked, record=20, replacement="label"))
     assert len(own.pairs) == 1 and own.worlds.what != loud.worlds.what
 
 
@@ -215,14 +215,14 @@ def test_every_leak_of_ciphertext_has_a_view_that_shows_it(
     leak: Callable[[list[Overheard]], list[Overheard]], seen: set[str]
 ) -> None:
     """In some view a column is the same in all runs of one world, and another one in all of the other."""
-    runs = [Conversation(w, "", float(k), tuple(leak(usual()) if w else usual())) for k, w in enumerate([0, 1] * 6)]
+    runs = [RunTraffic(w, "", float(k), tuple(leak(usual()) if w else usual())) for k, w in enumerate([0, 1] * 6)]
     found = {name for name, table in views(runs).items() if tells(table, runs)}
     assert found and found <= seen
     if leak is not a_longer_record and leak is not two_in_one:
         assert "connections" in found
 
 
-def tells(table: np.ndarray[Any, Any], runs: Sequence[Conversation]) -> bool:
+def tells(table: np.ndarray[Any, Any], runs: Sequence[RunTraffic]) -> bool:
     worlds = np.array([run.world for run in runs])
     return any((column == column[0]).tolist() == (worlds == worlds[0]).tolist() for column in table.T)
 
@@ -231,21 +231,21 @@ def test_times_of_ciphertext_are_told() -> None:
     def late(run: list[Overheard]) -> tuple[Overheard, ...]:
         return tuple(replace(each, seconds=each.seconds * 1.5) for each in run)
 
-    runs = [Conversation(w, "", float(k), late(usual()) if w else tuple(usual())) for k, w in enumerate([0, 1] * 6)]
-    assert {name for name, table in timing(runs).items() if tells(table, runs)} >= {"paces"}
+    runs = [RunTraffic(w, "", float(k), late(usual()) if w else tuple(usual())) for k, w in enumerate([0, 1] * 6)]
+    assert {name for name, table in build_timing_views(runs).items() if tells(table, runs)} >= {"paces"}
     assert not any(tells(table, runs) for table in views(runs).values())
-    for table in timing([*runs, Conversation(0, "", 0.0, ())]).values():
+    for table in build_timing_views([*runs, RunTraffic(0, "", 0.0, ())]).values():
         assert np.isfinite(table).all()
 
 
-def noisy(world: int, number: int, generator: np.random.Generator, delay: float = 0.0) -> Conversation:
+def noisy(world: int, number: int, generator: np.random.Generator, delay: float = 0.0) -> RunTraffic:
     """Rounds with jitter."""
     times = np.cumsum(generator.exponential(0.01, 41) + delay * world)
     heard = [Overheard("opened", EDGE, "out", 0, 0.0, 0), *(record(104, "out", float(at)) for at in times)]
-    return Conversation(world, str(number), float(number), tuple(heard))
+    return RunTraffic(world, str(number), float(number), tuple(heard))
 
 
-def tossed(delay: float, runs: int = 200) -> list[Conversation]:
+def tossed(delay: float, runs: int = 200) -> list[RunTraffic]:
     generator = np.random.default_rng(2)
     coins = generator.integers(2, size=runs).tolist()
     return [noisy(world, k, generator, delay) for k, world in enumerate(coins)]
@@ -253,22 +253,22 @@ def tossed(delay: float, runs: int = 200) -> list[Conversation]:
 
 def test_of_one_machine_times_are_judged_and_of_two_they_are_shown() -> None:
     """Delays of five times the jitter; seeded."""
-    judged = audit_conversations(tossed(0.05), claim=1.0, one_machine=True)
+    judged = audit_traffic(tossed(0.05), claim=1.0, same_processes=True)
     assert judged.verdict.kind == "refuted" and judged.timed == ()
-    shown = audit_conversations(tossed(0.05), claim=1.0)
+    shown = audit_traffic(tossed(0.05), claim=1.0)
     assert shown.verdict.kind == "inconclusive" and shown.found.largest < 1.0 < max(
         bound.value for bound in shown.timed
     )
 
 
 def test_what_tells_worlds_apart_by_less_than_is_claimed_is_a_sign() -> None:
-    done = audit_conversations(tossed(0.05), claim=4.0, one_machine=True)
+    done = audit_traffic(tossed(0.05), claim=4.0, same_processes=True)
     assert done.verdict.kind == "inconclusive"
     assert any("tells the worlds apart (epsilon is above" in each for each in done.verdict.evidence)
-    quiet = audit_conversations(tossed(0.0), claim=4.0, one_machine=True)
+    quiet = audit_traffic(tossed(0.0), claim=4.0, same_processes=True)
     assert quiet.found.signs == ()
 
 
 def test_coins_that_are_none_make_it_void() -> None:
-    done = audit_conversations(tossed(0.05), claim=1.0, one_machine=True, void="nobody knows")
+    done = audit_traffic(tossed(0.05), claim=1.0, same_processes=True, void="nobody knows")
     assert done.verdict.kind == "inconclusive" and "void" in done.verdict.text

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.backends import Backend, mapper_over
+from sottovoce_client.backends import Backend, open_mapper
 from sottovoce_core.auditing import audit as core
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.verdict import Findings
@@ -19,13 +19,13 @@ from tests.examples import made_up, small_run
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> AuditPlan:
-    monkeypatch.setattr(core, "SHARE_RUNS", 25)  # several shares of each world
+    monkeypatch.setattr(core, "MAX_CHUNK_RUNS", 25)  # several shares of each world
     run = small_run(6)
     return plan_audit(run, made_up(run.spec), 0, runs=60)
 
 
 def found(plan: AuditPlan, backend: Backend, jobs: int) -> Findings:
-    with mapper_over(backend, jobs) as mapper:
+    with open_mapper(backend, jobs) as mapper:
         return core.audit_simulated(plan, mapper=mapper).found
 
 
@@ -60,7 +60,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", without)
     with (
         pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[dask\]'"),
-        mapper_over("dask", 2),
+        open_mapper("dask", 2),
     ):
         pass
 
@@ -71,5 +71,5 @@ def test_workers_that_are_used_again_work_in_the_folder_of_today(
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        with mapper_over("processes", 2) as over:
+        with open_mapper("processes", 2) as over:
             assert set(over(Path.absolute, [Path()] * 4)) == {tmp_path / name}

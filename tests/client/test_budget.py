@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import levels
-from sottovoce_client.privacy.budget import Question, _line_of, budget
-from sottovoce_client.privacy.calibrate import horizon_of, target_of
-from sottovoce_client.privacy.tradeoff import Trade, _answer_of, _measure, _Measured
+from sottovoce_client.privacy.budget import BudgetRequest, _line_of, budget
+from sottovoce_client.privacy.calibrate import parse_horizon, parse_target
+from sottovoce_client.privacy.tradeoff import TradeoffRequest, _answer_of, _measure, _Measured
 from sottovoce_core.budget.calibration import epsilons
-from sottovoce_core.budget.composition import epsilon_at
+from sottovoce_core.budget.composition import epsilon_for_delta
 from sottovoce_core.errors import SpecError
-from sottovoce_core.experiment import Prepared, prepare
-from sottovoce_core.running.run import build_run, first_round_above
+from sottovoce_core.experiment import PreparedRun, prepare
+from sottovoce_core.running.run import build_run, find_first_round_above
 from sottovoce_core.spec import load_spec
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": ["a", "b", "c"], "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
@@ -46,17 +46,17 @@ def written(records: Path, name: str = "small", **changes: Any) -> Path:
     return path
 
 
-def prepared_of(records: Path, **changes: Any) -> Prepared:
+def prepared_of(records: Path, **changes: Any) -> PreparedRun:
     return prepare(load_spec(written(records, **changes)))
 
 
 def shown(
-    prepared: Prepared, folder: Path, *names: str, terminal: bool = False, **question: Any
+    prepared: PreparedRun, folder: Path, *names: str, terminal: bool = False, **question: Any
 ) -> tuple[str, dict[str, Any]]:
     """What was printed, and budget.json."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)
-    budget(prepared, folder, names, Question(**question), console)
+    budget(prepared, folder, names, BudgetRequest(**question), console)
     return out.getvalue(), json.loads((folder / "budget.json").read_text(encoding="utf-8"))
 
 
@@ -89,7 +89,7 @@ def test_every_number_is_that_of_the_guarantee(records: Path, tmp_path: Path) ->
         assert epsilon["event"] == promise.epsilon()
         assert epsilon["paper"] == promise.paper[-1]
         assert epsilon["infinite_horizon"] == promise.infinite_horizon
-        assert epsilon["event_at_delta"] == epsilon_at(1e-3, promise.per_round, promise.mechanism) < promise.epsilon()
+        assert epsilon["event_at_delta"] == epsilon_for_delta(1e-3, promise.per_round, promise.mechanism) < promise.epsilon()
         uses = [own.uses_by_round(row) for row in range(len(own.labels))]
         each = [prepared.run.guarantee(i, counts, replaced).epsilon() for replaced in uses if replaced.any()]
         assert epsilon["record"] == pytest.approx(max(max(each), promise.epsilon()), rel=1e-12)
@@ -109,9 +109,9 @@ def test_what_was_not_asked_for_is_not_computed(records: Path, tmp_path: Path) -
 
 
 def test_a_group_of_events_costs_as_many_events(records: Path) -> None:
-    line = _line_of(prepared_of(records), 0, Question(group=3))
+    line = _line_of(prepared_of(records), 0, BudgetRequest(group=3))
     assert line.epsilons["group"] == pytest.approx(3 * line.guarantee.epsilon(), rel=1e-15)
-    whole = _line_of(prepared_of(records, algorithm={"name": "pdop"}), 0, Question(group=3))
+    whole = _line_of(prepared_of(records, algorithm={"name": "pdop"}), 0, BudgetRequest(group=3))
     assert whole.epsilons["group"] == whole.epsilons["event"]  # an event replaces all records already
 
 
@@ -156,7 +156,7 @@ def test_the_page_is_one_file(records: Path, tmp_path: Path) -> None:
 
 
 def test_curves_end_where_the_numbers_do(records: Path) -> None:
-    line = _line_of(prepared_of(records), 0, Question(uses=True))
+    line = _line_of(prepared_of(records), 0, BudgetRequest(uses=True))
     event, record = line.curve("event"), line.curve("record")
     assert event is not None and record is not None
     assert (event[-1], record[-1]) == pytest.approx((line.epsilons["event"], line.epsilons["record"]))
@@ -168,7 +168,7 @@ def test_a_budget_that_ends_before_the_run_is_said_by_every_command_that_plans_i
 ) -> None:
     path = str(written(records, privacy={"budget": 3.0}))
     run = prepare(load_spec(Path(path))).run
-    t = first_round_above(run.guarantee(0, np.ones(15, np.int64)).per_round, 3.0)
+    t = find_first_round_above(run.guarantee(0, np.ones(15, np.int64)).per_round, 3.0)
     assert t is not None and t > 0
     stop = f"a in round {t}, b in round {t}, c in round {t} (rounds count from 0) would exceed it and sends no message"
     commands = {
@@ -240,8 +240,8 @@ def test_a_target_writes_to_standard_output(records: Path) -> None:
 
 def test_targets(records: Path) -> None:
     spec = load_spec(written(records))
-    assert target_of(spec, ["2", "c=0.5"], math.inf, "event").epsilons == (2.0, 2.0, 0.5)
-    assert target_of(spec, ["a=1", "b=2", "c=3"], horizon_of("7"), "record").horizon == 7
+    assert parse_target(spec, ["2", "c=0.5"], math.inf, "event").epsilons == (2.0, 2.0, 0.5)
+    assert parse_target(spec, ["a=1", "b=2", "c=3"], parse_horizon("7"), "record").horizon == 7
     for wanted, horizon, reason in (
         (["a=1"], None, "every learner needs a target, got none for b, c; give --target E"),
         (["1", "2"], None, "--target must be one epsilon for every learner, and NAME=E for others, got 1, 2"),
@@ -251,7 +251,7 @@ def test_targets(records: Path) -> None:
         (["1"], "soon", "--horizon must be a number, got 'soon'"),
     ):
         with pytest.raises(SpecError, match=reason):
-            target_of(spec, wanted, horizon_of(horizon), "event")
+            parse_target(spec, wanted, parse_horizon(horizon), "event")
 
 
 # ---- budget --tradeoff -----------------------------------------------------------------------------------------------
@@ -267,25 +267,25 @@ def test_levels() -> None:
 
 
 def test_a_level_is_simulated_with_its_noise(records: Path) -> None:
-    prepared, trade = prepared_of(records, rounds=60), Trade((0.1, 5.0, 500.0), "tracking_error", replicas=8)
+    prepared, trade = prepared_of(records, rounds=60), TradeoffRequest((0.1, 5.0, 500.0), "tracking_error", replicas=8)
     found = [_measure(prepared, epsilon, trade) for epsilon in trade.epsilons]
     for each, target in zip(found, trade.epsilons, strict=True):
         assert 0.999 * target <= each.epsilon <= target
     assert found[0].loss > found[1].loss > found[2].loss
     assert all(each.error > 0 for each in found)
-    wrong = Trade((1.0,), "error", replicas=2)
+    wrong = TradeoffRequest((1.0,), "error", replicas=2)
     assert 0 <= _measure(prepared, 1.0, wrong).loss <= 1
     with pytest.raises(SpecError, match=r"--metric must be one of .*error.*, got luck"):
-        _measure(prepared, 1.0, Trade((1.0,), "luck"))
+        _measure(prepared, 1.0, TradeoffRequest((1.0,), "luck"))
 
 
 def test_by_default_only_simulated_levels_are_allowed() -> None:
     measured = [_Measured(a, 0.2 * math.exp(-25 * a) + 0.1, math.nan) for a in (0.02, 0.1, 0.5, 1.0)]
-    best = _answer_of(measured, Trade(())).optimum
+    best = _answer_of(measured, TradeoffRequest(())).optimum
     assert best.lowest == pytest.approx(0.02, rel=1e-3)
     assert best.highest == 1.0
     assert best.alpha == pytest.approx(0.1422, abs=1e-3)
-    assert _answer_of(measured, Trade((), threshold=0.11, ceiling=0.3)).optimum.lowest == pytest.approx(
+    assert _answer_of(measured, TradeoffRequest((), threshold=0.11, ceiling=0.3)).optimum.lowest == pytest.approx(
         0.1198, rel=1e-2
     )
 

@@ -24,10 +24,10 @@ import yaml
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app, main
-from sottovoce_client.cli.app import VARIABLES, require_variables
+from sottovoce_client.cli.app import VARIABLES, reject_misspelled_variables
 from sottovoce_client.feeding.broker import PASSWORD_VARIABLE
 from sottovoce_client.running.local import LocalServices
-from sottovoce_core.data.known import VARIABLE
+from sottovoce_core.data.known import DATA_FOLDER_VARIABLE
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import load as load_experiment
 from sottovoce_core.running.transcript import read_noise
@@ -187,7 +187,7 @@ def test_the_variables_of_settings_are_those_of_all_commands() -> None:
 
     found = {name for name in of(typer.main.get_command(app)) if name.startswith("SOTTOVOCE_")}
     assert {*found, "SOTTOVOCE_DATA", "SOTTOVOCE_FEED_PASSWORD"} == VARIABLES
-    assert VARIABLE in VARIABLES and PASSWORD_VARIABLE in VARIABLES
+    assert DATA_FOLDER_VARIABLE in VARIABLES and PASSWORD_VARIABLE in VARIABLES
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,13 @@ def test_the_variables_of_settings_are_those_of_all_commands() -> None:
 def test_a_variable_that_is_nearly_a_setting_is_refused(name: str, near: str) -> None:
     """It would be ignored: a budget of nobody."""
     with pytest.raises(SpecError, match=f"SOTTOVOCE_{name} is no setting: SOTTOVOCE_{near} is one"):
-        require_variables({f"SOTTOVOCE_{name}": "1"})
+        reject_misspelled_variables({f"SOTTOVOCE_{name}": "1"})
 
 
 def test_a_variable_that_is_none_is_told_and_those_of_kubernetes_are_not() -> None:
-    assert require_variables({**LINKS, "SOTTOVOCE_BUDGET": "1", "PATH": "/bin", "_SOTTOVOCE_COMPLETE": "x"}) == []
+    assert reject_misspelled_variables({**LINKS, "SOTTOVOCE_BUDGET": "1", "PATH": "/bin", "_SOTTOVOCE_COMPLETE": "x"}) == []
     others = {"SOTTOVOCE_COLOUR": "red", "SOTTOVOCE_PORT": "7400"}
-    assert require_variables(others) == list(others)
+    assert reject_misspelled_variables(others) == list(others)
     shown = CliRunner().invoke(app, ["data", "list"], env=others).stderr
     told = "sottovoce: the environment variable SOTTOVOCE_{} is no setting, and is ignored\n"
     assert told.format("COLOUR") + told.format("PORT") in shown

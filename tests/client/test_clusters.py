@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from sottovoce_client import backends
-from sottovoce_client.backends import mapper_over, named
+from sottovoce_client.backends import open_mapper, named
 from sottovoce_client.running.sweep import sweep
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.experiment import Experiment
@@ -104,7 +104,7 @@ def squared(where: tuple[int, Path]) -> int:
 @pytest.mark.external
 @pytest.mark.slow
 def test_a_worker_that_dies_is_no_loss(cluster: str, tmp_path: Path) -> None:
-    with mapper_over(cluster) as mapper:
+    with open_mapper(cluster) as mapper:
         found = list(mapper(_of_this_module(squared), [(number, tmp_path) for number in range(12)]))
     assert found == [number * number for number in range(12)]
     assert len(list(tmp_path.glob("5-*"))) == 2
@@ -135,9 +135,9 @@ def test_a_sweep_gives_the_same_table_wherever_it_is_worked_on(cluster: str) -> 
 
 def test_a_cluster_that_nobody_reaches_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-    monkeypatch.setattr(backends, "_CONNECT_S", 1)
+    monkeypatch.setattr(backends, "_CONNECT_TIMEOUT_S", 1)
     wanted = pytest.raises(Unavailable, match=r"cannot reach the Dask cluster at 127\.0\.0\.1:9: ")
-    with wanted as said, mapper_over("dask://127.0.0.1:9"):
+    with wanted as said, open_mapper("dask://127.0.0.1:9"):
         pass
     assert "\n" not in str(said.value)
 

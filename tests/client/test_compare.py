@@ -24,15 +24,15 @@ from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.page import PageTable
 from sottovoce_client.running.compare import (
     HEADS,
-    as_markdown,
-    compare_page,
-    compare_to,
-    from_files,
+    format_markdown,
+    make_compare_page,
+    compare_to_folder,
+    list_file_sources,
     measured,
     names_of,
-    the_field,
+    list_builtin_sources,
 )
-from sottovoce_client.running.plot import Across, figures
+from sottovoce_client.running.plot import HorizontalAxis, figures
 from sottovoce_client.running.simulation import _print_metrics
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import load, prepare
@@ -63,7 +63,7 @@ def compared(folder: Path, *specs: Path, replicas: int = 3, terminal: bool = Fal
     """Exit code and what was printed."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)
-    return compare_to(from_files(specs), id, folder, replicas=replicas, seed=1, console=console), out.getvalue()
+    return compare_to_folder(list_file_sources(specs), id, folder, replicas=replicas, seed=1, console=console), out.getvalue()
 
 
 def one_of(records: Path, name: str = "one", replicas: int = 1, **changes: Any) -> Result:
@@ -131,7 +131,7 @@ def test_no_number_is_torn_on_a_narrow_terminal(width: int) -> None:
 def test_specs_of_one_name_are_told_apart(records: Path, tmp_path: Path) -> None:
     names = names_of(["a/one.yaml", "b/one.yaml", "c/two.yaml"])
     assert names == ["a/one", "b/one", "two"]
-    page = compare_page(Results(tuple(one_of(records, spec=name) for name in names)))
+    page = make_compare_page(Results(tuple(one_of(records, spec=name) for name in names)))
     table, figure = page.exhibits[:2]
 
     assert isinstance(table, PageTable)
@@ -145,18 +145,18 @@ def test_an_epsilon_that_nothing_bounds_is_shown_as_infinite(records: Path, tmp_
     results.write(tmp_path)
     (written,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["runs"]
     (read,) = read_results(tmp_path).runs
-    assert "| wire | ∞ | ∞ |" in as_markdown(results)
+    assert "| wire | ∞ | ∞ |" in format_markdown(results)
     assert (written["epsilon_event"], read.facts.epsilon_event) == (None, math.inf)
     assert math.isnan(read.curves["accuracy"].final_error)
 
 
 def test_the_field_can_be_compared(tmp_path: Path) -> None:
     """All specs of the field load, and hold the same records out: two of them run."""
-    field = the_field()
+    field = list_builtin_sources()
     chosen = [each for each in field if each[0] in ("dpcda", "dvp")]
     for _, load_one in field:
         assert load_one().data.source == "breast_cancer"
-    assert compare_to(chosen, id, tmp_path, replicas=1, seed=0, console=Console(file=io.StringIO())) == 0
+    assert compare_to_folder(chosen, id, tmp_path, replicas=1, seed=0, console=Console(file=io.StringIO())) == 0
     one, other = (each.facts for each in read_results(tmp_path).runs)
     assert (one.spec, other.spec) == ("dpcda", "dvp")
     assert other.epsilon_record == pytest.approx(5.0, rel=0.01)  # used in every round, charged once a round
@@ -200,7 +200,7 @@ def test_the_page_is_whole_and_loads_nothing(records: Path, tmp_path: Path) -> N
 def test_many_bands_are_left_out(records: Path) -> None:
     result = one_of(records, replicas=3)
     for results, marks in (8, 16), (9, 9):
-        made = compare_page(Results((result,) * results))
+        made = make_compare_page(Results((result,) * results))
         figures = [each for each in made.exhibits if isinstance(each, Figure)]
         assert [len(each.marks) for each in figures if each.name == "accuracy"] == [marks]
         assert ("bands are two of these" in made.html()) == (results == 8)
@@ -245,7 +245,7 @@ def test_a_comparison_is_drawn_over_epsilon(records: Path, tmp_path: Path) -> No
     others = [one_of(records, replicas=2, spec="b/one", epsilon_event=2.0)]
     others.append(one_of(records, replicas=2, spec="open", epsilon_event=math.inf))
     Results((result, *others)).write(tmp_path)
-    across = Across.of({"x": read_results(tmp_path)})
+    across = HorizontalAxis.of({"x": read_results(tmp_path)})
     drawn = {each.name: each for each in figures(across)}["accuracy"]
     curve = result.curves["accuracy"]
     (low,), (high,) = intervals(curve.replicas[-1:])
@@ -257,8 +257,8 @@ def test_a_comparison_is_drawn_over_epsilon(records: Path, tmp_path: Path) -> No
     ]
     assert drawn.marks[0].y.tolist() == [curve.final]
     assert drawn.marks[0].low == pytest.approx([(high - low) / 2])
-    assert "1 setting" in across.not_shown
-    over = figures(Across.of({"x": read_results(tmp_path)}, "rounds"))[0]
+    assert "1 setting" in across.omission_note
+    over = figures(HorizontalAxis.of({"x": read_results(tmp_path)}, "rounds"))[0]
     assert [mark.name for mark in over.marks if mark.kind == "line"] == ["a/one", "b/one", "open"]
     for wrong in ('{"runs": [1]}', "{}", "none"):
         (tmp_path / "results.json").write_text(wrong, encoding="utf-8")

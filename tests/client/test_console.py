@@ -14,8 +14,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from sottovoce_client.reports.run_report import run_page
-from sottovoce_client.running.console import MOST_ROWS, print_summary, run_console
+from sottovoce_client.reports.run_report import build_run_page
+from sottovoce_client.running.console import MOST_ROWS, print_summary, display_run
 from sottovoce_client.running.summary import Progress, RunSummary, Swap
 from tests.client.summaries import boundless, learner, looks, summary, summary_of, tapped, unasked, unheard, unstarted
 
@@ -67,7 +67,7 @@ def plain(request: pytest.FixtureRequest) -> tuple[Console, bool]:
 
 def test_plain_lines(plain: tuple[Console, bool]) -> None:
     console, asked = plain
-    with run_console("mushrooms", 500, NAMES, asked, console=console, clock=Clock()) as shown:
+    with display_run("mushrooms", 500, NAMES, asked, console=console, clock=Clock()) as shown:
         shown.update(look(0), "running", overheard=0)
         shown.update(look(250, 0.5), "running", overheard=2_500)
 
@@ -79,7 +79,7 @@ def test_plain_lines(plain: tuple[Console, bool]) -> None:
 
 def test_the_run_is_named_once_when_it_begins(plain: tuple[Console, bool]) -> None:
     for console, asked in (plain, (terminal(), False)):
-        with run_console("mushrooms", 500, NAMES, asked, console=console, clock=Clock()) as shown:
+        with display_run("mushrooms", 500, NAMES, asked, console=console, clock=Clock()) as shown:
             for done in (0, 1, 250):
                 shown.update(replace(look(done), run_id="mushrooms-0123456789ab"), "running", overheard=None)
         text = written(console)
@@ -89,7 +89,7 @@ def test_the_run_is_named_once_when_it_begins(plain: tuple[Console, bool]) -> No
 
 def test_of_many_that_are_away_a_line_names_some() -> None:
     console = piped()
-    with run_console("run", 500, NAMES, console=console, clock=Clock()) as shown:
+    with display_run("run", 500, NAMES, console=console, clock=Clock()) as shown:
         for count in (3, 30):
             away = tuple(f"learner-{i}" for i in range(count))
             shown.update(replace(look(0), away=away), "waiting", overheard=None)
@@ -101,18 +101,18 @@ def test_of_many_that_are_away_a_line_names_some() -> None:
 
 def test_where_nobody_listens_nothing_is_said_of_it() -> None:
     console = piped()
-    with run_console("mushrooms", 500, NAMES, console=console, clock=Clock()) as shown:
+    with display_run("mushrooms", 500, NAMES, console=console, clock=Clock()) as shown:
         shown.update(look(0), "running", overheard=None)
     assert "overheard" not in written(console) and "round 0/500  running" in written(console)
     console = terminal()
-    with run_console("mushrooms", 500, NAMES, console=console, clock=Clock()) as shown:
+    with display_run("mushrooms", 500, NAMES, console=console, clock=Clock()) as shown:
         shown.update(look(0), "running", overheard=None)
     assert "overheard" not in written(console) and "0/500" in written(console)
 
 
 def test_plain_lines_hold_no_escape_codes_and_do_not_wrap(plain: tuple[Console, bool]) -> None:
     console, asked = plain
-    with run_console("[bold]run[/bold] " + "x" * 100, 500, NAMES, asked, console=console) as shown:
+    with display_run("[bold]run[/bold] " + "x" * 100, 500, NAMES, asked, console=console) as shown:
         shown.update(look(250, 0.5), "running", overheard=2_500)
 
     assert ESCAPE not in written(console)
@@ -122,7 +122,7 @@ def test_plain_lines_hold_no_escape_codes_and_do_not_wrap(plain: tuple[Console, 
 
 def test_a_line_every_tenth_of_the_rounds_however_fast() -> None:
     console = piped()
-    with run_console("run", 500, NAMES, console=console, clock=Clock()) as shown:
+    with display_run("run", 500, NAMES, console=console, clock=Clock()) as shown:
         for done in range(501):
             shown.update(look(done), "running", overheard=0)
 
@@ -132,7 +132,7 @@ def test_a_line_every_tenth_of_the_rounds_however_fast() -> None:
 
 def test_a_line_every_two_seconds_however_slow() -> None:
     console, clock = piped(), Clock()
-    with run_console("run", 500, NAMES, console=console, clock=clock) as shown:
+    with display_run("run", 500, NAMES, console=console, clock=clock) as shown:
         for tick in range(21):
             clock.now = tick / 4
             shown.update(look(1), "running", overheard=0)
@@ -143,7 +143,7 @@ def test_a_line_every_two_seconds_however_slow() -> None:
 def test_a_speed_is_never_negative() -> None:
     """A learner that died goes on a round before what it had told."""
     console, clock = piped(), Clock()
-    with run_console("run", 500, NAMES, console=console, clock=clock) as shown:
+    with display_run("run", 500, NAMES, console=console, clock=clock) as shown:
         for tick, done in enumerate((20, 19)):
             clock.now = 2.0 * tick
             shown.update(look(done, clock.now), "running", overheard=0)
@@ -152,7 +152,7 @@ def test_a_speed_is_never_negative() -> None:
 
 def test_a_change_of_state_is_said_at_once() -> None:
     console = piped()
-    with run_console("run", 500, NAMES, console=console, clock=Clock()) as shown:
+    with display_run("run", 500, NAMES, console=console, clock=Clock()) as shown:
         shown.update(look(1), "connecting", overheard=0)
         shown.update(look(1), "running", overheard=0)
 
@@ -164,7 +164,7 @@ NOTICED = ("Bergen said a round that was not its turn when round 3 was due, as A
 
 def test_misconduct_is_said_at_once_and_once() -> None:
     console = piped()
-    with run_console("run", 500, NAMES, console=console, clock=Clock()) as shown:
+    with display_run("run", 500, NAMES, console=console, clock=Clock()) as shown:
         for known in (0, 1, 1, 3):
             shown.update(replace(look(1), misconduct=NOTICED[:known]), "running", overheard=0)
 
@@ -174,7 +174,7 @@ def test_misconduct_is_said_at_once_and_once() -> None:
 
 def test_the_live_display_has_room_for_misconduct() -> None:
     console = terminal(width=60, height=20)
-    with run_console("run", 500, [f"ward-{i}" for i in range(40)], console=console, clock=Clock()) as shown:
+    with display_run("run", 500, [f"ward-{i}" for i in range(40)], console=console, clock=Clock()) as shown:
         shown.update(replace(look(1, learners=40), misconduct=NOTICED), "running", overheard=0)
         text = written(console)
     assert "misconduct: Bergen said a round that was not its turn" in text
@@ -184,7 +184,7 @@ def test_the_live_display_has_room_for_misconduct() -> None:
 
 def test_unknown_accuracy_is_left_out() -> None:
     console = piped()
-    with run_console("run", 10, NAMES, console=console, clock=Clock()) as shown:
+    with display_run("run", 10, NAMES, console=console, clock=Clock()) as shown:
         shown.update(replace(look(1), accuracy=(None,) * 3), "running", overheard=1)
 
     assert "accuracy" not in written(console)
@@ -193,7 +193,7 @@ def test_unknown_accuracy_is_left_out() -> None:
 
 def test_speed_forgets_a_slow_start() -> None:
     console, clock = piped(), Clock()
-    with run_console("run", 10_000, NAMES, console=console, clock=clock) as shown:
+    with display_run("run", 10_000, NAMES, console=console, clock=clock) as shown:
         shown.update(look(0, 100.0), "running", overheard=0)
         for k in range(100):
             shown.update(look(10 * k, 100.0 + 0.1 * k), "running", overheard=0)
@@ -205,7 +205,7 @@ def test_speed_forgets_a_slow_start() -> None:
 
 def test_live_display_on_a_terminal() -> None:
     console, clock = terminal(), Clock()
-    with run_console("mushrooms", 500, NAMES, budgets=(4.5, None, 0.0), console=console, clock=clock) as shown:
+    with display_run("mushrooms", 500, NAMES, budgets=(4.5, None, 0.0), console=console, clock=clock) as shown:
         shown.update(look(0, 0.0), "running", overheard=0)
         clock.now = 1.0
         shown.update(look(250, 1.0), "running", overheard=2_500)
@@ -228,7 +228,7 @@ def test_live_display_on_a_terminal() -> None:
 
 def test_live_display_is_drawn_a_few_times_a_second() -> None:
     console, clock = terminal(), Clock()
-    with run_console("run", 10_000, NAMES, console=console, clock=clock) as shown:
+    with display_run("run", 10_000, NAMES, console=console, clock=clock) as shown:
         for done in range(1_000):
             clock.now = done / 1_000
             shown.update(look(done, clock.now), "running", overheard=0)
@@ -238,7 +238,7 @@ def test_live_display_is_drawn_a_few_times_a_second() -> None:
 
 def test_live_display_fits_the_height_of_the_terminal() -> None:
     console = terminal(height=20)
-    with run_console("run", 100, [f"learner-{i}" for i in range(50)], console=console, clock=Clock()) as shown:
+    with display_run("run", 100, [f"learner-{i}" for i in range(50)], console=console, clock=Clock()) as shown:
         shown.update(looks(50, 100, 1.0)[30], "running", overheard=0)
 
     assert "… 39 more" in written(console)
@@ -369,7 +369,7 @@ def test_where_no_accuracy_is_known_it_is_said_what_opts_in() -> None:
 
     assert "telemetry: {predict: true}" in " ".join(printed(unknown).split())
     assert "(capture: relay or mirror)" in " ".join(printed(unknown).split())
-    assert "telemetry: {predict: true}" in run_page(unknown).html()
+    assert "telemetry: {predict: true}" in build_run_page(unknown).html()
     assert "telemetry: {predict: true}" not in printed(
         summary_of(replace(learner("a"), test_accuracy=None), learner("b"))
     )
@@ -377,14 +377,14 @@ def test_where_no_accuracy_is_known_it_is_said_what_opts_in() -> None:
 
 def test_where_no_record_is_held_out_no_telemetry_is_advised() -> None:
     unknown = replace(summary_of(replace(learner("a"), test_accuracy=None)), test_records=0, central_accuracy=None)
-    for text in (" ".join(printed(unknown).split()), run_page(unknown).html()):
+    for text in (" ".join(printed(unknown).split()), build_run_page(unknown).html()):
         assert "not known: no record is held out to measure it on" in text
         assert "telemetry: {predict: true}" not in text
 
 
 def test_accuracies_that_were_measured_here_say_so_and_what_publishing_them_costs() -> None:
     made = replace(summary(), measured="the model follows from messages: it costs nothing more")
-    for text in (" ".join(printed(made).split()), run_page(made).html()):
+    for text in (" ".join(printed(made).split()), build_run_page(made).html()):
         assert "no learner was asked; to publish it: the model follows from messages: it costs nothing more" in text
     assert "no learner was asked" not in printed(summary())
 

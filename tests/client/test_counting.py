@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.auditing.audit import on_simulator
+from sottovoce_client.auditing.audit import audit_on_simulator
 from sottovoce_client.backends import counted
-from sottovoce_client.running.sweep import sweep_saying
+from sottovoce_client.running.sweep import sweep_with_progress
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.worlds import Tell, nobody
 from tests.client.progress import Reported
@@ -93,7 +93,7 @@ def test_an_audit_counts_runs_under_what_is_being_done() -> None:
     said = Reported()
     run = small_run(6)
     plan = plan_audit(run, made_up(run.spec), 0, runs=60)
-    on_simulator(plan, say=said.say, mapper=map)
+    audit_on_simulator(plan, say=said.say, mapper=map)
     assert said[0] == "simulating and examining"
     assert "simulating and examining: 120 of 120 runs" in said
     assert f"fixing thresholds: {2 * plan.runs} of {2 * plan.runs} runs" in said
@@ -104,7 +104,7 @@ def test_an_audit_counts_runs_under_what_is_being_done() -> None:
 def test_a_sweep_counts_rounds_of_all_seeds(tmp_path: Path) -> None:
     said = Reported()
     jobs: list[tuple[int, int]] = []
-    sweep_saying(
+    sweep_with_progress(
         lambda _: None, small(tmp_path), {"rounds": [3, 4]}, 5,
         seed=0, vary_data=False, backend="processes", jobs=1,
         progress=lambda done, of: jobs.append((done, of)), say=said.say,

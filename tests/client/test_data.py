@@ -20,16 +20,16 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.data.catalogue import classes_of, example
+from sottovoce_client.data.catalogue import count_classes, example
 from sottovoce_client.data.convert import convert
 from sottovoce_client.data.fetch import digest_of
 from sottovoce_client.data.fetch import fetch as bring
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.dataset import read_source
 from sottovoce_core.data.files import RawTable, read_npz
-from sottovoce_core.data.known import KNOWN, KnownSource, Original
+from sottovoce_core.data.known import KNOWN, CatalogueEntry, OriginalFile
 from sottovoce_core.data.spec import DataSpec
-from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError, Unavailable
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
 from tests.originals import rebuilt
@@ -81,13 +81,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def letters(*places: str) -> KnownSource:
+def letters(*places: str) -> CatalogueEntry:
     """Two letters, at these places."""
-    original = Original("letter-recognition.data", places, len(LETTERS), digest_of(LETTERS))
+    original = OriginalFile("letter-recognition.data", places, len(LETTERS), digest_of(LETTERS))
     return replace(KNOWN["letter"], records=2, originals=(original,))
 
 
-def fetch(source: KnownSource, folder: Path, elsewhere: str = "", retries: int = 0) -> Path:
+def fetch(source: CatalogueEntry, folder: Path, elsewhere: str = "", retries: int = 0) -> Path:
     return bring(source, folder, Progress(disable=True), elsewhere=elsewhere, retries=retries)[0]
 
 
@@ -193,14 +193,14 @@ def test_a_full_disk_leaves_nothing(
 
     server.has["/letters"] = LETTERS
     monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(NotReady, match=r"there is no room for letter on the disk of .*nothing was kept"):
+    with pytest.raises(FailedPrecondition, match=r"there is no room for letter on the disk of .*nothing was kept"):
         fetch(letters(f"{server.url}/letters"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(NotReady, match=r"cannot write to the folder .*--out"):
+    with pytest.raises(FailedPrecondition, match=r"cannot write to the folder .*--out"):
         fetch(letters("http://nowhere.invalid/x"), tmp_path / "file")
 
 
@@ -334,7 +334,7 @@ def test_unknown_and_missing_data_sets(cache: Path) -> None:
     ],
 )
 def test_many_whole_numbers_of_few_records_each_are_no_classes(labels: FloatArray, classes: int | None) -> None:
-    found = classes_of(RawTable(np.ones((len(labels), 1)), labels))
+    found = count_classes(RawTable(np.ones((len(labels), 1)), labels))
     assert (None if found is None else len(found)) == classes
 
 

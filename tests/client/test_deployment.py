@@ -8,7 +8,7 @@ import pytest
 
 from sottovoce_client import deployment
 from sottovoce_client.deployment import connect
-from sottovoce_client.running.operate import BY_OPERATOR
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR
 from sottovoce_core.errors import SpecError, Unavailable
 from tests.core.test_experiment import small
 from tests.services.network import network
@@ -41,7 +41,7 @@ async def test_a_run_is_stopped_when_told(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up, connect(up.coordinator) as there:
         outcome = await (await there.start(endless)).stop()
 
-    assert (outcome.state, outcome.detail) == ("stopped", BY_OPERATOR)
+    assert (outcome.state, outcome.detail) == ("stopped", STOPPED_BY_OPERATOR)
 
 
 async def test_leaving_the_block_stops_what_was_started_in_it(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ async def test_what_is_refused_is_raised_at_the_start(tmp_path: Path) -> None:
 
 
 async def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment, "CONNECT_S", 0.2)
+    monkeypatch.setattr(deployment, "CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(Unavailable, match=r"cannot reach the coordinator at 127\.0\.0\.1:1 within"):
         async with connect("127.0.0.1:1"):
             pass

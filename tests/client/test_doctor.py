@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from sottovoce_client import doctor
 from sottovoce_client.cli import app
-from sottovoce_client.doctor import Finding, Patient, examine, show
+from sottovoce_client.doctor import Finding, CheckTargets, examine, show
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_rpc.access import Refusals
-from sottovoce_rpc.certificates import AUTHORITIES, REVOKED
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, REVOCATION_FILE
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.metrics import Scraped, common, scraped
+from sottovoce_rpc.metrics import MetricsEndpoint, common, serve_metrics
 from sottovoce_rpc.principals import Role
 from tests.examples import made_up, small_spec
 from tests.services.authorities import Signer
@@ -46,7 +46,7 @@ async def test_all_is_well(tmp_path: Path) -> None:
             (Role.EAVESDROPPER, up.eavesdropper),
             (Role.LEARNER, up.addresses["ann"]),
         ]
-        found = await examine(Patient(up.operator, services, [tmp_path / "journals"]))
+        found = await examine(CheckTargets(up.operator, services, [tmp_path / "journals"]))
     assert {each.what: each.text for each in found if each.state != "well"} == {}
     state = f"state {tmp_path / 'journals'}"
     assert of(found, f"{state}: ann").text == "1 runs in its ledger: nothing is lost"
@@ -64,13 +64,13 @@ async def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path, monkeypatch
     async with network(tmp_path, [], identities=ids) as up:
         monkeypatch.setattr(Elsewhen, "off", timedelta(seconds=100))
         monkeypatch.setattr(doctor, "datetime", Elsewhen)
-        (ids.at("operator/alice") / REVOKED).unlink()
+        (ids.at("operator/alice") / REVOCATION_FILE).unlink()
         journals = tmp_path / "journals"
         journals.chmod(0o755)
         lines = (journals / "ann.runs").read_bytes()
         (journals / "ann.runs").write_bytes(bytes([lines[0] ^ 1]) + lines[1:])
         services = [(Role.COORDINATOR, up.coordinator), (Role.LEARNER, up.eavesdropper), (Role.LEARNER, "127.0.0.1:1")]
-        found = await examine(Patient(up.operator, services, [journals, tmp_path / "nowhere"]))
+        found = await examine(CheckTargets(up.operator, services, [journals, tmp_path / "nowhere"]))
     wrong = {each.what: each.text for each in found if each.state == "wrong"}
     assert "set both by NTP" in wrong[f"coordinator {up.coordinator}: clock"]
     assert "somebody else is there" in wrong[f"learner {up.eavesdropper}"]
@@ -87,7 +87,7 @@ async def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path, monkeypatch
 async def test_who_may_not_ask_for_the_clock_is_told_the_rest(tmp_path: Path) -> None:
     ids = Identities(tmp_path / "ids")
     async with network(tmp_path, [], identities=ids) as up:
-        found = await examine(Patient(ids.of("learner/ann"), [(Role.COORDINATOR, up.coordinator)]))
+        found = await examine(CheckTargets(ids.of("learner/ann"), [(Role.COORDINATOR, up.coordinator)]))
     assert of(found, f"coordinator {up.coordinator}").text == "it answers"
     assert not any(each.what.endswith("clock") for each in found)
 
@@ -109,7 +109,7 @@ def test_authorities_of_several_domains_are_told(tmp_path: Path) -> None:
     folder = ids.at("operator/alice")
     found = list(doctor._identity(Credentials(folder)))
     assert of(found, "authorities").text.startswith("1 of ward.example, 1 of east.example: each is believed")
-    with (folder / AUTHORITIES).open("ab") as file:
+    with (folder / AUTHORITIES_FILE).open("ab") as file:
         file.write(Signer.of("no domain").certificate.public_bytes(Encoding.PEM))
     wrong = [each for each in doctor._identity(Credentials(folder)) if each.what == "authorities"]
     assert [each.state for each in wrong] == ["well", "warning"]
@@ -121,12 +121,12 @@ async def test_an_identity_that_was_revoked_is_wrong(tmp_path: Path) -> None:
     ids = Identities(tmp_path / "ids")
     own, coordinator = ids.at("operator/alice"), ids.at("coordinator/main")
     ids.authority.revoke("operator/alice")
-    shutil.copy(ids.authority.folder / REVOKED, coordinator / REVOKED)
+    shutil.copy(ids.authority.folder / REVOCATION_FILE, coordinator / REVOCATION_FILE)
     async with network(tmp_path, [], identities=ids) as up:
-        asked = Patient(up.operator, [(Role.COORDINATOR, up.coordinator)])
+        asked = CheckTargets(up.operator, [(Role.COORDINATOR, up.coordinator)])
         unlisted = await examine(asked)
-        shutil.copy(ids.authority.folder / REVOKED, own / REVOKED)
-        listed = await examine(Patient(Credentials(own)))
+        shutil.copy(ids.authority.folder / REVOCATION_FILE, own / REVOCATION_FILE)
+        listed = await examine(CheckTargets(Credentials(own)))
     assert of(unlisted, "identity").state == "well"
     refused = of(unlisted, f"coordinator {up.coordinator}")
     assert (refused.state, "this identity was revoked, or is of another" in refused.text) == ("wrong", True)
@@ -143,16 +143,16 @@ async def told(credentials: Credentials, listen: str = "127.0.0.1:0") -> AsyncIt
     """Where a service tells metrics."""
     pytest.importorskip("prometheus_client")
     refused = Refusals()
-    at = Scraped(listen, credentials)
-    async with scraped(at, COORDINATOR, lambda: common([credentials], [refused]), refused) as address:
+    at = MetricsEndpoint(listen, credentials)
+    async with serve_metrics(at, COORDINATOR, lambda: common([credentials], [refused]), refused) as address:
         yield address
 
 
 async def test_metrics_are_asked_for_and_whose_certificate_is_shown(tmp_path: Path) -> None:
     ids = Identities(tmp_path / "ids")
     async with told(ids.of("learner/ann")) as address:
-        found = await examine(Patient(ids.of("operator/alice"), metrics=[address]))
-        other = await examine(Patient(ids.of("feeder/ann"), metrics=[address]))
+        found = await examine(CheckTargets(ids.of("operator/alice"), metrics=[address]))
+        other = await examine(CheckTargets(ids.of("feeder/ann"), metrics=[address]))
     assert of(found, f"metrics {address}").state == "well"
     assert "it answers: " in of(found, f"metrics {address}").text
     assert of(found, f"metrics {address}: certificate").text.startswith("learner/ann of ward.example, until ")
@@ -165,7 +165,7 @@ async def test_metrics_with_a_certificate_that_ends_soon(tmp_path: Path) -> None
     ids = Identities(tmp_path / "ids")
     ids.authority.issue("learner/soon", tmp_path / "soon", days=3)
     async with told(Credentials(tmp_path / "soon")) as address:
-        found = await examine(Patient(ids.of("monitor/prometheus"), metrics=[address]))
+        found = await examine(CheckTargets(ids.of("monitor/prometheus"), metrics=[address]))
     shown = of(found, f"metrics {address}: certificate")
     assert (shown.state, shown.text.endswith(": renew it")) == ("warning", True)
 
@@ -176,9 +176,9 @@ async def test_metrics_in_the_clear_are_warned_of_where_others_can_read_them(
     """Of a service without an identity, whether who asks has one or not."""
     ids = Identities(tmp_path / "ids")
     async with told(Credentials(insecure=True)) as address:
-        here = await examine(Patient(Credentials(), metrics=[address]))
+        here = await examine(CheckTargets(Credentials(), metrics=[address]))
         monkeypatch.setattr(doctor, "is_loopback", lambda address: False)  # as seen from another machine
-        there = [await examine(Patient(each, metrics=[address])) for each in (Credentials(), ids.of("operator/alice"))]
+        there = [await examine(CheckTargets(each, metrics=[address])) for each in (Credentials(), ids.of("operator/alice"))]
     assert [of(here, f"metrics {address}").state, len(there)] == ["well", 2]
     assert not any(each.what.endswith("channel") for each in here)
     for found in there:
@@ -190,10 +190,10 @@ async def test_metrics_that_are_not_told_are_said_with_why(tmp_path: Path) -> No
     ids, others = Identities(tmp_path / "ids"), Identities(tmp_path / "others")
     async with told(ids.of("learner/ann")) as address:
         found = [
-            await examine(Patient(credentials, metrics=[address]))
+            await examine(CheckTargets(credentials, metrics=[address]))
             for credentials in (Credentials(), others.of("operator/alice"))
         ]
-    nobody = await examine(Patient(Credentials(), metrics=["127.0.0.1:1", "nonsense"]))
+    nobody = await examine(CheckTargets(Credentials(), metrics=["127.0.0.1:1", "nonsense"]))
     silent, stranger = (of(each, f"metrics {address}") for each in found)
     assert (silent.state, "--identity" in silent.text) == ("wrong", True)
     assert (stranger.state, "no authority that this process believes" in stranger.text) == ("wrong", True)

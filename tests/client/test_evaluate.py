@@ -80,7 +80,7 @@ def test_without_held_out_records_there_is_nothing_to_compare() -> None:
 
 
 def test_the_nearest_limit_counts() -> None:
-    status = LearnerStatus(epsilon_budget=5.0, epsilon_own_budget=12.0, epsilon_elsewhere=9.0)
+    status = LearnerStatus(epsilon_budget=5.0, epsilon_owner_budget=12.0, epsilon_other_runs=9.0)
     assert status.limit == 3.0
     assert LearnerStatus(epsilon_budget=5.0).limit == 5.0
     assert LearnerStatus().limit is None

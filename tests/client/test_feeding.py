@@ -24,13 +24,13 @@ from typer.testing import CliRunner
 
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
-from sottovoce_client.feeding.files import file_parts
-from sottovoce_client.feeding.progress import Account, _facts_of, _picture, _summary, conduct
-from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, _dead_letters, feed, until_over
+from sottovoce_client.feeding.files import build_file_partitions
+from sottovoce_client.feeding.progress import FeedCounters, _facts_of, _picture, _summary, conduct
+from sottovoce_client.feeding.pump import MAX_LEADING_REFUSALS, Target, Terms, _dead_letters, feed, watch_run
 from sottovoce_client.feeding.records import Message, Part
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError, Unavailable
 from sottovoce_learner.storage.ledger import Standing
 from sottovoce_learner.storage.state_folder import Files
 from sottovoce_learner.storage.wal import Kind
@@ -66,8 +66,8 @@ class Told:
         self.kept.append(position)
 
 
-async def fed(up: Network, *parts: Part, terms: Terms | None = None, **more: Any) -> Account:
-    account = Account()
+async def fed(up: Network, *parts: Part, terms: Terms | None = None, **more: Any) -> FeedCounters:
+    account = FeedCounters()
     target = Target(up.addresses["ann"], **{"patience_s": 20.0, **more})
     await feed(parts, target, terms or Terms(), account, asyncio.Event())
     return account
@@ -140,15 +140,15 @@ async def test_without_a_file_what_is_none_is_dropped_and_counted(tmp_path: Path
 
 async def test_a_source_of_which_nothing_fits_keeps_all_of_it(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, _):
-        few, many = Told(Message({"age": SECRET}, 0)), Told(*(Message({"age": SECRET}, n) for n in range(2 * HOPELESS)))
+        few, many = Told(Message({"age": SECRET}, 0)), Told(*(Message({"age": SECRET}, n) for n in range(2 * MAX_LEADING_REFUSALS)))
         assert (await fed(up, few)).dropped == 1 and few.kept == []
         with pytest.raises(
             DataError, match=r"none of the first \d+ messages of told .* age: beyond its bounds"
         ) as error:
             await fed(up, many)
         assert many.kept == [] and str(SECRET) not in str(error.value)
-        assert (await fed(up, many, terms=Terms(dead_letters=tmp_path / "dead"))).refused.total() == 2 * HOPELESS
-        assert many.kept[-1] == 2 * HOPELESS - 1
+        assert (await fed(up, many, terms=Terms(dead_letters=tmp_path / "dead"))).refused.total() == 2 * MAX_LEADING_REFUSALS
+        assert many.kept[-1] == 2 * MAX_LEADING_REFUSALS - 1
 
 
 async def test_what_was_read_before_a_source_failed_is_fed(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ async def test_what_was_read_before_a_source_failed_is_fed(tmp_path: Path) -> No
 
 async def test_a_feeder_that_is_told_to_end_feeds_what_it_has_read(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, learner):
-        part, account, stop = Told(*good(*range(3_000)), ends=False), Account(), asyncio.Event()
+        part, account, stop = Told(*good(*range(3_000)), ends=False), FeedCounters(), asyncio.Event()
         feeding = asyncio.ensure_future(feed([part], Target(up.addresses["ann"]), Terms(), account, stop))
         await learned_some(learner)
         stop.set()
@@ -186,10 +186,10 @@ async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
         for each in paths:
             each.touch()
         with pytest.raises(SpecError, match="at most 256 sources"):
-            await fed(up, *file_parts(paths))
+            await fed(up, *build_file_partitions(paths))
         with pytest.raises(SpecError, match="--map names a field"):
             await fed(up, Told(), terms=Terms(maps=["weight=w"]))
-        with _dead_letters(tmp_path / "dead"), pytest.raises(NotReady, match="another feeder writes dead letters"):
+        with _dead_letters(tmp_path / "dead"), pytest.raises(FailedPrecondition, match="another feeder writes dead letters"):
             await fed(up, Told(), terms=Terms(dead_letters=tmp_path / "dead"))
         (tmp_path / "mine").write_text("precious\n")
         with pytest.raises(DataError, match="has a line 1 that no feeder wrote"):
@@ -223,7 +223,7 @@ async def test_a_run_that_ends_ends_its_feeders(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up:
         spec = spec_of({"schema": SCHEMA}, rounds=100)
         await up.start(spec, 4)
-        with pytest.raises(NotReady, match=r"takes no more records: finished"):
+        with pytest.raises(FailedPrecondition, match=r"takes no more records: finished"):
             await fed(up, Told(*good(1), ends=False))
         await up.start_another(spec_of({"schema": SCHEMA}), 4)
         part = Told(*good(1))
@@ -245,7 +245,7 @@ async def test_many_files_and_a_map(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     async with ann(tmp_path) as (up, learner):
         terms = Terms(maps=["age=patient.age"], ignore_unknown=True)
-        parts = file_parts([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+        parts = build_file_partitions([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
         account = await fed(up, *parts, terms=terms, source="ward")
         assert (account.fed, account.sources) == (60, {"ward/a.jsonl", "ward/b.jsonl"})
         assert (await fed(up, *parts, terms=terms, source="ward")).fed == 0
@@ -267,7 +267,7 @@ async def ended(process: subprocess.Popen[str], given: str | None = None) -> tup
 
 
 async def test_who_is_waited_for_is_said_at_once_and_why() -> None:
-    account, why = Account(), "nobody listens there: is it running, and is the address right?"
+    account, why = FeedCounters(), "nobody listens there: is it running, and is the address right?"
     with structlog.testing.capture_logs() as logs:
         work = feed([Told()], Target("127.0.0.1:1", patience_s=1_000.0), Terms(), account, asyncio.Event())
         feeding = asyncio.ensure_future(work)
@@ -284,7 +284,7 @@ async def test_who_is_waited_for_is_said_at_once_and_why() -> None:
 
 
 def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    async def work(account: Account, stop: asyncio.Event) -> None:
+    async def work(account: FeedCounters, stop: asyncio.Event) -> None:
         raise ValueError(f"could not convert {SECRET}")
 
     try:
@@ -296,13 +296,13 @@ def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_was_fed_is_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    async def work(account: Account, stop: asyncio.Event) -> None:
+    async def work(account: FeedCounters, stop: asyncio.Event) -> None:
         account.run_id, account.fed, account.again = "run-1", 3, 1
         account.refused["age: beyond its bounds"] = 2
         account.kept = "written to d"
 
     try:
-        with terminal.json_apart():
+        with terminal.reserve_stdout_for_json():
             conduct(work)
     finally:
         structlog.reset_defaults()
@@ -320,7 +320,7 @@ def test_an_endpoint_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
-    account = Account({"a"}, 1_200, 3, 40, Counter({"age: beyond its bounds": 12}))
+    account = FeedCounters({"a"}, 1_200, 3, 40, Counter({"age: beyond its bounds": 12}))
     console = Console(width=80, force_terminal=False)
 
     def seen() -> str:
@@ -399,7 +399,7 @@ async def test_each_record_is_learned_once_by_a_feeder_that_is_killed_while_a_fi
         process.terminate()
         assert (await ended(process))[0] == 0
         assert (await learner.status()).records == wanted * 9 // 10 + 1
-        (part,) = file_parts([path])
+        (part,) = build_file_partitions([path])
         messages = [message async for each in part.read(-1) for message in each]
         fits = [each.position for each in messages if isinstance(each.body, dict) and each.body["ward"] == "icu"]
         assert kept_positions(tmp_path / "journals", "ann", "a.csv") == fits
@@ -411,7 +411,7 @@ async def test_each_record_is_learned_once_by_a_feeder_that_is_killed_while_a_fi
 
 async def test_a_learner_is_held_to_the_name_that_it_should_have(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, learner):
-        with pytest.raises(NotReady, match=rf"at {up.addresses['ann']} is the learner 'ann', not 'ben'"):
+        with pytest.raises(FailedPrecondition, match=rf"at {up.addresses['ann']} is the learner 'ann', not 'ben'"):
             await fed(up, Told(*good(1)), name="ben")
         assert (await fed(up, Told(*good(1)), name="ann")).fed == 1
         await learned(learner, 1)
@@ -422,7 +422,7 @@ async def test_another_learner_that_comes_in_its_place_gets_nothing(tmp_path: Pa
     async with ann(tmp_path) as (_, learner):
         sender = learner._sender
         sender._at = replace(sender._at, name="ben")
-        with pytest.raises(NotReady, match="is the learner 'ann', not 'ben'"):
+        with pytest.raises(FailedPrecondition, match="is the learner 'ann', not 'ben'"):
             await sender._on_one_stream(None)
 
 
@@ -431,7 +431,7 @@ async def test_a_learner_that_is_told_to_end_with_its_run_is_believed(tmp_path: 
     async with network(tmp_path, NAMES) as up:
         run = await up.start(spec_of({"schema": SCHEMA}), 4)
         async with connect_learner(up.addresses["ann"], patience_s=10_000.0) as learner:
-            account = Account()
+            account = FeedCounters()
             await learner.feed([RECORD])
             async with up._to_coordinator() as to:
                 stop = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason="enough")
@@ -439,9 +439,9 @@ async def test_a_learner_that_is_told_to_end_with_its_run_is_believed(tmp_path: 
             while learner.over is None:  # noqa: ASYNC110 - what a stream brings is no event here
                 await asyncio.sleep(0.01)
             await up.leave("ann")
-            with pytest.raises(NotReady, match=rf"run {run.run_id} takes no more records: stopped"):
-                await until_over(learner, account, 10_000.0)
-            with pytest.raises(NotReady, match=r"is over for this learner \(stopped\)"):
+            with pytest.raises(FailedPrecondition, match=rf"run {run.run_id} takes no more records: stopped"):
+                await watch_run(learner, account, 10_000.0)
+            with pytest.raises(FailedPrecondition, match=r"is over for this learner \(stopped\)"):
                 await learner.feed([RECORD])
 
 
@@ -475,7 +475,7 @@ def test_what_could_not_be_reached_is_named(kind: str, tmp_path: Path) -> None:
 
 
 def test_whoever_ends_a_feeder_that_waits_is_told_for_what() -> None:
-    account = Account(awaited="the learner at 127.0.0.1:1 to be in a run")
+    account = FeedCounters(awaited="the learner at 127.0.0.1:1 to be in a run")
     (line,) = _summary(account, 1.0)
     assert line.plain == f"Nothing was fed: told to end while it waited for {account.awaited}."
     console = Console(width=200)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.feeding.files import _StandardInput, file_parts
+from sottovoce_client.feeding.files import _StandardInput, build_file_partitions
 from sottovoce_client.feeding.forms import Csv
-from sottovoce_client.feeding.progress import Account
+from sottovoce_client.feeding.progress import FeedCounters
 from sottovoce_client.feeding.pump import Target, Terms, _dead_letters, feed
-from sottovoce_client.feeding.records import Fields, Tabular
-from sottovoce_core.errors import DataError, NotReady
+from sottovoce_client.feeding.records import Fields, TabularPartition
+from sottovoce_core.errors import DataError, FailedPrecondition
 from tests.client.test_feeding import SECRET, ann
 from tests.client.test_live_learner import SCHEMA, learned, spec_of
 
@@ -86,9 +86,9 @@ def parts_of(kind: str, folder: Path, header: str, row: str, open_files: ExitSta
         parquet = pytest.importorskip("pyarrow.parquet")
         csv = pytest.importorskip("pyarrow.csv")
         parquet.write_table(csv.read_csv(io.BytesIO(text)), folder / "a.parquet")
-        return file_parts([folder / "a.parquet"])
+        return build_file_partitions([folder / "a.parquet"])
     (folder / "a.csv").write_bytes(text)
-    return file_parts([folder / "a.csv"], follow=kind == "followed")
+    return build_file_partitions([folder / "a.csv"], follow=kind == "followed")
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def files() -> Iterator[ExitStack]:
 async def test_a_wrong_header_ends_a_feeder_before_anything_is_dropped(
     kind: str, tmp_path: Path, files: ExitStack
 ) -> None:
-    account, dead = Account(), tmp_path / "dead.jsonl"
+    account, dead = FeedCounters(), tmp_path / "dead.jsonl"
     async with ann(tmp_path) as (up, learner):
         (part,) = parts_of(kind, tmp_path, "years,ward,outcome", f"{SECRET},icu,home", files)
         work = feed([part], Target(up.addresses["ann"]), Terms(dead_letters=dead), account, asyncio.Event())
@@ -120,12 +120,12 @@ def test_what_is_no_file_is_called_what_it_is(read: str, tmp_path: Path) -> None
     wrong = {tmp_path / "none.csv": "there is no file .*none.csv", tmp_path: "is a folder: name the files in it"}
     for path, words in wrong.items():
         with pytest.raises(DataError, match=words):
-            file_parts([path], read)
+            build_file_partitions([path], read)
 
 
 async def test_a_file_without_a_header_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").touch()
-    (part,) = file_parts([tmp_path / "a.csv"])
+    (part,) = build_file_partitions([tmp_path / "a.csv"])
     with pytest.raises(DataError, match=r"a\.csv must begin with a line of column names, and has none"):
         async for _ in part.read(-1):
             pass
@@ -134,15 +134,15 @@ async def test_a_file_without_a_header_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["nowhere/dead.jsonl", "."])
 async def test_dead_letters_that_cannot_be_written_are_refused_in_words(place: str, tmp_path: Path) -> None:
     words = r"dead letters cannot be written to .*: (there is no folder .*nowhere|Is a directory)$"
-    with pytest.raises(NotReady, match=words), _dead_letters(tmp_path / place):
+    with pytest.raises(FailedPrecondition, match=words), _dead_letters(tmp_path / place):
         pass
 
 
 def test_lines_of_json_have_no_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"years": 1}\n', encoding="utf-8")
-    (part,) = file_parts([path])
-    assert isinstance(part, Tabular)
+    (part,) = build_file_partitions([path])
+    assert isinstance(part, TabularPartition)
 
     part.misfit = fields().misfit
 

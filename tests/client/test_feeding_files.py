@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_client.feeding.files import _place_of, _StandardInput, file_parts
+from sottovoce_client.feeding.files import _place_of, _StandardInput, build_file_partitions
 from sottovoce_client.feeding.forms import JsonLines
 from sottovoce_client.feeding.records import Message, Part
-from sottovoce_core.data.columns import OTHER_WIDTH
+from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON
 from sottovoce_core.errors import DataError, SpecError
 
 CSV = b'a,b\n1,x\n2,"y\nz"\n3\n\n4,w'
@@ -34,12 +34,12 @@ def wrote(path: Path, text: bytes) -> Path:
 
 
 async def test_reading_goes_on_behind_any_record(tmp_path: Path) -> None:
-    (part,) = file_parts([wrote(tmp_path / "a.csv", CSV)])
+    (part,) = build_file_partitions([wrote(tmp_path / "a.csv", CSV)])
     found = await read(part)
     assert part.name == "a.csv"
     assert [each.body for each in found] == [{"a": "1", "b": "x"}, {"a": "2", "b": "y\nz"}, b"3", {"a": "4", "b": "w"}]
     assert [_place_of(each.position) for each in found] == [4, 8, 16, 19]
-    assert found[2].reason == OTHER_WIDTH
+    assert found[2].reason == WRONG_VALUE_COUNT_REASON
     for number, each in enumerate(found):
         if not each.reason:
             assert await read(part, each.position) == found[number + 1 :]
@@ -52,7 +52,7 @@ def test_positions_rise_and_lead_back_to_their_records(
     tmp_path_factory: pytest.TempPathFactory, lines: list[int], data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
-    (part,) = file_parts([wrote(path, b"".join(b'{"a": %d}\n' % line for line in lines))])
+    (part,) = build_file_partitions([wrote(path, b"".join(b'{"a": %d}\n' % line for line in lines))])
 
     async def check() -> None:
         found = await read(part)
@@ -78,7 +78,7 @@ OTHER: list[Callable[[bytes], bytes]] = [
 
 @pytest.mark.parametrize("change", OTHER)
 async def test_another_file_of_that_name_is_refused(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
-    (part,) = file_parts([wrote(tmp_path / "a.csv", CSV)])
+    (part,) = build_file_partitions([wrote(tmp_path / "a.csv", CSV)])
     last = (await read(part))[-1].position
     wrote(tmp_path / "a.csv", change(CSV))
     with pytest.raises(
@@ -96,10 +96,10 @@ async def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         ".": "is a folder",
     }.items():
         with pytest.raises(DataError, match=words):
-            file_parts([tmp_path / name], "jsonl")
+            build_file_partitions([tmp_path / name], "jsonl")
     endless = wrote(tmp_path / "endless", b"x" * (3 * 1024 * 1024))
     with pytest.raises(DataError, match=r"line at byte 0 has no end within 2,097,152 bytes"):
-        await read(file_parts([endless], "jsonl")[0])
+        await read(build_file_partitions([endless], "jsonl")[0])
 
 
 # ---- files that grow -------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Following:
 
 async def test_a_file_is_followed_and_half_a_line_waited_for(tmp_path: Path) -> None:
     path = wrote(tmp_path / "a.csv", b"a")
-    following = Following(file_parts([path], follow=True)[0])
+    following = Following(build_file_partitions([path], follow=True)[0])
     waiting = asyncio.ensure_future(following.until(1))
     with path.open("ab", buffering=0) as file:
         for piece in (b",b", b"\n1", b",x\n2,"):
@@ -139,7 +139,7 @@ async def test_a_file_is_followed_and_half_a_line_waited_for(tmp_path: Path) -> 
 
 async def test_a_file_that_is_replaced_is_read_to_its_end(tmp_path: Path) -> None:
     path = wrote(tmp_path / "a.jsonl", b"1\n")
-    following = Following(file_parts([path], follow=True)[0])
+    following = Following(build_file_partitions([path], follow=True)[0])
     assert await following.until(1) == [b"1"]
     path.rename(tmp_path / "a.jsonl.1")
     with (tmp_path / "a.jsonl.1").open("ab") as file:
@@ -154,7 +154,7 @@ async def test_a_file_that_is_replaced_is_read_to_its_end(tmp_path: Path) -> Non
 @pytest.mark.parametrize("text", [b"", b"7\n", b"7\n8\n9\n10\n"])
 async def test_a_file_that_is_cut_or_written_anew_is_noticed(tmp_path: Path, text: bytes) -> None:
     path = wrote(tmp_path / "a.jsonl", b"1\n22\n")
-    following = Following(file_parts([path], follow=True)[0])
+    following = Following(build_file_partitions([path], follow=True)[0])
     await following.until(2)
     with path.open("r+b") as file:
         file.truncate(0)
@@ -169,7 +169,7 @@ async def test_a_file_that_is_cut_or_written_anew_is_noticed(tmp_path: Path, tex
 async def test_parquet_goes_on_behind_any_row(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"n": range(2_500), "in": [{"a": n} for n in range(2_500)]}), path, row_group_size=1_000)
-    (part,) = file_parts([path])
+    (part,) = build_file_partitions([path])
     found = await read(part)
     assert [each.body for each in found] == [{"n": n, "in": {"a": n}} for n in range(2_500)]
     assert [_place_of(each.position) for each in found] == list(range(2_500))
@@ -179,14 +179,14 @@ async def test_parquet_goes_on_behind_any_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not the file whose records were fed up to row 1700"):
         await read(part, found[1_700].position)
     with pytest.raises(DataError, match=r"must be a Parquet file, and cannot be read as one"):
-        await read(file_parts([wrote(path, b"\0" * 100 + b"PAR1")], "parquet")[0])
+        await read(build_file_partitions([wrote(path, b"\0" * 100 + b"PAR1")], "parquet")[0])
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b"\0" * 100, b"age,label\n71,1\n64,0\n"])
 async def test_what_is_no_parquet_is_said_with_what_takes_it(tmp_path: Path, content: bytes) -> None:
     path = wrote(tmp_path / "a.parquet", content)
     with pytest.raises(DataError, match="must be a Parquet file, and cannot be read as one") as said:
-        await read(file_parts([path])[0])
+        await read(build_file_partitions([path])[0])
     assert str(path) in str(said.value) and "--format csv or jsonl takes the others" in str(said.value)
     assert "71" not in str(said.value).replace(str(path), "")
 
@@ -194,7 +194,7 @@ async def test_what_is_no_parquet_is_said_with_what_takes_it(tmp_path: Path, con
 def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(SpecError, match=r"feeding Parquet needs pyarrow: .*, pip install '\.\[audit\]'"):
-        file_parts([wrote(tmp_path / "a.parquet", b"")])
+        build_file_partitions([wrote(tmp_path / "a.parquet", b"")])
 
 
 async def test_standard_input_is_a_pipe_or_a_file(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_client.feeding.forms import LONGEST, NO_END, ODD_QUOTES, Csv, Cut, Form, JsonLines
+from sottovoce_client.feeding.forms import LONGEST, UNCLOSED_QUOTE, INVALID_QUOTES, Csv, Cut, RecordFormat, JsonLines
 from sottovoce_client.feeding.records import (
-    EMPTY,
+    EMPTY_MESSAGE,
     NO_NUMBERS,
     NO_OBJECT,
     NO_POSITION,
@@ -22,22 +22,22 @@ from sottovoce_client.feeding.records import (
     TWICE,
     Fields,
     Message,
-    Numbered,
-    Sieve,
-    Unfit,
+    PositionCounter,
+    RecordConverter,
+    UnfitRecordError,
 )
-from sottovoce_core.data.columns import OTHER_WIDTH
-from sottovoce_core.data.encoding import UNDECLARED
-from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON
+from sottovoce_core.data.encoding import UNDECLARED_FIELD_REASON
+from sottovoce_core.data.live import LiveRecordEncoder
 from sottovoce_core.errors import DataError, SpecError
 from tests.client.test_live_learner import RECORD, SCHEMA, spec_of
 
 DATA = spec_of({"schema": SCHEMA}).data
 LOSS = spec_of({"schema": SCHEMA}).loss
-RECORDS = LiveRecords.of(DATA, LOSS)
+RECORDS = LiveRecordEncoder.of(DATA, LOSS)
 
 
-def all_of(form: Form, text: bytes, sizes: list[int]) -> list[Cut]:
+def all_of(form: RecordFormat, text: bytes, sizes: list[int]) -> list[Cut]:
     """Records of a text that comes in stretches of these sizes, over and over; places count from the begin of the text."""
     rest, at, found, headed, turn = b"", 0, list[Cut](), False, 0
     coming = text
@@ -94,11 +94,11 @@ def test_json_lines_are_lines_however_they_come(lines: list[bytes], sizes: list[
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"1", OTHER_WIDTH),
-        (b"1,2,3", OTHER_WIDTH),
+        (b"1", WRONG_VALUE_COUNT_REASON),
+        (b"1,2,3", WRONG_VALUE_COUNT_REASON),
         (b"\xff,2", NOT_UTF8),
-        (b'"a"b,"2"', ODD_QUOTES),
-        (b'"a,2', NO_END),
+        (b'"a"b,"2"', INVALID_QUOTES),
+        (b'"a,2', UNCLOSED_QUOTE),
         (b'1,5" pipe', ""),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_quote_that_is_never_closed_swallows_no_file() -> None:
     line = b"3," + b"4" * 4_000 + b"\n"
     text = b'"a,2\n' + line * (LONGEST // 4_000)
     found, used = form.cut(text, whole=False)
-    assert found[0].reason == NO_END and used == len(text) and len(found) == 1 + LONGEST // 4_000
+    assert found[0].reason == UNCLOSED_QUOTE and used == len(text) and len(found) == 1 + LONGEST // 4_000
     assert form.cut(text[:1000], whole=False) == ([], 0)
 
 
@@ -137,7 +137,7 @@ def record(body: Any, *maps: str, **more: Any) -> Any:
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         return Fields(DATA.schema, maps, **more).record(body)
-    except Unfit as why:
+    except UnfitRecordError as why:
         return str(why)
 
 
@@ -154,12 +154,12 @@ def test_a_map_reaches_into_objects() -> None:
 
 
 def test_what_nobody_knows_is_refused_unless_it_is_ignored() -> None:
-    assert record(PATIENT, "age=patient.age") == UNDECLARED
-    assert record({"patient": 5}, "age=patient.age") == UNDECLARED
-    assert record({"age": 1, "years": 2}, "age=years") == UNDECLARED
+    assert record(PATIENT, "age=patient.age") == UNDECLARED_FIELD_REASON
+    assert record({"patient": 5}, "age=patient.age") == UNDECLARED_FIELD_REASON
+    assert record({"age": 1, "years": 2}, "age=years") == UNDECLARED_FIELD_REASON
     assert record({"age": 1, "years": 2}, "age=years", ignore_unknown=True) == {"age": 2}
     assert record({"seq": 1, "age": 2}, position="seq") == {"age": 2}
-    assert record({"seq": 1, "age": 2, "x": 3}, position="seq") == UNDECLARED
+    assert record({"seq": 1, "age": 2, "x": 3}, position="seq") == UNDECLARED_FIELD_REASON
     assert record({"patient.age": 5, "patient": {"age": 6}}, "age=patient.age") == TWICE
 
 
@@ -168,7 +168,7 @@ def test_what_nobody_knows_is_refused_unless_it_is_ignored() -> None:
     [
         (b"[1]", NO_OBJECT),
         (b"{", NO_OBJECT),
-        (b"", EMPTY),
+        (b"", EMPTY_MESSAGE),
         (b"[" * 100_000, NO_OBJECT),
         (b"\xff", NOT_UTF8),
         (b'{"age": 1, "age": 2}', TWICE),
@@ -200,7 +200,7 @@ def test_a_map_that_does_not_fit_is_refused(maps: list[str], text: str) -> None:
 def test_no_message_breaks_the_reading_of_fields(body: bytes, ignore: bool) -> None:
     for maps in ([], ["age=a.b"]):
         found = record(body, *maps, ignore_unknown=ignore)
-        assert found in (UNDECLARED, NO_OBJECT, NOT_UTF8, TWICE, EMPTY) or isinstance(found, dict)
+        assert found in (UNDECLARED_FIELD_REASON, NO_OBJECT, NOT_UTF8, TWICE, EMPTY_MESSAGE) or isinstance(found, dict)
         if maps and isinstance(found, dict):
             assert found.keys() <= {"age", "ward"}
 
@@ -209,7 +209,7 @@ def test_no_message_breaks_the_reading_of_fields(body: bytes, ignore: bool) -> N
 
 
 def test_a_sieve_tells_records_from_what_is_none() -> None:
-    sieve = Sieve(RECORDS, Fields(DATA.schema))
+    sieve = RecordConverter(RECORDS, Fields(DATA.schema))
     good = json.dumps(RECORD).encode()
     messages = [
         Message(good, 3),
@@ -220,25 +220,25 @@ def test_a_sieve_tells_records_from_what_is_none() -> None:
         Message(b"no", 10),
         Message({**RECORD, "age": "61"}, 11),
     ]
-    sifted = sieve.sift(messages, 2)
+    sifted = sieve.convert(messages, 2)
     assert sifted.fitting is not None
     encoded, positions = sifted.fitting
     assert (positions, len(encoded.labels), sifted.again, sifted.last) == ([3, 11], 2, 1, 11)
     np.testing.assert_array_equal(encoded.features[0], encoded.features[1])
     reasons = [(messages[place].position, why) for place, why in sifted.refused.items()]
-    assert reasons == [(5, "age: beyond its bounds"), (8, "unreadable"), (9, UNDECLARED), (10, NO_OBJECT)]
-    assert sieve.sift(messages[:1], 3).fitting is None
+    assert reasons == [(5, "age: beyond its bounds"), (8, "unreadable"), (9, UNDECLARED_FIELD_REASON), (10, NO_OBJECT)]
+    assert sieve.convert(messages[:1], 3).fitting is None
 
 
 @given(st.lists(st.tuples(st.integers(-1, 130), st.booleans(), st.integers(0, 9)), max_size=30), st.integers(-1, 9))
 def test_every_message_is_counted_once(told: list[tuple[int, bool, int]], after: int) -> None:
     """Fitting, refused or come again; and what fits has positions that rise."""
-    sieve = Sieve(RECORDS, Fields(DATA.schema))
+    sieve = RecordConverter(RECORDS, Fields(DATA.schema))
     messages = [
         Message({**RECORD, "age": age}, place) if readable else Message(b"", place, "why")
         for age, readable, place in told
     ]
-    sifted = sieve.sift(messages, after)
+    sifted = sieve.convert(messages, after)
     positions = [] if sifted.fitting is None else sifted.fitting[1]
     assert len(positions) + len(sifted.refused) + sifted.again == len(messages)
     assert all(a < b for a, b in zip([after, *positions], positions, strict=False))
@@ -247,7 +247,7 @@ def test_every_message_is_counted_once(told: list[tuple[int, bool, int]], after:
 
 def test_a_run_without_a_schema_takes_lists_of_numbers() -> None:
     spec = spec_of({"features": 2, "intercept": True})
-    sieve = Sieve(LiveRecords.of(spec.data, spec.loss), Fields(None))
+    sieve = RecordConverter(LiveRecordEncoder.of(spec.data, spec.loss), Fields(None))
     rows: list[Any] = [
         {"features": [1, 2.5], "label": 1},
         {"features": [1], "label": 1},
@@ -260,7 +260,7 @@ def test_a_run_without_a_schema_takes_lists_of_numbers() -> None:
         {"features": [1, float("nan")], "label": 1},
         {"features": [1, 2], "label": 7},
     ]
-    sifted = sieve.sift([Message(row, at) for at, row in enumerate(rows)], -1)
+    sifted = sieve.convert([Message(row, at) for at, row in enumerate(rows)], -1)
     assert sifted.fitting is not None and sifted.fitting[0].features.tolist() == [[1.0, 2.5, 1.0]]
     reasons = list(sifted.refused.values())
     assert reasons[:7] == [NO_NUMBERS] * 7
@@ -271,9 +271,9 @@ def test_a_run_without_a_schema_takes_lists_of_numbers() -> None:
 
 
 def test_positions_are_counted_on_or_said_by_a_field() -> None:
-    counted = Numbered("", 6)
+    counted = PositionCounter("", 6)
     assert [counted.message(b"", why).position for why in ("", "no", "")] == [7, 8, 9]
-    said = Numbered("seq", 6)
+    said = PositionCounter("seq", 6)
     bodies = [
         b'{"seq": 3}',
         b'{"seq": "9"}',

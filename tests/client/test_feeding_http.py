@@ -14,9 +14,9 @@ import pytest
 
 from sottovoce_client.feeding import endpoint as http
 from sottovoce_client.feeding.broker import HTTP, Access
-from sottovoce_client.feeding.progress import Account
+from sottovoce_client.feeding.progress import FeedCounters
 from sottovoce_client.feeding.pump import Target, Terms
-from sottovoce_core.errors import NotReady, SpecError, Unavailable
+from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
 from tests.services.identities import Identities
 from tests.services.network import Network, network
@@ -33,9 +33,9 @@ async def endpoint(
     url: str = "http://127.0.0.1:0",
     access: Access | None = None,
     **more: Any,
-) -> AsyncIterator[tuple[httpx.AsyncClient, Account]]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, FeedCounters]]:
     """An endpoint, and a client of it."""
-    account, stop, told = Account(), asyncio.Event(), asyncio.get_running_loop().create_future()
+    account, stop, told = FeedCounters(), asyncio.Event(), asyncio.get_running_loop().create_future()
     target = Target(up.addresses["ann"], "http", patience_s=patience_s)
     work = http.serve(HTTP.source(url, access=access or Access()), target, terms or Terms(), told.set_result, **more)
     serving = asyncio.ensure_future(work(account, stop))
@@ -178,7 +178,7 @@ async def test_many_clients_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 async def test_sources_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MOST_SOURCES", 2)
+    monkeypatch.setattr(http, "MAX_SOURCES", 2)
     async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _), endpoint(up) as (client, account):
         for turn in range(2):
             for source in ("a", "b", "c"):
@@ -236,7 +236,7 @@ def test_a_token_is_long_enough_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("short\n")
     with pytest.raises(SpecError, match="must have 16 characters at least"):
         served("http://127.0.0.1", token_file=tmp_path / "token")
-    with pytest.raises(NotReady, match="no token in"):
+    with pytest.raises(FailedPrecondition, match="no token in"):
         served("http://127.0.0.1", token_file=tmp_path / "none")
 
 
@@ -268,7 +268,7 @@ async def test_a_token_and_tls_let_in_whom_they_should(tmp_path: Path) -> None:
 async def test_an_endpoint_ends_when_it_is_told_to(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="cannot reach"):
         await http.serve(HTTP.source("http://127.0.0.1"), Target("127.0.0.1:1", "a", patience_s=0.2), Terms(), print)(
-            Account(), asyncio.Event()
+            FeedCounters(), asyncio.Event()
         )
     async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _), endpoint(up) as (client, _):
         assert (await client.post("/records", json=RECORD)).status_code == 200

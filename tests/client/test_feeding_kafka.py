@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from sottovoce_client.feeding.broker import Access
-from sottovoce_core.errors import DataError, NotReady, Unavailable
+from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
 from tests.brokers import Feeder, free_port, killed_again_and_again, open_url, take, troubles, until
 from tests.brokers import options_of as broker_options_of
 
@@ -157,7 +157,7 @@ async def test_who_is_not_known_is_told_so_at_once() -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1") as at:
         access = Access("ann", "wrong")
-        with pytest.raises(NotReady, match="refuses these credentials") as refused:
+        with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
             async with open_url(**options_of(at.sockets[0].getsockname()[1], access=access, sasl="PLAIN")):
                 pass
         await asyncio.gather(*answering)
@@ -176,7 +176,7 @@ for line in sys.stdin:
 
 
 async def test_brokers_that_hang_and_come_back_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sottovoce_client.feeding.kafka._CALL_S", 2.0)
+    monkeypatch.setattr("sottovoce_client.feeding.kafka._CALL_TIMEOUT_S", 2.0)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", APART, stdin=pipe, stdout=pipe)
     assert process.stdin is not None and process.stdout is not None

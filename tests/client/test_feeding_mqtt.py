@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from sottovoce_client.feeding.broker import Access
 from sottovoce_client.feeding.mqtt import _drive, _Unacknowledged
-from sottovoce_core.errors import DataError, NotReady, Unavailable
+from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
 from tests import brokers
 from tests.brokers import (
     Feeder,
@@ -255,11 +255,11 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     own = ["allow_anonymous false", f"password_file {users}", f"certfile {certificate}", f"keyfile {key}"]
     async with server(tmp_path, *own) as at:
         for access in (Access("ann", "wrong", ca=certificate), Access(ca=certificate)):
-            with pytest.raises(NotReady, match="refuses these credentials") as refused:
+            with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
                 async with open_url(**options_of(at, access=access)):
                     pass
             assert "right" not in str(refused.value)
-        with pytest.raises(NotReady, match=r"(?i)certificate.verify.failed"):
+        with pytest.raises(FailedPrecondition, match=r"(?i)certificate.verify.failed"):
             async with open_url(**options_of(at, scheme="mqtts", access=Access("ann", "right"))):
                 pass
         ann = Access("ann", "right", ca=certificate)
@@ -273,7 +273,7 @@ async def test_two_feeders_do_not_share_a_session(tmp_path: Path) -> None:
     ann, other = (_Unacknowledged(tmp_path / "state", "ann") for _ in range(2))
     ann.begin(-1)
     for _ in range(2):  # a refused one has not got it the second time either
-        with pytest.raises(NotReady, match="another feeder has"):
+        with pytest.raises(FailedPrecondition, match="another feeder has"):
             other.begin(-1)
     ann.close()
     other.begin(-1)

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from sottovoce_client.feeding.broker import Access
 from sottovoce_client.feeding.nats import BUCKET
-from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
+from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
 from tests import brokers
 from tests.brokers import (
     Feeder,
@@ -127,7 +127,7 @@ async def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             await js.add_stream(name="wards")
         async with open_url(**options_of(at, patience_s=0.1)) as (part,):
             at.kill()
-            monkeypatch.setattr("sottovoce_client.feeding.nats._CALL_S", 0.5)  # nobody will answer
+            monkeypatch.setattr("sottovoce_client.feeding.nats._CALL_TIMEOUT_S", 0.5)  # nobody will answer
             with pytest.raises(Unavailable, match=r"NATS at 127.0.0.1.* was away for 0.1 s"):
                 await take(part, 1)
         with pytest.raises(Unavailable, match=r"was away for 0.1 s"):
@@ -149,12 +149,12 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     (tmp_path / "conf").write_text(CLOSED.format(""))
     async with server(tmp_path, "-c", str(tmp_path / "conf")) as at:
         for access in (Access("ann", "wrong"), Access(), Access("", "right")):
-            with pytest.raises(NotReady, match="refuses these credentials") as refused:
+            with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
                 async with open_url(**options_of(at, access=access)):
                     pass
             assert "right" not in str(refused.value)
         async with open_url(**options_of(at, access=Access("ben", "right"))) as (part,):
-            with pytest.raises(NotReady, match=r"[Pp]ermissions"):
+            with pytest.raises(FailedPrecondition, match=r"[Pp]ermissions"):
                 await take(part, 1)
         async with jetstream(at, **ANN) as js:
             await js.add_stream(name="wards", subjects=["wards.>"])
@@ -177,7 +177,7 @@ async def test_through_tls_the_server_is_known_by_its_authority(tmp_path: Path) 
             await publish(js, 0, 1)
         async with open_url(**options_of(at, access=ann)) as (part,):
             assert len(await take(part, 1)) == 1
-        with pytest.raises(NotReady, match=r"(?i)certificate.verify.failed"):
+        with pytest.raises(FailedPrecondition, match=r"(?i)certificate.verify.failed"):
             async with open_url(**options_of(at, scheme="tls", access=Access("ann", "right"))):
                 pass
 
@@ -193,7 +193,7 @@ async def test_no_password_is_shown_in_the_clear_where_tls_was_asked_for(scheme:
 
     async with await asyncio.start_server(answer, "127.0.0.1") as at:
         server = f"{scheme}://127.0.0.1:{at.sockets[0].getsockname()[1]}"
-        with pytest.raises(NotReady, match="the server speaks no TLS"):
+        with pytest.raises(FailedPrecondition, match="the server speaks no TLS"):
             async with open_url(f"{server}/wards", access=Access("ann", "right", ca)):
                 pass
         await until(lambda: bool(said))

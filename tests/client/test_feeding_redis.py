@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from sottovoce_client.feeding.broker import Access
 from sottovoce_client.feeding.redis import _id_of, _position_of
-from sottovoce_core.errors import DataError, NotReady, Unavailable
+from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
 from tests import brokers
 from tests.brokers import (
     Feeder,
@@ -146,14 +146,14 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     (tmp_path / "users").write_text("user default on >right ~* +@all\nuser ben on >right ~* -@all +ping +exists\n")
     async with server(tmp_path, "--aclfile", str(tmp_path / "users")) as at:
         for access in (Access("", "wrong"), Access(), Access("ann", "right")):
-            with pytest.raises(NotReady, match="refuses these credentials") as refused:
+            with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
                 async with open_url(**options_of(at, access=access)):
                     pass
             assert "right" not in str(refused.value)
         async with client(at, **ANN) as to:
             await add(to, 0, 1)
         async with open_url(**options_of(at, access=Access("ben", "right"))) as (part,):
-            with pytest.raises(NotReady, match="permissions"):
+            with pytest.raises(FailedPrecondition, match="permissions"):
                 await take(part, 1)
         async with open_url(**options_of(at, access=Access("", "right"))) as (part,):
             assert len(await take(part, 1)) == 1
@@ -168,7 +168,7 @@ async def test_through_tls_the_server_is_known_by_its_authority(tmp_path: Path) 
             await add(to, 0, 1)
         async with open_url(**options_of(at, access=ours)) as (part,):
             assert len(await take(part, 1)) == 1
-        with pytest.raises(NotReady, match=r"(?i)certificate.verify.failed"):
+        with pytest.raises(FailedPrecondition, match=r"(?i)certificate.verify.failed"):
             async with open_url(**options_of(at, scheme="rediss")):
                 pass
 

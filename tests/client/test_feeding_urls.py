@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client import doctor
 from sottovoce_client.cli import app
-from sottovoce_client.feeding.broker import FROM, HTTP, Access, Feed, Setting, feeds
+from sottovoce_client.feeding.broker import START_SETTING, HTTP, Access, Feed, Setting, feeds
 from sottovoce_core.errors import SpecError
 from tests.client.test_feeding import ann, command, ended
 from tests.client.test_live_learner import RECORD, learned
@@ -150,8 +150,8 @@ def test_no_url_holds_a_password_and_none_is_shown(feed: Feed, where: str) -> No
         (Setting("n", "", 5, least=1, most=9), "10", "a whole number from 1 to 9, got '10'"),
         (Setting("n", "", 5), "five", f"a whole number from 0 to {2**31 - 1}, got 'five'"),
         (Setting("n", "", 5), "٣", "a whole number"),
-        (FROM, "start", "start"),
-        (FROM, "", "one of committed, start, new, got ''"),
+        (START_SETTING, "start", "start"),
+        (START_SETTING, "", "one of committed, start, new, got ''"),
         (Setting("f", "", None), "a/b", Path("a/b")),
         (Setting("f", "", None), "", "a value, got ''"),
     ],

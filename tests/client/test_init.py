@@ -15,7 +15,7 @@ import pytest
 import yaml
 from pyarrow import csv, parquet
 
-from sottovoce_client.starting import Wishes, begin
+from sottovoce_client.starting import InitOptions, begin
 from sottovoce_core.budget.calibration import epsilons
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import prepare
@@ -128,7 +128,7 @@ def test_a_spec_checks_without_a_warning_and_costs_what_was_wished(
     assert max(spent) == pytest.approx(told["epsilon"], rel=1e-12) and told["delta"] == 0.0
     assert all(0.997 * wished <= each <= wished for each in spent)
     assert all(len(np.unique(own.order)) == len(own.order) for own in prepared.data.learners)  # each record once
-    assert load_spec(spec).budget_of(0) == wished
+    assert load_spec(spec).get_budget(0) == wished
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,7 +148,7 @@ def test_it_says_where_nothing_scales_the_features(tmp_path: Path, here: Here, k
 def test_no_batch_that_is_said_is_small(tmp_path: Path, rounds: int) -> None:
     """Else its records would cost more, and the noise of all rounds would follow them."""
     path, _ = _written(tmp_path, "npz")
-    begun = begin(Wishes(path, learners="3", rounds=rounds), tmp_path, None, print)
+    begun = begin(InitOptions(path, learners="3", rounds=rounds), tmp_path, None, print)
     data = prepare(begun.spec).data
     assert begun.spec.rounds <= rounds
     for own in data.learners:
@@ -160,7 +160,7 @@ def test_no_batch_that_is_said_is_small(tmp_path: Path, rounds: int) -> None:
 def test_what_is_overheard_needs_no_telemetry(tmp_path: Path, learners: str, telemetry: bool) -> None:
     """So a learner by the default policy takes part; a single one has no neighbour that could be overheard."""
     path, _ = _written(tmp_path, "npz")
-    begun = begin(Wishes(path, learners=learners), tmp_path, None, print)
+    begun = begin(InitOptions(path, learners=learners), tmp_path, None, print)
     document = yaml.safe_load(begun.text)
     assert begun.spec.telemetry.predict is ("telemetry" in document) is telemetry
     if not telemetry:
@@ -216,7 +216,7 @@ def test_on_a_terminal_it_asks_what_no_option_says(
     assert "--positive must name labels that occur, sick, well, got 'ill'" in err
     assert "--epsilon must be a finite number above 0, got 'lots'" in err
     chosen = load_spec(spec)
-    assert (chosen.n_learners, chosen.data.positive, chosen.budget_of(0)) == (2, ("sick",), 0.5)
+    assert (chosen.n_learners, chosen.data.positive, chosen.get_budget(0)) == (2, ("sick",), 0.5)
 
 
 @pytest.mark.parametrize("schema", [False, True])
@@ -244,7 +244,7 @@ def test_a_class_may_be_named_in_another_spelling(
         fields = {"features": numbers, "label": {"name": "outcome", **label}}
         declared.write_text(yaml.safe_dump(fields), encoding="utf-8")
         kept = ("false", "true")[kept] if isinstance(kept, int) else kept
-    chosen = begin(Wishes(path, positive=(told,), schema=declared), tmp_path, None, print).spec
+    chosen = begin(InitOptions(path, positive=(told,), schema=declared), tmp_path, None, print).spec
     assert chosen.data.positive == (kept,)
 
 
@@ -252,7 +252,7 @@ def test_a_spelling_that_means_no_class_is_refused_with_those_there_are(tmp_path
     path = tmp_path / "told.csv"
     csv.write_csv(_table(np.array(["maybe", "no", "yes"])[np.arange(N) % 3]), path)
     with pytest.raises(SpecError, match="must name labels that occur, maybe, no, yes, got 'true'"):
-        begin(Wishes(path, positive=("true",)), tmp_path, None, print)
+        begin(InitOptions(path, positive=("true",)), tmp_path, None, print)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_spelling_that_means_no_class_is_refused_with_those_there_are(tmp_path
 def test_what_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     path, _ = _written(tmp_path, "text")
     with pytest.raises(SpecError, match=said):
-        begin(Wishes(path, **options), tmp_path, None, print)
+        begin(InitOptions(path, **options), tmp_path, None, print)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_so_is_what_the_file_or_schema_says_otherwise(
     if kind == "schema":
         options = {**options, "schema": Path(given[1])}
     with pytest.raises(SpecError, match=said):
-        begin(Wishes(path, **options), tmp_path, None, print)
+        begin(InitOptions(path, **options), tmp_path, None, print)
 
 
 @pytest.mark.parametrize(("shares", "left"), [((3, 1), True), ((1, 1), False)])

@@ -24,10 +24,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sottovoce_client import entry, terminal
-from sottovoce_client.backends import _done_for, mapper_over
+from sottovoce_client.backends import _done_for, open_mapper
 from sottovoce_client.cli import app, services
 from sottovoce_client.running.conduct import run_async
-from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Stop
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, Stop
 from sottovoce_core.errors import SpecError
 from sottovoce_core.running.metrics import Metrics
 from tests.client.progress import Reported
@@ -212,7 +212,7 @@ def told_while_imported(
 
 
 def test_workers_do_not_hear_it_and_whoever_started_them_does() -> None:
-    with mapper_over("processes", 2) as mapper:
+    with open_mapper("processes", 2) as mapper:
         blocked = list(mapper(partial(signal.pthread_sigmask, signal.SIG_BLOCK), [()] * 4))
     assert all(signal.SIGINT in each for each in blocked)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -220,11 +220,11 @@ def test_workers_do_not_hear_it_and_whoever_started_them_does() -> None:
 
 SLEEPERS = """
 import os, time
-from sottovoce_client.backends import mapper_over
+from sottovoce_client.backends import open_mapper
 def work(seconds):
     os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(seconds)
-with mapper_over("processes", 2) as mapper:
+with open_mapper("processes", 2) as mapper:
     list(mapper(work, [10_000] * 4))
 """
 
@@ -256,7 +256,7 @@ def test_and_where_its_own_work_fails() -> None:
     """What is not waited for any more does not go on."""
 
     def fail() -> None:
-        with mapper_over("processes", 2) as mapper:
+        with open_mapper("processes", 2) as mapper:
             results = mapper(time.sleep, [0, 10_000, 10_000])
             next(results)
             workers.extend(started_by(os.getpid()))
@@ -287,7 +287,7 @@ def test_what_follows_a_loop_hears_what_was_heard_before_it() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGINT, BY_OPERATOR), (signal.SIGTERM, BY_SIGTERM)])
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGINT, STOPPED_BY_OPERATOR), (signal.SIGTERM, STOPPED_BY_SIGTERM)])
 def test_a_run_is_stopped_with_the_reason_that_its_command_ends_for(number: signal.Signals, reason: str) -> None:
     async def work(stop: asyncio.Event) -> str:
         signal.raise_signal(number)

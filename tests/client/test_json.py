@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.running.conduct import ServiceDied
-from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Interrupted, Outcome
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, Interrupted, Outcome
 from sottovoce_client.running.summary import Progress
 from sottovoce_core.experiment import prepare
 from sottovoce_core.noise import Recorder, SeededNoise
@@ -30,7 +30,7 @@ from sottovoce_core.results import read_results
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import load_spec
 from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.logs import IN_THE_LOG
+from sottovoce_rpc.logs import SEE_LOG_TEXT
 
 WITHOUT = {
     "coordinator": "a service",
@@ -214,7 +214,7 @@ def show(words: tuple[Any, ...], state: str, away: tuple[str, ...] = ()) -> None
 
 
 def in_place_of_services(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
-    monkeypatch.setattr("sottovoce_client.running.conduct.run_up", run)
+    monkeypatch.setattr("sottovoce_client.running.conduct.run_with_local_services", run)
     monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
 
 
@@ -223,8 +223,8 @@ def in_place_of_services(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any
     ("end", "code", "told_of_it"),
     [
         (("failed", "ann is gone since round 2"), 1, ("small-1", "failed", "ann is gone since round 2", 2)),
-        (("stopped", BY_OPERATOR), 130, ("small-1", "stopped", BY_OPERATOR, 2)),
-        (("stopped", BY_SIGTERM), 130, ("small-1", "stopped", BY_SIGTERM, 2)),
+        (("stopped", STOPPED_BY_OPERATOR), 130, ("small-1", "stopped", STOPPED_BY_OPERATOR, 2)),
+        (("stopped", STOPPED_BY_SIGTERM), 130, ("small-1", "stopped", STOPPED_BY_SIGTERM, 2)),
         (ServiceDied("ann died"), 1, ("small-1", "failed", "ann died", 3)),
         (
             Interrupted("stopped before the run had begun"),
@@ -269,13 +269,13 @@ def test_a_run_that_failed_names_the_log_of_its_learner(folder: Path, monkeypatc
         logs.mkdir(exist_ok=True)
         (logs / "1.log").touch()
         statuses = tuple(LearnerStatus(str(i), "small-1", rounds_done=2) for i in range(3))
-        return Outcome("small-1", "failed", f"{failed}{IN_THE_LOG}", 1.0, statuses, (), None, (None,) * 3)
+        return Outcome("small-1", "failed", f"{failed}{SEE_LOG_TEXT}", 1.0, statuses, (), None, (None,) * 3)
 
-    monkeypatch.setattr("sottovoce_client.running.conduct.run_up", run)
+    monkeypatch.setattr("sottovoce_client.running.conduct.run_with_local_services", run)
     for failed, named in (("1 failed: an error; ", "logs/1.log"), ("2 failed: an error; ", "logs")):
         done = CliRunner().invoke(app, ["up", "small.yaml", "--out", "o"])
         assert done.exit_code == 1
-        assert f"{failed}{IN_THE_LOG}: {Path('o', named)}\n" in done.output
+        assert f"{failed}{SEE_LOG_TEXT}: {Path('o', named)}\n" in done.output
         shutil.rmtree(folder / "o")
 
 
@@ -317,7 +317,7 @@ def test_people_are_told_that_there_is_no_report_and_what_there_is(
     state: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run(*words: Any, **more: Any) -> Outcome:
-        detail = BY_OPERATOR if state == "stopped" else "ann is gone"
+        detail = STOPPED_BY_OPERATOR if state == "stopped" else "ann is gone"
         return Outcome("small-1", state, detail, 1.0, (), (), "my captures/small-1", (None,) * 3)
 
     monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
@@ -349,7 +349,7 @@ def test_models_and_figures_of_a_simulation(folder: Path) -> None:
 
 
 def test_words_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with terminal.json_apart():
+    with terminal.reserve_stdout_for_json():
         print("a word")
         terminal.console().print("a table")
         terminal.tell(lambda: {"epsilon": math.inf, "at": Path("o"), "values": np.arange(2), "each": np.float64(0.5)})

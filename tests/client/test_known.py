@@ -12,10 +12,10 @@ import pytest
 from pydantic_core import to_json
 from rich.console import Console
 
-from sottovoce_client.running.known import amend_run, list_runs, rebind, resume_run, run_documents, show_run, stop_run
-from sottovoce_client.terminal import json_apart
-from sottovoce_core.errors import NotFound, NotReady, Rule, SpecError, Unavailable
-from sottovoce_rpc.learner_status import KnownBy, LearnerState
+from sottovoce_client.running.known import reconfigure_run, list_runs, rebind, resume_run, get_run_documents, show_run, stop_run
+from sottovoce_client.terminal import reserve_stdout_for_json
+from sottovoce_core.errors import NotFound, FailedPrecondition, Rule, SpecError, Unavailable
+from sottovoce_rpc.learner_status import Attribution, LearnerState
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, missed_soon, network
 
@@ -37,7 +37,7 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.
         running = asyncio.ensure_future(up.run(paced, made_up(paced)))
         await up.until("ann", LearnerState.RUNNING, 2)
         async with asyncio.timeout(PATIENCE_S):
-            while (await run_documents(up.coordinator))[0]["rounds_done"] < 2:
+            while (await get_run_documents(up.coordinator))[0]["rounds_done"] < 2:
                 pass  # the coordinator has yet to hear of them
         await up.leave("ben")
         assert up.coordinating is not None
@@ -47,21 +47,21 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.
             await show_run(up.coordinator, asked, console)
         with pytest.raises(SpecError, match=f"got 'run-', with which several begin: {run_id}, {done.run_id}"):
             await show_run(up.coordinator, "run-", console)
-        with json_apart():
+        with reserve_stdout_for_json():
             await stop_run(up.coordinator, run_id[:-1], console)
         for over, how in ((done.run_id, "finished"), (run_id, "stopped: stopped by the operator")):
             await stop_run(up.coordinator, over, console)
             assert f"run {over} is over ({how}): nothing is left to stop" in " ".join(shown.getvalue().split())
-            with pytest.raises(NotReady, match=re.escape(f"run {over} is over ({how})")):
-                await amend_run(up.coordinator, over, "ann", console, joins=False)
+            with pytest.raises(FailedPrecondition, match=re.escape(f"run {over} is over ({how})")):
+                await reconfigure_run(up.coordinator, over, "ann", console, joins=False)
         out = capsys.readouterr().out  # with what services of this process log
         stopped = json.JSONDecoder().raw_decode(out, out.index("{\n"))[0]
         assert (stopped["run"], stopped["state"]) == (run_id, "stopped") and stopped["rounds_done"] >= 2
         await list_runs(up.coordinator, console)
         with pytest.raises(NotFound, match="no run 'x': the last one is"):
             await show_run(up.coordinator, "x", console)
-        told = json.loads(to_json(await run_documents(up.coordinator)))
-        assert await run_documents(up.coordinator, done.run_id) == (await run_documents(up.coordinator))[1:]
+        told = json.loads(to_json(await get_run_documents(up.coordinator)))
+        assert await get_run_documents(up.coordinator, done.run_id) == (await get_run_documents(up.coordinator))[1:]
         outcome = await running
     assert [each["run"] for each in told] == [run_id, done.run_id] and told[1]["rounds_done"] == 5
     assert [each["epsilon"] > 0 for each in told[1]["learners"]] == [True, True]
@@ -82,7 +82,7 @@ async def test_what_learners_noticed_of_each_other_is_shown(tmp_path: Path) -> N
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 2)
         session = up.learners["ann"].in_run()
-        assert session.hearing.notice(1, Rule.EQUIVOCATION, KnownBy.NAME, ended=False)
+        assert session.hearing.notice(1, Rule.EQUIVOCATION, Attribution.NAME, ended=False)
         session.report()
         async for view in up.watch(session.role.run_id):
             if view.violations:
@@ -109,7 +109,7 @@ async def test_a_run_that_failed_is_taken_up_again(tmp_path: Path) -> None:
         await resume_run(up.coordinator, run_id[:-1], console)
         await stop_run(up.coordinator, run_id, console)
         with pytest.raises(
-            NotReady, match=f"only a run that failed can be taken up again, and run {run_id} is stopped"
+            FailedPrecondition, match=f"only a run that failed can be taken up again, and run {run_id} is stopped"
         ):
             await resume_run(up.coordinator, run_id, console)
     lines = shown.getvalue().splitlines()
@@ -122,7 +122,7 @@ async def test_a_learner_is_let_in_with_another_folder(tmp_path: Path) -> None:
     console, shown = screen()
     async with network(tmp_path, ["ann"]) as up:
         await up.run(spec := small_spec(3, ["ann"]), made_up(spec))
-        with pytest.raises(NotReady, match="learner 'ann' is here"):
+        with pytest.raises(FailedPrecondition, match="learner 'ann' is here"):
             await rebind(up.coordinator, "ann", console)
         with pytest.raises(NotFound, match="learner 'zoe' has never joined this coordinator; those that have are ann"):
             await rebind(up.coordinator, "zoe", console)

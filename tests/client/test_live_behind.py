@@ -10,7 +10,7 @@ import pytest
 
 from sottovoce_client.live.plain import MOST_WAITING, _Behind
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.errors import NotReady, SottovoceError, Unavailable
+from sottovoce_core.errors import FailedPrecondition, SottovoceError, Unavailable
 
 
 class Learner:
@@ -68,7 +68,7 @@ async def test_who_hands_over_too_many_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [(Unavailable("it is away"), Unavailable), (SottovoceError("the run is over"), NotReady)]
+    ("error", "kind"), [(Unavailable("it is away"), Unavailable), (SottovoceError("the run is over"), FailedPrecondition)]
 )
 async def test_a_failure_is_raised_by_every_later_call_and_nothing_follows_it(
     error: SottovoceError, kind: type[SottovoceError]

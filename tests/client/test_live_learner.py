@@ -16,10 +16,10 @@ import pytest
 
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_client.live.plain import PlainLearner
-from sottovoce_client.live.sending import BATCH_RECORDS, Sender, _Batch
-from sottovoce_core.data.live import LiveRecords
-from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
+from sottovoce_client.live.plain import SyncLearner
+from sottovoce_client.live.sending import MAX_BATCH_RECORDS, Sender, _Batch
+from sottovoce_core.data.live import LiveRecordEncoder
+from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.losses.linear import Logistic
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.ingest.ingest import Ingest
@@ -182,11 +182,11 @@ async def test_records_that_have_no_stream_wait_and_say_why(tmp_path: Path, monk
     waits = asyncio.Queue[str]()
     async with ann_in(tmp_path, spec_of({"features": 2})) as (up, learner):
         await learner.feed(np.ones((1, 2)), [0])
-        monkeypatch.setattr(up.learners["ann"].face._feeds, "_most", 1)
+        monkeypatch.setattr(up.learners["ann"].servicer._feeds, "_most", 1)
         async with connect_learner(up.addresses["ann"], source="other", tell=waits.put_nowait) as other:
             feeding = asyncio.ensure_future(other.feed(np.ones((2, 2)), [0, 1]))
             why = await waits.get()
-            monkeypatch.setattr(up.learners["ann"].face._feeds, "_most", 2)
+            monkeypatch.setattr(up.learners["ann"].servicer._feeds, "_most", 2)
             assert await feeding == 2
     assert waits.empty()
     assert "at most 1 streams of records by callers without an identity" in why
@@ -206,7 +206,7 @@ async def test_predictions_name_the_classes(tmp_path: Path) -> None:
 
 async def test_predictions_need_the_run_to_opt_in(tmp_path: Path) -> None:
     async with ann_in(tmp_path, spec_of({"features": 2}, telemetry={})) as (_, learner):
-        with pytest.raises(NotReady, match="did not opt in"):
+        with pytest.raises(FailedPrecondition, match="did not opt in"):
             await learner.predict(np.ones((1, 2)))
 
 
@@ -214,10 +214,10 @@ async def test_a_run_that_is_over_takes_nothing_more(tmp_path: Path) -> None:
     async with ann_in(tmp_path, spec_of({"features": 2}, rounds=30), patience_s=PATIENCE_S) as (up, learner):
         states = [each.state async for each in learner.watch(0.01)]
         assert states[-1] is LearnerState.FINISHED
-        with pytest.raises(NotReady, match="is over for this learner"):
+        with pytest.raises(FailedPrecondition, match="is over for this learner"):
             await learner.feed(np.ones((1, 2)), [0])
         await up.start_another(spec_of({"schema": SCHEMA}), 4)
-        with pytest.raises(NotReady, match="is over for this learner"):
+        with pytest.raises(FailedPrecondition, match="is over for this learner"):
             await learner.feed(np.ones((1, 2)), [0])
         async with connect_learner(up.addresses["ann"]) as anew:
             assert await anew.feed([RECORD]) == 1
@@ -269,7 +269,7 @@ def test_a_message_has_no_more_than_fits() -> None:
 
     sender = object.__new__(Sender)
     sender._batches, sender._apart = deque(batch(k, 1) for k in range(3_000)), False
-    assert [len(each) for each in sender._together(-1)] == [BATCH_RECORDS, BATCH_RECORDS, 3_000 - 2 * BATCH_RECORDS]
+    assert [len(each) for each in sender._together(-1)] == [MAX_BATCH_RECORDS, MAX_BATCH_RECORDS, 3_000 - 2 * MAX_BATCH_RECORDS]
     assert sum(len(each) for each in sender._together(999)) == 2_000
     sender._batches = deque([batch(0, 600), batch(600, 600), batch(1_200, 424), batch(1_624, 1)])
     assert [[each.positions[0] for each in group] for group in sender._together(-1)] == [[0], [600, 1_200], [1_624]]
@@ -286,7 +286,7 @@ async def test_a_plain_program_does_the_same(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up:
         await up.start(spec_of({"schema": SCHEMA}), 4)
 
-        def program() -> tuple[int, PlainLearner]:
+        def program() -> tuple[int, SyncLearner]:
             with connect_learner(up.addresses["ann"]) as learner:
                 learner.feed([RECORD, RECORD])
                 threads = [threading.Thread(target=learner.feed, args=([RECORD],)) for _ in range(5)]
@@ -314,7 +314,7 @@ async def test_who_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="cannot reach"), connect_learner("127.0.0.1:1", patience_s=0.5):
         pass
     async with network(tmp_path, NAMES) as up:
-        with pytest.raises(NotReady, match="not in a run"):
+        with pytest.raises(FailedPrecondition, match="not in a run"):
             async with connect_learner(up.addresses["ann"], patience_s=0.5):
                 pass
         spec = small_spec(2, NAMES)
@@ -348,7 +348,7 @@ def test_what_pandas_does_not_have_is_missing() -> None:
         "features": {"age": {"type": "number", "bounds": [0, 120], "missing": "neutral"}},
         "label": SCHEMA["label"],
     }
-    records = LiveRecords.of(spec_of({"schema": flagged, "intercept": False}).data, Logistic())
+    records = LiveRecordEncoder.of(spec_of({"schema": flagged, "intercept": False}).data, Logistic())
     for gap in (None, float("nan"), pandas.NA):
         found = records.encode(pandas.DataFrame({"age": [60, gap], "outcome": ["home", "died"]}))
         assert (found.features.tolist(), found.refused) == ([[0.0], [0.0]], {})

@@ -13,9 +13,9 @@ import pytest
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import Prediction
 from sottovoce_client.live.prequential import Calibration, Prequential
-from sottovoce_core.data.live import LiveRecords
-from sottovoce_core.errors import DataError, NotReady
-from sottovoce_core.losses.linear import LeastSquares, Logistic, PassGlm, Softmax
+from sottovoce_core.data.live import LiveRecordEncoder
+from sottovoce_core.errors import DataError, FailedPrecondition
+from sottovoce_core.losses.linear import LeastSquaresLoss, Logistic, PassGlmLoss, SoftmaxLoss
 from sottovoce_rpc.server import SERVER_OPTIONS
 from tests.client.test_live_learner import NAMES, SCHEMA, SECRET, ann_in, spec_of
 from tests.services.network import network
@@ -93,7 +93,7 @@ async def test_a_stream_that_fails_says_why(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="the file is gone"):
             await anext(found)
     async with ann_in(tmp_path / "silent", spec_of({"features": 2}, telemetry={})) as (_, learner):
-        with pytest.raises(NotReady, match="did not opt in"):
+        with pytest.raises(FailedPrecondition, match="did not opt in"):
             await anext(learner.predictions(stream([0.0, 0.0])))
 
 
@@ -121,9 +121,9 @@ async def test_a_plain_program_predicts_a_stream(tmp_path: Path) -> None:
 # ---- in the words of the records -------------------------------------------------------------------------------------
 
 
-def records_of(label: dict[str, Any], loss: Any, **more: Any) -> LiveRecords:
+def records_of(label: dict[str, Any], loss: Any, **more: Any) -> LiveRecordEncoder:
     schema = {"features": {"age": {"type": "number", "bounds": [0, 120]}}, "label": {"name": "y", **label}}
-    return LiveRecords.of(spec_of({"schema": schema, **more}, loss=loss.model_dump()).data, loss)
+    return LiveRecordEncoder.of(spec_of({"schema": schema, **more}, loss=loss.model_dump()).data, loss)
 
 
 def test_labels_are_told_as_the_records_have_them() -> None:
@@ -134,27 +134,27 @@ def test_labels_are_told_as_the_records_have_them() -> None:
     assert (turned.classes, turned.told(scores, labels)) == (("died", "home"), ["died", "died", "home"])
     flags = records_of({"type": "boolean"}, Logistic())
     assert flags.classes == (False, True) and flags.told(scores, labels)[2] is True
-    stars = records_of({"type": "category", "categories": [5, 3, 1]}, Softmax(classes=4))
+    stars = records_of({"type": "category", "categories": [5, 3, 1]}, SoftmaxLoss(classes=4))
     assert (stars.classes, stars.told(scores, np.array([0.0, 2.0, 3.0]))) == ((5, 3, 1, 3), [5, 1, 3])
     folded = records_of({"type": "category", "categories": ["a", "b", "c"]}, Logistic())
     assert folded.folded and folded.classes == (0, 1)
-    number = records_of({"type": "number", "bounds": [100, 300]}, LeastSquares())
+    number = records_of({"type": "number", "bounds": [100, 300]}, LeastSquaresLoss())
     assert number.classes is None and number.told(scores, labels) == [100.0, 200.0, 300.0]
     encoded = number.encode([{"age": 1, "y": y} for y in (100, 250)])
     assert number.told(encoded.labels, labels) == [100.0, 250.0]
-    bare = LiveRecords.of(spec_of({"features": 1}).data, Logistic())
+    bare = LiveRecordEncoder.of(spec_of({"features": 1}).data, Logistic())
     assert (bare.classes, bare.told(scores, labels)) == ((0, 1), [0, 0, 1])
-    assert LiveRecords.of(spec_of({"features": 1}).data, LeastSquares()).told(scores, labels) == [-1.0, 0.0, 1.0]
+    assert LiveRecordEncoder.of(spec_of({"features": 1}).data, LeastSquaresLoss()).told(scores, labels) == [-1.0, 0.0, 1.0]
 
 
 def test_probabilities_are_those_that_the_loss_means() -> None:
     scores = np.array([-800.0, 0.0, np.log(3.0)])
     found = Logistic().probabilities(scores)
     np.testing.assert_allclose(found, np.array([[1, 0], [0.5, 0.5], [0.25, 0.75]]), atol=1e-12)
-    several = Softmax(classes=3).probabilities(np.array([[1000.0, 1000.0, 0.0], np.log([1.0, 2.0, 5.0])]))
+    several = SoftmaxLoss(classes=3).probabilities(np.array([[1000.0, 1000.0, 0.0], np.log([1.0, 2.0, 5.0])]))
     assert several is not None
     np.testing.assert_allclose(several, np.array([[0.5, 0.5, 0], [0.125, 0.25, 0.625]]), atol=1e-12)
-    assert PassGlm(score_bound=2.0).probabilities(scores) is LeastSquares().probabilities(scores) is None
+    assert PassGlmLoss(score_bound=2.0).probabilities(scores) is LeastSquaresLoss().probabilities(scores) is None
 
 
 # ---- how good they were ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import sottovoce as sv
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.live.connecting import connect_learner
-from sottovoce_client.running.conduct import conduct, run_up
+from sottovoce_client.running.conduct import conduct, run_with_local_services
 from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.local import LocalServices
 from sottovoce_core.errors import SpecError
@@ -101,7 +101,7 @@ def test_up_says_where_records_go_and_what_they_cost(
             said += capsys.readouterr().out
         return summarise(*words)
 
-    monkeypatch.setattr(terminal, "LONG_S", 0.0)
+    monkeypatch.setattr(terminal, "WAIT_NOTICE_DELAY_S", 0.0)
     monkeypatch.setattr("sottovoce_client.running.conduct.summarise", slowly)
     spec = small_spec(60, ["north", "south"], data=LIVE, clock=CLOCK)
 
@@ -114,7 +114,7 @@ def test_up_says_where_records_go_and_what_they_cost(
                 await learner.feed(np.ones((7, 2)), np.ones(7))
 
         feeding = asyncio.ensure_future(feed())
-        outcome = await run_up(prepared.run.spec, prepared.data, tmp_path, watch, stop)
+        outcome = await run_with_local_services(prepared.run.spec, prepared.data, tmp_path, watch, stop)
         await feeding
         return outcome
 
@@ -140,8 +140,8 @@ def test_what_up_starts_is_said_in_words(tmp_path: Path) -> None:
 def test_what_does_not_take_long_is_not_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(terminal, "LONG_S", 1_000.0)
-    with terminal.said_if_long("something"):
+    monkeypatch.setattr(terminal, "WAIT_NOTICE_DELAY_S", 1_000.0)
+    with terminal.print_if_slow("something"):
         (timer,) = (each for each in threading.enumerate() if isinstance(each, threading.Timer))
     timer.join(PATIENCE_S)
     assert not timer.is_alive() and not capsys.readouterr().out
@@ -167,7 +167,7 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
                         return stop.set()
 
         feeding = asyncio.ensure_future(feed())
-        outcome = await run_up(prepared.run.spec, prepared.data, tmp_path, watch, stop, keep_log=ending == "kept")
+        outcome = await run_with_local_services(prepared.run.spec, prepared.data, tmp_path, watch, stop, keep_log=ending == "kept")
         await asyncio.gather(feeding, return_exceptions=True)
         return outcome
 

@@ -21,7 +21,7 @@ import yaml
 from sottovoce_client.live.sending import At
 from sottovoce_client.models import exporting, predicting
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.errors import DataError, NotReady, SpecError
+from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import load_spec
 from sottovoce_rpc.credentials import Credentials
@@ -254,11 +254,11 @@ async def test_what_is_no_record_of_the_run_is_refused(tmp_path: Path) -> None:
         other = load_spec(spec_file(tmp_path / "other", COVERED, data={"scale": "range"}))
         with pytest.raises(SpecError, match="its section data says something else"):
             await exporting.of_learner(at, other)
-        with pytest.raises(NotReady, match="'ann', not 'ben'"):
+        with pytest.raises(FailedPrecondition, match="'ann', not 'ben'"):
             await exporting.of_learner(At(at.address, "ben", Credentials()), own)
     silent = spec_file(tmp_path / "silent", COVERED, telemetry={"predict": False})
     async with learned(tmp_path / "silent", silent) as up:
-        with pytest.raises(NotReady, match="did not opt in"):
+        with pytest.raises(FailedPrecondition, match="did not opt in"):
             await exporting.of_learner(At(up.addresses["ann"], "", Credentials()), load_spec(silent))
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sottovoce_client.reports.run_report import run_page
+from sottovoce_client.reports.run_report import build_run_page
 from sottovoce_client.running import conduct as conducting
 from sottovoce_client.running.console import print_summary
-from sottovoce_client.running.evaluate import gaps_in, not_captured, noticed_in
+from sottovoce_client.running.evaluate import list_capture_gaps, not_captured, read_detections
 from sottovoce_client.running.operate import Outcome
 from sottovoce_client.running.summary import Noticed, RunSummary
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.running.run import build_run
 from tests.client.summaries import capture, summary
 from tests.examples import made_up, small_spec
@@ -39,7 +39,7 @@ def printed(made: RunSummary) -> str:
 def test_the_terminal_and_the_report_say_it_in_one_line() -> None:
     made = replace(summary(), noticed=TWO)
     assert LINE in printed(made)
-    page = run_page(made).html()
+    page = build_run_page(made).html()
     assert LINE.replace("<", "&lt;").replace(">", "&gt;") in page
     assert "<li>learner 2 to learner 1, round 3: other bytes</li>" in page
 
@@ -48,7 +48,7 @@ def test_nothing_noticed_is_not_worth_a_line() -> None:
     for noticed in (None, Noticed(0, (), None)):
         made = replace(summary(), noticed=noticed)
         assert "noticed" not in printed(made)
-        assert "must never happen" not in run_page(made).html()
+        assert "must never happen" not in build_run_page(made).html()
 
 
 @pytest.mark.parametrize(("noticed", "code"), [(None, 0), (Noticed(0, (), None), 0), (TWO, 1)])
@@ -59,7 +59,7 @@ def test_a_run_in_which_something_was_noticed_exits_with_1(
     spec = small_spec(4, 2)
     monkeypatch.setattr(conducting, "run_async", lambda start: outcome(None))
     monkeypatch.setattr(conducting, "summarise", lambda *_: replace(summary(), noticed=noticed))
-    prepared = Prepared(build_run(spec, 3), made_up(spec))
+    prepared = PreparedRun(build_run(spec, 3), made_up(spec))
     assert conducting.conduct(prepared, tmp_path, lambda *_: asyncio.sleep(0)) == code  # type: ignore[arg-type]
 
 
@@ -70,10 +70,10 @@ def outcome(capture: str | None) -> Outcome:
 def test_it_is_read_from_the_capture(tmp_path: Path) -> None:
     spec = json.dumps(small_spec(4, 2, topology={"graph": "path"}).model_dump(mode="json"))
     asyncio.run(captured(tmp_path / "c", [row(frame(0, 1), 0, 1)], spec=spec, n_features=3))
-    found = noticed_in(outcome(str(tmp_path / "c")))
+    found = read_detections(outcome(str(tmp_path / "c")))
     assert found is not None and found.count == 1 and "speaks as learner-1" in found.first[0]
-    assert noticed_in(outcome(None)) is None and gaps_in(outcome(None)) == ()
-    assert noticed_in(outcome(str(tmp_path / "nowhere"))) is None
+    assert read_detections(outcome(None)) is None and list_capture_gaps(outcome(None)) == ()
+    assert read_detections(outcome(str(tmp_path / "nowhere"))) is None
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_gaps_are_read_from_a_capture_that_anybody_may_have_written(
     asyncio.run(captured(tmp_path, [row(frame(0, 1), 0, 1)]))
     path = tmp_path / "capture.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "gaps": gaps}))
-    assert gaps_in(outcome(str(tmp_path))) == words
+    assert list_capture_gaps(outcome(str(tmp_path))) == words
     lines = [f"The capture has 1 gap: {words[0]}"] if words else []
     assert list(not_captured(outcome(str(tmp_path)))) == lines
     assert list(not_captured(replace(outcome(str(tmp_path)), capture_error="No space left on device"))) == [
@@ -116,10 +116,10 @@ def test_a_capture_that_is_not_whole_is_said_on_the_terminal_and_on_the_page() -
     whole = "rounds 0 to 41 were recorded completely, and the losses are of these"
     made = replace(summary(rounds=50), capture=capture(42))
     assert whole in " ".join(printed(made).split())
-    assert f"Of 50 rounds, {whole}." in run_page(made).html()
+    assert f"Of 50 rounds, {whole}." in build_run_page(made).html()
     for complete in (summary(rounds=50), replace(summary(rounds=50), capture=None)):
         assert "recorded completely" not in printed(complete)
-        assert "Not all messages of this run were recorded" not in run_page(complete).html()
+        assert "Not all messages of this run were recorded" not in build_run_page(complete).html()
 
 
 def test_what_a_capture_lacks_is_on_the_page() -> None:
@@ -128,6 +128,6 @@ def test_what_a_capture_lacks_is_on_the_page() -> None:
         "The capture has 2 gaps: learner 1, rounds 3 to 8; learner 0, rounds 12 to 13",
     )
     for made in (summary(), replace(summary(), capture=None)):
-        text = run_page(replace(made, not_captured=lines)).html()
+        text = build_run_page(replace(made, not_captured=lines)).html()
         assert "The capture is not complete: &lt;the disk&gt; is full." in text and f"{lines[1]}." in text
         assert "no eavesdropper took part" not in text

@@ -19,11 +19,11 @@ from rich.console import Console
 from sottovoce_client.data.catalogue import describe
 from sottovoce_client.data.schemas import check, infer
 from sottovoce_client.feeding.forms import Csv, JsonLines
-from sottovoce_client.starting import Wishes, begin
-from sottovoce_client.terminal import say_nothing
+from sottovoce_client.starting import InitOptions, begin
+from sottovoce_client.terminal import ignore_progress
 from sottovoce_core.data.dataset import encode_file, load_dataset, read_source
 from sottovoce_core.data.encoding import Encoder
-from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.data.live import LiveRecordEncoder
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.errors import DataError, SottovoceError, SpecError
 from sottovoce_core.losses.linear import Logistic
@@ -161,7 +161,7 @@ def readers(path: Path, *, drafted: bool = True) -> Iterator[tuple[str, Callable
     if drafted:
         yield "init --schema-only", lambda: infer(path, None, folder / "schema.yaml", SILENT)
     yield "data describe", lambda: describe(str(path), (), SILENT)
-    yield "init", lambda: begin(Wishes(path, label_bound=1.0), folder, None, say_nothing)
+    yield "init", lambda: begin(InitOptions(path, label_bound=1.0), folder, None, ignore_progress)
     yield "spec check and a run", lambda: load_dataset(DataSpec(source=str(path)), Logistic())
 
 
@@ -382,7 +382,7 @@ def test_labels_that_are_nearly_the_same_are_told_by_all(file: Write, capsys: py
     path = file("odd.csv", INCOMES)
     describe(str(path), (), Console(file=(shown := io.StringIO()), width=400))
     assert ALIKE in shown.getvalue()
-    assert any(ALIKE in note for note in begin(Wishes(path), path.parent, None, say_nothing).notes)
+    assert any(ALIKE in note for note in begin(InitOptions(path), path.parent, None, ignore_progress).notes)
     infer(path, None, drafted := path.parent / "schema.yaml", SILENT)
     assert ALIKE in drafted.read_text(encoding="utf-8")
     document = {"rounds": 3, "learners": 2, "algorithm": "ldp-dol", "data": {"source": str(path)}}
@@ -442,7 +442,7 @@ def test_what_is_fed_is_named_by_its_format(form: Any, content: bytes, message: 
 
 
 def test_whole_numbers_that_would_lose_digits_are_no_live_records() -> None:
-    live = LiveRecords.of(DataSpec(source="live", features=2), Logistic())
+    live = LiveRecordEncoder.of(DataSpec(source="live", features=2), Logistic())
     found = live.encode([[2**53 + 1, 0.5], [2.0**60, 1], [1e300, 1], [2**53 - 1, 1]], [0, 1, 0, 1])
     assert found.refused == {
         0: "whole numbers beyond 2**53, of which float64 loses digits",

@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.auditing.report import audit_page
-from sottovoce_client.privacy.budget import Question, _budget_page, _line_of
-from sottovoce_client.privacy.tradeoff import Trade, _answer_of, _Measured, _tradeoff_page
+from sottovoce_client.auditing.report import build_audit_page
+from sottovoce_client.privacy.budget import BudgetRequest, _budget_page, _line_of
+from sottovoce_client.privacy.tradeoff import TradeoffRequest, _answer_of, _Measured, _tradeoff_page
 from sottovoce_client.reports.page import Page, PageTable
-from sottovoce_client.reports.run_report import run_page
-from sottovoce_client.running.compare import compare_page
+from sottovoce_client.reports.run_report import build_run_page
+from sottovoce_client.running.compare import make_compare_page
 from sottovoce_client.running.summary import Noticed
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.results import Facts, Result, Results
 from sottovoce_core.running.metrics import Curve, Curves
 from sottovoce_core.running.run import Run
 from sottovoce_lab.cases import Gallery, Membership, _GuessingRate
 from sottovoce_lab.gallery import _gallery_page
-from sottovoce_lab.rebuild import Rebuilt
+from sottovoce_lab.rebuild import Reconstruction
 from tests.claims import SETUPS
 from tests.client.summaries import learner, summary
 from tests.client.test_report import Page as Parsed
@@ -59,7 +59,7 @@ def of_a_run(name: str) -> Page:
         "warnings": ((name, name),),
         "spec_yaml": name,
     }
-    return run_page(replace(made, promise=promise, capture=capture, version=name, **told))
+    return build_run_page(replace(made, promise=promise, capture=capture, version=name, **told))
 
 
 def of_an_audit(name: str) -> Page:
@@ -67,12 +67,12 @@ def of_an_audit(name: str) -> Page:
     run = setup.build()
     plan = plan_audit(run, made_up(run.spec, setup.n_features), 0, runs=20, seed=1)
     done = audit_simulated(plan)
-    return audit_page(replace(done, source=name, plan=replace(plan, run=named(run, name))), name, 1)
+    return build_audit_page(replace(done, source=name, plan=replace(plan, run=named(run, name))), name, 1)
 
 
 def of_a_gallery(name: str) -> Page:
     pictures = np.linspace(0, 1, 8).reshape(2, 4)
-    rebuilt = Rebuilt(pictures, pictures, 0.1, 0.9, 0.0, math.nan, 7)
+    rebuilt = Reconstruction(pictures, pictures, 0.1, 0.9, 0.0, math.nan, 7)
     attacked = {name: rebuilt, f"{name} again": rebuilt}
     rates = np.array([0.0, 0.5, 1.0])
     guessed = _GuessingRate(runs=10, correct=6, low=0.3, high=0.8, bound=0.0, detections=rates, false_alarms=rates)
@@ -85,20 +85,20 @@ def of_a_comparison(name: str) -> Page:
     curves = {key: Curve(np.array([[0.9, 1.1]] * 3), None) for key in ("accuracy", "average_loss")}
     facts = Facts(name, {}, name, "wire", math.inf, 1.0, 2.0, 4, 10, (name,), name, 100.0)
     result = Result(facts, Curves(np.arange(1, 4), curves, np.arange(1.0, 4.0)))
-    return compare_page(Results((result, result)))
+    return make_compare_page(Results((result, result)))
 
 
 def of_a_budget(name: str) -> Page:
     setup = SETUPS["ldp-dol"]
     run = named(setup.build(), name)
-    prepared = Prepared(run, made_up(run.spec, setup.n_features))
-    question = Question(delta=1e-6, group=2, uses=True)
+    prepared = PreparedRun(run, made_up(run.spec, setup.n_features))
+    question = BudgetRequest(delta=1e-6, group=2, uses=True)
     return _budget_page(run, [_line_of(prepared, i, question) for i in range(2)], question)
 
 
 def of_a_tradeoff(name: str) -> Page:
     measured = [_Measured(a, 0.2 * math.exp(-25 * a) + 0.1, 0.01) for a in (0.02, 0.1, 0.5, 1.0)]
-    return _tradeoff_page(named(SETUPS["ldp-dol"].build(), name).spec, _answer_of(measured, Trade(())), Trade(()))
+    return _tradeoff_page(named(SETUPS["ldp-dol"].build(), name).spec, _answer_of(measured, TradeoffRequest(())), TradeoffRequest(()))
 
 
 PAGES = (of_a_run, of_an_audit, of_a_gallery, of_a_comparison, of_a_budget, of_a_tradeoff)

@@ -12,7 +12,7 @@ from playwright.async_api import Browser, expect
 from playwright.async_api import Page as Tab
 
 from sottovoce_client.reports.page import Page
-from sottovoce_client.reports.run_report import run_page
+from sottovoce_client.reports.run_report import build_run_page
 from tests.client.browsers import GUARD_MS, NEEDED, chromium, hindrances, tab
 from tests.client.summaries import summary
 from tests.client.test_pages import PAGES
@@ -34,7 +34,7 @@ async def opened(seen: Tab, page: Page, folder: Path) -> Tab:
 
 
 def of_many(name: str) -> Page:
-    return run_page(summary(12, 40, name=name))
+    return build_run_page(summary(12, 40, name=name))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -63,7 +63,7 @@ async def test_nothing_but_tables_is_scrolled_sideways(
 async def test_no_line_of_facts_begins_with_a_dot(browser: Browser, tmp_path: Path) -> None:
     """Dots lie in the 20 pixels before a fact; those before the first one of a line are cut off."""
     async with tab(browser, viewport={"width": 390, "height": 844}) as seen:
-        await opened(seen, run_page(summary()), tmp_path)
+        await opened(seen, build_run_page(summary()), tmp_path)
         places = await seen.evaluate(
             """() => {
                 const facts = document.querySelector('.facts'), left = facts.getBoundingClientRect().left;
@@ -79,7 +79,7 @@ async def test_a_page_is_as_dark_as_its_reader_likes(browser: Browser, tmp_path:
     grounds = []
     for scheme in ("light", "dark"):
         async with tab(browser, color_scheme=scheme) as seen:
-            await opened(seen, run_page(summary(2, 20)), tmp_path)
+            await opened(seen, build_run_page(summary(2, 20)), tmp_path)
             grounds.append(await seen.evaluate("getComputedStyle(document.body).backgroundColor"))
             if scheme == "dark":  # paper is white
                 await seen.emulate_media(media="print")
@@ -89,7 +89,7 @@ async def test_a_page_is_as_dark_as_its_reader_likes(browser: Browser, tmp_path:
 
 async def test_another_view_is_chosen_without_a_script(browser: Browser, tmp_path: Path) -> None:
     async with tab(browser, java_script_enabled=False) as seen:
-        await opened(seen, run_page(summary(2, 20)), tmp_path)
+        await opened(seen, build_run_page(summary(2, 20)), tmp_path)
         views = seen.locator("#plot-budget .view")
         await expect(views.nth(0)).to_be_visible()
         await expect(views.nth(1)).to_be_hidden()
@@ -99,7 +99,7 @@ async def test_another_view_is_chosen_without_a_script(browser: Browser, tmp_pat
 
 
 async def test_figures_are_as_wide_as_there_is_room_and_as_dark_as_the_page(browser: Browser, tmp_path: Path) -> None:
-    made, inks = run_page(summary(2, 20)), []
+    made, inks = build_run_page(summary(2, 20)), []
     for scheme in ("light", "dark"):
         async with tab(browser, color_scheme=scheme, viewport={"width": 1280, "height": 900}) as seen:
             await opened(seen, made, tmp_path)
@@ -114,7 +114,7 @@ async def test_figures_are_as_wide_as_there_is_room_and_as_dark_as_the_page(brow
 
 async def test_a_table_with_more_than_is_seen_is_reached_by_keyboard(browser: Browser, tmp_path: Path) -> None:
     async with tab(browser, viewport={"width": 390, "height": 844}) as seen:
-        await opened(seen, run_page(summary()), tmp_path)
+        await opened(seen, build_run_page(summary()), tmp_path)
         table = seen.get_by_role("region", name="Learner by learner, a table")
         await expect(table).to_have_attribute("tabindex", "0")
         await table.focus()
@@ -132,7 +132,7 @@ async def test_a_table_with_more_than_is_seen_is_reached_by_keyboard(browser: Br
 
 async def test_on_paper_a_report_takes_few_pages_and_loses_nothing(browser: Browser, tmp_path: Path) -> None:
     async with tab(browser) as seen:
-        await opened(seen, run_page(summary()), tmp_path)
+        await opened(seen, build_run_page(summary()), tmp_path)
         paper = await seen.pdf(format="A4")
         assert 3 <= paper.count(b"/Type /Page\n") <= 4
         await seen.emulate_media(media="print")

@@ -19,18 +19,18 @@ from cryptography.x509.oid import NameOID
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.pki import AUTHORITY_KEY, REQUEST, Authority, certificate_of
-from sottovoce_client.running.local import issue_local
-from sottovoce_core.errors import NotReady, SpecError, StrangerError
+from sottovoce_client.pki import AUTHORITY_KEY, REQUEST, Authority, read_certificate
+from sottovoce_client.running.local import issue_local_identities
+from sottovoce_core.errors import FailedPrecondition, SpecError, PermissionDenied
 from sottovoce_rpc.certificates import (
-    AUTHORITIES,
+    AUTHORITIES_FILE,
     CERTIFICATE,
     KEY,
-    REVOKED,
-    certificates_in,
-    domain_of,
-    leads_to,
-    lists_in,
+    REVOCATION_FILE,
+    parse_certificates,
+    read_trust_domain,
+    has_chain_to_root,
+    parse_revocation_lists,
     named,
 )
 from sottovoce_rpc.credentials import Credentials
@@ -77,9 +77,9 @@ def test_a_renewed_identity_is_the_same_principal_with_another_key(here: Path) -
     said("init", "--domain", "ward.example")
     said("issue", "learner/north", "--hostname", "north.local", "--hostname", "10.0.0.7")
     folder = here / "identities" / "learner-north"
-    before, key = certificate_of(folder), (folder / KEY).read_bytes()
+    before, key = read_certificate(folder), (folder / KEY).read_bytes()
     said("issue", "identities/learner-north", "--days", "7")
-    after = certificate_of(folder)
+    after = read_certificate(folder)
 
     def names(certificate: x509.Certificate) -> list[str]:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -94,19 +94,19 @@ def test_a_renewed_identity_is_the_same_principal_with_another_key(here: Path) -
 def test_what_is_revoked_is_listed_and_told_to_identities(here: Path) -> None:
     said("init", "--domain", "ward.example")
     said("issue", "learner/north", "learner/south")
-    north = certificate_of(here / "identities" / "learner-north")
+    north = read_certificate(here / "identities" / "learner-north")
     assert "2 identities" in said("revoke", "learner/north")
-    listed = x509.load_pem_x509_crl((here / "identities" / "learner-south" / REVOKED).read_bytes())
+    listed = x509.load_pem_x509_crl((here / "identities" / "learner-south" / REVOCATION_FILE).read_bytes())
     assert [each.serial_number for each in listed] == [north.serial_number]
     assert "revoked" in said("show")
     with pytest.raises(SpecError, match="has no certificate that is valid; there are those of learner/south"):
         Authority(here / "sottovoce-authority").revoke("learner/north")
-    with pytest.raises(NotReady, match="was revoked: issue another one"):
+    with pytest.raises(FailedPrecondition, match="was revoked: issue another one"):
         Authority(here / "sottovoce-authority").renew(here / "identities" / "learner-north")
     said("issue", "learner/north")
-    assert certificate_of(here / "identities" / "learner-north").serial_number != north.serial_number
+    assert read_certificate(here / "identities" / "learner-north").serial_number != north.serial_number
     said("revoke", "learner/south")
-    listed = x509.load_pem_x509_crl((here / "sottovoce-authority" / REVOKED).read_bytes())
+    listed = x509.load_pem_x509_crl((here / "sottovoce-authority" / REVOCATION_FILE).read_bytes())
     assert len({each.serial_number for each in listed}) == 2
 
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_done_is_said_in_a_line(here: Path, command: tuple[str, .
     said("issue", "learner/south")
     Authority.init(here / "b-authority", "ward.example").issue("learner/x", here / "others")
     result = CliRunner().invoke(app, ["pki", *command])
-    assert isinstance(result.exception, NotReady | SpecError)
+    assert isinstance(result.exception, FailedPrecondition | SpecError)
     with pytest.raises(type(result.exception), match=words):
         raise result.exception
     assert "\n" not in str(result.exception)
@@ -198,7 +198,7 @@ def test_what_died_half_way_is_begun_again(here: Path, monkeypatch: pytest.Monke
 def test_a_damaged_authority_is_said_so(here: Path) -> None:
     said("init", "--domain", "ward.example")
     (here / "sottovoce-authority" / AUTHORITY_KEY).write_text("garbage")
-    with pytest.raises(NotReady, match=r"sottovoce-authority/ca\.key must hold a private key in PEM"):
+    with pytest.raises(FailedPrecondition, match=r"sottovoce-authority/ca\.key must hold a private key in PEM"):
         Authority(here / "sottovoce-authority")
 
 
@@ -207,20 +207,20 @@ def test_another_authority_may_have_signed(here: Path) -> None:
     old, new = (Authority.init(here / name, "ward.example") for name in ("old", "new"))
     old.issue("learner/north", here / "north")
     new.issue("coordinator/main", here / "main")
-    both = (here / "old" / AUTHORITIES).read_bytes() + (here / "new" / AUTHORITIES).read_bytes()
+    both = (here / "old" / AUTHORITIES_FILE).read_bytes() + (here / "new" / AUTHORITIES_FILE).read_bytes()
     for folder in ("north", "main"):
-        (here / folder / AUTHORITIES).write_bytes(both)
+        (here / folder / AUTHORITIES_FILE).write_bytes(both)
     assert str(Credentials(here / "north").principal) == "learner/north"
     own = Credentials(here / "main")
     assert own.known((here / "north" / CERTIFICATE).read_bytes()) == Credentials(here / "north").principal
 
 
 def believed(folder: Path) -> set[bytes]:
-    return {each.fingerprint(hashes.SHA256()) for each in certificates_in((folder / AUTHORITIES).read_bytes(), "")}
+    return {each.fingerprint(hashes.SHA256()) for each in parse_certificates((folder / AUTHORITIES_FILE).read_bytes(), "")}
 
 
 def listed(folder: Path) -> set[int]:
-    return {each.serial_number for one in lists_in((folder / REVOKED).read_bytes()) for each in one}
+    return {each.serial_number for one in parse_revocation_lists((folder / REVOCATION_FILE).read_bytes()) for each in one}
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def three(here: Path) -> dict[str, Authority]:
     for name, own in made.items():
         own.issue(f"learner/{name}-old", here / "gone" / f"{name}-old")
         own.revoke(f"learner/{name}-old")
-    for file in (AUTHORITIES, REVOKED):
+    for file in (AUTHORITIES_FILE, REVOCATION_FILE):
         contents = {name: (own.folder / file).read_bytes() for name, own in made.items()}
         for name, own in made.items():
             others = [content for other, content in contents.items() if other != name]
@@ -246,7 +246,7 @@ def test_what_other_authorities_wrote_stays(here: Path, three: dict[str, Authori
     assert (len(authorities), len(lists)) == (3, 3)
     said("issue", first, *place)
     assert (believed(here / first), listed(here / first)) == (authorities, lists)
-    alice = certificate_of(here / "identities" / "operator-alice").serial_number
+    alice = read_certificate(here / "identities" / "operator-alice").serial_number
     said("revoke", "operator/alice", *place)
     for folder in (here / first, here / "north-authority"):
         assert (believed(folder), listed(folder)) == (authorities, {*lists, alice})
@@ -259,18 +259,18 @@ def test_authorities_that_only_the_identity_knows_stay(here: Path, three: dict[s
     north, own = here / "north-authority", here / "identities" / "learner-north"
     said("issue", "learner/north", "--authority", "north-authority")
     authorities = believed(own)
-    (north / AUTHORITIES).write_bytes(x509_pem(north, "north.example"))
+    (north / AUTHORITIES_FILE).write_bytes(x509_pem(north, "north.example"))
     three["east"].issue("learner/late", here / "late")
     three["east"].revoke("learner/late")
-    (own / REVOKED).write_bytes((here / "east-authority" / REVOKED).read_bytes())
+    (own / REVOCATION_FILE).write_bytes((here / "east-authority" / REVOCATION_FILE).read_bytes())
     lists = listed(own)
     said("issue", str(own), "--authority", "north-authority")
     assert (believed(own), listed(own)) == (authorities, lists)
 
 
 def x509_pem(folder: Path, domain: str) -> bytes:
-    found = certificates_in((folder / AUTHORITIES).read_bytes(), "")
-    return next(each.public_bytes(serialization.Encoding.PEM) for each in found if domain_of(each) == domain)
+    found = parse_certificates((folder / AUTHORITIES_FILE).read_bytes(), "")
+    return next(each.public_bytes(serialization.Encoding.PEM) for each in found if read_trust_domain(each) == domain)
 
 
 def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
@@ -280,8 +280,8 @@ def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
     folders = [here / "identities" / name for name in ("learner-north", "learner-south", "operator-alice")]
     said("revoke", "learner/south")
     (here / "identities" / "other").mkdir()
-    (here / "identities" / "other" / AUTHORITIES).write_bytes(
-        (Authority.init(here / "b", "b.example").folder / AUTHORITIES).read_bytes()
+    (here / "identities" / "other" / AUTHORITIES_FILE).write_bytes(
+        (Authority.init(here / "b", "b.example").folder / AUTHORITIES_FILE).read_bytes()
     )
     told = " ".join(said("init", "--domain", "ward.example", "--authority", "new", "--replaces", HERE, code=1).split())
     assert "3 identities in identities believe both now" in told
@@ -290,21 +290,21 @@ def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
     assert [len(believed(folder)) for folder in folders] == [2, 2, 2]
     assert all((own := Credentials(folder).identity()) and own.is_rooted for folder in folders)
     said("issue", str(folders[0]))
-    first = certificate_of(folders[0]).serial_number
+    first = read_certificate(folders[0]).serial_number
     said("issue", str(folders[0]), str(folders[2]), "--authority", "new")
     root = Authority(here / "new")._certificate
-    assert leads_to(certificate_of(folders[0]), (), [root]) and not leads_to(certificate_of(folders[1]), (), [root])
-    with pytest.raises(NotReady, match="was revoked"):
+    assert has_chain_to_root(read_certificate(folders[0]), (), [root]) and not has_chain_to_root(read_certificate(folders[1]), (), [root])
+    with pytest.raises(FailedPrecondition, match="was revoked"):
         Authority(here / "new").renew(folders[1])
 
     assert "copied to 3 identities" in said("revoke", "learner/north", "--authority", "new")
-    assert {first, certificate_of(folders[0]).serial_number} < listed(folders[2])
+    assert {first, read_certificate(folders[0]).serial_number} < listed(folders[2])
     known = Credentials(folders[2])
     for folder in (folders[0], folders[1]):
-        with pytest.raises(StrangerError, match="a revoked certificate"):
+        with pytest.raises(PermissionDenied, match="a revoked certificate"):
             known.known((folder / CERTIFICATE).read_bytes())
     old = (here / "sottovoce-authority" / "issued" / f"{first:x}.crt").read_bytes()
-    with pytest.raises(StrangerError, match="a revoked certificate"):
+    with pytest.raises(PermissionDenied, match="a revoked certificate"):
         known.known(old)
 
 
@@ -325,36 +325,36 @@ def test_who_revokes_is_told_of_another_authority_of_the_domain(here: Path) -> N
 def test_folders_that_do_not_get_the_list_are_named(here: Path, three: dict[str, Authority]) -> None:
     said("issue", "learner/north", "learner/south", "learner/west", "--authority", "north-authority")
     own = here / "identities"
-    (own / "learner-south" / AUTHORITIES).write_bytes(x509_pem(here / "east-authority", "east.example"))
-    (own / "learner-west" / REVOKED).write_bytes(b"garbage")
+    (own / "learner-south" / AUTHORITIES_FILE).write_bytes(x509_pem(here / "east-authority", "east.example"))
+    (own / "learner-west" / REVOCATION_FILE).write_bytes(b"garbage")
     (own / "somebody").mkdir()
     told = " ".join(said("revoke", "learner/north", "--authority", "north-authority", code=1).split())
     assert "copied to 1 identities" in told
     assert "not to identities/learner-south: its ca.crt does not hold this authority" in told
     assert "not to identities/learner-west: identities/learner-west/crl.pem must hold lists" in told
     assert "somebody" not in told
-    assert certificate_of(own / "learner-north").serial_number in listed(own / "learner-north")
+    assert read_certificate(own / "learner-north").serial_number in listed(own / "learner-north")
 
 
 def test_one_that_cannot_be_renewed_keeps_none_from_it(here: Path) -> None:
     said("init", "--domain", "ward.example")
     said("issue", "learner/north", "learner/south")
-    before = certificate_of(here / "identities" / "learner-south")
+    before = read_certificate(here / "identities" / "learner-south")
     result = CliRunner().invoke(app, ["pki", "issue", "nowhere", "identities/learner-south", "neither"])
-    assert isinstance(result.exception, NotReady)
+    assert isinstance(result.exception, FailedPrecondition)
     assert "nowhere" in str(result.exception)
     assert "neither" in str(result.exception)
-    assert certificate_of(here / "identities" / "learner-south") != before
+    assert read_certificate(here / "identities" / "learner-south") != before
 
 
 def test_a_list_of_an_unknown_authority_is_not_lost_in_silence(here: Path, three: dict[str, Authority]) -> None:
     said("issue", "learner/north", "--authority", "north-authority")
     own = here / "identities" / "learner-north"
-    (own / AUTHORITIES).write_bytes(x509_pem(here / "north-authority", "north.example"))
-    (here / "north-authority" / AUTHORITIES).write_bytes(x509_pem(here / "north-authority", "north.example"))
+    (own / AUTHORITIES_FILE).write_bytes(x509_pem(here / "north-authority", "north.example"))
+    (here / "north-authority" / AUTHORITIES_FILE).write_bytes(x509_pem(here / "north-authority", "north.example"))
     before = {path: path.read_bytes() for path in own.iterdir()}
     with pytest.raises(
-        NotReady, match=r"must be signed by an authority of ca.crt, got one of CN=.*put that authority into"
+        FailedPrecondition, match=r"must be signed by an authority of ca.crt, got one of CN=.*put that authority into"
     ):
         Authority(here / "north-authority").renew(own)
     assert {path: path.read_bytes() for path in own.iterdir()} == before
@@ -370,13 +370,13 @@ def test_a_private_key_stays_with_its_owner(here: Path) -> None:
     back = here / "identities" / "learner-north"
     for _ in range(2):
         assert "asked for" not in said("issue", "learner/north", "--csr", str(own / REQUEST))
-        assert sorted(path.name for path in back.iterdir()) == [AUTHORITIES, REVOKED, CERTIFICATE]
+        assert sorted(path.name for path in back.iterdir()) == [AUTHORITIES_FILE, REVOCATION_FILE, CERTIFICATE]
         for path in back.iterdir():
             (own / path.name).write_bytes(path.read_bytes())
         assert str(Credentials(own).principal) == "learner/north"
         said("request", "learner/north", "--out", "hospital")
         assert (own / KEY).read_bytes() == key
-    with pytest.raises(NotReady, match="is kept elsewhere: have another request made there"):
+    with pytest.raises(FailedPrecondition, match="is kept elsewhere: have another request made there"):
         Authority(here / "sottovoce-authority").renew(back)
     assert "copied to 1 identities" in said("revoke", "learner/north")
 
@@ -399,11 +399,11 @@ def test_the_authority_names_whom_it_certifies(here: Path) -> None:
     path = asked(here, ec.generate_private_key(ec.SECP384R1()), uri="spiffe://ward.example/operator/root")
     told = " ".join(said("issue", "learner/north", "--csr", str(path)).split())
     assert "asked for spiffe://ward.example/operator/root; the certificate is for learner/north" in told
-    names = certificate_of(here / "identities" / "learner-north").extensions.get_extension_for_class(
+    names = read_certificate(here / "identities" / "learner-north").extensions.get_extension_for_class(
         x509.SubjectAlternativeName
     )
     assert "evil.example" not in names.value.get_values_for_type(x509.DNSName)
-    assert named(certificate_of(here / "identities" / "learner-north")) == Principal.of("ward.example", "learner/north")
+    assert named(read_certificate(here / "identities" / "learner-north")) == Principal.of("ward.example", "learner/north")
 
 
 def test_requests_that_cannot_be_certified(here: Path) -> None:
@@ -412,28 +412,28 @@ def test_requests_that_cannot_be_certified(here: Path) -> None:
     good = asked(here, ec.generate_private_key(ec.SECP256R1())).read_bytes()
     wrong = here / "wrong.csr"
     wrong.write_bytes(good[:-4] + bytes([good[-4] ^ 1]) + good[-3:])
-    with pytest.raises(NotReady, match="must be signed by the key that it asks a certificate for"):
+    with pytest.raises(FailedPrecondition, match="must be signed by the key that it asks a certificate for"):
         own.issue("learner/north", here / "out", request=wrong)
     for key, kind in (
         (ed25519.Ed25519PrivateKey.generate(), "Ed25519"),
         (ec.generate_private_key(ec.SECP521R1()), "secp521r1"),
         (rsa.generate_private_key(65537, 1024), "RSA of 1024 bits"),  # noqa: S505 - refused
     ):
-        with pytest.raises(NotReady, match=f"asked.csr must be of ECDSA on .*, got .*{kind}"):
+        with pytest.raises(FailedPrecondition, match=f"asked.csr must be of ECDSA on .*, got .*{kind}"):
             own.issue("learner/north", here / "out", request=asked(here, key))
     wrong.write_bytes(b"-----BEGIN CERTIFICATE REQUEST-----\ngarbage")
-    with pytest.raises(NotReady, match="must hold a certificate signing request"):
+    with pytest.raises(FailedPrecondition, match="must hold a certificate signing request"):
         own.issue("learner/north", here / "out", request=wrong)
-    with pytest.raises(NotReady, match=r"no certificate signing request in .*: No such file"):
+    with pytest.raises(FailedPrecondition, match=r"no certificate signing request in .*: No such file"):
         own.issue("learner/north", here / "out", request=here / "none.csr")
     assert not (here / "out").exists()
     said("issue", "learner/north", "learner/south")
     result = CliRunner().invoke(app, ["pki", "issue", "learner/a", "learner/b", "--csr", "asked.csr"])
     assert isinstance(result.exception, SpecError)
     path = asked(here, ec.generate_private_key(ec.SECP256R1()))
-    with pytest.raises(NotReady, match=r"tls.key must be the key of the request"):
+    with pytest.raises(FailedPrecondition, match=r"tls.key must be the key of the request"):
         own.issue("learner/north", here / "identities" / "learner-north", request=path)
-    with pytest.raises(NotReady, match="must be of learner/west, got learner/north"):
+    with pytest.raises(FailedPrecondition, match="must be of learner/west, got learner/north"):
         own.issue("learner/west", here / "identities" / "learner-north", request=path)
 
 
@@ -441,5 +441,5 @@ def test_a_run_on_this_machine_is_of_one_domain(here: Path) -> None:
     with pytest.raises(
         SpecError, match=r"must be of learners of one trust domain, got 'north@north.example': leave --tls out"
     ):
-        issue_local(here / "ids", ("north@north.example", "east@east.example"))
+        issue_local_identities(here / "ids", ("north@north.example", "east@east.example"))
     assert not (here / "ids").exists()

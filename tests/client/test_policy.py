@@ -119,7 +119,7 @@ def test_local_services_have_a_policy_for_their_spec_alone(tmp_path: Path) -> No
     spec = spec_of(telemetry={"accuracy": True}, capture="relay")
     command = LocalServices(spec, tmp_path)._learner_command(["ann"])
     assert command[command.index("--policy") + 1] == str(tmp_path / "logs" / "policy.yaml")
-    Policy.for_spec(spec).admit(spec, 31, 0)
+    Policy.from_spec(spec).admit(spec, 31, 0)
 
 
 def test_the_services_of_the_readme_and_the_examples_run_by_default() -> None:

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from sottovoce_client.reports import page as pages
 from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import Axis, Mark, View, finite, line, thinned
-from sottovoce_client.reports.plots import MOST_HEARD, run_figures, stacked
-from sottovoce_client.reports.run_report import exceeds, run_page, statements, verdict_of, worst_case
+from sottovoce_client.reports.marks import Axis, Mark, View, finite, line, select_evenly
+from sottovoce_client.reports.plots import MAX_HEATMAP_SHAPE, build_run_figures, stacked
+from sottovoce_client.reports.run_report import exceeds, build_run_page, statements, determine_verdict, find_worst_case
 from sottovoce_client.running.summary import RunSummary, Swap
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
@@ -111,12 +111,12 @@ class Page(HTMLParser):
 
 
 def page(made: RunSummary) -> Page:
-    return Page(run_page(made).html())
+    return Page(build_run_page(made).html())
 
 
 def figure(made: RunSummary, name: str) -> Figure:
     """A figure of the page that is made of marks."""
-    (found,) = (each for each in run_figures(made) if each.name == name)
+    (found,) = (each for each in build_run_figures(made) if each.name == name)
     assert isinstance(found, Figure)
     return found
 
@@ -126,7 +126,7 @@ def with_swap(made: RunSummary, swap: Swap) -> RunSummary:
 
 
 def test_of_a_tapped_run_the_page_says_what_was_recorded_and_what_was_not() -> None:
-    text = run_page(tapped(summary())).html()
+    text = build_run_page(tapped(summary())).html()
     for said in (
         "Only ciphertext was recorded",
         "Recorded ciphertext",
@@ -137,7 +137,7 @@ def test_of_a_tapped_run_the_page_says_what_was_recorded_and_what_was_not() -> N
     ):
         assert said in text
     assert "Not recorded" not in text and "no eavesdropper took part" not in text
-    assert verdict_of(tapped(summary())).kind == "open"
+    assert determine_verdict(tapped(summary())).kind == "open"
 
 
 def test_every_section_and_plot_is_there() -> None:
@@ -148,7 +148,7 @@ def test_every_section_and_plot_is_there() -> None:
 
 
 def test_file_is_the_page_in_utf8(tmp_path: Path) -> None:
-    run_page(summary(2, 20)).write(tmp_path / "report.html")
+    build_run_page(summary(2, 20)).write(tmp_path / "report.html")
 
     written = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert written.startswith("<!doctype html>")
@@ -156,7 +156,7 @@ def test_file_is_the_page_in_utf8(tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:
-    text = run_page(summary()).html()
+    text = build_run_page(summary()).html()
     shown = Page(text)
 
     assert shown.loads == []
@@ -167,11 +167,11 @@ def test_nothing_is_loaded_from_anywhere() -> None:
 
 
 def test_a_page_of_many_learners_is_small() -> None:
-    assert all(len(run_page(summary(n)).html().encode()) < 1_000_000 for n in (1, 5, 21, 200))
+    assert all(len(build_run_page(summary(n)).html().encode()) < 1_000_000 for n in (1, 5, 21, 200))
 
 
 def test_no_script_runs_but_the_pages_own() -> None:
-    text = run_page(summary()).html()
+    text = build_run_page(summary()).html()
     (script,) = Page(text).scripts
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in text
@@ -199,7 +199,7 @@ def test_hostile_text_is_shown_not_obeyed(made: RunSummary) -> None:
 def test_plots_read_no_tags_in_a_learners_name() -> None:
     made = replace(summary(2), learners=(learner("<b>x</b>"), learner("y")))
 
-    text = run_page(made).html()
+    text = build_run_page(made).html()
     assert "<b>x</b>" not in text and "<title>&lt;b&gt;x&lt;/b&gt;</title>" in text
 
 
@@ -216,7 +216,7 @@ def test_an_arrow_leads_from_who_speaks_to_who_only_listens() -> None:
     assert [len(each) for each in arrows] == [0, 2]
     lines = [next(mark for mark in figure(made, "graph").marks if mark.kind == "line") for made in (mutual, directed)]
     assert [len(each.x) for each in lines] == [9, 3]  # two ends and a gap for every channel that leads both ways
-    text = run_page(directed).html()
+    text = build_run_page(directed).html()
     assert "An arrow leads from" in text and "Who sends to whom: 3 learners, 3 channels" in text
     rows = {row[0]: row[2:] for row in Page(text).rows[1:4]}
     assert rows == {
@@ -245,12 +245,12 @@ def test_a_curve_of_what_was_measured_here_stands_where_no_learner_told_its_own(
     silent = [replace(each, accuracy=(None,) * 2) for each in looks(2, 8, 1.0, 4)]
     made = summary(2, progress=tuple(silent), measured="it costs nothing more")
     measured = replace(made, learners=tuple(replace(each, test_curve=curve) for each in made.learners))
-    page, told = run_page(measured).html(), run_page(replace(measured, progress=looks(2, 8, 1.0, 4))).html()
+    page, told = build_run_page(measured).html(), build_run_page(replace(measured, progress=looks(2, 8, 1.0, 4))).html()
     assert (
         "labels correctly after a round" in page and "test accuracy" in page and "No accuracy was reported" not in page
     )
     assert "prequential accuracy" in told and "labels rightly after a round" not in told
-    assert "No accuracy was reported" in run_page(replace(made, measured="")).html()
+    assert "No accuracy was reported" in build_run_page(replace(made, measured="")).html()
 
 
 def test_a_run_too_short_for_more_points_says_so() -> None:
@@ -267,7 +267,7 @@ def test_losses_that_would_lie_on_zero_are_shown_from_close_by() -> None:
     large = Swap(6.0, 6.5, 7.0, np.linspace(0, -6.0, 500))
     views = [[view.name for view in figure(with_swap(made, swap), "loss-event").views] for swap in (small, large)]
     assert views == [["closer", "whole budget"], ["whole budget"]]
-    text = run_page(with_swap(made, small)).html()
+    text = build_run_page(with_swap(made, small)).html()
     assert text.index("<span>closer</span>") < text.index("<span>whole budget</span>")
 
 
@@ -278,7 +278,7 @@ def test_every_curve_shows_its_name_under_the_pointer(n: int) -> None:
 
 
 def test_every_plot_says_what_it_shows_to_who_does_not_see_it() -> None:
-    text = run_page(summary()).html()
+    text = build_run_page(summary()).html()
     for name in PLOTS:
         plot = text.partition(f'id="plot-{name}"')[2].partition("</figure>")[0]
         assert plot.count('role="img" aria-label="') >= 1, name
@@ -466,7 +466,7 @@ def test_heatmap_is_small_and_clipped() -> None:
 
     made = figure(summary(2, capture=capture(heard=heard)), "heard")
     picture, below, above = made.marks
-    assert picture.image is not None and picture.image.shape == (*MOST_HEARD[::-1], 4)
+    assert picture.image is not None and picture.image.shape == (*MAX_HEATMAP_SHAPE[::-1], 4)
     assert (made.views[0].x.low, made.views[0].x.high) == (0.5, 1_200.5)
     # 2 % of Laplace's numbers lie beyond -ln(0.02) = 3.9.
     assert [below.name, above.name] == ["−3.9 and beyond", "3.9 and beyond"]
@@ -487,7 +487,7 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(importlib, "import_module", absent)
     pages._templates.cache_clear()
     with pytest.raises(SpecError, match=r"needs Jinja2: in a clone of the repository, pip install '\.\[audit\]'"):
-        run_page(summary(2, 5)).html()
+        build_run_page(summary(2, 5)).html()
 
 
 # ---- verdict ----------------------------------------------------------------------------------------------------------
@@ -498,7 +498,7 @@ def test_a_weak_promise_is_amber_even_if_it_is_kept(record: float, tone: str) ->
     one = learner("Aarhus", 500)
     kept = Swap(1.0, 2.0, 3.0, np.zeros(500))
     made = summary_of(replace(one, record=record, swap_event=kept, swap_record=kept))
-    found, text = verdict_of(made), run_page(made).html()
+    found, text = determine_verdict(made), build_run_page(made).html()
     assert (found.kind, found.tone, found.weak) == ("consistent", tone, tone == "weak")
     assert f'<div class="verdict {tone}">' in text and ("with a weak promise" in text) == found.weak
 
@@ -522,7 +522,7 @@ def test_a_weak_promise_is_amber_even_if_it_is_kept(record: float, tone: str) ->
     ],
 )
 def test_verdict(swap: Swap, kind: str, says: str) -> None:
-    verdict = verdict_of(with_swap(summary(), swap))
+    verdict = determine_verdict(with_swap(summary(), swap))
 
     assert verdict.kind == kind
     assert says in verdict.text
@@ -552,7 +552,7 @@ def test_the_promise_names_its_observer_and_its_meaning() -> None:
 
 
 def test_a_refuted_claim_is_marked_in_the_table() -> None:
-    text = run_page(with_swap(summary(), Swap(9.25, 9.25, 3.0, np.zeros(500)))).html()
+    text = build_run_page(with_swap(summary(), Swap(9.25, 9.25, 3.0, np.zeros(500)))).html()
 
     assert text.count('<td class="over">9.25</td>') == 2
     assert 'class="verdict refuted"' in text
@@ -568,9 +568,9 @@ def test_the_telling_swap_is_the_largest_of_the_table_but_one_above_its_claim_co
         (large, above, ("record", above)),
         (unbound, small, ("record", small)),
     ):
-        found = worst_case(summary_of(replace(learner("a"), swap_event=event, swap_record=record)))
+        found = find_worst_case(summary_of(replace(learner("a"), swap_event=event, swap_record=record)))
         assert found is not None and found[1:] == wanted
-    assert worst_case(unheard(summary())) is None
+    assert find_worst_case(unheard(summary())) is None
 
 
 def test_rounding_exceeds_no_claim() -> None:
@@ -584,7 +584,7 @@ def test_rounding_exceeds_no_claim() -> None:
 
 @pytest.mark.parametrize(("length", "kept"), [(0, 0), (1, 1), (399, 399), (5_000, 400)])
 def test_thinned_keeps_both_ends(length: int, kept: int) -> None:
-    positions = thinned(length)
+    positions = select_evenly(length)
 
     assert len(positions) == kept
     assert not length or (positions[0], positions[-1]) == (0, length - 1)
@@ -603,8 +603,8 @@ def test_who_has_stopped_spends_no_more() -> None:
 
 
 def test_noise_that_can_be_repeated_protects_nobody() -> None:
-    assert verdict_of(replace(summary(), private_noise=False)).headline == "This run protected no record"
-    assert verdict_of(summary()).kind == "consistent"
+    assert determine_verdict(replace(summary(), private_noise=False)).headline == "This run protected no record"
+    assert determine_verdict(summary()).kind == "consistent"
 
 
 def test_a_capture_of_few_rounds_is_not_called_consistent() -> None:
@@ -614,12 +614,12 @@ def test_a_capture_of_few_rounds_is_not_called_consistent() -> None:
         learners = [replace(each, swap_event=cut) for each, cut in zip(made.learners, short, strict=True)]
         return replace(made, learners=tuple(learners))
 
-    assert verdict_of(heard_for(249)).headline == "Too few messages were recorded to tell"
-    assert verdict_of(heard_for(250)).kind == "consistent"
+    assert determine_verdict(heard_for(249)).headline == "Too few messages were recorded to tell"
+    assert determine_verdict(heard_for(250)).kind == "consistent"
 
 
 def test_shared_records_cost_the_sum_of_all_learners() -> None:
     alone, made = summary(), replace(summary(), promise=replace(summary().promise, shared=True))
     assert made.event == pytest.approx(sum(each.event for each in made.learners))
     assert alone.event == max(each.event for each in alone.learners)
-    assert "all learners together, for they share their records" in run_page(made).html()
+    assert "all learners together, for they share their records" in build_run_page(made).html()

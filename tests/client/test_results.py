@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from sottovoce_client.cli import app
-from sottovoce_client.cli.app import folder_for
+from sottovoce_client.cli.app import make_results_folder
 from sottovoce_client.reports.page import Page
 from sottovoce_client.terminal import INCOMPLETE
 from sottovoce_core.errors import SpecError
@@ -200,7 +200,7 @@ def test_results_of_one_second_have_folders_of_their_own(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(datetime, "datetime", Noon)
     with ThreadPoolExecutor(8) as threads:
-        made = list(threads.map(lambda _: folder_for("wards", None, []), range(8)))
+        made = list(threads.map(lambda _: make_results_folder("wards", None, []), range(8)))
     assert len(set(made)) == 8
     first = "wards-20260101-120000"
     assert {path.name for path in made} == {first, *(f"{first}-{n}" for n in range(2, 9))}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sottovoce_client.live.learner import Prediction
-from sottovoce_client.live.plain import PlainLearner
+from sottovoce_client.live.plain import SyncLearner
 from sottovoce_client.live.prequential import Prequential
 from sottovoce_core.errors import DataError, SpecError
 from tests.client.plainly import plainly
@@ -27,7 +27,7 @@ def stays(n: int) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 async def test_a_classifier_learns_and_predicts_record_by_record(tmp_path: Path) -> None:
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_river()
         assert isinstance(model, river.base.Classifier) and not model._multiclass
         for x, y in stays(300):
@@ -51,7 +51,7 @@ async def test_a_classifier_learns_and_predicts_record_by_record(tmp_path: Path)
 async def test_progressive_validation_and_a_pipeline(tmp_path: Path) -> None:
     from river import compose, evaluate, metrics
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         known = compose.Select("age", "ward")  # learns nothing
         model = known | learner.as_river()
         noted = (({**x, "note": SECRET}, y) for x, y in stays(30))
@@ -70,7 +70,7 @@ async def test_many_at_a_time(tmp_path: Path) -> None:
     frame = pandas.DataFrame([x for x, _ in stays(5)], index=[10, 20, 30, 40, 50])
     labels = pandas.Series([y for _, y in stays(5)], index=frame.index)
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_river()
         model.learn_many(frame, labels)
         model.flush()
@@ -85,7 +85,7 @@ async def test_many_at_a_time(tmp_path: Path) -> None:
 async def test_without_a_schema_the_numbers_have_names(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_river(["b", "a"])
         model.learn_one({"a": 0.1, "b": 0.2}, True)
         model.learn_many(pandas.DataFrame({"a": [0.3], "c": [1], "b": [0.4]})[["a", "b"]], [0])
@@ -109,7 +109,7 @@ async def test_a_clone_predicts_and_does_not_learn(tmp_path: Path) -> None:
     """Else a record that an ensemble hands to each of its clones would be learned by each."""
     from river import ensemble
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model = learner.as_river(["a", "b"])
         x = {"a": 0.1, "b": 0.2}
         assert model.clone().predict_one(x) in (0, 1)
@@ -131,7 +131,7 @@ async def test_a_regressor(tmp_path: Path) -> None:
 
     schema = {"features": AGES, "label": {"name": "stay", "type": "number", "bounds": [100, 300]}}
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_river()
         assert isinstance(model, river.base.Regressor)
         told = (({"age": k}, 100.0 + k) for k in range(20))
@@ -143,7 +143,7 @@ async def test_a_regressor(tmp_path: Path) -> None:
 
 
 async def test_a_loss_without_probabilities_says_so(tmp_path: Path) -> None:
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_river(["a", "b"])
         with pytest.raises(SpecError, match=r"probabilities need the loss logistic.*; the run has hinge"):
             model.predict_proba_one({"a": 0.0, "b": 0.0})

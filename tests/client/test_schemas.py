@@ -21,7 +21,7 @@ from sottovoce_client.cli import app
 from sottovoce_client.watching import canaries as kept
 from sottovoce_core.auditing.online.canaries import draw
 from sottovoce_core.errors import CaptureError, DataError, SottovoceError, SpecError
-from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.spec import load_schema, load_spec
 from tests.client.test_cli import ran as command
 
@@ -350,11 +350,11 @@ PATIENT = {"age": 30, "stay": None, "ward": "no", "insured": True, "admitted": "
 
 
 @pytest.fixture
-def prepared(folder: Path) -> Prepared:
+def prepared(folder: Path) -> PreparedRun:
     return prepare(load_spec(folder / "spec.yaml"))
 
 
-def test_a_replacement_is_a_record_of_the_schema(prepared: Prepared, folder: Path) -> None:
+def test_a_replacement_is_a_record_of_the_schema(prepared: PreparedRun, folder: Path) -> None:
     row = int(prepared.data.learners[0].order[0])
     asked = AuditRequest(learner="north", runs=20, record=row, replacement=str(path := folder / "other.json"))
     path.write_text(json.dumps(PATIENT), encoding="utf-8")
@@ -377,7 +377,7 @@ def test_a_replacement_is_a_record_of_the_schema(prepared: Prepared, folder: Pat
         asked.plan(prepared)
 
 
-def test_canaries_of_a_schema_are_kept_whole(prepared: Prepared, folder: Path) -> None:
+def test_canaries_of_a_schema_are_kept_whole(prepared: PreparedRun, folder: Path) -> None:
     drawn = draw(prepared.run, prepared.data, 3, np.random.default_rng(0))
     kept._save(drawn, folder)
     found = kept.load(folder / "canaries.json")

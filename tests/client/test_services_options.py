@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.running.local import LocalServices
-from sottovoce_rpc.metrics import Scraped
+from sottovoce_rpc.metrics import MetricsEndpoint
 from tests.examples import small_spec
 
 COMMANDS = {
@@ -32,7 +32,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for service in COMMANDS:
         monkeypatch.setattr(f"sottovoce_{service}.{'hosting' if service == 'learner' else 'service'}.serve", serve)
     monkeypatch.setattr("sottovoce_rpc.logs.configure_logs", lambda *logs: found.update(logs=logs))
-    monkeypatch.setattr("sottovoce_rpc.logs.keep_private", lambda: None)
+    monkeypatch.setattr("sottovoce_rpc.logs.set_private_umask", lambda: None)
     return found
 
 
@@ -52,7 +52,7 @@ def test_without_options_nothing_is_told_to_anybody(told: dict[str, Any], servic
 def test_the_options_are_passed_on(told: dict[str, Any], service: str, tmp_path: Path) -> None:
     run(*COMMANDS[service], "--metrics", "127.0.0.1:9400", "--identity", str(tmp_path), "--log-format", "json")
     config = told["config"][0] if service == "learner" else told["config"]
-    assert told["metrics"] == Scraped("127.0.0.1:9400", config.credentials, process=service != "learner")
+    assert told["metrics"] == MetricsEndpoint("127.0.0.1:9400", config.credentials, process=service != "learner")
     assert told["logs"] == ("info", "json")
 
 

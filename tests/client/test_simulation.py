@@ -18,9 +18,9 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from sottovoce_client.cli import app
-from sottovoce_client.documents import new_file
+from sottovoce_client.documents import create_file
 from sottovoce_client.running import simulation
-from sottovoce_client.running.simulation import promise, simulate_to, sizes
+from sottovoce_client.running.simulation import promise, simulate_to_folder, sizes
 from sottovoce_client.wording import number
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, load
@@ -45,7 +45,7 @@ def simulated(folder: Path, changes: dict[str, Any], **more: Any) -> Path:
     rounds = 6 if changes["algorithm"]["name"] in ("dvp", "pvp", "admm") else 36
     folder.mkdir()
     spec = {**FIELD["common"], **changes, "rounds": rounds}
-    simulate_to(folder, Experiment(**spec), replicas=2, seed=3, **{"noise": None, **more})
+    simulate_to_folder(folder, Experiment(**spec), replicas=2, seed=3, **{"noise": None, **more})
     return folder
 
 
@@ -98,7 +98,7 @@ def test_memory_does_not_grow_with_the_rounds(tmp_path: Path, more: list[str]) -
         _ = experiment.prepared
         tracemalloc.start()
         try:
-            simulate_to(folder, experiment, replicas=10, seed=0, noise=None, write=["transcript", "decisions", *more])
+            simulate_to_folder(folder, experiment, replicas=10, seed=0, noise=None, write=["transcript", "decisions", *more])
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -335,17 +335,17 @@ def test_what_is_interrupted_is_called_partial(
 
 def test_a_new_file_is_there_when_it_is_complete_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "model.npz"
-    with new_file(out) as file:
+    with create_file(out) as file:
         file.write(b"half")
         assert [each.name for each in tmp_path.iterdir()] == ["model.npz.partial"]
         with (
             pytest.raises(SpecError, match=r"model\.npz\.partial already, which another command writes"),
-            new_file(out),
+            create_file(out),
         ):
             pass
     assert [each.name for each in tmp_path.iterdir()] == ["model.npz"]
-    with pytest.raises(SpecError, match=r"there is a file .*npz already"), new_file(out):
+    with pytest.raises(SpecError, match=r"there is a file .*npz already"), create_file(out):
         pass
-    with pytest.raises(KeyboardInterrupt), new_file(tmp_path / "other"):
+    with pytest.raises(KeyboardInterrupt), create_file(tmp_path / "other"):
         raise KeyboardInterrupt
     assert out.read_bytes() == b"half" and len(list(tmp_path.iterdir())) == 1

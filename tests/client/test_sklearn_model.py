@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from sottovoce_client.live.connecting import connect_learner
-from sottovoce_client.live.plain import PlainLearner
-from sottovoce_core.errors import DataError, NotReady, SpecError
+from sottovoce_client.live.plain import SyncLearner
+from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
 from tests.client.plainly import plainly
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, SECRET, spec_of
 from tests.services.network import PATIENCE_S, network
@@ -61,16 +61,16 @@ async def test_what_was_sent_and_is_not_kept_is_said(tmp_path: Path) -> None:
                     pass
                 learner.send(ROWS[:1], [0])
                 if told:
-                    with pytest.raises(NotReady, match=r"of the last 1 records some are not kept: .* is over"):
+                    with pytest.raises(FailedPrecondition, match=r"of the last 1 records some are not kept: .* is over"):
                         learner.flush()
-                    with pytest.raises(NotReady, match="some are not kept"):
+                    with pytest.raises(FailedPrecondition, match="some are not kept"):
                         learner.send(ROWS[:1], [0])
                 if fails is not None:
                     raise fails("of its own")
 
         await asyncio.to_thread(program, told=True)
         await up.start_another(spec_of({"features": 2}, rounds=30), 3)
-        with pytest.raises(NotReady, match="some are not kept"):
+        with pytest.raises(FailedPrecondition, match="some are not kept"):
             await asyncio.to_thread(program, told=False)
         await up.start_another(spec_of({"features": 2}, rounds=30), 3)
         with pytest.raises(OSError, match="of its own"):
@@ -78,7 +78,7 @@ async def test_what_was_sent_and_is_not_kept_is_said(tmp_path: Path) -> None:
 
 
 async def test_a_library_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         with pytest.raises(SpecError, match=r"as_river needs river: .*, pip install '\.\[river\]'"):
             learner.as_river()
         with pytest.raises(SpecError, match=r"as_sklearn needs scikit-learn: .*, pip install '\.\[audit\]'"):
@@ -95,7 +95,7 @@ async def test_a_library_that_is_not_there_is_named(tmp_path: Path, monkeypatch:
 async def test_a_classifier_learns_and_predicts(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_sklearn()
         assert model.partial_fit(ROWS, LABELS, classes=[0, 1]) is model
         model.partial_fit(ROWS.tolist(), LABELS.tolist()).flush()
@@ -121,7 +121,7 @@ async def test_a_classifier_takes_data_frames_where_the_run_has_a_schema(tmp_pat
     pandas = pytest.importorskip("pandas")
     frame, labels = pandas.DataFrame({"age": [5, 90], "ward": ["icu", None]}), np.array(["home", "died"])
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_sklearn()
         model.partial_fit(frame, labels, classes=np.array(["died", "home"])).flush()
         assert (model.classes_.tolist(), model.n_features_in_) == (["home", "died"], 2)
@@ -136,7 +136,7 @@ async def test_it_ends_a_pipeline_of_transformers_that_are_fitted(tmp_path: Path
     from sklearn.pipeline import Pipeline
     from sklearn.preprocessing import MinMaxScaler
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         scaler = MinMaxScaler().fit(np.array([[0.0, 0.0], [10.0, 10.0]]))
         line = Pipeline([("scale", scaler), ("model", learner.as_sklearn())])
         line[-1].partial_fit(line[:-1].transform(10 * np.abs(ROWS)), LABELS)
@@ -151,7 +151,7 @@ async def test_a_clone_predicts_and_does_not_learn(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     from sklearn.base import clone
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_sklearn()
         copied = clone(model)
         assert copied is not model and copied.get_params() == model.get_params() == {"learner": learner}
@@ -171,7 +171,7 @@ async def test_what_scikit_learn_asks_of_every_estimator(tmp_path: Path) -> None
     from sklearn.utils import estimator_checks
     from sklearn.utils.validation import check_is_fitted
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_sklearn()
         for check in ("check_no_attributes_set_in_init", "check_get_params_invariance", "check_set_params"):
             getattr(estimator_checks, check)("SklearnClassifier", model)
@@ -185,7 +185,7 @@ async def test_a_regressor_says_numbers_in_the_unit_of_the_records(tmp_path: Pat
     pytest.importorskip("sklearn")
     schema = {"features": AGES, "label": {"name": "stay", "type": "number", "bounds": [100, 300]}}
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_sklearn()
         model.partial_fit([{"age": 5}, {"age": 90}], [100, 250.5]).flush()
         assert not hasattr(model, "classes_") and not hasattr(model, "predict_proba")
@@ -200,7 +200,7 @@ async def test_a_regressor_says_numbers_in_the_unit_of_the_records(tmp_path: Pat
 async def test_a_loss_without_probabilities_has_none(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         model: Any = learner.as_sklearn()
         assert not hasattr(model, "predict_proba")
         with pytest.raises(AttributeError, match="predict_proba"):
@@ -214,7 +214,7 @@ async def test_labels_that_count_as_one_class_are_refused(tmp_path: Path) -> Non
     pytest.importorskip("sklearn")
     label = {"name": "outcome", "type": "category", "categories": ["home", "moved", "died"]}
 
-    def program(learner: PlainLearner) -> None:
+    def program(learner: SyncLearner) -> None:
         with pytest.raises(SpecError, match="as_sklearn needs a class for each label"):
             learner.as_sklearn()
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from sottovoce_client import doctor, terminal
 from sottovoce_client.cli import app
 from sottovoce_client.live.sending import At
-from sottovoce_client.models.predicting import as_owner
+from sottovoce_client.models.predicting import connect_as_owner
 from sottovoce_client.running import known, status
-from sottovoce_client.running.monitoring import History, Look, Places, RunLine, RunView, run_view
+from sottovoce_client.running.monitoring import History, RunObservation, ServiceAddresses, RunListItem, RunView, make_run_view
 from sottovoce_client.running.status import Status, _progress_line, document, look, show
 from sottovoce_core.errors import Unavailable
 from sottovoce_learner.config import LearnerConfig
@@ -43,7 +43,7 @@ PACED = {"mode": "paced", "period_s": 0.05, "deadline_s": 100.0}
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "APART_S", 0.0)
+    monkeypatch.setattr(status, "SAMPLE_INTERVAL_S", 0.0)
 
 
 def printed(seen: Status, width: int = 160) -> str:
@@ -57,13 +57,13 @@ def rows(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
 
 
-def view(*looks: Look, rounds: int | None = 1000, state: str = "running", ended: float | None = None) -> RunView:
+def view(*looks: RunObservation, rounds: int | None = 1000, state: str = "running", ended: float | None = None) -> RunView:
     """Of a run that was started at noon."""
     history = History()
     for each in looks:
         history.add(each)
-    course = RunLine("run-1", state, "", consoles.NOON, ended)
-    return run_view(course, replace(consoles.plan(len(looks[0].statuses)), rounds=rounds), history)
+    course = RunListItem("run-1", state, "", consoles.NOON, ended)
+    return make_run_view(course, replace(consoles.plan(len(looks[0].statuses)), rounds=rounds), history)
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -74,10 +74,10 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
     async with network(tmp_path, NAMES, identities=identities) as up:
         await up.until_here("ann")
         idle = await look(learners=(up.addresses["ann"],), credentials=up.operator)
-        empty = await look(Places(up.coordinator, up.eavesdropper), credentials=up.operator)
+        empty = await look(ServiceAddresses(up.coordinator, up.eavesdropper), credentials=up.operator)
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 3)
-        asked = partial(look, Places(up.coordinator, up.eavesdropper), (up.addresses["ann"],))
+        asked = partial(look, ServiceAddresses(up.coordinator, up.eavesdropper), (up.addresses["ann"],))
         seen = await asked(credentials=up.operator)
         stranger = None if identities is None else identities.of("operator/mallory")
         other = None if stranger is None else await asked(credentials=stranger)
@@ -87,7 +87,7 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
         assert seen.run is not None
         await known.stop_run(up.coordinator, seen.run.run_id, Console(quiet=True), up.operator)
         await running
-        places, begins = Places(up.coordinator, up.eavesdropper), seen.run.run_id[:-1]
+        places, begins = ServiceAddresses(up.coordinator, up.eavesdropper), seen.run.run_id[:-1]
         over = await look(places, run=begins, credentials=up.operator)
         assert over.run is not None and [each.run_id for each in over.captures] == [over.run.run_id]
 
@@ -119,9 +119,9 @@ async def test_who_does_not_answer_hides_nobody_else(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up:
         spec = small_spec(5, NAMES)
         await up.run(spec, made_up(spec))
-        seen = await look(Places(up.coordinator, NOBODY), (NOBODY, up.addresses["ann"]))
-        wrong = await look(Places(up.coordinator), run="no-such-run")
-        elsewhere = await look(Places(up.eavesdropper))
+        seen = await look(ServiceAddresses(up.coordinator, NOBODY), (NOBODY, up.addresses["ann"]))
+        wrong = await look(ServiceAddresses(up.coordinator), run="no-such-run")
+        elsewhere = await look(ServiceAddresses(up.eavesdropper))
     assert seen.run is not None and (seen.run.state, seen.run.round) == ("finished", 5)
     assert [at for at, _ in seen.learners] == [up.addresses["ann"]]
     assert sorted(line.partition(" at ")[0] for line in seen.faults) == [
@@ -194,13 +194,13 @@ async def silent() -> AsyncIterator[str]:
 
 
 async def enter_owner(at: str) -> None:
-    async with as_owner(At(at, "", Credentials())):
+    async with connect_as_owner(At(at, "", Credentials())):
         pass
 
 
 ASKING: dict[str, Callable[[str], Awaitable[Any]]] = {
     "predict": enter_owner,
-    "doctor": lambda at: doctor.examine(doctor.Patient(Credentials(), [(Role.LEARNER, at)])),
+    "doctor": lambda at: doctor.examine(doctor.CheckTargets(Credentials(), [(Role.LEARNER, at)])),
     "status": lambda at: look(learners=(at,)),
 }
 
@@ -208,7 +208,7 @@ ASKING: dict[str, Callable[[str], Awaitable[Any]]] = {
 @pytest.mark.parametrize("command", ASKING)
 async def test_who_waits_for_a_learner_is_told(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is given up."""
-    monkeypatch.setattr(tasks, "EARLY_S", 0.05)
+    monkeypatch.setattr(tasks, "WAIT_NOTICE_DELAY_S", 0.05)
     told, said = asyncio.Event(), list[str]()
 
     def say(text: str) -> None:
@@ -235,7 +235,7 @@ async def test_a_learner_that_is_not_there_is_not_waited_for() -> None:
 
 def test_pace_and_time_left_are_of_now_or_else_of_all_so_far() -> None:
     now = consoles.NOON + 10.0
-    at = [Look(t, (consoles.status(0, rounds),)) for t, rounds in ((0.0, 20), (1.0, 40))]
+    at = [RunObservation(t, (consoles.status(0, rounds),)) for t, rounds in ((0.0, 20), (1.0, 40))]
     assert _progress_line(view(*at), now) == "40 of 1,000 rounds, 20 rounds/s (4 so far), about 48 s left"
     stuck = view(at[1], replace(at[1], at=2.0))
     assert _progress_line(stuck, now) == "40 of 1,000 rounds, 0 rounds/s (4 so far), about 4 min 00 s left"
@@ -251,7 +251,7 @@ def test_who_is_behind_has_stopped_or_is_missing_is_shown_first_among_many() -> 
         50, 12, state=LearnerState.BUDGET_EXHAUSTED, detail="the next message costs too much"
     )
     statuses[55] = replace(statuses[55], state=LearnerState.UNSPECIFIED, rounds_done=0)
-    seen = Status(consoles.NOON + 10, view(Look(0.0, tuple(statuses), ("127.0.0.1:1",) * 55 + ("",) * 5)))
+    seen = Status(consoles.NOON + 10, view(RunObservation(0.0, tuple(statuses), ("127.0.0.1:1",) * 55 + ("",) * 5)))
     lines = [line.strip() for line in printed(seen).splitlines() if line.startswith(" learner-")]
     assert lines[0].split()[:5] == ["learner-55", "not", "joined", "0", "20"]
     assert lines[1].split()[:5] == ["learner-50", "budget", "exhausted", "12", "8"]
@@ -262,12 +262,12 @@ def test_who_is_behind_has_stopped_or_is_missing_is_shown_first_among_many() -> 
 def test_what_depends_on_records_is_shown_where_the_run_opted_in() -> None:
     one = consoles.status(0)
     for each, there in ((one, False), (replace(one, prequential_accuracy=0.875), True)):
-        text = printed(Status(consoles.NOON + 10, view(Look(0.0, (each,)))))
+        text = printed(Status(consoles.NOON + 10, view(RunObservation(0.0, (each,)))))
         assert ("accuracy" in text, "87.5 %" in text) == (there, there)
 
 
 def test_a_run_that_failed_is_a_fault_and_one_that_was_stopped_is_none() -> None:
-    gone = view(Look(0.0, (consoles.status(0),)), state="failed", ended=consoles.NOON + 5)
+    gone = view(RunObservation(0.0, (consoles.status(0),)), state="failed", ended=consoles.NOON + 5)
     assert Status(consoles.NOON, gone).faults == ("the run failed: nobody says why",)
     assert not Status(consoles.NOON, replace(gone, state="stopped")).faults
 
@@ -276,7 +276,7 @@ def test_a_run_that_its_budget_stopped_is_a_fault() -> None:
     why = "learner-0 stopped speaking: that would be above the budget of 4"
     spent = consoles.status(0, state=LearnerState.BUDGET_EXHAUSTED, detail="that would be above the budget of 4")
     other = consoles.status(1, state=LearnerState.STOPPED, detail=why)
-    over = view(Look(0.0, (spent, other)), state="stopped", ended=consoles.NOON + 5)
+    over = view(RunObservation(0.0, (spent, other)), state="stopped", ended=consoles.NOON + 5)
     assert Status(consoles.NOON, replace(over, detail=why)).faults == (f"the run stopped: {why}",)
 
 
@@ -287,7 +287,7 @@ async def test_a_run_whose_records_nobody_took_is_a_fault_that_says_what_to_do(t
     async with network(tmp_path, NAMES, identities=identities) as up:
         stranger = identities.of("operator/mallory")
         outcome = await up.run(spec, made_up(spec), credentials=stranger)
-        seen = await look(Places(up.coordinator), credentials=up.operator)
+        seen = await look(ServiceAddresses(up.coordinator), credentials=up.operator)
     what = "--owner operator/mallory or --feeder operator/mallory at that learner"
     assert outcome.state == "failed" and outcome.detail.endswith(what)
     (fault,) = seen.faults

@@ -24,9 +24,9 @@ import sottovoce_client
 from sottovoce_client import cli, documents, terminal
 from sottovoce_client.doctor import Finding, show
 from sottovoce_client.running import known, status
-from sottovoce_client.running.compare import as_markdown
-from sottovoce_client.running.console import print_summary, run_console
-from sottovoce_client.running.monitoring import History, capture_line, look_at, run_line, run_view
+from sottovoce_client.running.compare import format_markdown
+from sottovoce_client.running.console import print_summary, display_run
+from sottovoce_client.running.monitoring import History, make_capture_list_item, parse_observation, make_run_list_item, make_run_view
 from sottovoce_client.running.summary import Noticed
 from sottovoce_client.transcripts.query import query
 from sottovoce_core.errors import SpecError
@@ -36,7 +36,7 @@ from sottovoce_core.table import Table
 from sottovoce_core.text import plain
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import configure_logs
-from sottovoce_rpc.status import as_error
+from sottovoce_rpc.status import convert_status_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 from tests.client import consoles
 from tests.client.summaries import learner, summary
@@ -103,7 +103,7 @@ def _uncoloured(line: str) -> str:
 )
 def test_what_a_service_says_of_an_error_is_a_line(code: grpc.StatusCode) -> None:
     nothing = grpc.aio.Metadata()
-    text = str(as_error(grpc.aio.AioRpcError(code, nothing, nothing, HOSTILE), "the coordinator"))
+    text = str(convert_status_error(grpc.aio.AioRpcError(code, nothing, nothing, HOSTILE), "the coordinator"))
     assert text.isprintable() and r"=x[red]\x1b[2J" in text
 
 
@@ -136,8 +136,8 @@ COMMANDS_ON_RUNS: dict[str, Callable[[Console], Awaitable[None]]] = {
     "show": lambda console: known.show_run("here:1", "r", console),
     "stop": lambda console: known.stop_run("here:1", "r", console),
     "resume": lambda console: known.resume_run("here:1", "r", console),
-    "leave": lambda console: known.amend_run("here:1", "r", HOSTILE, console, joins=False),
-    "join": lambda console: known.amend_run("here:1", "r", HOSTILE, console, joins=True),
+    "leave": lambda console: known.reconfigure_run("here:1", "r", HOSTILE, console, joins=False),
+    "join": lambda console: known.reconfigure_run("here:1", "r", HOSTILE, console, joins=True),
     "rebind": lambda console: known.rebind("here:1", HOSTILE, console),
 }
 
@@ -155,12 +155,12 @@ async def test_what_is_told_of_runs_is_text(monkeypatch: pytest.MonkeyPatch, com
 
 def test_a_look_at_a_run_is_text() -> None:
     history = History()
-    history.add(look_at(a_run(), None, 0.0))
+    history.add(parse_observation(a_run(), None, 0.0))
     plan = replace(consoles.plan(), name=HOSTILE, algorithm=HOSTILE, capture=HOSTILE)
-    run = run_view(run_line(a_run()), plan, history)
-    capture_of = capture_line(eavesdropper_pb2.CaptureInfo(location=HOSTILE, run_id=HOSTILE, error=HOSTILE))
+    run = make_run_view(make_run_list_item(a_run()), plan, history)
+    capture_of = make_capture_list_item(eavesdropper_pb2.CaptureInfo(location=HOSTILE, run_id=HOSTILE, error=HOSTILE))
     console, out = screen()
-    seen = status.Status(0.0, run, (run_line(a_run()),), ((HOSTILE, run),), (capture_of,), (plain(HOSTILE),))
+    seen = status.Status(0.0, run, (make_run_list_item(a_run()),), ((HOSTILE, run),), (capture_of,), (plain(HOSTILE),))
     status.show(seen, console)
     assert SHOWN in out.getvalue() and clean(out.getvalue())
 
@@ -206,7 +206,7 @@ def test_a_summary_is_text() -> None:
 
 def test_a_run_under_way_is_told_in_lines_of_ours() -> None:
     console, out = screen()
-    with run_console(HOSTILE, 5, ["ann"], console=console):
+    with display_run(HOSTILE, 5, ["ann"], console=console):
         pass
     assert SHOWN in out.getvalue() and clean(out.getvalue())
 
@@ -261,7 +261,7 @@ def test_a_table_of_markdown_has_its_own_lines_only() -> None:
     name = f"{HOSTILE}|x|"
     facts = Facts(name, {}, name, "wire", math.inf, 1.0, 2.0, 4, 10, (name,), name, 100.0)
     result = Result(facts, Curves(np.arange(1, 4), curves, np.arange(1.0, 4.0)))
-    lines = as_markdown(Results((result,))).splitlines()
+    lines = format_markdown(Results((result,))).splitlines()
     assert [line.count(" | ") for line in lines] == [lines[0].count(" | ")] * 3
     assert not set(COMMANDS) & set(lines[2])
 

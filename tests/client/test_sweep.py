@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.cli.experiments import values_of
-from sottovoce_client.reports.drawing import Figure, export, formats
+from sottovoce_client.cli.experiments import parse_field_values
+from sottovoce_client.reports.drawing import Figure, export, parse_formats
 from sottovoce_client.reports.marks import BLUE, Axis, View, line, styled
-from sottovoce_client.running.plot import Across, figures
+from sottovoce_client.running.plot import HorizontalAxis, figures
 from sottovoce_client.running.sweep import sweep
 from sottovoce_core.door import simulate
 from sottovoce_core.errors import CaptureError, SpecError
@@ -147,7 +147,7 @@ def swept(*fields: str) -> Results:
 
 
 def drawn(results: Results, x: str = "", log: set[str] | None = None) -> list[Figure]:
-    return figures(Across.of({"x": results}, x), log)
+    return figures(HorizontalAxis.of({"x": results}, x), log)
 
 
 def test_a_figure_has_a_line_and_a_band_for_every_combination() -> None:
@@ -193,8 +193,8 @@ def test_epsilon_may_be_across() -> None:
     name, x, y = lines_of(table, "epsilon")[0]
     assert (name, x[:3], y[:3]) == ("accuracy", [1.0, 4.0, 16.0], [0.5, 2.5, 1.5])
     assert not np.isfinite(x[3:]).any()
-    assert Across.of({"x": table}, "epsilon").not_shown.endswith("(epsilon is infinite): 1 setting")
-    assert Across.of({"x": table}).not_shown == ""
+    assert HorizontalAxis.of({"x": table}, "epsilon").omission_note.endswith("(epsilon is infinite): 1 setting")
+    assert HorizontalAxis.of({"x": table}).omission_note == ""
     with pytest.raises(SpecError, match="--x must be one of rounds, epsilon, field, got mean"):
         drawn(table, "mean")
     with pytest.raises(SpecError, match="over epsilon there must be a finite one"):
@@ -311,22 +311,22 @@ def test_gaps_are_drawn_as_gaps(tmp_path: Path) -> None:
 
 
 def test_formats_are_known() -> None:
-    assert formats("") == ()
-    assert formats("SVG, csv,latex") == ("svg", "csv", "latex")
+    assert parse_formats("") == ()
+    assert parse_formats("SVG, csv,latex") == ("svg", "csv", "latex")
     with pytest.raises(SpecError, match="--export must be of svg, pdf, png, csv, tex, latex, got eps"):
-        formats("svg,eps")
+        parse_formats("svg,eps")
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
 
 
 def test_values_are_read_as_in_a_spec_file() -> None:
-    assert values_of("algorithm.sigma=1,2.5") == ("algorithm.sigma", [1, 2.5])
-    assert values_of("topology.graph=ring,complete") == ("topology.graph", ["ring", "complete"])
-    assert values_of("x=[1, 2],[3, 4]") == ("x", [[1, 2], [3, 4]])
+    assert parse_field_values("algorithm.sigma=1,2.5") == ("algorithm.sigma", [1, 2.5])
+    assert parse_field_values("topology.graph=ring,complete") == ("topology.graph", ["ring", "complete"])
+    assert parse_field_values("x=[1, 2],[3, 4]") == ("x", [[1, 2], [3, 4]])
     for wrong in ("algorithm.sigma", "=1", "a=", "a=[1"):
         with pytest.raises(SpecError, match="--set must be FIELD=V,V,"):
-            values_of(wrong)
+            parse_field_values(wrong)
 
 
 def test_sweep_and_plot_on_the_command_line(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_what_figures_need_is_asked_for_before_the_work(tmp_path: Path, monkeypa
         with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[audit\]'"):
             CliRunner().invoke(app, asked, catch_exceptions=False)
 
-    assert formats("csv,latex") == ("csv", "latex")  # tables need nothing
+    assert parse_formats("csv,latex") == ("csv", "latex")  # tables need nothing
     assert not (tmp_path / "o").exists()
 
 

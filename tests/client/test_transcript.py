@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.transcripts import query as transcript
-from sottovoce_client.transcripts.query import cell_text, find, query
+from sottovoce_client.transcripts.query import format_cell, find, query
 from sottovoce_client.transcripts.show import show
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import CaptureError, SpecError
@@ -182,7 +182,7 @@ def test_an_answer_is_a_table_a_csv_or_a_file(tmp_path: Path, monkeypatch: pytes
     assert pq.read_table(out).to_pydict() == {"sender": [0, 1], "n": [4, 4]}
     upright = runner.invoke(app, ["transcript", "query", place, "SELECT * FROM messages"]).output
     assert "payload" in upright and max(map(len, upright.splitlines())) <= 100
-    monkeypatch.setattr(transcript, "MOST_SHOWN", 1)
+    monkeypatch.setattr(transcript, "MAX_SHOWN_ROWS", 1)
     assert "The first 1 rows" in runner.invoke(app, ["transcript", "query", place, sql]).output
 
 
@@ -258,7 +258,7 @@ def test_nothing_said_can_paint_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in text
     assert "[red]x" in text
     assert "cut short" in text
-    assert "\x1b" not in cell_text(evil)
+    assert "\x1b" not in format_cell(evil)
 
 
 def test_a_capture_that_was_closed_and_has_gaps_says_so(tmp_path: Path) -> None:

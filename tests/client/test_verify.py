@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_client.transcripts.verify import Words
-from sottovoce_rpc.signatures import BLOCK, DIGEST, Statement, digest
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, DIGEST_BYTES, Statement, digest
 
-ROUNDS = 2 * BLOCK
+ROUNDS = 2 * ROUNDS_PER_BLOCK
 SAID = st.tuples(st.integers(0, ROUNDS - 1), st.sampled_from(["it", "it", "it", "else"]))
-SIGNED = st.tuples(st.integers(0, 1), st.sets(st.integers(0, BLOCK - 1)), st.sampled_from(["it", "it", "else"]))
+SIGNED = st.tuples(st.integers(0, 1), st.sets(st.integers(0, ROUNDS_PER_BLOCK - 1)), st.sampled_from(["it", "it", "else"]))
 
 
 def of(t: int, what: str) -> bytes:
@@ -28,11 +28,11 @@ def test_it_is_what_sets_would_say(events: list[tuple[int, str] | tuple[int, set
             passed[t].add(of(t, what))
         else:
             block, which, what = event
-            rounds = [BLOCK * block + k for k in range(BLOCK)]
-            digests = [of(t, what) if t % BLOCK in which else bytes(DIGEST) for t in rounds]
+            rounds = [ROUNDS_PER_BLOCK * block + k for k in range(ROUNDS_PER_BLOCK)]
+            digests = [of(t, what) if t % ROUNDS_PER_BLOCK in which else bytes(DIGEST_BYTES) for t in rounds]
             words.sign(Statement("run", 0, block, b"".join(digests)))
             for t in rounds:
-                signed[t] += [of(t, what)] if t % BLOCK in which else []
+                signed[t] += [of(t, what)] if t % ROUNDS_PER_BLOCK in which else []
 
     heard = [t for t in range(ROUNDS) if passed[t]]
     first = {t: set(own[:1]) for t, own in signed.items()}
@@ -44,5 +44,5 @@ def test_it_is_what_sets_would_say(events: list[tuple[int, str] | tuple[int, set
     assert words.signs == any(len(event) == 3 for event in events)
     unsigned = {t for t in heard if not signed[t]}
     assert set(words.missing(complete=True)) == unsigned
-    last = max(heard, default=0) // BLOCK
-    assert set(words.missing(complete=False)) == {t for t in unsigned if t // BLOCK < last}
+    last = max(heard, default=0) // ROUNDS_PER_BLOCK
+    assert set(words.missing(complete=False)) == {t for t in unsigned if t // ROUNDS_PER_BLOCK < last}

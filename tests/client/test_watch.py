@@ -27,12 +27,12 @@ from rich.console import Console
 
 from sottovoce_client.watching import watch as watching
 from sottovoce_client.watching.canaries import CommitmentError, _save, load, placed
-from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper
-from sottovoce_client.watching.view import Gauges, Sight, View, _power
+from sottovoce_client.watching.following import FolderSource, Source, open_eavesdropper_source
+from sottovoce_client.watching.view import Gauges, WatchStatus, View, _power
 from sottovoce_client.watching.watch import WatchRequest, _Watching, watch, where
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
-from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.noise import Recorder, SeededNoise
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import load_spec
@@ -242,7 +242,7 @@ def test_canaries_of_another_run_are_refused(folder: Path) -> None:
     canaries = load(folder / "canaries.json")
     shorter = small_run(3)
     with pytest.raises(CaptureError, match="of another run"):
-        placed(Prepared(shorter, made_up(shorter.spec)), canaries)
+        placed(PreparedRun(shorter, made_up(shorter.spec)), canaries)
 
 
 # ---- following -------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class Growing:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "POLL_S", 0.001)
+    monkeypatch.setattr(watching, "POLL_INTERVAL_S", 0.001)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -304,10 +304,10 @@ def test_a_folder_that_is_not_there_is_waited_for(tmp_path: Path) -> None:
         found.append(source.awaited)
         assert await source.latest() is None
 
-    asyncio.run(looked(InFolder(str(folder), GUARD_S)))
+    asyncio.run(looked(FolderSource(str(folder), GUARD_S)))
     assert found == [str(folder), f"a capture in {folder}"]
     with pytest.raises(CaptureError, match="nowhere must be a capture's folder, or a run's, and there is none"):
-        followed(nullcontext(InFolder(str(tmp_path / "nowhere"), 0.01)))
+        followed(nullcontext(FolderSource(str(tmp_path / "nowhere"), 0.01)))
 
 
 @pytest.mark.usefixtures("at_once")
@@ -352,7 +352,7 @@ def test_a_capture_that_ends_early_says_who_is_missing(folder: Path, tmp_path: P
 
 
 def test_the_newest_capture_of_a_folder_is_found(folder: Path) -> None:
-    found = [asyncio.run(InFolder(str(place)).latest()) for place in (folder, capture_in(folder))]
+    found = [asyncio.run(FolderSource(str(place)).latest()) for place in (folder, capture_in(folder))]
     assert found[0] is not None and found[1] is not None
     assert found[0].name == found[1].name
     with pytest.raises(SottovoceError, match="eavesdropper at 127"):
@@ -360,18 +360,18 @@ def test_the_newest_capture_of_a_folder_is_found(folder: Path) -> None:
 
 
 async def _first_of(address: str) -> Capture | None:
-    async with at_eavesdropper(address, "run") as source:
+    async with open_eavesdropper_source(address, "run") as source:
         return await source.latest()
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def a_sight(alarm: Alarm | None = None) -> Sight:
+def a_sight(alarm: Alarm | None = None) -> WatchStatus:
     run = small_run(5)
     watch = Watch(run, made_up(run.spec).learners, 1e-3, (0, 1, 2))
     watch.learners[0].e, watch.learners[1].e = 5.0, 30.0
-    return Sight("a run", 5, ("ann", "bob", "eve"), 1e-3, watch, alarms=[alarm] if alarm else [])
+    return WatchStatus("a run", 5, ("ann", "bob", "eve"), 1e-3, watch, alarms=[alarm] if alarm else [])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from sottovoce_core.errors import CaptureError, DataError, SottovoceError, SpecE
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import RunSpec
 from sottovoce_learner.storage import run_log, wal
-from sottovoce_learner.storage.recovery import Learned, learners_in
+from sottovoce_learner.storage.recovery import LoggedRecords, find_learners
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.brokers import until
@@ -32,7 +32,7 @@ from tests.services.network import PATIENCE_S, Network, network
 
 NAMES = ["ann", "ben", "cleo"]
 CLOCK = {"mode": "paced", "period_s": 0.005, "deadline_s": 100.0}
-AFTER = pytest.mark.parametrize("after", [run_log.SNAPSHOT_AFTER, 0], ids=["one segment", "many"])
+AFTER = pytest.mark.parametrize("after", [run_log.SNAPSHOT_AFTER_BYTES, 0], ids=["one segment", "many"])
 ROWS = np.random.default_rng(7).uniform(-1.0, 1.0, (90, 2))
 LABELS = np.arange(90.0) % 2
 
@@ -89,7 +89,7 @@ async def lived(folder: Path) -> tuple[str, dict[str, list[int]]]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, list[int]]]:
     folder = tmp_path_factory.mktemp("lived")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_log, "SNAPSHOT_AFTER", 4_096)
+        patch.setattr(run_log, "SNAPSHOT_AFTER_BYTES", 4_096)
         return folder, *asyncio.run(lived(folder))
 
 
@@ -100,7 +100,7 @@ def followed(folder: Path, **question: Any) -> tuple[int, str]:
     return code, console.file.getvalue()
 
 
-def batches(known: Learned, rounds: int) -> list[Batch]:
+def batches(known: LoggedRecords, rounds: int) -> list[Batch]:
     known.look()
     assert known.rounds >= rounds
     return [known.batch(t) for t in range(rounds)]
@@ -110,7 +110,7 @@ def batches(known: Learned, rounds: int) -> list[Batch]:
 async def test_a_log_says_what_was_learned_in_every_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER", after)
+    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER_BYTES", after)
     spec = small_spec(
         40, NAMES, topology={"graph": "complete"}, absences=[{"learner": "ben", "first_round": 9, "until_round": 21}]
     )
@@ -119,9 +119,9 @@ async def test_a_log_says_what_was_learned_in_every_round(
         outcome = await up.run(spec, data)
     assert outcome.state == "finished"
     state = tmp_path / "journals"
-    assert learners_in(state, outcome.run_id) == NAMES
+    assert find_learners(state, outcome.run_id) == NAMES
     for i, name in enumerate(NAMES):
-        known = Learned(state, name, outcome.run_id, spec, data.n_features)
+        known = LoggedRecords(state, name, outcome.run_id, spec, data.n_features)
         for t, found in enumerate(batches(known, 40)):
             there = t in spec.roster.attendance(i, 40)
             assert found.size == (data.learners[i].batch(t).size if there else 0)
@@ -135,7 +135,7 @@ def test_of_live_records_each_stands_in_one_round(run: tuple[Path, str, dict[str
     segments = list((folder / "journals").glob("kept/*@ann/*.log"))
     assert len(segments) > 2
     for name, rows in (("ann", [*range(30), *range(60, 90)]), ("ben", range(30, 60)), ("cleo", [])):
-        known = Learned(folder / "journals", name, run_id, live_spec(), 3)
+        known = LoggedRecords(folder / "journals", name, run_id, live_spec(), 3)
         known.look()
         found = [known.batch(t) for t in range(known.rounds)]
         assert [each.size for each in found] == counts[name][: len(found)] and len(found) >= len(counts[name]) - 1
@@ -226,22 +226,22 @@ def test_a_log_that_was_not_kept_from_the_beginning_is_refused(
     folder, run_id, _ = run
     shutil.copytree(folder / "journals", tmp_path / "state")
     with pytest.raises(DataError, match="has no log of run run-0 by learner 'ann'"):
-        Learned(tmp_path / "state", "ann", "run-0", live_spec(), 3)
+        LoggedRecords(tmp_path / "state", "ann", "run-0", live_spec(), 3)
     (tmp_path / "state" / "kept" / f"{run_id}@ann" / "00000000.log").unlink()
     with pytest.raises(DataError, match=r"has lost its beginning: start the learner with\n?.*--keep-log"):
-        Learned(tmp_path / "state", "ann", run_id, live_spec(), 3)
+        LoggedRecords(tmp_path / "state", "ann", run_id, live_spec(), 3)
 
 
 def test_a_log_that_was_changed_ends_there(run: tuple[Path, str, dict[str, list[int]]], tmp_path: Path) -> None:
     folder, run_id, _ = run
-    whole = Learned(folder / "journals", "ann", run_id, live_spec(), 3)
+    whole = LoggedRecords(folder / "journals", "ann", run_id, live_spec(), 3)
     whole.look()
     shutil.copytree(folder / "journals" / "kept" / f"{run_id}@ann", tmp_path / f"{run_id}@ann")
     path = tmp_path / f"{run_id}@ann" / "00000001.log"
     raw = bytearray(path.read_bytes())
     raw[wal.PAGE + 60] ^= 1
     path.write_bytes(raw)
-    cut = Learned(tmp_path, "ann", run_id, live_spec(), 3)
+    cut = LoggedRecords(tmp_path, "ann", run_id, live_spec(), 3)
     cut.look()
     assert 0 < cut.rounds < whole.rounds
     code, said = followed(folder, learners=("ann",), logs=(tmp_path,))

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.running.monitoring import RunLine
-from sottovoce_client.web.app import _is_own_host, _listening, _token_of, console_app
+from sottovoce_client.running.monitoring import RunListItem
+from sottovoce_client.web.app import _is_own_host, _listening, _token_of, create_console_app
 from sottovoce_client.web.files import Files
 from sottovoce_core.errors import SpecError, Unavailable
 from tests.client.consoles import COOKIE, TOKEN, Told, a_page
@@ -28,7 +28,7 @@ class Browser:
     """Asks the console, and keeps its cookies; it has the token already, unless told otherwise."""
 
     def __init__(self, told: Told, token: str | None, ours: bool) -> None:
-        self._app = console_app(told, TOKEN, COOKIE, lambda _: ours)  # type: ignore[arg-type]
+        self._app = create_console_app(told, TOKEN, COOKIE, lambda _: ours)  # type: ignore[arg-type]
         self._cookies = httpx.Cookies({} if token is None else {COOKIE: token})
 
     def request(self, method: str, path: str, **more: Any) -> Any:
@@ -211,7 +211,7 @@ def test_what_can_be_opened_is_listed(results: Path) -> None:
     assert report.title == "wards, finished"
     (capture,) = found.captures
     assert (capture.state, capture.messages, capture.bytes) == ("complete", 12, 1200)
-    assert found.ended == {"run-1": RunLine("run-1", "finished", "", 0.0, (results / "summary.json").stat().st_mtime)}
+    assert found.ended == {"run-1": RunListItem("run-1", "finished", "", 0.0, (results / "summary.json").stat().st_mtime)}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"run_id": 1, "messages": "many"}', "null"])

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.running.monitoring import CaptureLine, Places
+from sottovoce_client.running.monitoring import CaptureListItem, ServiceAddresses
 from sottovoce_client.watching.view import Gauges
 from sottovoce_client.web import gather
-from sottovoce_client.web.gather import MOST_LOOKING, Gathering, _merged
-from sottovoce_client.web.services import Asked
-from sottovoce_core.errors import NotReady
+from sottovoce_client.web.gather import MAX_BROWSERS, Poller, _merged
+from sottovoce_client.web.services import ConsoleOptions
+from sottovoce_core.errors import FailedPrecondition
 from sottovoce_core.spec import dump_spec
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.tasks import Tasks
@@ -33,14 +33,14 @@ PACED = {"mode": "paced", "period_s": 0.05, "deadline_s": 100.0}
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services, lists and files are looked at several times a second."""
-    for name in ("LOOK_S", "_LISTS_S", "_FILES_S"):
+    for name in ("POLL_PERIOD_S", "_LIST_PERIOD_S", "_FILE_SCAN_PERIOD_S"):
         monkeypatch.setattr(gather, name, 0.2)
 
 
 @asynccontextmanager
-async def looking(asked: Asked, run_id: str = "") -> AsyncIterator[Callable[[Callable[[Any], bool]], Any]]:
+async def looking(asked: ConsoleOptions, run_id: str = "") -> AsyncIterator[Callable[[Callable[[Any], bool]], Any]]:
     """A console that is looked at; gives what waits for a page of which something holds."""
-    gathering = Gathering(asked)
+    gathering = Poller(asked)
     async with Tasks() as tasks:
         tasks.start(gathering.run(), "the console")
         pages = gathering.pages(run_id)
@@ -58,8 +58,8 @@ async def looking(asked: Asked, run_id: str = "") -> AsyncIterator[Callable[[Cal
             await pages.aclose()  # type: ignore[attr-defined]
 
 
-def asked_of(up: Network, folder: Path | None = None, watch: str = "") -> Asked:
-    return Asked(folder, Places(up.coordinator, up.eavesdropper, up.operator.folder), watch)
+def asked_of(up: Network, folder: Path | None = None, watch: str = "") -> ConsoleOptions:
+    return ConsoleOptions(folder, ServiceAddresses(up.coordinator, up.eavesdropper, up.operator.folder), watch)
 
 
 async def test_a_run_is_seen_from_its_beginning_to_its_end(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ async def test_a_run_is_seen_from_its_beginning_to_its_end(tmp_path: Path) -> No
             running = asyncio.ensure_future(up.run(spec, made_up(spec), stop))
             page = await until(lambda page: page["run"] and page["run"]["rate"] and page["captures"])
             run, (capture, *_) = page["run"], page["captures"]
-            assert (run["state"], run["rounds"], run["counted_by"]) == ("running", 1000, "eavesdropper")
+            assert (run["state"], run["rounds"], run["traffic_source"]) == ("running", 1000, "eavesdropper")
             assert [each["name"] for each in run["learners"]] == NAMES
             assert {each["limit"] for each in run["learners"]} == {1e6}
             assert all(each["records"] > 0 and each["arrival"] is not None for each in run["learners"])
@@ -133,9 +133,9 @@ async def test_results_say_how_a_run_ended_whose_services_are_gone(tmp_path: Pat
 
 
 def test_of_a_capture_whose_eavesdropper_is_gone_the_folder_says_how_it_ended() -> None:
-    told = CaptureLine("a", "run-1", "/far/a", "open", 5, 500)
-    found = CaptureLine("a", "run-1", "/far/a", "complete", 7, 700, "captures/a/capture.json", 1.0)
-    older = CaptureLine("b", "run-0", "/far/b", "complete", 7, 700, "captures/b/capture.json", 0.5)
+    told = CaptureListItem("a", "run-1", "/far/a", "open", 5, 500)
+    found = CaptureListItem("a", "run-1", "/far/a", "complete", 7, 700, "captures/a/capture.json", 1.0)
+    older = CaptureListItem("b", "run-0", "/far/b", "complete", 7, 700, "captures/b/capture.json", 0.5)
     assert _merged((told,), (found, older)) == (replace(told, path=found.path), older)
     assert _merged((told,), (found, older), gone=True) == (found, older)
     assert _merged((told,), ()) == (told,)
@@ -145,7 +145,7 @@ async def test_services_are_found_where_up_says_that_they_are(tmp_path: Path) ->
     results = tmp_path / "results"
     results.mkdir()
     place = results / "services.json"
-    async with network(tmp_path, NAMES) as up, looking(Asked(results)) as until:
+    async with network(tmp_path, NAMES) as up, looking(ConsoleOptions(results)) as until:
         page = await until(lambda page: page["problems"])
         assert "no run is up in" in page["problems"][0]["text"]
         place.write_text(json.dumps({"coordinator": up.coordinator, "eavesdropper": up.eavesdropper, "identity": None}))
@@ -155,7 +155,7 @@ async def test_services_are_found_where_up_says_that_they_are(tmp_path: Path) ->
 
 
 async def test_nobody_is_asked_while_nobody_looks() -> None:
-    gathering = Gathering(Asked(None, Places("127.0.0.1:9")))
+    gathering = Poller(ConsoleOptions(None, ServiceAddresses("127.0.0.1:9")))
     looks: list[int] = []
 
     async def look(_: object) -> None:
@@ -174,9 +174,9 @@ async def test_nobody_is_asked_while_nobody_looks() -> None:
 
 
 async def test_so_many_may_look_and_no_more() -> None:
-    gathering = Gathering(Asked(None, Places("127.0.0.1:9")))
+    gathering = Poller(ConsoleOptions(None, ServiceAddresses("127.0.0.1:9")))
     with ExitStack() as stack:
-        for _ in range(MOST_LOOKING):
+        for _ in range(MAX_BROWSERS):
             assert not gathering.full
             stack.enter_context(gathering._looking(""))
         assert gathering.full
@@ -184,7 +184,7 @@ async def test_so_many_may_look_and_no_more() -> None:
 
 
 async def test_the_end_lets_everybody_go() -> None:
-    gathering = Gathering(Asked(None, Places("127.0.0.1:9")))
+    gathering = Poller(ConsoleOptions(None, ServiceAddresses("127.0.0.1:9")))
     waiting = asyncio.ensure_future(anext(gathering.pages(""), None))
     await asyncio.sleep(0)
     await gathering.end()
@@ -195,16 +195,16 @@ def test_addresses_given_by_hand_win(tmp_path: Path) -> None:
     (tmp_path / "services.json").write_text(
         json.dumps({"coordinator": "a:1", "eavesdropper": "b:2", "identity": "/id"})
     )
-    assert Asked(tmp_path).now() == Places("a:1", "b:2", Path("/id"))
-    assert Asked(tmp_path, Places("c:3")).now() == Places("c:3", "", Path("/id"))
-    assert Asked(tmp_path, Places("c:3", "d:4", Path("/own"))).now() == Places("c:3", "d:4", Path("/own"))
+    assert ConsoleOptions(tmp_path).now() == ServiceAddresses("a:1", "b:2", Path("/id"))
+    assert ConsoleOptions(tmp_path, ServiceAddresses("c:3")).now() == ServiceAddresses("c:3", "", Path("/id"))
+    assert ConsoleOptions(tmp_path, ServiceAddresses("c:3", "d:4", Path("/own"))).now() == ServiceAddresses("c:3", "d:4", Path("/own"))
 
 
 @pytest.mark.parametrize("text", ["[]", "1", '{"coordinator": null}', ""])
 def test_services_of_nowhere(tmp_path: Path, text: str) -> None:
     (tmp_path / "services.json").write_text(text)
-    with pytest.raises(NotReady, match="no run is up in"):
-        Asked(tmp_path).now()
+    with pytest.raises(FailedPrecondition, match="no run is up in"):
+        ConsoleOptions(tmp_path).now()
 
 
 async def test_a_run_that_is_over_is_shown_when_its_services_are_gone(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ async def test_a_run_that_is_over_is_shown_when_its_services_are_gone(tmp_path: 
     (tmp_path / "broken").mkdir()
     replace(over, run_id="demo-2", spec_yaml="[").save(tmp_path / "broken" / "summary.json")
 
-    asked = Asked(tmp_path, Places("", "", None))
+    asked = ConsoleOptions(tmp_path, ServiceAddresses("", "", None))
     async with looking(asked) as until:
         page = await until(lambda page: page["run"])
     run = page["run"]

@@ -71,8 +71,8 @@ async def test_what_is_known_is_shown_and_follows(browser: Browser) -> None:
 async def test_text_of_others_is_text(browser: Browser) -> None:
     page = a_page()
     assert page.run is not None
-    learners = tuple(replace(each, name=HOSTILE, notices=(HOSTILE,), address=HOSTILE) for each in page.run.learners)
-    run = replace(page.run, name=HOSTILE, detail=HOSTILE, notices=(HOSTILE,), learners=learners)
+    learners = tuple(replace(each, name=HOSTILE, warnings=(HOSTILE,), address=HOSTILE) for each in page.run.learners)
+    run = replace(page.run, name=HOSTILE, detail=HOSTILE, warnings=(HOSTILE,), learners=learners)
     lines = tuple(replace(each, detail=HOSTILE, run_id=HOSTILE) for each in page.runs)
     captures = tuple(replace(each, name=HOSTILE, state=HOSTILE, path=HOSTILE) for each in page.captures)
     hostile = replace(page, run=run, runs=lines, captures=captures, problems=(Problem(HOSTILE, NOON),))
@@ -187,10 +187,10 @@ async def test_text_stands_out_from_its_ground(browser: Browser, scheme: Any) ->
     assert page.run is not None
     states = ["running", "away", "lost", "failed", "finished", "stopped", "budget exhausted", "idle"]
     learners = tuple(
-        replace(each, state=state, epsilon=0.7 * k, notices=("look here",), accuracy=0.9, away_since=NOON)
+        replace(each, state=state, epsilon=0.7 * k, warnings=("look here",), accuracy=0.9, away_since=NOON)
         for k, (each, state) in enumerate(zip(page.run.learners, states, strict=True))
     )
-    run = replace(page.run, learners=learners, notices=("something",), state="failed", ended=NOON + 20.0)
+    run = replace(page.run, learners=learners, warnings=("something",), state="failed", ended=NOON + 20.0)
     assert page.watch is not None
     watch = replace(page.watch, alarms=1, learners=tuple(replace(each, e=99.0) for each in page.watch.learners))
     many = replace(page, run=run, watch=watch, problems=(Problem("the coordinator is away", NOON),))

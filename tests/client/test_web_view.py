@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from sottovoce_client.running.monitoring import History, Look, _edge_views, _learner_views, plan_of, run_line, run_view
+from sottovoce_client.running.monitoring import History, RunObservation, _edge_views, _learner_views, plan_of, make_run_list_item, make_run_view
 from sottovoce_client.web.services import _watch_views
 from sottovoce_core.errors import SpecError
 from sottovoce_rpc.learner_status import LearnerState
@@ -57,17 +57,17 @@ def test_a_spec_that_says_things_otherwise_is_refused(change: dict[str, object])
 
 
 def test_a_state_of_a_newer_coordinator_is_said_to_be_one() -> None:
-    assert run_line(coordinator_pb2.Run(run_id="run-1", state=99)).state == "of a newer version"  # type: ignore[arg-type]
+    assert make_run_list_item(coordinator_pb2.Run(run_id="run-1", state=99)).state == "of a newer version"  # type: ignore[arg-type]
 
 
 def test_rates_are_of_the_last_seconds() -> None:
     run = a_run()
     assert run.rate == pytest.approx(1.0)
-    assert run.left_s == pytest.approx(980.0)
+    assert run.remaining_s == pytest.approx(980.0)
     assert run.pace == (1.0,) * 20
     assert [each.arrival for each in run.learners] == pytest.approx([5.0] * 3)
     first, *_ = run.edges
-    assert (first.there, first.back, first.bytes_s, first.messages) == pytest.approx((1.0, 1.0, 200.0, 40))
+    assert (first.there, first.back, first.bytes_per_second, first.messages) == pytest.approx((1.0, 1.0, 200.0, 40))
 
 
 def test_slow_rounds_are_looked_at_for_longer() -> None:
@@ -75,20 +75,20 @@ def test_slow_rounds_are_looked_at_for_longer() -> None:
     history = History()
     for second in range(121):
         history.add(look(float(second), rounds=second // 20))
-    assert run_view(COURSE, slow, history).rate == pytest.approx(0.05)
+    assert make_run_view(COURSE, slow, history).rate == pytest.approx(0.05)
 
 
 def test_one_look_knows_no_rate() -> None:
     history = History()
     history.add(look(5.0))
-    run = run_view(COURSE, plan(), history)
-    assert (run.rate, run.left_s, run.pace) == (None, None, ())
+    run = make_run_view(COURSE, plan(), history)
+    assert (run.rate, run.remaining_s, run.pace) == (None, None, ())
     assert [each.arrival for each in run.learners] == [None] * 3
 
 
 def test_a_run_that_is_over_went_at_its_mean_rate() -> None:
     over = a_run(course=replace(COURSE, state="finished", ended=NOON + 40.0))
-    assert (over.rate, over.left_s) == (0.5, None)
+    assert (over.rate, over.remaining_s) == (0.5, None)
 
 
 def test_what_the_eavesdropper_counts_goes_before_what_learners_say() -> None:
@@ -96,7 +96,7 @@ def test_what_the_eavesdropper_counts_goes_before_what_learners_say() -> None:
     before = look(0.0, heard=dict.fromkeys(ways, (10, 1000)))
     now = look(2.0, heard={**dict.fromkeys(ways, (14, 1400)), (0, 1): (20, 9000)})
     (first, *_) = _edge_views(ways, now, before)
-    assert (first.there, first.back, first.bytes_s, first.messages) == (5.0, 2.0, 4200.0, 34)
+    assert (first.there, first.back, first.bytes_per_second, first.messages) == (5.0, 2.0, 4200.0, 34)
     again = _edge_views(ways, now, look(0.0))  # it was not asked before: nothing to compare with
     assert {each.there for each in again} == {0.0}
 
@@ -109,35 +109,35 @@ def test_rows_say_how_learners_stand() -> None:
     statuses = (
         status(0, epsilon_spent=3.7),
         status(1, state=LearnerState.BUDGET_EXHAUSTED, detail="that would be above the budget of 4"),
-        status(2, noise_is_not_private=True, rules_broken=2, epsilon_own_budget=3.0, epsilon_elsewhere=1.5),
+        status(2, noise_is_not_private=True, violation_count=2, epsilon_owner_budget=3.0, epsilon_other_runs=1.5),
     )
-    now = Look(0.0, statuses, away_since=(None, None, NOON))
-    before = Look(0.0, (status(0, epsilon_spent=3.65), *statuses[1:]))
+    now = RunObservation(0.0, statuses, away_since=(None, None, NOON))
+    before = RunObservation(0.0, (status(0, epsilon_spent=3.65), *statuses[1:]))
     ann, ben, eve = _learner_views(plan(), now, before)
-    assert (ann.state, ann.limit, ann.notices) == ("running", 4.0, ("its budget is nearly used up",))
-    assert (ben.state, ben.notices) == ("budget exhausted", ("that would be above the budget of 4",))
-    assert (eve.state, eve.away_since, eve.limit, eve.own_limit, eve.elsewhere) == ("away", NOON, 1.5, 3.0, 1.5)
-    assert eve.notices[0] == "its noise is not private: this run protects nobody"
-    assert eve.notices[-1] == "messages that broke a rule on its channels: 2"
+    assert (ann.state, ann.limit, ann.warnings) == ("running", 4.0, ("its budget is nearly used up",))
+    assert (ben.state, ben.warnings) == ("budget exhausted", ("that would be above the budget of 4",))
+    assert (eve.state, eve.away_since, eve.limit, eve.epsilon_owner_budget, eve.elsewhere) == ("away", NOON, 1.5, 3.0, 1.5)
+    assert eve.warnings[0] == "its noise is not private: this run protects nobody"
+    assert eve.warnings[-1] == "messages that broke a rule on its channels: 2"
     lost = replace(plan(), lost=frozenset({"learner-2"}))
     assert _learner_views(lost, now, None)[2].state == "lost"
 
 
 def test_a_budget_is_nearly_used_up_only_where_more_of_it_is_being_spent() -> None:
     """A price that is paid in the first round leaves nothing to look at, however near it is."""
-    looks = [Look(float(t), (status(0, rounds, epsilon_spent=3.998),)) for t, rounds in enumerate((1, 20))]
-    for before in (None, Look(0.0, (status(0, 0),)), looks[0]):
+    looks = [RunObservation(float(t), (status(0, rounds, epsilon_spent=3.998),)) for t, rounds in enumerate((1, 20))]
+    for before in (None, RunObservation(0.0, (status(0, 0),)), looks[0]):
         (ann,) = _learner_views(plan(1), looks[1], before)
-        assert ann.notices == ()
-    (ann,) = _learner_views(plan(1), Look(2.0, (status(0, 21, epsilon_spent=3.999),)), looks[1])
-    assert ann.notices == ("its budget is nearly used up",)
+        assert ann.warnings == ()
+    (ann,) = _learner_views(plan(1), RunObservation(2.0, (status(0, 21, epsilon_spent=3.999),)), looks[1])
+    assert ann.warnings == ("its budget is nearly used up",)
 
 
 def test_a_round_is_one_that_all_have_done_who_have_more_to_do() -> None:
     done = status(0, 30, state=LearnerState.STOPPED)
-    assert Look(0.0, (done, status(1, 12), status(2, 13))).round == 12
-    assert Look(0.0, (done,)).round == 30
-    assert Look(0.0, ()).round == 0
+    assert RunObservation(0.0, (done, status(1, 12), status(2, 13))).round == 12
+    assert RunObservation(0.0, (done,)).round == 30
+    assert RunObservation(0.0, ()).round == 0
 
 
 WATCH = """
@@ -160,14 +160,14 @@ def test_what_a_watch_tells_prometheus() -> None:
     assert told.together is not None and (told.together.e, told.together.line) == (0.5, None)
     (north,) = told.learners
     assert (north.name, north.e, north.line, north.rounds) == ("north", 2.5, 12.0, 17)
-    assert north.change == float("-inf") and north.change_line is None
+    assert north.change == float("-inf") and north.change_log_threshold is None
 
 
 def test_a_run_without_an_end_is_a_run() -> None:
     spec = small_spec(None, [f"learner-{i}" for i in range(3)], data={"source": "live", "features": 2})
     planned = plan_of(spec_to_wire(spec))
     shown = a_run(planned=planned)
-    assert (planned.rounds, shown.rounds, shown.left_s) == (None, None, None)
+    assert (planned.rounds, shown.rounds, shown.remaining_s) == (None, None, None)
     assert shown.round == 20 and shown.rate == pytest.approx(1.0) and len(shown.edges) == 3
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sottovoce_client.wording import at_best_line, chance, count, duration, number, plural, share, share_range, size
+from sottovoce_client.wording import describe_max_epsilon, chance, count, duration, number, pluralize, share, format_percent_range, size
 
 
 @pytest.mark.parametrize(
@@ -62,17 +62,17 @@ def test_duration(seconds: float, text: str) -> None:
 
 def test_shares() -> None:
     assert [share(value) for value in (None, math.nan, 0.0, 0.9423, 1.0)] == ["–", "–", "0.0 %", "94.2 %", "100.0 %"]
-    assert share_range([0.95, None, 0.912]) == "91.2–95.0 %"
-    assert share_range([0.95]) == "95.0 %"
-    assert share_range([None]) == "–"
+    assert format_percent_range([0.95, None, 0.912]) == "91.2–95.0 %"
+    assert format_percent_range([0.95]) == "95.0 %"
+    assert format_percent_range([None]) == "–"
 
 
 def test_counts() -> None:
-    assert (count(5_000), plural(1, "edge"), plural(0, "edge")) == ("5,000", "1 edge", "0 edges")
+    assert (count(5_000), pluralize(1, "edge"), pluralize(0, "edge")) == ("5,000", "1 edge", "0 edges")
 
 
 def test_what_so_many_runs_cannot_show() -> None:
-    assert at_best_line(0.8, 0, 2.0) == "At best so many runs show ε 0.8."
-    few, never = at_best_line(0.8, 1_234, 2.0), at_best_line(0.8, math.inf, 955.0)
+    assert describe_max_epsilon(0.8, 0, 2.0) == "At best so many runs show ε 0.8."
+    few, never = describe_max_epsilon(0.8, 1_234, 2.0), describe_max_epsilon(0.8, math.inf, 955.0)
     assert "fewer than 1,234 runs of each world" in few and "ε 2 could not" in few
     assert never.endswith("No number of runs that anybody makes could refute ε 955.")

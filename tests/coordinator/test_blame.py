@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_coordinator.round_clock import Standing, blamed, in_words
-from sottovoce_rpc.learner_status import Cause, Waiting
+from sottovoce_rpc.learner_status import WaitCause, WaitReport
 
 
-def waits(name: str, t: int, *neighbours: int, cause: Cause = Cause.NEIGHBOUR) -> Standing:
-    return Standing(name, t, waiting=Waiting(t, cause, neighbours))
+def waits(name: str, t: int, *neighbours: int, cause: WaitCause = WaitCause.NEIGHBOUR) -> Standing:
+    return Standing(name, t, waiting=WaitReport(t, cause, neighbours))
 
 
 ANN, BEN = waits("ann", 7, 1), waits("ben", 7, 2)
@@ -24,10 +24,10 @@ ANN, BEN = waits("ann", 7, 1), waits("ben", 7, 2)
     [
         (Standing("cleo", 7, away=True), "cleo is gone since round 7"),
         (Standing("cleo", 6), "cleo is silent in round 6"),
-        (waits("cleo", 7, cause=Cause.RECORDS), "cleo has no records for round 7"),
+        (waits("cleo", 7, cause=WaitCause.RECORDS), "cleo has no records for round 7"),
         (waits("cleo", 6, 1), "no messages pass between ben and cleo in round 6"),
-        (replace(waits("cleo", 7, cause=Cause.GRANT), starved=True), "cleo has no records for round 7"),
-        (waits("cleo", 7, cause=Cause.GRANT), "cleo waited for a grant of the coordinator in round 7"),
+        (replace(waits("cleo", 7, cause=WaitCause.GRANT), is_starved=True), "cleo has no records for round 7"),
+        (waits("cleo", 7, cause=WaitCause.GRANT), "cleo waited for a grant of the coordinator in round 7"),
     ],
     ids=lambda each: getattr(each, "name", each),
 )
@@ -56,7 +56,7 @@ def test_a_circle_is_named_whole_and_without_those_who_wait_for_it() -> None:
 
 
 def test_who_waits_for_a_grant_waits_for_the_slowest() -> None:
-    standings = [waits("ann", 20, cause=Cause.GRANT), waits("ben", 12, 2), Standing("cleo", 12), Standing("dan", 20)]
+    standings = [waits("ann", 20, cause=WaitCause.GRANT), waits("ben", 12, 2), Standing("cleo", 12), Standing("dan", 20)]
     assert blamed(standings, 0) == (2,)
 
 
@@ -72,14 +72,14 @@ def test_nobody_that_only_waits_is_blamed_as_long_as_somebody_does_not(data: st.
     standings = []
     for i in range(n):
         others = st.sets(st.sampled_from([j for j in range(n) if j != i]), min_size=1).map(tuple)
-        causes = st.sampled_from([Cause.NEIGHBOUR, Cause.RECORDS])
-        told = data.draw(st.none() | st.builds(Waiting, st.just(0), causes, others))
+        causes = st.sampled_from([WaitCause.NEIGHBOUR, WaitCause.RECORDS])
+        told = data.draw(st.none() | st.builds(WaitReport, st.just(0), causes, others))
         standings.append(Standing(str(i), data.draw(st.integers(0, 2)), data.draw(st.booleans()), told))
 
     def follows(i: int) -> set[int]:
         own = standings[i]
         waiting = None if own.away else own.waiting
-        return set(waiting.neighbours) if waiting is not None and waiting.cause is Cause.NEIGHBOUR else set()
+        return set(waiting.neighbours) if waiting is not None and waiting.cause is WaitCause.NEIGHBOUR else set()
 
     reached = {0}
     while (more := reached.union(*(follows(i) for i in reached))) != reached:

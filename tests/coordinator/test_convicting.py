@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_coordinator.round_clock import convicted
+from sottovoce_coordinator.round_clock import find_evictions
 
 RING = [{1, 3}, {0, 2}, {1, 3}, {0, 2}]
 STAR = [{1, 2, 3, 4}, {0}, {0}, {0}, {0}]
@@ -35,7 +35,7 @@ COMPLETE = [{0, 1, 2, 3} - {i} for i in range(4)]
     ],
 )
 def test_most_of_the_neighbours_and_two_at_least(neighbours: Any, accusations: Any, leave: set[int]) -> None:
-    assert convicted(accusations, neighbours) == leave
+    assert find_evictions(accusations, neighbours) == leave
 
 
 @st.composite
@@ -53,6 +53,6 @@ def test_liars_move_nobody_of_whom_they_are_no_majority(neighbours: list[set[int
     accusations = (
         data.draw(st.lists(st.tuples(st.sampled_from(sorted(liars)), st.sampled_from(everybody)))) if liars else []
     )
-    for i in convicted(accusations, neighbours):
+    for i in find_evictions(accusations, neighbours):
         assert len(neighbours[i] & liars) > len(neighbours[i]) / 2
         assert len(neighbours[i] & liars) >= 2

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sottovoce_coordinator.store import MOST_STARTS, Claim, Membership
-from sottovoce_core.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
+from sottovoce_coordinator.store import MAX_INCARNATION, Claim, Membership
+from sottovoce_core.errors import FailedPrecondition, RemoteProtocolError, SottovoceError, PermissionDenied, Unavailable
 
 HERE, ELSEWHERE = bytes(16), bytes([1] * 16)
 
@@ -41,13 +41,13 @@ def test_a_death_between_issue_and_confirmation_is_harmless(disk: int) -> None:
 @pytest.mark.parametrize(
     ("said", "live", "kind", "text"),
     [
-        (claim(store=ELSEWHERE), False, StrangerError, "sottovoce rebind ann"),
-        (claim(store=ELSEWHERE, rejoins=True), False, StrangerError, "another state folder"),
+        (claim(store=ELSEWHERE), False, PermissionDenied, "sottovoce rebind ann"),
+        (claim(store=ELSEWHERE, rejoins=True), False, PermissionDenied, "another state folder"),
         (claim(3), True, Unavailable, "is here already: stop the other process"),
-        (claim(2), False, NotReady, "it knows incarnation 2 and 0 rounds, and must know 3 and 9"),
-        (claim(3), False, NotReady, "has no log of the run that this learner is in, and 9 rounds were said in it"),
-        (claim(3, journaled=8), False, NotReady, "it knows incarnation 3 and 8 rounds, and must know 3 and 9"),
-        (claim(2, rejoins=True), False, NotReady, "is an old one and ends"),
+        (claim(2), False, FailedPrecondition, "it knows incarnation 2 and 0 rounds, and must know 3 and 9"),
+        (claim(3), False, FailedPrecondition, "has no log of the run that this learner is in, and 9 rounds were said in it"),
+        (claim(3, journaled=8), False, FailedPrecondition, "it knows incarnation 3 and 8 rounds, and must know 3 and 9"),
+        (claim(2, rejoins=True), False, FailedPrecondition, "is an old one and ends"),
         (claim(2**32 + 1), False, RemoteProtocolError, "one more at each start of a learner, at most 4294967296"),
         (claim(2**63, rejoins=True), True, RemoteProtocolError, "got 9223372036854775808"),
     ],
@@ -59,8 +59,8 @@ def test_who_is_refused(said: Claim, live: bool, kind: type[SottovoceError], tex
 
 def test_whoever_tells_of_too_many_starts_locks_nobody_out() -> None:
     """A stranger joins with the highest number: the learner itself is let in all the same, once its name is free again."""
-    strange = Membership().admit(claim(MOST_STARTS, store=ELSEWHERE), live=False)
-    known = strange.confirm(claim(MOST_STARTS, store=ELSEWHERE), strange.issued).unbound()
+    strange = Membership().admit(claim(MAX_INCARNATION, store=ELSEWHERE), live=False)
+    known = strange.confirm(claim(MAX_INCARNATION, store=ELSEWHERE), strange.issued).unbound()
     for _ in range(3):
         known = known.admit(claim(known.confirmed), live=False)
         known = known.confirm(claim(known.confirmed), known.issued)
@@ -88,9 +88,9 @@ def test_a_folder_is_told_by_its_number() -> None:
 
 
 def test_what_was_not_issued_last_is_not_confirmed() -> None:
-    with pytest.raises(NotReady, match="must confirm incarnation 2, got 1: it was started twice"):
+    with pytest.raises(FailedPrecondition, match="must confirm incarnation 2, got 1: it was started twice"):
         Membership(HERE, 2, 0).confirm(claim(0), 1)
-    with pytest.raises(NotReady):
+    with pytest.raises(FailedPrecondition):
         Membership(HERE, 2, 0).confirm(claim(0, store=ELSEWHERE), 2)
 
 
@@ -113,7 +113,7 @@ class Fencing(RuleBasedStateMachine):
         k %= len(self.disks)
         try:
             self.known = self.known.admit(claim(self.disks[k]), live=False)
-        except NotReady:
+        except FailedPrecondition:
             return
         number = self.known.issued
         if dies == "after the issue":
@@ -133,7 +133,7 @@ class Fencing(RuleBasedStateMachine):
         number = self.processes[k % len(self.processes)]
         try:
             self.known = self.known.admit(claim(number, rejoins=True), live=True)
-        except NotReady:
+        except FailedPrecondition:
             assert number < self.known.issued
             self.processes.remove(number)
         else:
@@ -155,5 +155,5 @@ TestFencing = Fencing.TestCase
 def test_the_checks_of_the_model_notice_one_step_instead_of_two() -> None:
     """Refused below the number issued, not the number confirmed: a lost answer would lock the learner out."""
     one_step = replace(joined(2), confirmed=2)  # issued is taken as confirmed
-    with pytest.raises(NotReady):
+    with pytest.raises(FailedPrecondition):
         one_step.admit(claim(1), live=False)

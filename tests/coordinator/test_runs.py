@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from sottovoce_coordinator.courses import Course
-from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
+from sottovoce_coordinator.courses import ManagedRun
+from sottovoce_coordinator.runs import CaptureBinding, RunStateMachine, RunState
 from sottovoce_core.errors import Rule
 from sottovoce_core.network.graphs import _Edges
 from sottovoce_core.network.weights import digest_of
 from sottovoce_core.running.run import build_run
-from sottovoce_rpc.learner_status import RULES, Cause, KnownBy, LearnerState, LearnerStatus, Waiting
+from sottovoce_rpc.learner_status import VIOLATION_KINDS, WaitCause, Attribution, LearnerState, LearnerStatus, WaitReport
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_wire.v1.coordinator_pb2 import Assignment, RoundLease, Violation, Neighbour, TopologyEpoch
 from tests.examples import small_run
@@ -23,16 +23,16 @@ ADDRESSES = ("a:1", "b:2", "c:3")
 RUNNING, FINISHED = LearnerState.RUNNING, LearnerState.FINISHED
 
 
-def book(**more: Any) -> RunBook:
+def book(**more: Any) -> RunStateMachine:
     more = {"clock": {"window": 4}, "topology": {"graph": "path"}, **more}
-    return RunBook("r-1", small_run(rounds=10, learners=["a", "b", "c"], **more), 3, ADDRESSES)
+    return RunStateMachine("r-1", small_run(rounds=10, learners=["a", "b", "c"], **more), 3, ADDRESSES)
 
 
 def status(learner: str, state: LearnerState, done: int = 0, ready: int = 0, detail: str = "") -> LearnerStatus:
     return LearnerStatus(learner, "r-1", state, detail, rounds_done=done, rounds_with_data=ready)
 
 
-def running(held: RunBook, ready: int = 0) -> list[bool]:
+def running(held: RunStateMachine, ready: int = 0) -> list[bool]:
     return [held.report(status(name, RUNNING, ready=ready)) for name in "abc"]
 
 
@@ -55,7 +55,7 @@ def test_who_cannot_go_on_has_said_what_it_had_said() -> None:
 def test_an_assignment_says_all_that_a_guarantee_rests_on() -> None:
     """The spec as it is, but for its graph: a list of edges."""
     held = book()
-    held.overhearing = Overhearing(mirror="mirror:9")
+    held.capture_binding = CaptureBinding(mirror="mirror:9")
     told = held.assignment(1)
     spec = spec_from_wire(told.spec, imports=False)
 
@@ -66,9 +66,9 @@ def test_an_assignment_says_all_that_a_guarantee_rests_on() -> None:
 
 def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
     held = book()
-    held.overhearing = Overhearing(relays={(1, 2): "relay:7", (0, 1): "relay:6"})
+    held.capture_binding = CaptureBinding(relays={(1, 2): "relay:7", (0, 1): "relay:6"})
     weight = held.run.network.at(0).heard_by(1)
-    assignment, epoch, grant = held.briefing(1)
+    assignment, epoch, grant = held.build_resume_commands(1)
 
     assert isinstance(assignment, Assignment)
     told = (
@@ -81,8 +81,8 @@ def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
 
 def test_behind_a_wiretap_is_the_neighbour_itself() -> None:
     held = book(capture="wiretap")
-    held.overhearing = Overhearing(relays={(1, 2): "tap:7", (0, 1): "tap:6"})
-    _, epoch, _ = held.briefing(1)
+    held.capture_binding = CaptureBinding(relays={(1, 2): "tap:7", (0, 1): "tap:6"})
+    _, epoch, _ = held.build_resume_commands(1)
     assert isinstance(epoch, TopologyEpoch)
     assert [(each.address, each.relayed) for each in epoch.neighbours] == [("a:1", False), ("tap:7", False)]
 
@@ -97,18 +97,18 @@ DIRECTED = {"kind": "edges", "edges": [(0, 1), (1, 2)], "directed": True}
 BACK = {"kind": "edges", "edges": [(2, 0)], "directed": True}
 
 
-def changing() -> RunBook:
+def changing() -> RunStateMachine:
     """0 tells 1 and 1 tells 2 in rounds 0, 1, 3, 4, ...; 2 tells 0 in rounds 2, 5, ..."""
     sequence = {"kind": "periodic", "graphs": [DIRECTED, DIRECTED, BACK]}
     topology = {"sequence": sequence, "weights": "in_degree"}
-    return RunBook("r-1", build_run(gossip_spec(topology, 10, ["a", "b", "c"], clock={"window": 4}), 3), 3, ADDRESSES)
+    return RunStateMachine("r-1", build_run(gossip_spec(topology, 10, ["a", "b", "c"], clock={"window": 4}), 3), 3, ADDRESSES)
 
 
 def test_the_epoch_of_a_changing_topology_names_all_whom_a_learner_ever_talks_to() -> None:
     """Weights by index, and who is told in the first round."""
     held, found = changing(), []
     for i in range(3):
-        _, epoch, _ = held.briefing(i)
+        _, epoch, _ = held.build_resume_commands(i)
         assert isinstance(epoch, TopologyEpoch) and epoch.first_round == 0
         told = [each.index for each in epoch.neighbours if each.is_recipient]
         found.append(({each.index: each.weight for each in epoch.neighbours}, told))
@@ -129,7 +129,7 @@ def test_grants_of_a_changing_topology_hold_a_digest_of_its_rounds() -> None:
     for name in "abc":
         held.report(status(name, RUNNING, 3))
     assert held.go_on() == granted(4, 7)
-    assert held.briefing(0)[-1] == granted(2, 7)
+    assert held.build_resume_commands(0)[-1] == granted(2, 7)
 
 
 def test_routes_of_a_changing_topology_are_those_of_all_rounds() -> None:
@@ -253,9 +253,9 @@ def test_a_learner_that_gave_up_waiting_is_not_blamed_for_it() -> None:
     held = book()
     running(held)
     held.left(2, NOW)
-    held.report(status("b", RUNNING, 3), Waiting(3, Cause.NEIGHBOUR, (2,)))
+    held.report(status("b", RUNNING, 3), WaitReport(3, WaitCause.NEIGHBOUR, (2,)))
     failed = status("a", LearnerState.FAILED, 3, detail="waited 60 s for a neighbour (b) in round 3")
-    held.report(failed, Waiting(3, Cause.NEIGHBOUR, (1,)))
+    held.report(failed, WaitReport(3, WaitCause.NEIGHBOUR, (1,)))
     assert held.detail == "c is gone since round 0: a waited 60 s for a neighbour (b) in round 3"
 
 
@@ -263,22 +263,22 @@ def test_a_clock_that_waits_for_records_blames_who_has_none() -> None:
     held = book(clock={"mode": "data"})
     running(held)
     for name, ready in (("a", 9), ("c", 9)):
-        held.report(status(name, RUNNING, ready=ready), Waiting(0, Cause.GRANT))
-    held.report(status("b", RUNNING), Waiting(0, Cause.GRANT))
+        held.report(status(name, RUNNING, ready=ready), WaitReport(0, WaitCause.GRANT))
+    held.report(status("b", RUNNING), WaitReport(0, WaitCause.GRANT))
     failed = status("a", LearnerState.FAILED, ready=9, detail="waited 60 s for a grant of the coordinator in round 0")
-    held.report(failed, Waiting(0, Cause.GRANT))
+    held.report(failed, WaitReport(0, WaitCause.GRANT))
     assert held.detail.startswith("b has no records for round 0: a waited 60 s")
 
 
 # ---- what learners say of their neighbours ---------------------------------------------------------------------------
 
 
-def triangle(policy: str) -> RunBook:
+def triangle(policy: str) -> RunStateMachine:
     return book(misconduct=policy, topology={"graph": "complete"})
 
 
-def of(learner: int, known_by: KnownBy = KnownBy.CERTIFICATE, t: int = 3, by: int | None = None) -> Violation:
-    (rule,) = (number for number, rule in RULES.items() if rule is Rule.TURN)
+def of(learner: int, known_by: Attribution = Attribution.CERTIFICATE, t: int = 3, by: int | None = None) -> Violation:
+    (rule,) = (number for number, rule in VIOLATION_KINDS.items() if rule is Rule.ROUND)
     return Violation(learner=learner, round=t, kind=rule, attribution=known_by.value, reporter=by)
 
 
@@ -307,7 +307,7 @@ def test_who_may_be_a_stranger_is_remembered_and_no_more(policy: str) -> None:
     held = triangle(policy)
     running(held)
     for name in "ac":
-        held.report(status(name, RUNNING), None, [of(1, KnownBy.NAME)])
+        held.report(status(name, RUNNING), None, [of(1, Attribution.NAME)])
     assert (held.state, held.losing, len(held.misconduct)) == (RunState.RUNNING, set(), 2)
     held.report(status("a", LearnerState.FAILED, detail="its disk is gone"))
     assert held.detail.startswith("a failed: its disk is gone; somebody in the clear under the name of b said a round")
@@ -326,17 +326,17 @@ def test_a_text_tells_the_first_of_many() -> None:
     running(held)
     held.report(status("a", RUNNING), None, [of(1), of(2)])
     held.report(status("b", RUNNING), None, [of(0)])
-    held.report(status("c", RUNNING), None, [of(0, KnownBy.NAME)])
-    assert held.with_misconduct("so").count(" noticed") == 3 < len(held.misconduct)
-    assert held.with_misconduct("so", of=2).count(" noticed") == 1
+    held.report(status("c", RUNNING), None, [of(0, Attribution.NAME)])
+    assert held.append_violations("so").count(" noticed") == 3 < len(held.misconduct)
+    assert held.append_violations("so", of=2).count(" noticed") == 1
 
 
 # ---- who watches -----------------------------------------------------------------------------------------------------
 
 
 def test_who_watches_is_shown_what_all_have_done_after_ever_more_rounds() -> None:
-    held = RunBook("r-1", small_run(rounds=100, learners=["a", "b", "c"]), 3, ADDRESSES)
-    course, shown = Course(held, datetime.now(UTC)), list[int]()
+    held = RunStateMachine("r-1", small_run(rounds=100, learners=["a", "b", "c"]), 3, ADDRESSES)
+    course, shown = ManagedRun(held, datetime.now(UTC)), list[int]()
     running(held, ready=100)
     for done in range(1, 101):
         for name in "abc":

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce_coordinator.runs import Overhearing
-from sottovoce_coordinator.store import FILE, KeptRun, Membership, Store
-from sottovoce_core.errors import DataError, NotReady, Unavailable
+from sottovoce_coordinator.runs import CaptureBinding
+from sottovoce_coordinator.store import FILE, StoredRun, Membership, Store
+from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
 from sottovoce_rpc.directives import Origin
 
-RUN = KeptRun("run-1", "{}", 3, Overhearing("c-1", "/captures/c-1", {(0, 1): "h:1", (1, 2): "h:2"}, "m:3"), b"view")
+RUN = StoredRun("run-1", "{}", 3, CaptureBinding("c-1", "/captures/c-1", {(0, 1): "h:1", (1, 2): "h:2"}, "m:3"), b"view")
 
 
 def test_what_was_written_is_there_at_the_next_start(tmp_path: Path) -> None:
@@ -27,18 +27,18 @@ def test_what_was_written_is_there_at_the_next_start(tmp_path: Path) -> None:
     store.close()
     again = Store(tmp_path)
     assert again.members() == {"ann": ann}
-    assert again.runs() == [KeptRun("run-1", "{}", 3, RUN.overhearing, b"later", 15)]
+    assert again.runs() == [StoredRun("run-1", "{}", 3, RUN.capture_binding, b"later", 15)]
     again.close()
 
 
 def test_runs_come_back_oldest_first_but_for_those_forgotten(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for k in range(5):
-        store.begin(KeptRun(f"run-{k}", "{}", 3, Overhearing(), b""))
+        store.begin(StoredRun(f"run-{k}", "{}", 3, CaptureBinding(), b""))
     store.forget("run-1")
     store.close()
     again = Store(tmp_path)
-    again.begin(KeptRun("run-5", "{}", 3, Overhearing(), b""))
+    again.begin(StoredRun("run-5", "{}", 3, CaptureBinding(), b""))
     assert [run.run_id for run in again.runs()] == ["run-0", "run-2", "run-3", "run-4", "run-5"]
     again.close()
 
@@ -46,7 +46,7 @@ def test_runs_come_back_oldest_first_but_for_those_forgotten(tmp_path: Path) -> 
 def test_how_several_runs_stand_is_written_at_once(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for k in range(3):
-        store.begin(KeptRun(f"run-{k}", "{}", 3, Overhearing(), b"old"))
+        store.begin(StoredRun(f"run-{k}", "{}", 3, CaptureBinding(), b"old"))
     store.keep({"run-0": b"a", "run-2": b"c"})
     assert [run.record for run in store.runs()] == [b"a", b"old", b"c"]
     store.close()
@@ -111,7 +111,7 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
 
 def test_a_second_coordinator_on_one_folder_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with pytest.raises(NotReady, match=f"another coordinator uses the state folder {tmp_path}: stop it"):
+    with pytest.raises(FailedPrecondition, match=f"another coordinator uses the state folder {tmp_path}: stop it"):
         Store(tmp_path)
     store.close()
     Store(tmp_path).close()
@@ -121,7 +121,7 @@ def filled(folder: Path) -> Path:
     store = Store(folder)
     for k in range(50):
         store.remember(f"learner-{k}", Membership(bytes(16), k, k))
-        store.begin(KeptRun(f"run-{k}", "{}" * 100, 3, Overhearing(), bytes(500)))
+        store.begin(StoredRun(f"run-{k}", "{}" * 100, 3, CaptureBinding(), bytes(500)))
     store.close()
     return folder / FILE
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_written_is_not_there_and_may_be_tried_again(tmp_path: Pa
     store = Store(tmp_path)
     (pages,) = store._db.execute("PRAGMA page_count").fetchone()
     store._db.execute(f"PRAGMA max_page_count = {pages}")
-    big = KeptRun("big", "x" * 1_000_000, 3, Overhearing(), b"")
+    big = StoredRun("big", "x" * 1_000_000, 3, CaptureBinding(), b"")
     with pytest.raises(Unavailable, match=r"cannot be written: .*full"):
         store.begin(big)
     assert store.runs() == []

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.budget.composition import dearest_record, message_losses, record_losses
+from sottovoce_core.budget.composition import worst_case_record_epsilon, message_losses, group_record_losses
 from sottovoce_core.data import LearnerData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.privacy.accountant import Accountant, ListedLosses, guarantee
-from sottovoce_core.privacy.guarantee import Event, Grounds, Guarantee, Mechanism, ThreatModel, joint
+from sottovoce_core.privacy.accountant import Accountant, PrecomputedAccountant, guarantee
+from sottovoce_core.privacy.guarantee import Event, GuaranteeBasis, Guarantee, Mechanism, ThreatModel, compose_guarantees
 from tests.claims import EXPOSED, SETUPS, counts_of
 
 EVERY = pytest.mark.parametrize("name", [*SETUPS, *EXPOSED])
@@ -143,15 +143,15 @@ def test_a_meter_that_follows_nothing_is_charged_k_times() -> None:
     counts, replaced = np.full(4, 3), np.array([2, 0, 3, 0])
     assert guarantee(Own(), 4, counts, replaced).per_round.tolist() == [0.0, 2.5, 5.0, 7.5]
     for event, many in ((Event.RECORD, 5), (Event.ROUND, 2), (Event.LEARNER, 1)):
-        listed = ListedLosses(np.array([0.0, 1.0, 0.0, 0.0]), event=event)
+        listed = PrecomputedAccountant(np.array([0.0, 1.0, 0.0, 0.0]), event=event)
         assert guarantee(listed, 4, counts, replaced).epsilon() == many
 
 
 def test_a_record_used_again_costs_n_events_where_the_meter_cannot_follow_it() -> None:
     own = LearnerData(np.zeros((2, 1)), np.zeros(2), np.array([0, 1, 0, 0]), np.arange(5))
-    event = ListedLosses(np.array([0.0, 1.0, 0.5, 0.0])).losses(np.ones(4, np.int64))
-    found = {each.uses: each for each in record_losses(ListedLosses(event), own)}
-    assert dearest_record(found.values(), event) == 3 * 1.5
+    event = PrecomputedAccountant(np.array([0.0, 1.0, 0.5, 0.0])).losses(np.ones(4, np.int64))
+    found = {each.uses: each for each in group_record_losses(PrecomputedAccountant(event), own)}
+    assert worst_case_record_epsilon(found.values(), event) == 3 * 1.5
     assert found[3].losses is None and found[1].losses is None
 
 
@@ -176,14 +176,14 @@ def test_a_record_used_again_costs_n_events_where_the_meter_cannot_follow_it() -
 )
 def test_adjacency_in_words(event: Event, shared: bool, replaced: int | None, text: str) -> None:
     zeros = np.zeros(1)
-    assert Guarantee(Mechanism.PURE, event, shared, replaced, zeros, zeros, 0.0, Grounds()).adjacency == text
+    assert Guarantee(Mechanism.PURE, event, shared, replaced, zeros, zeros, 0.0, GuaranteeBasis()).adjacency == text
 
 
 def test_learners_heard_together_cost_the_sum() -> None:
-    meters = [ListedLosses(np.array([0.0, 1.0, 2.0]) * k) for k in (1, 2)]
+    meters = [PrecomputedAccountant(np.array([0.0, 1.0, 2.0]) * k) for k in (1, 2)]
     alone = [guarantee(meter, 3) for meter in meters]
-    together = joint(alone)
+    together = compose_guarantees(alone)
     assert together.per_round.tolist() == [0.0, 3.0, 6.0]
     assert together.epsilon() == sum(each.epsilon() for each in alone)
     assert together.paper.tolist() == [0.0, 2.0, 6.0]
-    assert joint(alone[:1]) is alone[0]
+    assert compose_guarantees(alone[:1]) is alone[0]

@@ -16,19 +16,19 @@ from sottovoce_core.algorithms.admm.accounting import (
     DualCalibration,
     Node,
     PrimalCalibration,
-    Variant,
+    CentreVariant,
     _output_loss,
 )
 from sottovoce_core.algorithms.admm.algorithm import Admm, _Hessian, _LocalProblem, _norm, _State
-from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.interface import StackedMessages, LocalMessages, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.errors import CheckFailed
+from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.losses import MarginLoss
-from sottovoce_core.losses.linear import Logistic, SmoothedHinge
+from sottovoce_core.losses.linear import Logistic, SmoothedHingeLoss
 from sottovoce_core.losses.loss import sigmoid
-from sottovoce_core.noise import Draw, Noise, RecordedNoise, Recorder, SeededNoise, SystemNoise, no_noise
-from sottovoce_core.running.replay import Losses, replay
+from sottovoce_core.noise import NoiseRequest, NoiseSource, RecordedNoise, Recorder, SeededNoise, SystemNoise, no_noise
+from sottovoce_core.running.replay import PrivacyLosses, replay
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
@@ -39,7 +39,7 @@ PLAIN: dict[str, Any] = {"name": "admm"}
 DVP: dict[str, Any] = {"name": "dvp", "alpha": 0.8, "output_noise": 0.0, "loss_weight": 2.0}
 PVP: dict[str, Any] = {"name": "pvp", "alpha": 0.8, "loss_weight": 2.0}
 LAST: dict[str, Any] = {**PVP, "final": "dvp", "final_alpha": 1.5, "output_noise": 0.0}
-VARIANTS: list[Variant] = ["public", "own_clean", "literal"]
+VARIANTS: list[CentreVariant] = ["public", "own_clean", "literal"]
 PRIVATE = [DVP, *({**PVP, "variant": variant} for variant in VARIANTS), *({**LAST, "variant": v} for v in VARIANTS)]
 names = [f"{each['name']}-{each.get('variant', '')}-{each.get('final', '')}" for each in PRIVATE]
 
@@ -68,17 +68,17 @@ def at_once(data: PlacedData) -> PlacedData:
     return replace(data, learners=tuple(learners))
 
 
-def driven(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Iterator[tuple[_State, _State]]:
+def driven(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> Iterator[tuple[_State, _State]]:
     """The state after speaking and the one after listening, of every round, all learners at once."""
     state = run.algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
     for t in range(run.spec.rounds):
         spoken, message = run.algorithm.speak(state, noise)
         mixing = run.network.at(t)
-        state = run.algorithm.listen(spoken, HeardByAll(mixing, message), data.stacked(t))
+        state = run.algorithm.listen(spoken, StackedMessages(mixing, message), data.stacked(t))
         yield spoken, state
 
 
-def said(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> FloatArray:
+def said(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> FloatArray:
     """Messages `(rounds, learners, replicas, dim)`."""
     return np.stack([step.message["y"] for step in simulate(run, data, noise, replicas)])
 
@@ -256,7 +256,7 @@ def test_before_its_first_record_a_learner_is_silent_about_it(algorithm: dict[st
 
 @pytest.mark.parametrize(
     "loss",
-    [Logistic(feature_bound=1.0, ridge=0.0), SmoothedHinge(feature_bound=1.0, ridge=0.0, width=1e-3)],
+    [Logistic(feature_bound=1.0, ridge=0.0), SmoothedHingeLoss(feature_bound=1.0, ridge=0.0, width=1e-3)],
     ids=["logistic", "hinge"],
 )
 def test_the_solver_gets_there_from_everywhere(loss: MarginLoss) -> None:
@@ -297,7 +297,7 @@ def test_where_newton_fails_the_gradient_gets_there(monkeypatch: pytest.MonkeyPa
 # ---- one machine, driven three ways ----------------------------------------------------------------------------------
 
 
-def driven_singly(run: Run, data: PlacedData, noise: list[Noise]) -> FloatArray:
+def driven_singly(run: Run, data: PlacedData, noise: list[NoiseSource]) -> FloatArray:
     """Messages `(rounds, learners, dim)` of learners with arrays `(dim,)`."""
     n, rounds = run.spec.n_learners, []
     states = [run.algorithm.start(Who(i)) for i in range(n)]
@@ -307,7 +307,7 @@ def driven_singly(run: Run, data: PlacedData, noise: list[Noise]) -> FloatArray:
             states[i], messages[i] = run.algorithm.speak(states[i], noise[i])
         mixing = run.network.at(t)
         for i in range(n):
-            heard = HeardFromNeighbours(mixing.heard_by(i), messages, float(mixing.own[i]))
+            heard = LocalMessages(mixing.heard_by(i), messages, float(mixing.own[i]))
             states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(t))
         rounds.append(np.stack([messages[i]["y"] for i in range(n)]))
     return np.stack(rounds)
@@ -353,7 +353,7 @@ def test_the_noise_has_the_rate_that_is_accounted_for_and_replay_knows_the_state
         for meter in meters:
             meter.advance(2)
         mixing = run.network.at(t)
-        heard = HeardByAll(mixing, message)
+        heard = StackedMessages(mixing, message)
         state = run.algorithm.listen(spoken, heard, data.stacked(t))
 
 
@@ -364,7 +364,7 @@ class Rates(SeededNoise):
         super().__init__(seed)
         self.rates: list[Scalars] = []
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         if draw.law == "spherical":
             self.rates.append(draw.scale)
         return super().__call__(draw)
@@ -406,7 +406,7 @@ def overheard(run: Run, data: PlacedData, seed: int, replicas: int) -> Transcrip
     return Transcript({"y": said(run, data, SeededNoise(seed), replicas)})
 
 
-def below(losses: Losses, claim: FloatArray) -> None:
+def below(losses: PrivacyLosses, claim: FloatArray) -> None:
     """Round by round."""
     assert (np.abs(losses.realised) <= claim[:, None, None] * (1 + 1e-7) + 1e-7).all()
 
@@ -504,7 +504,7 @@ def test_the_density_of_a_dvp_message_by_integration(scale: str) -> None:
     other = one.with_record(0, np.ones(1), 1.0)
     state = run.algorithm.start(Who((0, 0), 200_001))
     state, _ = run.algorithm.speak(state, no_noise)
-    heard = HeardFromNeighbours({1: 1.0}, {1: Message({"y": np.zeros((1, 1, 1))})}, 0.0)
+    heard = LocalMessages({1: 1.0}, {1: Message({"y": np.zeros((1, 1, 1))})}, 0.0)
     state = run.algorithm.listen(state, heard, replace(data, learners=(one, other)).stacked(0))
     f = np.linspace(-60.0, 60.0, 200_001)
     _, density = run.algorithm.overheard(state, Message({"y": f[None, :, None]}))
@@ -545,7 +545,7 @@ def test_the_printed_noise_rate_of_pvp_costs_alpha_in_the_long_run_at_most() -> 
 def test_the_final_step_has_its_own_alpha() -> None:
     guarantee = a_run(LAST).guarantee(0)
     assert guarantee.per_round == pytest.approx([0.0, *[0.8] * 6, 1.5])
-    assert guarantee.paper == pytest.approx(guarantee.cumulative)
+    assert guarantee.paper == pytest.approx(guarantee.cumulative_epsilon)
     assert "last dvp" in guarantee.grounds.mode
 
 
@@ -637,7 +637,7 @@ RIDGELESS = {"loss": {"kind": "logistic", "ridge": 0.0}}
     ],
 )
 def test_refused(code: str, algorithm: dict[str, Any], more: dict[str, Any]) -> None:
-    with pytest.raises(CheckFailed) as failure:
+    with pytest.raises(AssumptionViolated) as failure:
         a_run(algorithm, **more)
     assert failure.value.code == code
     assert "got" in str(failure.value)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.transcript import Assembly, Recent
+from sottovoce_core.running.transcript import RoundReassembler, BoundedDict
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 
@@ -23,16 +23,16 @@ TURNS = {
 """Learners 0 and 1 talk in even rounds, 1 and 2 in odd ones."""
 
 
-def take(assembly: Assembly[str], t: int, i: int, what: str = "") -> None:
+def take(assembly: RoundReassembler[str], t: int, i: int, what: str = "") -> None:
     assembly.take(i, i, t, f"{t} {i} {what}".encode(), f"{i}{what}")
 
 
-def ready(assembly: Assembly[str]) -> Iterator[tuple[int, list[str]]]:
+def ready(assembly: RoundReassembler[str]) -> Iterator[tuple[int, list[str]]]:
     return ((t, sorted(said.values())) for t, said in assembly.ready())
 
 
 def test_rounds_come_in_order_whatever_the_order_of_arrival() -> None:
-    assembly, found = Assembly[str](3, 4, small_run(4).network), []
+    assembly, found = RoundReassembler[str](3, 4, small_run(4).network), []
     for t, i in [(1, 0), (0, 2), (0, 0), (1, 1), (0, 2), (0, 1), (2, 0), (1, 2)]:
         take(assembly, t, i)
         found += list(ready(assembly))
@@ -43,7 +43,7 @@ def test_rounds_come_in_order_whatever_the_order_of_arrival() -> None:
 @given(st.permutations([(t, i, again) for t in range(4) for i in range(3) for again in range(2)]), st.integers(1, 24))
 def test_every_order_gives_the_same_rounds(arrivals: list[tuple[int, int, int]], at_a_time: int) -> None:
     """Every message is overheard twice, for two neighbours."""
-    assembly, found = Assembly[str](3, 4), []
+    assembly, found = RoundReassembler[str](3, 4), []
     for k, (t, i, _) in enumerate(arrivals, 1):
         take(assembly, t, i)
         if k % at_a_time == 0:
@@ -55,7 +55,7 @@ def test_every_order_gives_the_same_rounds(arrivals: list[tuple[int, int, int]],
 
 def test_only_those_are_waited_for_whom_somebody_hears() -> None:
     run = build_run(gossip_spec(TURNS, 4, 3), 3)
-    known, unknown = Assembly[str](3, 4, run.network), Assembly[str](3, 4)
+    known, unknown = RoundReassembler[str](3, 4, run.network), RoundReassembler[str](3, 4)
     for assembly in (known, unknown):
         for t, i in [(0, 0), (0, 1), (1, 1), (1, 2)]:
             take(assembly, t, i)
@@ -66,7 +66,7 @@ def test_only_those_are_waited_for_whom_somebody_hears() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_whoever_says_two_things_is_known_and_the_first_stands(late: bool) -> None:
-    assembly = Assembly[str](2, 4)
+    assembly = RoundReassembler[str](2, 4)
     for i in range(2):
         take(assembly, 0, i)
     found = list(ready(assembly)) if late else []
@@ -79,12 +79,12 @@ def test_whoever_says_two_things_is_known_and_the_first_stands(late: bool) -> No
 def test_what_is_none_of_this_run_is_refused(sender: int, claimed: int, t: int) -> None:
     limit = "in one of 4 rounds" if t >= 4 else "and as nobody else"
     with pytest.raises(CaptureError, match=f"2 learners .* {limit}, got learner {claimed} in round {t} from learner"):
-        Assembly[str](2, 4).take(sender, claimed, t, b"", "")
+        RoundReassembler[str](2, 4).take(sender, claimed, t, b"", "")
 
 
 def test_memory_may_be_bounded() -> None:
     """What is forgotten is neither said again, nor noticed."""
-    assembly = Assembly[str](1, 100, kept=10)
+    assembly = RoundReassembler[str](1, 100, kept=10)
     for t in range(100):
         take(assembly, t, 0)
         assert list(ready(assembly)) == [(t, ["0"])]
@@ -95,7 +95,7 @@ def test_memory_may_be_bounded() -> None:
 
 
 def test_the_version_heard_first_stands_until_it_is_forgotten() -> None:
-    versions = Recent[str, bytes](2)
+    versions = BoundedDict[str, bytes](2)
     assert [versions.setdefault("a", each) for each in (b"1", b"2", b"1")] == [b"1"] * 3
     versions.setdefault("b", b"1")
     versions.setdefault("c", b"1")
@@ -103,7 +103,7 @@ def test_the_version_heard_first_stands_until_it_is_forgotten() -> None:
 
 
 def test_what_was_set_longest_ago_is_forgotten() -> None:
-    recent = Recent[int, int](2)
+    recent = BoundedDict[int, int](2)
     for key in (1, 2, 1, 3):
         recent[key] = key
     assert list(recent) == [1, 3]

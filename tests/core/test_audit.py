@@ -15,16 +15,16 @@ from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing import swaps as swaps_module
 from sottovoce_core.auditing import worlds as simulated_module
 from sottovoce_core.auditing.audit import Audit, audit_simulated
-from sottovoce_core.auditing.blackbox import ROUNDS, WIDTH, _varying, attack, number_views
-from sottovoce_core.auditing.bounds import BLIND, SHARES, Bound, Levels, Part, Test
-from sottovoce_core.auditing.likelihood import Apart, Ratios, bound_rounds, ratios
+from sottovoce_core.auditing.blackbox import ROUNDS, WIDTH, _varying, attack, build_number_views
+from sottovoce_core.auditing.bounds import BLIND, ALPHA_ALLOCATION, Bound, AlphaAllocation, Part, Test
+from sottovoce_core.auditing.likelihood import RoundLosses, RunLosses, bound_rounds, ratios
 from sottovoce_core.auditing.plan import AuditPlan, _listener, plan_audit
 from sottovoce_core.auditing.swaps import worst
 from sottovoce_core.auditing.verdict import Findings, blamed, decide
-from sottovoce_core.auditing.worlds import NoiseOf, Recording, Share, Worlds, at_a_time, chosen, overhear, shares, twins
+from sottovoce_core.auditing.worlds import NoiseFactory, Recording, RunChunk, Worlds, at_a_time, chosen, overhear, shares, twins
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.noise import Noise, SeededNoise, no_noise
+from sottovoce_core.noise import NoiseSource, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run
@@ -33,7 +33,7 @@ from tests.examples import made_up, small_run
 
 
 def stream(
-    run: Run, data: PlacedData, worlds: Worlds, runs: int, seed: np.random.SeedSequence, noise: NoiseOf
+    run: Run, data: PlacedData, worlds: Worlds, runs: int, seed: np.random.SeedSequence, noise: NoiseFactory
 ) -> Iterator[Recording]:
     """All shares, one after the other."""
     for share in shares(runs, at_a_time(run), seed):
@@ -52,7 +52,7 @@ def audited(setup: Setup, noise: Any = SeededNoise, **more: Any) -> Audit:
     return audit_simulated(planned(setup, **more), noise=noise)
 
 
-def halved(seed: np.random.SeedSequence) -> Noise:
+def halved(seed: np.random.SeedSequence) -> NoiseSource:
     """Broken: half as much noise as claimed."""
     return Times(SeededNoise(seed), 0.5)
 
@@ -92,7 +92,7 @@ def test_shares_may_be_worked_on_side_by_side() -> None:
 def test_shares_say_how_far_they_are_and_find_the_same() -> None:
     plan, told = planned(SETUPS["ldp-dol"], runs=60), list[list[float]]()
 
-    def over(work: Any, own: Sequence[Share]) -> Iterator[Any]:
+    def over(work: Any, own: Sequence[RunChunk]) -> Iterator[Any]:
         for share in own:
             told.append([])
             yield work(replace(share, tell=told[-1].append))
@@ -166,7 +166,7 @@ def test_a_verdict_is_about_whom_it_was_found_at(tests: list[tuple[Part, str]], 
         for part, where in tests
     ]
     passed = Test("t", "it holds", 0.0, 0.5, "south, field 'y'", part="marginal", level=0.1)
-    found = Findings(runs=1, levels=Levels(0.05), claim=1.0, tests=(*made, passed), paired=False)
+    found = Findings(runs=1, levels=AlphaAllocation(0.05), claim=1.0, tests=(*made, passed), paired=False)
     assert blamed(found, ("north", "east", "south"), 0) == blame
 
 
@@ -191,9 +191,9 @@ def test_single_rounds_added_up_are_no_bound() -> None:
     tells = np.arange(2)[:, None] == generator.integers(0, 2, runs)
     coins = generator.integers(0, 2, (2, runs))
     lies = generator.random((2, runs)) < 1.0 / (1.0 + math.e)
-    each = Apart(coins, np.where(tells, np.where((coins == 1) ^ lies, -1.0, 1.0), 0.0))
-    rounds = bound_rounds(each, each, np.ones(2), Levels(0.05))
-    found = Findings(runs=runs, levels=Levels(0.05), claim=1.0, rounds=rounds)
+    each = RoundLosses(coins, np.where(tells, np.where((coins == 1) ^ lies, -1.0, 1.0), 0.0))
+    rounds = bound_rounds(each, each, np.ones(2), AlphaAllocation(0.05))
+    found = Findings(runs=runs, levels=AlphaAllocation(0.05), claim=1.0, rounds=rounds)
     assert rounds.estimate > 1.5 and all(0.8 < bound.value <= 1.0 for bound in rounds.bounds)
     assert found.best == ("", 0.0) and decide(found).kind == "consistent"
     said = decide(found).text
@@ -247,9 +247,9 @@ def test_a_neighbour_that_does_not_hear_all_cannot_replay() -> None:
     run = small_run(rounds=6, topology={"graph": "path"})
     data = made_up(run.spec)
     ends = plan_audit(run, data, 0, runs=50, threat=ThreatModel.NEIGHBOUR)
-    assert ends.listener.neighbour == 1 and ends.listener.replayable
+    assert ends.listener.neighbour == 1 and ends.listener.can_replay
     middle = plan_audit(run, data, 1, runs=50, threat=ThreatModel.NEIGHBOUR, neighbour=2)
-    assert not middle.listener.replayable
+    assert not middle.listener.can_replay
     found = audit_simulated(middle)
     assert found.found.guessed is None and found.found.rounds is None and found.found.bounds
     with pytest.raises(SpecError, match="must be one of"):
@@ -263,7 +263,7 @@ def test_shared_records_are_swapped_everywhere() -> None:
     plan = planned(SETUPS["dpsda-c"], runs=50)
     single = plan.run.guarantee(1, np.diff(plan.worlds.first.offsets), plan.worlds.replaced)
     assert plan.epsilon == pytest.approx(3 * single.epsilon())
-    part = overhear(plan.run, plan.data, plan.worlds, Share(1, 5, np.random.SeedSequence(0)), SeededNoise)
+    part = overhear(plan.run, plan.data, plan.worlds, RunChunk(1, 5, np.random.SeedSequence(0)), SeededNoise)
     each = [
         replay(plan.run, part.transcript, i, [plan.worlds.first, plan.worlds.second]).realised[:, 0] for i in range(3)
     ]
@@ -285,7 +285,7 @@ def test_twins_differ_from_the_swapped_round_on() -> None:
     )
     assert pair.swapped == 4 and pair.telling > 4
     assert np.array_equal(pair.first[:5], pair.second[:5]) and pair.first[5] != pair.second[5]
-    assert np.array_equal(pair.bare_first[:5], pair.bare_second[:5]) and (pair.scale > 0).all()
+    assert np.array_equal(pair.noiseless_0[:5], pair.noiseless_1[:5]) and (pair.scale > 0).all()
 
 
 def test_a_transcript_above_a_claim_is_named() -> None:
@@ -304,14 +304,14 @@ def test_a_transcript_above_a_claim_is_named() -> None:
         axis=1,
     )
     claim = np.full(run.spec.rounds, 0.5 * float(np.abs(shown).max()))
-    found = Ratios.joined([ratios(run, chosen_worlds, part, claim) for part in parts])
+    found = RunLosses.joined([ratios(run, chosen_worlds, part, claim) for part in parts])
     excess = found.excess(claim)
     assert excess is not None
     above = np.abs(shown) > claim[:, None]
     assert excess.transcripts == above.any(axis=0).sum() and excess.run == above.any(axis=0).argmax()
     assert excess.round == above[:, excess.run].argmax()
     assert excess.loss == pytest.approx(abs(shown[excess.round, excess.run])) and excess.loss > excess.claim
-    assert Ratios.joined([ratios(run, chosen_worlds, part, 2 * claim) for part in parts]).excess(2 * claim) is None
+    assert RunLosses.joined([ratios(run, chosen_worlds, part, 2 * claim) for part in parts]).excess(2 * claim) is None
     verdict = decide(replace(consistent(), excess=excess))
     assert verdict.kind == "refuted" and f"run {excess.run} shows, after the message of round {excess.round}" in str(
         verdict.evidence
@@ -351,7 +351,7 @@ def test_the_worst_swap_shows_more_than_a_small_one() -> None:
     for each in (worst(run, data, 0, seed), small):
         heard = stream(run, data, each, 100, seed, SeededNoise)
         parts = [ratios(run, each, part, np.full(10, np.inf)) for part in heard]
-        strengths.append(float(np.abs(Ratios.joined(parts).total).mean()))
+        strengths.append(float(np.abs(RunLosses.joined(parts).total).mean()))
     assert strengths[0] > 3.0 * strengths[1]
 
 
@@ -396,7 +396,7 @@ def noisy(runs: int, seed: int) -> tuple[IntArray, FloatArray]:
 def test_the_black_box_finds_nothing_where_there_is_nothing() -> None:
     """Bounds above 0.3 at alpha .05: a twentieth of seeds at most; this one is fixed."""
     worlds, said = noisy(2000, 0)
-    for each in attack(number_views(said), worlds, Levels(0.05, BLIND), 1.0, np.random.SeedSequence(0)):
+    for each in attack(build_number_views(said), worlds, AlphaAllocation(0.05, BLIND), 1.0, np.random.SeedSequence(0)):
         assert each.bound.value < 0.3
 
 
@@ -421,7 +421,7 @@ def _silence(said: FloatArray, worlds: FloatArray) -> None:
 def test_the_black_box_says_which_view_gave_it_away(leak: Any, telling: set[str]) -> None:
     worlds, said = noisy(1000, 1)
     leak(said, worlds)
-    attacks = attack(number_views(said), worlds, Levels(0.05, BLIND), 1.0, np.random.SeedSequence(0))
+    attacks = attack(build_number_views(said), worlds, AlphaAllocation(0.05, BLIND), 1.0, np.random.SeedSequence(0))
     best = max((each.bound for each in attacks), key=lambda bound: bound.value)
     assert best.view in telling and best.value > 4.0
 
@@ -430,26 +430,26 @@ def test_the_black_box_looks_at_the_first_rounds() -> None:
     run = small_run(rounds=20, n_features=10)
     data = made_up(run.spec, 10)
     two = worst(run, data, 0, np.random.SeedSequence(0))
-    part = overhear(run, data, two, Share(0, 5, np.random.SeedSequence(0)), SeededNoise)
+    part = overhear(run, data, two, RunChunk(0, 5, np.random.SeedSequence(0)), SeededNoise)
     hears = _listener(run, two, two.guarantee(run), ThreatModel.WIRE)
     seen = hears.seen(part, two, run)
     assert seen.shape == (5, ROUNDS, WIDTH // ROUNDS)
     assert np.array_equal(seen[2, 3], part.transcript.fields["y"][hears.rounds[3], 0, 2, :8])
-    assert _varying(number_views(np.zeros((5, 2, 2)))) == {}
+    assert _varying(build_number_views(np.zeros((5, 2, 2)))) == {}
 
 
 def test_numbers_that_are_nearly_all_zero_are_looked_at_without_an_overflow() -> None:
     """Beside a spread of nothing any number is infinite."""
     said = np.zeros((5, 2, 3))
     said[0, 0, 0], said[1, 1, 2] = 1e300, -7.0
-    relative = number_views(said)["values"].reshape(5, 2, 6)[..., 3:]
+    relative = build_number_views(said)["values"].reshape(5, 2, 6)[..., 3:]
     np.testing.assert_array_equal(relative, np.sign(said))
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 
 
-LEVELS = Levels(0.06)
+LEVELS = AlphaAllocation(0.06)
 
 
 def outcome(p_value: float) -> Test:
@@ -470,8 +470,8 @@ def consistent() -> Findings:
 
 
 def test_no_more_than_alpha_is_given_away() -> None:
-    for budget in (SHARES, BLIND):
-        levels = Levels(0.06, budget)
+    for budget in (ALPHA_ALLOCATION, BLIND):
+        levels = AlphaAllocation(0.06, budget)
         assert sum(sum(parts.values()) for parts in budget.values()) == 1
         assert sum(levels.of(*part) for part in ((a, b) for a in budget for b in budget[a])) == pytest.approx(0.06)
     tests = LEVELS.judged("lattice", [outcome(0.5)] * 4)
@@ -488,7 +488,7 @@ def test_a_family_keeps_its_levels_where_it_stands_alone() -> None:
     assert found.of("conformance").tests == found.tests[:4] and found.of("conformance").bounds == ()
     assert found.of("likelihood").bounds == found.bounds == (found.guessed,)
     broken = replace(found, bounds=(guesses(800),))
-    kinds = {family: decide(broken.of(family)).kind for family in SHARES}
+    kinds = {family: decide(broken.of(family)).kind for family in ALPHA_ALLOCATION}
     assert kinds == {"conformance": "consistent", "likelihood": "refuted", "black box": "consistent"}
 
 

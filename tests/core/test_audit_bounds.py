@@ -14,17 +14,17 @@ from sottovoce_core.auditing.bounds import (
     MOST_RUNS,
     Bound,
     ceiling,
-    epsilon_lower_bound,
+    compute_epsilon_lower_bound,
     interval,
-    runs_needed,
-    runs_to_show,
+    compute_needed_runs,
+    compute_min_runs,
     threshold,
 )
 from sottovoce_core.auditing.coin_tests import calibration
-from sottovoce_core.auditing.likelihood import Ratios, guess
+from sottovoce_core.auditing.likelihood import RunLosses, guess
 
 
-def laplace_runs(epsilon: float, runs: int, generator: np.random.Generator, scale: float = 1.0) -> Ratios:
+def laplace_runs(epsilon: float, runs: int, generator: np.random.Generator, scale: float = 1.0) -> RunLosses:
     """A number that is 0 in one world and epsilon in the other, and said with Laplace noise of scale 1 (or so it claims)."""
     worlds = generator.integers(0, 2, 2 * runs)
     said = epsilon * worlds + generator.laplace(scale=scale, size=2 * runs)
@@ -32,12 +32,12 @@ def laplace_runs(epsilon: float, runs: int, generator: np.random.Generator, scal
     return ratios_of(worlds, losses)
 
 
-def ratios_of(worlds: np.ndarray, losses: FloatArray) -> Ratios:
+def ratios_of(worlds: np.ndarray, losses: FloatArray) -> RunLosses:
     none = np.full(len(losses), -1)
-    return Ratios(worlds, losses, np.abs(losses), none, np.abs(losses), np.zeros(1), np.zeros(1), losses[:, None])
+    return RunLosses(worlds, losses, np.abs(losses), none, np.abs(losses), np.zeros(1), np.zeros(1), losses[:, None])
 
 
-def guessed_right(runs: Ratios) -> float:
+def guessed_right(runs: RunLosses) -> float:
     """The p-value of the number of right guesses."""
     return next(test.p_value for test in calibration([runs]) if test.name == "right guesses")
 
@@ -46,37 +46,37 @@ def guessed_right(runs: Ratios) -> float:
 
 
 def test_anchors() -> None:
-    assert runs_needed(1.0) == pytest.approx(271 * (1 + math.e), rel=2e-3)
-    assert runs_needed(2.0) == pytest.approx(271 * (1 + math.e**2) / 4, rel=2e-3)
+    assert compute_needed_runs(1.0) == pytest.approx(271 * (1 + math.e), rel=2e-3)
+    assert compute_needed_runs(2.0) == pytest.approx(271 * (1 + math.e**2) / 4, rel=2e-3)
     assert ceiling(1000, 0.05) == pytest.approx(math.log(2000 / 3), abs=2e-3)
-    assert epsilon_lower_bound(0, 0, 0.05) == epsilon_lower_bound(0, 10, 0.05) == epsilon_lower_bound(5, 10, 0.05) == 0
+    assert compute_epsilon_lower_bound(0, 0, 0.05) == compute_epsilon_lower_bound(0, 10, 0.05) == compute_epsilon_lower_bound(5, 10, 0.05) == 0
 
 
 def test_the_bound_is_where_so_many_right_guesses_have_probability_alpha() -> None:
-    found = epsilon_lower_bound(80, 100, 0.05)
+    found = compute_epsilon_lower_bound(80, 100, 0.05)
     assert binom.sf(79, 100, 1 / (1 + math.exp(-found))) == pytest.approx(0.05)
 
 
 def test_more_runs_decide_only_what_is_above_the_claim() -> None:
     weak = Bound("likelihood", "somebody", "", 60, 100, 0.2, 0.01)
-    factor = weak.runs_to_decide()
-    assert factor is not None and epsilon_lower_bound(60 * factor, 100 * factor, 0.01) > 0.2 >= weak.value
-    assert replace(weak, correct=55, claim=0.3).runs_to_decide() is None
+    factor = weak.find_deciding_factor()
+    assert factor is not None and compute_epsilon_lower_bound(60 * factor, 100 * factor, 0.01) > 0.2 >= weak.value
+    assert replace(weak, correct=55, claim=0.3).find_deciding_factor() is None
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0])
 def test_so_many_runs_and_no_fewer_show_an_epsilon(epsilon: float) -> None:
-    runs = runs_to_show(epsilon, 0.01)
+    runs = compute_min_runs(epsilon, 0.01)
     assert ceiling(int(runs), 0.01) > epsilon >= ceiling(int(runs) - 1, 0.01)
 
 
 @pytest.mark.parametrize("epsilon", [25.0, 95.6, 710.0, 1e6, math.inf])
 def test_what_nobody_makes_is_no_number(epsilon: float) -> None:
-    assert runs_to_show(epsilon, 0.01) == math.inf
+    assert compute_min_runs(epsilon, 0.01) == math.inf
 
 
 def test_more_epsilon_takes_more_runs_until_nobody_makes_them() -> None:
-    shown = [runs_to_show(float(epsilon), 0.01) for epsilon in np.linspace(0.0, 40.0, 200)]
+    shown = [compute_min_runs(float(epsilon), 0.01) for epsilon in np.linspace(0.0, 40.0, 200)]
     assert shown == sorted(shown) and max(each for each in shown if math.isfinite(each)) <= MOST_RUNS
 
 
@@ -88,7 +88,7 @@ def test_the_bound_is_above_epsilon_no_more_often_than_alpha(epsilon: float) -> 
     """2000 audits of guesses as good as epsilon allows. Failure probability below 1e-5 (five standard errors)."""
     chance, audits, guesses = 1 / (1 + math.exp(-epsilon)), 2000, 300
     right = np.random.default_rng(1).binomial(guesses, chance, audits)
-    known = {count: epsilon_lower_bound(count, guesses, 0.05) for count in set(right.tolist())}
+    known = {count: compute_epsilon_lower_bound(count, guesses, 0.05) for count in set(right.tolist())}
     above = sum(known[count] > epsilon for count in right.tolist())
     assert 0 < above <= audits * 0.05 + 5 * math.sqrt(audits * 0.05 * 0.95)
 
@@ -130,7 +130,7 @@ def test_a_laplace_number_of_epsilon_one_is_audited_tightly(runs: int, audits: i
         audited = laplace_runs(1.0, runs, generator)
         guessed = np.abs(audited.total) >= least_strength
         right = guessed & ((audited.total < 0) == (audited.worlds == 1))
-        found.append(epsilon_lower_bound(int(right.sum()), int(guessed.sum()), 0.05))
+        found.append(compute_epsilon_lower_bound(int(right.sum()), int(guessed.sum()), 0.05))
     assert least <= np.mean(found) <= 1.0
 
 
@@ -159,23 +159,23 @@ def test_a_bound_at_a_delta_is_above_epsilon_as_rarely_as_it_says(delta: float) 
     tested, audits = 200, 20_000
     free = generator.binomial(tested, delta, audits)
     right = free + generator.binomial(tested - free, 1.0 / (1.0 + math.exp(-1.0)))
-    known = {k: epsilon_lower_bound(k, tested, 0.05, delta, tested) for k in set(right.tolist())}
+    known = {k: compute_epsilon_lower_bound(k, tested, 0.05, delta, tested) for k in set(right.tolist())}
     above = np.mean([known[k] > 1.0 for k in right.tolist()])
 
     assert above < 0.057
-    assert epsilon_lower_bound(150, tested, 0.05, delta, tested) < epsilon_lower_bound(150, tested, 0.05)
-    assert epsilon_lower_bound(150, tested, 0.05, 1e-12, tested) == pytest.approx(
-        epsilon_lower_bound(150, tested, 0.05)
+    assert compute_epsilon_lower_bound(150, tested, 0.05, delta, tested) < compute_epsilon_lower_bound(150, tested, 0.05)
+    assert compute_epsilon_lower_bound(150, tested, 0.05, 1e-12, tested) == pytest.approx(
+        compute_epsilon_lower_bound(150, tested, 0.05)
     )
 
 
 def test_the_runs_needed_at_a_delta_are_those_that_suffice() -> None:
-    runs = int(runs_to_show(2.0, 0.025, 0.4, 1e-3))
+    runs = int(compute_min_runs(2.0, 0.025, 0.4, 1e-3))
     enough, few = (int(0.8 * each) for each in (runs, runs - 1))
 
-    assert epsilon_lower_bound(enough, enough, 0.025, 1e-3, enough) > 2.0
-    assert epsilon_lower_bound(few, few, 0.025, 1e-3, few) <= 2.0
-    assert runs_to_show(60.0, 0.025, 0.4, 1e-3) == math.inf
+    assert compute_epsilon_lower_bound(enough, enough, 0.025, 1e-3, enough) > 2.0
+    assert compute_epsilon_lower_bound(few, few, 0.025, 1e-3, few) <= 2.0
+    assert compute_min_runs(60.0, 0.025, 0.4, 1e-3) == math.inf
 
 
 def test_intervals_are_exact() -> None:

@@ -13,25 +13,25 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.audit import Audit, Examined, Work, audit_simulated
+from sottovoce_core.auditing.audit import Audit, ChunkStatistics, Work, audit_simulated
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.views import features
-from sottovoce_core.auditing.worlds import Share
-from sottovoce_core.noise import Draw, Noise, SeededNoise, no_noise
+from sottovoce_core.auditing.worlds import RunChunk
+from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import ThreatModel
 from tests.claims import SETUPS
 from tests.examples import made_up, small_run
 
-Change = Callable[[Draw, FloatArray, list[FloatArray]], FloatArray]
+Change = Callable[[NoiseRequest, FloatArray, list[FloatArray]], FloatArray]
 
 
-def broken(change: Change) -> Callable[[np.random.SeedSequence], Noise]:
+def broken(change: Change) -> Callable[[np.random.SeedSequence], NoiseSource]:
     """A source whose noise is changed, knowing all that it said before."""
 
-    def source(seed: np.random.SeedSequence) -> Noise:
+    def source(seed: np.random.SeedSequence) -> NoiseSource:
         correct, said = SeededNoise(seed), list[FloatArray]()
 
-        def drawn(draw: Draw) -> FloatArray:
+        def drawn(draw: NoiseRequest) -> FloatArray:
             said.append(change(draw, correct(draw), said))
             return said[-1]
 
@@ -40,30 +40,30 @@ def broken(change: Change) -> Callable[[np.random.SeedSequence], Noise]:
     return source
 
 
-def in_float32(draw: Draw, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
+def in_float32(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
     return draw.rounded(noise.astype(np.float32).astype(np.float64))
 
 
-def on_a_coarse_lattice(draw: Draw, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
+def on_a_coarse_lattice(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
     assert draw.grid is not None
     spacing = draw.grid * 2.0**16
     rounded: FloatArray = np.rint(noise / spacing) * spacing
     return rounded
 
 
-def taken_back(draw: Draw, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
+def taken_back(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
     """What was added is subtracted two rounds later."""
     return -said[-2] if draw.round % 4 >= 2 else noise
 
 
-def shifted_copy(draw: Draw, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
+def shifted_copy(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
     """The second learner says the first one's noise, moved by one coordinate."""
     noise = noise.copy()
     noise[1] = np.roll(noise[0], 1, axis=-1)
     return noise
 
 
-def a_round_late(draw: Draw, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
+def a_round_late(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
     """One learner says what another one said the round before."""
     noise = noise.copy()
     if said and len(noise) > 2:  # of all learners, not of one in two worlds
@@ -71,7 +71,7 @@ def a_round_late(draw: Draw, noise: FloatArray, said: list[FloatArray]) -> Float
     return noise
 
 
-def of_few_streams(draw: Draw, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
+def of_few_streams(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
     """A message is one of 2^12 that there are."""
     learners, runs, dim = noise.shape
     table = SeededNoise(99)(replace(draw, shape=(2**12, dim), scale=1.0, grid=2.0**-40))
@@ -79,7 +79,7 @@ def of_few_streams(draw: Draw, noise: FloatArray, said: list[FloatArray]) -> Flo
     return draw.rounded(picked * draw.scale)
 
 
-def a_little_small(draw: Draw, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
+def a_little_small(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
     return draw.rounded(0.97 * noise)
 
 
@@ -113,10 +113,10 @@ def test_the_same_runs_without_a_break_are_consistent() -> None:
     assert audit_simulated(planned(runs=60)).verdict.kind == "consistent"
 
 
-def beside(plan: AuditPlan, tell: Callable[[AuditPlan, Share, np.random.Generator], FloatArray]) -> Audit:
+def beside(plan: AuditPlan, tell: Callable[[AuditPlan, RunChunk, np.random.Generator], FloatArray]) -> Audit:
     """An audit of a correct learner that gives something away beside its numbers, `(runs, features)`."""
 
-    def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
+    def over(work: Work, shares: Sequence[RunChunk]) -> Iterator[ChunkStatistics]:
         for share in shares:
             part, generator = work(share), np.random.default_rng(share.seed)
             told = tell(plan.pairs[share.pair], share, generator)
@@ -125,13 +125,13 @@ def beside(plan: AuditPlan, tell: Callable[[AuditPlan, Share, np.random.Generato
     return audit_simulated(plan, mapper=over)
 
 
-def slow_by_norm(plan: AuditPlan, share: Share, generator: np.random.Generator) -> FloatArray:
+def slow_by_norm(plan: AuditPlan, share: RunChunk, generator: np.random.Generator) -> FloatArray:
     """Milliseconds of the first round: 20 for every unit of the record's norm, and jitter of 5."""
     norm = float(np.linalg.norm(plan.worlds.of(share.world).batch(0).features))
     return 20.0 * norm + generator.exponential(5.0, (share.runs, 1))
 
 
-def jitter(plan: AuditPlan, share: Share, generator: np.random.Generator) -> FloatArray:
+def jitter(plan: AuditPlan, share: RunChunk, generator: np.random.Generator) -> FloatArray:
     return generator.exponential(5.0, (share.runs, 1))
 
 

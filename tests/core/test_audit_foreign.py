@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray, as_floats
-from sottovoce_core.auditing.blackbox import TESTED, level
-from sottovoce_core.auditing.bounds import BLIND, OF_NOISE, Levels, epsilon_lower_bound, runs_to_show
-from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_conversations
-from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFound, examine
-from sottovoce_core.auditing.foreign.power import Power, _gaussian_shift, gaussian_epsilon
+from sottovoce_core.auditing.blackbox import GUESSED_FRACTION, level
+from sottovoce_core.auditing.bounds import BLIND, NOISE_ALLOCATION, AlphaAllocation, compute_epsilon_lower_bound, compute_min_runs
+from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
+from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFindings, examine
+from sottovoce_core.auditing.foreign.power import Power, _gaussian_shift, compute_gaussian_epsilon
 from sottovoce_core.auditing.foreign.repeats import signs
-from sottovoce_core.auditing.foreign.views import answer_views
+from sottovoce_core.auditing.foreign.views import build_answer_views
 from sottovoce_core.auditing.verdict import Findings, decide
-from sottovoce_core.auditing.views import Conversation, Decoded, Overheard, decoded, digest, numbers, timing, views
+from sottovoce_core.auditing.views import RunTraffic, Decoded, Overheard, decoded, digest, numbers, build_timing_views, views
 from sottovoce_core.errors import CaptureError, SpecError
 
-ONE_FAMILY = Levels(0.05, BLIND)
+ONE_FAMILY = AlphaAllocation(0.05, BLIND)
 
 Speaker = Callable[[int, int, np.random.Generator], Sequence[FloatArray]]
 """What is said in a run: from the world, the run's number and noise."""
@@ -37,11 +37,11 @@ def said(values: FloatArray, t: int, *, sender: str = "clinic", read: bool = Tru
 
 def conversations(
     speak: Speaker, runs: int = 250, *, seed: int = 1, read: bool = True, worlds: Sequence[int] | None = None
-) -> list[Conversation]:
+) -> list[RunTraffic]:
     generator = np.random.default_rng(seed)
     coins = generator.integers(2, size=runs).tolist() if worlds is None else list(worlds)
     return [
-        Conversation(
+        RunTraffic(
             w, f"run {k}", float(k), tuple(said(v, t, read=read) for t, v in enumerate(speak(w, k, generator)))
         )
         for k, w in enumerate(coins)
@@ -62,8 +62,8 @@ def raw_later(world: int, run: int, noise: np.random.Generator) -> list[FloatArr
     return [noised(world, run, noise)[0], np.array([world, 3.0])]
 
 
-def audited(runs: Sequence[Conversation], claim: float = 1.0, confidence: float = 0.999) -> ForeignAudit:
-    return audit_conversations(runs, claim=claim, confidence=confidence)
+def audited(runs: Sequence[RunTraffic], claim: float = 1.0, confidence: float = 0.999) -> ForeignAudit:
+    return audit_traffic(runs, claim=claim, confidence=confidence)
 
 
 def test_correct_noise_is_consistent_with_more_than_its_epsilon() -> None:
@@ -103,7 +103,7 @@ def test_without_a_claim_the_bound_alone_is_told() -> None:
     assert "values of total" in verdict.text
 
 
-def changed(run: Conversation, **facts: object) -> Conversation:
+def changed(run: RunTraffic, **facts: object) -> RunTraffic:
     """The same run, its first message different in world 1."""
     first, *rest = run.heard
     return replace(run, heard=(replace(first, **facts), *rest)) if run.world else run  # type: ignore[arg-type]
@@ -156,9 +156,9 @@ def test_views_are_finite_whatever_passes() -> None:
     wide = replace(
         odd, direction="back", decoded=Decoded({"x": numbers([np.inf, np.nan, 1e300, 0.0]), "y": numbers([])})
     )
-    runs = [Conversation(k % 2, "", 0.0, (odd, wide)[: k % 3]) for k in range(12)]
+    runs = [RunTraffic(k % 2, "", 0.0, (odd, wide)[: k % 3]) for k in range(12)]
 
-    for view in (*views(runs).values(), *timing(runs).values()):
+    for view in (*views(runs).values(), *build_timing_views(runs).values()):
         assert view.shape[0] == 12
         assert np.isfinite(view).all()
 
@@ -174,13 +174,13 @@ def test_a_field_in_two_kinds_of_messages_is_two_fields() -> None:
 # ---- answers to requests ---------------------------------------------------------------------------------
 
 
-def asked_for_gradients(runs: int, *, loss_noise: float, calls: int = 8) -> list[Conversation]:
+def asked_for_gradients(runs: int, *, loss_noise: float, calls: int = 8) -> list[RunTraffic]:
     """A loss and a noised gradient at parameters that a client draws, on 50 records of which one has another label."""
     generator = np.random.default_rng(3)
     features = generator.normal(size=(50, 5))
     labels = np.sign(generator.normal(size=50))
     return [
-        Conversation(world, f"run {k}", float(k), tuple(_calls(features, labels, world, loss_noise, calls, generator)))
+        RunTraffic(world, f"run {k}", float(k), tuple(_calls(features, labels, world, loss_noise, calls, generator)))
         for k, world in enumerate(generator.integers(2, size=runs).tolist())
     ]
 
@@ -236,15 +236,15 @@ def test_answers_are_not_learnt_from_runs_that_are_guessed() -> None:
     """Whatever the other runs say, those that may be learnt from look the same."""
     runs, learnt = asked_for_gradients(60, loss_noise=0.0), np.arange(40)
     changed_later = [*runs[:40], *asked_for_gradients(80, loss_noise=5.0)[60:]]
-    (name,) = answer_views(runs, learnt)
+    (name,) = build_answer_views(runs, learnt)
 
     assert name == "answers of /a/Gradient beside their requests"
-    one, other = (answer_views(each, learnt)[name][0] for each in (runs, changed_later))
+    one, other = (build_answer_views(each, learnt)[name][0] for each in (runs, changed_later))
     assert np.isfinite(one).all() and np.array_equal(one[:40], other[:40]) and (one[40:] != other[40:]).any()
 
 
 def test_requests_that_are_always_the_same_explain_nothing() -> None:
-    assert answer_views(conversations(noised, 40), np.arange(30)) == {}
+    assert build_answer_views(conversations(noised, 40), np.arange(30)) == {}
 
 
 # ---- said twice ------------------------------------------------------------------------------------------
@@ -380,12 +380,12 @@ def said_with(scale: float | Sequence[float] = 2.0, law: str = "laplace") -> Spe
     return speak
 
 
-def noise_in(runs: Sequence[Conversation], claim: NoiseClaim, epsilon: float = 1.0, delta: float = 0.0) -> NoiseFound:
-    levels = Levels(0.001, OF_NOISE)
+def noise_in(runs: Sequence[RunTraffic], claim: NoiseClaim, epsilon: float = 1.0, delta: float = 0.0) -> NoiseFindings:
+    levels = AlphaAllocation(0.001, NOISE_ALLOCATION)
     return examine(runs, {"total": claim}, levels, np.random.default_rng(0), epsilon, delta)
 
 
-def rejected(found: NoiseFound) -> set[str]:
+def rejected(found: NoiseFindings) -> set[str]:
     return {test.name for test in found.tests if test.rejects}
 
 
@@ -438,7 +438,7 @@ def test_a_claimed_noise_that_does_not_keep_the_claimed_epsilon_is_refuted_by_ar
     found = noise_in(conversations(noised, 24), CENTRED, 0.5)
 
     assert rejected(found) == {"epsilon of the noise"}
-    verdict = decide(Findings(12, Levels(0.05, OF_NOISE), 0.5, tests=found.tests))
+    verdict = decide(Findings(12, AlphaAllocation(0.05, NOISE_ALLOCATION), 0.5, tests=found.tests))
     assert verdict.kind == "refuted" and "noise as it is claimed has an epsilon of 1" in verdict.text
 
 
@@ -450,7 +450,7 @@ def test_gaussian_noise_has_an_epsilon_at_a_delta_alone() -> None:
     assert noise_in(runs, claim, 1.0, 1e-5).epsilon == pytest.approx(1.0)
     assert not rejected(noise_in(runs, claim, 1.0, 1e-5))
     assert rejected(noise_in(runs, claim, 1.0)) == {"epsilon of the noise"}
-    assert gaussian_epsilon(shift, 1e-5) == pytest.approx(1.0) and gaussian_epsilon(0.0, 0.0) == 0.0
+    assert compute_gaussian_epsilon(shift, 1e-5) == pytest.approx(1.0) and compute_gaussian_epsilon(0.0, 0.0) == 0.0
 
 
 def test_numbers_that_are_rounded_to_more_than_the_noise_are_not_tested() -> None:
@@ -462,7 +462,7 @@ def test_numbers_that_are_rounded_to_more_than_the_noise_are_not_tested() -> Non
 
 def test_noise_of_a_field_that_there_is_not() -> None:
     with pytest.raises(SpecError, match="--noise-law must name decoded fields, got 'totals'; there are total"):
-        examine(conversations(noised, 8), {"totals": FREE}, Levels(0.05, OF_NOISE), np.random.default_rng(0))
+        examine(conversations(noised, 8), {"totals": FREE}, AlphaAllocation(0.05, NOISE_ALLOCATION), np.random.default_rng(0))
     two = replace(CENTRED, centre=lambda *_: [1.0, 2.0, 3.0])
     with pytest.raises(SpecError, match=r"the centre of total must be 2 finite numbers, got \[1.0, 2.0, 3.0\]"):
         noise_in(conversations(noised, 8), two)
@@ -472,7 +472,7 @@ def test_noise_with_its_centre_is_consistent_with_few_runs() -> None:
     """Refuted with probability at most 0.001. Without the centre, so few runs decide nothing."""
     runs = conversations(noised, 60)
     known, free = (
-        audit_conversations(runs, claim=1.0, confidence=0.999, noise={"total": claim}) for claim in (CENTRED, FREE)
+        audit_traffic(runs, claim=1.0, confidence=0.999, noise={"total": claim}) for claim in (CENTRED, FREE)
     )
 
     assert known.verdict.kind == "consistent" and "noise whose scale is wrong by" in known.found.reaches[0].text
@@ -488,11 +488,11 @@ def test_claimed_noise_decides_nothing_of_a_field_without_noise_and_centre(claim
         for each, own in zip(run.messages, noise, strict=True):
             assert each.decoded is not None
             each.decoded.fields["other"] = numbers(run.world + own)  # type: ignore[index]
-    done = audit_conversations(runs, claim=1.0, confidence=0.999, noise=claims)
+    done = audit_traffic(runs, claim=1.0, confidence=0.999, noise=claims)
 
     assert done.verdict.kind == "inconclusive"
     assert "could not refute" in done.verdict.text or "numbers of other twice as far" in done.verdict.text
-    assert done.noise is not None and done.noise.undecided == ("other",)
+    assert done.noise is not None and done.noise.undecided_fields == ("other",)
 
 
 def test_what_a_client_sends_and_what_stays_the_same_need_no_noise_claim() -> None:
@@ -503,7 +503,7 @@ def test_what_a_client_sends_and_what_stays_the_same_need_no_noise_claim() -> No
         first.decoded.fields["version"] = numbers(7.0)  # type: ignore[index]
         asked = replace(first, method="/a/B", direction="out", decoded=Decoded({"seed": numbers(float(k))}))
         runs[k] = replace(run, heard=(asked, *run.heard))
-    done = audit_conversations(runs, claim=1.0, confidence=0.999, noise={"total": CENTRED})
+    done = audit_traffic(runs, claim=1.0, confidence=0.999, noise={"total": CENTRED})
 
     assert done.verdict.kind == "consistent"
 
@@ -551,9 +551,9 @@ def test_power_grows_with_runs_and_falls_with_messages() -> None:
     """600 runs show 0.87 or so of an epsilon of 2 in four messages: not 1."""
     powers = {messages: Power(1.0, 0.0, messages, ONE_FAMILY) for messages in (1, 4)}
 
-    assert powers[1].finds(2.0, 600) and not powers[4].finds(2.0, 600) and powers[4].finds(2.0, 2000)
+    assert powers[1].can_detect(2.0, 600) and not powers[4].can_detect(2.0, 600) and powers[4].can_detect(2.0, 2000)
     assert 0.4 < powers[4].shown(2.0, 600) < 0.9
-    assert powers[4].runs_for(2.0) == pytest.approx(800, rel=0.15)
+    assert powers[4].find_needed_runs(2.0) == pytest.approx(800, rel=0.15)
     assert powers[1].least(600) < 2.0 < powers[4].least(600)
     assert Power(1.0, 1e-5, 4, ONE_FAMILY).least(10_000) < 3.0
 
@@ -568,7 +568,7 @@ def test_numbers_of_another_size_in_one_world_are_found_and_named() -> None:
 
 
 def test_a_claim_at_a_delta_is_held_against_bounds_at_it() -> None:
-    done = audit_conversations(conversations(raw_later), claim=1.0, delta=0.01)
+    done = audit_traffic(conversations(raw_later), claim=1.0, delta=0.01)
 
     assert done.verdict.kind == "refuted" and "at delta 0.01, not 1" in done.verdict.text
     assert 1.0 < done.found.largest < max(replace(bound, delta=0.0).value for bound in done.found.bounds)
@@ -577,7 +577,7 @@ def test_a_claim_at_a_delta_is_held_against_bounds_at_it() -> None:
 def test_too_few_runs_say_how_many_are_needed() -> None:
     done = audited(conversations(noised, 40), 6.0, 0.95)
 
-    assert done.found.needed == runs_to_show(6.0, level(ONE_FAMILY), TESTED) > 20
+    assert done.found.needed == compute_min_runs(6.0, level(ONE_FAMILY), GUESSED_FRACTION) > 20
     assert done.verdict.kind == "inconclusive"
     assert f"{done.found.needed:,} of each world" in done.verdict.text
 
@@ -592,10 +592,10 @@ def test_a_claim_that_nobody_could_refute_is_said_to_be_one(claim: float) -> Non
 
 @pytest.mark.parametrize("claim", [0.1, 1.0, 4.0])
 def test_the_runs_needed_are_those_that_suffice(claim: float) -> None:
-    tested = int(0.4 * 2 * runs_to_show(claim, level(ONE_FAMILY), TESTED))
+    tested = int(0.4 * 2 * compute_min_runs(claim, level(ONE_FAMILY), GUESSED_FRACTION))
 
-    assert epsilon_lower_bound(tested, tested, 0.025) > claim
-    assert epsilon_lower_bound(tested - 3, tested - 3, 0.025) <= claim
+    assert compute_epsilon_lower_bound(tested, tested, 0.025) > claim
+    assert compute_epsilon_lower_bound(tested - 3, tested - 3, 0.025) <= claim
 
 
 def test_one_world_too_frequent_is_no_leak() -> None:

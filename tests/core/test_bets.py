@@ -15,7 +15,7 @@ from sottovoce_core.auditing.online.bets import (
     _OWN,
     _POOLED,
     _SHARED,
-    Stakes,
+    EProcesses,
     _Bet,
     _FarLag,
     _Histogram,
@@ -28,13 +28,13 @@ from sottovoce_core.auditing.online.bets import (
     _too_many,
 )
 from sottovoce_core.auditing.online.seen import (
-    _FARTHEST_LAG,
-    CHANCE,
+    _MAX_LAG_ROUNDS,
+    KEY_MATCH_PROBABILITY,
     LAGS,
     Keys,
     Memory,
     RoundNoise,
-    Seen,
+    RoundObservation,
     _keys_of,
     _Sums,
 )
@@ -65,7 +65,7 @@ class Watched:
         self._memory = Memory(learners, numbers, Keys())
         self._generator = np.random.default_rng(seed)
 
-    def see(self, values: FloatArray) -> Seen:
+    def see(self, values: FloatArray) -> RoundObservation:
         """The next round, until the one after it."""
         return self._memory.see(said(values, self._generator))
 
@@ -143,11 +143,11 @@ def test_bets_on_sizes_are_never_better_than_fair() -> None:
 
 def test_far_lags_are_those_of_their_rounds() -> None:
     """Of learner 0's signs on learner 1's normal scores, so many rounds back; nearer ones and farther ones do not count."""
-    values = np.random.default_rng(6).laplace(size=(_FARTHEST_LAG + 5, 2, 3))
+    values = np.random.default_rng(6).laplace(size=(_MAX_LAG_ROUNDS + 5, 2, 3))
     (sums,) = totals((_FarLag(),), Watched(2, 3), values)
     normal = stats.norm.ppf(stats.laplace.cdf(values))
-    assert sums.shape == (2, 2 * (_FARTHEST_LAG - LAGS) * 2)
-    for lag in (LAGS + 1, 20, _FARTHEST_LAG):
+    assert sums.shape == (2, 2 * (_MAX_LAG_ROUNDS - LAGS) * 2)
+    for lag in (LAGS + 1, 20, _MAX_LAG_ROUNDS):
         column = (lag - LAGS - 1) * 2 + 1
         followed = (np.sign(values[lag:, 0]) * normal[:-lag, 1]).sum(), (normal[:-lag, 1] ** 2).sum()
         assert (sums[0, column], sums[0, sums.shape[1] // 2 + column]) == pytest.approx(followed)
@@ -178,7 +178,7 @@ def test_e_values_are_at_most_one_on_average() -> None:
     bets = [bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)]
     for _ in range(400):
         rounds, seed = generator.laplace(size=(3, 2, 4)), int(generator.integers(2**32))
-        stakes, watched = Stakes(2), Watched(2, 4, seed)
+        stakes, watched = EProcesses(2), Watched(2, 4, seed)
         for values in rounds:
             stakes.add(watched.see(values))
         each = [bet.e(sums) for bet, sums in zip(bets, totals(bets, Watched(2, 4, seed), rounds), strict=True)]
@@ -195,7 +195,7 @@ def test_changes_are_at_most_the_blocks_begun_on_average() -> None:
     """
     generator, found = np.random.default_rng(4), []
     for _ in range(120):
-        watched, stakes = Watched(1, 2), Stakes(1)
+        watched, stakes = Watched(1, 2), EProcesses(1)
         for _ in range(_BLOCKS[0] + 2):
             stakes.add(watched.see(generator.laplace(size=(1, 2))))
         found.append(np.exp(stakes.change))
@@ -227,8 +227,8 @@ def test_keys_are_as_unlikely_as_stated() -> None:
     around: FloatArray = np.arange(-400.0, 401.0)
     keys = _keys_of(around * h)
     chance = [np.sum(np.tanh(h / 2) * np.exp(-h * np.abs(around[keys == key]))) for key in np.unique(keys)[1:-1]]
-    assert max(chance) <= CHANCE
-    assert max(chance) > 0.9 * CHANCE
+    assert max(chance) <= KEY_MATCH_PROBABILITY
+    assert max(chance) > 0.9 * KEY_MATCH_PROBABILITY
 
 
 def test_numbers_heard_before_are_known_up_to_their_sign() -> None:
@@ -240,14 +240,14 @@ def test_numbers_heard_before_are_known_up_to_their_sign() -> None:
     assert (heard.known.tolist(), heard.again.tolist()) == ([5, 0], [5, 0])
     moved = np.stack([generator.laplace(size=6), np.round(first[0] * 2.0**40 + 1.0) / 2.0**40])
     assert keys.hear(moved, everywhere).again.sum() >= 3  # one lattice point hardly ever moves a key
-    assert (heard.known_now.tolist(), heard.again_now.tolist()) == ([0, 0], [0, 0])
+    assert (heard.same_round_repeat_counts.tolist(), heard.same_round_followed_counts.tolist()) == ([0, 0], [0, 0])
 
 
 def test_who_copies_in_the_same_round_is_told_from_who_repeats() -> None:
     generator, keys = np.random.default_rng(1), Keys()
     row, everywhere = generator.laplace(size=4), np.ones((3, 4), dtype=bool)
     heard = keys.hear(np.stack([row, row, np.full(4, 0.7)]), everywhere)
-    assert (heard.known_now.tolist(), heard.again_now.tolist()) == ([0, 3, 0], [0, 3, 0])
+    assert (heard.same_round_repeat_counts.tolist(), heard.same_round_followed_counts.tolist()) == ([0, 3, 0], [0, 3, 0])
     assert (heard.known.tolist(), heard.again.tolist()) == ([0, 0, 2], [0, 0, 2])
 
 
@@ -305,7 +305,7 @@ def test_what_adds_up_by_chance_is_no_more_than_is_expected() -> None:
     found = np.zeros(4)
     for _ in range(500):
         heard = sums.hear(generator.laplace(size=(4, 2)), scale, exact)
-        found += [heard.before.sum(), heard.expected.sum(), heard.now.sum(), heard.expected_now.sum()]
+        found += [heard.before.sum(), heard.expected.sum(), heard.now.sum(), heard.expected_same_round_counts.sum()]
     for hits, expected in (found[:2], found[2:]):
         assert expected / 100.0 < hits <= expected + 5.0 * math.sqrt(expected)
 
@@ -314,10 +314,10 @@ def test_numbers_that_are_not_known_add_up_to_nothing() -> None:
     values, scale, sums = on_lattice(np.random.default_rng(2), 2, 6), np.ones((2, 6)), _Sums(1, 2, 6)
     exact = np.arange(12).reshape(6, 2).T % 4 > 0
     nothing = sums.hear(values, scale, exact)
-    assert (nothing.before.sum(), nothing.now.sum(), nothing.expected_now[0]) == (0, 0, 0.0)
+    assert (nothing.before.sum(), nothing.now.sum(), nothing.expected_same_round_counts[0]) == (0, 0, 0.0)
     again = sums.hear(values, scale, exact)
     assert again.before.tolist() == [3, 6]
-    assert again.expected == pytest.approx([CHANCE * 3 * 5**2, CHANCE * 3 * (3**2 + 5**2)])
+    assert again.expected == pytest.approx([KEY_MATCH_PROBABILITY * 3 * 5**2, KEY_MATCH_PROBABILITY * 3 * (3**2 + 5**2)])
 
 
 # ---- streams that are not what is claimed ----------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def correlated(generator: np.random.Generator, numbers: int) -> Iterator[FloatAr
 
 def rounds_to_alarm(stream: Iterator[FloatArray], numbers: int, most: int, alarm: float = ALARM) -> int:
     """The round, from 1, after which one learner's e-value is there; one more than `most` if it was not."""
-    watched, stakes = Watched(1, numbers), Stakes(1)
+    watched, stakes = Watched(1, numbers), EProcesses(1)
     for t, values in zip(range(1, most + 1), stream, strict=False):
         stakes.add(watched.see(values[None]))
         if stakes.e[1] >= alarm:

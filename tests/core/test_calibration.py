@@ -13,19 +13,19 @@ from scipy.stats import binom
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.coin_tests import _tilted, calibration
-from sottovoce_core.auditing.likelihood import Ratios, ratios
+from sottovoce_core.auditing.likelihood import RunLosses, ratios
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.verdict import decide
 from sottovoce_core.auditing.worlds import overhear, shares
-from sottovoce_core.noise import Noise, SeededNoise
+from sottovoce_core.noise import NoiseSource, SeededNoise
 from tests.claims import SETUPS, Times
 from tests.examples import made_up
 
 
-def ratios_of(losses: FloatArray, coins: IntArray, stretches: FloatArray | None = None) -> Ratios:
+def ratios_of(losses: FloatArray, coins: IntArray, stretches: FloatArray | None = None) -> RunLosses:
     size, none, blank = np.abs(losses), np.full(len(losses), -1), np.zeros(1)
     parts = np.nan_to_num(losses[:, None], posinf=0.0, neginf=0.0) if stretches is None else stretches
-    return Ratios(1 - coins, losses, size, none, size, blank, blank, parts)
+    return RunLosses(1 - coins, losses, size, none, size, blank, blank, parts)
 
 
 def drawn(losses: FloatArray, generator: np.random.Generator, truth: float = 1.0) -> IntArray:
@@ -167,7 +167,7 @@ def test_the_losses_of_every_algorithm_are_calibrated(name: str) -> None:
         data = replace(data, learners=data.learners[:1] * run.spec.n_learners)
     plan = plan_audit(run, data, 0, runs=200, seed=5)
     parts = (overhear(run, data, plan.worlds, share, SeededNoise) for share in shares(200, 200, plan.seeds.audited))
-    losses = Ratios.joined([ratios(run, plan.worlds, part, plan.claim) for part in parts])
+    losses = RunLosses.joined([ratios(run, plan.worlds, part, plan.claim) for part in parts])
     found = calibration([losses])
     assert all(test.p_value > 1e-4 for test in found), [(test.name, test.p_value) for test in found]
 
@@ -185,5 +185,5 @@ def test_an_audit_judges_them_at_their_level() -> None:
     assert decide(replace(alone, excess=None, rounds=None)).kind == "refuted"
 
 
-def halved(seed: np.random.SeedSequence) -> Noise:
+def halved(seed: np.random.SeedSequence) -> NoiseSource:
     return Times(SeededNoise(seed), 0.5)

@@ -16,7 +16,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.online.canaries import Canaries, CanaryTest, Place, _Scorer, draw
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import Draw, SeededNoise
+from sottovoce_core.noise import NoiseRequest, SeededNoise
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
@@ -37,7 +37,7 @@ class Shrunk(SeededNoise):
         super().__init__(seed)
         self._factor = factor
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         return draw.rounded(self._factor * super().__call__(draw))
 
 
@@ -59,12 +59,12 @@ def with_coins() -> tuple[Run, PlacedData, Canaries]:
     """200 coins of one record in its round."""
     run, data = a_run(ONE_MESSAGE, 81, batch=1)
     canaries = draw(run, data, 200, np.random.default_rng(0))
-    return run, canaries.in_data(data), canaries
+    return run, canaries.insert_into(data), canaries
 
 
 def overheard(run: Run, data: PlacedData, noise: SeededNoise) -> Iterator[dict[int, Message]]:
     for step in simulate(run, data, noise):
-        yield step.by_sender()
+        yield step.split_by_sender()
 
 
 RUNS = 20
@@ -75,7 +75,7 @@ def guessed_in(noise: SeededNoise, alpha: float) -> CanaryTest:
     run, data, canaries = with_coins()
     test, scorer = CanaryTest(run, data, canaries, alpha), _Scorer(run, data, canaries, RUNS)
     for step in simulate(run, data, noise, RUNS):
-        for k, losses in scorer.take(step.t, step.by_sender()):
+        for k, losses in scorer.take(step.t, step.split_by_sender()):
             for loss in losses:
                 test._guess(k, float(loss))
     return test
@@ -87,7 +87,7 @@ def guessed_in(noise: SeededNoise, alpha: float) -> CanaryTest:
 def test_coins_have_places_of_their_own() -> None:
     run, data = a_run(MANY_MESSAGES, 60)
     canaries = draw(run, data, 12, np.random.default_rng(1))
-    known = canaries.in_data(data)
+    known = canaries.insert_into(data)
 
     assert list(canaries.places) == sorted(set(canaries.places))
     assert canaries.window > 1 and set(canaries.coins) == {0, 1}
@@ -137,7 +137,7 @@ def test_a_score_is_the_exact_loss_of_the_window() -> None:
     """Against a replay of the learner in both worlds, all other coins as they fell."""
     run, data = a_run(MANY_MESSAGES, 50)
     canaries = draw(run, data, 10, np.random.default_rng(3))
-    known = canaries.in_data(data)
+    known = canaries.insert_into(data)
     said = list(overheard(run, known, SeededNoise(5)))
     scorer = _Scorer(run, known, canaries)
     scores = dict(pair for t, messages in enumerate(said) for pair in scorer.take(t, messages))
@@ -145,7 +145,7 @@ def test_a_score_is_the_exact_loss_of_the_window() -> None:
 
     assert sorted(scores) == list(range(10))
     for k, place in enumerate(canaries.places):
-        worlds = [replace(canaries, coins=_flipped(canaries.coins, k, coin)).in_data(data) for coin in (0, 1)]
+        worlds = [replace(canaries, coins=_flipped(canaries.coins, k, coin)).insert_into(data) for coin in (0, 1)]
         losses = replay(run, transcript, place.learner, [world.learners[place.learner] for world in worlds])
         window = slice(place.round + 1, place.round + canaries.window + 1)
         np.testing.assert_allclose(scores[k], losses.realised[window, 0].sum(axis=0), rtol=1e-9, atol=1e-12)
@@ -159,12 +159,12 @@ def test_a_score_uses_neither_its_own_coin_nor_a_later_one() -> None:
     """Else earlier guesses, told right or wrong, would say something of it: the same messages, all later coins turned."""
     run, data = a_run(MANY_MESSAGES, 50)
     canaries = draw(run, data, 10, np.random.default_rng(3))
-    said = list(overheard(run, canaries.in_data(data), SeededNoise(5)))
+    said = list(overheard(run, canaries.insert_into(data), SeededNoise(5)))
     first = 4
     turned = replace(canaries, coins=canaries.coins[:first] + tuple(1 - c for c in canaries.coins[first:]))
     scores = []
     for each in (canaries, turned):
-        scorer = _Scorer(run, each.in_data(data), each)
+        scorer = _Scorer(run, each.insert_into(data), each)
         found = [pair for t, messages in enumerate(said) for pair in scorer.take(t, messages)]
         scores.append([loss[0] for k, loss in found if k <= first])
     assert scores[0] == scores[1] and len(scores[0]) == first + 1
@@ -178,11 +178,11 @@ def test_who_was_not_overheard_is_not_guessed() -> None:
         places=(Place(0, 0), Place(20, 0), Place(20, 2)),
         tau=0.0,
     )
-    known = canaries.in_data(data)
+    known = canaries.insert_into(data)
     test = CanaryTest(run, known, canaries, 0.05)
     for t, messages in enumerate(overheard(run, known, SeededNoise(5))):
         test.take(t, {i: message for i, message in messages.items() if (t, i) != (22, 0)})
-    assert (test.scored, test.guessed) == (3, 2)
+    assert (test.scored_count, test.guessed) == (3, 2)
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_less_noise_raises_the_bound_and_much_less_is_refuted() -> None:
     """
     correct, half, tenth = (guessed_in(noise, 0.05) for noise in (SeededNoise(1), Shrunk(1, 0.5), Shrunk(1, 0.05)))
 
-    assert correct.scored == half.scored == 200 * RUNS
+    assert correct.scored_count == half.scored_count == 200 * RUNS
     assert correct.bound < half.bound < tenth.bound
     assert correct.bound < correct.canaries.claim < tenth.bound
     assert correct.right / correct.guessed < half.right / half.guessed

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from sottovoce_core.errors import BudgetExhausted
-from sottovoce_core.experiment import foresee, prepare
+from sottovoce_core.experiment import estimate_live_run, prepare
 from sottovoce_core.running.run import format_above
 from sottovoce_core.spec import parse_spec
 from sottovoce_core.yaml_files import parse_yaml
-from sottovoce_learner.budget import Books
+from sottovoce_learner.budget import PrivacyFilter
 
 
 def told(folder: Path, rows: list[str], data: dict[str, Any] | None = None, **spec: Any) -> dict[str, str]:
@@ -119,12 +119,12 @@ def test_a_budget_that_ends_before_the_run_is_told_with_the_round_and_what_fits(
     told = {int(name): int(t) for name, t in re.findall(r"learner-(\d) in round (\d+)", text)}
     stopped = {}
     for i, own in enumerate(found.data.learners):
-        books = Books(found.run.algorithm.accountant(i), found.run.spec.budget_of(i))
+        books = PrivacyFilter(found.run.algorithm.accountant(i), found.run.spec.get_budget(i))
         t = 0
         try:
             for t, records in enumerate(np.diff(own.offsets).tolist()):
                 books.charge(books.price(t))
-                books.round_over(records)
+                books.advance(records)
         except BudgetExhausted:
             stopped[i] = t
     assert told == stopped and stopped
@@ -152,6 +152,6 @@ def test_a_budget_that_is_enough_or_is_what_ends_the_run_is_no_matter() -> None:
     assert "BUDGET_ENDS" not in {each.code for each in prepare(parse_spec(document, imports=True)).cautions}
     live = {**document, "rounds": None, "data": {"source": "live", "features": 3}, "privacy": {"budget": 1.5}}
     assert prepare(parse_spec(live, imports=True), live=True).cautions == ()
-    (caution,) = foresee(parse_spec(live, imports=True), 30, 1.0).cautions
+    (caution,) = estimate_live_run(parse_spec(live, imports=True), 30, 1.0).cautions
     (planned,) = prepare(parse_spec({**live, "rounds": 30}, imports=True), live=True).cautions
     assert caution.code == planned.code == "BUDGET_ENDS" and caution.text == planned.text

@@ -10,7 +10,7 @@ import pytest
 
 from sottovoce_core.algorithms import ALGORITHMS
 from sottovoce_core.algorithms.interface import Clippable, Message
-from sottovoce_core.errors import CheckFailed
+from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.replay import Replay, replay
 from sottovoce_core.running.run import Run, build_run
@@ -65,7 +65,7 @@ def test_all_are_clipped_as_each_is() -> None:
         "ldp-dol", "clip", learners=3, algorithm={"name": "ldp-dol", "sigma": [0.5, 1.0, 2.0], "varsigma": 0.1}
     )
     message = Message({"y": np.full((3, 4, run.algorithm.dim), 1e99)})
-    together = run.clipping.of_all(5, message)["y"]
+    together = run.clipping.clip_all(5, message)["y"]
     alone = [run.clipping.of(i, 5, Message({"y": message["y"][i]}))["y"] for i in range(3)]
     np.testing.assert_array_equal(together, alone)
     assert together[0].max() < together[1].max() < together[2].max()
@@ -79,7 +79,7 @@ def test_losses_are_exact_whatever_a_neighbour_says() -> None:
     own = data.learners[0]
     other = own.with_use(0, -own.features[0], 1.0 - own.labels[0])
     losses = replay(run, said, 0, [own, other])
-    assert np.abs(losses.supremum).max() <= run.guarantee(0).cumulative[-1]
+    assert np.abs(losses.supremum).max() <= run.guarantee(0).cumulative_epsilon[-1]
     assert len(losses.realised) == ROUNDS
 
 
@@ -104,27 +104,27 @@ def test_a_huge_number_does_what_the_largest_honest_one_would(policy: str, same:
     assert np.array_equal(huge, largest) == same
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS.built_in) - CLIPPED))
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS.built_in_classes) - CLIPPED))
 def test_messages_that_are_no_decisions_are_not_clipped(name: str) -> None:
     spec = next(run for run in FIELD["runs"] if run["algorithm"]["name"] == name)
     document = {**FIELD["common"], **spec, "misconduct": "clip"}
     why = f"those of {name} are not: nothing bounds .* set misconduct to stop"
-    with pytest.raises(CheckFailed, match=why) as refused:
+    with pytest.raises(AssumptionViolated, match=why) as refused:
         build_run(RunSpec.model_validate(document), N_FEATURES)
     assert refused.value.code == "MISCONDUCT_CLIP"
 
 
 @pytest.mark.parametrize("clock", [{"late": "hold"}, {"mode": "async"}], ids=["hold", "async"])
 def test_nor_where_older_ones_may_be_used(clock: dict[str, Any]) -> None:
-    with pytest.raises(CheckFailed, match=r"set clock\.late to wait, or another clock\.mode") as refused:
+    with pytest.raises(AssumptionViolated, match=r"set clock\.late to wait, or another clock\.mode") as refused:
         build_run(small_spec(misconduct="clip", clock=clock), 3)
     assert refused.value.code == "MISCONDUCT_CLIP"
 
 
 def test_nor_where_the_guarantee_rests_on_what_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     run = build_run(small_spec(), 3)
-    monkeypatch.setattr(type(run.algorithm.accountant(0)), "any_messages", False)
-    with pytest.raises(CheckFailed, match="holds whatever is heard, and that of ldp-dol does not say so") as refused:
+    monkeypatch.setattr(type(run.algorithm.accountant(0)), "is_valid_for_any_messages", False)
+    with pytest.raises(AssumptionViolated, match="holds whatever is heard, and that of ldp-dol does not say so") as refused:
         build_run(small_spec(misconduct="clip"), 3)
     assert refused.value.code == "MISCONDUCT_CLIP"
 

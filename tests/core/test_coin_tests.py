@@ -9,8 +9,8 @@ import pytest
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.blackbox import attack
-from sottovoce_core.auditing.bounds import BLIND, Levels
-from sottovoce_core.auditing.coin_tests import PairRuns, channel_tests, learned_tests
+from sottovoce_core.auditing.bounds import BLIND, AlphaAllocation
+from sottovoce_core.auditing.coin_tests import PairRuns, run_channel_tests, run_classifier_tests
 
 Generator = np.random.Generator
 
@@ -23,7 +23,7 @@ def runs(generator: Generator, count: int, epsilon: float = 0.5) -> PairRuns:
 
 
 def p_value(heard: PairRuns, view: FloatArray, name: str = "sizes") -> float:
-    (test,) = channel_tests([PairRuns(heard.losses, heard.coins, {name: view})])
+    (test,) = run_channel_tests([PairRuns(heard.losses, heard.coins, {name: view})])
     return test.p_value
 
 
@@ -54,7 +54,7 @@ def test_a_spread_that_follows_the_world_is_found_by_the_squared_rank() -> None:
 def test_what_is_the_same_in_all_runs_counts_for_nothing() -> None:
     heard = runs(np.random.default_rng(3), 100)
     blank = np.ones((100, 50))
-    assert channel_tests([PairRuns(heard.losses, heard.coins, {"sizes": blank})]) == ()
+    assert run_channel_tests([PairRuns(heard.losses, heard.coins, {"sizes": blank})]) == ()
     leak = heard.coins[:, None].astype(float)
     assert p_value(heard, np.hstack([blank, leak])) == p_value(heard, leak)
 
@@ -64,10 +64,10 @@ def test_features_of_every_pair_of_worlds_are_paid_for() -> None:
     loud, mirror = runs(generator, 60), runs(generator, 60)
     loud = PairRuns(loud.losses, loud.coins, {"sizes": loud.coins[:, None].astype(float)})
     mirror = PairRuns(mirror.losses, mirror.coins, {"sizes": generator.normal(size=(60, 3))})
-    (alone,), (both,) = channel_tests([loud]), channel_tests([mirror, loud])
+    (alone,), (both,) = run_channel_tests([loud]), run_channel_tests([mirror, loud])
     assert both.p_value == pytest.approx(4 * alone.p_value) and both.p_value < 1e-6
     assert both.family == "black box" and both.primary
-    assert not channel_tests([runs(generator, 60)])[0].primary  # numbers are for the second half of the level
+    assert not run_channel_tests([runs(generator, 60)])[0].primary  # numbers are for the second half of the level
 
 
 @pytest.mark.statistics
@@ -97,8 +97,8 @@ def test_infinite_losses_leave_nothing_to_tell() -> None:
 
 def learned(heard: PairRuns) -> dict[str, float]:
     """p-values, by classifier."""
-    attacks = attack(heard.views, 1 - heard.coins, Levels(0.05, BLIND), 20.0, np.random.SeedSequence(0))
-    return {test.name: test.p_value for test in learned_tests(heard, attacks)}
+    attacks = attack(heard.views, 1 - heard.coins, AlphaAllocation(0.05, BLIND), 20.0, np.random.SeedSequence(0))
+    return {test.name: test.p_value for test in run_classifier_tests(heard, attacks)}
 
 
 def test_what_only_two_features_tell_together_is_found_whatever_is_claimed() -> None:

@@ -14,14 +14,14 @@ import pytest
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.budget import composition
 from sottovoce_core.budget.composition import (
-    Alike,
+    RecordGroup,
     _plans_of_use,
-    dearest_record,
+    worst_case_record_epsilon,
     envelope,
-    epsilon_at,
+    epsilon_for_delta,
     group_loss,
     message_losses,
-    record_losses,
+    group_record_losses,
 )
 from sottovoce_core.data import LearnerData
 from sottovoce_core.errors import SpecError
@@ -68,13 +68,13 @@ def test_a_record_is_charged_for_all_of_its_uses(name: str) -> None:
     own = scheduled([k % 4 for k in range(12)], list(range(13)))
     counts = np.diff(own.offsets)
     event = run.guarantee(0, counts)
-    found = record_losses(run.algorithm.accountant(0), own)
+    found = group_record_losses(run.algorithm.accountant(0), own)
     assert [(each.records, each.uses) for each in found] == [(1, 3)] * 4
     for each, first in zip(found, range(4), strict=True):
         replaced = np.isin(np.arange(12) % 4, first).astype(np.int64)
         expected = run.guarantee(0, counts, replaced).per_round
         np.testing.assert_allclose(each.charged(event.per_round), expected, rtol=1e-12, atol=1e-300)
-    dearest = dearest_record(found, event.per_round)
+    dearest = worst_case_record_epsilon(found, event.per_round)
     assert event.epsilon() < dearest <= 3 * event.epsilon() * (1 + 1e-12)
     assert dearest == max(math.fsum(each.charged(event.per_round)) for each in found)
 
@@ -82,35 +82,35 @@ def test_a_record_is_charged_for_all_of_its_uses(name: str) -> None:
 def test_many_plans_are_bounded_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     own = scheduled([0, 1, 0, 2, 1, 1], [0, 1, 2, 3, 4, 5, 6])
     run = small_run(6)
-    exact = record_losses(run.algorithm.accountant(0), own)
+    exact = group_record_losses(run.algorithm.accountant(0), own)
     monkeypatch.setattr(composition, "MOST_STEPS", 11)  # two records of several uses, over six rounds: 12
-    bounded = record_losses(run.algorithm.accountant(0), own)
+    bounded = group_record_losses(run.algorithm.accountant(0), own)
     event = run.guarantee(0).per_round
     assert [each.losses is None for each in bounded] == [True] * 3
-    assert dearest_record(bounded, event) == pytest.approx(3 * math.fsum(event))
-    assert dearest_record(exact, event) < dearest_record(bounded, event)
+    assert worst_case_record_epsilon(bounded, event) == pytest.approx(3 * math.fsum(event))
+    assert worst_case_record_epsilon(exact, event) < worst_case_record_epsilon(bounded, event)
 
 
 def test_a_group_costs_the_sum_of_its_dearest_records() -> None:
     event = np.array([0.25, 0.5])
-    records = [Alike(2, 1, None), Alike(1, 2, np.array([1.0, 1.0])), Alike(5, 1, np.array([0.1, 0.0]))]
+    records = [RecordGroup(2, 1, None), RecordGroup(1, 2, np.array([1.0, 1.0])), RecordGroup(5, 1, np.array([0.1, 0.0]))]
     assert group_loss(records, event, 1) == 2.0
     assert group_loss(records, event, 2) == 2.75
     assert group_loss(records, event, 4) == pytest.approx(3.6)
     assert group_loss(records, event, 100) == pytest.approx(2 + 1.5 + 0.5)
-    assert group_loss([Alike(7, 1, None)], event, 7) == 7 * 0.75
+    assert group_loss([RecordGroup(7, 1, None)], event, 7) == 7 * 0.75
 
 
 def test_sums_are_exact() -> None:
     assert functools.reduce(operator.add, [0.1] * 10) != 1.0  # from Python 3.12 on, sum compensates
-    assert group_loss([Alike(10, 1, np.array([0.1]))], np.zeros(1), 10) == 1.0
+    assert group_loss([RecordGroup(10, 1, np.array([0.1]))], np.zeros(1), 10) == 1.0
 
 
 def test_a_whole_objective_is_one_event_whatever_its_records() -> None:
     run = build("pdop")
     own = made_up(run.spec, batch=2, records=4).learners[0]
     assert run.guarantee(0).event is Event.LEARNER
-    (everything,) = record_losses(run.algorithm.accountant(0), own)
+    (everything,) = group_record_losses(run.algorithm.accountant(0), own)
     assert (everything.records, everything.uses, everything.losses) == (4, 1, None)
     assert build("dsgd").guarantee(0).event is Event.RECORD
 
@@ -124,7 +124,7 @@ def test_a_whole_objective_is_one_event_whatever_its_records() -> None:
 )
 def test_reference_values_of_laplace_noise(losses: FloatArray, pure: float, at_delta: float) -> None:
     assert math.fsum(losses) == pytest.approx(pure, rel=1e-3)
-    assert epsilon_at(1e-6, losses, Mechanism.LAPLACE) == pytest.approx(at_delta, rel=2e-3)
+    assert epsilon_for_delta(1e-6, losses, Mechanism.LAPLACE) == pytest.approx(at_delta, rel=2e-3)
 
 
 @pytest.mark.parametrize("mechanism", Mechanism)
@@ -134,7 +134,7 @@ def test_one_message_as_in_the_books(mechanism: Mechanism) -> None:
     expected = eps + 2 * math.log1p(-delta)
     if mechanism is Mechanism.PURE:
         expected = math.log(math.exp(eps) - delta * (math.exp(eps) + 1))
-    assert epsilon_at(delta, np.array([eps]), mechanism) == pytest.approx(expected, abs=2e-4)
+    assert epsilon_for_delta(delta, np.array([eps]), mechanism) == pytest.approx(expected, abs=2e-4)
 
 
 def test_a_vector_of_laplace_numbers_is_dominated_by_one_of_them() -> None:
@@ -154,25 +154,25 @@ def test_a_vector_of_laplace_numbers_is_dominated_by_one_of_them() -> None:
 
 def test_less_than_pure_and_falling_with_delta() -> None:
     losses = np.full(40, 0.2)
-    found = [epsilon_at(delta, losses, Mechanism.LAPLACE) for delta in (1e-9, 1e-6, 1e-3)]
+    found = [epsilon_for_delta(delta, losses, Mechanism.LAPLACE) for delta in (1e-9, 1e-6, 1e-3)]
     assert 8.0 > found[0] > found[1] > found[2] > 0
-    assert epsilon_at(1e-6, losses, Mechanism.PURE) > found[1]
-    assert epsilon_at(1e-300, losses, Mechanism.LAPLACE) == pytest.approx(8.0)
-    assert epsilon_at(1e-6, np.zeros(3), Mechanism.LAPLACE) == 0.0
-    assert epsilon_at(1e-6, np.array([1.0, math.inf]), Mechanism.LAPLACE) == math.inf
-    assert epsilon_at(1e-6, np.full(200, 40.0), Mechanism.LAPLACE) < 7990.0
+    assert epsilon_for_delta(1e-6, losses, Mechanism.PURE) > found[1]
+    assert epsilon_for_delta(1e-300, losses, Mechanism.LAPLACE) == pytest.approx(8.0)
+    assert epsilon_for_delta(1e-6, np.zeros(3), Mechanism.LAPLACE) == 0.0
+    assert epsilon_for_delta(1e-6, np.array([1.0, math.inf]), Mechanism.LAPLACE) == math.inf
+    assert epsilon_for_delta(1e-6, np.full(200, 40.0), Mechanism.LAPLACE) < 7990.0
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-6, math.nan])
 def test_delta_must_be_a_probability(delta: float) -> None:
     with pytest.raises(SpecError, match="delta must be above 0 and below 1"):
-        epsilon_at(delta, np.ones(2), Mechanism.LAPLACE)
+        epsilon_for_delta(delta, np.ones(2), Mechanism.LAPLACE)
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting.pld.privacy_loss_distribution", None)
     with pytest.raises(SpecError, match=r"pip install '\.\[accounting\]'"):
-        epsilon_at(1e-6, np.ones(2), Mechanism.LAPLACE)
+        epsilon_for_delta(1e-6, np.ones(2), Mechanism.LAPLACE)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -207,16 +207,16 @@ def test_too_many_rounds_leave_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_events_are_not_one_event_several_times() -> None:
     """Events that cost 3, 1 and 1, 3: together 4, 4. Neither twice the first nor twice the second dominates that."""
     delta, pure = 0.09, Mechanism.PURE
-    together = epsilon_at(delta, np.array([4.0, 4.0]), pure)
-    assert epsilon_at(delta, np.array([6.0, 2.0]), pure) < together - 0.005
-    assert together < epsilon_at(delta, Alike(1, 2, None).messages(np.array([3.0, 1.0])), pure)
+    together = epsilon_for_delta(delta, np.array([4.0, 4.0]), pure)
+    assert epsilon_for_delta(delta, np.array([6.0, 2.0]), pure) < together - 0.005
+    assert together < epsilon_for_delta(delta, RecordGroup(1, 2, None).messages(np.array([3.0, 1.0])), pure)
 
 
 def test_uses_that_are_metered_or_single_are_composed_message_by_message() -> None:
     single, metered = np.array([3.0, 1.0]), np.array([4.0, 3.5])
-    assert Alike(1, 1, None).messages(single) is single
-    assert Alike(1, 2, metered).messages(single) is metered
-    assert Alike(1, 2, None).messages(single).tolist() == [8.0, 0.0]
+    assert RecordGroup(1, 1, None).messages(single) is single
+    assert RecordGroup(1, 2, metered).messages(single) is metered
+    assert RecordGroup(1, 2, None).messages(single).tolist() == [8.0, 0.0]
 
 
 def test_envelope_sorts_first() -> None:

@@ -18,13 +18,13 @@ import yaml
 from scipy import stats
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.bounds import Levels, Test
+from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.battery import examine_noise
-from sottovoce_core.auditing.conformance.residuals import as_laplace, residuals
+from sottovoce_core.auditing.conformance.residuals import convert_to_laplace, residuals
 from sottovoce_core.auditing.swaps import swaps
 from sottovoce_core.auditing.worlds import Worlds
 from sottovoce_core.data import PlacedData
-from sottovoce_core.noise import Draw, Noise, Recorder, SeededNoise
+from sottovoce_core.noise import NoiseRequest, NoiseSource, Recorder, SeededNoise
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
@@ -36,7 +36,7 @@ FIELD: dict[str, Any] = yaml.safe_load(
 )
 
 
-LEVELS = Levels(0.01)
+LEVELS = AlphaAllocation(0.01)
 
 
 def conformance(run: Run, transcript: Transcript, data: PlacedData) -> tuple[Test, ...]:
@@ -50,7 +50,7 @@ def rejected(tests: Iterable[Test]) -> tuple[Test, ...]:
     return tuple(test for test in tests if test.rejects)
 
 
-def overheard(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Transcript:
+def overheard(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> Transcript:
     return Transcript.of(step.message for step in simulate(run, data, noise, replicas))
 
 
@@ -140,9 +140,9 @@ def test_noise_of_every_law_becomes_independent_laplace_numbers(law: Any) -> Non
     drawn = {
         "laplace": generator.laplace(size=(2000, 4)),
         "gaussian": generator.normal(size=(2000, 4)),
-        "spherical": source(Draw("spherical", "y", 0, 1.0, None, (2000, 4))),
+        "spherical": source(NoiseRequest("spherical", "y", 0, 1.0, None, (2000, 4))),
     }[law]
-    values = as_laplace(law, drawn)
+    values = convert_to_laplace(law, drawn)
 
     assert (np.sign(values) == np.sign(drawn)).all()
     for k in range(4):
@@ -184,7 +184,7 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
 # ---- broken learners -------------------------------------------------------------------------------------------------
 
 
-Change = Callable[["Broken", Draw, FloatArray], FloatArray]
+Change = Callable[["Broken", NoiseRequest, FloatArray], FloatArray]
 
 
 @dataclass
@@ -197,32 +197,32 @@ class Broken:
     standard: FloatArray = field(default_factory=lambda: np.empty(0))
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(99))
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         self.said.append(self.change(self, draw, self.source(draw)))
         return self.said[-1]
 
 
-def half(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def half(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return draw.rounded(0.5 * drawn)
 
 
-def nine_tenths(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def nine_tenths(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return draw.rounded(0.9 * drawn)
 
 
-def a_little_less(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def a_little_less(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return draw.rounded(0.97 * drawn)
 
 
-def from_the_round_before(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def from_the_round_before(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return self.said[-1] if draw.round % 2 else drawn
 
 
-def from_long_ago(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def from_long_ago(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return self.said[5] if draw.round == 30 else drawn
 
 
-def in_other_scales(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def in_other_scales(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     """A generator that starts anew in every other round, as one with a constant seed does."""
     if not draw.round % 2:
         self.standard = drawn / draw.scale
@@ -230,57 +230,57 @@ def in_other_scales(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
     return draw.rounded(self.standard * draw.scale)
 
 
-def half_of_it_stays(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def half_of_it_stays(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     """Correlated, but never equal."""
     return draw.rounded(0.6 * self.said[-1] + 0.8 * drawn) if draw.round else drawn
 
 
-def not_in_one_round(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def not_in_one_round(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return np.zeros_like(drawn) if draw.round == 17 else drawn
 
 
-def little_in_one_round(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def little_in_one_round(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return draw.rounded(0.01 * drawn) if draw.round == 17 else drawn
 
 
-def in_the_first_round_only(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def in_the_first_round_only(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return np.zeros_like(drawn) if draw.round else drawn
 
 
-def not_on_one_coordinate(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def not_on_one_coordinate(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return np.where(np.arange(drawn.shape[-1]) == 3, 0.0, drawn)
 
 
-def little_on_one_coordinate(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def little_on_one_coordinate(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return np.where(np.arange(drawn.shape[-1]) == 3, draw.rounded(0.3 * drawn), drawn)
 
 
-def normal(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def normal(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     """Of the same variance."""
     return draw.rounded(self.generator.normal(size=drawn.shape) * draw.scale * np.sqrt(2.0))
 
 
-def raw_doubles(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def raw_doubles(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return self.generator.laplace(size=drawn.shape) * draw.scale
 
 
-def the_same_for_all_learners(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def the_same_for_all_learners(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return np.broadcast_to(drawn[:1], drawn.shape).copy()
 
 
-def alike_for_all_learners(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def alike_for_all_learners(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return draw.rounded(0.6 * drawn[:1] + 0.8 * drawn)
 
 
-def one_number(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def one_number(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return np.broadcast_to(drawn[..., :1], drawn.shape).copy()
 
 
-def running_sums(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def running_sums(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     return draw.rounded(0.6 * np.roll(drawn, 1, axis=-1) + 0.8 * drawn)
 
 
-def mostly_positive(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+def mostly_positive(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     flipped: FloatArray = np.where(self.generator.random(drawn.shape) < 0.5, np.abs(drawn), drawn)
     return flipped
 

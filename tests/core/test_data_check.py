@@ -10,10 +10,10 @@ import pytest
 
 from sottovoce_core.data import check_batch
 from sottovoce_core.errors import DataError
-from sottovoce_core.losses.linear import Hinge, LeastSquares, Logistic, Ridge, SmoothedHinge, Softmax
+from sottovoce_core.losses.linear import HingeLoss, LeastSquaresLoss, Logistic, RidgeLoss, SmoothedHingeLoss, SoftmaxLoss
 from sottovoce_core.losses.loss import Loss
 
-LOGISTIC, RIDGE = Logistic(), Ridge()
+LOGISTIC, RIDGE = Logistic(), RidgeLoss()
 SECRET = 8.625
 """A record value that no message may quote."""
 
@@ -21,9 +21,9 @@ SECRET = 8.625
 def test_accepts_records_of_each_loss() -> None:
     check_batch(np.full((2, 3), SECRET), np.array([0.0, 1.0]), 3, LOGISTIC)
     check_batch(np.full((2, 3), SECRET), np.array([-2.5, SECRET]), 3, RIDGE)
-    check_batch(np.full((2, 3), SECRET), np.array([-2.5, SECRET]), 3, LeastSquares())
-    check_batch(np.full((2, 3), SECRET), np.array([0.0, 1.0]), 3, Hinge())
-    check_batch(np.full((2, 3), SECRET), np.array([0.0, 4.0]), 3, Softmax(classes=5))
+    check_batch(np.full((2, 3), SECRET), np.array([-2.5, SECRET]), 3, LeastSquaresLoss())
+    check_batch(np.full((2, 3), SECRET), np.array([0.0, 1.0]), 3, HingeLoss())
+    check_batch(np.full((2, 3), SECRET), np.array([0.0, 4.0]), 3, SoftmaxLoss(classes=5))
 
 
 def test_accepts_a_round_without_records() -> None:
@@ -54,10 +54,10 @@ def test_refuses(features: np.ndarray, labels: np.ndarray, message: str) -> None
 @pytest.mark.parametrize(
     ("loss", "allowed"),
     [
-        (Hinge(), "of the hinge loss must be 0 or 1,"),
-        (SmoothedHinge(), "of the smoothed_hinge loss must be 0 or 1,"),
-        (Softmax(classes=2), "of the softmax loss must be 0 or 1,"),
-        (Softmax(classes=5), "of the softmax loss must be whole numbers from 0 to 4,"),
+        (HingeLoss(), "of the hinge loss must be 0 or 1,"),
+        (SmoothedHingeLoss(), "of the smoothed_hinge loss must be 0 or 1,"),
+        (SoftmaxLoss(classes=2), "of the softmax loss must be 0 or 1,"),
+        (SoftmaxLoss(classes=5), "of the softmax loss must be whole numbers from 0 to 4,"),
     ],
     ids=str,
 )

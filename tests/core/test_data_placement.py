@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec
 from sottovoce_core.arrays import Batch
 from sottovoce_core.data import Dataset, LearnerData, PlacedData
-from sottovoce_core.data.spec import ByLabel, DataSpec, Dirichlet, Iid, Paper4060, Partition
+from sottovoce_core.data.spec import LabelPartition, DataSpec, DirichletPartition, Iid, Paper4060Partition, Partition
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.running.placement import place
 from sottovoce_core.spec import RunSpec
@@ -47,9 +47,9 @@ def learned(placed: PlacedData) -> list[list[list[int]]]:
 
 partitions: st.SearchStrategy[Partition] = st.one_of(
     st.just(Iid(kind="iid")),
-    st.floats(0, 1).map(lambda mixed: ByLabel(kind="by_label", mixed=mixed)),
-    st.floats(1e-3, 1e3).map(lambda concentration: Dirichlet(kind="dirichlet", concentration=concentration)),
-    st.just(Paper4060(kind="paper_40_60")),
+    st.floats(0, 1).map(lambda mixed: LabelPartition(kind="by_label", mixed=mixed)),
+    st.floats(1e-3, 1e3).map(lambda concentration: DirichletPartition(kind="dirichlet", concentration=concentration)),
+    st.just(Paper4060Partition(kind="paper_40_60")),
 )
 seeds = st.integers(0, 2**32)
 tables = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(lambda classes: np.array(classes, dtype=np.int64))
@@ -91,34 +91,34 @@ def test_placed_and_held_out_records_are_all_records(partition: str, records: in
 def test_equal_partitions_differ_by_one_record_at_most(
     classes: np.ndarray, n_learners: int, mixed: float, seed: int
 ) -> None:
-    for partition in (Iid(kind="iid"), ByLabel(kind="by_label", mixed=mixed)):
+    for partition in (Iid(kind="iid"), LabelPartition(kind="by_label", mixed=mixed)):
         sizes = np.bincount(owners(partition, classes, n_learners, seed), minlength=n_learners)
         assert sizes.max() - sizes.min() <= 1
 
 
 def test_by_label_gives_most_learners_one_label() -> None:
     classes = np.arange(100) % 2
-    owner = owners(ByLabel(kind="by_label"), classes, 5)
+    owner = owners(LabelPartition(kind="by_label"), classes, 5)
     assert [set(classes[owner == i]) for i in range(5)] == [{0}, {0}, {0, 1}, {1}, {1}]
 
 
 def test_by_label_sorts_by_label_before_class() -> None:
     """Odd digits are positive: the even ones must come first, though their classes lie in between."""
     classes = np.arange(40) % 4
-    owner = owners(ByLabel(kind="by_label"), classes, 2, labels=(classes % 2).astype(float))
+    owner = owners(LabelPartition(kind="by_label"), classes, 2, labels=(classes % 2).astype(float))
     assert [set(classes[owner == i]) for i in range(2)] == [{0, 2}, {1, 3}]
 
 
 def test_by_label_mixes_the_share_that_was_asked_for() -> None:
     classes = np.repeat([0, 1], 500)
-    owner = owners(ByLabel(kind="by_label", mixed=0.4), classes, 2)
+    owner = owners(LabelPartition(kind="by_label", mixed=0.4), classes, 2)
     # 40 % are dealt at random, half of them to the other side: 100 of 500, within six standard deviations.
     assert 40 < classes[owner == 0].sum() < 160
 
 
 def test_paper_40_60_gives_a_class_to_its_learner_and_shares_the_rest() -> None:
     classes = np.repeat(np.arange(10), 100)
-    owner = owners(Paper4060(kind="paper_40_60"), classes, 5)
+    owner = owners(Paper4060Partition(kind="paper_40_60"), classes, 5)
     for c in range(10):
         counts = np.bincount(owner[classes == c], minlength=5)
         assert counts[c % 5] == 40
@@ -126,14 +126,14 @@ def test_paper_40_60_gives_a_class_to_its_learner_and_shares_the_rest() -> None:
 
 
 def test_paper_40_60_alone_gets_everything() -> None:
-    assert not owners(Paper4060(kind="paper_40_60"), np.arange(10) % 3, 1).any()
+    assert not owners(Paper4060Partition(kind="paper_40_60"), np.arange(10) % 3, 1).any()
 
 
 def test_dirichlet_skew_falls_with_the_concentration() -> None:
     classes = np.repeat(np.arange(10), 200)
 
     def largest_share(concentration: float) -> float:
-        owner = owners(Dirichlet(kind="dirichlet", concentration=concentration), classes, 5)
+        owner = owners(DirichletPartition(kind="dirichlet", concentration=concentration), classes, 5)
         counts = np.array([np.bincount(owner[classes == c], minlength=5) for c in range(10)])
         return float(counts.max(axis=1).mean() / 200)
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from sottovoce_core.data import Dataset, load_dataset
-from sottovoce_core.data.known import KNOWN, data_folders
+from sottovoce_core.data.known import KNOWN, get_data_folders
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.losses.linear import Hinge, LeastSquares, Logistic, Ridge, Softmax
+from sottovoce_core.losses.linear import HingeLoss, LeastSquaresLoss, Logistic, RidgeLoss, SoftmaxLoss
 from sottovoce_core.losses.loss import Loss
 
 pytestmark = pytest.mark.each
 
-LOGISTIC, RIDGE = Logistic(), Ridge()
+LOGISTIC, RIDGE = Logistic(), RidgeLoss()
 Save = Callable[..., Path]
 
 
@@ -109,20 +109,20 @@ def test_folders_are_the_variable_then_the_cache(tmp_path: Path, monkeypatch: py
     pytest.importorskip("platformdirs")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("SOTTOVOCE_DATA", raising=False)
-    (cache,) = data_folders()
+    (cache,) = get_data_folders()
     assert cache == tmp_path / "cache" / "sottovoce" / "data"
     monkeypatch.setenv("SOTTOVOCE_DATA", "")
-    assert data_folders() == (cache,)
+    assert get_data_folders() == (cache,)
     monkeypatch.setenv("SOTTOVOCE_DATA", str(tmp_path))
-    assert data_folders() == (tmp_path, cache)
+    assert get_data_folders() == (tmp_path, cache)
 
 
 def test_without_what_knows_the_cache_the_variable_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     monkeypatch.setenv("SOTTOVOCE_DATA", str(tmp_path))
-    assert data_folders() == (tmp_path,)
+    assert get_data_folders() == (tmp_path,)
     monkeypatch.delenv("SOTTOVOCE_DATA")
-    assert data_folders() == ()
+    assert get_data_folders() == ()
 
 
 @pytest.mark.parametrize(
@@ -421,26 +421,26 @@ def test_logistic_labels_refused(
 
 def test_hinge_labels_are_those_of_the_logistic_loss(npz: Save) -> None:
     path = npz(X=np.ones((3, 1)), y=["m", "b", "m"])
-    assert load(path, Hinge()).labels.tolist() == load(path).labels.tolist() == [1, 0, 1]
+    assert load(path, HingeLoss()).labels.tolist() == load(path).labels.tolist() == [1, 0, 1]
     with pytest.raises(DataError, match="the hinge loss needs two labels, got only 4"):
-        load(npz(X=np.ones((2, 1)), y=[4, 4]), Hinge())
+        load(npz(X=np.ones((2, 1)), y=[4, 4]), HingeLoss())
 
 
 def test_softmax_labels_are_ranks(npz: Save) -> None:
     """Fewer labels than classes are fine: some may come later, from live records."""
     path = npz(X=np.ones((4, 1)), y=[30, 10, 20, 30], X_test=np.ones((1, 1)), y_test=[40])
-    dataset = load(path, Softmax(classes=5))
+    dataset = load(path, SoftmaxLoss(classes=5))
     assert dataset.labels.tolist() == [2, 0, 1, 2]
     assert dataset.labels.dtype == np.float64
     assert dataset.test is not None
     assert dataset.test.labels.tolist() == [3]
-    assert load(npz(X=np.ones((3, 1)), y=["c", "a", "c"]), Softmax(classes=2)).labels.tolist() == [1, 0, 1]
+    assert load(npz(X=np.ones((3, 1)), y=["c", "a", "c"]), SoftmaxLoss(classes=2)).labels.tolist() == [1, 0, 1]
 
 
 def test_more_labels_than_classes_are_refused(npz: Save) -> None:
     path = npz(X=np.ones((6, 1)), y=[30, 10, 20] * 2)
     with pytest.raises(SpecError, match=r"loss\.classes must be at least .*, got 2 for 3 labels: 10, 20, 30"):
-        load(path, Softmax(classes=2))
+        load(path, SoftmaxLoss(classes=2))
 
 
 def test_ridge_labels_stay_as_they_are(npz: Save) -> None:
@@ -452,4 +452,4 @@ def test_ridge_refuses_text(npz: Save) -> None:
     with pytest.raises(DataError, match="ridge loss must be numbers, got text: high, low"):
         load(npz(X=np.ones((4, 1)), y=["low", "high"] * 2), RIDGE)
     with pytest.raises(DataError, match="least_squares loss must be numbers, got text"):
-        load(npz(X=np.ones((2, 1)), y=["low", "high"]), LeastSquares())
+        load(npz(X=np.ones((2, 1)), y=["low", "high"]), LeastSquaresLoss())

@@ -17,11 +17,11 @@ import pytest
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Levels, Test
+from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.battery import Dependence
 from sottovoce_core.auditing.conformance.block import Block
 from sottovoce_core.auditing.conformance.lags import Lags, _log_products
-from sottovoce_core.auditing.conformance.p_values import log_signs
+from sottovoce_core.auditing.conformance.p_values import compute_log_sign_p_values
 from sottovoce_core.auditing.conformance.pairs import (
     _all_pairs_p,
     _correlation_p,
@@ -30,8 +30,8 @@ from sottovoce_core.auditing.conformance.pairs import (
     _smallest_p,
     _tracy_widom_p,
 )
-from sottovoce_core.auditing.conformance.regressors import TYPICAL, _clipped, _log_sizes
-from sottovoce_core.noise import Draw, KeyedNoise, grid
+from sottovoce_core.auditing.conformance.regressors import MAX_RELATIVE_SIZE, _clipped, _log_sizes
+from sottovoce_core.noise import NoiseRequest, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
 MID = (5, 16, 20, 17)
@@ -50,7 +50,7 @@ def examined(*blocks: Block) -> dict[str, Test]:
 
 
 def judged(found: Dependence, alpha: float = 0.01) -> tuple[Test, ...]:
-    return Levels(alpha).judged("dependence", found.tests())
+    return AlphaAllocation(alpha).judged("dependence", found.tests())
 
 
 def refuted(tests: Mapping[str, Test]) -> set[str]:
@@ -107,12 +107,12 @@ def test_bounds_on_regressors_hold() -> None:
     excess = rng.exponential(size=(100_000, x.size)) - 1.0
     signs = rng.choice([-1.0, 1.0], size=excess.shape)
     square = float(x @ x)
-    of_signs = np.exp(log_signs(signs @ x, square))
+    of_signs = np.exp(compute_log_sign_p_values(signs @ x, square))
     of_sizes = np.array([math.exp(_log_sizes(float(total), square, 5.0)) for total in excess @ x])
     for a in (0.1, 0.01, 1e-3):
         assert np.mean(of_signs <= a) <= 1.1 * a
         assert np.mean(of_sizes <= a) <= 1.1 * a
-    assert log_signs(8.0, 4.0) == pytest.approx(math.log(2.0) - 8.0)
+    assert compute_log_sign_p_values(8.0, 4.0) == pytest.approx(math.log(2.0) - 8.0)
     assert _log_sizes(60.0, 100.0, 1.0) == pytest.approx(math.log(2.0) - 100.0 * (1.6 - math.sqrt(2.2)))
 
 
@@ -162,7 +162,7 @@ def test_sums_at_all_lags_are_those_of_products(alike: bool) -> None:
     lags.add(block)
 
     noisy = [0, 2, 3]
-    scores = (block.normal, block.normal_sizes, block.signs.astype(float))
+    scores = (block.normal, block.normal_size_scores, block.signs.astype(float))
     voices = [(i, part) for i in range(2) for _, part in block.layout.parts()]
     for pair, (v, w) in enumerate(itertools.combinations_with_replacement(voices, 2)):
         for tau, kappa in itertools.product(range(-2, 3), range(-2, 3)):
@@ -189,7 +189,7 @@ def test_lags_are_those_that_fit_where_there_are_too_many(monkeypatch: pytest.Mo
     whole = Lags(block.layout)
     whole.add(block)
     monkeypatch.setattr("sottovoce_core.auditing.conformance.lags.KEPT", 3000)
-    monkeypatch.setattr("sottovoce_core.auditing.conformance.lags.AT_ONCE", 500)
+    monkeypatch.setattr("sottovoce_core.auditing.conformance.lags.MAX_COMPLEX_NUMBERS", 500)
     few = Lags(block.layout)
     few.add(block)
     assert few._sums.size + few._counts.size <= 3000
@@ -221,7 +221,7 @@ def test_regressors_are_clipped_by_their_own_past() -> None:
     np.testing.assert_array_equal(_clipped(x[:, :7]), whole[:, :7])  # nothing of later rounds
     np.testing.assert_array_equal(_clipped(x[:, :, 1:2]), whole[:, :, 1:2])  # nor of other runs
     np.testing.assert_array_equal(whole[:, 1:6], x[:, 1:6].clip(whole[:, 1:6].min(), whole[:, 1:6].max()))
-    assert np.abs(whole[:, 6]).max() < 2.0 * TYPICAL * np.sqrt(1000.0)
+    assert np.abs(whole[:, 6]).max() < 2.0 * MAX_RELATIVE_SIZE * np.sqrt(1000.0)
     assert np.abs(whole).max() < 1000.0
 
 
@@ -323,7 +323,7 @@ def test_noise_of_deployed_learners_is_not_accused() -> None:
     for i, run in itertools.product(range(3), range(12)):
         source = KeyedNoise("a secret", f"run {run}", i)
         for t in range(8):
-            drawn = source(Draw("laplace", "y", t, SCALE, float(grid(SCALE)), (11,)))
+            drawn = source(NoiseRequest("laplace", "y", t, SCALE, float(grid(SCALE)), (11,)))
             steps[i, t, run] = np.rint(drawn / float(grid(SCALE)))
     assert refuted(examined(made(np.random.default_rng(12), steps))) == set()
 

@@ -20,7 +20,7 @@ from sottovoce_core.data.encoding import Encoder
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
-from sottovoce_core.losses.linear import Ridge, Softmax
+from sottovoce_core.losses.linear import RidgeLoss, SoftmaxLoss
 from sottovoce_core.spec import load_schema
 
 pytestmark = pytest.mark.each
@@ -42,7 +42,7 @@ def spread(*values: Any) -> list[Any]:
 
 
 def loss_for(schema: Schema) -> Loss:
-    return Ridge() if schema.label.classes is None else Softmax(classes=len(schema.label.classes))
+    return RidgeLoss() if schema.label.classes is None else SoftmaxLoss(classes=len(schema.label.classes))
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------

@@ -14,18 +14,18 @@ import pytest
 from sottovoce_core.algorithms.dual_averaging.accounting import DualAveragingAccountant
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging, _State
 from sottovoce_core.algorithms.dual_averaging.parameters import _blocks
-from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.interface import StackedMessages, LocalMessages, Message, Who
 from sottovoce_core.algorithms.setting import Setting
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.errors import CheckFailed
+from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.losses import Loss
 from sottovoce_core.losses.linear import Logistic
 from sottovoce_core.network.network import Network, PeriodicNetwork
 from sottovoce_core.network.weights import Mixing
-from sottovoce_core.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce_core.privacy.guarantee import joint
-from sottovoce_core.running.replay import Losses, Replay, replay
+from sottovoce_core.noise import NoiseSource, RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce_core.privacy.guarantee import compose_guarantees
+from sottovoce_core.running.replay import PrivacyLosses, Replay, replay
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
@@ -101,7 +101,7 @@ def assemble(
 
 def joint_epsilon(run: Run) -> float:
     """What the messages of all learners together tell about a loss that all of them hold."""
-    return joint([run.guarantee(i) for i in range(run.spec.n_learners)]).epsilon()
+    return compose_guarantees([run.guarantee(i) for i in range(run.spec.n_learners)]).epsilon()
 
 
 def method(run: Run) -> DualAveraging:
@@ -128,13 +128,13 @@ class Step(NamedTuple):
     after: _State
 
 
-def rounds_of(run: Run, data: PlacedData, noise: Noise, network: Network | None = None) -> Iterator[Step]:
+def rounds_of(run: Run, data: PlacedData, noise: NoiseSource, network: Network | None = None) -> Iterator[Step]:
     algorithm = method(run)
     state = algorithm.start(Who(tuple(range(run.spec.n_learners)), 1))
     for t in range(run.spec.rounds):
         spoken, message = algorithm.speak(state, noise)
         mix = (network or run.network).at(t)
-        after = algorithm.listen(spoken, HeardByAll(mix, message), data.stacked(t))
+        after = algorithm.listen(spoken, StackedMessages(mix, message), data.stacked(t))
         yield Step(t, state, spoken, message, after)
         state = after
 
@@ -307,7 +307,7 @@ def test_row_stochastic_weights_lead_to_a_wrong_point_on_a_ball() -> None:
         assert (total[2999] - total[1999]) / 1000 == pytest.approx(expected, abs=0.02)  # agreement comes like 1/t
 
     assert limit == pytest.approx(0.206, abs=1e-3)
-    with pytest.raises(CheckFailed, match="DOUBLY_STOCHASTIC"):
+    with pytest.raises(AssumptionViolated, match="DOUBLY_STOCHASTIC"):
         assemble(network=row_stochastic, decision_set=BALL, allow_row_stochastic=True)
 
 
@@ -332,7 +332,7 @@ def test_single_learners_equal_all_learners_at_once(name: str, primal: str) -> N
             np.testing.assert_allclose(step.before[i, 0], run.algorithm.decision(states[i]), rtol=1e-12, atol=1e-12)
             mix = run.network.at(step.t)
             weights = mix.heard_by(i)
-            heard = HeardFromNeighbours(weights, {j: messages[j] for j in weights}, float(mix.own[i]))
+            heard = LocalMessages(weights, {j: messages[j] for j in weights}, float(mix.own[i]))
             states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(step.t))
 
 
@@ -354,7 +354,7 @@ def test_a_round_without_records_moves_nothing_but_the_ridge() -> None:
     state = run.algorithm.start(Who(0))
     state, message = run.algorithm.speak(state, no_noise)
     mix = run.network.at(0)
-    heard = HeardFromNeighbours(mix.heard_by(0), dict.fromkeys(range(3), message), float(mix.own[0]))
+    heard = LocalMessages(mix.heard_by(0), dict.fromkeys(range(3), message), float(mix.own[0]))
     assert (run.algorithm.listen(state, heard, Batch.empty(7)).dual == 0.0).all()
 
 
@@ -374,7 +374,7 @@ def swapped(data: PlacedData, t: int, generator: np.random.Generator) -> Learner
     return own
 
 
-def within(losses: Losses, claim: FloatArray) -> None:
+def within(losses: PrivacyLosses, claim: FloatArray) -> None:
     assert np.isfinite(losses.realised).all()
     assert (np.abs(losses.realised) <= losses.largest * (1 + 1e-9) + 1e-9).all()
     assert (losses.largest <= claim[:, None, None] * (1 + 1e-9) + 1e-9).all()
@@ -559,7 +559,7 @@ def test_a_clean_primal_on_a_changing_graph_costs_what_its_worst_round_does(name
         for i in range(3):
             singles = np.eye(40, dtype=np.int64)[plan > 0]
             each = np.cumsum(run.algorithm.accountant(i).losses_of(plan, singles), axis=1)
-            charged = run.guarantee(i, plan).cumulative
+            charged = run.guarantee(i, plan).cumulative_epsilon
             np.testing.assert_allclose(charged, each.max(axis=0), rtol=1e-9)
             assert (np.diff(charged) >= 0.0).all()
 
@@ -689,7 +689,7 @@ ROWS = mixing([[0.5, 0.5, 0.0], [1 / 3, 1 / 3, 1 / 3], [0.0, 0.5, 0.5]])
     ],
 )
 def test_what_is_refused(code: str, name: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(CheckFailed) as failure:
+    with pytest.raises(AssumptionViolated) as failure:
         assemble(name, **changes)
     assert failure.value.code == code
 

@@ -102,4 +102,4 @@ def test_an_owner_who_limits_rounds_allows_none_without_an_end() -> None:
     ):
         Policy().admit(spec, 2, 0)
     assert Policy(most_rounds=None).admit(spec, 2, 0).spec == spec
-    assert Policy.for_spec(spec).most_rounds is None
+    assert Policy.from_spec(spec).most_rounds is None

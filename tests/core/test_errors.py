@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sottovoce_core.errors import CheckFailed, EquivocationError, RemoteProtocolError, Rule, RunOver, SottovoceError
+from sottovoce_core.errors import AssumptionViolated, EquivocationError, RemoteProtocolError, Rule, RunEnded, SottovoceError
 
 RAISED_BY = (
     "sottovoce_client.auditing.network",
@@ -27,7 +27,7 @@ def _all(error: type[SottovoceError]) -> Iterator[type[SottovoceError]]:
 
 
 def _made(error: type[SottovoceError]) -> SottovoceError:
-    if issubclass(error, CheckFailed):
+    if issubclass(error, AssumptionViolated):
         return error("BLOCK_LENGTH", "blocks must be longer")
     return error("it went wrong")
 
@@ -46,7 +46,7 @@ def test_every_error_reaches_another_process() -> None:
 
 @pytest.mark.parametrize(
     "raised",
-    [RunOver("over", "aborted"), RemoteProtocolError("no", Rule.TURN), EquivocationError("two"), CheckFailed("A", "b")],
+    [RunEnded("over", "aborted"), RemoteProtocolError("no", Rule.ROUND), EquivocationError("two"), AssumptionViolated("A", "b")],
 )
 def test_what_an_error_knows_goes_with_it(raised: SottovoceError) -> None:
     found = copy.copy(raised)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from sottovoce_core.algorithms import ALGORITHMS
-from sottovoce_core.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.interface import LocalMessages, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray
-from sottovoce_core.noise import Draw, Noise, SeededNoise
-from sottovoce_core.privacy.guarantee import joint
+from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise
+from sottovoce_core.privacy.guarantee import compose_guarantees
 from tests.claims import (
     EXPOSED,
     SETUPS,
@@ -47,7 +47,7 @@ def seeded(name: str, offset: int = 0) -> np.random.Generator:
 
 
 def test_every_algorithm_is_attacked() -> None:
-    assert {setup.algorithm["name"] for setup in (*SETUPS.values(), *EXPOSED.values())} == set(ALGORITHMS.built_in)
+    assert {setup.algorithm["name"] for setup in (*SETUPS.values(), *EXPOSED.values())} == set(ALGORITHMS.built_in_classes)
 
 
 # ---- never above the claim -------------------------------------------------------------------------------------------
@@ -95,17 +95,17 @@ def test_shared_records_cost_at_most_the_joint_claim(name: str, effort: Effort) 
     for _ in range(5 * effort.tries):
         attack, noise = drawn(setup, run, generator), Times(SeededNoise(3), float(generator.choice([0.0, 1.0, 64.0])))
         each = [run.guarantee(i, attack.counts, attack.replaced) for i in range(run.spec.n_learners)]
-        claimed: FloatArray = np.sum([alone.cumulative for alone in each], axis=0)
+        claimed: FloatArray = np.sum([alone.cumulative_epsilon for alone in each], axis=0)
         for losses in losses_of(setup, run, [attack], noise, 2, generator):
             most = max(most, ratio(np.cumsum(losses[:, 0], axis=0), claimed))
-        assert joint(each).epsilon() == pytest.approx(claimed[-1])
+        assert compose_guarantees(each).epsilon() == pytest.approx(claimed[-1])
     assert 0.1 < most <= 1.0 + ROUNDING
 
 
 # ---- in law ----------------------------------------------------------------------------------------------------------
 
 
-def deviation(name: str, noise: Callable[[Noise], Noise], replicas: int, seed: int) -> float:
+def deviation(name: str, noise: Callable[[NoiseSource], NoiseSource], replicas: int, seed: int) -> float:
     """Standard errors by which the mean of `exp(-loss)` differs from 1.
 
     Losses count up to 2: rare large ones would spoil the mean. So would rare small ones if there are no others, so the
@@ -126,7 +126,7 @@ def test_losses_are_log_likelihood_ratios(name: str, effort: Effort) -> None:
     assert deviation(name, lambda source: source, effort.replicas, effort.seed) < 5.0
 
 
-def halved(source: Noise) -> Noise:
+def halved(source: NoiseSource) -> NoiseSource:
     """Broken noise: half as much."""
     return Times(source, 0.5)
 
@@ -135,10 +135,10 @@ def halved(source: Noise) -> Noise:
 class Again:
     """Broken noise: what was drawn in the first round is said in every round."""
 
-    source: Noise
+    source: NoiseSource
     kept: dict[str, FloatArray] = field(default_factory=dict)
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         drawn = self.source(draw)
         return self.kept.setdefault(draw.field, drawn) if drawn.any() else drawn
 
@@ -150,7 +150,7 @@ ONE_EACH = {setup.algorithm["name"]: name for name, setup in reversed(SETUPS.ite
 @pytest.mark.statistics
 @pytest.mark.parametrize("broken", [halved, Again])
 @pytest.mark.parametrize("name", ONE_EACH.values())
-def test_broken_noise_is_seen(name: str, broken: Callable[[Noise], Noise]) -> None:
+def test_broken_noise_is_seen(name: str, broken: Callable[[NoiseSource], NoiseSource]) -> None:
     """The mean is another: by five standard errors, of ever more runs."""
     assert any(deviation(name, broken, 2000 * 4**k, seed=k) > 5.0 for k in range(4))
 
@@ -167,7 +167,7 @@ def test_without_noise_on_the_wire_claim_and_loss_are_infinite(name: str) -> Non
         attack = drawn(setup, run, generator)
         attack = replace(attack, swapped=np.arange(len(attack.rows)), new_rows=-attack.rows, new_labels=attack.labels)
         realised, largest = losses_of(setup, run, [attack], SeededNoise(1), 2, generator)
-        claim = run.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
+        claim = run.guarantee(attack.learner, attack.counts, attack.replaced).cumulative_epsilon
         for losses in (realised, largest):
             first = int(
                 np.isinf(losses).all(axis=(1, 2)).argmax()
@@ -195,7 +195,7 @@ def test_a_lie_about_push_weights_makes_no_decision_move_more(name: str, lie: fl
         heard = Message({"h": np.zeros((1, 1, dim)), "w": np.full((1, 1, 1), lie)})
         batch = Batch(np.zeros((1, 1, setup.n_features)), np.zeros((1, 1)))
         state = algorithm.listen(
-            state, HeardFromNeighbours(weights, dict.fromkeys(weights, heard), float(mixing.own[0])), batch
+            state, LocalMessages(weights, dict.fromkeys(weights, heard), float(mixing.own[0])), batch
         )
         assert state.push_weight.item() >= algorithm.push_weights[t + 1, 0]  # type: ignore[attr-defined]
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_core import noise
-from sottovoce_core.algorithms.interface import HeardByAll
+from sottovoce_core.algorithms.interface import StackedMessages
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.decision_sets import L2Ball
 from sottovoce_core.losses import Loss, bounded, loss, scale_rows
-from sottovoce_core.losses.linear import Logistic, Ridge
-from sottovoce_core.noise import Draw, SeededNoise, grid, simulated
+from sottovoce_core.losses.linear import Logistic, RidgeLoss
+from sottovoce_core.noise import NoiseRequest, SeededNoise, grid, simulated
 from sottovoce_core.running import simulator
 from sottovoce_core.running.run import build_run
 from sottovoce_core.running.simulator import simulate
@@ -46,11 +46,11 @@ class PlainNoise:
     """
 
     def __init__(self, seed: int) -> None:
-        first, self._others = (np.random.SeedSequence(seed, spawn_key=(simulated._REPLICAS, 0, k)) for k in range(2))
+        first, self._others = (np.random.SeedSequence(seed, spawn_key=(simulated._REPLICA_SPAWN_KEY, 0, k)) for k in range(2))
         self._first, self._left = np.random.Generator(np.random.SFC64(first)), np.empty(0)
         self._draws = 0
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         assert draw.law == "laplace" and draw.grid is not None
         lead, replicas, dim = (1, 1, *draw.shape)[-3:]  # without learners: of one; without replicas: of the first one
         count = lead * dim
@@ -82,7 +82,7 @@ def plain_batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
     return (data.stacked(t) for t in range(rounds))
 
 
-def plain_sum(heard: HeardByAll, weights: FloatArray, name: str) -> FloatArray:
+def plain_sum(heard: StackedMessages, weights: FloatArray, name: str) -> FloatArray:
     said = heard.message[name]
     mixed: FloatArray = np.matmul(weights, said.reshape(len(said), -1))
     return mixed.reshape(said.shape)
@@ -106,7 +106,7 @@ def test_a_long_run_is_the_plain_one(changes: dict[str, Any], monkeypatch: pytes
     monkeypatch.setattr(loss, "_weighted_rows", np.matmul)
     monkeypatch.setattr(L2Ball, "project", plain_project)
     monkeypatch.setattr(simulator, "_batches", plain_batches)
-    monkeypatch.setattr(HeardByAll, "_sum", plain_sum)
+    monkeypatch.setattr(StackedMessages, "_sum", plain_sum)
     np.testing.assert_array_equal(fast, every_hundredth())
 
 
@@ -157,14 +157,14 @@ def test_seeded_numbers_are_those_of_their_definition(count: int) -> None:
     source, plain = SeededNoise(5), PlainNoise(5)
     for t in range(40_000 // count + 3):
         scale = 1.5 * (t + 1.0) ** 0.11
-        draw = Draw("laplace", "y", t, scale, grid(scale), (count,))
+        draw = NoiseRequest("laplace", "y", t, scale, grid(scale), (count,))
         np.testing.assert_array_equal(source(draw), plain(draw))
 
 
 def test_what_is_done_to_a_draw_reaches_no_other_one() -> None:
     source, plain = SeededNoise(6), PlainNoise(6)
     for t in range(100):
-        draw = Draw("laplace", "y", t, 1.0, grid(1.0), (2, 300))
+        draw = NoiseRequest("laplace", "y", t, 1.0, grid(1.0), (2, 300))
         values = source(draw)
         np.testing.assert_array_equal(values, plain(draw))
         values[:] = np.nan
@@ -195,7 +195,7 @@ def test_a_single_row_is_scaled_as_one_of_many(row: FloatArray, bound: float) ->
     )
 
 
-@pytest.mark.parametrize("loss", [Logistic(feature_bound=2.0), Ridge(feature_bound=2.0, label_bound=0.9)], ids=str)
+@pytest.mark.parametrize("loss", [Logistic(feature_bound=2.0), RidgeLoss(feature_bound=2.0, label_bound=0.9)], ids=str)
 def test_only_records_that_obey_are_taken_as_they_are(loss: Loss) -> None:
     """Batches say so of themselves, for one loss; another loss looks at them again."""
     spec = parse_spec(
@@ -210,7 +210,7 @@ def test_only_records_that_obey_are_taken_as_they_are(loss: Loss) -> None:
             )
         for t, batch in enumerate(simulator._batches(data, 40, loss)):
             features, labels = loss.enforce(data.stacked(t).features, data.stacked(t).labels)
-            obeying += batch.bounded_by is loss
+            obeying += batch.bounding_loss is loss
             for each in (bounded(loss, batch), bounded(loss, bounded(loss, batch))):
                 np.testing.assert_array_equal(each.features, features)
                 np.testing.assert_array_equal(each.labels, labels)

@@ -14,11 +14,11 @@ import pytest
 from scipy import special
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Levels, Test
+from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.block import Block, Layout
 from sottovoce_core.auditing.conformance.freshness import (
-    COPIES,
-    EQUAL,
+    MAX_COPIES,
+    SIZE_TIE_PROBABILITY,
     LARGEST,
     Freshness,
     _Keys,
@@ -26,7 +26,7 @@ from sottovoce_core.auditing.conformance.freshness import (
     _paired,
     _Ties,
 )
-from sottovoce_core.noise import Draw, KeyedNoise, grid
+from sottovoce_core.noise import NoiseRequest, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
 MID = (5, 16, 20, 17)
@@ -38,7 +38,7 @@ def examined(*blocks: Block) -> dict[str, Test]:
     found = Freshness(blocks[0].layout)
     for block in blocks:
         found.add(block)
-    return {test.name: test for test in Levels(0.01).judged("freshness", found.tests())}
+    return {test.name: test for test in AlphaAllocation(0.01).judged("freshness", found.tests())}
 
 
 def refuted(tests: Mapping[str, Test]) -> set[str]:
@@ -129,7 +129,7 @@ def test_one_key_over_and_over_stays_small() -> None:
     least = int(_mixed(np.arange(1000, dtype=np.uint64)).argmin())
     parts = [np.full(5000, least)] * 8
     keys = gathered(1000, *parts, np.arange(20_000))
-    assert keys.ties(2.0**-40).count >= COPIES * (COPIES - 1) // 2
+    assert keys.ties(2.0**-40).count >= MAX_COPIES * (MAX_COPIES - 1) // 2
     assert keys.kept <= 1000
     first = _Keys(100, first=True)
     for part in parts:
@@ -156,9 +156,9 @@ def test_ties_expected_of_numbers_pairs_and_streams() -> None:
         keys.offered = numbers
         return keys.ties(chance).expected
 
-    assert expected(27_200, EQUAL / 2.0) == pytest.approx(0.0054, abs=5e-5)
-    assert expected(10**6, EQUAL / 2.0) == pytest.approx(7.28, abs=5e-3)
-    assert expected(10**6, EQUAL**2) < 1e-7  # a hash of 63 bits rules, 2^-72 would be 1e-10
+    assert expected(27_200, SIZE_TIE_PROBABILITY / 2.0) == pytest.approx(0.0054, abs=5e-5)
+    assert expected(10**6, SIZE_TIE_PROBABILITY / 2.0) == pytest.approx(7.28, abs=5e-3)
+    assert expected(10**6, SIZE_TIE_PROBABILITY**2) < 1e-7  # a hash of 63 bits rules, 2^-72 would be 1e-10
     assert expected(10**6, LARGEST) < 1e-7
     assert special.pdtr(0, 500 * 499 / 2 / 50_000) == pytest.approx(0.0825, abs=1e-4)
 
@@ -227,7 +227,7 @@ def test_fresh_noise_is_not_accused() -> None:
             block = fresh(rng, shape)
             found = Freshness(block.layout)
             found.add(block)
-            tests = Levels(1.0).judged("freshness", found.tests())
+            tests = AlphaAllocation(1.0).judged("freshness", found.tests())
             smallest.append(min((test.p_value / test.level for test in tests), default=1.0))
     for alpha in (0.01, 0.3):
         accused = int(np.count_nonzero(np.array(smallest) < alpha))
@@ -239,10 +239,10 @@ def test_low_words_of_fresh_noise_come_twice_as_often_as_chance_has_it() -> None
     found = Freshness(Layout(tuple("abcde"), 20, (("y", 120),)))
     for n in range(4):
         drawn = KeyedNoise("a secret", f"part {n}", 0)(
-            Draw("laplace", "y", 0, SCALE, float(grid(SCALE)), (5, 20, 50, 120))
+            NoiseRequest("laplace", "y", 0, SCALE, float(grid(SCALE)), (5, 20, 50, 120))
         )
         found.add(block_of(np.rint(drawn / float(grid(SCALE))).astype(np.int64)))
-    tests = {test.name: test for test in Levels(0.01).judged("freshness", found.tests())}
+    tests = {test.name: test for test in AlphaAllocation(0.01).judged("freshness", found.tests())}
     assert refuted(tests) == set()
     assert tests["low words"].statistic > 0
 

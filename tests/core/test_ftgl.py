@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from sottovoce_core.algorithms.follow_the_leader.accounting import (
-    Blocks,
+    BlockSchedule,
     LeafSensitivity,
     OpenNodes,
     TreeAccountant,
@@ -24,15 +24,15 @@ from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
 from sottovoce_core.algorithms.follow_the_leader.d_ftgl import _DFtgl
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
 from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec, Problem
-from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.interface import StackedMessages, LocalMessages, Message, Who
 from sottovoce_core.algorithms.setting import Setting
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.losses import mean_gradient
 from sottovoce_core.losses.linear import Logistic
 from sottovoce_core.network.topology import FixedNetwork
-from sottovoce_core.noise import Draw, Noise, Recorder, SeededNoise, no_noise
+from sottovoce_core.noise import NoiseRequest, NoiseSource, Recorder, SeededNoise, no_noise
 from sottovoce_core.privacy.accountant import guarantee
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
@@ -42,7 +42,7 @@ from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
 PRIVATE = ["pd-ftgl", "pd-ocg"]
-PLACEMENTS = ["before_gossip", "after_gossip"]
+PLACEMENTS = ["has_noise_before_gossip", "after_gossip"]
 BALL = {"kind": "l2_ball", "radius": 2.0}
 LOSS = {"kind": "logistic", "ridge": 0.1, "feature_bound": 2.0}
 
@@ -78,7 +78,7 @@ class Again:
     recorder: Recorder
     part: Any
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         drawn: FloatArray = self.recorder.rounds[draw.field][draw.round][self.part]
         return drawn
 
@@ -89,7 +89,7 @@ def ftgl(run: Run) -> PdFtgl:
     return run.algorithm
 
 
-def simulated(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> list[SimulatedRound]:
+def simulated(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> list[SimulatedRound]:
     return list(simulate(run, data, noise, replicas))
 
 
@@ -141,7 +141,7 @@ def by_the_book(run: Run, data: PlacedData, noise: dict[int, FloatArray]) -> dic
         if z >= 2:
             clear = sum((d[tau] for tau in range(1, z)), np.zeros((n, 3)))
             noisy = sum((noise[r] for r in prefix_nodes(z - 1) if r in noise), np.zeros((n, 3)))
-            zhat[z] = Q @ (clear + noisy) if a.before_gossip else Q @ clear + noisy
+            zhat[z] = Q @ (clear + noisy) if a.has_noise_before_gossip else Q @ clear + noisy
             if a.name == "pd-ftgl":
                 x[z + 1] = a.decision_set.project(-zhat[z] / (alpha * (z - 1) * L + 2 * h))
             elif z >= 3:
@@ -342,9 +342,9 @@ def test_values_of_the_letter_experiment(
     algorithm = ftgl(letter("pd-ftgl", graph))
     assert algorithm.gossip.gap == pytest.approx(gap, abs=5e-6)
     assert algorithm.momentum == pytest.approx(theta, abs=5e-6)
-    assert algorithm.blocks == Blocks(150_000, length, length, count - 2)
+    assert algorithm.blocks == BlockSchedule(150_000, length, length, count - 2)
     assert algorithm.gossip.sharp_steps(150_000) == sharp
-    assert ftgl(letter("pd-ocg", graph)).blocks == Blocks(150_000, 387, sharp, math.ceil(150_000 / 387) - 3)
+    assert ftgl(letter("pd-ocg", graph)).blocks == BlockSchedule(150_000, 387, sharp, math.ceil(150_000 / 387) - 3)
 
 
 @pytest.mark.parametrize(("rule", "scale"), [("tight", 48.95), ("paper", 234.90)])
@@ -352,7 +352,7 @@ def test_values_of_the_letter_experiment(
 def test_scales_of_the_letter_experiment(placement: str, rule: str, scale: float) -> None:
     run = letter("pd-ftgl", scale_rule=rule, noise_placement=placement)
     guarantee = run.guarantee(0)
-    claim = guarantee.cumulative[-1] if guarantee.output is None else guarantee.output[-1]
+    claim = guarantee.cumulative_epsilon[-1] if guarantee.output is None else guarantee.output[-1]
     assert ftgl(run).scales == pytest.approx((scale,) * 9, abs=5e-3)
     assert claim <= 10.0
     assert claim == pytest.approx(10.0 if rule == "tight" else 10.0 * 48.95 / 234.90, rel=1e-4)
@@ -391,7 +391,7 @@ def test_a_prefix_carries_the_noise_of_its_nodes_and_little_is_kept(leaves: int)
     noise = np.random.default_rng(leaves).integers(-(2**20), 2**20, leaves + 1).astype(float)
     for leaf in range(1, leaves + 1):
         prefix += noise[leaf] - float(nodes.merged(leaf))
-        nodes = nodes.with_leaf(leaf, np.array(noise[leaf]))
+        nodes = nodes.add_leaf(leaf, np.array(noise[leaf]))
         assert prefix == sum(noise[r] for r in prefix_nodes(leaf))
         assert len(nodes.noise) == leaf.bit_count() <= levels(leaf)
 
@@ -420,7 +420,7 @@ def test_single_learners_equal_all_learners_at_once(name: str, placement: str) -
             states[i], messages[i] = run.algorithm.speak(states[i], Again(noise, (i, 0)))
         for i in range(5):
             assert messages[i]["y"].shape == (3,)
-            heard = HeardFromNeighbours(mixing.heard_by(i), messages, float(mixing.own[i]))
+            heard = LocalMessages(mixing.heard_by(i), messages, float(mixing.own[i]))
             states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(step.t))
             np.testing.assert_allclose(messages[i]["y"], step.message["y"][i, 0], rtol=1e-12, atol=1e-12)
             np.testing.assert_allclose(run.algorithm.decision(states[i]), step.after[i, 0], rtol=1e-12, atol=1e-12)
@@ -446,7 +446,7 @@ def test_a_state_is_a_value(name: str) -> None:
     for t in range(45):
         spoken, message = run.algorithm.speak(state, SeededNoise(t))
         assert (run.algorithm.speak(state, SeededNoise(t))[1]["y"] == message["y"]).all()
-        heard = HeardByAll(mixing, message)
+        heard = StackedMessages(mixing, message)
         before = run.algorithm.decision(spoken).copy()
         one, two = (run.algorithm.listen(spoken, heard, data.stacked(t)) for _ in range(2))
         assert (run.algorithm.decision(spoken) == before).all()
@@ -468,7 +468,7 @@ def test_memory_does_not_grow_with_blocks() -> None:
     state, mixing = algorithm.start(Who((0, 1, 2, 3, 4), 1)), run.network.at(0)
     for t in range(399):
         state, message = algorithm.speak(state, SeededNoise(t))
-        state = algorithm.listen(state, HeardByAll(mixing, message), data.stacked(t))
+        state = algorithm.listen(state, StackedMessages(mixing, message), data.stacked(t))
         assert len(state.nodes.noise) <= levels(398)
 
 
@@ -493,7 +493,7 @@ def test_one_record_costs_at_most_the_claim(name: str, seed: int) -> None:
     own, generator = data.learners[0], np.random.default_rng(seed)
     positions = [0, *generator.integers(0, len(own.order), 12).tolist()]
     worlds = [own, *(own.with_use(p, 3 * generator.normal(size=3), float(p % 2)) for p in positions)]
-    claim = run.guarantee(0, np.diff(own.offsets)).cumulative
+    claim = run.guarantee(0, np.diff(own.offsets)).cumulative_epsilon
 
     assert within(run, data, worlds, transcript, claim) > 0.1
     assert claim[-1] == pytest.approx(1.0, rel=1e-6)  # two records a round: each weighs a half of the target 2
@@ -507,7 +507,7 @@ def test_several_records_cost_at_most_the_sum_over_their_nodes(name: str) -> Non
     worlds = [own, *(own.with_record(row, np.array([2.0, -3.0, 1.0]), 1.0) for row in range(6))]
     for row in range(6):
         replaced = np.bincount(own.rounds_of(row), minlength=83)
-        claim = run.guarantee(0, None, replaced).cumulative
+        claim = run.guarantee(0, None, replaced).cumulative_epsilon
         assert within(run, data, [own, worlds[row + 1]], transcript, claim) > 0.1
         assert claim[-1] > run.guarantee(0).epsilon()
 
@@ -576,7 +576,7 @@ def test_too_few_steps_cost_more_in_decisions_but_not_on_the_wire() -> None:
 def test_the_meter_charges_what_the_guarantee_says(rounds: int, length: int, seed: int, several: bool) -> None:
     """And no record costs more than the dearest one."""
     generator = np.random.default_rng(seed)
-    blocks = Blocks(rounds, length, length, max(math.ceil(rounds / length) - 2, 0))
+    blocks = BlockSchedule(rounds, length, length, max(math.ceil(rounds / length) - 2, 0))
     sensitivity = LeafSensitivity(4, 1.5)
     counts = generator.integers(0, 4, rounds) if several else np.ones(rounds, np.int64)
 
@@ -595,7 +595,7 @@ def test_the_meter_charges_what_the_guarantee_says(rounds: int, length: int, see
 
 
 def test_what_is_planned_must_fit() -> None:
-    blocks, cost, one = Blocks(30, 5, 5, 4), LeafSensitivity(2, 1.0).loss, np.ones(30, np.int64)
+    blocks, cost, one = BlockSchedule(30, 5, 5, 4), LeafSensitivity(2, 1.0).loss, np.ones(30, np.int64)
     for counts, replaced in ((one[1:], None), (-one, None), (one, 2 * one)):
         with pytest.raises(SpecError, match=r"counts|replaced"):
             guarantee(TreeAccountant(blocks, lambda share: cost(share, 1.0)), 30, counts, replaced)
@@ -617,7 +617,7 @@ def test_no_noise_no_promise() -> None:
     for parameters in ({"epsilon": None, "noise_scale": 0}, {"epsilon": math.inf}):
         run = ran("pd-ftgl", algorithm=parameters)
         assert ftgl(run).scales == (0.0,) * 5
-        assert run.guarantee(0).cumulative[[9, 10]].tolist() == [0.0, math.inf]
+        assert run.guarantee(0).cumulative_epsilon[[9, 10]].tolist() == [0.0, math.inf]
         assert run.algorithm.accountant(0).next_loss() == 0.0
 
 
@@ -630,7 +630,7 @@ def test_a_replay_refuses_what_could_not_be_said() -> None:
         _, density = run.algorithm.overheard(state, message)
         assert np.isfinite(density).all()
         assert np.isfinite(run.algorithm.overheard(state, wrong)[1]).all() == (t == 10)
-        state = run.algorithm.listen(said, HeardByAll(mixing, message), data.stacked(t))
+        state = run.algorithm.listen(said, StackedMessages(mixing, message), data.stacked(t))
 
 
 # ---- parameters and checks -------------------------------------------------------------------------------------------
@@ -707,7 +707,7 @@ def test_default_regularization_of_strongly_convex_losses(alpha: float) -> None:
     ],
 )
 def test_what_is_refused(code: str, text: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(CheckFailed, match=text) as failed:
+    with pytest.raises(AssumptionViolated, match=text) as failed:
         ran("pd-ftgl", **changes)
     assert failed.value.code == code
 
@@ -715,7 +715,7 @@ def test_what_is_refused(code: str, text: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.1])
 def test_a_default_regularization_beyond_float64_is_refused(alpha: float) -> None:
     """The bisection would never end."""
-    with pytest.raises(CheckFailed, match="set regularization") as failed:
+    with pytest.raises(AssumptionViolated, match="set regularization") as failed:
         Problem(rounds=83, radius=2.0, lipschitz=1.0, alpha=alpha).regularization(10, 12.0, math.inf)
     assert failed.value.code == "REGULARIZATION"
 
@@ -731,7 +731,7 @@ def test_gradients_without_bound_are_refused(private: dict[str, float]) -> None:
 
     run = ran("pd-ftgl")
     setting = Setting(83, 3, Unbounded(feature_bound=2.0, ridge=0.1), ftgl(run).decision_set, run.network)
-    with pytest.raises(CheckFailed, match=r"loss\.clip_norm") as failed:
+    with pytest.raises(AssumptionViolated, match=r"loss\.clip_norm") as failed:
         PdFtglSpec.model_validate({"name": "pd-ftgl", "block_length": 10, **private}).build(setting)
     assert failed.value.code == "GRADIENT_BOUND"
     silent = {"name": "pd-ftgl", "block_length": 10, "noise_scale": 0.0, "regularization": 1.0}

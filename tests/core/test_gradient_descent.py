@@ -18,18 +18,18 @@ from sklearn.linear_model import LogisticRegression
 from sottovoce_core.algorithms.gradient_descent import accounting as privacy
 from sottovoce_core.algorithms.gradient_descent.accounting import DescentAccountant, LearnerUpdate
 from sottovoce_core.algorithms.gradient_descent.algorithm import GossipDescent
-from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.interface import StackedMessages, LocalMessages, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.losses import mean_gradient
-from sottovoce_core.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce_core.noise import NoiseSource, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import Regularity
-from sottovoce_core.running.replay import Losses, replay
+from sottovoce_core.running.replay import PrivacyLosses, replay
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import SimulatedRound, simulate
 from sottovoce_core.running.transcript import Transcript
-from sottovoce_core.spec import dump_spec, parse_spec, spec_schema
+from sottovoce_core.spec import dump_spec, parse_spec, build_spec_json_schema
 from tests.examples import made_up
 
 LOGISTIC = {"kind": "logistic", "ridge": 0.05, "feature_bound": 1.5}
@@ -69,7 +69,7 @@ def descent(run: Run) -> GossipDescent:
     return found
 
 
-def simulated(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> list[SimulatedRound]:
+def simulated(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> list[SimulatedRound]:
     return list(simulate(run, data, noise, replicas))
 
 
@@ -84,7 +84,7 @@ def gradient(run: Run, batch: Batch, at: FloatArray) -> FloatArray:
 
 
 def constants(**changes: Any) -> Regularity:
-    chosen = {"grad_change": 2.0, "smoothness": 0.25, "clip_norm": 1.0, "ridge": 0.1, "diameter": 50.0}
+    chosen = {"gradient_change": 2.0, "smoothness": 0.25, "clip_norm": 1.0, "ridge": 0.1, "diameter": 50.0}
     return Regularity(**{**chosen, "convex": True, "margin": True, **changes})
 
 
@@ -242,7 +242,7 @@ def test_a_learner_alone_equals_its_row_of_the_simulator(form: dict[str, Any]) -
             states[i], messages[i] = run.algorithm.speak(states[i], sources[i])
             assert {name: value.shape for name, value in messages[i].fields.items()} == run.algorithm.field_shapes()
         for i in range(4):
-            heard = HeardFromNeighbours(mixing.heard_by(i), messages, float(mixing.own[i]))
+            heard = LocalMessages(mixing.heard_by(i), messages, float(mixing.own[i]))
             states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(step.t))
             decided = run.algorithm.decision(states[i])
             np.testing.assert_allclose(step.message["y"][i, 0], messages[i]["y"], rtol=1e-12, atol=1e-12)
@@ -269,7 +269,7 @@ def test_a_state_is_a_value(form: dict[str, Any]) -> None:
     for t in range(4):
         before = run.algorithm.decision(state).copy()
         spoken, message = run.algorithm.speak(state, SeededNoise(t))
-        heard = HeardByAll(mixing, message)
+        heard = StackedMessages(mixing, message)
         one, two = (run.algorithm.listen(spoken, heard, data.stacked(t)) for _ in range(2))
         assert (run.algorithm.decision(state) == before).all()
         assert (run.algorithm.decision(one) == run.algorithm.decision(two)).all()
@@ -285,7 +285,7 @@ def test_a_lie_about_shares_cannot_make_a_step_larger_than_what_is_charged() -> 
         for t in range(6):
             state, message = run.algorithm.speak(state, no_noise)
             lie = Message({"y": np.zeros(3), "e": message["e"] * e})
-            heard = HeardFromNeighbours(mixing.heard_by(1), {0: lie}, float(mixing.own[1]))
+            heard = LocalMessages(mixing.heard_by(1), {0: lie}, float(mixing.own[1]))
             before, state = state, run.algorithm.listen(state, heard, own.batch(t))
         pull = mixing.own[1] * before.descent.x
         moved = np.linalg.norm(run.algorithm.decision(state) - pull)
@@ -307,7 +307,7 @@ def test_dola_costs_one_record_its_worst_message() -> None:
     )
     promise = run.guarantee(0)
     each = np.array([math.sqrt(3) * 2.0 / math.sqrt(k + 1) * 3.0 / (0.35 / (k + 2)) for k in range(29)])
-    np.testing.assert_allclose(promise.cumulative, np.append(0.0, np.maximum.accumulate(each)), rtol=1e-10)
+    np.testing.assert_allclose(promise.cumulative_epsilon, np.append(0.0, np.maximum.accumulate(each)), rtol=1e-10)
     np.testing.assert_allclose(promise.paper, np.append(0.0, np.cumsum(each)), rtol=1e-12)
     assert [finding.code for finding in run.warnings] == ["NOISE_FADES"]
 
@@ -359,7 +359,7 @@ def test_dsgd_follows_the_recursion_of_every_record() -> None:
             z = min(max(1.0, abs(1 - alpha[t] * 0.5625)) * grown, grown + alpha[t] * 3.0)
         totals[k] = np.cumsum(messages[k])
     promise = run.guarantee(0)
-    np.testing.assert_allclose(promise.cumulative, np.maximum.accumulate(totals.max(axis=0)), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(promise.cumulative_epsilon, np.maximum.accumulate(totals.max(axis=0)), rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(promise.paper, np.cumsum(messages.max(axis=0)), rtol=1e-12)
 
 
@@ -438,7 +438,7 @@ def test_the_learners_meter_adds_up_to_the_guarantee(form: dict[str, Any]) -> No
 
 def test_geometric_noise_gives_up_only_where_it_says_so() -> None:
     assert descent(run_of({"name": "pdop"}, rounds=4)).noise[0](3) == pytest.approx(0.5 * 0.98**3)
-    with pytest.raises(CheckFailed) as caught:
+    with pytest.raises(AssumptionViolated) as caught:
         run_of({"name": "pdop"}, rounds=40_000)
     assert caught.value.code == "NOISE_SCALE"
 
@@ -446,7 +446,7 @@ def test_geometric_noise_gives_up_only_where_it_says_so() -> None:
 # ---- replay ----------------------------------------------------------------------------------------------------------
 
 
-def within(losses: Losses, claim: FloatArray) -> None:
+def within(losses: PrivacyLosses, claim: FloatArray) -> None:
     worst = np.cumsum(losses.largest, axis=0)
     bound = claim[:, None, None] * (1 + 1e-9) + 1e-9
     assert (np.abs(losses.realised) <= losses.largest * (1 + 1e-9) + 1e-9).all()
@@ -468,7 +468,7 @@ def test_no_transcript_shows_more_of_a_record_than_is_claimed(
         positions = generator.integers(0, len(own.order), 12)
         worlds = [own.with_use(int(k), 3 * generator.normal(size=3), float(generator.integers(2))) for k in positions]
         losses = replay(run, transcript_of(steps), learner, [own, *worlds])
-        within(losses, run.guarantee(learner, np.diff(own.offsets)).cumulative)
+        within(losses, run.guarantee(learner, np.diff(own.offsets)).cumulative_epsilon)
         assert losses.supremum.max() > 0.0
 
 
@@ -483,7 +483,7 @@ def test_no_transcript_shows_more_of_a_reused_record_than_is_claimed(form: dict[
     promise = run.guarantee(0, np.diff(own.offsets), replaced)
 
     assert replaced.sum() == 4 and promise.adjacency.startswith("4 ")
-    within(losses, promise.cumulative)
+    within(losses, promise.cumulative_epsilon)
     assert losses.supremum.max() > 0.0
 
 
@@ -542,7 +542,7 @@ SQUARED = {"kind": "ridge", "ridge": 0.0}
 def test_what_has_no_guarantee_or_no_meaning_is_refused(
     form: dict[str, Any], sections: dict[str, Any], code: str
 ) -> None:
-    with pytest.raises(CheckFailed) as caught:
+    with pytest.raises(AssumptionViolated) as caught:
         run_of(form, **sections)
     assert caught.value.code == code
 
@@ -572,4 +572,4 @@ def test_a_list_must_have_one_number_per_learner() -> None:
 def test_a_method_needs_its_name_alone_and_survives_being_written(name: str) -> None:
     spec = run_of({"name": name}).spec
     assert parse_spec(yaml.safe_load(dump_spec(spec)), imports=True) == spec
-    assert f'"const": "{name}"' in spec_schema()
+    assert f'"const": "{name}"' in build_spec_json_schema()

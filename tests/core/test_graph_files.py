@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.network.graph_files import read_edges
-from sottovoce_core.network.roster import Roster
+from sottovoce_core.network.roster import ParticipationSchedule
 from sottovoce_core.network.topology import Topology
-from sottovoce_core.spec import LEARNER_NAME, dump_spec, load_spec
+from sottovoce_core.spec import LEARNER_NAME_PATTERN, dump_spec, load_spec
 
 pytestmark = pytest.mark.each
 
@@ -92,7 +92,7 @@ NAME = st.text("ab1 .-üЖ", min_size=1, max_size=6)
 def networks(draw: st.DrawFn) -> tuple[tuple[str, ...], list[tuple[int, int]], bool]:
     """Names of two to seven learners, edges that leave none of them out, and whether these are directed."""
     names = [name.strip() for name in draw(st.lists(NAME, min_size=2, max_size=7, unique_by=str.strip))]
-    assume(all(re.fullmatch(LEARNER_NAME, name) for name in names))
+    assume(all(re.fullmatch(LEARNER_NAME_PATTERN, name) for name in names))
     n, directed = len(names), draw(st.booleans())
     pairs = [(i, j) for i in range(n) for j in range(n) if i != j and (directed or i < j)]
     some = draw(st.lists(st.sampled_from(pairs), unique=True))
@@ -234,9 +234,9 @@ def test_a_network_is_that_of_the_file_whoever_reads_it(tmp_path: Path, kind: st
     section = {"graph": graph} if kind == "graph" else {"sequence": {"kind": "periodic", "graphs": [graph, graph]}}
     topology = Topology.model_validate(section)
     for network in (
-        topology.network(3, 4, Roster(NAMES)),
-        topology.explicit(NAMES).network(3, 4),
-        topology.without_files(NAMES).network(3, 4),
+        topology.network(3, 4, ParticipationSchedule(NAMES)),
+        topology.to_edge_list(NAMES).network(3, 4),
+        topology.inline_files(NAMES).network(3, 4),
     ):
         assert network.edges == ((0, 1), (1, 2))
 

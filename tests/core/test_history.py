@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data.schedule import stack
 from sottovoce_core.losses import Loss
-from sottovoce_core.losses.history import FOLD, History, QuadraticHistory, RecordHistory, start_history
-from sottovoce_core.losses.linear import Logistic, PassGlm, Quadratic, Ridge, Softmax
+from sottovoce_core.losses.history import MAX_PENDING_RECORDS, History, QuadraticHistory, RecordHistory, start_history
+from sottovoce_core.losses.linear import Logistic, PassGlmLoss, QuadraticLoss, RidgeLoss, SoftmaxLoss
 from tests.strategies import labels_for, margin_losses, matrices, softmaxes, vectors
 
 DIM = 3
@@ -33,7 +33,7 @@ def brute_force(loss: Loss, batches: Sequence[Batch], theta: FloatArray) -> Floa
 
 
 def unclipped(loss: Any, features: FloatArray, label: float, theta: FloatArray) -> FloatArray:
-    if isinstance(loss, Softmax):
+    if isinstance(loss, SoftmaxLoss):
         scores = theta.reshape(loss.classes, DIM) @ features
         chances = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
         return np.outer(chances - np.eye(loss.classes)[int(label)], features).ravel()
@@ -77,11 +77,11 @@ def test_the_gradient_is_the_mean_over_the_records(data: st.DataObject, loss: Lo
     [
         Logistic(feature_bound=9.0, ridge=0.0),
         Logistic(feature_bound=9.0, ridge=0.0, clip_norm=0.3),
-        Ridge(feature_bound=9.0, ridge=0.0, label_bound=9.0),
-        Ridge(feature_bound=9.0, ridge=0.0, clip_norm=0.7, label_bound=9.0),
-        PassGlm(feature_bound=9.0, ridge=0.0, score_bound=4.0),
-        Softmax(feature_bound=9.0, ridge=0.0, clip_norm=None, classes=3),
-        Softmax(feature_bound=9.0, ridge=0.0, clip_norm=0.5, classes=3),
+        RidgeLoss(feature_bound=9.0, ridge=0.0, label_bound=9.0),
+        RidgeLoss(feature_bound=9.0, ridge=0.0, clip_norm=0.7, label_bound=9.0),
+        PassGlmLoss(feature_bound=9.0, ridge=0.0, score_bound=4.0),
+        SoftmaxLoss(feature_bound=9.0, ridge=0.0, clip_norm=None, classes=3),
+        SoftmaxLoss(feature_bound=9.0, ridge=0.0, clip_norm=0.5, classes=3),
     ],
     ids=str,
 )
@@ -104,15 +104,15 @@ def test_stacked_ragged_batches_give_every_learner_its_own_mean(loss: Loss, seed
 
 
 QUADRATIC = [
-    Ridge(feature_bound=3.0, ridge=0.0, label_bound=5.0),
-    PassGlm(feature_bound=3.0, ridge=0.0, score_bound=2.0),
+    RidgeLoss(feature_bound=3.0, ridge=0.0, label_bound=5.0),
+    PassGlmLoss(feature_bound=3.0, ridge=0.0, score_bound=2.0),
 ]
 
 
 @pytest.mark.parametrize("loss", QUADRATIC, ids=str)
 @settings(max_examples=40)
 @given(st.data(), vectors(DIM, 5.0))
-def test_statistics_equal_the_records(loss: Quadratic, data: st.DataObject, theta: FloatArray) -> None:
+def test_statistics_equal_the_records(loss: QuadraticLoss, data: st.DataObject, theta: FloatArray) -> None:
     batches = data.draw(some_batches(loss, 6))
 
     np.testing.assert_allclose(
@@ -128,7 +128,7 @@ def test_statistics_equal_the_records(loss: Quadratic, data: st.DataObject, thet
     [
         *QUADRATIC,
         Logistic(feature_bound=9.0, ridge=0.0),
-        Softmax(feature_bound=9.0, ridge=0.0, clip_norm=0.5, classes=3),
+        SoftmaxLoss(feature_bound=9.0, ridge=0.0, clip_norm=0.5, classes=3),
     ],
     ids=str,
 )
@@ -143,34 +143,34 @@ def test_padding_counts_for_nothing_whatever_stands_there(loss: Loss) -> None:
 
 
 def test_the_cheapest_exact_history_is_chosen() -> None:
-    assert isinstance(start_history(Ridge(feature_bound=1.0, ridge=0.0, label_bound=1.0)), QuadraticHistory)
-    assert isinstance(start_history(PassGlm(feature_bound=1.0, ridge=0.0, score_bound=4.0)), QuadraticHistory)
-    assert isinstance(start_history(Ridge(feature_bound=1.0, ridge=0.0, clip_norm=0.5, label_bound=1.0)), RecordHistory)
+    assert isinstance(start_history(RidgeLoss(feature_bound=1.0, ridge=0.0, label_bound=1.0)), QuadraticHistory)
+    assert isinstance(start_history(PassGlmLoss(feature_bound=1.0, ridge=0.0, score_bound=4.0)), QuadraticHistory)
+    assert isinstance(start_history(RidgeLoss(feature_bound=1.0, ridge=0.0, clip_norm=0.5, label_bound=1.0)), RecordHistory)
     assert isinstance(start_history(Logistic(feature_bound=1.0, ridge=0.0)), RecordHistory)
-    assert isinstance(start_history(Softmax(feature_bound=1.0, ridge=0.0, clip_norm=None, classes=2)), RecordHistory)
+    assert isinstance(start_history(SoftmaxLoss(feature_bound=1.0, ridge=0.0, clip_norm=None, classes=2)), RecordHistory)
 
 
 @pytest.mark.parametrize("loss", QUADRATIC, ids=str)
-def test_statistics_equal_the_records_whenever_they_are_added_in(loss: Quadratic) -> None:
+def test_statistics_equal_the_records_whenever_they_are_added_in(loss: QuadraticLoss) -> None:
     theta = np.linspace(-1.0, 1.0, DIM)[None, None, :]
     statistics, records = QuadraticHistory(loss), RecordHistory(loss)
-    for batch in random_batches([2, 1, 0, 3] * (FOLD // 2)):
+    for batch in random_batches([2, 1, 0, 3] * (MAX_PENDING_RECORDS // 2)):
         statistics, records = statistics.observe(batch), records.observe(batch)
         np.testing.assert_allclose(statistics.gradient(theta), records.gradient(theta), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("loss", QUADRATIC, ids=str)
-def test_statistics_do_not_grow(loss: Quadratic) -> None:
+def test_statistics_do_not_grow(loss: QuadraticLoss) -> None:
     history = QuadraticHistory(loss)
     for batch in random_batches([2] * 50):
         history = history.observe(batch)
-        assert history.recent is None or history.recent.length < FOLD
+        assert history.recent is None or history.recent.length < MAX_PENDING_RECORDS
     assert history.moments is not None
     assert history.moments.shape == (DIM + 1, DIM + 1)
 
 
 @pytest.mark.parametrize(
-    "loss", [Logistic(feature_bound=9.0, ridge=0.0), Ridge(feature_bound=9.0, ridge=0.0, label_bound=9.0)], ids=str
+    "loss", [Logistic(feature_bound=9.0, ridge=0.0), RidgeLoss(feature_bound=9.0, ridge=0.0, label_bound=9.0)], ids=str
 )
 def test_before_the_first_record_the_gradient_is_zero(loss: Loss) -> None:
     history = start_history(loss).observe(Batch.empty(DIM))
@@ -182,7 +182,7 @@ def test_before_the_first_record_the_gradient_is_zero(loss: Loss) -> None:
 
 @pytest.mark.parametrize(
     "loss",
-    [Logistic(feature_bound=9.0, ridge=0.0, clip_norm=0.5), Ridge(feature_bound=9.0, ridge=0.0, label_bound=9.0)],
+    [Logistic(feature_bound=9.0, ridge=0.0, clip_norm=0.5), RidgeLoss(feature_bound=9.0, ridge=0.0, label_bound=9.0)],
     ids=str,
 )
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3)), min_size=1, max_size=40), st.integers(0, 2**32))
@@ -214,7 +214,7 @@ def test_a_shared_buffer_is_not_written_twice() -> None:
 
 def test_clipping_is_before_averaging() -> None:
     """Opposite large gradients: clipped one by one they cancel, and so does their mean; three against one do not."""
-    loss = Ridge(feature_bound=100.0, ridge=0.0, clip_norm=1.0, label_bound=100.0)
+    loss = RidgeLoss(feature_bound=100.0, ridge=0.0, clip_norm=1.0, label_bound=100.0)
     features = np.array([[10.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     batch = Batch(features, np.array([50.0, 0.2]))
     gradient = RecordHistory(loss).observe(batch).gradient(np.zeros(DIM))

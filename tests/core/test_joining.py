@@ -41,11 +41,11 @@ class Plainly:
             else:
                 if len(waiting := self._of("waiting")) == MOST:
                     waiting[0]["state"] = "gone"
-                    self.found.append("crowded_out")
+                    self.found.append("evicted_events")
                 self.events.append({"key": key, "since": self.now, "record": record, "state": "waiting"})
             return None
         if not held["waiting"]:
-            self.found.append("labelled_again" if held["labelled"] else "without_record")
+            self.found.append("duplicate_labels" if held["labelled"] else "unmatched_labels")
             return None
         (event,) = held["waiting"]
         if len(labelled := sorted(self._of("labelled"), key=lambda each: each["labelled"])) == MOST:  # type: ignore[arg-type,return-value]
@@ -69,12 +69,12 @@ def test_what_is_joined_and_what_is_counted_is_what_the_rules_say(told: list[tup
             labelled += 1
             assert join.label(key, now) == plainly.tell(what, key, now, record)
     counts = join.counts
-    for name in ("joined", "expired", "crowded_out", "repeated", "without_record", "labelled_again"):
+    for name in ("joined", "expired", "evicted_events", "repeated", "unmatched_labels", "duplicate_labels"):
         assert getattr(counts, name) == plainly.found.count(name), name
     assert join.waiting <= MOST
     # nothing is lost without a count
-    assert expected == counts.joined + counts.never_labelled + counts.repeated + join.waiting
-    assert labelled == counts.joined + counts.without_record + counts.labelled_again
+    assert expected == counts.joined + counts.unlabelled_events + counts.repeated + join.waiting
+    assert labelled == counts.joined + counts.unmatched_labels + counts.duplicate_labels
 
 
 events = st.lists(st.tuples(st.floats(0.0, 5.0), st.lists(st.floats(0.0, 14.0), max_size=2)), min_size=1, max_size=12)
@@ -122,10 +122,10 @@ def test_who_begins_a_window_earlier_learns_each_record_once(
 def test_time_alone_gives_up_what_waits() -> None:
     join = LabelJoin[str](WINDOW_S, MOST)
     join.expect("a", "record", 0.0)
-    join.pass_time(WINDOW_S)
+    join.advance_time(WINDOW_S)
     assert join.waiting == 1
-    join.pass_time(WINDOW_S + 0.1)
-    assert (join.waiting, join.counts.expired, join.counts.never_labelled) == (0, 1, 1)
+    join.advance_time(WINDOW_S + 0.1)
+    assert (join.waiting, join.counts.expired, join.counts.unlabelled_events) == (0, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.online.canaries import draw
 from sottovoce_core.auditing.online.watch import Watch
 from sottovoce_core.data import PlacedData
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce_core.running.participation import NONE, USED, Lateness, lateness, on_time
+from sottovoce_core.running.participation import NONE, USED_ROUNDS_FIELD, StalenessStatistics, measure_staleness, encode_punctual_rounds
 from sottovoce_core.running.replay import Replay, replay
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
@@ -43,7 +43,7 @@ def built(name: str, clock: dict[str, Any]) -> tuple[Run, PlacedData]:
 def lags(run: Run, seed: int) -> FloatArray:
     """`(rounds, learners, width)`: messages of up to five rounds before, never of earlier ones than those used before."""
     generator = np.random.default_rng(seed)
-    own = np.stack([on_time(run.network, t + 1) for t in range(run.spec.rounds)])
+    own = np.stack([encode_punctual_rounds(run.network, t + 1) for t in range(run.spec.rounds)])
     late = np.where(own == NONE, NONE, np.maximum(own - generator.integers(0, 6, own.shape), 0.0))
     return np.asarray(np.maximum.accumulate(late, axis=0), dtype=np.float64)
 
@@ -72,10 +72,10 @@ def test_a_replay_of_the_wrong_rounds_is_noticed() -> None:
     used = lags(run, 1)
     said = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), used=used))
     fields = dict(said.fields)
-    field = fields[USED].copy()
+    field = fields[USED_ROUNDS_FIELD].copy()
     field[5, 0, :, 0] = np.where(field[5, 0, :, 0] == 0, 1, 0)
     machines = Replay(run, 0), Replay(run, 0)
-    told = said, Transcript({**fields, USED: field})
+    told = said, Transcript({**fields, USED_ROUNDS_FIELD: field})
     found = [
         [machine.step(each.messages(t, 0, machine.concerned), data.learners[0].batch(t)) for t in range(7)]
         for machine, each in zip(machines, told, strict=True)
@@ -87,7 +87,7 @@ def test_a_replay_of_the_wrong_rounds_is_noticed() -> None:
 def test_a_round_that_there_is_not_ends_what_is_known(wrong: float) -> None:
     run, data = built("dsgd", HOLD)
     said = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), used=lags(run, 1)))
-    said.fields[USED][5, 0, :, 0] = wrong
+    said.fields[USED_ROUNDS_FIELD][5, 0, :, 0] = wrong
     losses = replay(run, said, 0, [data.learners[0], data.learners[0].with_use(0, np.ones(data.n_features), 1.0)])
     assert len(losses.realised) == 5
 
@@ -98,22 +98,22 @@ def test_what_is_forced_on_the_simulator_is_what_it_does_by_itself() -> None:
     recorder = Recorder(SeededNoise(3))
     plain = Transcript.of(step.message for step in simulate(run, data, recorder, replicas=2))
     noise = {name: np.stack(drawn) for name, drawn in recorder.drawn.items()}
-    own = np.stack([on_time(run.network, t + 1) for t in range(run.spec.rounds)])
+    own = np.stack([encode_punctual_rounds(run.network, t + 1) for t in range(run.spec.rounds)])
     waits = replace(run, spec=run.spec.model_copy(update={"clock": type(run.spec.clock)()}))
     for other, used in ((run, own), (waits, None)):
         again = Transcript.of(step.message for step in simulate(other, data, RecordedNoise(noise), 2, used))
         np.testing.assert_allclose(again.fields["y"], plain.fields["y"], rtol=1e-13, atol=1e-13)
-    assert plain.fields.keys() == {"y", USED} and run.field_shapes[USED] == (2,)
+    assert plain.fields.keys() == {"y", USED_ROUNDS_FIELD} and run.field_shapes[USED_ROUNDS_FIELD] == (2,)
     assert waits.field_shapes == run.algorithm.field_shapes()
 
 
 def test_how_late_messages_were() -> None:
     run, data = built("dpsr", HOLD)  # one learner hears two, the others one
     used = lags(run, 1)
-    said = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), used=used)).fields[USED]
+    said = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), used=used)).fields[USED_ROUNDS_FIELD]
     gone = [t - u for t, row in enumerate(used[:-1]) for u in row.ravel() if u != NONE]
-    assert lateness(said) == Lateness(np.mean([lag > 0 for lag in gone]), max(gone))
-    assert lateness(said[:1]) == lateness(on_time(run.network, 0)[None, :, None]) == Lateness(0.0, 0)
+    assert measure_staleness(said) == StalenessStatistics(np.mean([lag > 0 for lag in gone]), max(gone))
+    assert measure_staleness(said[:1]) == measure_staleness(encode_punctual_rounds(run.network, 0)[None, :, None]) == StalenessStatistics(0.0, 0)
 
 
 def test_late_messages_lead_to_other_messages() -> None:
@@ -132,7 +132,7 @@ def test_late_messages_lead_to_other_messages() -> None:
 @pytest.mark.parametrize("clock", [HOLD, {"mode": "async"}], ids=["hold", "async"])
 @pytest.mark.parametrize("name", sorted(STRICT))
 def test_a_guarantee_that_rests_on_what_is_heard_needs_everybody(name: str, clock: dict[str, Any]) -> None:
-    with pytest.raises(CheckFailed, match=f"{name}.* does not say so: set clock.late to wait") as refused:
+    with pytest.raises(AssumptionViolated, match=f"{name}.* does not say so: set clock.late to wait") as refused:
         built(name, clock)
     assert refused.value.code == "LATE_GUARANTEE"
 
@@ -140,7 +140,7 @@ def test_a_guarantee_that_rests_on_what_is_heard_needs_everybody(name: str, cloc
 def test_a_network_that_changes_needs_everybody() -> None:
     run, data = ALGORITHMS["dpps"].build()
     spec = run.spec.model_copy(update={"clock": ClockSpec.model_validate(HOLD)})
-    with pytest.raises(CheckFailed, match="one graph for all rounds") as refused:
+    with pytest.raises(AssumptionViolated, match="one graph for all rounds") as refused:
         build_run(spec, data.n_features)
     assert refused.value.code == "LATE_NETWORK"
 
@@ -165,7 +165,7 @@ def test_what_it_costs_is_told() -> None:
     [({}, None), ({"late": "wait"}, None), (HOLD, 1.0), ({**HOLD, "late_s": 0.25}, 0.25), ({"mode": "async"}, 0.0)],
 )
 def test_how_long_a_round_waits(clock: dict[str, Any], seconds: float | None) -> None:
-    assert small_spec(clock=clock).clock.hold_s == seconds
+    assert small_spec(clock=clock).clock.staleness_timeout_s == seconds
 
 
 @pytest.mark.parametrize(

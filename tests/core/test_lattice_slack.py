@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_core.budget.composition import SHARE, check_lattice
+from sottovoce_core.budget.composition import MAX_LATTICE_SHARE, check_lattice
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import parse_spec
 from tests.examples import small_run
@@ -44,7 +44,7 @@ def test_slack_is_what_the_loss_charges_at_most(dim: int) -> None:
     slack = guarantee.epsilon() - math.fsum(without)
 
     assert slack <= np.count_nonzero(guarantee.per_round) * dim * 2.0**-40 + 1e-12 * guarantee.epsilon()
-    assert slack <= SHARE * guarantee.epsilon()
+    assert slack <= MAX_LATTICE_SHARE * guarantee.epsilon()
 
 
 def test_without_a_promise_there_is_nothing_to_tell() -> None:

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
-from sottovoce_core.algorithms.ldp_dol.accounting import Schedules
+from sottovoce_core.algorithms.interface import StackedMessages, LocalMessages, Message, Who
+from sottovoce_core.algorithms.ldp_dol.accounting import SharedSchedules
 from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.losses.history import start_history
-from sottovoce_core.noise import Draw, Noise, RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce_core.noise import NoiseRequest, NoiseSource, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import SimulatedRound, simulate
 from tests.examples import made_up, small_run
@@ -25,11 +25,11 @@ from tests.examples import made_up, small_run
 LOSSES = [{"kind": "logistic", "ridge": 0.1, "feature_bound": 2.0}, {"kind": "ridge", "ridge": 0.0, "clip_norm": 0.5}]
 
 
-def simulated(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> list[SimulatedRound]:
+def simulated(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> list[SimulatedRound]:
     return list(simulate(run, data, noise, replicas))
 
 
-def schedules_of(run: Run) -> Schedules:
+def schedules_of(run: Run) -> SharedSchedules:
     assert isinstance(run.algorithm, LdpDol)
     return run.algorithm.schedules
 
@@ -152,7 +152,7 @@ def test_without_noise_the_network_is_nearly_stationary() -> None:
 # ---- one machine, driven three ways ----------------------------------------------------------------------------------
 
 
-def driven_singly(run: Run, data: PlacedData, noise: Sequence[Noise]) -> list[tuple[FloatArray, FloatArray]]:
+def driven_singly(run: Run, data: PlacedData, noise: Sequence[NoiseSource]) -> list[tuple[FloatArray, FloatArray]]:
     """Learners as the service drives them, arrays `(dim,)`: messages and decisions `(learners, dim)` of every round."""
     n = run.spec.n_learners
     states = [run.algorithm.start(Who(i)) for i in range(n)]
@@ -162,7 +162,7 @@ def driven_singly(run: Run, data: PlacedData, noise: Sequence[Noise]) -> list[tu
         for i in range(n):
             states[i], messages[i] = run.algorithm.speak(states[i], noise[i])
         for i in range(n):
-            heard = HeardFromNeighbours(mixing.heard_by(i), messages, float(mixing.own[i]))
+            heard = LocalMessages(mixing.heard_by(i), messages, float(mixing.own[i]))
             states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(t))
         decisions = np.stack([run.algorithm.decision(state) for state in states])
         rounds.append((np.stack([messages[i]["y"] for i in range(n)]), decisions))
@@ -213,7 +213,7 @@ def test_replicas_of_one_learner_have_one_axis() -> None:
     state, message = run.algorithm.speak(state, SeededNoise(8))
     assert message["y"].shape == (5, 3)
 
-    heard = HeardFromNeighbours({0: 0.3, 2: 0.3}, {0: message, 2: message}, 0.4)
+    heard = LocalMessages({0: 0.3, 2: 0.3}, {0: message, 2: message}, 0.4)
     state = run.algorithm.listen(state, heard, made_up(run.spec).learners[1].batch(0))
     assert run.algorithm.decision(state).shape == (5, 3)
 
@@ -226,8 +226,8 @@ def test_a_state_is_a_value() -> None:
     for t in range(6):
         _, message = run.algorithm.speak(state, SeededNoise(t))
         before = run.algorithm.decision(state).copy()
-        one = run.algorithm.listen(state, HeardByAll(mixing, message), data.stacked(t))
-        two = run.algorithm.listen(state, HeardByAll(mixing, message), data.stacked(t))
+        one = run.algorithm.listen(state, StackedMessages(mixing, message), data.stacked(t))
+        two = run.algorithm.listen(state, StackedMessages(mixing, message), data.stacked(t))
 
         assert (run.algorithm.decision(state) == before).all()
         assert (run.algorithm.decision(one) == run.algorithm.decision(two)).all()
@@ -269,9 +269,9 @@ def test_a_message_is_the_state_plus_noise_on_one_lattice() -> None:
 
 def test_the_noise_scale_grows_as_the_spec_says() -> None:
     run = small_run(algorithm={"sigma": [1.0, 2.0, 3.0], "varsigma": [0.0, 0.1, 0.2]})
-    asked: list[Draw] = []
+    asked: list[NoiseRequest] = []
 
-    def listener(draw: Draw) -> FloatArray:
+    def listener(draw: NoiseRequest) -> FloatArray:
         asked.append(draw)
         return no_noise(draw)
 
@@ -282,7 +282,7 @@ def test_the_noise_scale_grows_as_the_spec_says() -> None:
 
 
 def test_step_sizes_and_couplings_fall_as_the_spec_says() -> None:
-    schedules = Schedules(2.0, 0.8, 3.0, 0.6)
+    schedules = SharedSchedules(2.0, 0.8, 3.0, 0.6)
     assert schedules.step_size(0) == 2.0 and schedules.coupling(0) == 3.0
     assert schedules.step_size(9) == pytest.approx(2.0 * 10**-0.8)
     assert schedules.coupling(9) == pytest.approx(3.0 * 10**-0.6)

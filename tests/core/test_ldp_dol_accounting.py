@@ -19,28 +19,28 @@ from scipy.special import zeta
 from sottovoce_core.algorithms.ldp_dol.accounting import (
     LdpDolAccountant,
     LearnerScales,
-    Mode,
-    Schedules,
+    AccountingMode,
+    SharedSchedules,
     _infinite_horizon,
 )
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.noise import grid
 from sottovoce_core.privacy.accountant import Accountant, guarantee
 from sottovoce_core.privacy.guarantee import Event, Guarantee, Mechanism, Regularity, ThreatModel
 
-MODES: tuple[Mode, ...] = get_args(Mode)
-SCHEDULES = Schedules(lam0=1.0, v=0.77, gam0=1.0, u=0.65)
+MODES: tuple[AccountingMode, ...] = get_args(AccountingMode)
+SCHEDULES = SharedSchedules(lam0=1.0, v=0.77, gam0=1.0, u=0.65)
 LEARNER = LearnerScales(own_weight=0.6, dim=3, sigma=math.sqrt(2), varsigma=0.11)
 LOGISTIC = Regularity(2.0, 0.25, 1.0, 0.0, math.inf, convex=True, margin=True)
 
 
 def sensitivities(
-    mode: Mode,
+    mode: AccountingMode,
     constants: Regularity,
     rounds: int,
     *,
-    schedules: Schedules = SCHEDULES,
+    schedules: SharedSchedules = SCHEDULES,
     learner: LearnerScales = LEARNER,
     counts: Sequence[int] | None = None,
     replaced: Sequence[int] | None = None,
@@ -54,11 +54,11 @@ def sensitivities(
     return phi
 
 
-def epsilon(mode: Mode, constants: Regularity, learner: LearnerScales, rounds: int) -> float:
+def epsilon(mode: AccountingMode, constants: Regularity, learner: LearnerScales, rounds: int) -> float:
     return promise(mode, constants, rounds, learner).epsilon()
 
 
-def promise(mode: Mode, constants: Regularity, rounds: int, learner: LearnerScales = LEARNER, **plan: Any) -> Guarantee:
+def promise(mode: AccountingMode, constants: Regularity, rounds: int, learner: LearnerScales = LEARNER, **plan: Any) -> Guarantee:
     """What is promised with the schedules of this page."""
     return guarantee(LdpDolAccountant(mode, constants, SCHEDULES, learner), rounds, **plan)
 
@@ -75,7 +75,7 @@ def promise(mode: Mode, constants: Regularity, rounds: int, learner: LearnerScal
         ("clip", math.inf, (0, 2, 2.4080985728, 2.5589618908, 2.6231759215, 2.6494666337)),
     ],
 )
-def test_sensitivity_anchors(mode: Mode, smoothness: float, expected: tuple[float, ...]) -> None:
+def test_sensitivity_anchors(mode: AccountingMode, smoothness: float, expected: tuple[float, ...]) -> None:
     phi = sensitivities(mode, replace(LOGISTIC, smoothness=smoothness), 5)
     assert phi == pytest.approx(expected, rel=0, abs=0.5001e-10)
 
@@ -87,7 +87,7 @@ def test_epsilon_anchor() -> None:
     promised = promise("smooth", LOGISTIC, 6)
     # The anchor has no lattice; the lattice adds at most n 2^-40 a round, at the edge of the digits printed.
     slack = 3 * 2.0**-40 * 6
-    assert promised.cumulative == pytest.approx(SMOOTH_EPSILON, rel=0, abs=0.5001e-10 + slack)
+    assert promised.cumulative_epsilon == pytest.approx(SMOOTH_EPSILON, rel=0, abs=0.5001e-10 + slack)
 
 
 def test_next_loss_is_sensitivity_and_lattice_over_scale() -> None:
@@ -120,7 +120,7 @@ WHOLE_22 = replace(SPLIT_22, smoothness=5.51, ridge=0.0)
         ("best", SPLIT_22, 1594, 2077),
     ],
 )
-def test_honest_budgets_of_mushrooms(mode: Mode, constants: Regularity, finite: float, infinite: float) -> None:
+def test_honest_budgets_of_mushrooms(mode: AccountingMode, constants: Regularity, finite: float, infinite: float) -> None:
     relative = {2.1e4: 0.025, 1e38: 0.5}.get(finite, 0)  # printed to two digits, one digit, whole numbers
     assert epsilon(mode, constants, MUSHROOMS, 2000) == pytest.approx(finite, rel=relative, abs=0.5)
     bound = _infinite_horizon(mode, constants, SCHEDULES, MUSHROOMS)
@@ -137,7 +137,7 @@ def test_best_mushrooms_budget_takes_the_smaller_tail() -> None:
 # ---- the recursion ---------------------------------------------------------------------------------------------------
 
 positive = st.floats(0.05, 4.0)
-schedules = st.builds(Schedules, lam0=positive, v=st.floats(0.51, 0.99), gam0=positive, u=st.floats(0.51, 0.99))
+schedules = st.builds(SharedSchedules, lam0=positive, v=st.floats(0.51, 0.99), gam0=positive, u=st.floats(0.51, 0.99))
 learners = st.builds(
     LearnerScales,
     own_weight=st.floats(0.05, 1.5),
@@ -147,7 +147,7 @@ learners = st.builds(
 )
 constants_of_smooth = st.builds(
     Regularity,
-    grad_change=positive,
+    gradient_change=positive,
     smoothness=positive,
     clip_norm=positive,
     ridge=st.floats(0.0, 1.0),
@@ -158,13 +158,13 @@ constants_of_smooth = st.builds(
 constants_of_all = st.one_of(constants_of_smooth, constants_of_smooth.map(lambda c: replace(c, smoothness=math.inf)))
 
 
-def applicable(constants: Regularity) -> list[Mode]:
+def applicable(constants: Regularity) -> list[AccountingMode]:
     return list(MODES) if constants.smoothness < math.inf else ["loose", "clip", "best"]
 
 
 @given(constants=constants_of_all, schedules=schedules, learner=learners, k=st.integers(1, 8))
 def test_an_earlier_record_never_costs_less(
-    constants: Regularity, schedules: Schedules, learner: LearnerScales, k: int
+    constants: Regularity, schedules: SharedSchedules, learner: LearnerScales, k: int
 ) -> None:
     for mode in applicable(constants):
         first = sensitivities(mode, constants, 12, schedules=schedules, learner=learner)
@@ -176,7 +176,7 @@ def test_an_earlier_record_never_costs_less(
 
 @given(constants=constants_of_smooth, schedules=schedules, learner=learners, counts=st.lists(st.integers(0, 4)))
 def test_best_is_never_above_another_mode(
-    constants: Regularity, schedules: Schedules, learner: LearnerScales, counts: list[int]
+    constants: Regularity, schedules: SharedSchedules, learner: LearnerScales, counts: list[int]
 ) -> None:
     run: dict[str, Any] = {"schedules": schedules, "learner": learner, "counts": counts}
     best = sensitivities("best", constants, len(counts), **run)
@@ -185,7 +185,7 @@ def test_best_is_never_above_another_mode(
         assert all(b <= o * (1 + 1e-12) for b, o in zip(best, other, strict=True))
 
 
-@given(constants=constants_of_all, name=st.sampled_from(("grad_change", "clip_norm", "diameter", "smoothness")))
+@given(constants=constants_of_all, name=st.sampled_from(("gradient_change", "clip_norm", "diameter", "smoothness")))
 def test_more_is_never_safer(constants: Regularity, name: str) -> None:
     larger = replace(constants, **{name: 1.5 * getattr(constants, name)})
     # A steeper convex loss can contract more: |s - lambda L| first falls in L.
@@ -235,7 +235,7 @@ def test_own_weight_that_overshoots_is_taken_absolutely() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_diameter_caps(mode: Mode) -> None:
+def test_diameter_caps(mode: AccountingMode) -> None:
     capped = sensitivities(mode, replace(LOGISTIC, diameter=0.3), 10)
     assert capped[1] == 0.3 and max(capped) == 0.3
 
@@ -251,7 +251,7 @@ def test_overflow_ends_at_the_diameter() -> None:
 
 def test_not_a_number_is_an_infinite_sensitivity() -> None:
     """With `gamma_1 = 1` and a = 1, s_1 = 0 meets Phi_1 = inf."""
-    wild = replace(LOGISTIC, grad_change=math.inf, clip_norm=math.inf, diameter=math.inf)
+    wild = replace(LOGISTIC, gradient_change=math.inf, clip_norm=math.inf, diameter=math.inf)
     flat = replace(SCHEDULES, gam0=2.0, u=1.0)
     learner = replace(LEARNER, own_weight=1.0)
     assert 1 - learner.own_weight * flat.coupling(1) == 0
@@ -265,7 +265,7 @@ def test_not_a_number_is_an_infinite_sensitivity() -> None:
 
 
 def test_clipping_bounds_the_gradient_change() -> None:
-    clipped = replace(LOGISTIC, grad_change=math.inf)
+    clipped = replace(LOGISTIC, gradient_change=math.inf)
     for mode in MODES:
         assert sensitivities(mode, clipped, 10) == sensitivities(mode, LOGISTIC, 10)
 
@@ -300,7 +300,7 @@ class Adjacent:
         self.counts = [int(c) for c in rng.integers(0, 4, self.rounds)]
         self.counts[int(rng.integers(0, 3))] += 1
         self.uses = [int(c and (t == first(self.counts) or rng.random() < 0.2)) for t, c in enumerate(self.counts)]
-        self.schedules = Schedules(float(rng.uniform(0.3, 2)), 0.77, float(rng.uniform(0.3, 1.5)), 0.65)
+        self.schedules = SharedSchedules(float(rng.uniform(0.3, 2)), 0.77, float(rng.uniform(0.3, 1.5)), 0.65)
         self.own_weight = float(rng.uniform(0.1, 1.2))
         self.heard = rng.normal(0, rng.choice((0.1, 5.0)), (self.rounds, self.dim))
         self.rng = rng
@@ -407,7 +407,7 @@ def test_impossible_counts_are_refused_and_change_nothing(new: int, replaced: in
     assert accountant.sensitivity == 2.0
 
 
-@pytest.mark.parametrize("name", ["grad_change", "smoothness", "clip_norm", "ridge", "diameter"])
+@pytest.mark.parametrize("name", ["gradient_change", "smoothness", "clip_norm", "ridge", "diameter"])
 @pytest.mark.parametrize("value", [-0.5, math.nan])
 def test_constants_must_be_numbers_of_at_least_zero(name: str, value: float) -> None:
     changes: dict[str, Any] = {name: value}
@@ -429,8 +429,8 @@ def test_ridge_must_be_finite() -> None:
         ("convex", {"margin": False}, "CONVEX_CLIPPED"),
     ],
 )
-def test_modes_beyond_their_proof_are_refused(mode: Mode, changes: dict[str, Any], code: str) -> None:
-    with pytest.raises(CheckFailed) as failure:
+def test_modes_beyond_their_proof_are_refused(mode: AccountingMode, changes: dict[str, Any], code: str) -> None:
+    with pytest.raises(AssumptionViolated) as failure:
         LdpDolAccountant(mode, replace(LOGISTIC, **changes), SCHEDULES, LEARNER)
     assert failure.value.code == code
 
@@ -458,7 +458,7 @@ def test_best_falls_back_to_clip(changes: dict[str, Any]) -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_infinite_horizon_bounds_every_finite_one(
-    constants: Regularity, schedules: Schedules, learner: LearnerScales, mode: Mode
+    constants: Regularity, schedules: SharedSchedules, learner: LearnerScales, mode: AccountingMode
 ) -> None:
     schedules = replace(schedules, u=0.55, v=0.95)
     bound = _infinite_horizon(mode, constants, schedules, learner)
@@ -471,7 +471,7 @@ def test_infinite_horizon_bounds_every_finite_one(
 
 @pytest.mark.parametrize(("gam0", "ridge"), [(60.0, 0.0), (1.0, 200.0)])
 @pytest.mark.parametrize("mode", ["smooth", "convex"])
-def test_infinite_horizon_waits_until_steps_no_longer_overshoot(mode: Mode, gam0: float, ridge: float) -> None:
+def test_infinite_horizon_waits_until_steps_no_longer_overshoot(mode: AccountingMode, gam0: float, ridge: float) -> None:
     """Strong coupling or ridge: the first rounds multiply Phi, and a tail that starts among them would miss it."""
     strong, constants = replace(SCHEDULES, gam0=gam0, v=0.95, u=0.55), replace(LOGISTIC, ridge=ridge)
     bound = _infinite_horizon(mode, constants, strong, LEARNER)
@@ -485,9 +485,9 @@ def test_infinite_horizon_waits_until_steps_no_longer_overshoot(mode: Mode, gam0
 
 
 @pytest.mark.parametrize("mode", ["smooth", "convex"])
-def test_infinite_horizon_is_the_formula(mode: Mode) -> None:
+def test_infinite_horizon_is_the_formula(mode: AccountingMode) -> None:
     """Written out for lambda_0 = 2, gamma_0 = 1.3, L = 0.3, C = 2, p = 1.4."""
-    schedules, constants = Schedules(lam0=2.0, v=0.95, gam0=1.3, u=0.55), replace(LOGISTIC, smoothness=0.3)
+    schedules, constants = SharedSchedules(lam0=2.0, v=0.95, gam0=1.3, u=0.55), replace(LOGISTIC, smoothness=0.3)
     pull, p = 0.6 * 1.3, 1.4
 
     def c_prime(t1: int) -> float:
@@ -519,7 +519,7 @@ def test_infinite_horizon_is_close_where_checked() -> None:
         ("smooth", replace(LOGISTIC, smoothness=5.5), {}),
     ],
 )
-def test_infinite_horizon_is_infinite(mode: Mode, constants: Regularity, changes: dict[str, float]) -> None:
+def test_infinite_horizon_is_infinite(mode: AccountingMode, constants: Regularity, changes: dict[str, float]) -> None:
     assert _infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER) < math.inf
     assert _infinite_horizon(mode, constants, replace(SCHEDULES, **changes), LEARNER) == math.inf
 
@@ -586,7 +586,7 @@ def test_guarantee_reports_its_grounds() -> None:
     meter = LdpDolAccountant("convex", SPLIT_1, SCHEDULES, LEARNER, smallest_own_weight=0.3)
     promised = guarantee(meter, 9)
     # No diameter: it is infinite, so nothing rests on it.
-    assert set(promised.grounds.constants) == {"grad_change", "smoothness", "clip_norm", "ridge", "own_weight"}
+    assert set(promised.grounds.constants) == {"gradient_change", "smoothness", "clip_norm", "ridge", "own_weight"}
     assert promised.grounds.constants["smoothness"].value == 0.25
     assert all(constant.enforced_by for constant in promised.grounds.constants.values())
     assert promised.infinite_horizon == _infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from sottovoce_core.algorithms.ldp_dol.accounting import Schedules
+from sottovoce_core.algorithms.ldp_dol.accounting import SharedSchedules
 from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec, _check_ldp_dol, _large_statistics
-from sottovoce_core.algorithms.setting import Caveat
-from sottovoce_core.errors import CheckFailed
+from sottovoce_core.algorithms.setting import RunWarning
+from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.losses import Loss
-from sottovoce_core.losses.linear import LeastSquares, Logistic, PassGlm, Ridge
+from sottovoce_core.losses.linear import LeastSquaresLoss, Logistic, PassGlmLoss, RidgeLoss
 from sottovoce_core.privacy.guarantee import Regularity
 from sottovoce_core.running.run import build_run
 from tests.examples import small_spec
@@ -41,7 +41,7 @@ LOGISTIC = Regularity(2.0, 0.25, 1.0, 0.0, 10.0, convex=True, margin=True)
 QUIET = LdpDolSpec(name="ldp-dol", lam0=1e-4, v=0.9, gam0=0.25, u=0.7, accounting="best")
 
 
-def check(known: Regularity = LOGISTIC, topology: Web | None = None, **changes: Any) -> tuple[Caveat, ...]:
+def check(known: Regularity = LOGISTIC, topology: Web | None = None, **changes: Any) -> tuple[RunWarning, ...]:
     """Run the checks on parameters that satisfy all of them, but for `changes`."""
     arguments: dict[str, Any] = {
         "sigma": (1.0, 2.0, 3.0),
@@ -51,15 +51,15 @@ def check(known: Regularity = LOGISTIC, topology: Web | None = None, **changes: 
     }
     spec = QUIET.model_copy(update={key: value for key, value in changes.items() if key not in _OF_CALL})
     arguments |= {key: value for key, value in changes.items() if key in _OF_CALL}
-    schedules = Schedules(spec.lam0, spec.v, spec.gam0, spec.u)
+    schedules = SharedSchedules(spec.lam0, spec.v, spec.gam0, spec.u)
     return _check_ldp_dol(schedules, spec.accounting, known=known, **arguments)
 
 
 _OF_CALL = {"sigma", "varsigma", "strong_convexity"}
 
 
-def refusal(known: Regularity = LOGISTIC, **changes: Any) -> CheckFailed:
-    with pytest.raises(CheckFailed) as failure:
+def refusal(known: Regularity = LOGISTIC, **changes: Any) -> AssumptionViolated:
+    with pytest.raises(AssumptionViolated) as failure:
         check(known, **changes)
     return failure.value
 
@@ -125,7 +125,7 @@ def test_varsigma_range_ends() -> None:
 
 @pytest.mark.parametrize("change", [0.0, math.inf])
 def test_a_budget_needs_a_gradient_change(change: float) -> None:
-    constants = replace(LOGISTIC, grad_change=change, clip_norm=math.inf)
+    constants = replace(LOGISTIC, gradient_change=change, clip_norm=math.inf)
     failure = refusal(constants)
     assert failure.code == "GRAD_CHANGE"
     assert failure.text == (
@@ -135,7 +135,7 @@ def test_a_budget_needs_a_gradient_change(change: float) -> None:
 
 
 def test_clipping_bounds_the_gradient_change() -> None:
-    assert check(replace(LOGISTIC, grad_change=math.inf, clip_norm=1.0)) == ()
+    assert check(replace(LOGISTIC, gradient_change=math.inf, clip_norm=1.0)) == ()
 
 
 @pytest.mark.parametrize("mode", ["loose", "smooth", "convex", "clip", "best"])
@@ -150,9 +150,9 @@ def test_unknown_smoothness_is_refused_by_the_modes_that_need_it(mode: str) -> N
 
 
 def test_best_without_smoothness_or_clipping_needs_a_gradient_change() -> None:
-    wild = replace(LOGISTIC, smoothness=math.inf, clip_norm=math.inf, grad_change=math.inf)
+    wild = replace(LOGISTIC, smoothness=math.inf, clip_norm=math.inf, gradient_change=math.inf)
     assert refusal(wild).code == "GRAD_CHANGE"
-    assert codes(replace(wild, grad_change=2.0)) == ["LAMBDA0_LARGE"]
+    assert codes(replace(wild, gradient_change=2.0)) == ["LAMBDA0_LARGE"]
 
 
 @pytest.mark.parametrize("mode", ["loose", "smooth", "convex", "clip", "best"])
@@ -216,11 +216,11 @@ def test_coupling_overshoot() -> None:
 @pytest.mark.parametrize(
     ("loss", "dim", "told"),
     [
-        (Ridge(), 5_791, ""),
-        (Ridge(), 5_792, "5793 x 5793 numbers: 0.25 GiB, and up to four times that"),
-        (Ridge(clip_norm=1.0), 5_792, ""),
-        (LeastSquares(), 20_000, "20001 x 20001 numbers: 3 GiB"),
-        (PassGlm(score_bound=3.0), 5_792, "history: exact"),
+        (RidgeLoss(), 5_791, ""),
+        (RidgeLoss(), 5_792, "5793 x 5793 numbers: 0.25 GiB, and up to four times that"),
+        (RidgeLoss(clip_norm=1.0), 5_792, ""),
+        (LeastSquaresLoss(), 20_000, "20001 x 20001 numbers: 3 GiB"),
+        (PassGlmLoss(score_bound=3.0), 5_792, "history: exact"),
         (Logistic(), 20_000, ""),
     ],
 )
@@ -273,7 +273,7 @@ def test_v_too_small_of_convex_losses() -> None:
 
 def test_lambda0_large_convex() -> None:
     """L = 0.5, kappa = 0.5, D = 1: limit 0.4 * 0.25 / (2 * 1.5) = 1/30."""
-    constants = replace(LOGISTIC, smoothness=0.5, grad_change=math.sqrt(0.5))
+    constants = replace(LOGISTIC, smoothness=0.5, gradient_change=math.sqrt(0.5))
     known = {"strong_convexity": 0.0}
     assert codes(constants, lam0=0.999 / 30, **known) == []
     text = found("LAMBDA0_LARGE", constants, lam0=1.2 / 30, **known)  # 1.2^(2 / 0.3) - 1 = 2.37

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.noise import Draw, KeyedNoise, SeededNoise, SystemNoise, grid, mechanisms, no_noise
+from sottovoce_core.noise import NoiseRequest, KeyedNoise, SeededNoise, SystemNoise, grid, mechanisms, no_noise
 from sottovoce_core.noise.mechanisms import (
-    certain_density,
-    gaussian_density,
-    gaussian_loss,
-    laplace_density,
+    dirac_log_density,
+    gaussian_log_density,
+    gaussian_zcdp_rho,
+    laplace_log_density,
     laplace_loss,
-    say_gaussian,
-    say_laplace,
-    spherical_density,
+    add_gaussian_noise,
+    add_laplace_noise,
+    spherical_log_density,
     zcdp_epsilon,
 )
 
@@ -70,7 +70,7 @@ def test_the_laplace_density_ratio_is_that_of_the_exact_probabilities(
     worlds: tuple[float, float], scale: float
 ) -> None:
     first, second = (laplace_mass(world, scale) for world in worlds)
-    computed = losses(laplace_density, *worlds, scale)
+    computed = losses(laplace_log_density, *worlds, scale)
 
     assert first.sum() == pytest.approx(1.0, abs=1e-12)
     near = (first > 1e-300) & (second > 1e-300)  # further out, probabilities lose digits
@@ -82,7 +82,7 @@ def test_the_laplace_density_ratio_is_that_of_the_exact_probabilities(
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_laplace_loss_covers_rounding_and_must(scale: float) -> None:
     """0.06 and 0.07 lie on two sides of the middle between lattice points: rounding parts them by a whole spacing."""
-    largest = np.abs(losses(laplace_density, 0.06, 0.07, scale)).max()
+    largest = np.abs(losses(laplace_log_density, 0.06, 0.07, scale)).max()
 
     assert largest == pytest.approx(COARSE / scale)
     assert largest > 0.01 / scale  # the loss without lattice
@@ -92,7 +92,7 @@ def test_the_laplace_loss_covers_rounding_and_must(scale: float) -> None:
 @pytest.mark.usefixtures("coarse")
 @given(st.floats(-3, 3), st.floats(-3, 3), st.sampled_from(SCALES))
 def test_no_point_costs_more_than_the_laplace_loss(first: float, second: float, scale: float) -> None:
-    largest = np.abs(losses(laplace_density, first, second, scale)).max()
+    largest = np.abs(losses(laplace_log_density, first, second, scale)).max()
     assert largest <= laplace_loss(abs(first - second), 1, scale) + 1e-9
 
 
@@ -101,8 +101,8 @@ def test_no_point_costs_more_than_the_laplace_loss(first: float, second: float, 
 def test_the_mean_of_exp_of_minus_the_loss_is_one(worlds: tuple[float, float]) -> None:
     """Of 200,000 numbers that were drawn, on the coarse lattice: six standard deviations, failure probability 2e-9."""
     first, second = (np.full(1, world) for world in worlds)
-    said = say_laplace(KeyedNoise("hush", "run", 0), "y", 0, np.full((200_000, 1), worlds[0]), 1.0)
-    inverse = np.exp(laplace_density(said, second, 1.0) - laplace_density(said, first, 1.0))
+    said = add_laplace_noise(KeyedNoise("hush", "run", 0), "y", 0, np.full((200_000, 1), worlds[0]), 1.0)
+    inverse = np.exp(laplace_log_density(said, second, 1.0) - laplace_log_density(said, first, 1.0))
 
     assert inverse.std() > 0.5
     assert abs(inverse.mean() - 1.0) < 6 * inverse.std() / math.sqrt(inverse.size)
@@ -115,7 +115,7 @@ def test_the_gaussian_density_ratio_is_that_of_the_exact_probabilities(
     worlds: tuple[float, float], scale: float
 ) -> None:
     first, second = (gaussian_mass(world, scale) for world in worlds)
-    computed = losses(gaussian_density, *worlds, scale)
+    computed = losses(gaussian_log_density, *worlds, scale)
 
     near = (first > 1e-290) & (second > 1e-290)
     np.testing.assert_allclose(computed[near], np.log(first[near] / second[near]), atol=1e-9)
@@ -133,13 +133,13 @@ def test_the_renyi_divergence_is_within_the_gaussian_loss(
     terms = order * np.log(first[near]) + (1 - order) * np.log(second[near])
     divergence = (np.logaddexp.reduce(terms)) / (order - 1)
 
-    assert 0 < divergence <= order * gaussian_loss(abs(worlds[0] - worlds[1]), 1, scale) * (1 + 1e-9)
+    assert 0 < divergence <= order * gaussian_zcdp_rho(abs(worlds[0] - worlds[1]), 1, scale) * (1 + 1e-9)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("loss", "expected"), [(laplace_loss, 0.5), (gaussian_loss, 0.125)])
+@pytest.mark.parametrize(("loss", "expected"), [(laplace_loss, 0.5), (gaussian_zcdp_rho, 0.125)])
 def test_a_loss_without_noise_is_infinite_and_of_nothing_is_zero(
     loss: Callable[[float, int, float], float], expected: float
 ) -> None:
@@ -163,7 +163,7 @@ def test_zcdp_epsilon_is_that_of_bun_and_steinke() -> None:
 # ---- saying ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("say", "density"), [(say_laplace, laplace_density), (say_gaussian, gaussian_density)])
+@pytest.mark.parametrize(("say", "density"), [(add_laplace_noise, laplace_log_density), (add_gaussian_noise, gaussian_log_density)])
 def test_without_noise_a_vector_is_said_as_it_is(say: Callable[..., FloatArray], density: Callable[..., float]) -> None:
     vector = np.array([0.1, -2.0])
     assert say(no_noise, "y", 0, vector, 0.0) is vector
@@ -171,7 +171,7 @@ def test_without_noise_a_vector_is_said_as_it_is(say: Callable[..., FloatArray],
     assert density(vector + 0.1, vector, 0.0) == -math.inf
 
 
-@pytest.mark.parametrize("say", [say_laplace, say_gaussian])
+@pytest.mark.parametrize("say", [add_laplace_noise, add_gaussian_noise])
 def test_every_learner_has_its_scale(say: Callable[..., FloatArray]) -> None:
     """The mean magnitude over 20,000 numbers is within 5 % of scale 1 and 50, in standard Laplace or normal ones."""
     scales = np.array([1.0, 50.0]).reshape(2, 1, 1)
@@ -179,27 +179,27 @@ def test_every_learner_has_its_scale(say: Callable[..., FloatArray]) -> None:
     size = np.abs(say(SeededNoise(1), "y", 0, vector, scales)).mean(axis=(1, 2))
 
     assert (vector == 0.0).all()  # nothing was written into it
-    np.testing.assert_allclose(size / scales.ravel(), 1.0 if say is say_laplace else math.sqrt(2 / math.pi), rtol=0.05)
+    np.testing.assert_allclose(size / scales.ravel(), 1.0 if say is add_laplace_noise else math.sqrt(2 / math.pi), rtol=0.05)
 
 
 def test_a_certain_density_forgives_rounding_alone() -> None:
     vector = np.array([1e6, 1.0])
-    assert certain_density(vector * (1 + 1e-15), vector) == 0.0
-    assert certain_density(vector + np.array([0.0, 1e-3]), vector) == -math.inf
+    assert dirac_log_density(vector * (1 + 1e-15), vector) == 0.0
+    assert dirac_log_density(vector + np.array([0.0, 1e-3]), vector) == -math.inf
 
 
 def test_the_spherical_density_is_that_of_its_norm() -> None:
     """Times the surface of the sphere it is Gamma(dim), up to a constant."""
     norms = np.array([0.5, 2.0, 7.0])
     noise = norms[:, None] * np.array([0.6, 0.0, 0.8])
-    constant = spherical_density(noise, 2.0) + 2 * np.log(norms) - stats.gamma(3, scale=0.5).logpdf(norms)
+    constant = spherical_log_density(noise, 2.0) + 2 * np.log(norms) - stats.gamma(3, scale=0.5).logpdf(norms)
     np.testing.assert_allclose(constant, constant[0])
 
 
 # ---- low bits --------------------------------------------------------------------------------------------------------
 
 
-@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e6), st.sampled_from([say_laplace, say_gaussian]))
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e6), st.sampled_from([add_laplace_noise, add_gaussian_noise]))
 def test_whatever_the_state_what_is_said_lies_on_the_lattice(
     state: float, scale: float, say: Callable[..., FloatArray]
 ) -> None:
@@ -216,7 +216,7 @@ def test_low_bits_of_what_is_said_are_uniform_for_any_state() -> None:
 
 
 def last_bits(state: float, seed: int) -> npt.NDArray[np.int64]:
-    said = say_laplace(KeyedNoise("hush", "run", seed), "y", 0, np.full(100_000, state), 1.0)
+    said = add_laplace_noise(KeyedNoise("hush", "run", seed), "y", 0, np.full(100_000, state), 1.0)
     bits: npt.NDArray[np.int64] = (said / grid(1.0)).astype(np.int64) & 255
     return bits
 
@@ -241,7 +241,7 @@ def test_a_precision_attack_breaks_numpy_and_not_us() -> None:
     noise = np.random.default_rng(0).laplace(size=(2, 50_000))
     assert given_away(noise[0], 1.0 + noise[1]) > 0.1
 
-    for say in (say_laplace, say_gaussian):
+    for say in (add_laplace_noise, add_gaussian_noise):
         zero, one = (say(KeyedNoise("hush", "run", k), "y", 0, np.full(50_000, 1.0 * k), 1.0) for k in range(2))
         assert given_away(zero, one) < 1e-3
 
@@ -249,6 +249,6 @@ def test_a_precision_attack_breaks_numpy_and_not_us() -> None:
 def test_the_precision_attack_breaks_spherical_noise() -> None:
     """As its docs say: it is in float64. Should it once be on a lattice, they may say so."""
     noise, again = (
-        KeyedNoise("hush", "run", k)(Draw("spherical", "y", 0, 1.0, None, (50_000, 3)))[:, 0] for k in range(2)
+        KeyedNoise("hush", "run", k)(NoiseRequest("spherical", "y", 0, 1.0, None, (50_000, 3)))[:, 0] for k in range(2)
     )
     assert given_away(noise, 1.0 + again) > 0.01

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from scipy import optimize
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression, RidgeLoss
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray
@@ -72,7 +72,7 @@ def test_the_minimiser_of_the_logistic_loss_is_scikit_learns() -> None:
 
 def test_the_minimiser_of_the_squared_loss_is_scikit_learns() -> None:
     objective = some_objective(LOSSES[1])
-    model = Ridge(alpha=0.7 / 2, fit_intercept=False, tol=1e-12)
+    model = RidgeLoss(alpha=0.7 / 2, fit_intercept=False, tol=1e-12)
     model.fit(objective.features, objective.labels, sample_weight=objective.weights)
 
     found = objective.minimiser(L2Ball(radius=1e5), np.zeros(4))
@@ -258,7 +258,7 @@ def test_rounds_without_records_cost_nothing() -> None:
     assert found["static_regret"].mean.tolist() == [0.0, 0.0, 0.0]
     for name in ("average_loss", "tracking_error", "tracking_error_of_mean", "instantaneous_regret"):
         assert np.isnan(found[name].mean).all(), name
-    assert found.with_records.tolist() == [0.0, 0.0, 0.0] and not found.all_with_records
+    assert found.with_records.tolist() == [0.0, 0.0, 0.0] and not found.has_records_in_all_rounds
 
 
 def test_rounds_after_the_last_record_change_no_average() -> None:
@@ -277,9 +277,9 @@ def test_rounds_after_the_last_record_change_no_average() -> None:
     until, after = measured(short, placed(5), no_noise), measured(long, placed(40), no_noise, at=(5, 20, 40))
     assert until["average_loss"].final > 0.1
     assert after["average_loss"].mean == pytest.approx([until["average_loss"].final] * 3)
-    assert after.with_records == pytest.approx([10 / 3] * 3) and not until.all_with_records
+    assert after.with_records == pytest.approx([10 / 3] * 3) and not until.has_records_in_all_rounds
     full = measured(small_run(5, 2), PlacedData(placed(5).learners[:2], x, y), no_noise)
-    assert full.all_with_records and full.with_records.tolist() == [1, 2, 3, 4, 5]
+    assert full.has_records_in_all_rounds and full.with_records.tolist() == [1, 2, 3, 4, 5]
     *_, last = simulate(short, placed(5), no_noise, 1)  # F_t is the mean over the two learners that have records
     _, value = least(lambda theta: record_loss(theta, x, y))
     regret = np.mean([record_loss(last.before[i, 0], x, y) - value for i in range(3)])

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce_core.errors import CaptureError, CheckFailed, SpecError
+from sottovoce_core.errors import CaptureError, AssumptionViolated, SpecError
 from sottovoce_core.network.graphs import _Edges, _RandomGraphs
-from sottovoce_core.network.network import Digests, Network, PeriodicNetwork, cut_off
-from sottovoce_core.network.roster import Roster
+from sottovoce_core.network.network import NetworkDigests, Network, PeriodicNetwork, cut_off
+from sottovoce_core.network.roster import ParticipationSchedule
 from sottovoce_core.network.topology import FixedNetwork, Topology
 from sottovoce_core.network.weights import MetropolisWeights, Mixing, digest_of
 from sottovoce_core.noise import SeededNoise
@@ -82,7 +82,7 @@ def test_weights_of_a_directed_graph(weights: Any, matrix: Any) -> None:
     np.testing.assert_allclose(built.at(7).matrix, matrix, rtol=1e-15)
     assert sums_to_one(built) == ("out_degree" not in str(weights), "out_degree" in str(weights))
     assert built.at(0).heard_by(2) == {0: matrix[2][0], 1: matrix[2][1]}
-    assert [built.at(0).told_by(i) for i in range(3)] == [(1, 2), (2,), (0,)]
+    assert [built.at(0).out_neighbours(i) for i in range(3)] == [(1, 2), (2,), (0,)]
     assert built.edges == ((0, 1), (0, 2), (1, 2))
 
 
@@ -124,7 +124,7 @@ def test_lazy_weights_have_no_negative_eigenvalue() -> None:
     "where", [{"graph": CYCLE}, {"sequence": periodic("ring", CYCLE)}, {"sequence": random(directed=True)}]
 )
 def test_rules_for_undirected_graphs_are_refused_on_directed_ones(rule: Any, where: dict[str, Any]) -> None:
-    with pytest.raises(CheckFailed, match=r"weights need undirected graphs, got a directed one; take out_degree") as no:
+    with pytest.raises(AssumptionViolated, match=r"weights need undirected graphs, got a directed one; take out_degree") as no:
         network(3, weights=rule, **where)
     assert no.value.code == "W_DIRECTED"
 
@@ -142,7 +142,7 @@ def test_rules_for_undirected_graphs_are_refused_on_directed_ones(rule: Any, whe
 def test_a_learner_must_keep_some_weight_for_itself(weights: Any, where: dict[str, Any], limit: str) -> None:
     n = 3 if where.get("graph") == FORK else 5
     with pytest.raises(
-        CheckFailed, match=rf"positive weight for its own value, got .*; take weights below {limit} "
+        AssumptionViolated, match=rf"positive weight for its own value, got .*; take weights below {limit} "
     ) as no:
         network(n, weights=weights, **where)
     assert no.value.code == "W_OWN"
@@ -153,7 +153,7 @@ def test_a_learner_must_keep_some_weight_for_itself(weights: Any, where: dict[st
 
 def test_a_periodic_sequence_comes_again() -> None:
     built = network(3, sequence=periodic(edges((0, 1)), edges((1, 2)), edges((1, 2))))
-    assert [[built.at(t).told_by(i) for i in range(3)] for t in (0, 1, 3, 301)] == [
+    assert [[built.at(t).out_neighbours(i) for i in range(3)] for t in (0, 1, 3, 301)] == [
         [(1,), (0,), ()],
         [(), (2,), (1,)],
         [(1,), (0,), ()],
@@ -229,8 +229,8 @@ def test_what_sums_to_one_in_a_random_sequence_follows_from_the_rule(
     ids=["graph", "directed", "sequence"],
 )
 def test_learners_that_are_cut_off_are_named(where: dict[str, Any], lost: str) -> None:
-    with pytest.raises(CheckFailed, match=lost):
-        Topology.model_validate(where).network(4, 50, Roster(["ann", "ben", "Krankenhaus Süd", "eve"], []))
+    with pytest.raises(AssumptionViolated, match=lost):
+        Topology.model_validate(where).network(4, 50, ParticipationSchedule(["ann", "ben", "Krankenhaus Süd", "eve"], []))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_learners_that_are_cut_off_are_named(where: dict[str, Any], lost: str) -
     ],
 )
 def test_a_network_that_never_connects_everybody_is_refused(where: dict[str, Any], lost: str) -> None:
-    with pytest.raises(CheckFailed, match=lost) as no:
+    with pytest.raises(AssumptionViolated, match=lost) as no:
         network(4, weights="in_degree", **where)
     assert no.value.code == "W_DISCONNECTED"
     assert "not strongly connected" in no.value.text
@@ -255,11 +255,11 @@ def test_a_network_that_never_connects_everybody_is_refused(where: dict[str, Any
 def test_a_sequence_must_connect_everybody_within_the_rounds_of_the_run() -> None:
     """The second graph comes too late."""
     sequence = periodic(edges((0, 1)), edges((1, 2)))
-    with pytest.raises(CheckFailed, match="W_DISCONNECTED"):
+    with pytest.raises(AssumptionViolated, match="W_DISCONNECTED"):
         network(3, 1, sequence=sequence)
     assert network(3, 2, sequence=sequence).n_learners == 3
     document = {"rounds": 1, "learners": 3, "topology": {"sequence": sequence}, "algorithm": {"name": "ldp-dol"}}
-    with pytest.raises(CheckFailed, match="W_DISCONNECTED"):
+    with pytest.raises(AssumptionViolated, match="W_DISCONNECTED"):
         build_run(parse_spec(document, imports=True), 3)
 
 
@@ -286,8 +286,8 @@ def test_directed_edges_of_files_lead_from_teller_to_hearer(tmp_path: Path) -> N
     for path in (listed, graphml):
         graph = {"kind": "file", "path": path, "directed": True}
         built = network(3, graph=graph, weights="out_degree")
-        assert [built.at(0).told_by(i) for i in range(3)] == [(2,), (0,), (1,)]
-        told = Topology.model_validate({"graph": graph, "weights": "out_degree"}).explicit(3)
+        assert [built.at(0).out_neighbours(i) for i in range(3)] == [(2,), (0,), (1,)]
+        told = Topology.model_validate({"graph": graph, "weights": "out_degree"}).to_edge_list(3)
         assert isinstance(told.graph, _Edges) and told.graph.directed
         assert sorted(told.graph.edges) == [(0, 2), (1, 0), (2, 1)]
 
@@ -319,11 +319,11 @@ def test_random_digraphs_are_directed() -> None:
 )
 def test_an_explicit_topology_is_the_same_and_needs_no_graph_library(topology: dict[str, Any]) -> None:
     spec = Topology.model_validate(topology)
-    told = Topology.model_validate(spec.explicit(3).model_dump(mode="json"))
+    told = Topology.model_validate(spec.to_edge_list(3).model_dump(mode="json"))
     ours, theirs = spec.network(3, 20), told.network(3, 20)
     for t in range(8):
         assert np.array_equal(ours.at(t).matrix, theirs.at(t).matrix)
-    assert told.explicit(3) == told
+    assert told.to_edge_list(3) == told
     code = (
         "import sys; from sottovoce_core.network.topology import Topology\n"
         f"Topology.model_validate_json({told.model_dump_json()!r}).network(3, 20).at(3)\n"
@@ -344,7 +344,7 @@ def test_a_graph_and_a_sequence_exclude_each_other() -> None:
 def test_an_algorithm_for_one_undirected_graph_refuses_others() -> None:
     for topology in ({"graph": CYCLE, "weights": "in_degree"}, {"sequence": random(0.9)}):
         document = {"rounds": 9, "learners": 3, "topology": topology, "algorithm": {"name": "ldp-dol"}}
-        with pytest.raises(CheckFailed, match="TOPOLOGY_FIXED"):
+        with pytest.raises(AssumptionViolated, match="TOPOLOGY_FIXED"):
             build_run(parse_spec(document, imports=True), 3)
 
 
@@ -361,8 +361,8 @@ def test_a_learner_is_replayed_until_nobody_heard_it() -> None:
     gaps[4, 1], gaps[0, 2] = np.nan, np.nan
     broken, other = Transcript({"y": gaps}), data.learners[0]
 
-    assert [broken.unbroken(i) for i in range(3)] == [6, 4, 0]
-    assert [whole.unbroken(i) for i in range(3)] == [6, 6, 6]
+    assert [broken.count_complete_rounds(i) for i in range(3)] == [6, 4, 0]
+    assert [whole.count_complete_rounds(i) for i in range(3)] == [6, 6, 6]
     expected = replay(run, whole, 1, [data.learners[1], other]).realised
     found = replay(run, broken, 1, [data.learners[1], other]).realised
     assert np.abs(expected).max() > 0.01
@@ -389,9 +389,9 @@ def test_digests_of_rounds_are_the_same_whatever_is_kept_of_them() -> None:
     """Also of rounds before those that are kept, which somebody may ask for who was away for long."""
     rings = {"sequence": {"kind": "periodic", "graphs": ["ring", "star", "path"]}}
     network = Topology.model_validate(rings).network(5, 50)
-    few, all_ = Digests(network, 2), Digests(network, 50)
+    few, all_ = NetworkDigests(network, 2), NetworkDigests(network, 50)
     asked = [(1, 9), (0, 3), (7, 20), (2, 19)]
     expected = [digest_of(network.at(t).digest for t in range(*each)) for each in asked]
     assert [few.of(*each) for each in asked] == [all_.of(*each) for each in asked] == expected
     assert len(set(expected)) == len(asked)
-    assert few.of(4, 4) == b"" == Digests(Topology().network(5), 2).of(1, 9)
+    assert few.of(4, 4) == b"" == NetworkDigests(Topology().network(5), 2).of(1, 9)

@@ -24,10 +24,10 @@ from scipy import stats
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import (
-    Draw,
+    NoiseRequest,
     KeyedNoise,
     Law,
-    Noise,
+    NoiseSource,
     OpenDpNoise,
     RecordedNoise,
     Recorder,
@@ -35,7 +35,7 @@ from sottovoce_core.noise import (
     SystemNoise,
     grid,
     no_noise,
-    on_grid,
+    round_to_lattice,
 )
 
 DRAWS = 200_000
@@ -60,10 +60,10 @@ class Entropy:
 class InRounds:
     """The numbers of one draw, a hundred a round, whose scales are known beforehand."""
 
-    def __init__(self, source: Noise) -> None:
+    def __init__(self, source: NoiseSource) -> None:
         self._source = source
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         one = replace(draw, shape=(100,), later=lambda t: draw.scale)
         return np.concatenate([self._source(replace(one, round=t)) for t in range(math.prod(draw.shape) // 100)])
 
@@ -72,7 +72,7 @@ COARSE = 0.125
 """A spacing that leaves single points to count: 8 a scale of 1."""
 
 
-def source_of(sampler: str) -> Noise:
+def source_of(sampler: str) -> NoiseSource:
     """The source of that name, seeded where it takes a seed."""
     match sampler:
         case "bitwise":
@@ -96,7 +96,7 @@ def laplace_of(sampler: str) -> FloatArray:
 def gaussian_of(sampler: str) -> FloatArray:
     """The same of standard deviation 1."""
     count = 30_000 if sampler == "opendp" else DRAWS
-    return source_of(sampler)(Draw("gaussian", "y", 0, 1.0, grid(1.0), (count,)))
+    return source_of(sampler)(NoiseRequest("gaussian", "y", 0, 1.0, grid(1.0), (count,)))
 
 
 def lattice_points(values: FloatArray) -> npt.NDArray[np.int64]:
@@ -106,8 +106,8 @@ def lattice_points(values: FloatArray) -> npt.NDArray[np.int64]:
     return points.astype(np.int64)
 
 
-def drawn(source: Noise, scale: float, count: int = DRAWS, spacing: float = 0.0) -> FloatArray:
-    return source(Draw("laplace", "y", 0, scale, spacing or grid(scale), (count,)))
+def drawn(source: NoiseSource, scale: float, count: int = DRAWS, spacing: float = 0.0) -> FloatArray:
+    return source(NoiseRequest("laplace", "y", 0, scale, spacing or grid(scale), (count,)))
 
 
 # ---- every sampler ---------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_spherical_noise_has_a_gamma_norm_and_any_direction(sampler: str, dim: i
 
     Kolmogorov-Smirnov for both, and rank correlation of the two: failure probability 6e-9 at most, fixed seeds.
     """
-    vectors = source_of(sampler)(Draw("spherical", "y", 0, 2.0, None, (40_000, dim)))
+    vectors = source_of(sampler)(NoiseRequest("spherical", "y", 0, 2.0, None, (40_000, dim)))
     norms = np.linalg.norm(vectors, axis=-1)
 
     assert stats.kstest(norms, "gamma", (dim, 0, 0.5)).pvalue > 1e-9
@@ -224,7 +224,7 @@ def test_bitwise_and_opendp_agree_point_by_point(law: Law, scale: float) -> None
     edge = math.ceil(3 * scale / COARSE)
     counts = []
     for source, count in ((SystemNoise(Entropy(22)), DRAWS), (OpenDpNoise(), 10_000)):
-        values = source(Draw(law, "y", 0, scale, COARSE, (count,)))
+        values = source(NoiseRequest(law, "y", 0, scale, COARSE, (count,)))
         points = np.clip(np.rint(values / COARSE).astype(int), -edge, edge) + edge
         counts.append(np.bincount(points, minlength=2 * edge + 1))
     assert stats.chi2_contingency(np.array(counts)).pvalue > 1e-9
@@ -232,9 +232,9 @@ def test_bitwise_and_opendp_agree_point_by_point(law: Law, scale: float) -> None
 
 @needs_opendp
 def test_opendp_is_for_one_learner_and_keeps_the_shape() -> None:
-    assert OpenDpNoise()(Draw("laplace", "y", 0, 1.0, grid(1.0), (2, 3))).shape == (2, 3)
+    assert OpenDpNoise()(NoiseRequest("laplace", "y", 0, 1.0, grid(1.0), (2, 3))).shape == (2, 3)
     with pytest.raises(TypeError, match="scale must be one number"):
-        OpenDpNoise()(Draw("gaussian", "y", 0, np.ones(2), np.ones(2), (2, 3)))
+        OpenDpNoise()(NoiseRequest("gaussian", "y", 0, np.ones(2), np.ones(2), (2, 3)))
 
 
 def test_opendp_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,9 +244,9 @@ def test_opendp_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("source", [SystemNoise(), KeyedNoise("hush", "run", 0), SeededNoise(0)])
-def test_an_unknown_law_is_not_taken_for_another_one(source: Noise) -> None:
+def test_an_unknown_law_is_not_taken_for_another_one(source: NoiseSource) -> None:
     with pytest.raises(AssertionError, match="cauchy"):
-        source(Draw("cauchy", "y", 0, 1.0, grid(1.0), (3,)))  # type: ignore[arg-type]
+        source(NoiseRequest("cauchy", "y", 0, 1.0, grid(1.0), (3,)))  # type: ignore[arg-type]
 
 
 # ---- the operating system's noise ------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_draws_do_not_repeat() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1.37, 0.3])
 def test_system_noise_has_the_discrete_gaussian_law(scale: float) -> None:
     """Chi-square over single lattice points. A right sampler fails with probability 1e-6; the seed is fixed."""
-    values = SystemNoise(Entropy(12))(Draw("gaussian", "y", 0, scale, COARSE, (DRAWS,)))
+    values = SystemNoise(Entropy(12))(NoiseRequest("gaussian", "y", 0, scale, COARSE, (DRAWS,)))
     edge = math.ceil(3 * scale / COARSE)
     observed = np.bincount(np.clip(np.rint(values / COARSE).astype(int), -edge, edge) + edge, minlength=2 * edge + 1)
     mass = np.exp(-0.5 * (np.arange(-20 * edge, 20 * edge + 1) * COARSE / scale) ** 2)
@@ -330,7 +330,7 @@ def test_system_noise_has_the_discrete_gaussian_law(scale: float) -> None:
 
 def test_the_moments_of_bitwise_gaussian_noise() -> None:
     """`E |x|` and `E x^2` of two million numbers, six standard deviations each: failure probability 4e-9, fixed seed."""
-    x = SystemNoise(Entropy(13))(Draw("gaussian", "y", 0, 1.0, grid(1.0), (2_000_000,)))
+    x = SystemNoise(Entropy(13))(NoiseRequest("gaussian", "y", 0, 1.0, grid(1.0), (2_000_000,)))
     assert abs(np.abs(x).mean() - math.sqrt(2 / math.pi)) < 6 * math.sqrt((1 - 2 / math.pi) / x.size)
     assert abs((x**2).mean() - 1) < 6 * math.sqrt(2 / x.size)
 
@@ -374,7 +374,7 @@ def test_low_bits_are_accepted_with_their_probability(coin: int, share: float) -
 @given(st.floats(1e-6, 1e6), st.integers(0, 2**32))
 def test_system_noise_lies_on_the_lattice(scale: float, seed: int) -> None:
     spacing = float(grid(scale))
-    values = SystemNoise(Entropy(seed))(Draw("laplace", "y", 0, scale, spacing, (4, 5)))
+    values = SystemNoise(Entropy(seed))(NoiseRequest("laplace", "y", 0, scale, spacing, (4, 5)))
 
     assert values.shape == (4, 5)
     assert (values / spacing == np.rint(values / spacing)).all()
@@ -388,17 +388,17 @@ def test_system_noise_asks_the_operating_system_by_default() -> None:
 def test_system_noise_is_for_one_learner() -> None:
     scales = np.ones((2, 1, 1))
     with pytest.raises(TypeError, match="scale must be one number"):
-        SystemNoise()(Draw("laplace", "y", 0, scales, grid(scales), (2, 1, 3)))
+        SystemNoise()(NoiseRequest("laplace", "y", 0, scales, grid(scales), (2, 1, 3)))
 
 
 def test_system_noise_of_a_lattice_law_needs_a_lattice() -> None:
     with pytest.raises(TypeError, match="and grid another one"):
-        SystemNoise()(Draw("laplace", "y", 0, 1.0, None, (3,)))
+        SystemNoise()(NoiseRequest("laplace", "y", 0, 1.0, None, (3,)))
 
 
 def test_system_noise_refuses_a_lattice_that_it_is_too_fine_for() -> None:
     with pytest.raises(SpecError, match=r"scale must be at most 2\^43 times grid, got grid/scale of 8.88178e-16"):
-        SystemNoise(Entropy(0))(Draw("laplace", "y", 0, 1.0, 2.0**-50, (1,)))
+        SystemNoise(Entropy(0))(NoiseRequest("laplace", "y", 0, 1.0, 2.0**-50, (1,)))
 
 
 @pytest.mark.parametrize("sampler", ["bitwise", "keyed", pytest.param("opendp", marks=needs_opendp)])
@@ -420,20 +420,20 @@ def test_no_source_of_real_noise_serves_a_scale_without_noise(
     sampler: str, law: Law, scale: float, spacing: float
 ) -> None:
     with pytest.raises(SpecError, match="must have 0 < grid <= scale < inf"):
-        source_of(sampler)(Draw(law, "y", 3, scale, spacing, (3,)))
+        source_of(sampler)(NoiseRequest(law, "y", 3, scale, spacing, (3,)))
 
 
 @pytest.mark.parametrize("sampler", ["bitwise", "keyed", pytest.param("opendp", marks=needs_opendp)])
 @pytest.mark.parametrize("rate", [0.0, math.inf, math.nan, -1.0, 5e-324])
 def test_no_source_of_real_noise_serves_a_rate_without_noise(sampler: str, rate: float) -> None:
     with pytest.raises(SpecError, match="must have a rate that is positive and finite"):
-        source_of(sampler)(Draw("spherical", "y", 3, rate, None, (3,)))
+        source_of(sampler)(NoiseRequest("spherical", "y", 3, rate, None, (3,)))
 
 
 def test_a_ratio_that_underflows_is_refused() -> None:
     """Else 18 bits of so fine a lattice would be drawn: next to nothing."""
     with pytest.raises(SpecError, match="got grid/scale of 0"):
-        SystemNoise(Entropy(0))(Draw("laplace", "y", 0, 1e308, 2.0**-1000, (1,)))
+        SystemNoise(Entropy(0))(NoiseRequest("laplace", "y", 0, 1e308, 2.0**-1000, (1,)))
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, 1e-320, -1.0])
@@ -479,16 +479,16 @@ def test_keyed_noise_stays_what_it_is() -> None:
 
 
 def test_keyed_noise_of_other_laws_stays_what_it_is() -> None:
-    key, lattice = KeyedNoise("hush", "run", 3), Draw("gaussian", "y", 1, 1.0, grid(1.0), (50,))
+    key, lattice = KeyedNoise("hush", "run", 3), NoiseRequest("gaussian", "y", 1, 1.0, grid(1.0), (50,))
     assert lattice_points(key(lattice)[:3]).tolist() == [-213374010738, -628902032352, -164198827505]
-    vectors = key(Draw("spherical", "y", 1, 1.5, None, (4, 3)))
+    vectors = key(NoiseRequest("spherical", "y", 1, 1.5, None, (4, 3)))
     assert vectors[0].tolist() == pytest.approx(
         [0.2045311153076317, -2.1095168065070533, 0.8537735417961925], rel=1e-12
     )
 
 
 def drawn_at(source: KeyedNoise, t: int, name: str = "y") -> FloatArray:
-    return source(Draw("laplace", name, t, 1.0, grid(1.0), (50,)))
+    return source(NoiseRequest("laplace", name, t, 1.0, grid(1.0), (50,)))
 
 
 # ---- other sources ---------------------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ def drawn_at(source: KeyedNoise, t: int, name: str = "y") -> FloatArray:
 def test_seeded_noise_is_laplace_for_every_learner() -> None:
     """Kolmogorov-Smirnov for each of two scales. Failure probability 2e-6 together, fixed seed."""
     scales = np.array([0.5, 4.0]).reshape(2, 1, 1)
-    values = SeededNoise(6)(Draw("laplace", "y", 0, scales, grid(scales), (2, 1000, 50)))
+    values = SeededNoise(6)(NoiseRequest("laplace", "y", 0, scales, grid(scales), (2, 1000, 50)))
 
     for row, scale in zip(values, scales.ravel(), strict=True):
         assert stats.kstest(row.ravel(), "laplace", (0, scale)).pvalue > 1e-6
@@ -515,7 +515,7 @@ def test_seeded_noise_goes_on_in_the_next_round() -> None:
 
 
 def test_seeded_noise_is_rounded_only_where_there_is_a_lattice() -> None:
-    draw = Draw("laplace", "y", 0, 1.5, 0.5, (50,))
+    draw = NoiseRequest("laplace", "y", 0, 1.5, 0.5, (50,))
     rounded, raw = SeededNoise(9)(draw), SeededNoise(9)(replace(draw, grid=None))
     assert (draw.rounded(raw) == rounded).all() and (rounded != raw).any()
 
@@ -523,41 +523,41 @@ def test_seeded_noise_is_rounded_only_where_there_is_a_lattice() -> None:
 @pytest.mark.parametrize("law", ["laplace", "gaussian"])
 def test_seeded_noise_has_no_more_even_numbers_than_odd_ones(law: Law) -> None:
     """On a lattice so fine that few binary places are left, halves are frequent. Fails with probability 1e-6 (4.9 deviations)."""
-    drawn = SeededNoise(11)(Draw(law, "y", 0, 2.0**49, 1.0, (40_000,)))
+    drawn = SeededNoise(11)(NoiseRequest(law, "y", 0, 2.0**49, 1.0, (40_000,)))
     odd = int((drawn.astype(np.int64) & 1).sum())
     assert abs(odd - 20_000) < 4.9 * 100
 
 
 def test_no_noise_is_zero() -> None:
-    assert no_noise(Draw("laplace", "y", 3, 1.0, 0.5, (2, 3))).tolist() == [[0.0] * 3] * 2
+    assert no_noise(NoiseRequest("laplace", "y", 3, 1.0, 0.5, (2, 3))).tolist() == [[0.0] * 3] * 2
 
 
 def test_recorded_noise_says_the_round_again() -> None:
     recording = np.arange(12.0).reshape(2, 2, 1, 3)
     source = RecordedNoise({"y": recording})
 
-    assert (source(Draw("laplace", "y", 1, 1.0, 1.0, (2, 1, 3))) == recording[1]).all()
-    assert (source(Draw("laplace", "y", 1, 1.0, 1.0, (2, 4, 3))) == np.repeat(recording[1], 4, axis=1)).all()
+    assert (source(NoiseRequest("laplace", "y", 1, 1.0, 1.0, (2, 1, 3))) == recording[1]).all()
+    assert (source(NoiseRequest("laplace", "y", 1, 1.0, 1.0, (2, 4, 3))) == np.repeat(recording[1], 4, axis=1)).all()
 
 
 @pytest.mark.parametrize(("name", "t"), [("y", 2), ("z", 0)])
 def test_recorded_noise_must_have_the_field_and_the_round(name: str, t: int) -> None:
     source = RecordedNoise({"y": np.zeros((2, 3))})
     with pytest.raises(SpecError, match=f"must have field '{name}' for round {t}, and it does not"):
-        source(Draw("laplace", name, t, 1.0, 1.0, (3,)))
+        source(NoiseRequest("laplace", name, t, 1.0, 1.0, (3,)))
 
 
 def test_recorded_noise_must_have_the_shape() -> None:
     with pytest.raises(SpecError, match=r"field 'y' must have shape \(4,\) in a round, got \(3,\)"):
-        RecordedNoise({"y": np.zeros((2, 3))})(Draw("laplace", "y", 0, 1.0, 1.0, (4,)))
+        RecordedNoise({"y": np.zeros((2, 3))})(NoiseRequest("laplace", "y", 0, 1.0, 1.0, (4,)))
 
 
 def test_a_recorder_keeps_what_passes() -> None:
     recorder = Recorder(SeededNoise(10))
-    rounds = [recorder(Draw("laplace", "y", t, 1.0, float(grid(1.0)), (2, 3))) for t in range(3)]
+    rounds = [recorder(NoiseRequest("laplace", "y", t, 1.0, float(grid(1.0)), (2, 3))) for t in range(3)]
 
     assert np.array_equal(recorder.drawn["y"], rounds)
-    assert np.array_equal(RecordedNoise({"y": np.stack(rounds)})(Draw("laplace", "y", 2, 1.0, 1.0, (2, 3))), rounds[2])
+    assert np.array_equal(RecordedNoise({"y": np.stack(rounds)})(NoiseRequest("laplace", "y", 2, 1.0, 1.0, (2, 3))), rounds[2])
 
 
 # ---- the lattice -----------------------------------------------------------------------------------------------------
@@ -576,7 +576,7 @@ def test_the_spacing_is_a_power_of_two_about_2_to_minus_40_scales(scale: float) 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e3))
 def test_rounding_moves_by_half_a_spacing_at_most(value: float, scale: float) -> None:
     spacing = float(grid(scale))
-    rounded = float(on_grid(np.array([value]), spacing)[0])
+    rounded = float(round_to_lattice(np.array([value]), spacing)[0])
 
     assert abs(rounded - value) <= spacing / 2
     assert rounded / spacing == round(rounded / spacing)

@@ -23,8 +23,8 @@ from scipy import stats
 
 from sottovoce_core.algorithms.interface import Who
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.noise import Draw, KeyedNoise, Noise, SeededNoise, SystemNoise, grid
-from sottovoce_core.noise.draw import MOST_ROWS, Ahead, Row
+from sottovoce_core.noise import NoiseRequest, KeyedNoise, NoiseSource, SeededNoise, SystemNoise, grid
+from sottovoce_core.noise.draw import MOST_ROWS, PrefetchCache, Row
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import parse_spec
 from tests.core.test_noise import Entropy
@@ -39,11 +39,11 @@ def rising(t: int) -> float:
     return 1.4 * math.pow(t + 1.0, 0.1)
 
 
-def draw(t: int, scale: Callable[[int], float] = rising, dim: int = DIM) -> Draw:
-    return Draw("laplace", "y", t, scale(t), grid(scale(t)), (dim,), scale)
+def draw(t: int, scale: Callable[[int], float] = rising, dim: int = DIM) -> NoiseRequest:
+    return NoiseRequest("laplace", "y", t, scale(t), grid(scale(t)), (dim,), scale)
 
 
-def rounds(source: Noise, first: int, last: int, scale: Callable[[int], float] = rising) -> FloatArray:
+def rounds(source: NoiseSource, first: int, last: int, scale: Callable[[int], float] = rising) -> FloatArray:
     return np.array([source(draw(t, scale)) for t in range(first, last)])
 
 
@@ -98,7 +98,7 @@ def test_every_row_is_an_array_of_its_own() -> None:
 @pytest.mark.parametrize("edge", [0.0, math.inf, math.nan, 1e200, 2.0**-1000])
 def test_rows_end_where_later_noise_would_have_no_lattice(edge: float) -> None:
     entropy = Entropy(4)
-    SystemNoise(entropy)(Draw("laplace", "y", 0, 1.5, grid(1.5), (DIM,), lambda t: 1.5 if t < 3 else edge))
+    SystemNoise(entropy)(NoiseRequest("laplace", "y", 0, 1.5, grid(1.5), (DIM,), lambda t: 1.5 if t < 3 else edge))
     assert entropy.asked[0] == OF_ONE * DIM * 3
 
 
@@ -117,7 +117,7 @@ def test_what_is_drawn_ahead_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("source", [lambda: KeyedNoise("hush", "run", 0), lambda: SeededNoise(1)])
-def test_noise_that_can_be_drawn_again_is_not_drawn_ahead(source: Callable[[], Noise]) -> None:
+def test_noise_that_can_be_drawn_again_is_not_drawn_ahead(source: Callable[[], NoiseSource]) -> None:
     ahead, plain = source(), source()
     for t in range(5):
         np.testing.assert_array_equal(ahead(draw(t)), plain(replace(draw(t), later=None)))
@@ -255,7 +255,7 @@ def test_threads_never_share_a_row() -> None:
 
 
 def test_threads_that_want_the_same_row_take_one_each() -> None:
-    ahead, row, rows = Ahead(), Row(0, 1.5, 2.0**-40, (1,)), 5_000
+    ahead, row, rows = PrefetchCache(), Row(0, 1.5, 2.0**-40, (1,)), 5_000
     ahead.draw("y", [row] * (rows + 1), lambda all_of_them: np.arange(-1.0, rows)[:, None])
     numbers = in_four_threads(lambda: [taken[0] for taken in iter(lambda: ahead.take("y", row), None)])
     assert sorted(numbers) == list(range(rows))

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.errors import CheckFailed, SpecError
-from sottovoce_core.noise import LARGEST_SCALE, SMALLEST_SCALE, Draw, SeededNoise
+from sottovoce_core.errors import AssumptionViolated, SpecError
+from sottovoce_core.noise import MAX_NOISE_SCALE, MIN_NOISE_SCALE, NoiseRequest, SeededNoise
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import parse_spec
@@ -72,14 +72,14 @@ def extremes(draw: st.DrawFn) -> tuple[str, dict[tuple[Any, ...], float]]:
 class Looking(SeededNoise):
     """A source that sees whether a deployed learner's would serve what it is asked for."""
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         scale = np.asarray(draw.scale)
         if draw.law == "spherical" and draw.round == 0:
             assert np.isinf(scale).all()  # before the first record nothing is asked of a real source
         elif draw.grid is None:
-            assert ((scale > 0) & (1.0 / scale >= SMALLEST_SCALE) & (1.0 / scale <= LARGEST_SCALE)).all(), draw
+            assert ((scale > 0) & (1.0 / scale >= MIN_NOISE_SCALE) & (1.0 / scale <= MAX_NOISE_SCALE)).all(), draw
         else:
-            assert ((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE) & (draw.grid > 0.0)).all(), draw
+            assert ((scale >= MIN_NOISE_SCALE) & (scale <= MAX_NOISE_SCALE) & (draw.grid > 0.0)).all(), draw
         return super().__call__(draw)
 
 
@@ -106,7 +106,7 @@ def prices(run: Run) -> None:
             assert price >= 0.0, (learner, t, price)
             if 0.0 < price < math.inf:
                 scale = run.algorithm.noise_scale(learner, t)
-                assert SMALLEST_SCALE <= scale <= LARGEST_SCALE, (learner, t, price, scale)
+                assert MIN_NOISE_SCALE <= scale <= MAX_NOISE_SCALE, (learner, t, price, scale)
             meter.advance(1)
 
 
@@ -134,6 +134,6 @@ def test_noise_that_float64_or_the_wire_cannot_carry_is_refused(name: str, param
     if "alpha" not in parameters and name in ("dvp", "pvp"):
         algorithm["alpha"] = 0.25
     short = {**FIELD["common"], **RUNS[name], "rounds": 60, "algorithm": algorithm}
-    with pytest.raises(CheckFailed, match="the noise scale must stay within") as caught:
+    with pytest.raises(AssumptionViolated, match="the noise scale must stay within") as caught:
         build_run(parse_spec(short, imports=True), 6)
     assert caught.value.code in ("NOISE_SCALE", "SIGMA", "SOLVER")

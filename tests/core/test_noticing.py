@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import yaml
 
-from sottovoce_core.algorithms.interface import OnLattice
+from sottovoce_core.algorithms.interface import LatticeAlgorithm
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.noticing import Expected, Notice, Noticing, Said, _off_lattice
+from sottovoce_core.auditing.noticing import ExpectedTraffic, Detection, OnlineChecks, Said, _off_lattice
 from sottovoce_core.noise import SeededNoise, grid
-from sottovoce_core.noise.mechanisms import lattice_of
+from sottovoce_core.noise.mechanisms import field_lattice_spacing
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import parse_spec
@@ -33,13 +33,13 @@ def said(t: int, value: float = 1.0, *, to: int = 1, sender: int = 0, stream: in
     return Said(sender=sender, receiver=to, stream=stream, round=t, **{**usual, **more})
 
 
-def rules(found: tuple[Notice, ...]) -> list[str]:
+def rules(found: tuple[Detection, ...]) -> list[str]:
     assert all("\n" not in each.text and each.text.startswith("learner 0 to learner") for each in found)
     return [each.kind for each in found]
 
 
-def expecting(**more: Any) -> Noticing:
-    return Noticing(Expected(40, lambda sender, receiver, t: t, lambda learner, t: {"y": STEP}, **more))
+def expecting(**more: Any) -> OnlineChecks:
+    return OnlineChecks(ExpectedTraffic(40, lambda sender, receiver, t: t, lambda learner, t: {"y": STEP}, **more))
 
 
 # ---- one rule at a time ----------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_a_value_off_the_lattice_is_named() -> None:
 
 def test_an_unusual_length() -> None:
     assert rules(expecting().heard(said(0, size=41))) == ["length"]
-    unknown = Noticing(Expected())
+    unknown = OnlineChecks(ExpectedTraffic())
     assert [rules(unknown.heard(said(t, size=size))) for t, size in enumerate((33, 33, 34))] == [[], [], ["length"]]
 
 
@@ -102,13 +102,13 @@ def test_a_stream_begins_with_what_was_lacking() -> None:
 
 
 def test_a_network_that_changes_says_which_round_is_due() -> None:
-    even = Noticing(Expected(due=lambda sender, receiver, t: t + t % 2 if t < 6 else None))
+    even = OnlineChecks(ExpectedTraffic(due=lambda sender, receiver, t: t + t % 2 if t < 6 else None))
     even.promised(0, 1, 1, 1)
     assert [rules(even.heard(said(t))) for t in (2, 4, 5, 6)] == [[], [], ["turn"], ["turn"]]
 
 
 def test_what_is_not_known_of_a_network_is_not_held_against_anybody() -> None:
-    unknown = Noticing(Expected())
+    unknown = OnlineChecks(ExpectedTraffic())
     assert [rules(unknown.heard(said(t))) for t in (0, 4, 3)] == [[], [], ["turn"]]
 
 
@@ -120,12 +120,12 @@ def test_mirrored_messages_have_no_turn() -> None:
 def test_somebody_else_and_nobody_at_all() -> None:
     noticing = expecting()
     assert rules(noticing.heard(said(0, claimed=3))) == ["impostor"]
-    assert rules(noticing.garbled(0, 1, 1, "no message")) == ["decoding"]
+    assert rules(noticing.report_undecodable(0, 1, 1, "no message")) == ["decoding"]
     assert noticing.heard(said(2)) == ()  # the garbled one may have been any round
 
 
 def test_memory_is_bounded_whatever_comes() -> None:
-    noticing = Noticing(Expected(), kept=50)
+    noticing = OnlineChecks(ExpectedTraffic(), kept=50)
     for k in range(2_000):
         noticing.promised(k, k + 1, k, k)
         noticing.heard(said(k * 2**40, sender=k, to=k + 1, stream=k))
@@ -143,11 +143,11 @@ def test_on_the_lattice_is_exact() -> None:
 
 def test_a_scale_next_to_a_power_of_two_has_the_finer_lattice() -> None:
     for scale in (np.nextafter(1.0, 0), 1.0, np.nextafter(1.0, 2)):
-        spacing = lattice_of("y", float(scale))["y"]
+        spacing = field_lattice_spacing("y", float(scale))["y"]
         assert spacing <= float(grid(float(scale)))
         assert spacing == 2.0**-41
-    assert lattice_of("y", 1.5) == {"y": float(grid(1.5))}
-    assert lattice_of("y", 0.0) == {}
+    assert field_lattice_spacing("y", 1.5) == {"y": float(grid(1.5))}
+    assert field_lattice_spacing("y", 0.0) == {}
 
 
 def setups() -> dict[str, tuple[Run, int]]:
@@ -168,11 +168,11 @@ def noticed(run: Run, n_features: int, spoil: float = 0.0) -> tuple[int, int]:
 
     def lattice(learner: int, t: int) -> dict[str, float]:
         nonlocal held
-        known = dict(algorithm.lattice(learner, t)) if isinstance(algorithm, OnLattice) else {}
+        known = dict(algorithm.lattice(learner, t)) if isinstance(algorithm, LatticeAlgorithm) else {}
         held += bool(known)
         return known
 
-    noticing, count = Noticing(Expected(lattice=lattice)), 0
+    noticing, count = OnlineChecks(ExpectedTraffic(lattice=lattice)), 0
     for t, step in enumerate(simulate(run, made_up(run.spec, n_features), SeededNoise(5))):
         for sender in range(run.spec.n_learners):
             fields: dict[str, FloatArray] = {

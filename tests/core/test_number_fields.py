@@ -92,7 +92,7 @@ def fields_of(
     begin = {} if not place else least(section)
     for name, field in section.model_fields.items():
         inner = list(parts(field.annotation, field.metadata))
-        classes = [(kind, each.find(kind)) for each in inner if isinstance(each, Registry) for kind in each.built_in]
+        classes = [(kind, each.find(kind)) for each in inner if isinstance(each, Registry) for kind in each.built_in_classes]
         if not any(isinstance(each, Registry) for each in inner):
             classes = [(each.__name__, each) for each in inner]
         listed = "tuple" in str(field.annotation)

@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 
 from sottovoce_core.auditing.audit import conclude, examine, few, gathered
-from sottovoce_core.auditing.bounds import Levels
-from sottovoce_core.auditing.coin_tests import WHOLE, Starts
-from sottovoce_core.auditing.likelihood import Excess, Ratios, ratios
+from sottovoce_core.auditing.bounds import AlphaAllocation
+from sottovoce_core.auditing.coin_tests import WHOLE, RunOutcomes
+from sottovoce_core.auditing.likelihood import Excess, RunLosses, ratios
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.verdict import Findings, Verdict, decide
-from sottovoce_core.auditing.worlds import Recording, Share, overhear
+from sottovoce_core.auditing.worlds import Recording, RunChunk, overhear
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON, ThreatModel
 from tests.claims import SETUPS
 from tests.examples import made_up
 
 
-def starts(first: int, second: int, lost: tuple[int, int] = (0, 0), outcome: str = "missing") -> Starts:
+def starts(first: int, second: int, lost: tuple[int, int] = (0, 0), outcome: str = "missing") -> RunOutcomes:
     """Started runs of either world, and how many of them had this outcome."""
     outcomes = [
         outcome if k < gone else WHOLE for count, gone in zip((first, second), lost, strict=True) for k in range(count)
     ]
-    return Starts(np.repeat([0, 1], [first, second]), tuple(outcomes))
+    return RunOutcomes(np.repeat([0, 1], [first, second]), tuple(outcomes))
 
 
 # ---- anchors ---------------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def starts(first: int, second: int, lost: tuple[int, int] = (0, 0), outcome: str
 
 @pytest.mark.parametrize(("first", "second", "p"), [(250, 50, 3.8e-33), (1040, 960, 0.077), (50, 50, 1.0), (0, 0, 1.0)])
 def test_the_balance_of_coins_is_binomial(first: int, second: int, p: float) -> None:
-    assert starts(first, second).balance == pytest.approx(p, rel=0.02)
+    assert starts(first, second).coin_p_value == pytest.approx(p, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_missing_runs_are_compared_between_the_worlds(each: int, lost: tuple[int
 def test_every_outcome_that_is_compared_is_paid_for() -> None:
     """Two kinds of ends, and both together: the one that differs most, three times its p-value."""
     one, other = starts(100, 100, (12, 0), "failed"), starts(100, 100, (3, 3), "ended early")
-    alone, both = one.test(), Starts(np.r_[one.worlds, other.worlds], one.outcomes + other.outcomes).test()
+    alone, both = one.test(), RunOutcomes(np.r_[one.worlds, other.worlds], one.outcomes + other.outcomes).test()
     again = starts(200, 200, (12, 0), "failed").test()
     assert "failed in 12" in alone.what and both.p_value == pytest.approx(3 * again.p_value)
 
@@ -60,7 +60,7 @@ def test_every_outcome_that_is_compared_is_paid_for() -> None:
 
 
 def test_what_rests_on_coins_is_no_evidence_where_these_are_none() -> None:
-    levels = Levels(0.05)
+    levels = AlphaAllocation(0.05)
     leak = levels.judged("worlds", (starts(100, 100, (40, 0)).test(),))
     plain = Findings(100, levels, 1.0, leak)
     assert decide(plain).kind == "refuted"
@@ -74,7 +74,7 @@ def test_what_rests_on_coins_is_no_evidence_where_these_are_none() -> None:
 
 @pytest.mark.parametrize(("claim", "weak"), [(0.5, False), (WEAK_EPSILON, False), (10.01, True), (26.87, True)])
 def test_a_claim_that_is_kept_may_be_weak(claim: float, weak: bool) -> None:
-    levels = Levels(0.05)
+    levels = AlphaAllocation(0.05)
     kept = decide(Findings(100, levels, claim))
     assert (kept.kind, kept.weak) == ("consistent", weak)
     assert ("an epsilon above 10 rules out almost nothing" in kept.text) == weak
@@ -95,10 +95,10 @@ def planned() -> AuditPlan:
 
 def heard(plan: AuditPlan, world: int, runs: int) -> Recording:
     seed = plan.seeds.audited if world else plan.seeds.rehearsal
-    return overhear(plan.run, plan.data, plan.worlds, Share(world, runs, seed), SeededNoise, everybody=True)
+    return overhear(plan.run, plan.data, plan.worlds, RunChunk(world, runs, seed), SeededNoise, everybody=True)
 
 
-def concluded(plan: AuditPlan, runs: tuple[int, int], ends: Starts) -> Findings:
+def concluded(plan: AuditPlan, runs: tuple[int, int], ends: RunOutcomes) -> Findings:
     parts = gathered(examine(plan, heard(plan, world, count)) for world, count in enumerate(runs))
     return conclude(plan, parts, heard(plan, 0, few(plan.run)).transcript, "here", starts=ends).found
 
@@ -127,7 +127,7 @@ def test_what_was_heard_of_runs_that_end_early_counts_with_its_loss() -> None:
     known = ratios(plan.run, plan.worlds, whole, plan.claim)
     cut = ratios(plan.run, plan.worlds, Recording(1, whole.transcript.until(4)), plan.claim)
     np.testing.assert_array_equal(cut.stretches, np.hstack([known.stretches[:, :4], np.zeros((5, 4))]))
-    silent = Ratios.silent(np.array([0, 1]), plan.run.spec.rounds)
-    joined = Ratios.joined([known, cut, silent])
+    silent = RunLosses.silent(np.array([0, 1]), plan.run.spec.rounds)
+    joined = RunLosses.joined([known, cut, silent])
     np.testing.assert_array_equal(joined.total[-2:], 0.0)
     assert plan.listener.threat is ThreatModel.WIRE and len(joined.total) == 12

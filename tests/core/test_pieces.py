@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.bounds import Levels
+from sottovoce_core.auditing.bounds import AlphaAllocation
 from sottovoce_core.auditing.conformance import block as blocks
-from sottovoce_core.auditing.conformance.battery import INSTRUMENTS, Battery, examine_noise
-from sottovoce_core.auditing.conformance.block import Block, Instrument
+from sottovoce_core.auditing.conformance.battery import CONFORMANCE_TESTS, Battery, examine_noise
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest
 from sottovoce_core.auditing.conformance.lattice import _counted, _length, _trailing
 from sottovoce_core.auditing.conformance.regressors import _Noise
 from sottovoce_core.auditing.conformance.residuals import UNKNOWN, Residuals, Schedule, residuals
@@ -43,8 +43,8 @@ def edge_blocks() -> Iterator[Block]:
     yield from (odd_block(rng) for _ in range(12))
 
 
-@pytest.mark.parametrize("kind", INSTRUMENTS)
-def test_results_do_not_depend_on_pieces(kind: type[Instrument], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", CONFORMANCE_TESTS)
+def test_results_do_not_depend_on_pieces(kind: type[ConformanceTest], monkeypatch: pytest.MonkeyPatch) -> None:
     """One run of one learner at a time, or all at once."""
     found = []
     for numbers in (1, 2**30):
@@ -69,7 +69,7 @@ def test_pieces_are_all_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.shares_memory(piece.steps, block.steps)
         again[i : i + 1, :, runs] += piece.steps
     np.testing.assert_array_equal(again, steps)
-    parts = [part for _, part in block.by_runs()]
+    parts = [part for _, part in block.iterate_run_pieces()]
     np.testing.assert_array_equal(np.concatenate([part.steps for part in parts], axis=2), steps)
     np.testing.assert_array_equal(np.concatenate([part.past["all"] for part in parts], axis=2), past["all"])
     assert all((part.past["same in all runs"] == past["same in all runs"]).all() for part in parts)
@@ -170,7 +170,7 @@ def test_shares_of_an_audit_come_to_what_one_comes_to() -> None:
     for k in (10, 20):
         merged.merge(of(slice(k, k + 10), 1 / 3))
     assert merged.numbers == whole.numbers
-    by_name = {test.name: test for test in merged.tests(Levels(0.01))}
-    for test in whole.tests(Levels(0.01)):
+    by_name = {test.name: test for test in merged.tests(AlphaAllocation(0.01))}
+    for test in whole.tests(AlphaAllocation(0.01)):
         if not test.name.endswith("runs"):  # which meet within a share
             assert by_name[test.name].p_value == pytest.approx(test.p_value, rel=1e-3), test.name

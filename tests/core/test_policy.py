@@ -16,12 +16,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_core.algorithms.setting import Caveat, Setting
+from sottovoce_core.algorithms.setting import RunWarning, Setting
 from sottovoce_core.errors import SpecError
-from sottovoce_core.privacy.accountant import ListedLosses
-from sottovoce_core.privacy.guarantee import Event, Grounds, ThreatModel
+from sottovoce_core.privacy.accountant import PrecomputedAccountant
+from sottovoce_core.privacy.guarantee import Event, GuaranteeBasis, ThreatModel
 from sottovoce_core.running import policy as module
-from sottovoce_core.running.policy import LONGEST_FILE, Guarantees, Policy
+from sottovoce_core.running.policy import MAX_POLICY_BYTES, GuaranteeRequirements, Policy
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from tests.examples import ALLOWING, small_run, small_spec
@@ -40,18 +40,18 @@ class PromisingSpec(GossipSpec):
     threat_model: ThreatModel = ThreatModel.WIRE
     proof: str = "not stated"
 
-    def build(self, setting: Setting) -> tuple[Promising, tuple[Caveat, ...]]:
-        grounds = Grounds(proof=self.proof, threat_model=self.threat_model)
+    def build(self, setting: Setting) -> tuple[Promising, tuple[RunWarning, ...]]:
+        grounds = GuaranteeBasis(proof=self.proof, threat_model=self.threat_model)
         return Promising(setting.dim, setting.rounds, self.scale, self.step, event=self.event, grounds=grounds), ()
 
 
 @dataclass(frozen=True)
 class Promising(Gossip):
     event: Event = Event.RECORD
-    grounds: Grounds = field(default_factory=Grounds)
+    grounds: GuaranteeBasis = field(default_factory=GuaranteeBasis)
 
-    def accountant(self, learner: int) -> ListedLosses:
-        return ListedLosses(np.full(self.rounds, LOSS), event=self.event, grounds=self.grounds)
+    def accountant(self, learner: int) -> PrecomputedAccountant:
+        return PrecomputedAccountant(np.full(self.rounds, LOSS), event=self.event, grounds=self.grounds)
 
 
 NAME = "tests.core.test_policy:PromisingSpec"
@@ -120,7 +120,7 @@ WEIGHED = "; an owner who can answer for it sets other clauses in the file of --
 
 def made(clauses: dict[str, Any]) -> Policy:
     least = {name.partition(".")[2]: value for name, value in clauses.items() if "." in name}
-    return Policy(guarantees=Guarantees(**least), **{name: each for name, each in clauses.items() if "." not in name})
+    return Policy(guarantees=GuaranteeRequirements(**least), **{name: each for name, each in clauses.items() if "." not in name})
 
 
 @given(st.integers(2, 40), st.integers(2, 5), st.integers(2, 9), st.sets(st.sampled_from(sorted(WEAKER))))
@@ -164,17 +164,17 @@ def test_a_refusal_ends_in_the_line_that_allows_the_run(tmp_path: Path) -> None:
 def test_each_promise_covers_the_weaker_ones() -> None:
     """An event of a round is any record of it; one of a learner is any round of it."""
     for least in Event:
-        fits = {each for each in Event if _admits(Guarantees(adjacency=least), {"event": each.value})}
+        fits = {each for each in Event if _admits(GuaranteeRequirements(adjacency=least), {"event": each.value})}
         assert fits == {Event.RECORD: set(Event), Event.ROUND: {Event.ROUND, Event.LEARNER}}.get(least, {Event.LEARNER})
     wire, neighbour, output = ThreatModel.WIRE, ThreatModel.NEIGHBOUR, ThreatModel.OUTPUT
     for model, enough in ((wire, {wire}), (neighbour, {wire, neighbour}), (output, {wire, neighbour, output})):
         fits_too = {
-            each for each in ThreatModel if _admits(Guarantees(threat_model=model), {"threat_model": each.value})
+            each for each in ThreatModel if _admits(GuaranteeRequirements(threat_model=model), {"threat_model": each.value})
         }
         assert fits_too == enough
 
 
-def _admits(least: Guarantees, promised: dict[str, str]) -> bool:
+def _admits(least: GuaranteeRequirements, promised: dict[str, str]) -> bool:
     try:
         Policy(guarantees=least).admit(promising(promised=promised), 3, 0)
     except SpecError:
@@ -183,7 +183,7 @@ def _admits(least: Guarantees, promised: dict[str, str]) -> bool:
 
 
 def test_a_proof_that_is_stated_is_told_from_none() -> None:
-    stated = Policy(guarantees=Guarantees(proof=True))
+    stated = Policy(guarantees=GuaranteeRequirements(proof=True))
     stated.admit(promising(promised={"proof": "Lemma 3"}), 3, 0)
     assert "guarantees.proof true, the spec asks for not stated" in refused(stated, promising())
 
@@ -197,7 +197,7 @@ FIELD: dict[str, Any] = yaml.safe_load(
 def test_every_built_in_algorithm_names_its_proof_and_holds_on_the_wire(changes: dict[str, Any]) -> None:
     """Those that hide nothing on the wire are refused by their price."""
     spec = parse_spec({**FIELD["common"], **changes}, imports=False)
-    ALLOWING.model_copy(update={"guarantees": Guarantees(proof=True)}).admit(spec, 6, 0)
+    ALLOWING.model_copy(update={"guarantees": GuaranteeRequirements(proof=True)}).admit(spec, 6, 0)
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------
@@ -286,20 +286,20 @@ def test_code_is_refused_before_it_is_imported() -> None:
         SpecError,
         match=r"allows imports \[a.b:C\], the spec asks for \[os:path, a.b:C\]; `imports: \[a.b:C, os:path\]`",
     ):
-        Policy(imports=("a.b:C",)).require_code(document)
-    Policy(imports=("a.b:C", "os:path")).require_code(document)
-    Policy().require_code(document)
-    Policy(imports=()).require_code({"algorithm": "ldp-dol"})
+        Policy(imports=("a.b:C",)).require_allowed_imports(document)
+    Policy(imports=("a.b:C", "os:path")).require_allowed_imports(document)
+    Policy().require_allowed_imports(document)
+    Policy(imports=()).require_allowed_imports({"algorithm": "ldp-dol"})
 
 
 def test_a_policy_for_a_spec_allows_it_and_no_other() -> None:
     spec = asking(10, 3)
-    policy = Policy.for_spec(spec)
+    policy = Policy.from_spec(spec)
     policy.admit(spec, 10**7, 2)
-    policy.require_code(spec.model_dump(mode="json"))
+    policy.require_allowed_imports(spec.model_dump(mode="json"))
     assert "most_rounds 10" in refused(policy, asking(11, 3))
     assert "algorithms" in refused(policy, small_spec(10, 3))
-    plain = Policy.for_spec(small_spec(10, 3))
+    plain = Policy.from_spec(small_spec(10, 3))
     assert "recorded never" in refused(plain, small_spec(10, 3, capture="mirror"))
     assert "telemetry []" in refused(plain, small_spec(10, 3, telemetry=TOLD))
 
@@ -319,7 +319,7 @@ def test_every_clause_is_explained_where_it_is_printed() -> None:
     text = Policy().dump()
     clauses = yaml.safe_load(text)
     assert clauses == Policy().model_dump(mode="json")
-    for clause in (*Policy.model_fields.values(), *Guarantees.model_fields.values()):
+    for clause in (*Policy.model_fields.values(), *GuaranteeRequirements.model_fields.values()):
         assert clause.description
         assert " ".join(clause.description.split()) in re.sub(r"\n *# ", " ", text)
 
@@ -360,7 +360,7 @@ BAD = {
     "guarantees: {adjacency: person}": "guarantees.adjacency: must be 'record', 'learner' or 'round', got 'person'",
     "most_rounds: 1.5": "p.yaml: most_rounds: ",
     "\x00": "p.yaml is not YAML: ",
-    f"# {'x' * LONGEST_FILE}": f"p.yaml: a policy has at most {LONGEST_FILE} bytes",
+    f"# {'x' * MAX_POLICY_BYTES}": f"p.yaml: a policy has at most {MAX_POLICY_BYTES} bytes",
     "[" * 4000: "p.yaml must be a mapping of fields and sections, got one nested too deep",
 }
 

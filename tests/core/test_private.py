@@ -10,10 +10,10 @@ import pytest
 
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.audit import Audit, conclude, examine, gathered
-from sottovoce_core.auditing.coin_tests import PairRuns, channel_tests, private_tests
+from sottovoce_core.auditing.coin_tests import PairRuns, run_channel_tests, run_private_quantity_tests
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.views import features
-from sottovoce_core.auditing.worlds import QUANTITIES, Recording, Share, Worlds, chosen, differences, overhear, shares
+from sottovoce_core.auditing.worlds import PRIVATE_QUANTITIES, Recording, RunChunk, Worlds, chosen, differences, overhear, shares
 from sottovoce_core.data import PlacedData
 from sottovoce_core.losses import mean_gradient
 from sottovoce_core.noise import SeededNoise
@@ -46,17 +46,17 @@ def norms(run: Run, worlds: Worlds, heard: Recording, world: int, t: int) -> Flo
     return found
 
 
-def overheard(run: Run, data: PlacedData, worlds: Worlds, share: Share) -> Recording:
+def overheard(run: Run, data: PlacedData, worlds: Worlds, share: RunChunk) -> Recording:
     return overhear(run, data, worlds, share, SeededNoise, everybody=True, decisions=True)
 
 
 def test_worlds_differ_by_what_each_would_have_made_of_the_round() -> None:
     """Of the last round, before which there is no difference; nothing of the world that the run lived in."""
     run, data, worlds = mirror_pair(ROUNDS - 1)
-    heard = overheard(run, data, worlds, Share(1, 40, np.random.SeedSequence(0)))
+    heard = overheard(run, data, worlds, RunChunk(1, 40, np.random.SeedSequence(0)))
     found = differences(run, worlds, heard.transcript)
     first, second = (norms(run, worlds, heard, world, ROUNDS - 1) for world in (0, 1))
-    assert found.shape == (40, len(QUANTITIES))
+    assert found.shape == (40, len(PRIVATE_QUANTITIES))
     assert found[:, 0] == pytest.approx(first - second) and np.ptp(found[:, 0]) > 0.5
     assert np.sign(found[:, 0]) == pytest.approx(np.sign(found[:, 1]))  # a steeper loss is a larger one
     assert found[:, 2] == pytest.approx(0.0)
@@ -84,8 +84,8 @@ def leaking(view: str, count: int, seed: int) -> PairRuns:
 def test_a_channel_that_tells_a_norm_is_found_with_few_runs(view: str) -> None:
     """24 runs of each world are enough; by the coin alone 400 are not. Median of five, failure probability below 1e-4."""
     few, many = ([leaking(view, count, seed) for seed in range(5)] for count in (24, 400))
-    found = [private_tests([heard])[0].p_value for heard in few]
-    by_coin = [channel_tests([heard])[0].p_value for heard in many]
+    found = [run_private_quantity_tests([heard])[0].p_value for heard in few]
+    by_coin = [run_channel_tests([heard])[0].p_value for heard in many]
     assert np.median(found) < LEVEL / 100.0
     assert np.median(by_coin) > LEVEL
 
@@ -95,12 +95,12 @@ def test_what_the_worlds_differ_in_alike_in_every_run_is_left_to_the_coin() -> N
     generator = np.random.default_rng(0)
     coins, view = generator.integers(0, 2, 100), generator.normal(size=(100, 2))
     for private in (None, np.ones((100, 3))):
-        assert private_tests([PairRuns(np.zeros(100), coins, {"gaps": view}, private)]) == ()
+        assert run_private_quantity_tests([PairRuns(np.zeros(100), coins, {"gaps": view}, private)]) == ()
     some = np.column_stack([np.ones(100), generator.normal(size=100)])
-    (one,) = private_tests([PairRuns(np.zeros(100), coins, {"gaps": view[:, :1]}, some)])
-    (two,) = private_tests([PairRuns(np.zeros(100), coins, {"gaps": view[:, [0, 0]]}, some)])
+    (one,) = run_private_quantity_tests([PairRuns(np.zeros(100), coins, {"gaps": view[:, :1]}, some)])
+    (two,) = run_private_quantity_tests([PairRuns(np.zeros(100), coins, {"gaps": view[:, [0, 0]]}, some)])
     assert two.p_value == pytest.approx(min(1.0, 2.0 * one.p_value))
-    assert private_tests([PairRuns(np.zeros(100), coins, {"values": view}, some)]) == ()  # no channel
+    assert run_private_quantity_tests([PairRuns(np.zeros(100), coins, {"values": view}, some)]) == ()  # no channel
 
 
 @pytest.mark.statistics
@@ -116,7 +116,7 @@ def test_correct_runs_raise_no_more_alarms_than_the_level(epsilon: float, count:
         coins = (generator.random(count) < 1.0 / (1.0 + np.exp(-losses))).astype(np.int64)
         private = losses[:, None] + generator.standard_cauchy((count, 2))
         view = np.column_stack([private[:, 0] + generator.normal(size=count), np.round(losses + private[:, 1])])
-        (test,) = private_tests([PairRuns(losses, coins, {"sizes": view}, private)])
+        (test,) = run_private_quantity_tests([PairRuns(losses, coins, {"sizes": view}, private)])
         below += test.p_value < 0.05
     assert below <= 25 + 6 * math.sqrt(500 * 0.05 * 0.95)
 

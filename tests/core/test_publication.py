@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from sottovoce_core.algorithms import ALGORITHMS
-from sottovoce_core.algorithms.interface import SaysItsModel
+from sottovoce_core.algorithms.interface import PublicModelAlgorithm
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.replay import Replay
-from sottovoce_core.running.run import Cover, Run, publication
+from sottovoce_core.running.run import PublicationCoverage, Run, publication
 from tests.claims import EXPOSED, RING, SETUPS, Setup, _setup, learner_data, overhear, records
 from tests.examples import small_run
 from tests.gossip import GOSSIP
@@ -50,14 +50,14 @@ def test_a_model_that_is_said_to_follow_from_messages_does_and_no_other(name: st
     apart = []
     for t, decision in enumerate(_decisions(setup, run)):
         differs = float(np.abs(decision[0] - decision[-1]).max()) > 1e-9  # equal worlds may share one row
-        claimed = isinstance(run.algorithm, SaysItsModel) and run.algorithm.says_model(t + 1)
+        claimed = isinstance(run.algorithm, PublicModelAlgorithm) and run.algorithm.is_model_public(t + 1)
         assert not (claimed and differs), f"after round {t}"
         apart += [] if claimed else [differs]
-    assert not apart or any(apart) or getattr(run.algorithm, "hides_noise", False)
+    assert not apart or any(apart) or getattr(run.algorithm, "has_hidden_noise", False)
 
 
 def test_every_algorithm_is_tried() -> None:
-    assert {setup.algorithm["name"] for setup in EVERY.values()} == set(ALGORITHMS.built_in)
+    assert {setup.algorithm["name"] for setup in EVERY.values()} == set(ALGORITHMS.built_in_classes)
 
 
 PROTECTED = {
@@ -86,14 +86,14 @@ PUBLISHED = {"pd-ftgl after gossip", "pd-ocg after gossip"}
 def test_what_handing_out_the_model_costs(name: str) -> None:
     run = EVERY[name].build()
     told = publication(run, 0, run.spec.rounds)
-    cover = Cover.MESSAGES if name in PROTECTED else Cover.DECISIONS if name in PUBLISHED else Cover.NOTHING
-    assert told.cover is cover and told.protected == (cover is not Cover.NOTHING)
+    cover = PublicationCoverage.MESSAGES if name in PROTECTED else PublicationCoverage.DECISIONS if name in PUBLISHED else PublicationCoverage.NOTHING
+    assert told.cover is cover and told.is_protected == (cover is not PublicationCoverage.NOTHING)
     promise = run.guarantee(0)
-    if cover is Cover.MESSAGES:
+    if cover is PublicationCoverage.MESSAGES:
         assert told.epsilon == promise.epsilon() < math.inf
         assert publication(run, 0, run.spec.rounds, 0.25).epsilon == 0.25
-        assert publication(run, 0, run.spec.rounds, private=False).cover is Cover.NOTHING
-    elif cover is Cover.DECISIONS:
+        assert publication(run, 0, run.spec.rounds, private=False).cover is PublicationCoverage.NOTHING
+    elif cover is PublicationCoverage.DECISIONS:
         assert promise.output is not None and told.epsilon == promise.output[-1]
     else:
         assert told.epsilon == math.inf and "no epsilon covers it" in told.text
@@ -101,7 +101,7 @@ def test_what_handing_out_the_model_costs(name: str) -> None:
 
 def test_before_its_last_step_pvp_says_no_model() -> None:
     run = SETUPS["pvp and dvp"].build()
-    assert [publication(run, 0, t).cover for t in (4, 5)] == [Cover.NOTHING, Cover.MESSAGES]
+    assert [publication(run, 0, t).cover for t in (4, 5)] == [PublicationCoverage.NOTHING, PublicationCoverage.MESSAGES]
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -109,16 +109,16 @@ def test_who_heard_the_messages_of_noise_after_gossip_is_promised_nothing(name: 
     setup = EVERY[name]
     run = Setup(setup.algorithm, {**setup.sections, "capture": "relay"}, setup.n_features, setup.rounds).build()
     told = publication(run, 0, run.spec.rounds)
-    assert told.cover is Cover.NOTHING and "this run was captured (capture: relay)" in told.text
+    assert told.cover is PublicationCoverage.NOTHING and "this run was captured (capture: relay)" in told.text
 
 
 def test_who_was_away_went_on_without_noise() -> None:
     """Its own value enters its next decision as it is. Who only joined late had learned nothing before."""
     setup = EVERY["dola mixed"]
     for absence, rounds, cover in (
-        ({"first_round": 5}, 5, Cover.MESSAGES),
-        ({"first_round": 5}, 6, Cover.NOTHING),
-        ({"until_round": 3}, 6, Cover.MESSAGES),
+        ({"first_round": 5}, 5, PublicationCoverage.MESSAGES),
+        ({"first_round": 5}, 6, PublicationCoverage.NOTHING),
+        ({"until_round": 3}, 6, PublicationCoverage.MESSAGES),
     ):
         away = {"absences": [{"learner": "learner-0", **absence}]}
         run = Setup(setup.algorithm, {**setup.sections, **away}, setup.n_features, setup.rounds).build()
@@ -135,4 +135,4 @@ def test_learners_that_share_their_records_are_told_of() -> None:
 
 def test_an_algorithm_of_ones_own_that_does_not_say_is_covered_by_nothing() -> None:
     run = Setup({"name": GOSSIP}, {"topology": RING}).build()
-    assert run.guarantee(0).epsilon() > 0.0 and publication(run, 0, 3).cover is Cover.NOTHING
+    assert run.guarantee(0).epsilon() > 0.0 and publication(run, 0, 3).cover is PublicationCoverage.NOTHING

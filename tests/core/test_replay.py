@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_core.algorithms.interface import HeardFromNeighbours, Message, Who, WithHiddenNoise
+from sottovoce_core.algorithms.interface import LocalMessages, Message, Who, HiddenNoiseAlgorithm
 from sottovoce_core.arrays import Batch, FloatArray, IntArray
 from sottovoce_core.auditing.conformance.residuals import learned
-from sottovoce_core.auditing.swaps import most_telling, swaps
+from sottovoce_core.auditing.swaps import compute_worst_losses, swaps
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.errors import CheckFailed, DataError
+from sottovoce_core.errors import AssumptionViolated, DataError
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce_core.running.replay import Losses, Replay, replay, replayed
+from sottovoce_core.running.replay import PrivacyLosses, Replay, replay, replayed
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
@@ -41,10 +41,10 @@ def stranger(generator: np.random.Generator) -> tuple[FloatArray, float]:
 
 def claimed(run: Run, own: LearnerData, replaced: IntArray | None = None) -> FloatArray:
     """`(rounds,)` cumulative epsilon that the guarantee claims."""
-    return run.guarantee(0, np.diff(own.offsets), replaced).cumulative
+    return run.guarantee(0, np.diff(own.offsets), replaced).cumulative_epsilon
 
 
-def within(losses: Losses, claim: FloatArray) -> None:
+def within(losses: PrivacyLosses, claim: FloatArray) -> None:
     """Round by round: what was shown is at most what could have been shown, and that is at most the claim."""
     worst = np.cumsum(losses.largest, axis=0)
     assert (np.abs(losses.realised) <= losses.largest * (1 + 1e-9) + 1e-9).all()
@@ -68,7 +68,7 @@ def test_a_replay_decides_and_says_what_the_learner_did(name: str) -> None:
     noise = RecordedNoise({field: np.stack(rounds)[:, 1:2] for field, rounds in recorder.drawn.items()})
     machine = Replay(run, 1, replicas=2)
     for t, step in enumerate(steps):
-        said = step.by_sender()
+        said = step.split_by_sender()
         for field, value in machine.says(noise).fields.items():
             np.testing.assert_allclose(
                 np.broadcast_to(value, said[1][field].shape), said[1][field], rtol=1e-7, atol=1e-7
@@ -87,7 +87,7 @@ def test_a_model_follows_from_records_and_what_was_overheard(name: str) -> None:
     last = run.spec.n_learners - 1
     transcript = Transcript.of(step.message for step in steps)
     found = [machine.model[0] for machine in replayed(run, transcript, last, data.learners[last])]
-    if isinstance(run.algorithm, WithHiddenNoise) and run.algorithm.hides_noise:
+    if isinstance(run.algorithm, HiddenNoiseAlgorithm) and run.algorithm.has_hidden_noise:
         assert found == []
         return
     for model, step in zip(found, steps, strict=True):
@@ -123,7 +123,7 @@ def test_every_driver_computes_the_same_with_every_loss(name: str, kind: str) ->
     base = ALGORITHMS[name]
     sections = {**base.sections, "rounds": 4, "loss": {"kind": kind.split()[0], **LOSS_KINDS[kind]}}
     if kind in REFUSED.get(name, ()):
-        with pytest.raises(CheckFailed):
+        with pytest.raises(AssumptionViolated):
             replace(base, sections=sections).build()
         return
     for batch in (1, 3):
@@ -137,10 +137,10 @@ def test_every_driver_computes_the_same_with_every_loss(name: str, kind: str) ->
         ]
         served = run.algorithm.start(Who(last))
         alone, both, swapped = (Replay(run, last, 2, many) for many in (1, 2, 2))
-        hidden = isinstance(run.algorithm, WithHiddenNoise) and run.algorithm.hides_noise
+        hidden = isinstance(run.algorithm, HiddenNoiseAlgorithm) and run.algorithm.has_hidden_noise
         differ = False
         for t, step in enumerate(steps):
-            said, (first, second) = step.by_sender(), batches(worlds, t)
+            said, (first, second) = step.split_by_sender(), batches(worlds, t)
             served, message = run.algorithm.speak(served, noise)
             for field, value in message.fields.items():
                 close(value, said[last][field][0, 0])
@@ -165,12 +165,12 @@ def test_every_driver_computes_the_same_with_every_loss(name: str, kind: str) ->
         assert differ
 
 
-def heard_alone(run: Run, t: int, learner: int, said: Mapping[int, Message]) -> HeardFromNeighbours:
+def heard_alone(run: Run, t: int, learner: int, said: Mapping[int, Message]) -> LocalMessages:
     """What a service hears in the first of the simulator's replicas."""
     mixing = run.network.at(t)
     weights = mixing.heard_by(learner)
     messages = {j: Message({field: value[0, 0] for field, value in said[j].fields.items()}) for j in weights}
-    return HeardFromNeighbours(weights, messages, float(mixing.own[learner]))
+    return LocalMessages(weights, messages, float(mixing.own[learner]))
 
 
 def close(found: FloatArray, expected: FloatArray) -> None:
@@ -340,7 +340,7 @@ def test_the_worst_swap_is_the_worst_of_its_candidates_and_below_the_claim(every
     own, transcript = data.learners[0], overheard(run, data, 4)
     replaced = np.array([int((own.rows(t) == own.order[0]).sum()) for t in range(20)])
     claim = claimed(run, own, replaced if every_use else None)
-    worst = most_telling(run, transcript, data, 0, every_use=every_use)
+    worst = compute_worst_losses(run, transcript, data, 0, every_use=every_use)
     assert worst is not None
     swap = own.with_record if every_use else own.with_use
     flipped = swap(0, own.features[0], 1.0 - own.labels[0])
@@ -353,7 +353,7 @@ def test_the_worst_swap_is_the_worst_of_its_candidates_and_below_the_claim(every
 def test_a_lone_learner_has_a_worst_swap_too() -> None:
     run = small_run(rounds=5, learners=1)
     data = made_up(run.spec)
-    worst = most_telling(run, overheard(run, data, 5), data, 0)
+    worst = compute_worst_losses(run, overheard(run, data, 5), data, 0)
     assert worst is not None and 0.0 < worst.supremum[0, 0] <= claimed(run, data.learners[0])[-1]
 
 
@@ -362,7 +362,7 @@ def test_a_learner_among_others_without_records_has_a_worst_swap_too() -> None:
     data = made_up(run.spec)
     own = data.learners[0]
     nothing = LearnerData(own.features[:0], own.labels[:0], own.order[:0], np.zeros_like(own.offsets))
-    worst = most_telling(run, overheard(run, data.with_learner(1, nothing), 5), data.with_learner(1, nothing), 0)
+    worst = compute_worst_losses(run, overheard(run, data.with_learner(1, nothing), 5), data.with_learner(1, nothing), 0)
     assert worst is not None and 0.0 < worst.supremum[0, 0] <= claimed(run, own)[-1]
 
 
@@ -373,4 +373,4 @@ def test_a_record_without_another_one_has_no_swap() -> None:
     alone = data.with_learner(0, replace(own, features=np.zeros_like(own.features), labels=np.ones_like(own.labels)))
     with pytest.raises(DataError, match="Krankenhaus Süd must have a record to swap, and has none"):
         swaps(data.with_learner(0, replace(own, order=own.order[:0])), 0, names=["Krankenhaus Süd"])
-    assert swaps(alone, 0) == [] and most_telling(run, overheard(run, alone, 5), alone, 0) is None
+    assert swaps(alone, 0) == [] and compute_worst_losses(run, overheard(run, alone, 5), alone, 0) is None

@@ -18,19 +18,19 @@ from sottovoce_core.auditing.online.canaries import CanaryTest, draw
 from sottovoce_core.auditing.online.watch import Watch
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.swaps import swaps
-from sottovoce_core.budget.composition import dearest_record, message_losses, record_losses
+from sottovoce_core.budget.composition import worst_case_record_epsilon, message_losses, group_record_losses
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.dataset import Dataset
-from sottovoce_core.errors import CheckFailed, DataError, NotReady, SpecError
+from sottovoce_core.errors import AssumptionViolated, DataError, FailedPrecondition, SpecError
 from sottovoce_core.experiment import Experiment
 from sottovoce_core.network.network import Network, PartialNetwork
-from sottovoce_core.network.roster import Absence, Mask, Roster
+from sottovoce_core.network.roster import OfflineInterval, Mask, ParticipationSchedule
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.network.weights import Mixing
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import Regularity, ThreatModel
 from sottovoce_core.running.metrics import Metrics
-from sottovoce_core.running.participation import require_amendment, with_learner, without
+from sottovoce_core.running.participation import require_valid_reconfiguration, with_learner, without
 from sottovoce_core.running.placement import place
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
@@ -38,7 +38,7 @@ from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_lab.mutants import ALGORITHMS
-from sottovoce_learner.budget import Books
+from sottovoce_learner.budget import PrivacyFilter
 from tests.claims import Times
 from tests.examples import made_up, small_spec
 
@@ -89,20 +89,20 @@ def heard(run: Run, data: PlacedData, seed: int = 1, replicas: int = 1) -> Trans
 
 
 @st.composite
-def absences(draw: st.DrawFn, rounds: int = ROUNDS) -> tuple[Absence, ...]:
+def absences(draw: st.DrawFn, rounds: int = ROUNDS) -> tuple[OfflineInterval, ...]:
     """Of all learners but the first: stretches of rounds that do not meet."""
     found = []
     for name in NAMES[1:]:
         ends = sorted(draw(st.sets(st.integers(0, rounds), max_size=4)))
         for first, until in list(pairwise(ends))[::2]:
             stays_away = until == rounds and draw(st.booleans())
-            found.append(Absence(learner=name, first_round=first, until_round=None if stays_away else until))
+            found.append(OfflineInterval(learner=name, first_round=first, until_round=None if stays_away else until))
     return tuple(draw(st.permutations(found)))
 
 
 @given(absences())
-def test_a_roster_is_what_its_absences_say(some: tuple[Absence, ...]) -> None:
-    roster = Roster(NAMES, some)
+def test_a_roster_is_what_its_absences_say(some: tuple[OfflineInterval, ...]) -> None:
+    roster = ParticipationSchedule(NAMES, some)
     expected = there_at(spec_of(some))
     by_round = [tuple(row) for row in expected.tolist()]
     assert [tuple(roster.there(t).tolist()) for t in range(ROUNDS)] == by_round
@@ -110,14 +110,14 @@ def test_a_roster_is_what_its_absences_say(some: tuple[Absence, ...]) -> None:
     assert changes <= set(roster.changes) and list(roster.changes) == sorted(set(roster.changes))
     for t in range(ROUNDS):
         assert roster.since(t) == max((change for change in roster.changes if change <= t), default=0)
-        assert [roster.is_there(i, t) for i in range(len(NAMES))] == expected[t].tolist()
+        assert [roster.is_participating(i, t) for i in range(len(NAMES))] == expected[t].tolist()
 
 
 @given(absences(), st.integers(0, ROUNDS + 3))
-def test_attendance_is_a_learners_column_of_it(some: tuple[Absence, ...], t: int) -> None:
+def test_attendance_is_a_learners_column_of_it(some: tuple[OfflineInterval, ...], t: int) -> None:
     expected = there_at(spec_of(some))
     for i in range(len(NAMES)):
-        attendance = Roster(NAMES, some).attendance(i, ROUNDS)
+        attendance = ParticipationSchedule(NAMES, some).attendance(i, ROUNDS)
         mine = np.flatnonzero(expected[:, i]).tolist()
         assert attendance.mask().tolist() == expected[:, i].tolist()
         assert [round_ for round_ in range(ROUNDS + 3) if round_ in attendance] == mine
@@ -157,8 +157,8 @@ def test_absences_that_cannot_be_are_refused(some: Any, text: str) -> None:
 
 def test_who_is_lost_in_the_end_may_be_unheard_before() -> None:
     spec = spec_of([{"learner": "ben", "first_round": ROUNDS, "unheard": {"ann": ROUNDS - 1}}])
-    assert there_at(spec).all() and spec.roster.lost_to(0, ROUNDS - 1) == {1}
-    assert not spec.roster.lost_to(0, ROUNDS - 2) and not spec.roster.lost_to(2, ROUNDS - 1)
+    assert there_at(spec).all() and spec.roster.lost_senders(0, ROUNDS - 1) == {1}
+    assert not spec.roster.lost_senders(0, ROUNDS - 2) and not spec.roster.lost_senders(2, ROUNDS - 1)
 
 
 # ---- the network of those who are there ------------------------------------------------------------------------------
@@ -181,9 +181,9 @@ TOPOLOGIES: list[dict[str, Any]] = [
     {"sequence": {"kind": "random", "probability": 0.7, "seed": 4, "directed": True}, "weights": "out_degree"},
 ]
 PAUSES = (
-    Absence(learner="dora", until_round=4),
-    Absence(learner="ben", first_round=8),
-    Absence(learner="ben", first_round=2, until_round=3),
+    OfflineInterval(learner="dora", until_round=4),
+    OfflineInterval(learner="ben", first_round=8),
+    OfflineInterval(learner="ben", first_round=2, until_round=3),
 )
 
 
@@ -201,7 +201,7 @@ def on_the_induced_graph(topology: Topology, t: int, there: Mask) -> Mixing:
 
 @pytest.mark.parametrize("document", TOPOLOGIES, ids=str)
 def test_weights_are_those_of_the_graph_that_is_left(document: dict[str, Any]) -> None:
-    topology, roster = Topology.model_validate(document), Roster(NAMES, PAUSES)
+    topology, roster = Topology.model_validate(document), ParticipationSchedule(NAMES, PAUSES)
     whole = topology.network(len(NAMES), ROUNDS)
     partial = topology.network(len(NAMES), ROUNDS, roster)
     assert isinstance(partial, PartialNetwork)
@@ -219,14 +219,14 @@ def test_weights_are_those_of_the_graph_that_is_left(document: dict[str, Any]) -
 
 def test_nothing_changes_where_nobody_is_away() -> None:
     topology = Topology.model_validate(COMPLETE)
-    assert not isinstance(topology.network(4, ROUNDS, Roster(NAMES)), PartialNetwork)
+    assert not isinstance(topology.network(4, ROUNDS, ParticipationSchedule(NAMES)), PartialNetwork)
 
 
 @pytest.mark.parametrize("document", TOPOLOGIES, ids=str)
 def test_beyond_the_horizon_rounds_come_again(document: dict[str, Any]) -> None:
     topology = Topology.model_validate(document)
     whole = topology.network(len(NAMES), ROUNDS)
-    partial = topology.network(len(NAMES), ROUNDS, Roster(NAMES, PAUSES))
+    partial = topology.network(len(NAMES), ROUNDS, ParticipationSchedule(NAMES, PAUSES))
     assert partial.horizon == 8 + whole.horizon
     if whole.horizon < ROUNDS:  # else no round is planned beyond it
         for t in range(partial.horizon, partial.horizon + 5):
@@ -236,9 +236,9 @@ def test_beyond_the_horizon_rounds_come_again(document: dict[str, Any]) -> None:
 
 def test_a_message_that_did_not_arrive_goes_to_the_hearers_own_value() -> None:
     """From the round in which it is not heard until the learner is away; nothing else moves, and nothing that was planned."""
-    lost = Absence(learner="ben", first_round=8, unheard={"ann": 5, "cleo": 7})
+    lost = OfflineInterval(learner="ben", first_round=8, unheard={"ann": 5, "cleo": 7})
     topology = Topology.model_validate(COMPLETE)
-    network, whole = topology.network(4, ROUNDS, Roster(NAMES, [lost])), topology.network(4, ROUNDS)
+    network, whole = topology.network(4, ROUNDS, ParticipationSchedule(NAMES, [lost])), topology.network(4, ROUNDS)
     for t in range(ROUNDS):
         planned, found = network.planned(t), network.at(t)
         deaf = {0: 5 <= t < 8, 2: 7 <= t < 8}
@@ -255,7 +255,7 @@ def test_a_message_that_did_not_arrive_goes_to_the_hearers_own_value() -> None:
 
 def test_those_who_are_there_must_reach_each_other() -> None:
     path = {"graph": {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 3]]}}
-    with pytest.raises(CheckFailed) as failure:
+    with pytest.raises(AssumptionViolated) as failure:
         build_run(spec_of([{"learner": "cleo", "first_round": 3, "until_round": 6}], topology=path), 3)
     text = "among the 3 learners who are there from round 3 on is not connected, got no path both ways between ann and dora"
     assert failure.value.code == "W_DISCONNECTED" and text in str(failure.value)
@@ -265,7 +265,7 @@ def test_those_who_are_there_must_reach_each_other() -> None:
 def test_a_constant_weight_fits_the_graph_that_is_left() -> None:
     """|w_ii| may exceed 1 where weights are free, as in a run without absences."""
     topology = Topology.model_validate({"graph": "complete", "weights": {"kind": "constant", "value": 0.6}})
-    network: Network = topology.network(4, ROUNDS, Roster(NAMES, [Absence(learner="dora", first_round=6)]))
+    network: Network = topology.network(4, ROUNDS, ParticipationSchedule(NAMES, [OfflineInterval(learner="dora", first_round=6)]))
     np.testing.assert_allclose(network.at(0).own, 1 - 3 * 0.6)
     np.testing.assert_allclose(network.at(6).own, [1 - 2 * 0.6] * 3 + [1.0])
 
@@ -286,7 +286,7 @@ def test_a_transcript_tells_no_more_than_is_promised(name: str) -> None:
         assert (np.isnan(values) == unsaid[:, :, None, None]).all()
     for i, own in enumerate(data.learners):
         assert not replay(run, said, i, [own, own]).realised.any()
-        claim = run.guarantee(i, np.diff(own.offsets)).cumulative[:, None, None]
+        claim = run.guarantee(i, np.diff(own.offsets)).cumulative_epsilon[:, None, None]
         losses = replay(run, said, i, [own, *(second for second, _ in swaps(data, i))])
         assert len(losses.realised) == ROUNDS and np.isfinite(losses.realised).all()
         assert np.abs(losses.realised).max() > 0.0 and not losses.realised[unsaid[:, i]].any()
@@ -361,11 +361,11 @@ def test_a_learner_that_is_not_heard_where_it_was_is_not_one_that_was_away() -> 
     run, data = build_run(spec, 3), made_up(spec)
     said = heard(run, data)
     attendances = [spec.roster.attendance(i, ROUNDS) for i in range(4)]
-    assert [said.unbroken(i) for i in range(4)] == [12, 8, 3, 0]
-    assert [said.unbroken(i, each) for i, each in enumerate(attendances)] == [12] * 4
+    assert [said.count_complete_rounds(i) for i in range(4)] == [12, 8, 3, 0]
+    assert [said.count_complete_rounds(i, each) for i, each in enumerate(attendances)] == [12] * 4
     gap = said.fields["y"].copy()
     gap[7, 2] = np.nan
-    assert [Transcript({"y": gap}).unbroken(i, each) for i, each in enumerate(attendances)] == [12, 12, 7, 12]
+    assert [Transcript({"y": gap}).count_complete_rounds(i, each) for i, each in enumerate(attendances)] == [12, 12, 7, 12]
 
 
 # ---- placement -------------------------------------------------------------------------------------------------------
@@ -420,14 +420,14 @@ def test_a_promise_covers_what_the_books_charge(name: str, batch: int) -> None:
     run, data = build_run(spec, 3), made_up(spec, batch=batch)
     for i, own in enumerate(data.learners):
         counts, attendance = np.diff(own.offsets), spec.roster.attendance(i, ROUNDS)
-        books, spent = Books(run.algorithm.accountant(i), None), []
+        books, spent = PrivacyFilter(run.algorithm.accountant(i), None), []
         for t in range(ROUNDS):
             if t in attendance:
                 books.charge(books.price(t))
             spent.append(books.spent)
-            books.round_over(int(counts[t]))
+            books.advance(int(counts[t]))
         promised = run.guarantee(i, counts)
-        assert (np.array(spent) <= promised.cumulative * (1 + 1e-12)).all() and spent[-1] > 0.0
+        assert (np.array(spent) <= promised.cumulative_epsilon * (1 + 1e-12)).all() and spent[-1] > 0.0
         if attendance.mask()[: attendance.end].all() or i == 3:  # never silent once a record could be told
             assert spent[-1] == pytest.approx(promised.epsilon(), rel=1e-12)
 
@@ -483,13 +483,13 @@ def test_who_leaves_costs_no_more_by_record_or_at_a_delta(name: str) -> None:
     run, short = (build_run(of_algorithm(name, **each), 3) for each in (gone, {**gone, "absences": (), "rounds": 8}))
     own, until = (made_up(each.spec, records=5).learners[1] for each in (run, short))
     assert run.attendance(1).end == 8
-    records = record_losses(run.algorithm.accountant(1), own, 8)
-    expected = record_losses(short.algorithm.accountant(1), until)
+    records = group_record_losses(run.algorithm.accountant(1), own, 8)
+    expected = group_record_losses(short.algorithm.accountant(1), until)
     event = run.guarantee(1, np.diff(own.offsets)).per_round
     assert sorted(each.records for each in records) == sorted(each.records for each in expected)
-    cost = dearest_record(expected, short.guarantee(1, np.diff(until.offsets)).per_round)
-    assert dearest_record(records, event) == pytest.approx(cost, rel=1e-9)
-    assert dearest_record(record_losses(run.algorithm.accountant(1), own), event) > cost * 1.01
+    cost = worst_case_record_epsilon(expected, short.guarantee(1, np.diff(until.offsets)).per_round)
+    assert worst_case_record_epsilon(records, event) == pytest.approx(cost, rel=1e-9)
+    assert worst_case_record_epsilon(group_record_losses(run.algorithm.accountant(1), own), event) > cost * 1.01
     single = message_losses(run.algorithm.accountant(1), np.diff(own.offsets), 8)
     alone = message_losses(short.algorithm.accountant(1), np.diff(until.offsets))
     assert single is not None and alone is not None
@@ -502,7 +502,7 @@ def test_who_leaves_costs_no_more_by_record_or_at_a_delta(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pd-ftgl", "pd-ocg", "dvp", "pvp", "admm", "d-ftgl"])
 def test_algorithms_for_all_learners_in_all_rounds_refuse_absences(name: str) -> None:
-    with pytest.raises(CheckFailed, match=r"needs all learners in all rounds, got absences: leave them out") as failure:
+    with pytest.raises(AssumptionViolated, match=r"needs all learners in all rounds, got absences: leave them out") as failure:
         build_run(of_algorithm(name), 3)
     assert failure.value.code == "TOPOLOGY_FIXED"
 
@@ -510,7 +510,7 @@ def test_algorithms_for_all_learners_in_all_rounds_refuse_absences(name: str) ->
 @pytest.mark.parametrize("name", ["dpsda-c", "dpsda-ps"])
 def test_algorithms_for_shared_records_refuse_absences(name: str) -> None:
     with pytest.raises(
-        CheckFailed, match=r"needs the same records at all learners in all rounds, got absences"
+        AssumptionViolated, match=r"needs the same records at all learners in all rounds, got absences"
     ) as failure:
         build_run(of_algorithm(name), 8)
     assert failure.value.code == "ABSENCES_SHARED"
@@ -533,7 +533,7 @@ def test_a_run_may_go_on_without_a_learner_that_is_gone(name: str) -> None:
     ],
 )
 def test_or_else_dropping_late_ones_is_refused_before_the_start(name: str, text: str) -> None:
-    with pytest.raises(CheckFailed) as failure:
+    with pytest.raises(AssumptionViolated) as failure:
         build_run(of_algorithm(name, (), clock=DROP), 8)
     assert failure.value.code == "LATE_DROP"
     assert "cannot go on without a learner that is gone" in str(failure.value) and text in str(failure.value)
@@ -550,7 +550,7 @@ def test_or_else_dropping_late_ones_is_refused_before_the_start(name: str, text:
     ],
 )
 def test_so_is_dropping_those_that_misbehave(name: str, clock: dict[str, Any], text: str) -> None:
-    with pytest.raises(CheckFailed) as failure:
+    with pytest.raises(AssumptionViolated) as failure:
         build_run(of_algorithm(name, (), clock=clock, misconduct="drop"), 8)
     assert failure.value.code == "MISCONDUCT_DROP"
     assert text in str(failure.value) and "set misconduct to stop" in str(failure.value)
@@ -558,7 +558,7 @@ def test_so_is_dropping_those_that_misbehave(name: str, clock: dict[str, Any], t
 
 
 def test_rounds_that_do_not_wait_need_everybody_from_one_round_on() -> None:
-    with pytest.raises(CheckFailed) as failure:
+    with pytest.raises(AssumptionViolated) as failure:
         build_run(spec_of(clock={"late": "hold"}), 3)
     assert failure.value.code == "LATE_NETWORK"
 
@@ -566,7 +566,7 @@ def test_rounds_that_do_not_wait_need_everybody_from_one_round_on() -> None:
 @pytest.mark.parametrize("name", ["dola", "dpsr", "pd-ogd", "dpps"])
 def test_only_who_is_charged_for_what_it_says_afterwards_may_pause(name: str) -> None:
     """The record of the last round before a pause is said after it, where noise that fades is less: not what was charged."""
-    with pytest.raises(CheckFailed, match="got a pause of cleo: let it join late, or leave for good") as failure:
+    with pytest.raises(AssumptionViolated, match="got a pause of cleo: let it join late, or leave for good") as failure:
         build_run(of_algorithm(name, ABSENCES[2:]), 3)
     assert failure.value.code == "ABSENCES_PAUSE"
 
@@ -583,7 +583,7 @@ def test_what_is_said_after_a_long_pause_is_within_what_was_promised() -> None:
     replaced[2] = 1
     largest = np.abs(replay(run, said, 2, worlds).largest).max(axis=(1, 2))
     assert not largest[:40].any() and largest[40:].all()
-    assert (np.cumsum(largest) <= run.guarantee(2, np.diff(own.offsets), replaced).cumulative).all()
+    assert (np.cumsum(largest) <= run.guarantee(2, np.diff(own.offsets), replaced).cumulative_epsilon).all()
 
 
 def test_others_that_come_and_go_are_no_pause() -> None:
@@ -595,12 +595,12 @@ def test_others_that_come_and_go_are_no_pause() -> None:
 
 @settings(max_examples=60)
 @given(absences(), st.sampled_from(NAMES), st.integers(0, ROUNDS - 1), st.booleans())
-def test_an_amendment_changes_no_round_before_it(some: tuple[Absence, ...], name: str, t: int, leaves: bool) -> None:
+def test_an_amendment_changes_no_round_before_it(some: tuple[OfflineInterval, ...], name: str, t: int, leaves: bool) -> None:
     """So every learner accepts it that has said no round from then on; after it, the learner is away, or there."""
     try:
-        before = spec_of(some if leaves else [*(each for each in some if each.learner != name), Absence(learner=name)])
+        before = spec_of(some if leaves else [*(each for each in some if each.learner != name), OfflineInterval(learner=name)])
         after = without(before, name, t) if leaves else with_learner(before, name, t)
-    except (NotReady, SpecError):
+    except (FailedPrecondition, SpecError):
         assume(False)
     old, new, index = there_at(before), there_at(after), NAMES.index(name)
     np.testing.assert_array_equal(new[:t], old[:t])
@@ -609,45 +609,45 @@ def test_an_amendment_changes_no_round_before_it(some: tuple[Absence, ...], name
     assert not new[t:, index].any() if leaves else new[t, index]
     changed = np.flatnonzero((new != old).any(axis=1))
     for i in range(4):
-        require_amendment(before.roster, after.roster, i, t, t)
+        require_valid_reconfiguration(before.roster, after.roster, i, t, t)
         if len(changed):
             first = int(changed[0])
             with pytest.raises(SpecError, match=rf"round {first} of this learner is over"):
-                require_amendment(before.roster, after.roster, i, first + 1, first + 1)
+                require_valid_reconfiguration(before.roster, after.roster, i, first + 1, first + 1)
     if len(changed) and changed[0] == t:
         with pytest.raises(SpecError, match=rf"round {t} was said by this learner"):
-            require_amendment(before.roster, after.roster, index, t + 1, t)
+            require_valid_reconfiguration(before.roster, after.roster, index, t + 1, t)
 
 
 @settings(max_examples=60)
 @given(absences(), st.sampled_from(NAMES[1:]), st.integers(1, ROUNDS - 1), st.data())
 def test_who_is_lost_is_unheard_from_the_rounds_that_are_named(
-    some: tuple[Absence, ...], name: str, t: int, data: st.DataObject
+    some: tuple[OfflineInterval, ...], name: str, t: int, data: st.DataObject
 ) -> None:
     hearers = data.draw(st.dictionaries(st.sampled_from([each for each in NAMES if each != name]), st.integers(0, t)))
     before = spec_of(some)
-    assume(before.roster.is_there(NAMES.index(name), t - 1) and hearers)
+    assume(before.roster.is_participating(NAMES.index(name), t - 1) and hearers)
     after = without(before, name, t, hearers)
     np.testing.assert_array_equal(there_at(after)[:t], there_at(before)[:t])
     for i, hearer in enumerate(NAMES):
-        lost = [NAMES.index(name) in after.roster.lost_to(i, s) for s in range(ROUNDS)]
+        lost = [NAMES.index(name) in after.roster.lost_senders(i, s) for s in range(ROUNDS)]
         assert lost == [hearer in hearers and s >= hearers[hearer] for s in range(ROUNDS)]
         since = hearers.get(hearer, t)
-        require_amendment(before.roster, after.roster, i, since, since)
-        if since < t and before.roster.is_there(NAMES.index(name), since):
+        require_valid_reconfiguration(before.roster, after.roster, i, since, since)
+        if since < t and before.roster.is_participating(NAMES.index(name), since):
             with pytest.raises(SpecError, match=rf"round {since} of this learner is over"):
-                require_amendment(before.roster, after.roster, i, since + 1, since + 1)
-    with pytest.raises(NotReady, match="start a new run"):
+                require_valid_reconfiguration(before.roster, after.roster, i, since + 1, since + 1)
+    with pytest.raises(FailedPrecondition, match="start a new run"):
         with_learner(after, name, t)
 
 
 def test_who_is_away_cannot_leave_and_who_is_there_cannot_join() -> None:
     spec = spec_of()
-    with pytest.raises(NotReady, match=r"ben is away from round 9 on as it is"):
+    with pytest.raises(FailedPrecondition, match=r"ben is away from round 9 on as it is"):
         without(spec, "ben", 9)
     for name in ("ann", "ben"):
         with pytest.raises(
-            NotReady, match=rf"only who has a place in the spec and no round yet .* and {name} has some"
+            FailedPrecondition, match=rf"only who has a place in the spec and no round yet .* and {name} has some"
         ):
             with_learner(spec, name, 3)
     alone = spec_of([{"learner": name, "first_round": 2} for name in NAMES[1:]])
@@ -720,8 +720,8 @@ def test_a_watch_accuses_nobody_who_is_away() -> None:
     for seed in range(5):
         whole, heard_only = (Watch(run, data.learners, 1e-3, range(4)) for _ in range(2))
         for step in simulate(run, data, SeededNoise(seed)):
-            messages = step.by_sender()
-            there = {i: said for i, said in messages.items() if spec.roster.is_there(i, step.t)}
+            messages = step.split_by_sender()
+            there = {i: said for i, said in messages.items() if spec.roster.is_participating(i, step.t)}
             assert not whole.take(step.t, messages) and not heard_only.take(step.t, there)
         assert whole.e == heard_only.e and all(each.heard and each.rounds == 40 for each in whole.learners)
 
@@ -742,7 +742,7 @@ def test_a_watch_sees_too_little_noise_of_who_joined_late() -> None:
 
     watch, alarms = Watch(run, data.learners, 1e-3, range(4)), []
     for step in simulate(run, data, Quartered(1)):
-        alarms += watch.take(step.t, step.by_sender())
+        alarms += watch.take(step.t, step.split_by_sender())
     assert 3 in {alarm.learner for alarm in alarms} and {alarm.learner for alarm in alarms} <= {3, None}
 
 
@@ -752,12 +752,12 @@ def test_canaries_are_where_learners_are_there() -> None:
     run, data = build_run(spec, 3), made_up(spec)
     for seed in range(3):
         canaries = draw(run, data, 12, np.random.default_rng(seed))
-        assert all(spec.roster.is_there(each.learner, each.round) for each in canaries.places)
-        known = canaries.in_data(data)
+        assert all(spec.roster.is_participating(each.learner, each.round) for each in canaries.places)
+        known = canaries.insert_into(data)
         test = CanaryTest(run, known, canaries, 1e-3)
         for step in simulate(run, known, SeededNoise(seed)):
-            assert not test.take(step.t, step.by_sender())
-        assert test.scored == 12
+            assert not test.take(step.t, step.split_by_sender())
+        assert test.scored_count == 12
 
 
 @pytest.mark.parametrize(

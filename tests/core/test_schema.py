@@ -22,12 +22,12 @@ from sottovoce_core.auditing.online.canaries import draw
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.data import load_dataset
 from sottovoce_core.data.columns import read_cells, read_columns
-from sottovoce_core.data.encoding import UNDECLARED, Encoded, Encoder
-from sottovoce_core.data.spec import MOST_FEATURES, DataSpec, Schema
+from sottovoce_core.data.encoding import UNDECLARED_FIELD_REASON, EncodedRecords, Encoder
+from sottovoce_core.data.spec import MAX_FEATURES, DataSpec, Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import Experiment, load, prepare
-from sottovoce_core.losses.linear import Logistic, Ridge, Softmax
-from sottovoce_core.spec import codes_to_import, dump_spec, load_schema, load_spec, parse_spec, spec_schema
+from sottovoce_core.losses.linear import Logistic, RidgeLoss, SoftmaxLoss
+from sottovoce_core.spec import find_imports, dump_spec, load_schema, load_spec, parse_spec, build_spec_json_schema
 from sottovoce_rpc.specs import document_from_wire, plan_hash, spec_from_wire, spec_to_wire
 
 pytestmark = pytest.mark.each
@@ -62,7 +62,7 @@ WARDS_SCHEMA = schema_of()
 ENCODER = Encoder.of(WARDS_SCHEMA, Logistic())
 
 
-def one(record: dict[str, Any], encoder: Encoder = ENCODER) -> Encoded:
+def one(record: dict[str, Any], encoder: Encoder = ENCODER) -> EncodedRecords:
     return encoder.records([record])
 
 
@@ -147,8 +147,8 @@ def test_a_record_is_scaled_by_what_is_declared_alone() -> None:
         ({"ignored": ["b", "b "]}, "'b' is there twice"),
         ({"features": {"a=b": "boolean", "a": {"type": "category", "categories": ["b"]}}}, "two are called 'a=b'"),
         (
-            {"features": {"a": {"type": "category", "categories": list(range(MOST_FEATURES + 1))}}},
-            f"may be {MOST_FEATURES} encoded features",
+            {"features": {"a": {"type": "category", "categories": list(range(MAX_FEATURES + 1))}}},
+            f"may be {MAX_FEATURES} encoded features",
         ),
         ({"label": {"name": "outcome", "type": "category", "categories": ["home"]}}, "at least 2"),
         (
@@ -317,7 +317,7 @@ def test_dates_of_numpy_and_beyond() -> None:
 
 def test_declared_categories_give_class_numbers_whichever_occur() -> None:
     schema = of_one("boolean", {"type": "category", "categories": ["c", "a", "b"]})
-    found = Encoder.of(schema, Softmax(classes=3)).columns({"x": [1, 1], "y": ["b", "a"]})
+    found = Encoder.of(schema, SoftmaxLoss(classes=3)).columns({"x": [1, 1], "y": ["b", "a"]})
     assert found.labels.tolist() == [2.0, 1.0]
     binary = Encoder.of(schema, Logistic()).columns({"x": [1, 1, 1], "y": ["c", "a", "b"]})
     assert (
@@ -331,7 +331,7 @@ def test_declared_categories_give_class_numbers_whichever_occur() -> None:
 def test_a_boolean_label_is_two_classes_and_a_number_is_scaled() -> None:
     yes = Encoder.of(of_one("boolean", {"type": "boolean"}), Logistic()).columns({"x": [1, 1], "y": ["no", "YES"]})
     assert yes.labels.tolist() == [0.0, 1.0]
-    cost = Encoder.of(of_one("boolean", {"type": "number", "bounds": [0, 1000]}), Ridge())
+    cost = Encoder.of(of_one("boolean", {"type": "number", "bounds": [0, 1000]}), RidgeLoss())
     found = cost.columns({"x": [1] * 4, "y": ["0", 750, 1001, ""]})
     assert found.labels.tolist() == [-1.0, 0.5] and found.classes is None
     assert found.refused == {2: "y: beyond its bounds", 3: "y: missing"}
@@ -364,8 +364,8 @@ def test_positive_labels_are_named_as_records_name_them(
             None,
             "must be a category or a boolean for the logistic loss",
         ),
-        ({"type": "boolean"}, Ridge(), None, "must be a number for the ridge loss, got type boolean"),
-        ({"type": "category", "categories": [1, 2, 3]}, Softmax(classes=2), None, "got 2 for 3 labels: 1, 2, 3"),
+        ({"type": "boolean"}, RidgeLoss(), None, "must be a number for the ridge loss, got type boolean"),
+        ({"type": "category", "categories": [1, 2, 3]}, SoftmaxLoss(classes=2), None, "got 2 for 3 labels: 1, 2, 3"),
         ({"type": "category", "categories": [1, 2]}, Logistic(), (3,), r"labels that are declared \(1, 2\), got 3"),
         ({"type": "category", "categories": [1, 2]}, Logistic(), (1, 2), "some of the labels 1, 2, not all"),
     ],
@@ -395,7 +395,7 @@ def test_the_first_reason_counts_and_says_nothing_of_the_record() -> None:
     assert found.fits.tolist() == [False] * 6 + [True, False]
     assert len(found.features) == len(found.labels) == 1
     assert found.reasons == {
-        UNDECLARED: 3,
+        UNDECLARED_FIELD_REASON: 3,
         "age: beyond its bounds": 2,
         "ward: none of its categories": 1,
         "age: missing": 1,
@@ -462,11 +462,11 @@ def rows_of(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[str, 
     return st.lists(st.fixed_dictionaries(dict.fromkeys(_FIELDS, values)), min_size=1, max_size=6)
 
 
-def told(found: Encoded) -> tuple[Any, ...]:
+def told(found: EncodedRecords) -> tuple[Any, ...]:
     return found.features.tolist(), found.labels.tolist(), found.fits.tolist(), dict(found.refused)
 
 
-def together(parts: list[Encoded]) -> tuple[Any, ...]:
+def together(parts: list[EncodedRecords]) -> tuple[Any, ...]:
     refused = {i: part.refused[0] for i, part in enumerate(parts) if part.refused}
     return (
         [row for part in parts for row in part.features.tolist()],
@@ -761,7 +761,7 @@ def test_a_spec_with_a_schema_goes_round(tmp_path: Path) -> None:
     for document in (yaml.safe_load(dump_spec(spec)), json.loads(json.dumps(spec.model_dump(mode="json")))):
         assert parse_spec(document, imports=False) == spec
     assert spec_from_wire(spec_to_wire(spec), imports=False) == spec
-    assert json.loads(spec_schema())["$defs"]["Schema"]["required"] == ["features", "label"]
+    assert json.loads(build_spec_json_schema())["$defs"]["Schema"]["required"] == ["features", "label"]
     sorted_keys = json.loads(json.dumps(spec.model_dump(mode="json"), sort_keys=True))
     assert plan_hash(parse_spec(sorted_keys, imports=False), 9) == plan_hash(spec, 9)
     other = schema_of(label={"name": "outcome", "type": "category", "categories": ["died", "home"]})
@@ -791,8 +791,8 @@ def test_no_file_is_read_for_a_spec_from_elsewhere(tmp_path: Path) -> None:
 def test_names_of_columns_are_no_code() -> None:
     schema = {**yaml.safe_load(WARDS), "label": {"name": "os:system", "type": "boolean"}}
     document = {"rounds": 3, "algorithm": "ldp-dol", "data": {"schema": schema}}
-    assert [*codes_to_import(document)] == []
-    assert [*codes_to_import({**document, "loss": {"schema": {"kind": "os:system"}}})] == ["os:system"]
+    assert [*find_imports(document)] == []
+    assert [*find_imports({**document, "loss": {"schema": {"kind": "os:system"}}})] == ["os:system"]
 
 
 # ---- audits ----------------------------------------------------------------------------------------------------------
@@ -845,7 +845,7 @@ def test_canaries_are_records_that_the_schema_allows(adult: Callable[..., DataSp
     canaries = draw(prepared.run, prepared.data, 2, np.random.default_rng(0))
     first, second = (canaries.record(0, coin, prepared.data.n_features).tolist() for coin in (0, 1))
     assert first != second and allowed(schema, first) and allowed(schema, second)
-    for own in canaries.in_data(prepared.data).learners:
+    for own in canaries.insert_into(prepared.data).learners:
         assert all(allowed(schema, row) for row in own.features.tolist())
 
     only = of_one({"type": "category", "categories": ["a"]}).model_dump(mode="json")
@@ -858,7 +858,7 @@ def test_canaries_are_records_that_the_schema_allows(adult: Callable[..., DataSp
 
 def test_what_is_made_up_is_at_the_ends_and_in_the_middle() -> None:
     schema = WARDS_SCHEMA
-    loud, quiet = schema.extreme(), schema.quiet()
+    loud, quiet = schema.make_max_norm_record(), schema.quiet()
     assert np.linalg.norm(loud) == pytest.approx(math.sqrt(5))
     assert quiet.tolist()[1:] == [0, 1, 0, 1, 0, 0, 0] and abs(quiet[0]) < 1e-3
     for row in (loud, quiet, schema.opposite(loud), schema.opposite(schema.opposite(loud))):

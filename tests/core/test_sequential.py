@@ -10,7 +10,7 @@ import pytest
 from scipy import special
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.online.bets import _detected, _Scale, mixture
+from sottovoce_core.auditing.online.bets import _detected, _Scale, mix_e_values
 from sottovoce_core.auditing.online.canaries import EpsilonBound
 from sottovoce_core.auditing.online.watch import _e_bh
 
@@ -25,7 +25,7 @@ def bets_against(epsilon: float) -> EpsilonBound:
 
 def e(bets: EpsilonBound) -> float:
     """Logarithm of the e-value of the only claim."""
-    return float(bets.log_stakes[0])
+    return float(bets.log_e_values[0])
 
 
 def rounds_to_alarm(process: EpsilonBound, rounds: Iterator[FloatArray], most: int, alarm: float = ALARM) -> int:
@@ -103,7 +103,7 @@ def test_the_bound_is_where_guesses_are_refuted() -> None:
         highest.append(e(single))
 
     assert max(highest) > math.log(20) > e(single)
-    assert bound.log_stakes[1] == pytest.approx(e(single))
+    assert bound.log_e_values[1] == pytest.approx(e(single))
     assert bound.lower(0.05) >= 1.0
     assert bound.lower(0.9 * math.exp(-max(highest))) < 1.0
 
@@ -112,12 +112,12 @@ def test_the_bound_is_where_guesses_are_refuted() -> None:
 
 
 def test_the_mixture_of_e_values() -> None:
-    assert mixture(np.log([3.0, 1.0])) == pytest.approx(math.log(2.0))
-    assert mixture(np.array([-5000.0, 800.0])) == pytest.approx(800.0 - math.log(2.0))
+    assert mix_e_values(np.log([3.0, 1.0])) == pytest.approx(math.log(2.0))
+    assert mix_e_values(np.array([-5000.0, 800.0])) == pytest.approx(800.0 - math.log(2.0))
     rows = np.log([[3.0, 1.0], [4.0, 8.0]])
-    assert mixture(rows, np.array([0.25, 0.75])) == pytest.approx(np.log([1.5, 7.0]))
-    assert mixture(np.array([math.inf, 0.0])) == math.inf
-    assert mixture(np.array([-math.inf, -math.inf])) == -math.inf
+    assert mix_e_values(rows, np.array([0.25, 0.75])) == pytest.approx(np.log([1.5, 7.0]))
+    assert mix_e_values(np.array([math.inf, 0.0])) == math.inf
+    assert mix_e_values(np.array([-math.inf, -math.inf])) == -math.inf
 
 
 def test_the_detector_finds_what_breaks_in_the_middle() -> None:

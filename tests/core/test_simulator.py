@@ -12,8 +12,8 @@ from scipy import stats
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.losses.linear import Ridge
-from sottovoce_core.noise import Draw, Law, Recorder, SeededNoise, grid, simulated
+from sottovoce_core.losses.linear import RidgeLoss
+from sottovoce_core.noise import NoiseRequest, Law, Recorder, SeededNoise, grid, simulated
 from sottovoce_core.running import simulator
 from sottovoce_core.running.run import build_run
 from sottovoce_core.running.simulator import simulate
@@ -32,7 +32,7 @@ def dealt(sizes: np.ndarray) -> PlacedData:
     return PlacedData(tuple(learners), np.empty((0, 3)), np.empty(0))
 
 
-LOSS = Ridge(feature_bound=9.0, label_bound=9.0)
+LOSS = RidgeLoss(feature_bound=9.0, label_bound=9.0)
 
 SIZES = {
     "even": np.full((2, 9), 2),
@@ -64,9 +64,9 @@ def test_every_round_has_its_records(sizes: np.ndarray, ahead: int, monkeypatch:
 def test_small_and_large_draws_are_new_laplace_numbers(count: int) -> None:
     """Fails by chance with probability below 1e-6."""
     source, rounds = SeededNoise(3), 40_000 // count + 2
-    drawn = [source(Draw("laplace", "y", t, 2.0, grid(2.0), (count,))) for t in range(rounds)]
+    drawn = [source(NoiseRequest("laplace", "y", t, 2.0, grid(2.0), (count,))) for t in range(rounds)]
     kept = [values.copy() for values in drawn]
-    source(Draw("laplace", "y", rounds, 2.0, grid(2.0), (count,)))
+    source(NoiseRequest("laplace", "y", rounds, 2.0, grid(2.0), (count,)))
     values = np.concatenate(drawn)
     assert (values == np.concatenate(kept)).all(), "a draw must not change an older one"
     assert len(np.unique(values)) == len(values)
@@ -76,7 +76,7 @@ def test_small_and_large_draws_are_new_laplace_numbers(count: int) -> None:
 
 def test_every_learner_has_its_own_scale() -> None:
     scales = np.array([1.0, 100.0]).reshape(-1, 1, 1)
-    drawn = SeededNoise(4)(Draw("laplace", "y", 0, scales, np.asarray(grid(scales)), (2, 50, 100)))
+    drawn = SeededNoise(4)(NoiseRequest("laplace", "y", 0, scales, np.asarray(grid(scales)), (2, 50, 100)))
     np.testing.assert_allclose(np.abs(drawn).mean(axis=(1, 2)), [1.0, 100.0], rtol=0.1)  # ten standard errors
 
 
@@ -122,7 +122,7 @@ def test_seeded_noise_is_the_same_for_any_number_of_replicas(
     def of(replicas: int) -> list[FloatArray]:
         source, lattice = SeededNoise(2), None if law == "spherical" else grid(2.0)
         shapes = [(3, replicas, 4), (3, replicas, 7)] * 40
-        return [source(Draw(law, "y", t, 2.0, lattice, shape)) for t, shape in enumerate(shapes)]
+        return [source(NoiseRequest(law, "y", t, 2.0, lattice, shape)) for t, shape in enumerate(shapes)]
 
     wanted = of(9)
     for replicas in (1, 2, 4):
@@ -136,7 +136,7 @@ def test_seeded_noise_of_one_learner_has_replicas_first() -> None:
     """As arrays of a learner that is driven alone have; and replica 0 stands for itself."""
 
     def drawn(shape: tuple[int, ...]) -> FloatArray:
-        return SeededNoise(2)(Draw("laplace", "y", 0, 2.0, grid(2.0), shape))
+        return SeededNoise(2)(NoiseRequest("laplace", "y", 0, 2.0, grid(2.0), shape))
 
     np.testing.assert_array_equal(drawn((5, 4)), drawn((1, 5, 4))[0])
     np.testing.assert_array_equal(drawn((4,)), drawn((5, 4))[0])
@@ -145,6 +145,6 @@ def test_seeded_noise_of_one_learner_has_replicas_first() -> None:
 def test_children_of_a_seed_are_no_replicas() -> None:
     """Whoever seeds something else with a child of the same seed shares no numbers with a replica."""
     seed = np.random.SeedSequence(2)
-    own = SeededNoise(seed)(Draw("gaussian", "y", 0, 1.0, None, (2, 3, 4)))
+    own = SeededNoise(seed)(NoiseRequest("gaussian", "y", 0, 1.0, None, (2, 3, 4)))
     others = [np.random.Generator(np.random.SFC64(child)).standard_normal(8) for child in seed.spawn(4)]
     assert not np.isin(own, np.concatenate(others)).any()

@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.running.run import build_run
-from sottovoce_core.spec import RunSpec, dump_spec, load_spec, parse_spec, spec_schema
+from sottovoce_core.spec import RunSpec, dump_spec, load_spec, parse_spec, build_spec_json_schema
 from sottovoce_core.yaml_files import parse_yaml
 
 pytestmark = pytest.mark.each
@@ -117,7 +117,7 @@ def test_every_problem_gets_a_line() -> None:
 @pytest.mark.parametrize("value", [0, 0.0, -2.5, float("nan"), float("inf")])
 def test_a_noise_scale_must_be_positive(value: float) -> None:
     spec = parse_spec(document(algorithm={"name": "ldp-dol", "sigma": value}), imports=True)
-    with pytest.raises(CheckFailed, match=rf"sigma must be positive and finite, got {float(value)} \[SIGMA\]"):
+    with pytest.raises(AssumptionViolated, match=rf"sigma must be positive and finite, got {float(value)} \[SIGMA\]"):
         build_run(spec, 3)
 
 
@@ -281,7 +281,7 @@ def test_a_dumped_spec_shows_the_defaults() -> None:
 
 
 def test_the_schema_describes_every_field_and_refuses_others() -> None:
-    schema = json.loads(spec_schema())
+    schema = json.loads(build_spec_json_schema())
 
     assert schema["properties"].keys() == RunSpec.model_fields.keys()
     assert schema["required"] == ["rounds", "algorithm"]

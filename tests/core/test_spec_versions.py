@@ -8,7 +8,7 @@ import pytest
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_core.spec_versions import FIELD, FORMAT, STRICT, stamped, tolerated
+from sottovoce_core.spec_versions import FIELD, FORMAT, STRICT, add_format, drop_unknown_fields
 from tests.examples import small_spec
 
 pytestmark = pytest.mark.each
@@ -17,18 +17,18 @@ DOCUMENT: dict[str, Any] = small_spec(7, ["a", "b"], clock={"window": 3}).model_
 
 
 def of_format(number: Any, **more: Any) -> dict[str, Any]:
-    return {**stamped(DOCUMENT), FIELD: number, **more}
+    return {**add_format(DOCUMENT), FIELD: number, **more}
 
 
 def test_what_is_written_can_be_read() -> None:
-    document, left_out = tolerated(stamped(DOCUMENT), RunSpec)
+    document, left_out = drop_unknown_fields(add_format(DOCUMENT), RunSpec)
     assert (document, left_out) == (DOCUMENT, ())
 
 
 def test_a_newer_document_loses_what_is_unknown() -> None:
     clock = {**DOCUMENT["clock"], "lenience_s": 9.0}
     newer = of_format(FORMAT + 1, participation=0.5, clock=clock)
-    document, left_out = tolerated(newer, RunSpec)
+    document, left_out = drop_unknown_fields(newer, RunSpec)
     assert document == DOCUMENT
     assert set(left_out) == {"clock.lenience_s", "participation"}
     assert parse_spec(document, imports=True) == parse_spec(DOCUMENT, imports=True)
@@ -40,7 +40,7 @@ def test_any_other_document_is_held_to_the_letter(written: int | None) -> None:
     document = of_format(written, colour="red")
     if written is None:
         del document[FIELD]
-    kept, left_out = tolerated(document, RunSpec)
+    kept, left_out = drop_unknown_fields(document, RunSpec)
     assert left_out == ()
     with pytest.raises(SpecError, match="unknown field colour"):
         parse_spec(kept, imports=True)
@@ -51,7 +51,7 @@ def test_nothing_is_left_out_that_a_guarantee_may_rest_on(section: str) -> None:
     """A condition that is not known would not be enforced."""
     assert section in RunSpec.model_fields
     changed = of_format(FORMAT + 1, **{section: {**DOCUMENT[section], "colour": "red"}})
-    document, left_out = tolerated(changed, RunSpec)
+    document, left_out = drop_unknown_fields(changed, RunSpec)
     assert left_out == ()
     with pytest.raises(SpecError, match="colour"):
         parse_spec(document, imports=True)
@@ -60,15 +60,15 @@ def test_nothing_is_left_out_that_a_guarantee_may_rest_on(section: str) -> None:
 def test_a_file_says_no_format() -> None:
     """The command line reads files of its own version."""
     with pytest.raises(SpecError, match="unknown field format"):
-        parse_spec(stamped(DOCUMENT), imports=True)
+        parse_spec(add_format(DOCUMENT), imports=True)
 
 
 @pytest.mark.parametrize("written", [0, -1, "2", 1.5, True, None])
 def test_a_format_that_is_none_is_refused(written: Any) -> None:
     with pytest.raises(SpecError, match="the format of a run spec must be a number from 1 on"):
-        tolerated(of_format(written), RunSpec)
+        drop_unknown_fields(of_format(written), RunSpec)
 
 
 @pytest.mark.parametrize("document", [[1], "text", None, 3])
 def test_what_is_no_mapping_is_left_to_the_parser(document: object) -> None:
-    assert tolerated(document, RunSpec) == (document, ())
+    assert drop_unknown_fields(document, RunSpec) == (document, ())

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce_core.arrays import FloatArray, as_floats
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.network.topology import FixedNetwork, Topology
 
 pytestmark = pytest.mark.each
@@ -89,7 +89,7 @@ WEIGHTS = st.one_of(
     ],
 )
 def test_a_wrong_matrix_is_refused_with_what_came(code: str, matrix: Any, got: str) -> None:
-    with pytest.raises(CheckFailed) as failure:
+    with pytest.raises(AssumptionViolated) as failure:
         FixedNetwork.from_weights(matrix)
     assert failure.value.code == code
     assert failure.value.text.startswith(TEXTS[code])
@@ -106,19 +106,19 @@ def test_a_wrong_matrix_is_refused_with_what_came(code: str, matrix: Any, got: s
     ],
 )
 def test_the_first_condition_that_fails_is_the_one_reported(code: str, matrix: Any) -> None:
-    with pytest.raises(CheckFailed) as failure:
+    with pytest.raises(AssumptionViolated) as failure:
         FixedNetwork.from_weights(matrix)
     assert failure.value.code == code
 
 
 def test_the_constructor_checks_too() -> None:
-    with pytest.raises(CheckFailed, match="W_DISCONNECTED"):
+    with pytest.raises(AssumptionViolated, match="W_DISCONNECTED"):
         FixedNetwork(np.zeros((2, 2)))
 
 
 def test_the_first_learner_that_cannot_be_reached_is_named() -> None:
     two_pairs = [[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]]
-    with pytest.raises(CheckFailed, match=r"from learner 0 to learner 1 \(2 of 4 learners"):
+    with pytest.raises(AssumptionViolated, match=r"from learner 0 to learner 1 \(2 of 4 learners"):
         FixedNetwork.from_weights(laplacian(two_pairs))
 
 
@@ -128,21 +128,21 @@ def test_rounding_is_forgiven_and_more_is_not_at_any_scale(scale: float) -> None
     weights[0, 1] *= 1 + 1e-14
     assert FixedNetwork.from_weights(weights * scale).n_learners == 3
     weights[0, 1] *= 1 + 1e-9
-    with pytest.raises(CheckFailed, match="W_ASYMMETRIC"):
+    with pytest.raises(AssumptionViolated, match="W_ASYMMETRIC"):
         FixedNetwork.from_weights(weights * scale)
 
 
 def test_an_edge_that_one_end_alone_knows_is_refused_however_small() -> None:
     weights = laplacian([[0, 1, 0], [1, 0, 1], [0, 1, 0]])
     weights[0, 2] = 1e-15
-    with pytest.raises(CheckFailed, match=r"w\[0\]\[2\]=1e-15 but w\[2\]\[0\]=0.0.*W_ASYMMETRIC"):
+    with pytest.raises(AssumptionViolated, match=r"w\[0\]\[2\]=1e-15 but w\[2\]\[0\]=0.0.*W_ASYMMETRIC"):
         FixedNetwork.from_weights(weights)
 
 
 def test_a_link_that_vanishes_in_rounding_does_not_connect() -> None:
     """Two pairs joined by a link of 1e-20: delta_2 is about -1e-20, which cannot be told from 0."""
     coupling = np.array([[0, 1, 0, 0], [1, 0, 1e-20, 0], [0, 1e-20, 0, 1], [0, 0, 1, 0]])
-    with pytest.raises(CheckFailed, match=r"zero up to rounding.*W_DISCONNECTED"):
+    with pytest.raises(AssumptionViolated, match=r"zero up to rounding.*W_DISCONNECTED"):
         FixedNetwork.from_weights(laplacian(coupling))
     coupling[1, 2] = coupling[2, 1] = 1e-6
     assert FixedNetwork.from_weights(laplacian(coupling)).delta_2 == pytest.approx(-1e-6, rel=1e-5)
@@ -234,7 +234,7 @@ def test_random_graphs_are_a_function_of_their_seed(graph: dict[str, Any]) -> No
     ],
 )
 def test_a_disconnected_graph_is_refused_with_advice(graph: dict[str, Any], advice: str) -> None:
-    with pytest.raises(CheckFailed, match=advice) as failure:
+    with pytest.raises(AssumptionViolated, match=advice) as failure:
         topology(graph, 20)
     assert failure.value.code == "W_DISCONNECTED"
     assert failure.value.text.startswith(TEXTS["W_DISCONNECTED"])
@@ -257,7 +257,7 @@ def test_a_graph_that_does_not_fit_is_refused(graph: dict[str, Any], message: st
 
 
 def test_a_constant_weight_whose_row_sums_overflow_is_refused() -> None:
-    with pytest.raises(CheckFailed, match="W_SHAPE"):
+    with pytest.raises(AssumptionViolated, match="W_SHAPE"):
         topology("ring", 5, constant(1e308))
 
 
@@ -312,7 +312,7 @@ def test_a_graph_is_refused_exactly_if_networkx_finds_it_disconnected(
     n, edges = graph
     reference = nx.Graph(edges)
     reference.add_nodes_from(range(n))
-    expected = nullcontext() if nx.is_connected(reference) else pytest.raises(CheckFailed, match="W_DISCONNECTED")
+    expected = nullcontext() if nx.is_connected(reference) else pytest.raises(AssumptionViolated, match="W_DISCONNECTED")
     with expected:
         topology({"kind": "edges", "edges": edges}, n, rule)
 

@@ -11,25 +11,25 @@ import pytest
 import yaml
 from sklearn.datasets import load_digits
 
-from sottovoce_core.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.interface import LocalMessages, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import LearnerData, PlacedData, check_batch
 from sottovoce_core.data.encoding import map_labels
-from sottovoce_core.errors import CheckFailed, DataError, SpecError
+from sottovoce_core.errors import AssumptionViolated, DataError, SpecError
 from sottovoce_core.losses import mean_gradient
-from sottovoce_core.losses.linear import Logistic, Softmax
+from sottovoce_core.losses.linear import Logistic, SoftmaxLoss
 from sottovoce_core.losses.torch import TorchLoss
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
-from sottovoce_core.spec import dump_spec, parse_spec, spec_schema
+from sottovoce_core.spec import dump_spec, parse_spec, build_spec_json_schema
 from tests.examples import small_run, small_spec
 
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
 
-from sottovoce_core.losses.torch_module import LARGEST_PART, _clipped_sum, _trainable  # noqa: E402
+from sottovoce_core.losses.torch_module import MAX_CHUNK_RECORDS, _clipped_sum, _trainable  # noqa: E402
 
 HERE = "tests.core.test_torch_loss"
 
@@ -116,11 +116,11 @@ def test_gradients_are_those_of_one_backward_pass_per_record(clip_norm: float) -
 
 
 def test_parts_of_bounded_size_add_up() -> None:
-    loss, batch = linear_loss(3, 4), records(2 * LARGEST_PART + 3, n_features=3, classes=4)
+    loss, batch = linear_loss(3, 4), records(2 * MAX_CHUNK_RECORDS + 3, n_features=3, classes=4)
     theta = parameters(loss)
     found = loss.gradient_sum(theta, batch)
     np.testing.assert_allclose(found, by_hand(loss, theta, batch).sum(axis=0), rtol=1e-10, atol=1e-12)
-    assert loss.predict(theta, batch.features).shape == (2 * LARGEST_PART + 3, 4)
+    assert loss.predict(theta, batch.features).shape == (2 * MAX_CHUNK_RECORDS + 3, 4)
 
 
 def test_float32_is_float64_to_its_precision_and_still_clipped() -> None:
@@ -206,7 +206,7 @@ def test_a_linear_module_is_softmax(clip_norm: float) -> None:
     batch = records(9, 2, n_features=5, classes=3)
     loss, softmax = (
         linear_loss(5, 3, clip_norm=clip_norm),
-        Softmax(feature_bound=1e9, ridge=0.0, clip_norm=clip_norm, classes=3),
+        SoftmaxLoss(feature_bound=1e9, ridge=0.0, clip_norm=clip_norm, classes=3),
     )
     theta = parameters(loss, 2, 2)
     np.testing.assert_allclose(
@@ -284,7 +284,7 @@ def test_built_in_networks(name: str, shape: tuple[int, ...], dim: int) -> None:
 
 
 def test_a_network_without_clipping_is_refused_with_the_reason() -> None:
-    with pytest.raises(CheckFailed, match="clip_norm") as caught:
+    with pytest.raises(AssumptionViolated, match="clip_norm") as caught:
         loss_of(clip_norm=None).made.dim  # noqa: B018
     assert caught.value.code == "GRAD_CHANGE"
 
@@ -323,14 +323,14 @@ def test_records_must_fill_the_shape() -> None:
 
 @pytest.mark.parametrize("mode", ["smooth", "convex"])
 def test_modes_that_need_what_no_network_has_are_refused(mode: str) -> None:
-    with pytest.raises(CheckFailed, match="smoothness"):
+    with pytest.raises(AssumptionViolated, match="smoothness"):
         small_run(n_features=64, loss=section(), algorithm={"accounting": mode})
 
 
 def test_a_spec_survives_writing_and_its_schema_knows_it() -> None:
     spec = small_spec(loss=section(options={"channels": 2}))
     assert parse_spec(yaml.safe_load(dump_spec(spec)), imports=True) == spec
-    assert "TorchLoss" in spec_schema()
+    assert "TorchLoss" in build_spec_json_schema()
 
 
 # ---- runs ------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_a_learner_alone_is_its_row_of_the_simulator() -> None:
     for step in steps:
         state, message = run.algorithm.speak(state, noise)
         np.testing.assert_allclose(message["y"], step.message["y"][1, 0], atol=1e-12)
-        heard = HeardFromNeighbours(weights, {j: Message({"y": step.message["y"][j, 0]}) for j in weights}, own)
+        heard = LocalMessages(weights, {j: Message({"y": step.message["y"][j, 0]}) for j in weights}, own)
         state = run.algorithm.listen(state, heard, data.learners[1].batch(step.t))
         np.testing.assert_allclose(run.algorithm.decision(state), step.after[1, 0], atol=1e-12)
 

@@ -17,7 +17,7 @@ DVP, PVP = AccuracyCurve(0.2, 25.0, 0.1), AccuracyCurve(20.0, 20.0, 0.1)
 def test_interior_minima_of_the_published_fits(curve: AccuracyCurve, threshold: float, expected: float) -> None:
     best = solve(curve, Utility(), threshold, 1.0)
     assert best.alpha == pytest.approx(expected, abs=5e-5)
-    assert best.interior
+    assert best.is_interior
     assert best.minima == (best.alpha,)
     h = 1e-6
     slope = [float(curve.at(np.array(a)) - Utility().at(np.array(a))) for a in (best.alpha - h, best.alpha + h)]
@@ -30,7 +30,7 @@ def test_interior_minima_of_the_published_fits(curve: AccuracyCurve, threshold: 
 def test_the_ends_are_compared_with_what_lies_inside() -> None:
     """J falls without bound towards 0: a threshold that hardly binds makes the lowest level the best one."""
     loose = solve(DVP, Utility(), DVP.c4 + DVP.c6 - 1e-9, 1.0)
-    assert not loose.interior
+    assert not loose.is_interior
     assert loose.alpha == loose.lowest == pytest.approx(2e-10, rel=1e-3)
     assert loose.minima[0] == pytest.approx(0.1422, abs=1e-3)
     assert solve(DVP, Utility(), 0.25, 0.05).alpha == 0.05

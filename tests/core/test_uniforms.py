@@ -13,10 +13,10 @@ import pytest
 
 from sottovoce_core.auditing.conformance.battery import Dependence
 from sottovoce_core.auditing.conformance.block import Block
-from sottovoce_core.auditing.conformance.residuals import as_laplace
+from sottovoce_core.auditing.conformance.residuals import convert_to_laplace
 from sottovoce_core.auditing.conformance.uniforms import Uniforms
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.noise import Draw, SeededNoise, grid
+from sottovoce_core.noise import NoiseRequest, SeededNoise, grid
 from tests import blocks
 from tests.blocks import MID, SCALE, block_of, closely, gaussian, noise_block, require_adds_up, require_right_p_values
 from tests.claims import SETUPS
@@ -170,15 +170,15 @@ def test_all_pairs_of_a_long_run_are_cut_short() -> None:
 def test_noise_of_the_simulator_is_not_accused(scale: float) -> None:
     """Its words have 53 bits, the last of which is always 1, and are rounded to the lattice; a fresh seed fails with 1/600."""
     spacing, shape = float(grid(scale)), (40, 1600, 8)
-    drawn = SeededNoise(13)(Draw("laplace", "y", 0, scale, spacing, shape))
+    drawn = SeededNoise(13)(NoiseRequest("laplace", "y", 0, scale, spacing, shape))
     steps = np.rint(drawn / spacing).astype(np.int64).reshape(5, 8, 1600, 8)
     assert not refuted(block_of(steps, scale=scale))
 
 
 def test_gaussian_noise_is_not_accused() -> None:
-    """As `as_laplace` maps it; a fresh seed fails with probability 1/600."""
+    """As `convert_to_laplace` maps it; a fresh seed fails with probability 1/600."""
     block = block_of(gaussian(np.random.default_rng(14), (5, 16, 200, 17), 1.0))
-    block.values[:] = as_laplace("gaussian", block.values)
+    block.values[:] = convert_to_laplace("gaussian", block.values)
     assert not refuted(block)
 
 

@@ -20,7 +20,7 @@ from sottovoce_core.auditing.online.seen import Keys
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import CaptureError
-from sottovoce_core.noise import Draw, Noise, SeededNoise
+from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import simulate
 from tests.examples import made_up, small_run
@@ -40,7 +40,7 @@ class Broken:
         self._source, self._change, self._since = SeededNoise(seed), change, since
         self._before: FloatArray | None = None
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         drawn = self._source(draw)
         before = drawn if self._before is None else self._before
         if draw.round >= self._since:
@@ -80,7 +80,7 @@ def a_run(dim: int, rounds: int, learners: int = 3) -> tuple[Run, PlacedData]:
     return run, made_up(run.spec, dim)
 
 
-def overheard(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Iterator[list[dict[int, Message]]]:
+def overheard(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> Iterator[list[dict[int, Message]]]:
     """By round, what was said in every replica."""
     for step in simulate(run, data, noise, replicas):
         yield [
@@ -110,7 +110,7 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
         for k, (watch, messages) in enumerate(zip(watches, replicas, strict=True)):
             if watch.take(t, messages):
                 alarmed[0.05].add(k)
-            if watch.e >= watch.threshold + more or watch.change >= watch.change_threshold + more:
+            if watch.e >= watch.threshold + more or watch.change >= watch.change_log_threshold + more:
                 alarmed[0.001].add(k)
     for alpha, most in ((0.05, 21), (0.001, 3)):
         assert stats.binom.sf(most, len(watches), alpha) < 1e-3
@@ -188,10 +188,10 @@ def test_what_breaks_on_the_way_is_seen_by_the_detector_first() -> None:
 def test_two_different_messages_of_a_round_refute_a_learner() -> None:
     run, data = a_run(2, 5)
     watch = Watch(run, data.learners, 1e-3, (0, BROKEN))
-    assert watch.equivocated(2, 3) == []  # is not watched
-    (alarm,) = watch.equivocated(BROKEN, 3)
+    assert watch.report_equivocation(2, 3) == []  # is not watched
+    (alarm,) = watch.report_equivocation(BROKEN, 3)
     assert (alarm.learner, alarm.round, alarm.test, alarm.e) == (BROKEN, 3, "equivocation", math.inf)
-    assert watch.equivocated(BROKEN, 4) == []  # once is enough
+    assert watch.report_equivocation(BROKEN, 4) == []  # once is enough
 
 
 # ---- what can be watched ---------------------------------------------------------------------------------------------

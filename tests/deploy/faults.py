@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from sottovoce_client.pki import AUTHORITY_KEY, Authority, certificate_of
+from sottovoce_client.pki import AUTHORITY_KEY, Authority, read_certificate
 from sottovoce_rpc.certificates import CERTIFICATE
 from tests.deploy.engine import Engine
 from tests.deploy.images import name_of
@@ -186,7 +186,7 @@ def _issue(
     """An identity of north, as `sottovoce pki` issues it, but for its hosts and its beginning."""
     folder = _place(stack, f"identity-{name}")
     authority.issue("learner/north", folder)
-    was = certificate_of(folder)
+    was = read_certificate(folder)
     key = serialization.load_pem_private_key((authority.folder / AUTHORITY_KEY).read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     made = x509.CertificateBuilder().subject_name(was.subject).issuer_name(was.issuer).public_key(was.public_key())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.helm import chart_values
+from sottovoce_client.helm import derive_chart_values
 from sottovoce_core.spec import RunSpec, parse_spec
 from tests.deploy_chart.policies import Pod, allowed, ends
 from tests.deploy_chart.rendering import ISSUED, NAMESPACE, RELEASE, Rendered, Values, merged, rendered
@@ -121,7 +121,7 @@ def recorded(edges: set[tuple[str, str]], capture: str) -> set[tuple[str, str, i
 
 
 def whole(spec: RunSpec, more: Values | None = None) -> Rendered:
-    return rendered(merged(ISSUED, chart_values([spec]), more or {}))
+    return rendered(merged(ISSUED, derive_chart_values([spec]), more or {}))
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -165,7 +165,7 @@ def test_a_learner_that_is_away_keeps_its_edges_for_it_may_join_later() -> None:
 def test_runs_of_one_deployment_share_what_they_need() -> None:
     specs = [spec_of("ring"), spec_of("star", capture="mirror")]
     edges = edges_of(specs[0]) | edges_of(specs[1])
-    release = rendered(merged(ISSUED, chart_values(specs)))
+    release = rendered(merged(ISSUED, derive_chart_values(specs)))
 
     assert passes(release) == {(a, b, LEARNER) for a, b in edges} | always(NAMES) | recorded(edges, "mirror")
 
@@ -228,7 +228,7 @@ CENTRE = Pod("the coordinator's machine", namespace=None, address="192.0.2.4")
 
 def alone(spec: RunSpec, name: str) -> Rendered:
     """The release of an organisation with one learner: everybody else is elsewhere."""
-    values = chart_values([spec], [name])
+    values = derive_chart_values([spec], [name])
     for other in values.get("elsewhere", {}):
         values["elsewhere"][other]["peers"] = [{"ipBlock": {"cidr": f"{NORTH.address}/32"}}]
     for role, port in (("coordinator", 7400), ("eavesdropper", 7500)):
@@ -272,7 +272,7 @@ def test_an_organisation_is_recorded_by_an_eavesdropper_elsewhere(capture: str) 
 
 
 def test_a_coordinator_alone_lets_in_the_learners_that_it_knows() -> None:
-    values = chart_values([spec_of("ring", capture="relay")], coordinator=True)
+    values = derive_chart_values([spec_of("ring", capture="relay")], coordinator=True)
     for name in values["elsewhere"]:
         values["elsewhere"][name]["peers"] = [{"ipBlock": {"cidr": f"{NORTH.address}/32"}}]
     release = rendered(merged(ISSUED, values))

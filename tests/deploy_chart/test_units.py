@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_rpc.server import _DRAIN_S, _GRACE_S
+from sottovoce_rpc.server import _DRAIN_TIMEOUT_S, _GRACE_TIMEOUT_S
 from tests.deploy_chart.test_chart import _options, _parsed
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
@@ -113,10 +113,10 @@ def test_it_keeps_its_state_and_shows_its_identity_to_itself_alone(service: str)
 @each_service
 def test_it_is_given_the_time_that_it_takes_to_end(service: str) -> None:
     """Who takes longer is killed: by the ladder of every service, and what an eavesdropper may take to write."""
-    from sottovoce_eavesdropper.service import DRAIN_S
+    from sottovoce_eavesdropper.service import DRAIN_TIMEOUT_S
 
     found = settings(service)
-    takes = (DRAIN_S if service == "eavesdropper" else _DRAIN_S) + _GRACE_S
+    takes = (DRAIN_TIMEOUT_S if service == "eavesdropper" else _DRAIN_TIMEOUT_S) + _GRACE_TIMEOUT_S
 
     assert float(found["TimeoutStopSec"][0]) > takes
     assert found["Restart"] == ["on-failure"]

@@ -34,7 +34,7 @@ TABLE = re.compile(
 def sections_in(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[type[Section]]:
     """Sections that a value of an annotation may be."""
     if registries := [each for each in metadata if isinstance(each, Registry)]:
-        yield from (registry.find(name) for registry in registries for name in registry.built_in)
+        yield from (registry.find(name) for registry in registries for name in registry.built_in_classes)
         return
     inner, *more = (get_args(annotation) or (annotation,)) if hasattr(annotation, "__metadata__") else (annotation,)
     if more or hasattr(annotation, "__metadata__"):

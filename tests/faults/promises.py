@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec
-from sottovoce_rpc.signatures import BLOCK
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK
 from tests.faults.simulated import anybody_late, decoded, unlike
 from tests.faults.stage import NAMES
 from tests.faults.trial import FEATURES, Said, Trial
@@ -30,7 +30,7 @@ def last_round(spec: RunSpec, index: int) -> int:
 
 def price(spec: RunSpec, index: int, rounds: int) -> float:
     """Epsilon of so many rounds of one record each, by the spec."""
-    return float(build_run(spec, FEATURES).guarantee(index).cumulative[rounds - 1]) if rounds else 0.0
+    return float(build_run(spec, FEATURES).guarantee(index).cumulative_epsilon[rounds - 1]) if rounds else 0.0
 
 
 def _was_struck(trial: Trial) -> Iterator[str]:
@@ -102,8 +102,8 @@ def _proved(trial: Trial) -> Iterator[str]:
     network = build_run(trial.spec, FEATURES).network
     for name, words in trial.signed.items():
         index = _index(name)
-        whole = last_round(trial.spec, index) // BLOCK * BLOCK
-        ends = {t: t // BLOCK * BLOCK + BLOCK - 1 for t in words.unsigned if t < whole}
+        whole = last_round(trial.spec, index) // ROUNDS_PER_BLOCK * ROUNDS_PER_BLOCK
+        ends = {t: t // ROUNDS_PER_BLOCK * ROUNDS_PER_BLOCK + ROUNDS_PER_BLOCK - 1 for t in words.unsigned if t < whole}
         missing = [t for t, end in ends.items() if network.heard(end)[index]]
         if missing and not trial.fault.blind and index not in _lost(trial.spec):
             yield f"{len(missing)} rounds of {name} are not signed, the first of them {min(missing)}"

@@ -13,8 +13,8 @@ import grpc
 from rich.console import Console
 
 from sottovoce_client.running import known
-from sottovoce_core.errors import NotReady, SpecError, Unavailable
-from sottovoce_core.network.roster import Absence
+from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
+from sottovoce_core.network.roster import OfflineInterval
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
@@ -60,13 +60,13 @@ async def _run(stage: Stage) -> coordinator_pb2.Run:
 async def _leave(stage: Stage, name: str) -> None:
     """A learner leaves the run, whoever is away meanwhile."""
     stage.away.add(name)
-    await _until_so(stage, partial(known.amend_run, joins=False), name)
+    await _until_so(stage, partial(known.reconfigure_run, joins=False), name)
 
 
 async def _join(stage: Stage, name: str) -> None:
     """A learner with a place joins the run, whoever is away meanwhile."""
     stage.away.discard(name)
-    await _until_so(stage, partial(known.amend_run, joins=True), name)
+    await _until_so(stage, partial(known.reconfigure_run, joins=True), name)
 
 
 async def _until_so(stage: Stage, ask: Callable[..., Awaitable[None]], name: str) -> None:
@@ -77,7 +77,7 @@ async def _until_so(stage: Stage, ask: Callable[..., Awaitable[None]], name: str
             return await ask(stage.address(COORDINATOR), run_id, name, Console(quiet=True), stage.credentials)
         except SpecError:  # it is so: it was asked before
             return
-        except (NotReady, Unavailable):
+        except (FailedPrecondition, Unavailable):
             await asyncio.sleep(_LOOK_S)
     raise TooLate
 
@@ -86,7 +86,7 @@ async def _until_lost(stage: Stage, name: str) -> None:
     """Until the run goes on without a learner that is gone."""
     stage.away.add(name)
     while not stage.over:
-        told = [Absence(**each) for each in json.loads((await _run(stage)).spec).get("absences") or ()]
+        told = [OfflineInterval(**each) for each in json.loads((await _run(stage)).spec).get("absences") or ()]
         if any(each.learner == name and each.unheard for each in told):
             return
         await asyncio.sleep(_LOOK_S)

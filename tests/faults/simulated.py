@@ -9,8 +9,8 @@ import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.noise import Draw, KeyedNoise, Noise
-from sottovoce_core.running.participation import NONE, USED
+from sottovoce_core.noise import NoiseRequest, KeyedNoise, NoiseSource
+from sottovoce_core.running.participation import NONE, USED_ROUNDS_FIELD
 from sottovoce_core.running.run import build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import RunSpec
@@ -46,20 +46,20 @@ def unlike(spec: RunSpec, said: Decoded) -> tuple[int, int] | None:
 
 def anybody_late(said: Decoded) -> bool:
     """Did an update go on with an earlier message than its round's?"""
-    return any(((message[USED] != NONE) & (message[USED] < t - 1)).any() for (_, t), message in said.items())
+    return any(((message[USED_ROUNDS_FIELD] != NONE) & (message[USED_ROUNDS_FIELD] < t - 1)).any() for (_, t), message in said.items())
 
 
 def _used(spec: RunSpec, said: Decoded) -> FloatArray:
     """`(rounds, learners, width)`: which rounds' messages updates used; what the last one used, no message shows."""
-    rows = [[said[i, t][USED] for i in range(spec.n_learners)] for t in range(1, spec.rounds)]
+    rows = [[said[i, t][USED_ROUNDS_FIELD] for i in range(spec.n_learners)] for t in range(1, spec.rounds)]
     return np.array([*rows, rows[-1]])
 
 
-def keyed(spec: RunSpec) -> Noise:
+def keyed(spec: RunSpec) -> NoiseSource:
     """Of all learners, as each draws it."""
     own = [KeyedNoise(NOISE_SEED, spec.name, i) for i in range(spec.n_learners)]
 
-    def noise(draw: Draw) -> FloatArray:
+    def noise(draw: NoiseRequest) -> FloatArray:
         each = replace(draw, shape=draw.shape[2:])
         return np.stack([source(each) for source in own])[:, None]
 

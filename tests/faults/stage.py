@@ -13,7 +13,7 @@ from typing import Any
 
 from sottovoce_client.running.summary import Progress
 from sottovoce_core.spec import RunSpec
-from sottovoce_rpc.certificates import AUTHORITIES
+from sottovoce_rpc.certificates import AUTHORITIES_FILE
 from sottovoce_rpc.credentials import Credentials
 from tests.examples import ALLOWING_FILE, small_spec
 from tests.faults.link import Link
@@ -123,7 +123,7 @@ class Stage:
     @property
     def authorities(self) -> bytes:
         """That are believed; empty: nobody shows who it is."""
-        return b"" if self._identities is None else (self._identities.authority.folder / AUTHORITIES).read_bytes()
+        return b"" if self._identities is None else (self._identities.authority.folder / AUTHORITIES_FILE).read_bytes()
 
     def address(self, name: str) -> str:
         """Where a service listens."""

@@ -11,12 +11,12 @@ import pytest
 from sottovoce_client.transcripts.verify import Words
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.running.participation import on_time
+from sottovoce_core.running.participation import encode_punctual_rounds
 from sottovoce_core.running.run import build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import RoundCodec
-from sottovoce_rpc.signatures import BLOCK, DIGEST, Statement, digest
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, DIGEST_BYTES, Statement, digest
 from tests.examples import made_up
 from tests.faults.catalogue import EVERY
 from tests.faults.page import Row, page
@@ -86,9 +86,9 @@ def words(said: int, signed: int, what: bytes = b"", refused: str = "") -> Words
     found = Words()
     for t in range(said):
         found.passed(t, digest(b"%d" % t))
-    for block in range(-(-signed // BLOCK)):
-        rounds = range(BLOCK * block, BLOCK * (block + 1))
-        digests = [digest(b"%d" % t + what) if t < signed else bytes(DIGEST) for t in rounds]
+    for block in range(-(-signed // ROUNDS_PER_BLOCK)):
+        rounds = range(ROUNDS_PER_BLOCK * block, ROUNDS_PER_BLOCK * (block + 1))
+        digests = [digest(b"%d" % t + what) if t < signed else bytes(DIGEST_BYTES) for t in rounds]
         found.sign(Statement("run", 1, block, b"".join(digests)))
     found.refused.update([refused] if refused else [])
     return found
@@ -128,7 +128,7 @@ def simulated(spec: RunSpec, used: FloatArray | None = None) -> tuple[Said, ...]
         )
         for step in simulate(run, made_up(spec), keyed(spec), used=used)
         for i in range(len(NAMES))
-        if spec.roster.is_there(i, step.t)
+        if spec.roster.is_participating(i, step.t)
     )
 
 
@@ -167,7 +167,7 @@ def test_a_run_that_lost_a_learner_must_be_what_the_simulator_says() -> None:
 def test_a_run_that_goes_on_without_late_messages_must_say_which_it_used() -> None:
     spec = spec_of("paced", 0.1, 60.0, "hold")
     network = build_run(spec, FEATURES).network
-    used = np.stack([on_time(network, t + 1) for t in range(ROUNDS)])
+    used = np.stack([encode_punctual_rounds(network, t + 1) for t in range(ROUNDS)])
     good = replace(GOOD, fault=replace(CHANGING, late="hold"), spec=spec, calm=None)
     said = simulated(spec, used)
     assert promises(replace(good, overheard=said, logged=said)) == ["nobody was late: this trial shows nothing"]

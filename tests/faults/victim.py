@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple, NoReturn
 
-from sottovoce_coordinator.conducting import Conductor
+from sottovoce_coordinator.conducting import RunController
 from sottovoce_coordinator.store import Store
 from sottovoce_core.errors import Unavailable
 from sottovoce_eavesdropper.storage import Folder
@@ -117,10 +117,10 @@ def _tells_one(method: str) -> Callable[[int], None]:
     """Death when one learner, and no other, was told what a step of a change tells all."""
 
     def arm(nth: int) -> None:
-        true, calls = getattr(Conductor, method), 0
+        true, calls = getattr(RunController, method), 0
 
         @wraps(true)
-        def telling(self: Conductor, *arguments: Any) -> Any:
+        def telling(self: RunController, *arguments: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == nth:
@@ -135,7 +135,7 @@ def _tells_one(method: str) -> Callable[[int], None]:
                 asyncio.get_running_loop().call_later(_TRANSPORT_S, _die)
             return true(self, *arguments)
 
-        setattr(Conductor, method, telling)
+        setattr(RunController, method, telling)
 
     return arm
 
@@ -181,17 +181,17 @@ def _full_captures(nth: int) -> None:
 
 def _full_in_a_change(nth: int) -> None:
     """From the n-th change of who takes part on, and for some seconds, a coordinator's disk takes nothing."""
-    true, calls = Conductor._rest, 0
+    true, calls = RunController._rest, 0
 
     @wraps(true)
-    async def rest(self: Conductor, course: Any) -> None:
+    async def rest(self: RunController, course: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == nth:
             _full_for_a_while(1)
         await true(self, course)
 
-    Conductor._rest = rest  # type: ignore[method-assign]
+    RunController._rest = rest  # type: ignore[method-assign]
 
 
 def _full_when_all_rest(nth: int) -> None:
@@ -276,9 +276,9 @@ POINTS: dict[str, Callable[[int], None]] = {
     "after a grant": _dies(Store, "grant", after=True, when=_written_grant),
     "before a confirmation": _dies(Store, "remember", after=False, when=_confirmation),
     "after a confirmation": _dies(Store, "remember", after=True, when=_confirmation),
-    "before all rest": _dies(Conductor, "_rest", after=False),
+    "before all rest": _dies(RunController, "_rest", after=False),
     "one was told to rest": _tells_one("_rest"),
-    "all rest": _dies(Conductor, "_rest", after=True),
+    "all rest": _dies(RunController, "_rest", after=True),
     "a change is written": _dies(Store, "amend", after=True),
     "one was told a change": _tells_one("_begin_anew"),
     "told to rest": _dies(Learner, "_end_run", after=False),

@@ -22,7 +22,7 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import plan_hash, spec_from_wire, spec_to_wire
-from sottovoce_rpc.status import Ending
+from sottovoce_rpc.status import CallOutcome
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -175,7 +175,7 @@ async def _started(stub: Any, wanted: coordinator_pb2.StartRunRequest) -> coordi
 
 def _known(run: coordinator_pb2.Run) -> Known:
     spec = spec_from_wire(run.spec, imports=False)
-    spec = spec.model_copy(update={"topology": spec.topology.explicit(len(_NAMES))})
+    spec = spec.model_copy(update={"topology": spec.topology.to_edge_list(len(_NAMES))})
     codec = RoundCodec({"y": (_FEATURES,)})
     hello = learner_pb2.Hello(
         run_id=run.run_id,
@@ -194,7 +194,7 @@ def _known(run: coordinator_pb2.Run) -> Known:
 async def _answered(to: grpc.aio.Channel, said: Call) -> tuple[grpc.StatusCode, str]:
     """With what a call ends."""
     asked: Any = to.stream_stream(said.method)(timeout=said.deadline_s)
-    ending = Ending(asked)
+    ending = CallOutcome(asked)
     with contextlib.suppress(
         grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError
     ):  # it is over: its ending says why

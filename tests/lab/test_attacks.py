@@ -13,14 +13,14 @@ from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import Noise, SeededNoise, no_noise
+from sottovoce_core.noise import NoiseSource, SeededNoise, no_noise
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from sottovoce_lab.cases import _from_both, _from_decisions, _from_messages, _guess, _Pair, _roc, _simulate_worlds
 from sottovoce_lab.rebuild import (
-    Rebuilt,
+    Reconstruction,
     _added,
     _as_pictures,
     _fits_better,
@@ -55,11 +55,11 @@ def problem(algorithm: dict[str, Any], *, rounds: int = 9, batch: int = 1, **sec
     return build_run(spec, FEATURES + 1), placed
 
 
-def overheard(run: Run, data: PlacedData, noise: Noise) -> Transcript:
+def overheard(run: Run, data: PlacedData, noise: NoiseSource) -> Transcript:
     return Transcript.of(step.message for step in simulate(run, data, noise))
 
 
-def attacked(run: Run, data: PlacedData, noise: Noise | None = None) -> Rebuilt:
+def attacked(run: Run, data: PlacedData, noise: NoiseSource | None = None) -> Reconstruction:
     return rebuild(run, data, overheard(run, data, noise or SeededNoise(0)))
 
 

@@ -13,12 +13,12 @@ import pytest
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.conformance.residuals import residuals
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.worlds import Share, children, overhear
-from sottovoce_core.noise import Draw, Noise, SeededNoise, grid
-from sottovoce_lab.catalogue import CATALOGUE, MUTANTS
+from sottovoce_core.auditing.worlds import RunChunk, children, overhear
+from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, grid
+from sottovoce_lab.catalogue import CATALOGUE, QUICK_MUTANTS
 from sottovoce_lab.catalogue.distribution import _shaped
 from sottovoce_lab.catalogue.reuse import _correlated, _repeated
-from sottovoce_lab.mutants import BASES, Kind, each_message, each_number, event, rescaled
+from sottovoce_lab.mutants import BASE_RUNS, Kind, estimate_from_messages, estimate_from_numbers, event, rescaled
 from sottovoce_lab.trial import audited
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
@@ -29,12 +29,12 @@ GRID = float(grid(SCALE))
 
 @cache
 def planned(base: str) -> AuditPlan:
-    run, data = BASES[base].build()
+    run, data = BASE_RUNS[base].build()
     return plan_audit(run, data, 0, runs=20)
 
 
-def said(source: Noise, rounds: int, shape: tuple[int, ...], scale: float) -> FloatArray:
-    return np.stack([source(Draw("laplace", "y", t, scale, float(grid(scale)), shape)) for t in range(rounds)])
+def said(source: NoiseSource, rounds: int, shape: tuple[int, ...], scale: float) -> FloatArray:
+    return np.stack([source(NoiseRequest("laplace", "y", t, scale, float(grid(scale)), shape)) for t in range(rounds)])
 
 
 def drawn(name: str, rounds: int = 8, shape: tuple[int, ...] = (3, 50, 16), scale: float = SCALE) -> FloatArray:
@@ -58,19 +58,19 @@ def test_there_are_breaks_of_ten_classes() -> None:
     counts = Counter(mutant.kind for mutant in CATALOGUE)
     assert counts.keys() == set(get_args(Kind)) and len(counts) == 10
     assert len(CATALOGUE) >= 60 and min(counts.values()) >= 6
-    assert len(BY_NAME) == len(CATALOGUE) and all(mutant.base in BASES for mutant in CATALOGUE)
+    assert len(BY_NAME) == len(CATALOGUE) and all(mutant.base in BASE_RUNS for mutant in CATALOGUE)
 
 
 def test_some_of_them_are_tried_by_every_self_test() -> None:
-    assert {mutant.kind for mutant in MUTANTS} == set(get_args(Kind))
-    assert all(mutant in CATALOGUE for mutant in MUTANTS) and 20 <= len(MUTANTS) < 30
+    assert {mutant.kind for mutant in QUICK_MUTANTS} == set(get_args(Kind))
+    assert all(mutant in CATALOGUE for mutant in QUICK_MUTANTS) and 20 <= len(QUICK_MUTANTS) < 30
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_break_fits_its_own_run_and_breaks_one_thing(name: str) -> None:
     mutant = BY_NAME[name]
     broken = mutant.breaks(planned(mutant.base))
-    other = (broken.noise is not SeededNoise, broken.actual is not None, broken.understated != 1.0)
+    other = (broken.noise is not SeededNoise, broken.actual is not None, broken.claim_factor != 1.0)
     assert sum((*other, broken.leak is not None, broken.noticed is not None)) == 1
 
 
@@ -144,7 +144,7 @@ def test_laws_have_the_right_variance_or_mean_size() -> None:
 def test_spherical_noise_becomes_gaussian_of_the_same_variance() -> None:
     """Within 2 %: their standard error is 0.2 %."""
     broken = BY_NAME["Gaussian"].breaks(planned("pvp")).noise(SEED)
-    draw = Draw("spherical", "y", 0, 0.5, None, (200_000, 3))
+    draw = NoiseRequest("spherical", "y", 0, 0.5, None, (200_000, 3))
     assert np.var(broken(draw)) == pytest.approx(np.var(SeededNoise(1)(draw)), rel=0.02)
 
 
@@ -244,7 +244,7 @@ def test_noise_that_is_said_again() -> None:
 
 def test_noise_that_is_said_again_at_another_scale() -> None:
     source = BY_NAME["at another scale"].breaks(planned("ldp-dol")).noise(SEED)
-    first, second = (source(Draw("laplace", "y", t, 1.5 + t, float(grid(1.5 + t)), (1, 5, 4))) for t in (0, 1))
+    first, second = (source(NoiseRequest("laplace", "y", t, 1.5 + t, float(grid(1.5 + t)), (1, 5, 4))) for t in (0, 1))
     np.testing.assert_allclose(second / 2.5, first / 1.5, rtol=1e-9, atol=1e-11)
 
 
@@ -339,7 +339,7 @@ def taken_off(name: str, runs: int = 200) -> tuple[AuditPlan, FloatArray]:
     """What the audit takes for noise, `(rounds, runs, numbers)` in scales, of the audited learner in the first world."""
     plan = planned(BY_NAME[name].base)
     broken = BY_NAME[name].breaks(plan)
-    share = Share(0, runs, SEED)
+    share = RunChunk(0, runs, SEED)
     run, data = broken.actual or plan.run, plan.worlds.data(plan.data, 0)
     transcript = overhear(run, plan.data, plan.worlds, share, broken.noise, everybody=True).transcript
     (found,) = residuals(plan.run, transcript, data, 0)
@@ -378,7 +378,7 @@ def test_signs_that_follow_keep_sizes() -> None:
     """The audit takes the same sizes off it, and signs of a tenth of the numbers are others."""
     plan = planned("ldp-dol")
     _, noise = taken_off("20 % of signs follow")
-    transcript = overhear(plan.run, plan.data, plan.worlds, Share(0, 200, SEED), SeededNoise, everybody=True).transcript
+    transcript = overhear(plan.run, plan.data, plan.worlds, RunChunk(0, 200, SEED), SeededNoise, everybody=True).transcript
     (was,) = residuals(plan.run, transcript, plan.worlds.data(plan.data, 0), 0)
     np.testing.assert_allclose(np.abs(noise), np.abs(was.values), atol=1e-9)
     assert np.mean(noise * was.values < 0.0) == pytest.approx(0.1 * 15 / 16, abs=0.01)
@@ -389,7 +389,7 @@ def test_a_wrong_centre_moves_what_is_taken_for_noise(name: str) -> None:
     """From the second round on."""
     plan = planned(BY_NAME[name].base)
     _, noise = taken_off(name)
-    transcript = overhear(plan.run, plan.data, plan.worlds, Share(0, 200, SEED), SeededNoise, everybody=True).transcript
+    transcript = overhear(plan.run, plan.data, plan.worlds, RunChunk(0, 200, SEED), SeededNoise, everybody=True).transcript
     (was,) = residuals(plan.run, transcript, plan.worlds.data(plan.data, 0), 0)
     moved = np.abs(noise - was.values)
     assert moved[0].max() < 1e-9 and moved[1:].max() > 1e-3
@@ -402,7 +402,7 @@ def test_a_wrong_centre_moves_what_is_taken_for_noise(name: str) -> None:
 def test_what_leaks_is_heard_in_every_run(name: str) -> None:
     """As the channel of an audit."""
     mutant = BY_NAME[name]
-    run, data = BASES[mutant.base].build()
+    run, data = BASE_RUNS[mutant.base].build()
     worlds = None if mutant.swap is None else mutant.swap(run, data, 0)
     plan = plan_audit(run, data, 0, runs=20, worlds=worlds)
     heard = audited(plan, mutant.breaks(plan))
@@ -428,7 +428,7 @@ def test_evidence_in_numbers() -> None:
 def test_evidence_in_runs() -> None:
     """Of 3 learners, 8 rounds and 3 numbers, twice: 144 numbers."""
     run = planned("dola").run
-    assert each_number(0.01)(run, 0.05) == pytest.approx(math.log(20.0) / 1.44)
-    assert each_message(10.0, 0.01)(run, 0.05) == pytest.approx(math.log(10.0) / 0.48)  # else none is there to be found
+    assert estimate_from_numbers(0.01)(run, 0.05) == pytest.approx(math.log(20.0) / 1.44)
+    assert estimate_from_messages(10.0, 0.01)(run, 0.05) == pytest.approx(math.log(10.0) / 0.48)  # else none is there to be found
     # 1,000 of 217,147 values: e^(-1000^2/(2 * 217147)) = 0.1 that no two are equal.
     assert _repeated(217_147.0, lambda run: 10.0)(run, 0.05) == pytest.approx(50.0, rel=1e-5)

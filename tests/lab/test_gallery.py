@@ -19,7 +19,7 @@ from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
 from sottovoce_lab import cases
-from sottovoce_lab.gallery import SHOWN, _png, gallery_of
+from sottovoce_lab.gallery import SHOWN, _png, write_capture_gallery
 from tests.services.network import network
 
 for module in ("sklearn", "scipy", "jinja2"):
@@ -90,7 +90,7 @@ async def captured(folder: Path, algorithm: dict[str, Any], **sections: Any) -> 
 def shown(capture: Path, folder: Path) -> tuple[str, dict[str, Any]]:
     """What is printed, and gallery.json."""
     out = io.StringIO()
-    gallery_of(capture, folder, 0, (), Console(file=out, width=120))
+    write_capture_gallery(capture, folder, 0, (), Console(file=out, width=120))
     return out.getvalue(), json.loads((folder / "gallery.json").read_text(encoding="utf-8"))
 
 
@@ -122,4 +122,4 @@ async def test_one_capture_does_not_show_membership(tmp_path: Path) -> None:
 
 def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CaptureError):
-        gallery_of(tmp_path / "none", tmp_path, 0, ())
+        write_capture_gallery(tmp_path / "none", tmp_path, 0, ())

@@ -18,7 +18,7 @@ from sottovoce_core.running.simulator import simulate  # noqa: E402
 from sottovoce_core.running.transcript import Transcript  # noqa: E402
 from sottovoce_core.spec import parse_spec  # noqa: E402
 from sottovoce_lab.inversion import invert  # noqa: E402
-from sottovoce_lab.rebuild import Rebuilt, rebuild  # noqa: E402
+from sottovoce_lab.rebuild import Reconstruction, rebuild  # noqa: E402
 from tests.examples import made_up  # noqa: E402
 
 LOSS = {
@@ -38,7 +38,7 @@ def document(noise: dict[str, Any]) -> dict[str, Any]:
     return {**common, "algorithm": algorithm, "loss": LOSS, "decision_set": ball}
 
 
-def attacked(noise: dict[str, Any]) -> Rebuilt:
+def attacked(noise: dict[str, Any]) -> Reconstruction:
     spec = parse_spec(document(noise), imports=True)
     drawn = made_up(spec, 64)
     learners = tuple(type(own)(np.abs(own.features), own.labels, own.order, own.offsets) for own in drawn.learners)

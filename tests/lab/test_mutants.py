@@ -10,30 +10,30 @@ import pytest
 from sottovoce_core import algorithms
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import Draw
-from sottovoce_lab.catalogue import MUTANTS
+from sottovoce_core.noise import NoiseRequest
+from sottovoce_lab.catalogue import QUICK_MUTANTS
 from sottovoce_lab.catalogue.wire import _forgetful, _notices, _overspent, _Spoken
-from sottovoce_lab.mutants import ALGORITHMS, BASES, Broken, Mutant, noisy, times
-from sottovoce_lab.trial import Alarms, MutantOutcome, added, attempt, false_alarms
+from sottovoce_lab.mutants import ALGORITHMS, BASE_RUNS, Broken, Mutant, noisy, times
+from sottovoce_lab.trial import FalseAlarmCounts, MutantOutcome, added, attempt, false_alarms
 
-BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
+BY_NAME = {mutant.name: mutant for mutant in QUICK_MUTANTS}
 
 
 def planned(base: str = "ldp-dol, budget") -> AuditPlan:
-    run, data = BASES[base].build()
+    run, data = BASE_RUNS[base].build()
     return plan_audit(run, data, 0, runs=20)
 
 
 def tried(name: str, base: str | None = None) -> MutantOutcome:
     mutant = BY_NAME[name]
     base = base or mutant.base
-    return attempt(mutant, (BASES.get(base) or ALGORITHMS[base]).build())
+    return attempt(mutant, (BASE_RUNS.get(base) or ALGORITHMS[base]).build())
 
 
 def test_draws_know_their_lattice() -> None:
     noise = np.array([0.3, 0.7])
-    assert np.array_equal(Draw("laplace", "y", 0, 1.0, 0.5, (2,)).rounded(noise), [0.5, 0.5])
-    assert np.array_equal(Draw("spherical", "y", 0, 1.0, None, (2,)).rounded(noise), noise)
+    assert np.array_equal(NoiseRequest("laplace", "y", 0, 1.0, 0.5, (2,)).rounded(noise), [0.5, 0.5])
+    assert np.array_equal(NoiseRequest("spherical", "y", 0, 1.0, None, (2,)).rounded(noise), noise)
 
 
 # ---- caught ----------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_correct_messages_are_not_noticed() -> None:
 def test_what_breaks_nothing_is_missed() -> None:
     """Else it would be the tests that are broken. A false alarm: 1/20 for each number of runs; at this seed none."""
     nothing = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 100)
-    outcome = attempt(nothing, BASES["dola"].build(), seed=3)
+    outcome = attempt(nothing, BASE_RUNS["dola"].build(), seed=3)
     assert outcome.missed and outcome.needed is None and outcome.families == () and outcome.numbers > 0
 
 
@@ -99,20 +99,20 @@ def test_a_mutant_that_does_not_fit_says_why(name: str, base: str, why: str) -> 
 
 def test_a_length_tells_nothing_where_no_gradient_is_ever_zero() -> None:
     """In batches, every feature is in some record."""
-    base = replace(BASES["ldp-dol, epsilon 1"], batch=4)
+    base = replace(BASE_RUNS["ldp-dol, epsilon 1"], batch=4)
     assert "ever zero" in attempt(BY_NAME["length"], base.build()).unfit
 
 
 def test_a_mutant_of_ones_own() -> None:
     loud = Mutant("loud", "0.7 of the scale", noisy(times(0.7)), "conformance", 20)
-    assert attempt(loud, BASES["dola"].build()).families == ("conformance",)
+    assert attempt(loud, BASE_RUNS["dola"].build()).families == ("conformance",)
 
 
 # ---- false alarms ----------------------------------------------------------------------------------------------------
 
 
 def test_every_algorithm_has_a_run_for_false_alarms() -> None:
-    assert set(ALGORITHMS) == set(algorithms.ALGORITHMS.built_in)
+    assert set(ALGORITHMS) == set(algorithms.ALGORITHMS.built_in_classes)
     for name, base in ALGORITHMS.items():
         claim = base.build()[0].guarantee(0).epsilon()
         assert claim == pytest.approx(0.3, rel=0.1) or (name in {"admm", "d-ogd", "d-ftgl"} and claim == np.inf)
@@ -121,26 +121,26 @@ def test_every_algorithm_has_a_run_for_false_alarms() -> None:
 def test_false_alarms_are_counted() -> None:
     """At these seeds there are none; one with other seeds would be no fault."""
     found = false_alarms(*ALGORITHMS["dola"].build(), [1, 2], name="dola")
-    assert found == Alarms("dola", 0, 2, 0, 8) and not found.too_many
-    assert false_alarms(*ALGORITHMS["d-ogd"].build(), [1], name="d-ogd") == Alarms("d-ogd", 0, 0, 0, 0)
+    assert found == FalseAlarmCounts("dola", 0, 2, 0, 8) and not found.is_excessive
+    assert false_alarms(*ALGORITHMS["d-ogd"].build(), [1], name="d-ogd") == FalseAlarmCounts("d-ogd", 0, 0, 0, 0)
 
 
 def test_too_many_false_alarms_are_no_chance() -> None:
-    few, many = Alarms("x", 5, 20, 0, 80), Alarms("x", 6, 20, 0, 80)  # chances 0.0026 and 0.00033
-    assert not few.too_many and many.too_many
-    assert not replace(few, alarmed=1).too_many and replace(few, alarmed=3).too_many  # 0.077 and 0.00008
+    few, many = FalseAlarmCounts("x", 5, 20, 0, 80), FalseAlarmCounts("x", 6, 20, 0, 80)  # chances 0.0026 and 0.00033
+    assert not few.is_excessive and many.is_excessive
+    assert not replace(few, alarmed=1).is_excessive and replace(few, alarmed=3).is_excessive  # 0.077 and 0.00008
     both = added([replace(few, families=("black box",)), replace(many, families=("conformance",))])
-    assert both == Alarms("x", 11, 40, 0, 160, ("black box", "conformance"))
+    assert both == FalseAlarmCounts("x", 11, 40, 0, 160, ("black box", "conformance"))
 
 
 def test_nobody_hears_the_learner_twice() -> None:
     """On a path of two there is one neighbour only, and nobody to tell something else."""
-    base = replace(BASES["dola"], sections={"learners": 2, "topology": {"graph": "path"}})
+    base = replace(BASE_RUNS["dola"], sections={"learners": 2, "topology": {"graph": "path"}})
     assert "only one learner hears" in attempt(BY_NAME["two faces"], base.build()).unfit
 
 
 def test_a_budget_that_is_enough_cannot_be_forgotten() -> None:
-    base = replace(BASES["ldp-dol, budget"], sections={"rounds": 4, "privacy": {"budget": 100.0}})
+    base = replace(BASE_RUNS["ldp-dol, budget"], sections={"rounds": 4, "privacy": {"budget": 100.0}})
     plan = plan_audit(*base.build(), 0, runs=20)
     with pytest.raises(SpecError, match="whole run"):
         _forgetful(_Spoken(plan))

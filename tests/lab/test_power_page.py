@@ -14,30 +14,30 @@ import pytest
 from rich.console import Console
 
 from sottovoce_lab import power
-from sottovoce_lab.broken_learners import BY_WIRETAP, ON_NETWORK
-from sottovoce_lab.broken_services import FOREIGN, measure_foreign, measure_service
+from sottovoce_lab.broken_learners import WIRETAP_MUTANTS, NETWORK_MUTANTS
+from sottovoce_lab.broken_services import FOREIGN_SERVICE_MUTANTS, measure_foreign_power, measure_service_power
 from sottovoce_lab.catalogue import CATALOGUE
-from sottovoce_lab.mutants import Broken, Mutant, each_run
-from sottovoce_lab.trial import ENOUGH, LADDER, Power, find, measure
+from sottovoce_lab.mutants import Broken, Mutant, estimate_from_runs
+from sottovoce_lab.trial import MIN_EVIDENCE_FACTOR, POWER_RUN_COUNTS, Power, find, measure
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
-RUNNING = {broken.name: broken for broken in ON_NETWORK}
-TAPPED = {broken.name: broken for broken in BY_WIRETAP}
-CALLED = {broken.name: broken for broken in FOREIGN}
+RUNNING = {broken.name: broken for broken in NETWORK_MUTANTS}
+TAPPED = {broken.name: broken for broken in WIRETAP_MUTANTS}
+CALLED = {broken.name: broken for broken in FOREIGN_SERVICE_MUTANTS}
 SERVICES = {
     "## On real services": set(RUNNING),
     "## By wiretap": set(TAPPED),
     "## Foreign services": set(CALLED),
 }
-FAINT = Mutant("faint", "all but well", lambda plan: Broken(), "conformance", 20, base="dola", limit=each_run(1e-3))
+FAINT = Mutant("faint", "all but well", lambda plan: Broken(), "conformance", 20, base="dola", limit=estimate_from_runs(1e-3))
 """As if it were one of somebody's own; nothing is wrong, and no more than that is said to be."""
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def without_services(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(power, "ON_NETWORK", ())
-    monkeypatch.setattr(power, "BY_WIRETAP", ())
+    monkeypatch.setattr(power, "NETWORK_MUTANTS", ())
+    monkeypatch.setattr(power, "WIRETAP_MUTANTS", ())
     monkeypatch.setattr(power, "FOREIGN", ())
 
 
@@ -72,8 +72,8 @@ def test_what_gives_too_little_evidence_is_not_missed(monkeypatch: pytest.Monkey
 
 
 def test_what_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = Power("lost", "", None, int(10 * ENOUGH), 2, "dola", limit=10.0)
-    assert lost.missed and not replace(lost, most=int(10 * ENOUGH) - 1).missed
+    lost = Power("lost", "", None, int(10 * MIN_EVIDENCE_FACTOR), 2, "dola", limit=10.0)
+    assert lost.missed and not replace(lost, most=int(10 * MIN_EVIDENCE_FACTOR) - 1).missed
     monkeypatch.setattr(power, "measure", lambda mutant, **more: lost)
     monkeypatch.setattr(power, "CATALOGUE", [FAINT])
     without_services(monkeypatch)
@@ -94,7 +94,7 @@ def test_the_fewest_runs_with_enough_evidence_are_found() -> None:
     """3 % of scale in numbers of 3 learners, 16 rounds and 16 coordinates: 24.4/0.03^2 of them, so 18 runs of each world."""
     found = measure(BY_NAME["0.97 of the scale"], audits=2, most=100)
     assert found.needed in {10, 20, 50} and found.found_by == "marginal" and found.limit is not None
-    assert found.limit == pytest.approx(6.53, rel=0.01) and found.needed in LADDER
+    assert found.limit == pytest.approx(6.53, rel=0.01) and found.needed in POWER_RUN_COUNTS
 
 
 def rows_below(lines: Sequence[str], heading: str) -> list[str]:
@@ -125,10 +125,10 @@ def test_the_page_tells_of_the_catalogue() -> None:
 def test_broken_services_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A real service, called through real relays. By construction the correct one is accused with probability at most 0.01."""
     monkeypatch.setattr(power, "CATALOGUE", [BY_NAME["retry"]])
-    monkeypatch.setattr(power, "ON_NETWORK", ())
-    monkeypatch.setattr(power, "BY_WIRETAP", ())
+    monkeypatch.setattr(power, "NETWORK_MUTANTS", ())
+    monkeypatch.setattr(power, "WIRETAP_MUTANTS", ())
     monkeypatch.setattr(power, "FOREIGN", [CALLED["six digits"], CALLED["no noise"]])
-    monkeypatch.setattr(power, "measure_foreign", partial(measure_foreign, audits=1))
+    monkeypatch.setattr(power, "measure_foreign_power", partial(measure_foreign_power, audits=1))
     console = Console(file=io.StringIO(), width=140)
     assert power.measure_power(jobs=1, audits=2, runs=24, out=tmp_path, console=console) == 0
     lines = (tmp_path / "power.md").read_text(encoding="utf-8").splitlines()
@@ -146,7 +146,7 @@ def test_broken_services_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_a_foreign_service_says_again_is_found() -> None:
-    found = measure_foreign(CALLED["said again"], rungs=(24,), audits=1)
+    found = measure_foreign_power(CALLED["said again"], rungs=(24,), audits=1)
     assert (found.needed, found.found_by) == (24, "said again")
 
 
@@ -157,21 +157,21 @@ def test_what_a_foreign_service_says_again_is_found() -> None:
 )
 def test_a_broken_learner_is_found_on_real_services(name: str, found_by: set[str]) -> None:
     """Half the noise gives 0.19 nats a number, of which 24 runs of each world have 2,304; the rest tells a record every time."""
-    found = measure_service(RUNNING[name], "relay", rungs=(24,), audits=1)
+    found = measure_service_power(RUNNING[name], "relay", rungs=(24,), audits=1)
     assert found.needed == 24 and found.found_by in found_by and not found.missed
 
 
 @pytest.mark.slow
 def test_a_correct_learner_is_not_accused_on_real_services() -> None:
     """By construction with probability at most 0.01."""
-    found = measure_service(RUNNING["correct"], "relay", rungs=(24,), audits=1)
+    found = measure_service_power(RUNNING["correct"], "relay", rungs=(24,), audits=1)
     assert (found.correct, found.found, found.audits, found.missed) == (True, 0, 1, False)
 
 
 def test_only_the_first_of_each_kind_are_correct() -> None:
-    assert [each.name for each in ON_NETWORK if each.correct] == ["correct"]
-    assert [each.name for each in FOREIGN if each.correct] == ["correct", "six digits"]
-    assert len(RUNNING) == len(ON_NETWORK) and len(CALLED) == len(FOREIGN)
+    assert [each.name for each in NETWORK_MUTANTS if each.correct] == ["correct"]
+    assert [each.name for each in FOREIGN_SERVICE_MUTANTS if each.correct] == ["correct", "six digits"]
+    assert len(RUNNING) == len(NETWORK_MUTANTS) and len(CALLED) == len(FOREIGN_SERVICE_MUTANTS)
 
 
 def blank(*, correct: bool) -> Power:
@@ -201,10 +201,10 @@ def test_a_correct_service_is_audited_with_all_runs_and_may_hardly_be_accused(ac
 def test_a_false_alarm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     accused = replace(blank(correct=True), found=5, found_by="sizes")
     monkeypatch.setattr(power, "CATALOGUE", [])
-    monkeypatch.setattr(power, "ON_NETWORK", ())
-    monkeypatch.setattr(power, "BY_WIRETAP", ())
+    monkeypatch.setattr(power, "NETWORK_MUTANTS", ())
+    monkeypatch.setattr(power, "WIRETAP_MUTANTS", ())
     monkeypatch.setattr(power, "FOREIGN", [CALLED["correct"]])
-    monkeypatch.setattr(power, "measure_foreign", lambda broken, **more: accused)
+    monkeypatch.setattr(power, "measure_foreign_power", lambda broken, **more: accused)
     console = Console(file=io.StringIO(), width=140)
     assert power.measure_power(jobs=1, console=console) == 1
     assert isinstance(console.file, io.StringIO) and "missed: some (foreign services)" in console.file.getvalue()

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from sottovoce_client import terminal
 from sottovoce_core.errors import SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_lab import selftest
-from sottovoce_lab.catalogue import MUTANTS
-from sottovoce_lab.mutants import ALGORITHMS, BASES, Broken, Mutant
-from sottovoce_lab.trial import Alarms, attempt
+from sottovoce_lab.catalogue import QUICK_MUTANTS
+from sottovoce_lab.mutants import ALGORITHMS, BASE_RUNS, Broken, Mutant
+from sottovoce_lab.trial import FalseAlarmCounts, attempt
 
 NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 20, base="dola")
 """As if it were one of somebody's own."""
@@ -24,7 +24,7 @@ NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Broken(), "conform
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two mutants, and three correct algorithms."""
-    chosen = [mutant for mutant in MUTANTS if mutant.name in {"summed", "retry"}]
+    chosen = [mutant for mutant in QUICK_MUTANTS if mutant.name in {"summed", "retry"}]
     monkeypatch.setattr(selftest, "MUTANTS", chosen)
     monkeypatch.setattr(selftest, "ALGORITHMS", {name: ALGORITHMS[name] for name in ("dola", "pd-ftgl", "admm")})
 
@@ -52,7 +52,7 @@ def test_broken_and_correct_learners_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_mutant_that_is_missed_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    with terminal.json_apart():
+    with terminal.reserve_stdout_for_json():
         code, text = outcome_of(mutants=["tests.lab.test_selftest:NOTHING_WRONG"], alarms=0)
     told = json.loads(capsys.readouterr().out)
     assert told["folder"] is None and [each["missed"] for each in told["broken"]] == [False, False, True]
@@ -60,14 +60,14 @@ def test_a_mutant_that_is_missed_fails(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_false_alarms_that_are_no_chance_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "_alarms_of", lambda name, seeds: Alarms(name, 4, len(seeds), 0, 4 * len(seeds)))
+    monkeypatch.setattr(selftest, "_alarms_of", lambda name, seeds: FalseAlarmCounts(name, 4, len(seeds), 0, 4 * len(seeds)))
     code, text = outcome_of(alarms=5)
     assert code == 1 and "12 of 15 audits of correct learners refuted them" in " ".join(text.split())
 
 
 def test_a_run_of_ones_own_is_broken() -> None:
     """What does not fit it is listed, and is no failure."""
-    prepared = Prepared(*BASES["dola"].build())
+    prepared = PreparedRun(*BASE_RUNS["dola"].build())
     code, text = outcome_of(prepared=prepared, learner="learner-1")
     assert code == 0 and "does not fit: no round brings more than one record" in " ".join(text.split())
     assert "1 of 1 broken learners caught." in text and "pd-ftgl" not in text
@@ -79,10 +79,10 @@ def test_a_run_of_ones_own_is_broken() -> None:
 )
 def test_a_mutant_must_be_one(name: str, problem: str) -> None:
     with pytest.raises(SpecError, match=problem):
-        selftest.mutant_named(name)
+        selftest.load_mutant(name)
 
 
 def test_a_base_must_be_known() -> None:
-    assert "ldp-dol" in BASES
+    assert "ldp-dol" in BASE_RUNS
     with pytest.raises(SpecError, match="base must be one of"):
         attempt(Mutant("x", "", lambda plan: Broken(), "ledger", 20, base="none"))

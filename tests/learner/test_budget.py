@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.privacy.accountant import Accountant
-from sottovoce_learner.budget import Allowance, Books
+from sottovoce_learner.budget import Allowance, PrivacyFilter
 from tests.examples import small_run
 
 
@@ -33,7 +33,7 @@ prices = st.lists(st.floats(0.0, 10.0), min_size=1, max_size=20)
 
 @given(prices, st.one_of(st.none(), st.floats(0.0, 50.0)))
 def test_spending_adds_up_and_never_exceeds_the_budget(losses: list[float], budget: float | None) -> None:
-    books = Books(Meter(losses), budget)
+    books = PrivacyFilter(Meter(losses), budget)
     for t, loss in enumerate(losses):
         before = books.spent
         try:
@@ -45,7 +45,7 @@ def test_spending_adds_up_and_never_exceeds_the_budget(losses: list[float], budg
             return
         assert books.spent == before  # a price is not a charge
         books.charge(after)
-        books.round_over(1)
+        books.advance(1)
     assert books.spent == pytest.approx(math.fsum(losses))
     assert budget is None or books.spent <= budget
 
@@ -58,11 +58,11 @@ others = st.floats(0.0, 20.0)
 def test_no_limit_of_the_owner_is_exceeded_and_none_stops_before(
     losses: list[float], budget: float | None, allowed: Allowance
 ) -> None:
-    books = Books(Meter(losses), budget, allowed)
+    books = PrivacyFilter(Meter(losses), budget, allowed)
     before = (
         (0.0, budget),
-        (0.0, allowed.per_run),
-        (allowed.lately, allowed.per_month),
+        (0.0, allowed.max_epsilon_per_run),
+        (allowed.lately, allowed.max_epsilon_per_month),
         (allowed.elsewhere, allowed.in_all),
     )
 
@@ -75,16 +75,16 @@ def test_no_limit_of_the_owner_is_exceeded_and_none_stops_before(
         except BudgetExhausted:
             assert not fits(books.spent + loss)
             return
-        books.round_over(1)
+        books.advance(1)
         assert fits(books.spent)
 
 
 @pytest.mark.parametrize(
     ("allowed", "text"),
     [
-        (Allowance(per_run=2.0), "spent in this run from 1 to 2.5, above what this learner's owner allows in one, 2"),
+        (Allowance(max_epsilon_per_run=2.0), "spent in this run from 1 to 2.5, above what this learner's owner allows in one, 2"),
         (
-            Allowance(per_month=5.0, lately=3.0),
+            Allowance(max_epsilon_per_month=5.0, lately=3.0),
             "spent in 30 days from 4 to 5.5, above what this learner's owner allows in so many, 5",
         ),
         (
@@ -94,38 +94,38 @@ def test_no_limit_of_the_owner_is_exceeded_and_none_stops_before(
     ],
 )
 def test_the_refusal_says_which_limit_of_the_owner_holds(allowed: Allowance, text: str) -> None:
-    books = Books(Meter([1.0, 1.5]), None, allowed)
+    books = PrivacyFilter(Meter([1.0, 1.5]), None, allowed)
     books.charge(books.price(0))
-    books.round_over(1)
+    books.advance(1)
     with pytest.raises(BudgetExhausted, match=re.escape(f"would bring the epsilon {text}")):
         books.price(1)
 
 
 def test_the_refusal_says_what_would_be_spent() -> None:
-    books = Books(Meter([1.0, 1.5]), 2.0)
+    books = PrivacyFilter(Meter([1.0, 1.5]), 2.0)
     books.charge(books.price(0))
-    books.round_over(3)
+    books.advance(3)
     text = "saying round 1 would bring the spent epsilon from 1 to 2.5, above the budget of 2"
     with pytest.raises(BudgetExhausted, match=text):
         books.price(1)
 
 
 def test_exactly_the_budget_may_be_spent() -> None:
-    assert Books(Meter([2.0]), 2.0).price(0) == 2.0
+    assert PrivacyFilter(Meter([2.0]), 2.0).price(0) == 2.0
 
 
 def test_an_infinite_price_exceeds_every_budget() -> None:
     with pytest.raises(BudgetExhausted):
-        Books(Meter([math.inf]), 1e300).price(0)
-    assert Books(Meter([math.inf]), None).price(0) == math.inf
+        PrivacyFilter(Meter([math.inf]), 1e300).price(0)
+    assert PrivacyFilter(Meter([math.inf]), None).price(0) == math.inf
 
 
 @pytest.mark.parametrize("price", [math.nan, -1.0])
 def test_what_has_no_price_is_not_said(price: float) -> None:
     for books in (
-        Books(Meter([price]), None),
-        Books(Meter([price]), 2.0),
-        Books(Meter([price]), None, Allowance(in_all=2.0)),
+        PrivacyFilter(Meter([price]), None),
+        PrivacyFilter(Meter([price]), 2.0),
+        PrivacyFilter(Meter([price]), None, Allowance(in_all=2.0)),
     ):
         with pytest.raises(BudgetExhausted, match="the price of round 0 must be at least 0"):
             books.price(0)
@@ -133,22 +133,22 @@ def test_what_has_no_price_is_not_said(price: float) -> None:
 
 def test_what_was_spent_elsewhere_and_is_no_number_leaves_nothing() -> None:
     with pytest.raises(BudgetExhausted, match="above what this learner's owner allows"):
-        Books(Meter([0.5]), None, Allowance(in_all=2.0, elsewhere=math.nan)).price(0)
+        PrivacyFilter(Meter([0.5]), None, Allowance(in_all=2.0, elsewhere=math.nan)).price(0)
 
 
 def test_the_meter_hears_of_every_record() -> None:
     meter = Meter([1.0] * 3)
-    books = Books(meter, None)
+    books = PrivacyFilter(meter, None)
     for count in (2, 0, 5):
-        books.round_over(count)
+        books.advance(count)
     assert meter.records == [2, 0, 5]
 
 
 def test_the_books_of_a_run_end_where_its_guarantee_does() -> None:
     run = small_run(rounds=30)
-    books = Books(run.algorithm.accountant(0), None)
+    books = PrivacyFilter(run.algorithm.accountant(0), None)
     for t in range(30):
         books.charge(books.price(t))
-        books.round_over(1)
+        books.advance(1)
     assert books.spent == pytest.approx(run.guarantee(0).epsilon(), rel=1e-12)
     assert books.spent > 0

@@ -13,8 +13,8 @@ import pytest
 
 from sottovoce_core.errors import DataError
 from sottovoce_learner.storage import ledger, state_folder, wal
-from sottovoce_learner.storage.ledger import LedgerLine, Standing
-from sottovoce_learner.storage.run_log import SLOT, RunLog, Terms
+from sottovoce_learner.storage.ledger import LedgerEntry, Standing
+from sottovoce_learner.storage.run_log import SLOT_BYTES, RunLog, Terms
 from sottovoce_learner.storage.state_folder import Claim, Files, content
 from sottovoce_learner.storage.store import Ledger, Store
 from sottovoce_learner.storage.wal import PAGE, Durability, Said
@@ -24,8 +24,8 @@ NAME, AHEAD = "ann", 512
 Change = Callable[[bytes], bytes]
 
 
-def line(run_id: str, name: str = NAME) -> LedgerLine:
-    return LedgerLine(name, run_id, 0, 3, '{"learners":2,"algorithm":{"name":"ldp-dol"}}')
+def line(run_id: str, name: str = NAME) -> LedgerEntry:
+    return LedgerEntry(name, run_id, 0, 3, '{"learners":2,"algorithm":{"name":"ldp-dol"}}')
 
 
 def open_run(
@@ -130,7 +130,7 @@ def test_every_byte_flipped(folder: Path) -> None:
                 unnoticed[path.name] = unnoticed.get(path.name, 0) + (not noticed_or_whole(folder, whole))
     # One slot of the mark may be spoilt: the other one stands for the write before.
     assert unnoticed["ann.runs"] == 0
-    assert 0 < unnoticed["ann.mark"] <= 2 * SLOT
+    assert 0 < unnoticed["ann.mark"] <= 2 * SLOT_BYTES
     assert unnoticed["00000000.log"] <= PAGE
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_learner.storage.wal import START, Entry, Grant, Kind, Said, read_entries
+from sottovoce_learner.storage.wal import START_CHAIN, Entry, Reservation, Kind, Said, read_entries
 
 BODIES = st.binary(max_size=40)
 
@@ -16,7 +16,7 @@ def entry(k: int, body: bytes) -> Entry:
 
 def written(bodies: list[bytes]) -> tuple[bytes, list[int]]:
     """A log, and where its entries end."""
-    raw, chain, ends = b"", START, []
+    raw, chain, ends = b"", START_CHAIN, []
     for k, body in enumerate(bodies):
         more, chain = entry(k, body).encode(chain)
         raw += more
@@ -51,7 +51,7 @@ def test_an_entry_stands_only_where_it_was_written() -> None:
         1,
         2,
     ]
-    assert read_entries(second, 0, 1, START) == []
+    assert read_entries(second, 0, 1, START_CHAIN) == []
 
 
 @given(st.integers(0, 2**63), st.floats(0, 1e300), st.lists(st.binary(min_size=5, max_size=5), max_size=3))
@@ -60,4 +60,4 @@ def test_bodies_come_back(upto: int, epsilon: float, heard: list[bytes]) -> None
         for drawn in (b"noise", b""):
             said = Said(frame, tuple(heard), upto, 3, drawn)
             assert Said.decode(said.encode()) == said
-    assert Grant.decode(Grant(upto, epsilon).encode()) == Grant(upto, epsilon)
+    assert Reservation.decode(Reservation(upto, epsilon).encode()) == Reservation(upto, epsilon)

@@ -14,13 +14,13 @@ import pytest
 
 from sottovoce_core.errors import DataError
 from sottovoce_learner.storage import wal
-from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.run_log import RunLog, Terms
 from sottovoce_learner.storage.state_folder import DiskFull, Files
 from sottovoce_learner.storage.store import Store, end_run
-from sottovoce_learner.storage.wal import About, Kind, Log, read_log
+from sottovoce_learner.storage.wal import LogHeader, Kind, Log, read_log
 
-ABOUT = About("00" * 16, "ann", "run-1", "power")
+ABOUT = LogHeader("00" * 16, "ann", "run-1", "power")
 
 
 class Disk:
@@ -64,7 +64,7 @@ def bodies(folder: Path) -> list[bytes]:
     return [entry.body for entry in read_log(Files(folder, ABOUT.learner).log(ABOUT.run_id)).entries]
 
 
-@pytest.mark.parametrize("segment", [wal.SEGMENT, 20_000], ids=["in a segment", "at its end"])
+@pytest.mark.parametrize("segment", [wal.MAX_SEGMENT_BYTES, 20_000], ids=["in a segment", "at its end"])
 @pytest.mark.parametrize("full", [errno.ENOSPC, errno.EDQUOT])
 def test_an_entry_is_tried_again_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, segment: int, full: int
@@ -85,7 +85,7 @@ def test_an_entry_is_tried_again_until_there_is_room(
         log.sync()
     log.close()
     assert bodies(tmp_path) == [bytes([k]) * 3_000 for k in range(20)]
-    assert len(list(tmp_path.rglob("*.log"))) == (1 if segment == wal.SEGMENT == 64 * 2**20 else 4)
+    assert len(list(tmp_path.rglob("*.log"))) == (1 if segment == wal.MAX_SEGMENT_BYTES == 64 * 2**20 else 4)
 
 
 def test_a_disk_without_room_for_a_segment_leaves_none(tmp_path: Path, disk: Disk) -> None:
@@ -130,7 +130,7 @@ def test_a_sync_that_finds_no_room_is_not_tried_again(tmp_path: Path, monkeypatc
 def opened(folder: Path) -> RunLog:
     """The log of a run: a new one, or the one that stands there."""
     terms = Terms("power", message_size=8, window=1, rounds=2, budget=None)
-    return Store(folder, "ann").open_run(LedgerLine("ann", "run-1", 0, 3, "{}"), terms, 0.0)
+    return Store(folder, "ann").open_run(LedgerEntry("ann", "run-1", 0, 3, "{}"), terms, 0.0)
 
 
 def left_open(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from sottovoce_core.errors import DataError, SpecError, Unavailable
 from sottovoce_learner import hosting
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.host_file import hosted, named
+from sottovoce_learner.host_file import load_host_file, named
 from sottovoce_learner.hosting import Host
 
 pytestmark = pytest.mark.each
@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {
 def of(folder: Path, text: str, **options: Any) -> dict[str, LearnerConfig]:
     file = folder / "wards.yaml"
     file.write_text(text, encoding="utf-8")
-    return {each.name: each for each in hosted(file, {**OPTIONS, **options})}
+    return {each.name: each for each in load_host_file(file, {**OPTIONS, **options})}
 
 
 def test_what_is_said_of_one_holds_before_what_is_said_of_all_and_that_before_the_options(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_coordinator_stands_in_the_file_or_is_an_option(tmp_path: Path) -> Non
     with pytest.raises(SpecError, match="got 'a' twice"):
         named(["a", "a"], OPTIONS)
     with pytest.raises(SpecError, match="cannot read the file of learners"):
-        hosted(tmp_path / "none.yaml", OPTIONS)
+        load_host_file(tmp_path / "none.yaml", OPTIONS)
 
 
 # ---- open files --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_core.errors import RemoteProtocolError, Rule, StrangerError
+from sottovoce_core.errors import RemoteProtocolError, Rule, PermissionDenied
 from sottovoce_learner.peers.inbox import Inbox
 
 
@@ -91,7 +91,7 @@ class Neighbourhood(RuleBasedStateMachine):
         text = f"learner {j} must say round {self.due[j]} next, got round {t}"
         with pytest.raises(RemoteProtocolError, match=text) as refused:
             self.inbox.put(j, t, j, message(-1, -1))
-        assert refused.value.rule is (None if t < self.due[j] else Rule.TURN)
+        assert refused.value.rule is (None if t < self.due[j] else Rule.ROUND)
 
     @precondition(_there_are_neighbours)
     @rule(data=st.data(), sender=st.integers(0, 9))
@@ -106,9 +106,9 @@ class Neighbourhood(RuleBasedStateMachine):
     @rule(j=st.integers(0, 20))
     def let_a_stranger_speak(self, j: int) -> None:
         if j not in self.due:
-            with pytest.raises(StrangerError, match=f"learner {j} is not a neighbour"):
+            with pytest.raises(PermissionDenied, match=f"learner {j} is not a neighbour"):
                 self.inbox.put(j, self.round, j, message(-1, -1))
-            with pytest.raises(StrangerError) as refused:
+            with pytest.raises(PermissionDenied) as refused:
                 self.inbox.next_round(j)
             assert refused.value.rule is None
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_core.arrays import Batch, FloatArray
-from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
+from sottovoce_core.errors import DataError, FailedPrecondition, RemoteProtocolError, SottovoceError
 from sottovoce_core.losses import bounded
-from sottovoce_core.losses.linear import Logistic, Ridge
-from sottovoce_core.network.roster import Attendance
+from sottovoce_core.losses.linear import Logistic, RidgeLoss
+from sottovoce_core.network.roster import Participation
 from sottovoce_learner.ingest import intake as module
-from sottovoce_learner.ingest.intake import Intake, Planned
+from sottovoce_learner.ingest.intake import RecordQueue, PlannedRecordQueue
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
@@ -23,8 +23,8 @@ from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 ROUNDS = 10
 
 
-def intake(kind: str = "logistic", rounds: int = ROUNDS) -> Planned:
-    return Planned(2, Ridge() if kind == "ridge" else Logistic(), rounds, Attendance((range(rounds),), rounds))
+def intake(kind: str = "logistic", rounds: int = ROUNDS) -> PlannedRecordQueue:
+    return PlannedRecordQueue(2, RidgeLoss() if kind == "ridge" else Logistic(), rounds, Participation((range(rounds),), rounds))
 
 
 def batch(sequence: int, features: Any, labels: Any = None, **fields: Any) -> learner_pb2.SampleBatch:
@@ -41,7 +41,7 @@ def ids(taken: Any) -> list[int]:
     return [int(value) for value in values]
 
 
-def contents(held: Intake, rounds: int = ROUNDS) -> list[list[int]]:
+def contents(held: RecordQueue, rounds: int = ROUNDS) -> list[list[int]]:
     return [ids(held.take(t)) for t in range(rounds)]
 
 
@@ -146,8 +146,8 @@ MALFORMED = learner_pb2.SampleBatch(
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
-        (batch(2, [1]), NotReady, "source 's' must send batch 1 next, got batch 2"),
-        (batch(1, [1], source="new"), NotReady, "source 'new' must send batch 0 next, got batch 1"),
+        (batch(2, [1]), FailedPrecondition, "source 's' must send batch 1 next, got batch 2"),
+        (batch(1, [1], source="new"), FailedPrecondition, "source 'new' must send batch 0 next, got batch 1"),
         (MALFORMED, RemoteProtocolError, r"shape \(1, 2\) has 16 bytes, got 1"),
         (batch(1, np.zeros((1, 3))), DataError, "a record must have 2 features, got 3"),
         (batch(1, np.zeros((1, 2, 1))), DataError, r"features must have the shape \(records, 2\), got 3 axes"),
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused_whole(
 
 def test_what_a_feeder_may_say_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     held = intake(rounds=100_000)
-    monkeypatch.setattr(module, "MOST_SOURCES", 2)
+    monkeypatch.setattr(module, "MAX_SOURCES", 2)
     for source in ("a", "b"):
         held.put(batch(0, [1], source=source))
     for wrong, text in (
@@ -227,9 +227,9 @@ def test_another_one_goes_on_where_this_one_stood(
     fed: list[tuple[list[int], int]], done: int, stretches: tuple[range, ...], size: float, width: int, seed: int
 ) -> None:
     """Whatever was fed, with gaps, and however much of it was taken: records as they came, and within the loss's bounds."""
-    loss, generator, first = Ridge(), np.random.default_rng(seed), 0
-    attendance = Attendance(stretches, 20)
-    held, other = (Planned(width, loss, 20, attendance) for _ in range(2))
+    loss, generator, first = RidgeLoss(), np.random.default_rng(seed), 0
+    attendance = Participation(stretches, 20)
+    held, other = (PlannedRecordQueue(width, loss, 20, attendance) for _ in range(2))
     wanted: dict[int, tuple[Any, Any]] = {}
     for sequence, (counts, gap) in enumerate(fed):
         first += gap
@@ -242,7 +242,7 @@ def test_another_one_goes_on_where_this_one_stood(
         wanted |= {t: part for t, part in enumerate(parts, first) if t in attendance and t < first + len(counts)}
         first += len(counts)
 
-    def brought(one: Planned, t: int) -> None:
+    def brought(one: PlannedRecordQueue, t: int) -> None:
         taken, (rows, labels) = one.take(t), wanted.get(t, (np.empty((0, width)), np.empty(0)))
         np.testing.assert_array_equal(taken.features, rows)
         np.testing.assert_array_equal(taken.labels, labels)
@@ -263,18 +263,18 @@ def test_another_one_goes_on_where_this_one_stood(
 
 def test_bounds_of_records_that_came_together_are_enforced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the loss of the run; whoever asks by another one has its own."""
-    loss, enforce, seen = Ridge(), Ridge.enforce, list[int]()
+    loss, enforce, seen = RidgeLoss(), RidgeLoss.enforce, list[int]()
 
-    def counted(self: Ridge, rows: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def counted(self: RidgeLoss, rows: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
         seen.append(len(rows))
         return enforce(self, rows, labels)
 
-    monkeypatch.setattr(Ridge, "enforce", counted)
-    held = Planned(2, loss, 20, Attendance((range(20),), 20))
+    monkeypatch.setattr(RidgeLoss, "enforce", counted)
+    held = PlannedRecordQueue(2, loss, 20, Participation((range(20),), 20))
     held.put(batch(0, [[3.0, 4.0]] * 20, [0.0] * 20, counts=[1] * 20))
     assert not seen
     for taken in map(held.take, range(20)):
         assert taken.features.tolist() == [[3.0, 4.0]]
         np.testing.assert_allclose(bounded(loss, taken).features, [[0.6, 0.8]], rtol=1e-15)
-        np.testing.assert_allclose(bounded(Ridge(feature_bound=0.5), taken).features, [[0.3, 0.4]], rtol=1e-15)
+        np.testing.assert_allclose(bounded(RidgeLoss(feature_bound=0.5), taken).features, [[0.3, 0.4]], rtol=1e-15)
     assert seen == [20, *[1] * 20]

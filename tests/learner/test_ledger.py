@@ -16,15 +16,15 @@ import pytest
 from rich.console import Console
 
 from sottovoce_client.privacy.ledger import show_ledger
-from sottovoce_core.errors import BudgetExhausted, DataError, NotReady, SpecError
+from sottovoce_core.errors import BudgetExhausted, DataError, FailedPrecondition, SpecError
 from sottovoce_core.noise import SystemNoise
-from sottovoce_core.privacy.accountant import ListedLosses
+from sottovoce_core.privacy.accountant import PrecomputedAccountant
 from sottovoce_core.spec import parse_spec
-from sottovoce_learner.budget import Allowance, Books
+from sottovoce_learner.budget import Allowance, PrivacyFilter
 from sottovoce_learner.opening import open_session
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.run_log import Terms
 from sottovoce_learner.storage.state_folder import Claim
 from sottovoce_learner.storage.store import Ledger, Store
@@ -43,7 +43,7 @@ async def spend(made: Session, rounds: int) -> float:
     """Say so many rounds; what they cost."""
     for t in range(rounds):
         await made._speak(t)
-        made.memory.books.round_over(1)
+        made.memory.books.advance(1)
     return made.memory.books.spent
 
 
@@ -71,8 +71,8 @@ async def test_an_owners_budget_spans_all_runs(tmp_path: Path) -> None:
     first = await spend(session(tmp_path, "run-a"), 4)
     allowed = 1.5 * first
     again = session(tmp_path, "run-b", own_budget=allowed)
-    assert again.status.epsilon_elsewhere == first
-    assert again.status.epsilon_own_budget == allowed
+    assert again.status.epsilon_other_runs == first
+    assert again.status.epsilon_owner_budget == allowed
 
     with pytest.raises(BudgetExhausted, match=r"in all runs from .* above what this learner's owner allows"):
         await spend(again, 9)
@@ -120,14 +120,14 @@ async def test_two_runs_never_share_a_journal(tmp_path: Path) -> None:
 
 async def test_a_spec_that_changed_is_refused(tmp_path: Path) -> None:
     made = session(tmp_path, "run-a")
-    line = LedgerLine("learner-0", "run-a", 1, 3, made.role.spec.model_dump_json())
+    line = LedgerEntry("learner-0", "run-a", 1, 3, made.role.spec.model_dump_json())
     with pytest.raises(DataError, match="has run 'run-a' with another spec, index or number of features"):
         Store(tmp_path, "learner-0").open_run(line, Terms("process", 9, 9, 9, None), 0.0)
 
 
 def charged_run(folder: Path, document: dict[str, Any]) -> None:
     """A ledger of `north` with one run, of this spec, and a charge of 1.5."""
-    line = LedgerLine("north", "run-a", 0, 3, json.dumps(document))
+    line = LedgerEntry("north", "run-a", 0, 3, json.dumps(document))
     Store(folder, "north").open_run(line, Terms("process", 9, 9, 9, None), 0.0)
     Ledger(folder).repair("north", 1.5)
 
@@ -168,7 +168,7 @@ def test_showing_imports_no_code_that_a_run_named(tmp_path: Path, monkeypatch: p
 
 def test_an_infinite_price_is_above_every_owners_budget() -> None:
     with pytest.raises(BudgetExhausted):
-        Books(ListedLosses(np.array([math.inf])), None, Allowance(in_all=1e300)).price(0)
+        PrivacyFilter(PrecomputedAccountant(np.array([math.inf])), None, Allowance(in_all=1e300)).price(0)
 
 
 HOLDING = """
@@ -188,7 +188,7 @@ def test_two_processes_are_never_one_learner(tmp_path: Path) -> None:
     )
     with other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(NotReady, match="another process is learner 'ann'"):
+        with pytest.raises(FailedPrecondition, match="another process is learner 'ann'"):
             Claim(tmp_path, "ann")
         Claim(tmp_path, "ben").close()
         other.kill()

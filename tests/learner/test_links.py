@@ -233,7 +233,7 @@ async def test_a_stream_that_has_ended_is_quiet_before_its_call_ends() -> None:
 
 
 async def test_a_write_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "_QUIET_S", 0.01)
+    monkeypatch.setattr(outbox, "_IDLE_TIMEOUT_S", 0.01)
     link, stream = Link(), Stream(hold=True)
     link.attach(stream, 0)
     link.queue(0, frame(0))

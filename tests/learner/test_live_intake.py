@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sottovoce_core.arrays import as_floats
 from sottovoce_core.errors import DataError, RemoteProtocolError, SottovoceError
 from sottovoce_core.losses.linear import Logistic
-from sottovoce_core.network.roster import Attendance
-from sottovoce_learner.ingest.intake import Intake, Live
+from sottovoce_core.network.roster import Participation
+from sottovoce_learner.ingest.intake import RecordQueue, Live
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
@@ -22,8 +22,8 @@ from tests.examples import small_spec
 ROUNDS = 1_000
 
 
-def live(most: int = 3, *, patient: bool = True, there: Attendance | None = None) -> Live:
-    return Live(2, Logistic(), there or Attendance((range(ROUNDS),), ROUNDS), most, patient=patient)
+def live(most: int = 3, *, patient: bool = True, there: Participation | None = None) -> Live:
+    return Live(2, Logistic(), there or Participation((range(ROUNDS),), ROUNDS), most, patient=patient)
 
 
 def batch(places: Any, source: str = "s", **fields: Any) -> learner_pb2.SampleBatch:
@@ -58,7 +58,7 @@ def test_a_patient_round_waits_for_a_record_and_another_for_nothing() -> None:
 def test_the_spec_says_which_it_is() -> None:
     for clock, waits in (({}, True), ({"mode": "paced", "period_s": 1.0}, False), ({"mode": "data"}, True)):
         spec = small_spec(5, data={"source": "live", "features": 2, "batch_size": 4}, clock=clock)
-        held = Intake.of(spec, 3)
+        held = RecordQueue.of(spec, 3)
         assert isinstance(held, Live)
         assert held.filled == (0 if waits else 1)
 
@@ -104,7 +104,7 @@ def test_without_positions_batches_count() -> None:
 
 
 def test_away_it_learns_nothing_and_records_wait() -> None:
-    held = live(2, there=Attendance((range(2), range(5, 8)), 8))
+    held = live(2, there=Participation((range(2), range(5, 8)), 8))
     held.put(batch(range(9)))
     assert [ids(held.take(t)) for t in range(7)] == [[0, 1], [2, 3], [], [], [], [4, 5], [6, 7]]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import Draw, KeyedNoise, OpenDpNoise, SystemNoise, grid
+from sottovoce_core.noise import NoiseRequest, KeyedNoise, OpenDpNoise, SystemNoise, grid
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.role import Role
 from sottovoce_learner.service import Learner
@@ -39,7 +39,7 @@ def test_an_owner_may_choose_opendp() -> None:
 
 def test_a_seed_gives_the_same_noise_in_every_run_of_a_name_and_each_learner_its_own() -> None:
     first, again, other = noise_of(noise_seed="7"), noise_of(noise_seed="7", run_id="s"), noise_of(1, noise_seed="7")
-    drawn = [source(Draw("laplace", "y", 0, 1.0, grid(1.0), (9,))).tolist() for source in (first, again, other)]
+    drawn = [source(NoiseRequest("laplace", "y", 0, 1.0, grid(1.0), (9,))).tolist() for source in (first, again, other)]
 
     assert isinstance(first, KeyedNoise)
     assert drawn[0] == drawn[1] != drawn[2]

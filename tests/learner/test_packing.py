@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as arrays
 
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import DataError
-from sottovoce_learner.ingest.intake import Taken
+from sottovoce_learner.ingest.intake import RecordQueueState
 from sottovoce_learner.storage import state_folder
-from sottovoce_learner.storage.snapshot import Unpackable, pack, packs_as, unpack
+from sottovoce_learner.storage.snapshot import UnpackableError, pack, is_packed_as, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def test_what_is_no_data_is_taken_from_the_run() -> None:
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, np.array([object()]), Leaf, 1j])
 def test_what_has_no_bytes_is_refused(value: Any) -> None:
-    with pytest.raises(Unpackable, match="a state must be made of"):
+    with pytest.raises(UnpackableError, match="a state must be made of"):
         pack(Leaf(value), {})
 
 
@@ -125,7 +125,7 @@ def test_records_that_wait(sizes: list[int]) -> None:
     generator = np.random.default_rng(1)
     waiting = tuple(Batch(generator.normal(size=(size, 2)), np.ones(size)) for size in sizes)
     rounds = 3 * np.arange(len(sizes))
-    taken = Taken({"a": 3}, 7, 4, waiting, rounds, np.array(sizes, np.int64), {}, 0)
+    taken = RecordQueueState({"a": 3}, 7, 4, waiting, rounds, np.array(sizes, np.int64), {}, 0)
     again = unpack(pack(taken, {}), {})
     assert (again.next, again.filled, again.batches) == ({"a": 3}, 7, 4)
     assert (again.rounds.tolist(), again.sizes.tolist()) == (rounds.tolist(), sizes)
@@ -153,7 +153,7 @@ def test_records_that_wait(sizes: list[int]) -> None:
 )
 def test_what_comes_back_packs_as_it_was_and_nothing_else_does(value: Any) -> None:
     raw = pack(value, {})
-    assert packs_as(raw, unpack(raw, {}), {})
+    assert is_packed_as(raw, unpack(raw, {}), {})
     for other in (
         raw + b"\0",
         raw[:-1],
@@ -161,5 +161,5 @@ def test_what_comes_back_packs_as_it_was_and_nothing_else_does(value: Any) -> No
         bytes([raw[0] ^ 1]) + raw[1:],
         raw[:-64] + bytes([raw[-64] ^ 1]) + raw[-63:],
     ):
-        assert not packs_as(other, value, {})
-    assert not packs_as(raw, (value, 1), {})
+        assert not is_packed_as(other, value, {})
+    assert not is_packed_as(raw, (value, 1), {})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sottovoce_core.errors import RemoteProtocolError
-from sottovoce_core.network.network import Digests
+from sottovoce_core.network.network import NetworkDigests
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.network.weights import digest_of
 from sottovoce_learner.peers.plan import Plan
@@ -29,7 +29,7 @@ TURNS = {
 
 def plan(topology: dict[str, Any], n: int, index: int) -> Plan:
     network = Topology.model_validate(topology).network(n, 100)
-    return Plan(network, index, Digests(network, 100))
+    return Plan(network, index, NetworkDigests(network, 100))
 
 
 def test_parts_follow_the_network() -> None:
@@ -91,7 +91,7 @@ def test_a_network_that_changes_needs_an_epoch_wherever_it_does() -> None:
     mine.announce(2, {2: 0.5}, [])
     mine.announce(3, {0: 0.5, 2: 0.0}, [2])
     mine.require(5)
-    assert mine.announced == 5
+    assert mine.announced_rounds == 5
 
 
 def test_an_epoch_that_is_known_is_passed_over() -> None:
@@ -100,7 +100,7 @@ def test_an_epoch_that_is_known_is_passed_over() -> None:
     mine.announce(0, {0: 0.5, 2: 0.0}, [2])
     mine.announce(1, {0: 0.5}, [2])
     mine.announce(0, {}, [])
-    assert mine.announced == 2
+    assert mine.announced_rounds == 2
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_an_epoch_of_another_network_is_refused(weights: dict[int, float], told:
     mine = plan(TURNS, 3, 1)
     with pytest.raises(RemoteProtocolError, match=r"must be|must name"):
         mine.announce(0, weights, told)
-    assert mine.announced == 0
+    assert mine.announced_rounds == 0
 
 
 def test_old_rounds_are_forgotten() -> None:
@@ -158,7 +158,7 @@ def test_a_digest_stands_for_the_epochs_of_its_rounds() -> None:
     mine.agree(4, 9, digest(TURNS, 3, 4, 9))  # as after a reconnect: of rounds that are over, too
     mine.require(9)
     mine.announce(9, {0: 0.5}, [2])  # and epochs may follow
-    assert mine.announced == 10
+    assert mine.announced_rounds == 10
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_digest_of_anything_else_is_found_out(first: int, until: int, of: dict
     mine = introduced()
     with pytest.raises(RemoteProtocolError, match="in rounds 1 to 6 everybody must hear whom the run spec says"):
         mine.agree(1, 7, digest(of, 3, first, until))
-    assert mine.announced == 1
+    assert mine.announced_rounds == 1
 
 
 def test_a_digest_needs_the_rounds_before_it() -> None:

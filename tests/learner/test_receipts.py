@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from sottovoce_core.errors import NotReady
+from sottovoce_core.errors import FailedPrecondition
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.spec import parse_spec
 from sottovoce_learner.config import LearnerConfig
@@ -22,7 +22,7 @@ from sottovoce_learner.ingest import ingest
 from sottovoce_learner.ingest.ingest import _Receipts
 from sottovoce_learner.opening import open_session
 from sottovoce_learner.role import Role
-from sottovoce_learner.servicer import Face
+from sottovoce_learner.servicer import LearnerServicer
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import Credentials
@@ -68,7 +68,7 @@ class Disk:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Company is waited for, however long it takes."""
-    monkeypatch.setattr(ingest, "COMPANY_S", FOR_EVER_S)
+    monkeypatch.setattr(ingest, "GROUP_COMMIT_DELAY_S", FOR_EVER_S)
 
 
 async def until_all_wait() -> None:
@@ -129,7 +129,7 @@ async def test_a_stream_that_breaks_while_it_waits_takes_no_other_along() -> Non
 
 @pytest.mark.usefixtures("patient")
 async def test_a_sync_that_fails_is_told_to_all_who_rest_on_it() -> None:
-    disk = Disk(2, error=NotReady("records cannot be kept"))
+    disk = Disk(2, error=FailedPrecondition("records cannot be kept"))
     told = await asyncio.gather(*disk.begin("a", "b"), return_exceptions=True)
     assert [str(each) for each in told] == ["records cannot be kept"] * 2
     assert disk.events == ["sync"]
@@ -150,7 +150,7 @@ class Feeders:
 
     def __init__(self, fed: Session) -> None:
         self._face, self._send = (
-            Face(
+            LearnerServicer(
                 LearnerConfig("ann", "127.0.0.1:1", credentials=Credentials(insecure=True)),
                 lambda: fed,
                 lambda: fed.status,
@@ -202,7 +202,7 @@ async def test_no_receipt_for_what_a_closed_log_does_not_keep(tmp_path: Path) ->
     fed = session(tmp_path)
     fed._log.keep(0, b"records")
     await fed.close()
-    with pytest.raises(NotReady, match="records cannot be kept: the log is closed"):
+    with pytest.raises(FailedPrecondition, match="records cannot be kept: the log is closed"):
         await fed.ingest.receipts.settled()
 
 
@@ -218,8 +218,8 @@ async def test_a_disk_that_failed_at_one_receipt_gives_no_other(
 
     with monkeypatch.context() as failing:
         failing.setattr(os, "fdatasync", fails)
-        with pytest.raises(NotReady, match="records cannot be kept: Input/output error"):
+        with pytest.raises(FailedPrecondition, match="records cannot be kept: Input/output error"):
             await fed.ingest.receipts.settled()
-    with pytest.raises(NotReady, match="records cannot be kept: an earlier sync failed"):
+    with pytest.raises(FailedPrecondition, match="records cannot be kept: an earlier sync failed"):
         await fed.ingest.receipts.settled()
     await fed.close()

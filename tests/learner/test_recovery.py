@@ -15,7 +15,7 @@ import yaml
 
 from sottovoce_core.arrays import as_floats
 from sottovoce_core.errors import DataError
-from sottovoce_core.noise import KeyedNoise, Noise, SystemNoise
+from sottovoce_core.noise import KeyedNoise, NoiseSource, SystemNoise
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.memory import Kept
 from sottovoce_learner.opening import open_session
@@ -67,7 +67,7 @@ class Crew:
         self.learners = [self.born(i) for i in range(spec.n_learners)]
 
     def born(self, index: int) -> Session:
-        noise: Noise = KeyedNoise("secret", "run", index) if self.keyed else SystemNoise()
+        noise: NoiseSource = KeyedNoise("secret", "run", index) if self.keyed else SystemNoise()
         role = Role("run-1", self.spec, FEATURES, index, self.spec.names[index])
         made = open_session(role, noise, self.folder / str(index), policy=ALLOWING)
         return made

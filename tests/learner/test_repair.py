@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sottovoce_client.privacy.ledger import own_ledger, repair_ledger, show_ledger, verify_ledger
-from sottovoce_core.errors import DataError, NotReady, SpecError
+from sottovoce_client.privacy.ledger import adopt_ledger, repair_ledger, show_ledger, verify_ledger
+from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
 from sottovoce_learner.storage import wal
 from sottovoce_learner.storage.ledger import Standing
 from sottovoce_learner.storage.state_folder import Claim, Files
@@ -65,7 +65,7 @@ def test_what_may_have_been_spent_is_charged_for_ever(
 def test_the_run_is_over_where_it_is_still_known(folder: Path) -> None:
     cut(folder / LOG)
     Ledger(folder).repair(NAME)
-    with pytest.raises(NotReady, match="which is closed for it"):
+    with pytest.raises(FailedPrecondition, match="which is closed for it"):
         open_run(folder, "run-b")
 
 
@@ -103,7 +103,7 @@ COMMANDS: dict[str, Callable[[Path, str], None]] = {
     "show": show_ledger,
     "verify": verify_ledger,
     "repair": lambda folder, learner: repair_ledger(folder, learner, None),
-    "moved": own_ledger,
+    "moved": adopt_ledger,
 }
 
 
@@ -136,7 +136,7 @@ def test_a_backup_is_charged_what_was_spent_since_beside_what_it_knows(
 
 
 def test_nothing_is_repaired_while_the_learner_runs(folder: Path) -> None:
-    with Claim(folder, NAME), pytest.raises(NotReady, match="another process is learner 'ann'"):
+    with Claim(folder, NAME), pytest.raises(FailedPrecondition, match="another process is learner 'ann'"):
         Ledger(folder).repair(NAME)
 
 
@@ -144,7 +144,7 @@ def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: py
     copy = tmp_path_factory.mktemp("other") / "state"
     shutil.copytree(folder, copy)
     out = io.StringIO()
-    own_ledger(copy, NAME, Console(file=out))
+    adopt_ledger(copy, NAME, Console(file=out))
     assert f"ann goes on from {copy}: 2 runs, ε {2 * PRICE + 3 * PRICE:g} in all\n" in out.getvalue()
     assert (
         f"charge that before the learner starts: sottovoce ledger --repair --state {copy} --learner ann --charge"

@@ -9,7 +9,7 @@ import pytest
 
 from sottovoce_core.noise import SystemNoise
 from sottovoce_learner.opening import open_session
-from sottovoce_learner.progress import Grants
+from sottovoce_learner.progress import LeaseTracker
 from sottovoce_learner.role import Role
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
@@ -79,7 +79,7 @@ async def test_records_are_reported_where_the_clock_may_wait_for_them(tmp_path: 
 def test_rounds_are_reported_ever_more_seldom_however_many_learners_there_are(learners: int, by: list[int]) -> None:
     """Enough for curves of short runs; what a round costs all learners together is bounded, and vanishes in a long run."""
     told, done = list[int](), 0
-    grants = Grants(small_spec(2, 2, clock={"mode": "paced", "period_s": 1}).clock, learners, lambda: told.append(done))
+    grants = LeaseTracker(small_spec(2, 2, clock={"mode": "paced", "period_s": 1}).clock, learners, lambda: told.append(done))
     grants.extend(40_000, 0)
     for done in range(1, 20_001):
         grants.use(done)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_core.errors import DataError, LocalProtocolError, NotReady, RemoteProtocolError, SpecError
+from sottovoce_core.errors import DataError, LocalProtocolError, FailedPrecondition, RemoteProtocolError, SpecError
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.spec import parse_spec
 from sottovoce_learner.ingest import ingest
@@ -53,9 +53,9 @@ def test_who_is_away_has_heard_nothing_that_was_not_said(tmp_path: Path) -> None
         Role("run-1", small_spec(20, 3, **place), 3, 0, "learner-0"), SystemNoise(), tmp_path, policy=ALLOWING
     )
     away = open_session(Role("run-1", own.role.spec, 3, 2, "learner-2"), SystemNoise(), tmp_path, policy=ALLOWING)
-    own.require_own_past(2, away.inbox.next_round(0))
+    own.require_log_complete(2, away.inbox.next_round(0))
     with pytest.raises(DataError, match="learner-1 has heard round 0 of this learner, whose log has 0 rounds"):
-        own.require_own_past(1, 1)
+        own.require_log_complete(1, 1)
 
 
 def test_a_learner_is_assigned_under_its_own_name(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ async def test_another_run_begins_afresh_and_closes_the_one_before(tmp_path: Pat
     before.plan.announce(0, {1: 0.5}, [1])
     await before._speak(0)
     assert session(tmp_path, "run-2")._log.reading is None
-    with pytest.raises(NotReady, match="has been in another run since run 'run-1', which is closed for it"):
+    with pytest.raises(FailedPrecondition, match="has been in another run since run 'run-1', which is closed for it"):
         session(tmp_path)
 
 
@@ -106,7 +106,7 @@ async def test_what_no_neighbour_would_take_is_neither_said_nor_charged(tmp_path
 async def test_a_feeder_waits_while_more_bytes_wait_than_a_learner_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "MOST_HELD", 100)
+    monkeypatch.setattr(ingest, "MAX_QUEUED_BYTES", 100)
     one = session(tmp_path)
 
     def batch(sequence: int) -> learner_pb2.SampleBatch:

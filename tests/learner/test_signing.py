@@ -10,7 +10,7 @@ from sottovoce_core.errors import EquivocationError, RemoteProtocolError
 from sottovoce_learner.peers.inbox import _Unsigned
 from sottovoce_learner.peers.outbox import Link, Own
 from sottovoce_learner.storage.snapshot import pack, unpack
-from sottovoce_rpc.signatures import BLOCK, Statement, digest
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, Statement, digest
 from tests.learner.test_links import Stream
 
 
@@ -19,7 +19,7 @@ def frame(t: int, what: str = "") -> bytes:
 
 
 def said(rounds: range, what: str = "") -> Own:
-    own = Own(2 * BLOCK)
+    own = Own(2 * ROUNDS_PER_BLOCK)
     for t in rounds:
         own.said(t, digest(frame(t, what)), [2, 5])
     return own
@@ -34,15 +34,15 @@ def heard(rounds: range) -> _Unsigned:
 
 
 def test_a_block_is_signed_whole_or_as_far_as_it_was_said() -> None:
-    own = said(range(BLOCK + 3))
+    own = said(range(ROUNDS_PER_BLOCK + 3))
     whole, part = own.statement("run", 1, 0), own.statement("run", 1, 1)
     assert (whole.block, part.block) == (0, 1)
-    assert [whole[t] for t in range(BLOCK)] == [digest(frame(t)) for t in range(BLOCK)]
-    assert [part[t] is None for t in range(BLOCK, 2 * BLOCK)] == [False] * 3 + [True] * (BLOCK - 3)
+    assert [whole[t] for t in range(ROUNDS_PER_BLOCK)] == [digest(frame(t)) for t in range(ROUNDS_PER_BLOCK)]
+    assert [part[t] is None for t in range(ROUNDS_PER_BLOCK, 2 * ROUNDS_PER_BLOCK)] == [False] * 3 + [True] * (ROUNDS_PER_BLOCK - 3)
 
 
 def test_what_was_said_long_ago_is_forgotten_and_what_is_remembered_comes_back() -> None:
-    own = said(range(10 * BLOCK))
+    own = said(range(10 * ROUNDS_PER_BLOCK))
     again = unpack(pack(own.copy(), {}), {})
     assert sorted(own.digests) == [6, 7, 8, 9]
     assert again.statement("run", 1, 9) == own.statement("run", 1, 9)
@@ -51,28 +51,28 @@ def test_what_was_said_long_ago_is_forgotten_and_what_is_remembered_comes_back()
 
 def test_of_a_neighbour_that_hears_seldom_the_last_block_is_remembered_however_old() -> None:
     own = Own(1)
-    for t in range(10 * BLOCK):
+    for t in range(10 * ROUNDS_PER_BLOCK):
         own.said(t, digest(frame(t)), [2] if t != 3 else [2, 7])
     assert sorted(own.digests) == [0, 8, 9] and own.told(0) == [7] and own.told(9) == [2]
     assert own.statement("run", 1, 0)[3] == digest(frame(3))
 
 
 def test_a_neighbour_signs_a_block_before_it_says_anything_of_another() -> None:
-    unsigned = heard(range(5, BLOCK))
+    unsigned = heard(range(5, ROUNDS_PER_BLOCK))
     with pytest.raises(
-        RemoteProtocolError, match=f"must sign what it said from round 5 on before it says round {BLOCK}"
+        RemoteProtocolError, match=f"must sign what it said from round 5 on before it says round {ROUNDS_PER_BLOCK}"
     ):
-        unsigned.require_signed(1, BLOCK)
-    unsigned.require_signed(2, BLOCK)  # of whom nothing was heard
+        unsigned.require_signed(1, ROUNDS_PER_BLOCK)
+    unsigned.require_signed(2, ROUNDS_PER_BLOCK)  # of whom nothing was heard
     assert unsigned.waits(1, 0) and unsigned.owing == {1}
-    unsigned.signed(1, said(range(BLOCK)).statement("run", 1, 0))
-    unsigned.require_signed(1, BLOCK)
+    unsigned.signed(1, said(range(ROUNDS_PER_BLOCK)).statement("run", 1, 0))
+    unsigned.require_signed(1, ROUNDS_PER_BLOCK)
     assert not unsigned.waits(1, 0) and not unsigned.owing  # what comes again, after a reconnect, is not looked at
 
 
 def test_what_is_signed_is_what_was_said() -> None:
     with pytest.raises(EquivocationError, match="signed another message of round 3 than came here"):
-        heard(range(3, 9)).signed(1, said(range(BLOCK), "otherwise").statement("run", 1, 0))
+        heard(range(3, 9)).signed(1, said(range(ROUNDS_PER_BLOCK), "otherwise").statement("run", 1, 0))
     with pytest.raises(RemoteProtocolError, match="did not sign what it said in round 8"):
         heard(range(9)).signed(1, said(range(8)).statement("run", 1, 0))
     with pytest.raises(RemoteProtocolError, match="learner 1 signed in the name of learner 2"):
@@ -81,32 +81,32 @@ def test_what_is_signed_is_what_was_said() -> None:
 
 def test_who_heard_some_rounds_checks_these() -> None:
     unsigned = heard(range(7, 8))
-    unsigned.signed(1, said(range(BLOCK)).statement("run", 1, 0))
-    unsigned.require_signed(1, 5 * BLOCK)
+    unsigned.signed(1, said(range(ROUNDS_PER_BLOCK)).statement("run", 1, 0))
+    unsigned.require_signed(1, 5 * ROUNDS_PER_BLOCK)
 
 
 def test_a_block_that_was_signed_in_part_is_signed_again() -> None:
     """Its learner was away for some rounds of it."""
     unsigned = heard(range(4))
     unsigned.signed(1, said(range(4)).statement("run", 1, 0))
-    for t in range(20, BLOCK):
+    for t in range(20, ROUNDS_PER_BLOCK):
         unsigned.require_signed(1, t)
         unsigned.heard(1, t, digest(frame(t)))
-    unsigned.signed(1, said(range(BLOCK)).statement("run", 1, 0))
-    unsigned.require_signed(1, BLOCK)
+    unsigned.signed(1, said(range(ROUNDS_PER_BLOCK)).statement("run", 1, 0))
+    unsigned.require_signed(1, ROUNDS_PER_BLOCK)
 
 
-@given(rounds=st.integers(1, 5 * BLOCK), lacking=st.integers(0, 2 * BLOCK), told=st.integers(1, 40))
+@given(rounds=st.integers(1, 5 * ROUNDS_PER_BLOCK), lacking=st.integers(0, 2 * ROUNDS_PER_BLOCK), told=st.integers(1, 40))
 async def test_on_a_new_stream_signatures_stand_where_they_did(rounds: int, lacking: int, told: int) -> None:
     """Behind the rounds that they sign; the last one before what is lacking comes again, for nobody knows whether it came."""
-    link, first, second = Link(keep=3 * BLOCK), Stream(), Stream()
+    link, first, second = Link(keep=3 * ROUNDS_PER_BLOCK), Stream(), Stream()
     due = list[tuple[int, bytes]]()
     link.attach(first, 0)
     for t in range(0, rounds):
         if t % told == 0:
             link.queue(t, frame(t))
             due.append((t, frame(t)))
-        if t % BLOCK == BLOCK - 1 and any(each // BLOCK == t // BLOCK for each, _ in due):
+        if t % ROUNDS_PER_BLOCK == ROUNDS_PER_BLOCK - 1 and any(each // ROUNDS_PER_BLOCK == t // ROUNDS_PER_BLOCK for each, _ in due):
             link.sign(t, lambda t=t: b"signature %d" % t)  # type: ignore[misc]
             due.append((t, b"signature %d" % t))
         await link.flushed()

@@ -8,9 +8,9 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from sottovoce_coordinator import conducting
-from sottovoce_coordinator.courses import Course
-from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
-from sottovoce_coordinator.store import KeptRun
+from sottovoce_coordinator.courses import ManagedRun
+from sottovoce_coordinator.runs import CaptureBinding, RunStateMachine, RunState
+from sottovoce_coordinator.store import StoredRun
 from sottovoce_core.errors import SottovoceError
 from sottovoce_core.running.participation import with_learner, without
 from sottovoce_core.spec import RunSpec
@@ -52,11 +52,11 @@ class Book(NamedTuple):
         return run.amended(self.absences)
 
 
-def _blank(shape: Shape, attempt: int = 0) -> RunBook:
-    return RunBook(RUN, run_of(shape), FEATURES, ("",) * shape.learners, attempt=attempt)
+def _blank(shape: Shape, attempt: int = 0) -> RunStateMachine:
+    return RunStateMachine(RUN, run_of(shape), FEATURES, ("",) * shape.learners, attempt=attempt)
 
 
-def _book(run: Shape, book: Book, away: frozenset[int] = frozenset()) -> RunBook:
+def _book(run: Shape, book: Book, away: frozenset[int] = frozenset()) -> RunStateMachine:
     new = _blank(book.shape(run), book.attempt)
     new.state, new.statuses = book.state, [_status(run, i, each) for i, each in enumerate(book.statuses)]
     new.losing, new.unsure, new.away = set(book.losing), set(book.unsure), dict.fromkeys(away, NOW)
@@ -68,7 +68,7 @@ def _book(run: Shape, book: Book, away: frozenset[int] = frozenset()) -> RunBook
     return new
 
 
-def _value(book: RunBook) -> Book:
+def _value(book: RunStateMachine) -> Book:
     return Book(
         book.state,
         book.clock.granted,
@@ -102,18 +102,18 @@ def reported(shape: Shape, book: Book, learner: int, status: Status) -> Book:
 
 @cache
 def taken_up(shape: Shape, kept: Book, reserved: int) -> Book:
-    """A run that another coordinator has left, as it was written (`Course.record`, `Course.resumed`)."""
+    """A run that another coordinator has left, as it was written (`ManagedRun.record`, `ManagedRun.resumed`)."""
     if kept.state in (RunState.FINISHED, RunState.FAILED):
         return kept
     before = _book(shape, kept)
-    view = Course(before, NOW, durable=True).record()
-    written = KeptRun(RUN, spec_to_wire(before.run.spec), FEATURES, Overhearing(), view, reserved)
-    return _value(Course.resumed(written, before.run, NOW).book)
+    view = ManagedRun(before, NOW, durable=True).record()
+    written = StoredRun(RUN, spec_to_wire(before.run.spec), FEATURES, CaptureBinding(), view, reserved)
+    return _value(ManagedRun.resumed(written, before.run, NOW).book)
 
 
 @cache
 def taken_back(shape: Shape, book: Book, learner: int, granted: int) -> Book:
-    """A learner is there again, and was granted so much (`Conductor.take_back`)."""
+    """A learner is there again, and was granted so much (`RunController.handle_rejoin`)."""
     now = _book(shape, book)
     now.back(learner)
     now.clock.resume(granted)
@@ -125,7 +125,7 @@ def taken_back(shape: Shape, book: Book, learner: int, granted: int) -> Book:
 
 @cache
 def missed(shape: Shape, book: Book, learner: int) -> Book:
-    """A learner is gone, and the deadline has passed (`Conductor._deadline`)."""
+    """A learner is gone, and the deadline has passed (`RunController._deadline`)."""
     now = _book(shape, book, frozenset({learner}))
     now.miss(learner, NOW)
     return _value(now)
@@ -139,7 +139,7 @@ def busy(shape: Shape, book: Book, away: frozenset[int]) -> frozenset[int]:
 
 @cache
 def rested(shape: Shape, book: Book, learner: int, granted: int, said: int, closed: bool) -> Book:
-    """A learner is there again while all rest (`Conductor.take_back`, `_rest`).
+    """A learner is there again while all rest (`RunController.handle_rejoin`, `_rest`).
 
     Args:
         shape, book: the run.
@@ -160,7 +160,7 @@ def rested(shape: Shape, book: Book, learner: int, granted: int, said: int, clos
 
 @cache
 def rests(shape: Shape, book: Book, learner: int, status: Status) -> Book:
-    """While all rest, a learner tells how far it was in an attempt before this one (`Conductor.rests`)."""
+    """While all rest, a learner tells how far it was in an attempt before this one (`RunController.rests`)."""
     now = _book(shape, book)
     now.rests(_status(shape, learner, status))
     return _value(now)
@@ -168,14 +168,14 @@ def rests(shape: Shape, book: Book, learner: int, status: Status) -> Book:
 
 @cache
 def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
-    """The absences of the changed spec (`Conductor._amend`); None: the run cannot go on so.
+    """The absences of the changed spec (`RunController._amend`); None: the run cannot go on so.
 
     Args:
         shape, book: the run, whose learners rest.
         verb: `leave`, `join` or `lose`; whoever is to be lost is in the book.
         learner: who leaves or joins.
     """
-    if verb != "lose" and book.losing:  # `Conductor._change`: not before they are lost
+    if verb != "lose" and book.losing:  # `RunController._change`: not before they are lost
         return None
     now = _book(shape, book)
     name = now.run.spec.names[learner]
@@ -198,7 +198,7 @@ def ceiling(shape: Shape, book: Book) -> int:
 
 @cache
 def amended(shape: Shape, book: Book, absences: str) -> Book:
-    """All who are told go on by another spec (`RunBook.amend`)."""
+    """All who are told go on by another spec (`RunStateMachine.amend`)."""
     now = _book(shape, book)
     now.amend(run_of(shape.amended(absences)))
     return _value(now)

@@ -33,7 +33,7 @@ class Changing(Coordinating):
     # ---- it begins ------------------------------------------------------------------------------------------
 
     def _asked(self, state: State) -> Iterator[Step]:
-        """`Conductor.leave` of who is there, and `Conductor.join`; what is refused changes nothing."""
+        """`RunController.leave` of who is there, and `RunController.join`; what is refused changes nothing."""
         book = state.coordinator.book
         if book.state is not RunState.RUNNING or book.losing:
             return
@@ -44,7 +44,7 @@ class Changing(Coordinating):
                     yield machine.Step(verb, f"learner {i} is to {verb}; all are told to rest", change, fault=True)
 
     def _gives_up(self, state: State) -> Iterator[Step]:
-        """`Conductor._deadline` of a learner that is gone, and `Conductor._go_on_without`."""
+        """`RunController._deadline` of a learner that is gone, and `RunController._go_on_without`."""
         book = state.coordinator.book
         if book.losing:
             yield machine.Step(
@@ -58,7 +58,7 @@ class Changing(Coordinating):
                 yield machine.Step("given up", f"learner {i} is given up", given_up, fault=True)
 
     def _rests(self, state: State, change: Change) -> State:
-        """`Conductor._rest`: that all will begin anew is written down, and then they are told to end what they do."""
+        """`RunController._rest`: that all will begin anew is written down, and then they are told to end what they do."""
         coordinator = state.coordinator._replace(change=change)
         ceiling = books.ceiling(self.shape, coordinator.book) + self.shape.window
         coordinator = coordinator._replace(kept=coordinator.record, reserved=max(coordinator.reserved, ceiling))
@@ -70,7 +70,7 @@ class Changing(Coordinating):
     # ---- it is written down ---------------------------------------------------------------------------------
 
     def _waits(self, state: State, change: Change) -> Iterator[Step]:
-        """`Conductor._rest` until everybody rests, or for so long that who does not is lost."""
+        """`RunController._rest` until everybody rests, or for so long that who does not is lost."""
         coordinator = state.coordinator
         busy = self._waited_for(state)
         if not busy:
@@ -90,7 +90,7 @@ class Changing(Coordinating):
         return books.busy(self.shape, state.coordinator.book, away)
 
     def _written(self, state: State, change: Change) -> Step:
-        """`Conductor._amend`: the changed spec, durable before it is told. One that cannot be changes nothing, or ends a run."""
+        """`RunController._amend`: the changed spec, durable before it is told. One that cannot be changes nothing, or ends a run."""
         coordinator = state.coordinator
         absences = self._absences(coordinator.book, change)
         if absences is not None:
@@ -113,7 +113,7 @@ class Changing(Coordinating):
     # ---- it is told -----------------------------------------------------------------------------------------
 
     def _tells_change(self, state: State, change: Change) -> Iterator[Step]:
-        """`Conductor._begin_anew`."""
+        """`RunController._begin_anew`."""
         coordinator, before = state.coordinator, state.coordinator.book
         book = books.amended(self.shape, before, change.absences)
         lost = runs.lost(book.shape(self.shape))

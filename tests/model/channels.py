@@ -193,8 +193,8 @@ def _session(shape: Shape, own: Greeting, neighbour: int) -> Session:
         codec=codec_of(shape),
         links={neighbour: link},
         plan=plan_of(shape, own.learner),
-        _late_s=run.spec.clock.hold_s,
+        _late_s=run.spec.clock.staleness_timeout_s,
         memory=SimpleNamespace(said=own.said, done=own.done),
     )
-    bare.require_own_past = lambda j, asked: Session.require_own_past(bare, j, asked)
+    bare.require_log_complete = lambda j, asked: Session.require_log_complete(bare, j, asked)
     return cast(Session, bare)

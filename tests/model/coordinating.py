@@ -69,7 +69,7 @@ class Coordinating(Learners):
         return due and before[1] < session.done
 
     def _granting(self, coordinator: Coordinator) -> Coordinator:
-        """`Conductor._judged`, `_grant`: an end is written before it is told, and so is how far grants may go.
+        """`RunController._judged`, `_grant`: an end is written before it is told, and so is how far grants may go.
 
         Who finds a grant written ahead by the coordinator before this one writes it again; that it does not is a little less.
         """
@@ -83,7 +83,7 @@ class Coordinating(Learners):
     # ---- who is there again ---------------------------------------------------------------------------------
 
     def _taken_back(self, state: State, f: int) -> tuple[State, Directive | None]:
-        """`Conductor.take_back`; who was lost is told so."""
+        """`RunController.handle_rejoin`; who was lost is told so."""
         i, coordinator, process = self.shape.owner(f), state.coordinator, state.processes[f]
         book, session = coordinator.book, process.session
         if i in runs.lost(book.shape(self.shape)):

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from sottovoce_core.algorithms.interface import Who
 from sottovoce_core.errors import DataError, SottovoceError
-from sottovoce_learner.budget import Books
-from sottovoce_learner.ingest.intake import Planned
+from sottovoce_learner.budget import PrivacyFilter
+from sottovoce_learner.ingest.intake import PlannedRecordQueue
 from sottovoce_learner.memory import Memory
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.storage import ledger, state_folder
-from sottovoce_learner.storage.ledger import LedgerLine
-from sottovoce_learner.storage.run_log import Mark, MarkFile, RunLog, Terms
-from sottovoce_learner.storage.state_folder import Held, hashed, host
-from sottovoce_learner.storage.wal import START, About, Entry, Kind, Log, Reading, Said, read_entries
+from sottovoce_learner.storage.ledger import LedgerEntry
+from sottovoce_learner.storage.run_log import Mark, HighWaterMarkFile, RunLog, Terms
+from sottovoce_learner.storage.state_folder import FileGuard, hash_text, host
+from sottovoce_learner.storage.wal import START_CHAIN, LogHeader, Entry, Kind, Log, Reading, Said, read_entries
 from sottovoce_wire.v1 import learner_pb2
 from tests.model.channels import reach
 from tests.model.runs import (
@@ -35,7 +35,7 @@ from tests.model.runs import (
     run_of,
 )
 
-Amended = Callable[[LedgerLine, LedgerLine, Reading | None, Path], bool]
+Amended = Callable[[LedgerEntry, LedgerEntry, Reading | None, Path], bool]
 
 
 class Folder(NamedTuple):
@@ -74,24 +74,24 @@ def _lines(shape: Shape, learner: int, absences: tuple[str, ...]) -> tuple[ledge
             "n_features": FEATURES,
             "spec": line.spec,
         }
-        raw += ledger.Line.encode(opened, ledger.Line.all_in(raw)[-1].chain)
-    return ledger.Line.all_in(raw)
+        raw += ledger.Line.encode(opened, ledger.Line.parse_all(raw)[-1].chain)
+    return ledger.Line.parse_all(raw)
 
 
 def _name(shape: Shape, learner: int) -> str:
     return run_of(shape).spec.names[learner]
 
 
-def _line(shape: Shape, learner: int) -> LedgerLine:
-    return LedgerLine(_name(shape, learner), RUN, learner, FEATURES, run_of(shape).spec.model_dump_json())
+def _line(shape: Shape, learner: int) -> LedgerEntry:
+    return LedgerEntry(_name(shape, learner), RUN, learner, FEATURES, run_of(shape).spec.model_dump_json())
 
 
 @cache
 def read(shape: Shape, learner: int, log: bytes) -> Reading:
     """A log as `wal.read_log` reads it, without the segments' first pages."""
     entries = tuple(read_entries(log))
-    about = About(f"{learner:032x}", _name(shape, learner), RUN, "process")
-    return Reading(about, 0, START, entries, Path("0.log"), len(log))
+    about = LogHeader(f"{learner:032x}", _name(shape, learner), RUN, "process")
+    return Reading(about, 0, START_CHAIN, entries, Path("0.log"), len(log))
 
 
 def _standing(shape: Shape, learner: int, folder: Folder) -> ledger.Standing:
@@ -115,7 +115,7 @@ def charged(shape: Shape, learner: int, folder: Folder) -> float:
     """Epsilon of the run, by its log; by what a repair would charge, where that is damaged."""
     if stands(shape, learner, folder):
         return read(shape, learner, folder.log).spent
-    most = _standing(shape, learner, folder).most_spent
+    most = _standing(shape, learner, folder).max_epsilon_spent
     return 0.0 if most is None else most
 
 
@@ -172,7 +172,7 @@ class _MemoryLog(Log):
         pass
 
 
-class _MemoryMark(MarkFile):
+class _MemoryMark(HighWaterMarkFile):
     """A mark in memory."""
 
     def __init__(self, mark: Mark, written: Callable[[str], None]) -> None:
@@ -189,7 +189,7 @@ class _MemoryMark(MarkFile):
         pass
 
 
-class _MemoryLedger(Held):
+class _MemoryLedger(FileGuard):
     """A ledger in memory."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ def closed(kind: Callable[..., RunLog], shape: Shape, folder: Folder, done: int,
 
 @cache
 def taken_in(
-    kind: Callable[..., RunLog], intake: Callable[..., Planned], shape: Shape, learner: int, folder: Folder, number: int
+    kind: Callable[..., RunLog], intake: Callable[..., PlannedRecordQueue], shape: Shape, learner: int, folder: Folder, number: int
 ) -> Writes:
     """A feeder's batch is taken in, and settled; no writes where it was there already."""
 
@@ -250,7 +250,7 @@ def taken_in(
     return _written(kind, shape, folder, take)
 
 
-def _intake(kind: Callable[..., Planned], run: Shape, learner: int, folder: Folder) -> Planned:
+def _intake(kind: Callable[..., PlannedRecordQueue], run: Shape, learner: int, folder: Folder) -> PlannedRecordQueue:
     """As `Session` and `Recovery` make and fill it."""
     shape = folder.shape(run)
     box = kind(FEATURES, run_of(shape).spec.loss, shape.rounds, attendance(shape, learner))
@@ -270,13 +270,13 @@ def records(shape: Shape, learner: int, log: bytes) -> tuple[int, ...]:
 
 
 @cache
-def due_next(intake: Callable[..., Planned], shape: Shape, learner: int, folder: Folder) -> int:
+def due_next(intake: Callable[..., PlannedRecordQueue], shape: Shape, learner: int, folder: Folder) -> int:
     """The batch that is due from the feeder, as a receipt says it."""
     return _intake(intake, shape, learner, folder).next_sequence(SOURCE)
 
 
 @cache
-def filled(intake: Callable[..., Planned], shape: Shape, learner: int, folder: Folder) -> int:
+def filled(intake: Callable[..., PlannedRecordQueue], shape: Shape, learner: int, folder: Folder) -> int:
     """Rounds below this one have their records."""
     return _intake(intake, shape, learner, folder).filled
 
@@ -290,10 +290,10 @@ def fresh_folder(shape: Shape, learner: int, *, fed: bool) -> Folder:
     absences = (shape.absences,)
     lines, spec = _lines(shape, learner, absences), run_of(shape).spec
     opening, chain = Entry(Kind.OPEN, 0, 0, 0.0, 0.0, spec.model_dump_json().encode()).encode(bytes(16))
-    mark = Mark(bytes.fromhex(f"{learner:032x}"), host(), len(lines), lines[-1].chain, run=hashed(RUN), chain=chain)
+    mark = Mark(bytes.fromhex(f"{learner:032x}"), host(), len(lines), lines[-1].chain, run=hash_text(RUN), chain=chain)
     folder = Folder(0, opening, mark, absences)
     for number in range(0 if fed else sum(map(len, attendance(shape, learner).stretches))):
-        folder = taken_in(RunLog, Planned, shape, learner, folder, number).folders[-1]
+        folder = taken_in(RunLog, PlannedRecordQueue, shape, learner, folder, number).folders[-1]
     return folder
 
 
@@ -348,8 +348,8 @@ def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: byte
         run,
         plan_of(shape, learner),
         there,
-        Books(run.algorithm.accountant(learner), None),
-        Planned(FEATURES, run.spec.loss, shape.rounds, there),
+        PrivacyFilter(run.algorithm.accountant(learner), None),
+        PlannedRecordQueue(FEATURES, run.spec.loss, shape.rounds, there),
         run.algorithm.start(Who(learner)),
         new._frames.maxlen or 0,
     )
@@ -358,7 +358,7 @@ def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: byte
             memory.replay(entry)
     except DataError:
         return None
-    memory.pass_absence(there.end)
+    memory.skip_offline_rounds(there.end)
     for t, message in memory.frames:
         new.queue(t, message)
     return Recovered(memory.said, memory.done, tuple(new._frames), memory.inputs.heard)

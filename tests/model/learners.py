@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sottovoce_coordinator.store import Claim, Membership
-from sottovoce_core.errors import NotReady, StrangerError, Unavailable
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, Unavailable
 from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.learner_status import LearnerState
 from tests.model import channels, folders, machine, runs
@@ -50,7 +50,7 @@ class Learners(Streams):
             member = coordinator.members[i].admit(self._claim(state, f), live=self._is_here(state, i), journaled=said)
         except Unavailable:  # it tries again
             return
-        except (NotReady, StrangerError):
+        except (FailedPrecondition, PermissionDenied):
             yield self._refused(state, f)
             return
         issued = state._replace(coordinator=self._remembered(coordinator, i, member))
@@ -68,7 +68,7 @@ class Learners(Streams):
         number = state.folders[f].incarnation
         try:
             member = coordinator.members[i].confirm(self._claim(state, f), number)
-        except NotReady:
+        except FailedPrecondition:
             yield self._refused(state, f)
             return
         confirmed = state._replace(coordinator=self._remembered(coordinator, i, member))
@@ -84,7 +84,7 @@ class Learners(Streams):
         i, coordinator, process = self.shape.owner(f), state.coordinator, state.processes[f]
         try:
             member = coordinator.members[i].admit(self._claim(state, f, rejoins=True), live=self._is_here(state, i))
-        except NotReady:
+        except FailedPrecondition:
             yield self._refused(state, f)
             return
         after = state._replace(coordinator=self._remembered(coordinator, i, member))
@@ -291,7 +291,7 @@ class Learners(Streams):
     # ---- records --------------------------------------------------------------------------------------------
 
     def _feeds(self, state: State, f: int) -> Iterator[Step]:
-        """`Face.ingest`: a batch is written down, settled, and answered with a receipt. Gaps are never sent."""
+        """`LearnerServicer.ingest`: a batch is written down, settled, and answered with a receipt. Gaps are never sent."""
         i, process = self.shape.owner(f), state.processes[f]
         session = process.session
         if i not in self.fed or session is None or session.state in (LearnerState.FINISHED, LearnerState.STOPPED):

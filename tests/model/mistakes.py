@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sottovoce_coordinator.store import Claim, Membership
-from sottovoce_learner.ingest.intake import Planned, _New
+from sottovoce_learner.ingest.intake import PlannedRecordQueue, _New
 from sottovoce_learner.peers.outbox import Link, _Stream
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.wal import Said
@@ -81,7 +81,7 @@ class ReceiptFirst(World):
     FEEDS: ClassVar[tuple[str, ...]] = ("acknowledged", "written")
 
 
-class _TakesAgain(Planned):
+class _TakesAgain(PlannedRecordQueue):
     def prepare(self, batch: learner_pb2.SampleBatch) -> _New | None:
         self._next[batch.source] = min(batch.sequence, self.next_sequence(batch.source))
         return super().prepare(batch)

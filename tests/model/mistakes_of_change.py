@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sottovoce_core.errors import RemoteProtocolError
 from sottovoce_learner.peers.inbox import Inbox
-from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_rpc.specs import plan_hash
 from sottovoce_wire.v1 import learner_pb2
 from tests.model import runs
@@ -103,7 +103,7 @@ class TakesAnySpec(ChangesWhatWasSaid):
     """The first changed round is one that somebody has said, and a learner takes whatever spec it is told."""
 
     @staticmethod
-    def amended(found: LedgerLine, line: LedgerLine, *rest: object) -> bool:
+    def amended(found: LedgerEntry, line: LedgerEntry, *rest: object) -> bool:
         return found.spec != line.spec
 
 

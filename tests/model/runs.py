@@ -16,12 +16,12 @@ import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import as_floats
-from sottovoce_core.network.network import Digests
-from sottovoce_core.network.roster import Attendance
-from sottovoce_core.running.participation import USED, slots, used_field
+from sottovoce_core.network.network import NetworkDigests
+from sottovoce_core.network.roster import Participation
+from sottovoce_core.running.participation import USED_ROUNDS_FIELD, slots, encode_used_rounds
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec
-from sottovoce_learner.budget import Books
+from sottovoce_learner.budget import PrivacyFilter
 from sottovoce_learner.peers.plan import Plan
 from sottovoce_rpc.codec import RoundCodec, to_tensor
 from sottovoce_wire.v1 import learner_pb2
@@ -80,7 +80,7 @@ def run_of(shape: Shape) -> Run:
 def plan_of(shape: Shape, learner: int) -> Plan:
     """Whom a learner hears and tells; new, for it remembers rounds."""
     network = run_of(shape).network
-    return Plan(network, learner, Digests(network, 1))
+    return Plan(network, learner, NetworkDigests(network, 1))
 
 
 @cache
@@ -90,7 +90,7 @@ def neighbours(shape: Shape, learner: int) -> tuple[int, ...]:
 
 
 @cache
-def attendance(shape: Shape, learner: int) -> Attendance:
+def attendance(shape: Shape, learner: int) -> Participation:
     """The rounds in which a learner takes part."""
     return run_of(shape).attendance(learner)
 
@@ -115,8 +115,8 @@ def told_in(shape: Shape, learner: int, t: int) -> tuple[int, ...]:
 
 @cache
 def met(shape: Shape, learner: int, t: int) -> frozenset[int]:
-    """Whom a learner that begins in a round is connected with first (`Telling.met`)."""
-    return (there(shape, t) - run_of(shape).spec.roster.lost_to(learner, t)) & {*neighbours(shape, learner)}
+    """Whom a learner that begins in a round is connected with first (`Outbox.met`)."""
+    return (there(shape, t) - run_of(shape).spec.roster.lost_senders(learner, t)) & {*neighbours(shape, learner)}
 
 
 @cache
@@ -147,7 +147,7 @@ def frame(shape: Shape, learner: int, t: int, content: int, used: tuple[int, ...
     run, codec = run_of(shape), codec_of(shape)
     fields: Mapping[str, Any] = {name: np.full(size, float(content)) for name, size in codec.shapes.items()}
     if run.late:
-        fields = {**fields, USED: used_field(used, slots(run.network))}
+        fields = {**fields, USED_ROUNDS_FIELD: encode_used_rounds(used, slots(run.network))}
     return codec.encode(t, learner, Message({**fields}))
 
 
@@ -161,7 +161,7 @@ def about(shape: Shape, message: bytes) -> tuple[int, int]:
 @cache
 def states(shape: Shape, message: bytes) -> tuple[float, ...]:
     """The rounds that a message says were used, as they stand in it."""
-    return tuple(codec_of(shape).decode(message)[2].fields[USED].tolist())
+    return tuple(codec_of(shape).decode(message)[2].fields[USED_ROUNDS_FIELD].tolist())
 
 
 @cache
@@ -178,9 +178,9 @@ def record(number: int) -> learner_pb2.SampleBatch:
 @cache
 def prices(shape: Shape, learner: int) -> tuple[float, ...]:
     """Epsilon of a run once its rounds below each were said; one in which the learner is away brings no record."""
-    books, spent = Books(run_of(shape).algorithm.accountant(learner), None), [0.0]
+    books, spent = PrivacyFilter(run_of(shape).algorithm.accountant(learner), None), [0.0]
     for t in range(shape.rounds):
         books.charge(books.price(t))
-        books.round_over(int(t in attendance(shape, learner)))
+        books.advance(int(t in attendance(shape, learner)))
         spent.append(books.spent)
     return tuple(spent)

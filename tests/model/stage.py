@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeAlias
 
 from sottovoce_coordinator.store import Membership
-from sottovoce_learner.ingest.intake import Planned
+from sottovoce_learner.ingest.intake import PlannedRecordQueue
 from sottovoce_learner.peers.inbox import Inbox
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.storage import store
@@ -34,7 +34,7 @@ class Stage:
     FEEDS: ClassVar[tuple[str, ...]] = ("written", "acknowledged")
     membership: type[Membership] = Membership
     run_log: Callable[..., RunLog] = RunLog
-    intake: Callable[..., Planned] = Planned
+    intake: Callable[..., PlannedRecordQueue] = PlannedRecordQueue
     link: Callable[[int], Link] = Link
     inbox: Callable[..., Inbox[bytes]] = Inbox
     amended: Amended = staticmethod(store._amended)

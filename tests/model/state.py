@@ -159,7 +159,7 @@ class Coordinator(NamedTuple):
 
     @property
     def record(self) -> Book:
-        """The run as it would be written now: who rests will go on as after another attempt (`Course.record`)."""
+        """The run as it would be written now: who rests will go on as after another attempt (`ManagedRun.record`)."""
         return self.book._replace(
             absences=self.kept.absences,
             attempt=self.book.attempt + (self.change is not None),

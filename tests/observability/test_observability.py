@@ -24,7 +24,7 @@ from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.hosting import measured
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_rpc.access import Refusals
-from sottovoce_rpc.metrics import COMMON, Exposition, Scraped, scraped
+from sottovoce_rpc.metrics import COMMON, Exposition, MetricsEndpoint, serve_metrics
 from tests.examples import made_up, small_spec
 from tests.services.identities import DOMAIN, Identities
 from tests.services.network import PATIENCE_S, Network, network
@@ -253,16 +253,16 @@ async def told(up: Network) -> AsyncIterator[dict[str, str]]:
     coordinator, eavesdropper, refused = up.coordinating, up.eavesdropping, Refusals()
     assert coordinator is not None and eavesdropper is not None
 
-    def at(credentials: Any) -> Scraped:
-        return Scraped("127.0.0.1:0", credentials, process=False)
+    def at(credentials: Any) -> MetricsEndpoint:
+        return MetricsEndpoint("127.0.0.1:0", credentials, process=False)
 
     own = up.learners["ann"].config.credentials
     async with (
-        scraped(at(own), LEARNER, lambda: measured([*up.learners.values()], refused), refused) as learners,
-        scraped(
+        serve_metrics(at(own), LEARNER, lambda: measured([*up.learners.values()], refused), refused) as learners,
+        serve_metrics(
             at(coordinator.config.credentials), COORDINATOR, lambda: coordinator.readings(refused), refused
         ) as main,
-        scraped(
+        serve_metrics(
             at(eavesdropper.config.credentials), EAVESDROPPER, lambda: eavesdropper.readings(refused), refused
         ) as ear,
     ):

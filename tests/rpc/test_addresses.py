@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sottovoce_core.errors import SpecError
-from sottovoce_rpc.addresses import place_of, place_of_url, require_address, require_host
+from sottovoce_rpc.addresses import place_of, parse_url, require_address, require_host
 
 pytestmark = pytest.mark.each
 
@@ -58,7 +58,7 @@ NATS = {"nats": 4222, "tls": 4222}
     ],
 )
 def test_a_url_has_a_usual_beginning_and_port(url: str, place: tuple[str, str, int]) -> None:
-    assert place_of_url(url, NATS, "--server") == place
+    assert parse_url(url, NATS, "--server") == place
 
 
 @pytest.mark.parametrize(
@@ -69,19 +69,19 @@ def test_a_url_has_a_usual_beginning_and_port(url: str, place: tuple[str, str, i
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     wanted = r"--server must be like nats://HOST:4222, with a port from 1 to 65535, and begin with nats:// or tls://, or .*, got "
     with pytest.raises(SpecError, match=wanted) as refused:
-        place_of_url(url, NATS, "--server")
+        parse_url(url, NATS, "--server")
     assert repr(url) in str(refused.value)
 
 
 @pytest.mark.parametrize("url", ["nats://ann:secret@host", "secret@host:1", "nats://ann:se/secret@host:99999"])
 def test_a_secret_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(SpecError, match="--server must hold no user or password") as refused:
-        place_of_url(url, NATS, "--server")
+        parse_url(url, NATS, "--server")
     assert "secret" not in str(refused.value)
 
 
 def test_what_stands_behind_the_port_is_for_some() -> None:
-    assert place_of_url("https://host/a@b/c?d", {"https": 443}, "--from", path=True) == ("https", "host", 443)
+    assert parse_url("https://host/a@b/c?d", {"https": 443}, "--from", path=True) == ("https", "host", 443)
 
 
 @pytest.mark.parametrize("host", ["ward-1.example.org", "10.0.0.1", "[::1]"])

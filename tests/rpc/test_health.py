@@ -13,7 +13,7 @@ from sottovoce_client.pki import Authority
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.server import Service, start_server
 
-SOON = "import sys; from sottovoce_rpc import health; health._ASK_S = 0.5; sys.exit(health.main())"
+SOON = "import sys; from sottovoce_rpc import health; health._CHECK_TIMEOUT_S = 0.5; sys.exit(health.main())"
 """Where nobody can answer: it asks for as long as a service may take to start."""
 
 

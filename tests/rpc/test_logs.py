@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import structlog.testing
 
-from sottovoce_core.errors import CheckFailed, DataError, SpecError, require
-from sottovoce_core.noise.mechanisms import largest_said
+from sottovoce_core.errors import AssumptionViolated, DataError, SpecError, require
+from sottovoce_core.noise.mechanisms import magnitude_bound
 from sottovoce_core.spec import parse_spec
-from sottovoce_rpc.logs import configure_logs, failure, tell_no_texts, worded_by_us
+from sottovoce_rpc.logs import configure_logs, failure, hide_error_texts, has_project_text
 
 OVERFLOW = """
 import numpy as np
@@ -97,7 +97,7 @@ def test_the_place_is_in_the_code_that_a_spec_names_whatever_of_ours_it_called()
     """It gave a learner's parts what they do not take: the line that did is its author's to change."""
 
     def given_wrongly() -> None:
-        largest_said(None, 1.0)  # type: ignore[arg-type]
+        magnitude_bound(None, 1.0)  # type: ignore[arg-type]
 
     error = caught(given_wrongly)
     line = given_wrongly.__code__.co_firstlineno + 1
@@ -119,16 +119,16 @@ def test_the_words_of_an_error_are_ours_where_we_raised_it() -> None:
     def required() -> None:
         require(False, "CODE", "diagnosis: positive")
 
-    assert worded_by_us(caught(lambda: parse_spec([], imports=True)))
-    assert not worded_by_us(caught(borrowed))
-    assert isinstance(caught(required), CheckFailed) and not worded_by_us(caught(required))
-    assert not worded_by_us(caught(foreign))
-    assert not worded_by_us(DataError("never raised"))
+    assert has_project_text(caught(lambda: parse_spec([], imports=True)))
+    assert not has_project_text(caught(borrowed))
+    assert isinstance(caught(required), AssumptionViolated) and not has_project_text(caught(required))
+    assert not has_project_text(caught(foreign))
+    assert not has_project_text(DataError("never raised"))
 
 
 async def test_what_nobody_caught_is_told_without_its_text() -> None:
     loop = asyncio.get_running_loop()
-    tell_no_texts(loop)
+    hide_error_texts(loop)
     with structlog.testing.capture_logs() as logs:
         loop.call_soon(foreign)
         await asyncio.sleep(0.01)

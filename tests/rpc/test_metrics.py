@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
-from sottovoce_core.errors import NotReady, SpecError, Unavailable
+from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_rpc import metrics
-from sottovoce_rpc.access import CONDITION, ROLE, STRANGER, Refusals
-from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED
+from sottovoce_rpc.access import CONDITION, ROLE, UNTRUSTED, Refusals
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY, REVOCATION_FILE
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.metrics import COMMON, Catalogue, Exposition, Reading, Scraped, common, scraped
+from sottovoce_rpc.metrics import COMMON, Catalogue, Exposition, Reading, MetricsEndpoint, common, serve_metrics
 from tests.services.authorities import OtherAuthority, Signer, pem
 from tests.services.identities import Federation, Identities
 from tests.services.scrapes import asked, said, series, shown
@@ -48,7 +48,7 @@ async def served(
 ) -> AsyncIterator[tuple[str, Refusals]]:
     """The address of somebody who tells metrics, and whom it refused."""
     refused = Refusals()
-    async with scraped(Scraped(listen, credentials or Credentials()), CATALOGUE, readings, refused) as address:
+    async with serve_metrics(MetricsEndpoint(listen, credentials or Credentials()), CATALOGUE, readings, refused) as address:
         yield address, refused
 
 
@@ -128,7 +128,7 @@ async def test_another_user_of_the_machine_is_told_nothing() -> None:
         command = [sys.executable, "-c", ask, address.rpartition(":")[2]]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
     assert done.stdout.startswith("HTTP/1.1 403 ") and "these metrics are another user's" in done.stdout, done.stderr
-    assert refused.by_reason == {STRANGER: 1, ROLE: 0, CONDITION: 0}
+    assert refused.counts_by_reason == {UNTRUSTED: 1, ROLE: 0, CONDITION: 0}
 
 
 async def test_a_page_under_a_name_of_somebody_elses_is_told_nothing() -> None:
@@ -147,7 +147,7 @@ async def test_with_an_identity_monitors_and_operators_are_told_over_tls(tmp_pat
             assert (answer.status, answer.body) == (403, f"metrics are for monitor and operator, not for {whom}\n")
         assert await nothing_said(address, shown(None, ids.at("learner/ann")))
         assert await nothing_said(address)  # in the clear
-    assert refused.by_reason == {STRANGER: 0, ROLE: 4, CONDITION: 0}
+    assert refused.counts_by_reason == {UNTRUSTED: 0, ROLE: 4, CONDITION: 0}
 
 
 async def test_who_is_of_another_deployment_or_authority_is_told_nothing(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ async def test_a_monitor_of_another_trust_domain_is_told_nothing(tmp_path: Path)
             answer = await asked(address, shown(folder, ids.at("learner/ann")))
             assert (answer.status, words in answer.body) == (403, True)
         assert (await asked(address, shown(ids.at("monitor/prometheus"), ids.at("learner/ann")))).status == 200
-    assert refused.by_reason == {STRANGER: 1, ROLE: 1, CONDITION: 0}
+    assert refused.counts_by_reason == {UNTRUSTED: 1, ROLE: 1, CONDITION: 0}
 
 
 async def test_a_certificate_is_of_a_host_that_a_scraper_can_insist_on(tmp_path: Path) -> None:
@@ -201,10 +201,10 @@ async def test_a_renewed_certificate_is_shown_and_a_revoked_one_refused_without_
         assert before != (own / CERTIFICATE).read_bytes() == await serial()
         assert (await asked(address, shown(monitor, own))).status == 200
         ids.authority.revoke("monitor/prometheus")
-        (own / REVOKED).write_bytes((ids.authority.folder / REVOKED).read_bytes())
+        (own / REVOCATION_FILE).write_bytes((ids.authority.folder / REVOCATION_FILE).read_bytes())
         answer = await asked(address, shown(monitor, own))
     assert (answer.status, answer.body) == (403, "whoever asks is not believed here\n")
-    assert refused.by_reason[STRANGER] == 1
+    assert refused.counts_by_reason[UNTRUSTED] == 1
 
 
 async def test_a_chain_is_believed_until_one_between_is_revoked(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ async def test_a_chain_is_believed_until_one_between_is_revoked(tmp_path: Path) 
     own, monitor = ids.at("learner/ann"), ids.at("monitor/prometheus")
     async with served(Credentials(own)) as (address, _):
         assert (await asked(address, shown(monitor, monitor))).status == 200
-        (own / REVOKED).write_bytes(pem(ids.chain[1].revoking(ids.chain[0].certificate)))
+        (own / REVOCATION_FILE).write_bytes(pem(ids.chain[1].revoking(ids.chain[0].certificate)))
         assert (await asked(address, shown(monitor, monitor))).status == 403
 
 
@@ -227,12 +227,12 @@ async def test_a_root_is_rotated_while_metrics_are_told(tmp_path: Path) -> None:
     own, early, late = before.at("learner/ann"), before.at("monitor/prometheus"), after.at("monitor/prometheus")
     async with served(Credentials(own)) as (address, _):
         assert await nothing_said(address, shown(late, late))
-        (own / AUTHORITIES).write_bytes(pem(*both))
+        (own / AUTHORITIES_FILE).write_bytes(pem(*both))
         assert (await asked(address, shown(late, late))).status == 200
         for name in (KEY, CERTIFICATE):
             shutil.copy(after.at("learner/ann") / name, own / name)
         assert (await asked(address, shown(late, late))).status == 200
-        (own / AUTHORITIES).write_bytes(pem(new.certificate))
+        (own / AUTHORITIES_FILE).write_bytes(pem(new.certificate))
         assert await nothing_said(address, shown(early, late))
         assert (await asked(address, shown(late, late))).status == 200
 
@@ -266,10 +266,10 @@ async def test_a_request_that_is_none(request_: bytes, status: bytes) -> None:
 
 
 async def test_who_says_nothing_does_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_REQUEST_S", 0.05)
+    monkeypatch.setattr(metrics, "_REQUEST_TIMEOUT_S", 0.05)
     async with served() as (address, _):
         host, port = address.split(":")
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(metrics._MOST_CONNECTIONS)]
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(metrics._MAX_CONNECTIONS)]
         for reader, _ in silent:
             async with asyncio.timeout(100):
                 assert await reader.read() == b""  # it is let go
@@ -279,7 +279,7 @@ async def test_who_says_nothing_does_not_keep_others_out(monkeypatch: pytest.Mon
 
 
 async def test_there_are_as_many_at_a_time_as_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_MOST_CONNECTIONS", 0)
+    monkeypatch.setattr(metrics, "_MAX_CONNECTIONS", 0)
     async with served() as (address, _):
         assert await nothing_said(address)
 
@@ -307,7 +307,7 @@ async def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 async def test_without_the_flag_nothing_listens() -> None:
-    async with scraped(None, CATALOGUE, readings, Refusals()) as address:
+    async with serve_metrics(None, CATALOGUE, readings, Refusals()) as address:
         assert address == ""
 
 
@@ -332,6 +332,6 @@ def test_when_certificates_end_and_who_was_refused(tmp_path: Path) -> None:
 
 def test_an_identity_that_never_was_has_no_end(tmp_path: Path) -> None:
     credentials = Credentials(tmp_path)
-    with pytest.raises(NotReady):
+    with pytest.raises(FailedPrecondition):
         _ = credentials.expires
     assert [each.metric.name for each in common([credentials], [])][1] == "sottovoce_calls_refused_total"

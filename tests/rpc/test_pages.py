@@ -28,8 +28,8 @@ def test_an_empty_list_has_one_page() -> None:
 
 
 def test_no_page_is_longer_than_the_service_thinks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "USUAL_PAGE", 2)
-    monkeypatch.setattr(server, "LONGEST_PAGE", 3)
+    monkeypatch.setattr(server, "DEFAULT_PAGE_SIZE", 2)
+    monkeypatch.setattr(server, "MAX_PAGE_SIZE", 3)
     assert page(ITEMS, 0, "") == ([0, 1], "run-1")
     assert page(ITEMS, 100, "run-1") == ([2, 3, 4], "run-4")
 

@@ -19,15 +19,15 @@ from cryptography.x509.oid import NameOID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce_core.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError
+from sottovoce_core.errors import FailedPrecondition, RemoteProtocolError, SottovoceError, PermissionDenied
 from sottovoce_rpc import credentials
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Signed, Statement, digest, is_signature, sign
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, DIGEST_BYTES, EMPTY_DIGESTS, SignedStatement, Statement, digest, is_signature, sign
 from sottovoce_wire.v1 import learner_pb2
 from tests.services.identities import Elsewhen, Identities
 
 NOW = datetime.now(UTC)
-SAID = Statement("run-1", 2, 3, digest(b"a round") + UNSAID[DIGEST:])
+SAID = Statement("run-1", 2, 3, digest(b"a round") + EMPTY_DIGESTS[DIGEST_BYTES:])
 KEYS: dict[str, Callable[[], CertificateIssuerPrivateKeyTypes]] = {
     "P-256": lambda: ec.generate_private_key(ec.SECP256R1()),
     "P-384": lambda: ec.generate_private_key(ec.SECP384R1()),
@@ -71,8 +71,8 @@ def test_every_kind_of_key_signs_in_one_length_and_for_itself_alone(
     root, key = ec.generate_private_key(ec.SECP256R1()), make()
     authority = certificate("root", root, ("root", root), ca=True)
     own = certificate("north", key, ("root", root), ca=None)
-    signed = [Signed(SAID, pem(own), sign(key, SAID.content)) for _ in range(20)]
-    again = [Signed.decode("run-1", each.encode()) for each in signed]
+    signed = [SignedStatement(SAID, pem(own), sign(key, SAID.content)) for _ in range(20)]
+    again = [SignedStatement.decode("run-1", each.encode()) for each in signed]
     forged = replace(signed[0], signature=sign(make(), SAID.content))
     halved = replace(signed[0], signature=signed[0].signature[:-1])
 
@@ -80,7 +80,7 @@ def test_every_kind_of_key_signs_in_one_length_and_for_itself_alone(
     assert len({len(each.encode()) for each in signed}) == 1
     assert all(each.signer(pem(authority), NOW) == own for each in signed)
     for wrong in (forged, halved, replace(signed[0], signature=b"")):
-        with pytest.raises(StrangerError, match="not of the key"):
+        with pytest.raises(PermissionDenied, match="not of the key"):
             wrong.signer(pem(authority), NOW)
 
 
@@ -90,11 +90,11 @@ def test_what_is_signed_is_all_of_it() -> None:
         replace(SAID, run_id="run-2"),
         replace(SAID, sender=1),
         replace(SAID, block=4),
-        replace(SAID, digests=digest(b"another round") + UNSAID[DIGEST:]),
-        replace(SAID, digests=UNSAID[DIGEST:] + digest(b"a round")),
+        replace(SAID, digests=digest(b"another round") + EMPTY_DIGESTS[DIGEST_BYTES:]),
+        replace(SAID, digests=EMPTY_DIGESTS[DIGEST_BYTES:] + digest(b"a round")),
     ]
     assert len({SAID.content, *(each.content for each in others)}) == 6
-    assert [SAID[t] for t in (3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1)] == [None, digest(b"a round"), None]
+    assert [SAID[t] for t in (3 * ROUNDS_PER_BLOCK - 1, 3 * ROUNDS_PER_BLOCK, 3 * ROUNDS_PER_BLOCK + 1)] == [None, digest(b"a round"), None]
 
 
 def test_a_chain_must_lead_to_an_authority_by_authorities() -> None:
@@ -105,7 +105,7 @@ def test_a_chain_must_lead_to_an_authority_by_authorities() -> None:
 
     def signer(*between: x509.Certificate, moment: datetime = NOW) -> x509.Certificate:
         own = certificate("north", key, ("middle", middle), ca=None)
-        return Signed(SAID, pem(own, *between), signature).signer(pem(authority), moment)
+        return SignedStatement(SAID, pem(own, *between), signature).signer(pem(authority), moment)
 
     good = certificate("middle", middle, ("root", root), ca=True)
     assert signer(good).subject.rfc4514_string() == "CN=north"
@@ -118,11 +118,11 @@ def test_a_chain_must_lead_to_an_authority_by_authorities() -> None:
     ]
     for between in wrong:
         with pytest.raises(
-            StrangerError, match=r"do not lead to an authority .*: none of the authorities given has issued them"
+            PermissionDenied, match=r"do not lead to an authority .*: none of the authorities given has issued them"
         ):
             signer(*between)
     with pytest.raises(
-        StrangerError, match=r"do not lead to an authority .*: .*they were not valid when they were used"
+        PermissionDenied, match=r"do not lead to an authority .*: .*they were not valid when they were used"
     ):
         signer(good, moment=NOW + timedelta(days=3))
 
@@ -132,9 +132,9 @@ def test_a_certificate_that_was_issued_a_moment_ago_is_believed() -> None:
     root, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     now = datetime(2030, 1, 1, 12, 0, 30, tzinfo=UTC)
     authority = certificate("root", root, ("root", root), ca=True, begins=now - timedelta(days=1))
-    signed = Signed(SAID, pem(certificate("north", key, ("root", root), ca=None, begins=now)), sign(key, SAID.content))
+    signed = SignedStatement(SAID, pem(certificate("north", key, ("root", root), ca=None, begins=now)), sign(key, SAID.content))
     assert signed.signer(pem(authority), now).subject.rfc4514_string() == "CN=north"
-    with pytest.raises(StrangerError, match="do not lead to an authority"):
+    with pytest.raises(PermissionDenied, match="do not lead to an authority"):
         signed.signer(pem(authority), now - timedelta(minutes=2))
 
 
@@ -145,7 +145,7 @@ def test_nothing_shows_a_key(tmp_path: Path) -> None:
 
 
 def test_a_key_that_cannot_sign_is_refused() -> None:
-    with pytest.raises(NotReady, match="must be of an elliptic curve or RSA"):
+    with pytest.raises(FailedPrecondition, match="must be of an elliptic curve or RSA"):
         sign(dsa.generate_private_key(2048), b"")
 
 
@@ -159,36 +159,36 @@ def test_who_signs_is_of_the_deployment_and_not_revoked(tmp_path: Path, monkeypa
             believer.signer(signed)
 
     assert str(south.signer(signed)) == "learner/north"
-    refused(others.of("learner/south"), StrangerError, "do not lead to an authority")
+    refused(others.of("learner/south"), PermissionDenied, "do not lead to an authority")
     with monkeypatch.context() as patched:
         patched.setattr(Elsewhen, "off", timedelta(days=91))
         patched.setattr(credentials, "datetime", Elsewhen)
-        refused(south, StrangerError, "do not lead to an authority")
+        refused(south, PermissionDenied, "do not lead to an authority")
     ids.authority.revoke("learner/north")
     folder = ids.at("learner/south")
     (folder / "crl.pem").write_bytes((ids.authority.folder / "crl.pem").read_bytes())
-    refused(south, StrangerError, "revoked")
+    refused(south, PermissionDenied, "revoked")
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"sender": 1, "digests": UNSAID}, "must carry block and sender"),
-        ({"block": 1, "digests": UNSAID}, "must carry block and sender"),
-        ({"block": 1, "sender": 1, "digests": UNSAID[1:]}, "bytes of digests"),
-        ({"block": 1, "sender": 1, "digests": UNSAID, "certificates": bytes(16_385)}, "bytes of digests"),
+        ({"sender": 1, "digests": EMPTY_DIGESTS}, "must carry block and sender"),
+        ({"block": 1, "digests": EMPTY_DIGESTS}, "must carry block and sender"),
+        ({"block": 1, "sender": 1, "digests": EMPTY_DIGESTS[1:]}, "bytes of digests"),
+        ({"block": 1, "sender": 1, "digests": EMPTY_DIGESTS, "certificates": bytes(16_385)}, "bytes of digests"),
     ],
 )
 def test_what_is_no_signature_is_refused(fields: dict[str, object], why: str) -> None:
     said = learner_pb2.ExchangeMessage(signature=learner_pb2.Signature(**fields))  # type: ignore[arg-type]
     with pytest.raises(RemoteProtocolError, match=why):
-        Signed.decode("run-1", said.SerializeToString())
+        SignedStatement.decode("run-1", said.SerializeToString())
 
 
 def test_other_messages_are_no_signatures() -> None:
     for payload in (b"", b"\x1a", b"\x1a\xff", b"\x12\x00", bytes(100), b"\x1a" + bytes(2**20)):
         with pytest.raises(RemoteProtocolError):
-            Signed.decode("run-1", payload)
+            SignedStatement.decode("run-1", payload)
 
 
 def test_padding_around_what_an_authority_signed_does_not_change_whom_it_names() -> None:
@@ -205,7 +205,7 @@ def test_padding_around_what_an_authority_signed_does_not_change_whom_it_names()
         try:
             believed = replace(signed, certificates=forged).signer(authority, NOW)
             assert believed.tbs_certificate_bytes == own.tbs_certificate_bytes
-        except StrangerError:
+        except PermissionDenied:
             assert bits > 0
 
 
@@ -228,14 +228,14 @@ def test_whatever_comes_in_place_of_a_signature_is_refused_in_our_words(data: st
     chain = signed.certificates + forged if own_first else forged
     try:
         believed = replace(signed, certificates=chain).signer(authority, NOW)
-    except StrangerError:
+    except PermissionDenied:
         pass
     else:
         assert believed.tbs_certificate_bytes == own.tbs_certificate_bytes
 
 
 @cache
-def _good() -> tuple[Signed, bytes]:
+def _good() -> tuple[SignedStatement, bytes]:
     root, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     own = certificate("north", key, ("root", root), ca=None)
-    return Signed(SAID, pem(own), sign(key, SAID.content)), pem(certificate("root", root, ("root", root), ca=True))
+    return SignedStatement(SAID, pem(own), sign(key, SAID.content)), pem(certificate("root", root, ("root", root), ca=True))

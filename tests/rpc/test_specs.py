@@ -9,8 +9,8 @@ import structlog.testing
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.spec_versions import FIELD, FORMAT
-from sottovoce_rpc.server import MAX_MESSAGE
-from sottovoce_rpc.specs import check_size, run_named, spec_from_wire, spec_to_wire
+from sottovoce_rpc.server import MAX_MESSAGE_BYTES
+from sottovoce_rpc.specs import check_size, resolve_run_id, spec_from_wire, spec_to_wire
 from tests.examples import small_spec
 
 SPEC = small_spec(7)
@@ -36,15 +36,15 @@ def test_what_is_not_json_is_refused(text: str) -> None:
 
 
 def test_messages_have_room_in_a_channel_or_are_refused() -> None:
-    check_size({"y": (MAX_MESSAGE // 8,)})
-    with pytest.raises(SpecError, match=f"a message may have {MAX_MESSAGE} bytes, got {MAX_MESSAGE + 8}"):
-        check_size({"y": (MAX_MESSAGE // 16, 2), "weight": (1,)})
+    check_size({"y": (MAX_MESSAGE_BYTES // 8,)})
+    with pytest.raises(SpecError, match=f"a message may have {MAX_MESSAGE_BYTES} bytes, got {MAX_MESSAGE_BYTES + 8}"):
+        check_size({"y": (MAX_MESSAGE_BYTES // 16, 2), "weight": (1,)})
 
 
 def test_a_run_is_named_by_as_much_of_its_id_as_tells_it_from_others() -> None:
     known = ["wards-1a", "wards-1b", "wards-1", *(f"x-{i}" for i in range(12))]
     told = {"wards-1a": "wards-1a", "wards-1": "wards-1", "x-11": "x-11", "x-3": "x-3", "": "", "none": "none"}
-    assert {given: run_named(given, [*known, "wards-1a"]) for given in told} == told
+    assert {given: resolve_run_id(given, [*known, "wards-1a"]) for given in told} == told
     for given, names in (("wards", "wards-1a, wards-1b, wards-1$"), ("x", "x-0, .*x-9 and 2 more$")):
         with pytest.raises(SpecError, match=f"got '{given}', with which several begin: {names}"):
-            run_named(given, known)
+            resolve_run_id(given, known)

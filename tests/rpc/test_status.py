@@ -19,23 +19,23 @@ from grpc_status import rpc_status
 from sottovoce_core import errors
 from sottovoce_core.errors import SottovoceError
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import Ending, answering, as_error
+from sottovoce_rpc.status import CallOutcome, answering, convert_status_error
 from sottovoce_wire.v1 import errors_pb2
 
 CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SottovoceError)]
 KNOWN = {
     "SottovoceError": (grpc.StatusCode.INTERNAL, "UNSPECIFIED"),
     "SpecError": (grpc.StatusCode.INVALID_ARGUMENT, "SPEC"),
-    "CheckFailed": (grpc.StatusCode.INVALID_ARGUMENT, "CHECK_FAILED"),
+    "AssumptionViolated": (grpc.StatusCode.INVALID_ARGUMENT, "CHECK_FAILED"),
     "DataError": (grpc.StatusCode.INVALID_ARGUMENT, "DATA"),
-    "NotReady": (grpc.StatusCode.FAILED_PRECONDITION, "NOT_READY"),
+    "FailedPrecondition": (grpc.StatusCode.FAILED_PRECONDITION, "NOT_READY"),
     "LimitReached": (grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT"),
     "NotFound": (grpc.StatusCode.NOT_FOUND, "NOT_FOUND"),
     "AlreadyExists": (grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"),
-    "RunOver": (grpc.StatusCode.FAILED_PRECONDITION, "NOT_READY"),
+    "RunEnded": (grpc.StatusCode.FAILED_PRECONDITION, "NOT_READY"),
     "LocalProtocolError": (grpc.StatusCode.INTERNAL, "LOCAL_PROTOCOL"),
     "RemoteProtocolError": (grpc.StatusCode.INVALID_ARGUMENT, "REMOTE_PROTOCOL"),
-    "StrangerError": (grpc.StatusCode.PERMISSION_DENIED, "STRANGER"),
+    "PermissionDenied": (grpc.StatusCode.PERMISSION_DENIED, "STRANGER"),
     "EquivocationError": (grpc.StatusCode.INVALID_ARGUMENT, "EQUIVOCATION"),
     "BudgetExhausted": (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_EXHAUSTED"),
     "CaptureError": (grpc.StatusCode.FAILED_PRECONDITION, "CAPTURE"),
@@ -81,7 +81,7 @@ async def failure(address: str) -> grpc.aio.AioRpcError:
 
 
 def instance(kind: type[SottovoceError]) -> SottovoceError:
-    own = {errors.CheckFailed: errors.CheckFailed("CODE", WORDS), errors.RunOver: errors.RunOver(WORDS, "stopped")}
+    own = {errors.AssumptionViolated: errors.AssumptionViolated("CODE", WORDS), errors.RunEnded: errors.RunEnded(WORDS, "stopped")}
     return own.get(kind) or kind(WORDS)
 
 
@@ -91,15 +91,15 @@ def test_every_class_has_a_reason_and_every_reason_a_class() -> None:
     assert {reason for _, reason in KNOWN.values()} == reasons
 
 
-class Newer(errors.NotReady):
+class Newer(errors.FailedPrecondition):
     """Of a part of ours that is not the core, or of somebody who extends it: it is told as what it is a kind of."""
 
 
 async def test_a_class_beyond_the_table_is_told_as_its_nearest_base(failing: tuple[Failing, str]) -> None:
     handler, address = failing
     handler.error = Newer(WORDS)
-    back = as_error(await failure(address), "the service")
-    assert (type(back), str(back)) == (errors.NotReady, WORDS)
+    back = convert_status_error(await failure(address), "the service")
+    assert (type(back), str(back)) == (errors.FailedPrecondition, WORDS)
 
 
 async def test_a_reason_of_a_newer_service_is_a_plain_error(failing: tuple[Failing, str]) -> None:
@@ -108,7 +108,7 @@ async def test_a_reason_of_a_newer_service_is_a_plain_error(failing: tuple[Faili
     detail.Pack(error_details_pb2.ErrorInfo(reason="OUT_OF_TUNE", domain="sottovoce"))
     handler.code = grpc.StatusCode.INVALID_ARGUMENT
     handler.trailers = (("grpc-status-details-bin", status_pb2.Status(details=[detail]).SerializeToString()),)
-    back = as_error(await failure(address), "the service")
+    back = convert_status_error(await failure(address), "the service")
     assert (type(back), str(back)) == (SottovoceError, "the service: odd (INVALID_ARGUMENT)")
 
 
@@ -127,10 +127,10 @@ async def test_every_error_crosses_the_wire_and_comes_back(
     info = error_details_pb2.ErrorInfo()
     assert status is not None and status.details[0].Unpack(info)
     assert (info.reason, info.domain) == (KNOWN[kind.__name__][1], "sottovoce")
-    own = {errors.CheckFailed: {"code": "CODE"}, errors.RunOver: {"run-state": "stopped"}}
+    own = {errors.AssumptionViolated: {"code": "CODE"}, errors.RunEnded: {"run-state": "stopped"}}
     assert dict(info.metadata) == own.get(kind, {})
 
-    back = as_error(got, "the service")
+    back = convert_status_error(got, "the service")
     expected = SottovoceError if kind is errors.LocalProtocolError else kind
     assert type(back) is expected
     texts = {
@@ -159,7 +159,7 @@ async def test_an_error_that_is_not_ours_tells_nothing(failing: tuple[Failing, s
 async def test_nobody_there_is_unavailable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    got = as_error(await failure(f"127.0.0.1:{port}"), "the coordinator at 127.0.0.1")
+    got = convert_status_error(await failure(f"127.0.0.1:{port}"), "the coordinator at 127.0.0.1")
 
     assert isinstance(got, errors.Unavailable)
     assert str(got).startswith("cannot reach the coordinator at 127.0.0.1: ")
@@ -169,7 +169,7 @@ async def test_nobody_there_is_unavailable() -> None:
 async def test_details_that_are_not_ours_do_no_harm(failing: tuple[Failing, str], details: bytes) -> None:
     handler, address = failing
     handler.trailers = (("grpc-status-details-bin", details),)
-    got = as_error(await failure(address), "the service")
+    got = convert_status_error(await failure(address), "the service")
 
     assert type(got) is SottovoceError
     assert str(got) == "the service: odd (INTERNAL)"
@@ -182,12 +182,12 @@ class Unread(grpc.GenericRpcHandler):
         async def handle(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             async with answering(context):
                 if details.method == "/any/Refusing":
-                    raise errors.NotReady(WORDS)
+                    raise errors.FailedPrecondition(WORDS)
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
 
-async def written_to(method: str) -> AsyncIterator[Ending]:
+async def written_to(method: str) -> AsyncIterator[CallOutcome]:
     """How calls end on which something is being written all the time."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((Unread(),))
@@ -202,7 +202,7 @@ async def written_to(method: str) -> AsyncIterator[Ending]:
     async with channel(f"127.0.0.1:{port}") as to:
         for _ in range(100):
             call: grpc.aio.StreamStreamCall[bytes, bytes] = to.stream_stream(method)()
-            ending = Ending(call)
+            ending = CallOutcome(call)
             writing = asyncio.create_task(write(call))
             with contextlib.suppress(grpc.RpcError):
                 await call.read()
@@ -216,23 +216,23 @@ async def test_a_refusal_is_told_however_much_is_being_written() -> None:
     told = set()
     async for ending in written_to("/any/Refusing"):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await ending.require_well()
-        back = as_error(raised.value, "the service")
+            await ending.require_ok()
+        back = convert_status_error(raised.value, "the service")
         told.add((type(back), str(back)))
-    assert told == {(errors.NotReady, WORDS)}
+    assert told == {(errors.FailedPrecondition, WORDS)}
 
 
 async def test_an_end_in_the_middle_of_a_write_is_no_failure() -> None:
     async for ending in written_to("/any/Content"):
-        await ending.require_well()
+        await ending.require_ok()
 
 
 async def test_a_call_of_which_nothing_more_is_told_is_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
     """GRPC may refuse a write by itself, and never hear of the peer again."""
-    monkeypatch.setattr("sottovoce_rpc.status._LATE_S", 0.01)
+    monkeypatch.setattr("sottovoce_rpc.status._STATUS_TIMEOUT_S", 0.01)
     async with channel("127.0.0.1:1") as to:
         call: grpc.aio.StreamStreamCall[bytes, bytes] = to.stream_stream("/any/Method")(wait_for_ready=True)
-        back = as_error(await Ending(call).status(), "the service")
+        back = convert_status_error(await CallOutcome(call).status(), "the service")
         call.cancel()
     assert isinstance(back, errors.Unavailable)
 
@@ -241,7 +241,7 @@ async def test_a_call_that_its_server_cuts_is_a_break(failing: tuple[Failing, st
     """As a learner does that is told to end while a feeder is sending."""
     handler, address = failing
     handler.code, handler.trailers = grpc.StatusCode.CANCELLED, (("any-bin", b"x"),)
-    back = as_error(await failure(address), "the service")
+    back = convert_status_error(await failure(address), "the service")
     assert (type(back), str(back)) == (errors.Unavailable, "cannot reach the service: odd")
 
 
@@ -268,4 +268,4 @@ async def test_a_call_that_its_server_cuts_is_a_break(failing: tuple[Failing, st
 def test_who_is_not_reached_is_told_of_in_words(said: str, told: str) -> None:
     nothing = grpc.aio.Metadata()
     refusal = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, said)
-    assert str(as_error(refusal, "the coordinator")) == f"cannot reach the coordinator: {told}"
+    assert str(convert_status_error(refusal, "the coordinator")) == f"cannot reach the coordinator: {told}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structlog.testing
 
-from sottovoce_rpc.tasks import Tasks, beside, drained, first_of
+from sottovoce_rpc.tasks import Tasks, beside, drained, extract_first_error
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -170,8 +170,8 @@ async def test_cleanup_is_cut_off_in_the_end() -> None:
 def test_the_first_of_nested_groups() -> None:
     first = ValueError("first")
     group = BaseExceptionGroup("", [BaseExceptionGroup("", [first]), KeyError("second")])
-    assert first_of(group) is first
-    assert first_of(first) is first
+    assert extract_first_error(group) is first
+    assert extract_first_error(first) is first
 
 
 def test_no_task_is_started_that_nobody_owns() -> None:

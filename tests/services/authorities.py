@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.principals import Principal, host_of
+from sottovoce_rpc.principals import Principal, build_host_name
 from tests.services.identities import DOMAIN
 
 Key = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
@@ -142,12 +142,12 @@ class OtherAuthority:
         (folder / CERTIFICATE).write_bytes(pem(*chain))
         (folder / KEY).write_bytes(key.private_bytes(Encoding.PEM, FORMS[asked.form], asked.encryption))
         (folder / KEY).chmod(0o600)
-        (folder / AUTHORITIES).write_bytes(pem(*self.believed))
+        (folder / AUTHORITIES_FILE).write_bytes(pem(*self.believed))
         return certificate
 
     def _issue(self, whom: str, key: Key) -> x509.Certificate:
         own, asked, issuer = Principal.of(DOMAIN, whom), self.request, self.issuer
-        hosts = (own.host, host_of(DOMAIN, own.role)) if asked.hosts is None else asked.hosts
+        hosts = (own.host, build_host_name(DOMAIN, own.role)) if asked.hosts is None else asked.hosts
         names = [x509.UniformResourceIdentifier(own.uri), *map(x509.DNSName, hosts)]
         builder = _builder("", key, _name_of(issuer.certificate))
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=True)
@@ -191,14 +191,14 @@ def by_openssl(folder: Path, whom: str, key: Sequence[str]) -> Path:
         _openssl("req", "-x509", *about, "-keyout", str(root / "key"), "-out", str(root / "crt"))
     (out / KEY).write_bytes(_openssl(*key))
     (out / KEY).chmod(0o600)
-    names = f"subjectAltName=URI:{own.uri},DNS:{own.host},DNS:{host_of(DOMAIN, own.role)}"
+    names = f"subjectAltName=URI:{own.uri},DNS:{own.host},DNS:{build_host_name(DOMAIN, own.role)}"
     (out / "names").write_text(f"{names}\nextendedKeyUsage=serverAuth,clientAuth\n", encoding="utf-8")
     _openssl("req", "-new", "-key", str(out / KEY), "-subj", f"/CN={own.name}", "-out", str(out / "request"))
     signer = ["-CA", str(root / "crt"), "-CAkey", str(root / "key"), "-CAcreateserial", "-extfile", str(out / "names")]
     (out / CERTIFICATE).write_bytes(
         _openssl("x509", "-req", "-in", str(out / "request"), *signer, "-days", "30", "-text")
     )
-    (out / AUTHORITIES).write_bytes((root / "crt").read_bytes())
+    (out / AUTHORITIES_FILE).write_bytes((root / "crt").read_bytes())
     return out
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import Capture
-from sottovoce_eavesdropper.writing import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureWriter
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_wire.v1 import learner_pb2
 
@@ -59,9 +59,9 @@ def said_again(capture: Capture) -> list[bytes]:
 
 async def captured(
     folder: str | Path, rows: list[Row], *, close: bool = True, spec: str = "{}", run_id: str = "run-1", **more: Any
-) -> CaptureFile:
+) -> CaptureWriter:
     """A capture of these records, in one part."""
-    file = CaptureFile(folder, "cap", run_id, spec, **{"fields": SHAPES, **more})
+    file = CaptureWriter(folder, "cap", run_id, spec, **{"fields": SHAPES, **more})
     for each in rows:
         file.add(each)
     await file.flush()

@@ -10,9 +10,9 @@ from sottovoce_coordinator import captures
 from sottovoce_core.errors import Rule
 from sottovoce_learner import following, mirror, progress
 from sottovoce_learner.peers import connection
-from sottovoce_learner.peers.inbox import Hearing
+from sottovoce_learner.peers.inbox import MessageReceiver
 from sottovoce_rpc import server
-from sottovoce_rpc.learner_status import KnownBy
+from sottovoce_rpc.learner_status import Attribution
 
 BACKOFF = "grpc.initial_reconnect_backoff_ms", "grpc.max_reconnect_backoff_ms"
 SOON_S = 0.05
@@ -24,13 +24,13 @@ def _nobody_is_accused(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     if request.node.get_closest_marker("misbehaves"):
         yield
         return
-    notice, noticed = Hearing.notice, []
+    notice, noticed = MessageReceiver.notice, []
 
-    def noted(hearing: Hearing, neighbour: int, rule: Rule, known_by: KnownBy, *, ended: bool) -> bool:
+    def noted(hearing: MessageReceiver, neighbour: int, rule: Rule, known_by: Attribution, *, ended: bool) -> bool:
         noticed.append((hearing._role.name, neighbour, rule))
         return notice(hearing, neighbour, rule, known_by, ended=ended)
 
-    monkeypatch.setattr(Hearing, "notice", noted)
+    monkeypatch.setattr(MessageReceiver, "notice", noted)
     yield
     assert noticed == []
 
@@ -38,11 +38,11 @@ def _nobody_is_accused(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the pauses before services reconnect, rejoin or report a missing neighbour: in a test, all are back in a moment."""
-    monkeypatch.setattr(following, "_REJOIN_S", SOON_S)
-    monkeypatch.setattr(following, "_LONGEST_REJOIN_S", 4 * SOON_S)
+    monkeypatch.setattr(following, "_MIN_REJOIN_PAUSE_S", SOON_S)
+    monkeypatch.setattr(following, "_MAX_REJOIN_PAUSE_S", 4 * SOON_S)
     monkeypatch.setattr(connection, "_BACKOFF_S", (SOON_S,))
-    monkeypatch.setattr(progress, "TOLD_S", 4 * SOON_S)
+    monkeypatch.setattr(progress, "REPORTABLE_WAIT_S", 4 * SOON_S)
     monkeypatch.setattr(mirror, "_BACKOFF_S", (SOON_S, 4 * SOON_S))
-    monkeypatch.setattr(captures, "_KEPT_S", 4 * SOON_S)
+    monkeypatch.setattr(captures, "_CHECK_INTERVAL_S", 4 * SOON_S)
     options = {**dict(server.CHANNEL_OPTIONS), **dict.fromkeys(BACKOFF, int(SOON_S * 1000))}
     monkeypatch.setattr(server, "CHANNEL_OPTIONS", tuple(options.items()))

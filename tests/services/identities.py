@@ -10,7 +10,7 @@ from typing import Protocol, Self
 import grpc
 
 from sottovoce_client.pki import Authority
-from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY
 from sottovoce_rpc.credentials import Credentials
 
 DOMAIN = "ward.example"
@@ -66,10 +66,10 @@ class Federation:
 
     def __post_init__(self) -> None:
         made = {domain: Authority.init(self.folder / domain, domain) for domain in self.domains}
-        pems = {domain: (own.folder / AUTHORITIES).read_bytes() for domain, own in made.items()}
+        pems = {domain: (own.folder / AUTHORITIES_FILE).read_bytes() for domain, own in made.items()}
         for domain, own in made.items():
             others = [pem for other, pem in pems.items() if other != domain]
-            (own.folder / AUTHORITIES).write_bytes(b"".join((pems[domain], *others)))
+            (own.folder / AUTHORITIES_FILE).write_bytes(b"".join((pems[domain], *others)))
         self.authorities = made
 
     def at(self, whom: str, by: str = "") -> Path:
@@ -121,5 +121,5 @@ class Elsewhen(datetime.datetime):
 def raw_channel(folder: Path | None, believes: Path, address: str, host: str) -> grpc.aio.Channel:
     """A channel as a stranger opens it: with whatever certificate, or none, and believing whomever."""
     pair = (None, None) if folder is None else ((folder / KEY).read_bytes(), (folder / CERTIFICATE).read_bytes())
-    credentials = grpc.ssl_channel_credentials((believes / AUTHORITIES).read_bytes(), *pair)
+    credentials = grpc.ssl_channel_credentials((believes / AUTHORITIES_FILE).read_bytes(), *pair)
     return grpc.aio.secure_channel(address, credentials, options=[("grpc.ssl_target_name_override", host)])

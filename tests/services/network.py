@@ -16,15 +16,15 @@ import pytest
 
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome, run_on
-from sottovoce_coordinator.conducting import Conductor
-from sottovoce_coordinator.courses import Course
+from sottovoce_coordinator.conducting import RunController
+from sottovoce_coordinator.courses import ManagedRun
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.data import PlacedData
 from sottovoce_core.running.policy import Policy
 from sottovoce_core.spec import ClockSpec, RunSpec
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.peers.in_process import Nearby
+from sottovoce_learner.peers.in_process import InProcessTransport
 from sottovoce_learner.progress import Wait
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage.ledger import Standing
@@ -32,11 +32,11 @@ from sottovoce_learner.storage.state_folder import Files
 from sottovoce_learner.storage.wal import Kind, Said
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus
+from sottovoce_rpc.learner_status import WaitCause, LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.status import Ending
+from sottovoce_rpc.status import CallOutcome
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 from tests.examples import ALLOWING
@@ -86,7 +86,7 @@ class Network:
     keep_log: bool = False
     noise_seed: str | None = None
     tracing: Tracing | None = None
-    nearby: Nearby | None = None
+    nearby: InProcessTransport | None = None
     coordinating: Coordinator | None = None
     eavesdropping: Eavesdropper | None = None
     _tasks: Tasks = field(default_factory=Tasks)
@@ -272,19 +272,19 @@ async def network(
 def missed_soon(patch: pytest.MonkeyPatch, seconds: float = 0.2, **later: float) -> None:
     """Who is gone from now on misses its deadline in a moment, or so many seconds later. Others have those of their run."""
 
-    async def soon(self: Conductor, course: Course, index: int, since: datetime) -> None:
+    async def soon(self: RunController, course: ManagedRun, index: int, since: datetime) -> None:
         await asyncio.sleep(seconds + later.get(course.book.run.spec.names[index], 0.0))
         course.book.miss(index, since)
         self._judged(course)
 
-    patch.setattr(Conductor, "_deadline", soon)
+    patch.setattr(RunController, "_deadline", soon)
 
 
-def given_up_soon(patch: pytest.MonkeyPatch, *causes: Cause) -> None:
+def given_up_soon(patch: pytest.MonkeyPatch, *causes: WaitCause) -> None:
     """Limit the waits of learners to a second from now on, all of them or those for the given causes."""
 
     def soon(own: Wait, clock: ClockSpec) -> float:
-        return min(1.0, _LIMIT_S(own, clock)) if own.cause in (causes or Cause) else _LIMIT_S(own, clock)
+        return min(1.0, _LIMIT_S(own, clock)) if own.cause in (causes or WaitCause) else _LIMIT_S(own, clock)
 
     patch.setattr(Wait, "limit_s", soon)
 
@@ -299,7 +299,7 @@ def said_rounds(state: Path, name: str) -> list[tuple[int, Said]]:
 
 async def refused(call: Any) -> grpc.aio.AioRpcError:
     """The status with which a call ends."""
-    ending = Ending(call) if isinstance(call, grpc.aio.Call) else None
+    ending = CallOutcome(call) if isinstance(call, grpc.aio.Call) else None
     try:
         if hasattr(call, "__aiter__"):
             async for _ in call:

@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY
 
 PATIENCE_S = 100.0
 
@@ -25,7 +25,7 @@ def shown(folder: Path | None, believes: Path) -> ssl.SSLContext:
     """TLS, with an identity or none."""
     # As Prometheus: from 3.13 on Python's default asks more of an authority's certificate.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(believes / AUTHORITIES)
+    context.load_verify_locations(believes / AUTHORITIES_FILE)
     if folder is not None:
         context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
     return context

@@ -19,19 +19,19 @@ from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.errors import Unavailable
 from sottovoce_core.running.policy import Policy
-from sottovoce_eavesdropper.relay import Relay
-from sottovoce_eavesdropper.writing import CaptureFile
+from sottovoce_eavesdropper.relay import GrpcProxy
+from sottovoce_eavesdropper.writing import CaptureWriter
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.connection import _hello
-from sottovoce_learner.peers.in_process import Nearby
+from sottovoce_learner.peers.in_process import InProcessTransport
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_rpc import tasks
-from sottovoce_rpc.access import ACCESS
+from sottovoce_rpc.access import ACCESS_RULES
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.status import Ending
+from sottovoce_rpc.status import CallOutcome
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 from tests.examples import made_up, small_spec
 from tests.services.identities import Identities, raw_channel
@@ -91,7 +91,7 @@ async def status(up: Network, ids: Identities, house: str, method: str, caller: 
 
 async def _first(call: Any) -> grpc.aio.AioRpcError | None:
     """The failure with which a call ends before it says anything: the peer's, not that of a write on its way."""
-    ending = Ending(call)
+    ending = CallOutcome(call)
     try:
         await call.read()
     except grpc.aio.AioRpcError:
@@ -104,8 +104,8 @@ async def _first(call: Any) -> grpc.aio.AioRpcError | None:
 
 def test_every_method_of_every_service_is_in_the_table() -> None:
     known = {method for _, method in METHODS}
-    assert known <= set(ACCESS)
-    assert all(method.startswith("/grpc.") for method in set(ACCESS) - known)  # which older versions have not all
+    assert known <= set(ACCESS_RULES)
+    assert all(method.startswith("/grpc.") for method in set(ACCESS_RULES) - known)  # which older versions have not all
 
 
 async def test_the_table_is_what_servers_do(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ async def test_the_table_is_what_servers_do(tmp_path: Path) -> None:
     async with network(tmp_path, ["ann"], identities=ids) as up:
         for house, method in METHODS:
             for caller in CALLERS:
-                allowed = Role(caller.split("/")[0]) in ACCESS[method].roles
+                allowed = Role(caller.split("/")[0]) in ACCESS_RULES[method].roles
                 allowed = allowed and caller in CONDITIONS.get(method, {caller})
                 denied = await status(up, ids, house, method, caller) is grpc.StatusCode.PERMISSION_DENIED
                 assert denied != allowed, (method, caller)
@@ -155,7 +155,7 @@ async def test_a_neighbour_speaks_as_itself(tmp_path: Path) -> None:
         spec = small_spec(10_000, NAMES)
         started = await up.start(spec, 3)
         session = up.learners["ann"]._session
-        while session is None or not session.plan.announced:
+        while session is None or not session.plan.announced_rounds:
             session = await _later(up)
         hello = _hello(session, 1)
         for caller in ("learner/cleo", "eavesdropper/ear"):
@@ -214,7 +214,7 @@ async def test_a_wrong_certificate_is_told_at_the_first_failure_that_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a learner whose coordinator is of another authority, and by what it says of itself; it goes on waiting."""
-    monkeypatch.setattr(tasks, "EARLY_S", 1_000.0)
+    monkeypatch.setattr(tasks, "WAIT_NOTICE_DELAY_S", 1_000.0)
     ours, theirs = Identities(tmp_path / "ours"), Identities(tmp_path / "theirs")
     coordinator = Coordinator(CoordinatorConfig(credentials=theirs.of("coordinator/main")))
     at, folder = await coordinator.start(), tmp_path / "state"
@@ -254,7 +254,7 @@ async def test_who_feeds_is_told_at_once_that_a_learner_is_another_one(
 
 def test_the_page_shows_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "identities.md").read_text(encoding="utf-8")
-    for method, rule in ACCESS.items():
+    for method, rule in ACCESS_RULES.items():
         roles = (
             "any"
             if rule.roles == set(Role) - {Role.MONITOR}
@@ -292,16 +292,16 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
         cast(Session, session),
         coordinator_pb2.Neighbour(index=1, name="mallory", address="here:1", relayed=relayed),
         Credentials(),
-        Nearby(),
+        InProcessTransport(),
     )
     assert asked == [whom]
 
 
 async def test_a_relay_leads_on_with_a_renewed_identity(tmp_path: Path) -> None:
     ids = Identities(tmp_path / "ids")
-    file = CaptureFile(tmp_path / "run-1-a", "run-1-a", "run-1", "{}")
+    file = CaptureWriter(tmp_path / "run-1-a", "run-1-a", "run-1", "{}")
     route = eavesdropper_pb2.Route(caller=0, callee=1, target="127.0.0.1:1")
-    relay = Relay(route, file, credentials=ids.of("eavesdropper/ear"))
+    relay = GrpcProxy(route, file, credentials=ids.of("eavesdropper/ear"))
     before = relay._leading()
     assert relay._leading() is before
     ids.authority.renew(ids.at("eavesdropper/ear"), days=200)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from sottovoce_rpc.access import ACCESS, NO_ONE
+from sottovoce_rpc.access import ACCESS_RULES, UNIDENTIFIED_CALLER
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -26,7 +26,7 @@ from tests.services.network import PATIENCE_S, network, refused
 READS = {"GetRun", "ListRuns", "WatchRun"}
 CHANGES = {
     method.rsplit("/", 1)[1]
-    for method, rule in ACCESS.items()
+    for method, rule in ACCESS_RULES.items()
     if method.startswith("/sottovoce_wire.v1.Coordinator/") and Role.OPERATOR in rule.roles
 } - READS
 
@@ -94,7 +94,7 @@ async def test_an_end_is_logged_with_its_rounds_and_its_reason(tmp_path: Path) -
         with structlog.testing.capture_logs() as log:
             outcome = await up.run(spec, made_up(spec))
         (started,) = calls(log)
-        assert (started["by"], started["peer"].startswith("ipv4:127.0.0.1:")) == (NO_ONE, True)
+        assert (started["by"], started["peer"].startswith("ipv4:127.0.0.1:")) == (UNIDENTIFIED_CALLER, True)
         (end,) = [each for each in log if each["event"] == "run ended"]
         assert (end["run_id"], end["state"], end["rounds"], end["log_level"]) == (outcome.run_id, "finished", 5, "info")
         with structlog.testing.capture_logs() as log:

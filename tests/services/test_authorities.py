@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from sottovoce_client import doctor
 from sottovoce_client.running import known
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
-from sottovoce_core.errors import NotReady
-from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED, certificates_in
+from sottovoce_core.errors import FailedPrecondition
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY, REVOCATION_FILE, parse_certificates
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.status import handshake
+from sottovoce_rpc.status import explain_handshake_failure
 from tests.examples import made_up, small_spec
 from tests.services.authorities import CLIENT, SERVER, OtherAuthority, Request, Signer, by_openssl, password, pem
 from tests.services.identities import raw_channel
@@ -46,7 +46,7 @@ async def served(credentials: Credentials) -> AsyncIterator[str]:
 
 async def found_at(address: str, credentials: Credentials) -> dict[str, str]:
     """What the doctor finds that is not well."""
-    found = await doctor.examine(doctor.Patient(credentials, [(Role.COORDINATOR, address)]))
+    found = await doctor.examine(doctor.CheckTargets(credentials, [(Role.COORDINATOR, address)]))
     return {each.what: each.text for each in found if each.state != "well" and each.what != "revoked"}
 
 
@@ -114,7 +114,7 @@ async def test_files_may_be_written_in_other_ways(tmp_path: Path) -> None:
     for whom in (SERVED, CALLS):
         folder = ids.at(whom)
         (folder / CERTIFICATE).write_bytes((folder / CERTIFICATE).read_bytes() + pem(ids.root.certificate))
-        for name in (CERTIFICATE, KEY, AUTHORITIES):
+        for name in (CERTIFICATE, KEY, AUTHORITIES_FILE):
             (folder / name).write_bytes(windows((folder / name).read_bytes()))
     async with served(ids.of(SERVED)) as at:
         await known.list_runs(at, credentials=ids.of(CALLS))
@@ -143,7 +143,7 @@ async def test_a_run_that_is_overheard(tmp_path: Path) -> None:
 
 def turned(folder: Path) -> None:
     """Those between come first."""
-    certificates = certificates_in((folder / CERTIFICATE).read_bytes(), CERTIFICATE)
+    certificates = parse_certificates((folder / CERTIFICATE).read_bytes(), CERTIFICATE)
     (folder / CERTIFICATE).write_bytes(pem(*reversed(certificates)))
 
 
@@ -203,8 +203,8 @@ REFUSED: dict[str, tuple[Request, Callable[[Path], None], str]] = {
     "no signatures": (Request(signs=False), as_it_is, r"must be for digital signatures \(key usage\)"),
     "chain turned": (Request(), turned, "tls.crt must begin with the certificate of tls.key"),
     "certificate in DER": (Request(), partial(in_der, CERTIFICATE), "tls.crt must hold certificates in PEM"),
-    "authorities in DER": (Request(), partial(in_der, AUTHORITIES), "ca.crt must hold certificates in PEM"),
-    "no authorities": (Request(), partial(written, AUTHORITIES, b""), "ca.crt must hold certificates"),
+    "authorities in DER": (Request(), partial(in_der, AUTHORITIES_FILE), "ca.crt must hold certificates in PEM"),
+    "no authorities": (Request(), partial(written, AUTHORITIES_FILE, b""), "ca.crt must hold certificates"),
     "key in DER": (Request(), partial(in_der, KEY), "tls.key must hold a private key in PEM"),
     "open to all": (
         Request(),
@@ -213,10 +213,10 @@ REFUSED: dict[str, tuple[Request, Callable[[Path], None], str]] = {
     ),
     "torn list": (
         Request(),
-        partial(written, REVOKED, b"-----BEGIN X509 CRL-----\nMII"),
+        partial(written, REVOCATION_FILE, b"-----BEGIN X509 CRL-----\nMII"),
         "crl.pem must hold lists of what was revoked",
     ),
-    "empty list": (Request(), partial(written, REVOKED, b""), "crl.pem must hold lists of what was revoked"),
+    "empty list": (Request(), partial(written, REVOCATION_FILE, b""), "crl.pem must hold lists of what was revoked"),
 }
 
 
@@ -225,7 +225,7 @@ async def test_an_identity_that_would_not_work_is_refused_with_what_to_do(tmp_pa
     request, spoil, words = REFUSED[kind]
     folder = OtherAuthority(tmp_path, 1, request).at(SERVED)
     spoil(folder)
-    with pytest.raises(NotReady, match=words) as refused:
+    with pytest.raises(FailedPrecondition, match=words) as refused:
         await Coordinator(CoordinatorConfig(credentials=Credentials(folder))).start()
     assert "\n" not in str(refused.value)
     (found,) = doctor._identity(Credentials(folder))
@@ -236,7 +236,7 @@ async def test_an_identity_that_would_not_work_is_refused_with_what_to_do(tmp_pa
 
 
 def lacking_between(folder: Path) -> None:
-    (own, *_) = certificates_in((folder / CERTIFICATE).read_bytes(), CERTIFICATE)
+    (own, *_) = parse_certificates((folder / CERTIFICATE).read_bytes(), CERTIFICATE)
     (folder / CERTIFICATE).write_bytes(pem(own))
 
 
@@ -281,7 +281,7 @@ def test_a_root_of_the_same_name_is_told_from_none() -> None:
     """Where no key identifiers say which is which, newer versions of gRPC try the first one alone."""
     said = "UNKNOWN: ipv4:127.0.0.1:7400: Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1a000064:"
     said += "ECDSA routines:OPENSSL_internal:BAD_SIGNATURE: certificate signature failure: OK"
-    assert "of another authority than the one of that name" in handshake(said)
+    assert "of another authority than the one of that name" in explain_handshake_failure(said)
 
 
 async def test_who_lacks_what_stands_between_is_told_by_the_doctor(tmp_path: Path) -> None:
@@ -298,10 +298,10 @@ async def test_who_lacks_what_stands_between_is_told_by_the_doctor(tmp_path: Pat
 async def test_whoever_a_list_of_an_intermediate_names_is_refused(tmp_path: Path, form: str) -> None:
     """As step-ca writes it. In PEM the root's list stands before it."""
     ids = OtherAuthority(tmp_path, 1)
-    own, (gone, *_) = ids.at(SERVED), certificates_in((ids.at("operator/bob") / CERTIFICATE).read_bytes(), CERTIFICATE)
+    own, (gone, *_) = ids.at(SERVED), parse_certificates((ids.at("operator/bob") / CERTIFICATE).read_bytes(), CERTIFICATE)
     listed = ids.issuer.revoking(gone)
     content = pem(ids.root.revoking(), listed) if form == "PEM" else listed.public_bytes(Encoding.DER)
-    (own / REVOKED).write_bytes(content)
+    (own / REVOCATION_FILE).write_bytes(content)
     async with served(Credentials(own)) as at:
         for whom, code in ((CALLS, grpc.StatusCode.OK), ("operator/bob", grpc.StatusCode.PERMISSION_DENIED)):
             assert await checked(raw_channel(ids.at(whom), ids.at(CALLS), at, host("coordinator"))) is code
@@ -313,7 +313,7 @@ async def test_whoever_shows_a_certificate_between_that_was_revoked_is_refused(t
     async with served(Credentials(own)) as at:
         called = raw_channel(ids.at(CALLS), ids.at(CALLS), at, host("coordinator"))
         assert await checked(called) is grpc.StatusCode.OK
-        (own / REVOKED).write_bytes(pem(ids.chain[1].revoking(ids.chain[0].certificate)))
+        (own / REVOCATION_FILE).write_bytes(pem(ids.chain[1].revoking(ids.chain[0].certificate)))
         called = raw_channel(ids.at(CALLS), ids.at(CALLS), at, host("coordinator"))
         assert await checked(called) is grpc.StatusCode.PERMISSION_DENIED
 
@@ -326,7 +326,7 @@ def mount(at: Path, version: Path) -> None:
     at.mkdir(exist_ok=True)
     (at / "..new").symlink_to(version, target_is_directory=True)
     os.replace(at / "..new", at / "..data")
-    for name in (CERTIFICATE, KEY, AUTHORITIES):
+    for name in (CERTIFICATE, KEY, AUTHORITIES_FILE):
         if not (at / name).is_symlink():
             (at / name).symlink_to(Path("..data") / name)
 
@@ -343,7 +343,7 @@ async def test_a_mounted_secret_that_is_swapped_is_taken_up(tmp_path: Path) -> N
         mount(tmp_path / "mounted", new)
         after = await shown(at)
         await known.list_runs(at, credentials=ids.of(CALLS))
-    files = [certificates_in((folder / CERTIFICATE).read_bytes(), CERTIFICATE)[0] for folder in (old, new)]
+    files = [parse_certificates((folder / CERTIFICATE).read_bytes(), CERTIFICATE)[0] for folder in (old, new)]
     assert [x509.load_pem_x509_certificate(each.encode()) for each in (before, after)] == files
 
 
@@ -358,11 +358,11 @@ async def test_a_root_is_rotated_while_a_service_runs(tmp_path: Path) -> None:
         assert await checked(raw_channel(after.at(CALLS), after.at(CALLS), at, host("coordinator"))) is (
             grpc.StatusCode.UNAVAILABLE
         )
-        (own / AUTHORITIES).write_bytes(pem(*both))
+        (own / AUTHORITIES_FILE).write_bytes(pem(*both))
         await known.list_runs(at, credentials=after.of(CALLS))
         for name in (KEY, CERTIFICATE):
             shutil.copy(after.at(SERVED) / name, own / name)
         await known.list_runs(at, credentials=after.of(CALLS))
-        (own / AUTHORITIES).write_bytes(pem(new.certificate))
+        (own / AUTHORITIES_FILE).write_bytes(pem(new.certificate))
         believing = raw_channel(before.at(CALLS), after.at(CALLS), at, host("coordinator"))
         assert await checked(believing) is grpc.StatusCode.UNAVAILABLE

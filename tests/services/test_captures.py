@@ -25,7 +25,7 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import CaptureError, EquivocationError, SpecError
 from sottovoce_eavesdropper import FORMAT, parts, reading, storage, writing
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.recording import Participants, Recording, sent_in
+from sottovoce_eavesdropper.recording import Participants, Recording, compute_sent_rounds
 from sottovoce_eavesdropper.writing import schema
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
@@ -135,12 +135,12 @@ def part_files(folder: Path) -> list[Path]:
 
 
 async def test_parts_are_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "PART_ROWS", 4)
+    monkeypatch.setattr(writing, "MAX_PART_ROWS", 4)
     await captured(tmp_path, conversation(5))
     counts = [pq.ParquetFile(path).metadata.num_rows for path in part_files(tmp_path)]
     assert counts == [4, 4, 2]
-    monkeypatch.setattr(writing, "PART_ROWS", 100)
-    monkeypatch.setattr(writing, "PART_BYTES", 100)
+    monkeypatch.setattr(writing, "MAX_PART_ROWS", 100)
+    monkeypatch.setattr(writing, "MAX_PART_BYTES", 100)
     assert [len(own) for own in writing._in_parts([row(bytes(60)) for _ in range(5)])] == [2, 2, 1]
 
 
@@ -148,7 +148,7 @@ WRITER = """
 import asyncio, sys
 from tests.services.capturing import captured, row, frame
 from sottovoce_eavesdropper import writing
-writing._PART_S, writing.PART_ROWS = 0.05, 50
+writing._PART_INTERVAL_S, writing.MAX_PART_ROWS = 0.05, 50
 async def main():
     file = await captured(sys.argv[1], [], close=False)
     task = asyncio.ensure_future(file.write_parts())
@@ -205,7 +205,7 @@ async def test_a_part_is_due_a_second_after_the_last_one_was_begun(
     file, loop = await captured(tmp_path / "cap", [], close=False), asyncio.get_running_loop()
     begun, due, enough = [loop.time()], list[float](), asyncio.Event()
 
-    async def flush(_: writing.CaptureFile) -> None:
+    async def flush(_: writing.CaptureWriter) -> None:
         begun.append(loop.time())
         await asyncio.sleep(0.05)
         file._full.set()
@@ -216,7 +216,7 @@ async def test_a_part_is_due_a_second_after_the_last_one_was_begun(
             enough.set()
         return asyncio.Timeout(None)
 
-    monkeypatch.setattr(writing.CaptureFile, "flush", flush)
+    monkeypatch.setattr(writing.CaptureWriter, "flush", flush)
     monkeypatch.setattr(asyncio, "timeout_at", until)
     file._full.set()
     async with asyncio.timeout(PATIENCE_S):
@@ -225,7 +225,7 @@ async def test_a_part_is_due_a_second_after_the_last_one_was_begun(
         running.cancel()
         await asyncio.wait([running])
     monkeypatch.undo()
-    assert all(when <= since + writing._PART_S for when, since in zip(due[1:], begun[1:], strict=False))
+    assert all(when <= since + writing._PART_INTERVAL_S for when, since in zip(due[1:], begun[1:], strict=False))
     await file.close()
 
 
@@ -382,7 +382,7 @@ async def test_too_many_rows_and_too_large_a_file_are_refused(tmp_path: Path, mo
     monkeypatch.setattr(parts, "MOST_ROWS", 9)
     with pytest.raises(CaptureError, match="at most 9 rows"):
         open_capture(tmp_path).totals()
-    monkeypatch.setattr(parts, "MOST_FILE", 100)
+    monkeypatch.setattr(parts, "MAX_FILE_BYTES", 100)
     with pytest.raises(CaptureError, match="at most 100 bytes"):
         open_capture(tmp_path).totals()
 
@@ -531,4 +531,4 @@ async def test_a_capture_knows_how_far_each_learner_was(tmp_path: Path, *, close
     ):
         file.add(each)
     await (file.close() if close else file.flush())
-    assert sent_in(open_capture(tmp_path / "c")) == {0: (9, 8 * 10**9), 1: (8, 7 * 10**9)}
+    assert compute_sent_rounds(open_capture(tmp_path / "c")) == {0: (9, 8 * 10**9), 1: (8, 7 * 10**9)}

@@ -11,11 +11,11 @@ import pytest
 
 from sottovoce_client.running.feeder import feed
 from sottovoce_coordinator import runs
-from sottovoce_coordinator.runs import RunBook
+from sottovoce_coordinator.runs import RunStateMachine
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import CaptureError
-from sottovoce_core.network.network import Digests
+from sottovoce_core.network.network import NetworkDigests
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec
@@ -202,15 +202,15 @@ async def test_a_learner_whose_directives_break_off_is_told_the_epochs_that_it_m
 
 
 async def test_a_coordinator_with_another_network_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = RunBook._epoch
+    true = RunStateMachine._epoch
 
-    def altered(book: RunBook, index: int) -> TopologyEpoch:
+    def altered(book: RunStateMachine, index: int) -> TopologyEpoch:
         epoch = true(book, index)
         if index == 1:
             epoch.neighbours[0].weight = 0.25
         return epoch
 
-    monkeypatch.setattr(RunBook, "_epoch", altered)
+    monkeypatch.setattr(RunStateMachine, "_epoch", altered)
     spec = spec_of(RING)
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
@@ -222,7 +222,7 @@ async def test_a_coordinator_with_another_network_is_found_out(tmp_path: Path, m
 async def test_a_coordinator_with_another_network_is_found_out_by_its_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Another(Digests):
+    class Another(NetworkDigests):
         def know(self, t: int) -> bytes:
             return b"another" if t == 9 else super().know(t)
 
@@ -237,10 +237,10 @@ async def test_a_coordinator_with_another_network_is_found_out_by_its_digest(
 
 
 async def test_rounds_whose_epochs_are_missing_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(book: RunBook) -> RoundLease:
+    def forgetful(book: RunStateMachine) -> RoundLease:
         return RoundLease(until_round=book.clock.granted)
 
-    monkeypatch.setattr(RunBook, "go_on", forgetful)
+    monkeypatch.setattr(RunStateMachine, "go_on", forgetful)
     spec: RunSpec = spec_of(TURNS)
     data: PlacedData = made_up(spec)
     async with network(tmp_path, NAMES) as up:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from sottovoce_client.running.feeder import feed
-from sottovoce_core.algorithms.setting import Caveat, Setting
+from sottovoce_core.algorithms.setting import RunWarning, Setting
 from sottovoce_core.running.policy import Policy
 from sottovoce_core.running.run import build_run
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_rpc.directives import Directive
-from sottovoce_rpc.learner_status import LONGEST_DETAIL
+from sottovoce_rpc.learner_status import MAX_DETAIL_CHARS
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
@@ -45,7 +45,7 @@ class RaisingSpec(GossipSpec):
 
     error: str
 
-    def build(self, setting: Setting) -> tuple[Gossip, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[Gossip, tuple[RunWarning, ...]]:
         match self.error:
             case "memory":
                 raise MemoryError
@@ -172,7 +172,7 @@ async def test_what_cannot_be_followed_fails_the_run_and_leaves_the_learner_aliv
         for told in REFUSED[what]:
             coordinator.say("run-1", told)
         report = await coordinator.until(failed("run-1"))
-        assert 0 < len(report.status.detail) <= LONGEST_DETAIL
+        assert 0 < len(report.status.detail) <= MAX_DETAIL_CHARS
         if policy is ALLOWING:
             await goes_well(coordinator, address, "run-2")
     assert coordinator.joined == 1

@@ -20,18 +20,18 @@ from rich.console import Console
 
 from sottovoce_client.pki import _list_of
 from sottovoce_client.transcripts.verify import verify
-from sottovoce_core.errors import NotReady, StrangerError, Unavailable
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, Unavailable
 from sottovoce_core.running.policy import Policy
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.writing import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureWriter
 from sottovoce_learner import session
 from sottovoce_learner.peers.connection import _hello, _require_itself
 from sottovoce_learner.session import Session
-from sottovoce_rpc.access import ACCESS, CONDITION, ROLE, STRANGER
-from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED, by_domain, certificates_in, revoked_in
-from sottovoce_rpc.principals import Principal, Role, host_of
+from sottovoce_rpc.access import ACCESS_RULES, CONDITION, ROLE, UNTRUSTED
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, REVOCATION_FILE, group_by_domain, parse_certificates, parse_revocations
+from sottovoce_rpc.principals import Principal, Role, build_host_name
 from sottovoce_rpc.server import channel, reach
-from sottovoce_rpc.signatures import UNSAID, Signed, Statement, digest
+from sottovoce_rpc.signatures import EMPTY_DIGESTS, SignedStatement, Statement, digest
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2
 from tests.examples import ALLOWING, made_up, small_spec
 from tests.services.authorities import Signer
@@ -50,7 +50,7 @@ CALLERS += ["monitor/prometheus"]
 @pytest.fixture(autouse=True)
 def _signatures_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is: nobody finishes without them because they took too long."""
-    monkeypatch.setattr(session, "_SIGNED_S", PATIENCE_S)
+    monkeypatch.setattr(session, "_SIGNATURE_TIMEOUT_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def spec_of(names: list[str], rounds: int = 40, capture: str = "none") -> RunSpe
 def authority(folder: Path, ids: Federation, domain: str) -> Path:
     """A file with the certificate of one authority alone."""
     path = folder / f"{domain}.crt"
-    own = certificates_in((ids.authorities[domain].folder / AUTHORITIES).read_bytes(), "")[0]
+    own = parse_certificates((ids.authorities[domain].folder / AUTHORITIES_FILE).read_bytes(), "")[0]
     path.write_bytes(own.public_bytes(Encoding.PEM))
     return path
 
@@ -98,7 +98,7 @@ async def test_a_run_of_three_domains(tmp_path: Path, ids: Federation, capture: 
     assert (outcome.state, outcome.capture_error) == ("finished", ""), outcome.detail
     assert all(each is not None for each in outcome.predictions)
     if capture != "none":
-        assert verified(outcome.capture, ids.at(f"learner/{BEN}") / AUTHORITIES)[0] == 0
+        assert verified(outcome.capture, ids.at(f"learner/{BEN}") / AUTHORITIES_FILE)[0] == 0
         code, text = verified(outcome.capture, authority(tmp_path, ids, EAST))
         assert code == 1
         assert "a signature of learner/ann, of a trust domain of which no authority is believed" in text
@@ -119,7 +119,7 @@ async def test_who_is_of_another_domain_may_do_what_the_table_says(tmp_path: Pat
     async with deployed(tmp_path, ids, ANN) as up:
         for house, method in METHODS:
             for each in CALLERS:
-                rule, folder = ACCESS[method], ids.at(f"{each}@{EAST}")
+                rule, folder = ACCESS_RULES[method], ids.at(f"{each}@{EAST}")
                 allowed = Role(each.split("/")[0]) in rule.roles and bool(rule.foreign) and method not in CONDITIONS
                 denied = await called(up, folder, folder, house, method) is grpc.StatusCode.PERMISSION_DENIED
                 assert denied != allowed, (method, each)
@@ -162,7 +162,7 @@ async def test_a_learner_joins_speaks_and_copies_as_itself_alone(tmp_path: Path,
             assert failure.details() == f"learner/ann@{EAST} must join as itself, got {name!r}"
         started = await up.start(spec_of(NAMES, 10_000, "mirror"), 3)
         own = up.learners[ANN]._session
-        while own is None or not own.plan.announced:
+        while own is None or not own.plan.announced_rounds:
             own = await later(up)
         own_host = f"ben.learner.{EAST}"
         for caller in (f"learner/ann@{EAST}", f"learner/{CLEO}", f"eavesdropper/ear@{SOUTH}"):
@@ -194,7 +194,7 @@ def test_a_foreign_eavesdropper_is_accepted_by_its_name_alone(
     role, policy = SimpleNamespace(spec=spec_of(NAMES, 5, "relay"), name=ANN), Policy(eavesdroppers=named)
     own = cast(Session, SimpleNamespace(role=role, policy=policy))
     for each in ("eavesdropper/ear", f"eavesdropper/ear@{EAST}", f"eavesdropper/ear@{SOUTH}"):
-        with nullcontext() if each in accepted else pytest.raises(StrangerError, match="accepts no recording by"):
+        with nullcontext() if each in accepted else pytest.raises(PermissionDenied, match="accepts no recording by"):
             _require_itself(own, 1, Principal.of(DOMAIN, each))
 
 
@@ -212,8 +212,8 @@ async def test_no_authority_speaks_for_another_domain(tmp_path: Path, ids: Feder
         assert up.coordinating is not None and up.coordinating.service is not None
         found = up.learners[ANN].service
         assert found is not None
-        assert (found.refused.by_reason[STRANGER] > 0, found.refused.by_reason[ROLE]) == (True, 0)
-        assert found.refused.by_reason[CONDITION] == 0
+        assert (found.refused.counts_by_reason[UNTRUSTED] > 0, found.refused.counts_by_reason[ROLE]) == (True, 0)
+        assert found.refused.counts_by_reason[CONDITION] == 0
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ async def test_a_client_believes_no_other_authority(ids: Federation, role: Role,
     domain = name.partition("@")[2] or DOMAIN
     for by in (domain, EAST if domain == DOMAIN else DOMAIN):
         server = grpc.aio.server()
-        port = server.add_secure_port("127.0.0.1:0", ids.of(whom, by).of_server("127.0.0.1:0"))  # type: ignore[arg-type]
+        port = server.add_secure_port("127.0.0.1:0", ids.of(whom, by).build_server_credentials("127.0.0.1:0"))  # type: ignore[arg-type]
         await server.start()
         try:
             async with channel(f"127.0.0.1:{port}", role, name, credentials=alice) as to:
@@ -242,17 +242,17 @@ async def test_a_client_believes_no_other_authority(ids: Federation, role: Role,
 
 def test_a_domain_of_which_no_authority_is_believed_is_said(ids: Federation) -> None:
     with pytest.raises(
-        NotReady, match=r"ca.crt must hold an authority that names spiffe://west.example, and has those of"
+        FailedPrecondition, match=r"ca.crt must hold an authority that names spiffe://west.example, and has those of"
     ):
         channel("127.0.0.1:1", Role.LEARNER, "ben@west.example", credentials=ids.of("operator/alice"))
 
 
 def test_signatures_are_believed_of_the_authority_of_the_domain(ids: Federation) -> None:
-    said, own = Statement("run-1", 1, 0, digest(b"a round") + UNSAID[32:]), ids.of("operator/alice")
+    said, own = Statement("run-1", 1, 0, digest(b"a round") + EMPTY_DIGESTS[32:]), ids.of("operator/alice")
     assert str(own.signer(ids.of(f"learner/{BEN}").signed(said))) == f"learner/{BEN}"
     assert str(own.signer(ids.of("learner/ann").signed(said))) == "learner/ann"
     for whom, by in ((f"learner/{BEN}", DOMAIN), ("learner/ann", EAST)):
-        with pytest.raises(StrangerError, match="do not lead to an authority that is believed"):
+        with pytest.raises(PermissionDenied, match="do not lead to an authority that is believed"):
             own.signer(ids.of(whom, by).signed(said))
 
 
@@ -260,18 +260,18 @@ async def test_a_capture_is_not_signed_by_another_authority(
     tmp_path: Path, ids: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever keeps it has east's authority sign in the name of ann."""
-    true_add, forger = CaptureFile.add, ids.of("learner/ann", EAST)
+    true_add, forger = CaptureWriter.add, ids.of("learner/ann", EAST)
 
-    def add(self: CaptureFile, row: Any) -> None:
+    def add(self: CaptureWriter, row: Any) -> None:
         if row.kind == "signature" and row.sender == 0:
-            row = row._replace(payload=forger.signed(Signed.decode(self.run_id, row.payload).statement).encode())
+            row = row._replace(payload=forger.signed(SignedStatement.decode(self.run_id, row.payload).statement).encode())
         true_add(self, row)
 
-    monkeypatch.setattr(CaptureFile, "add", add)
+    monkeypatch.setattr(CaptureWriter, "add", add)
     spec = spec_of(NAMES, capture="mirror")
     async with deployed(tmp_path, ids, *NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
-    code, text = verified(outcome.capture, ids.at("operator/alice") / AUTHORITIES)
+    code, text = verified(outcome.capture, ids.at("operator/alice") / AUTHORITIES_FILE)
     assert code == 1
     assert f"{ANN}: " in text and "do not lead to an authority that is believed" in text
     assert f"{BEN}: " not in text
@@ -283,7 +283,7 @@ async def test_a_name_without_a_domain_is_verified_by_the_authorities_of_one(tmp
     async with deployed(tmp_path, ids, "ann", "bob") as up:
         outcome = await up.run(spec, made_up(spec))
     assert verified(outcome.capture, authority(tmp_path, ids, DOMAIN))[0] == 0
-    code, text = verified(outcome.capture, ids.at("operator/alice") / AUTHORITIES)
+    code, text = verified(outcome.capture, ids.at("operator/alice") / AUTHORITIES_FILE)
     assert code == 1
     assert f"a signature of learner/ann of {DOMAIN} in the name of ann, which holds no trust domain" in text
 
@@ -293,7 +293,7 @@ def test_an_authority_revokes_in_its_own_domain_alone(ids: Federation) -> None:
     own, other = (Signer.of("an authority") for _ in range(2))
     assert isinstance(other.key, ec.EllipticCurvePrivateKey)
     listed = _list_of([7], other.certificate.subject, other.key)
-    revoked = revoked_in(listed, {DOMAIN: [own.certificate], EAST: [other.certificate]})
+    revoked = parse_revocations(listed, {DOMAIN: [own.certificate], EAST: [other.certificate]})
     assert [(domain, {serial for _, serial in found}) for domain, found in revoked.items()] == [
         (DOMAIN, set()),
         (EAST, {7}),
@@ -306,8 +306,8 @@ def test_who_is_revoked_in_another_domain_is_refused(ids: Federation) -> None:
     assert str(ann.known(certificate)) == f"learner/{BEN}"
     ids.authorities[EAST].revoke("learner/ben")
     assert ann.folder is not None
-    (ann.folder / REVOKED).write_bytes((ids.authorities[EAST].folder / REVOKED).read_bytes())
-    with pytest.raises(StrangerError, match="a revoked certificate of learner/ben"):
+    (ann.folder / REVOCATION_FILE).write_bytes((ids.authorities[EAST].folder / REVOCATION_FILE).read_bytes())
+    with pytest.raises(PermissionDenied, match="a revoked certificate of learner/ben"):
         ann.known(certificate)
 
 
@@ -316,28 +316,28 @@ def test_who_is_revoked_in_another_domain_is_refused(ids: Federation) -> None:
 
 def test_an_authority_without_a_domain_is_of_ones_own_where_no_other_names_it() -> None:
     own, other = Signer.of("one").certificate, Signer.of("two").certificate
-    assert by_domain([own, other], DOMAIN) == {DOMAIN: [own, other]}
-    assert by_domain([own, other]) == {"": [own, other]}
+    assert group_by_domain([own, other], DOMAIN) == {DOMAIN: [own, other]}
+    assert group_by_domain([own, other]) == {"": [own, other]}
 
 
 def test_an_authority_without_a_domain_is_believed_for_nobody_beside_one_that_names_it(ids: Federation) -> None:
     stranger = Signer.of("no domain").certificate
-    named = certificates_in((ids.authorities[DOMAIN].folder / AUTHORITIES).read_bytes(), "")
-    found = by_domain([*named, stranger], DOMAIN)
+    named = parse_certificates((ids.authorities[DOMAIN].folder / AUTHORITIES_FILE).read_bytes(), "")
+    found = group_by_domain([*named, stranger], DOMAIN)
     assert (set(found), found[""]) == ({DOMAIN, EAST, SOUTH, ""}, [stranger])
     east = [each for each in named if each not in found[DOMAIN]]
-    assert by_domain([stranger, *east], DOMAIN)[DOMAIN] == [stranger]
+    assert group_by_domain([stranger, *east], DOMAIN)[DOMAIN] == [stranger]
 
 
 def test_a_name_with_a_domain() -> None:
     ben = Principal.of(DOMAIN, f"learner/{BEN}")
     assert (ben.domain, ben.is_foreign, str(ben)) == (EAST, True, f"learner/{BEN}")
     assert (ben.uri, ben.host) == (f"spiffe://{EAST}/learner/ben", f"ben.learner.{EAST}")
-    assert host_of(DOMAIN, Role.LEARNER, BEN) == ben.host
-    assert Principal.of(EAST, f"learner/{BEN}") == Principal.of(EAST, "learner/ben") == ben.seen_from(EAST)
-    assert ben.seen_from(EAST).seen_from(DOMAIN) == ben
+    assert build_host_name(DOMAIN, Role.LEARNER, BEN) == ben.host
+    assert Principal.of(EAST, f"learner/{BEN}") == Principal.of(EAST, "learner/ben") == ben.qualify_for(EAST)
+    assert ben.qualify_for(EAST).qualify_for(DOMAIN) == ben
     assert ben.is_one_of(f"learner/{BEN}") and not ben.is_one_of("learner/ben", f"feeder/{BEN}", f"learner/ben@{SOUTH}")
-    assert ben.seen_from(EAST).is_one_of("learner/ben") and ben.seen_from(EAST).is_one_of(f"learner/{BEN}")
+    assert ben.qualify_for(EAST).is_one_of("learner/ben") and ben.qualify_for(EAST).is_one_of(f"learner/{BEN}")
     assert Principal.from_uri(f"spiffe://{DOMAIN}/learner/ben%40{EAST}") is None
     assert replace(ben, domain=SOUTH) != ben
 
@@ -354,7 +354,7 @@ async def test_a_ledger_by_the_other_name_is_not_passed_over(tmp_path: Path, ids
         spec = spec_of(["ann"], 5)
         await up.run(spec, made_up(spec))
         await up.leave("ann")
-        with pytest.raises(NotReady, match="must have no ledger of 'ann', who is this learner by another name"):
+        with pytest.raises(FailedPrecondition, match="must have no ledger of 'ann', who is this learner by another name"):
             await up.join(ANN)
         await up.join(BEN)
         await up.join("ann")

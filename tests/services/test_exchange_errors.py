@@ -20,14 +20,14 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from sottovoce_client import terminal
-from sottovoce_client.running.feeder import batch_of, feed
+from sottovoce_client.running.feeder import make_batch, feed
 from sottovoce_client.running.operate import Interrupted, run_on
 from sottovoce_coordinator import courses, joining, starting
-from sottovoce_coordinator.runs import RunBook
+from sottovoce_coordinator.runs import RunStateMachine
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.errors import NotReady, SpecError, Unavailable
+from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.spec_versions import FIELD, FORMAT
@@ -41,7 +41,7 @@ from sottovoce_rpc.codec import to_fields, to_tensor
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import plan_hash, spec_from_wire
-from sottovoce_rpc.status import as_error
+from sottovoce_rpc.status import convert_status_error
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -94,7 +94,7 @@ async def run_that_ends_well(folder: Path, spec: RunSpec) -> AsyncIterator[tuple
 
 def reason(failure: grpc.aio.AioRpcError) -> str:
     """The class of ours that its reason stands for."""
-    return type(as_error(failure, "the service")).__name__
+    return type(convert_status_error(failure, "the service")).__name__
 
 
 # ---- between learners ------------------------------------------------------------------------------------------------
@@ -134,10 +134,10 @@ async def spoken(address: str, *payloads: bytes) -> grpc.aio.AioRpcError:
 
 
 STRANGERS: list[tuple[dict[str, Any], Code, str, str]] = [
-    ({"run_id": ""}, Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than ''"),
-    ({"run_id": "other"}, Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than 'other'"),
-    ({"learner": 0}, Code.PERMISSION_DENIED, "StrangerError", "ann is not a neighbour"),
-    ({"learner": 2**32 - 1}, Code.PERMISSION_DENIED, "StrangerError", "learner 4294967295 is not a neighbour"),
+    ({"run_id": ""}, Code.PERMISSION_DENIED, "PermissionDenied", "this learner is in another run than ''"),
+    ({"run_id": "other"}, Code.PERMISSION_DENIED, "PermissionDenied", "this learner is in another run than 'other'"),
+    ({"learner": 0}, Code.PERMISSION_DENIED, "PermissionDenied", "ann is not a neighbour"),
+    ({"learner": 2**32 - 1}, Code.PERMISSION_DENIED, "PermissionDenied", "learner 4294967295 is not a neighbour"),
     (
         {"learner": 3},
         Code.INVALID_ARGUMENT,
@@ -146,7 +146,7 @@ STRANGERS: list[tuple[dict[str, Any], Code, str, str]] = [
     ),
     ({"learner": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
     ({"next_round": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
-    ({"incarnation": 0}, Code.PERMISSION_DENIED, "StrangerError", "ben has greeted as incarnation 1, got 0"),
+    ({"incarnation": 0}, Code.PERMISSION_DENIED, "PermissionDenied", "ben has greeted as incarnation 1, got 0"),
     ({"plan_hash": b""}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "ben must have the plan "),
     (
         {"plan_hash": bytes(32)},
@@ -188,7 +188,7 @@ async def test_whoever_does_not_greet_is_turned_away(tmp_path: Path, monkeypatch
             ([], "expected a Hello within 0.05 s, got nothing"),
         ):
             if not payloads:
-                monkeypatch.setattr(connection, "HELLO_S", 0.05)
+                monkeypatch.setattr(connection, "HELLO_TIMEOUT_S", 0.05)
             failure = await exchange(up.addresses["cleo"], *payloads)
             assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError"), text
             assert text in (failure.details() or "")
@@ -197,14 +197,14 @@ async def test_whoever_does_not_greet_is_turned_away(tmp_path: Path, monkeypatch
 
 async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ben was told another spec than his neighbours: none of them says a round to him, nor he to them."""
-    true = RunBook.assignment
+    true = RunStateMachine.assignment
 
-    def altered(book: RunBook, index: int) -> coordinator_pb2.Assignment:
+    def altered(book: RunStateMachine, index: int) -> coordinator_pb2.Assignment:
         told = true(book, index)
         other = {**json.loads(told.spec), "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
         return changed(told, spec=json.dumps(other)) if index == 1 else told
 
-    monkeypatch.setattr(RunBook, "assignment", altered)
+    monkeypatch.setattr(RunStateMachine, "assignment", altered)
     spec = spec_of().model_copy(update={"clock": spec_of().clock.model_copy(update={"deadline_s": 2.0})})
     with structlog.testing.capture_logs() as logs:
         async with network(tmp_path, NAMES) as up:
@@ -308,7 +308,7 @@ async def test_a_learner_without_a_run_says_so(tmp_path: Path) -> None:
         ]
         idle = await up.status("ann")
     for failure in failures:
-        assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+        assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "FailedPrecondition")
         assert "not in a run" in (failure.details() or "")
     assert (idle.learner, idle.state) == ("ann", LearnerState.IDLE)
 
@@ -329,7 +329,7 @@ def wrong_batches(own: LearnerData) -> list[tuple[learner_pb2.SampleBatch, Code,
         return learner_pb2.SampleBatch(source="s", **{"sequence": 0, **tensors, **more})
 
     fine = np.full((1, 3), 987.5)
-    whole = batch_of(own, "s", 0)
+    whole = make_batch(own, "s", 0)
     short = learner_pb2.SampleBatch()
     short.CopyFrom(whole)
     short.counts[0] += 1
@@ -350,7 +350,7 @@ def wrong_batches(own: LearnerData) -> list[tuple[learner_pb2.SampleBatch, Code,
         ),
         (batch(fine, [np.nan]), Code.INVALID_ARGUMENT, "DataError", "labels must be finite numbers"),
         (batch(fine, [1, 1]), Code.INVALID_ARGUMENT, "DataError", "labels must have the shape (1,)"),
-        (batch(fine, [1], sequence=4), Code.FAILED_PRECONDITION, "NotReady", "must send batch 0 next, got batch 4"),
+        (batch(fine, [1], sequence=4), Code.FAILED_PRECONDITION, "FailedPrecondition", "must send batch 0 next, got batch 4"),
         (batch(fine, [1], first_round=99), Code.INVALID_ARGUMENT, "DataError", "the run has rounds 0 to 11"),
         (short, Code.INVALID_ARGUMENT, "DataError", "the counts of a batch must add up to its records, 12, got 13"),
     ]
@@ -417,7 +417,7 @@ async def test_predictions_need_an_opt_in(tmp_path: Path) -> None:
         request = learner_pb2.PredictRequest(features=to_tensor(np.zeros((2, 3))))
         failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=PATIENCE_S))
 
-        assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+        assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "FailedPrecondition")
         assert "this run did not opt in (telemetry.predict)" in (failure.details() or "")
 
 
@@ -459,11 +459,11 @@ UNFIT = [
     ("[1]", 3, "SpecError", "a run spec must be a mapping of fields, got a list"),
     (document(colour="red"), 3, "SpecError", "unknown field colour"),
     (document(algorithm={"name": "sgd"}), 3, "SpecError", "got 'sgd'"),
-    (document(topology=EDGES), 3, "CheckFailed", "the communication graph is not connected"),
+    (document(topology=EDGES), 3, "AssumptionViolated", "the communication graph is not connected"),
     (
         document(algorithm={"name": "ldp-dol", "sigma": 0}),
         3,
-        "CheckFailed",
+        "AssumptionViolated",
         "sigma must be positive and finite, got 0.0",
     ),
     (document(algorithm={"name": "ldp-dol", "sigma": [1.0]}), 3, "SpecError", "one number per learner (4), got 1"),
@@ -501,7 +501,7 @@ async def test_nothing_is_built_before_all_have_joined(tmp_path: Path, monkeypat
     monkeypatch.setattr(starting, "build_run", built)
     async with network(tmp_path, ["ann"]) as up:
         failure = await start(up.coordinator, document(clock={"deadline_s": 0.1}))
-    assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+    assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "FailedPrecondition")
 
 
 async def test_others_are_served_while_a_run_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +539,7 @@ async def test_a_spec_of_a_newer_operator_is_run_without_what_is_unknown(tmp_pat
 async def test_learners_that_have_not_joined_are_named(tmp_path: Path) -> None:
     async with network(tmp_path, ["ann", "cleo"]) as up:
         failure = await start(up.coordinator, document(clock={"deadline_s": 0.3}))
-    assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+    assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "FailedPrecondition")
     assert (failure.details() or "").startswith(
         "2 of 4 learners have not joined: ben, dan. Start each under the name that"
     )
@@ -549,7 +549,7 @@ async def test_who_waits_for_learners_is_told_for_whom_while_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The word comes before the answer: the learner that it names joins only then, and the run begins."""
-    monkeypatch.setattr(tasks, "EARLY_S", 0.05)
+    monkeypatch.setattr(tasks, "WAIT_NOTICE_DELAY_S", 0.05)
     spec, said, told = spec_of(), list[str](), asyncio.Event()
 
     def say(text: str) -> None:
@@ -572,7 +572,7 @@ async def test_who_waits_for_learners_is_told_for_whom_while_waiting(
 
 async def test_who_waits_for_a_coordinator_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody accepts the connection and never says a word."""
-    monkeypatch.setattr(tasks, "EARLY_S", 0.05)
+    monkeypatch.setattr(tasks, "WAIT_NOTICE_DELAY_S", 0.05)
     told, said = asyncio.Event(), list[str]()
 
     def say(text: str) -> None:
@@ -607,7 +607,7 @@ async def test_a_capture_needs_an_eavesdropper(tmp_path: Path) -> None:
         up.coordinating._captures.address = up.eavesdropper
         outcome = await up.run(spec_of(capture="mirror"), made_up(spec_of()))
 
-    assert (none.code(), reason(none)) == (Code.FAILED_PRECONDITION, "NotReady")
+    assert (none.code(), reason(none)) == (Code.FAILED_PRECONDITION, "FailedPrecondition")
     assert "capture: relay needs an eavesdropper" in (none.details() or "")
     assert (away.code(), reason(away)) == (Code.UNAVAILABLE, "Unavailable")
     assert "cannot reach the eavesdropper at 127.0.0.1:1" in (away.details() or "")
@@ -651,7 +651,7 @@ async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
         for before, run in enumerate((run_id, "other")):
             joining = introducing("zoe", incarnation=before), confirming(before + 1)
             failure = await refused(join(several(*joining, reporting("ann", run)), timeout=PATIENCE_S))
-            assert (failure.code(), reason(failure)) == (Code.PERMISSION_DENIED, "StrangerError")
+            assert (failure.code(), reason(failure)) == (Code.PERMISSION_DENIED, "PermissionDenied")
             assert failure.details() == "a report on this stream must be of learner 'zoe', got 'ann'"
         outside = introducing("zoe", incarnation=2), confirming(3), reporting("zoe", run_id), coordinator_pb2.LearnerMessage()
         told = [each.WhichOneof("command") async for each in join(several(*outside), timeout=PATIENCE_S)]
@@ -697,7 +697,7 @@ async def test_no_learner_was_started_more_often_than_its_coordinator_can_count(
 
 
 async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "HELLO_S", 0.05)
+    monkeypatch.setattr(joining, "HELLO_TIMEOUT_S", 0.05)
 
     async def silent() -> AsyncIterator[coordinator_pb2.LearnerMessage]:
         await asyncio.Event().wait()
@@ -719,7 +719,7 @@ async def test_somebody_else_does_not_take_the_place_of_a_learner(tmp_path: Path
         older = await refused(join(several(introducing("ann", store=b"")), timeout=PATIENCE_S))
         hasty = await refused(join(several(introducing("zoe"), reporting("zoe", "")), timeout=PATIENCE_S))
         wrong = await refused(join(several(introducing("zoe"), confirming(7)), timeout=PATIENCE_S))
-    assert (other.code(), reason(other)) == (Code.PERMISSION_DENIED, "StrangerError")
+    assert (other.code(), reason(other)) == (Code.PERMISSION_DENIED, "PermissionDenied")
     assert "has joined with another state folder than this one" in (other.details() or "")
     assert "sottovoce rebind ann" in (other.details() or "")
     assert (again.code(), reason(again)) == (Code.UNAVAILABLE, "Unavailable")
@@ -872,7 +872,7 @@ async def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path) ->
     """A file in its place: whoever runs the tests may write anywhere else."""
     taken = tmp_path / "state"
     taken.write_text("")
-    with pytest.raises(NotReady, match=f"the state folder {taken} cannot be written: File exists"):
+    with pytest.raises(FailedPrecondition, match=f"the state folder {taken} cannot be written: File exists"):
         await Learner(LearnerConfig("ann", "127.0.0.1:1", state_folder=taken)).start()
 
 

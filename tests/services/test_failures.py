@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import structlog.testing
 
-from sottovoce_core.algorithms.interface import Heard, Message, Who
-from sottovoce_core.algorithms.setting import Caveat, Setting
+from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
+from sottovoce_core.algorithms.setting import RunWarning, Setting
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import BudgetExhausted, DataError
-from sottovoce_core.noise import Noise
+from sottovoce_core.noise import NoiseSource
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_rpc.learner_status import LearnerState
 from tests.examples import made_up, small_spec
@@ -35,7 +35,7 @@ class FailingSpec(GossipSpec):
 
     fails: str
 
-    def build(self, setting: Setting) -> tuple[Failing, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[Failing, tuple[RunWarning, ...]]:
         return Failing(setting.n_features, setting.rounds, self.scale, self.step, fails=self.fails), ()
 
 
@@ -50,12 +50,12 @@ class Failing(Gossip):
             raise MemoryError(QUOTED)
         return Gossip.start(self, who)
 
-    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+    def speak(self, state: State, noise: NoiseSource) -> tuple[State, Message]:
         if self.fails == "speak" and state.t == 3:
             raise KeyError(QUOTED)
         return Gossip.speak(self, state, noise)
 
-    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+    def listen(self, state: State, heard: ReceivedMessages, batch: Batch) -> State:
         if state.t == 3:
             match self.fails:
                 case "listen":

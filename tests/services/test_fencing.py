@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce_core.errors import DataError, NotReady, StrangerError
+from sottovoce_core.errors import DataError, FailedPrecondition, PermissionDenied
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
@@ -58,12 +58,12 @@ async def test_a_learner_with_another_state_folder_is_refused_until_an_operator_
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING)
-        with pytest.raises(StrangerError, match="has joined with another state folder than this one"):
+        with pytest.raises(PermissionDenied, match="has joined with another state folder than this one"):
             await follows(up, "ann", tmp_path / "other")
         assert (await running).state == "finished"
         here = await refused(rebind(up, "ann"))
         await up.leave("ann")
-        with pytest.raises(StrangerError, match="sottovoce rebind ann"):
+        with pytest.raises(PermissionDenied, match="sottovoce rebind ann"):
             await follows(up, "ann", tmp_path / "other")
         await rebind(up, "ann")
         up.folder = tmp_path / "new"
@@ -91,7 +91,7 @@ async def test_every_start_is_another_incarnation_and_an_old_folder_is_refused(t
         assert Identity.of(state, "ann") == Identity("ann", first.store, 3)
         await up.leave("ann")
         Identity("ann", first.store).issued(1, state)
-        with pytest.raises(NotReady, match="is an old one: it knows incarnation 1 and 0 rounds, and must know 3"):
+        with pytest.raises(FailedPrecondition, match="is an old one: it knows incarnation 1 and 0 rounds, and must know 3"):
             await follows(up, "ann", state)
 
 
@@ -183,7 +183,7 @@ async def test_a_folder_of_before_the_run_is_refused_before_it_joins(tmp_path: P
         if (state / "ann.mark").exists():
             Ledger(state).moved("ann")
         with pytest.raises(
-            NotReady, match=r"has no log of the run that this learner is in, and \d+ rounds were said in it"
+            FailedPrecondition, match=r"has no log of the run that this learner is in, and \d+ rounds were said in it"
         ):
             await follows(up, "ann", state)
         shutil.rmtree(state / next(state.glob("*@ann"), Path("none")).name, ignore_errors=True)
@@ -216,7 +216,7 @@ async def test_a_learner_whose_folder_is_deleted_between_runs_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its next run would begin another ledger, in which nothing is spent."""
-    monkeypatch.setattr(learner_service, "WATCH_FOLDER_S", 0.05)
+    monkeypatch.setattr(learner_service, "FOLDER_CHECK_INTERVAL_S", 0.05)
     async with network(tmp_path, ["ann"]) as up:
         await up.until_here("ann")
         shutil.rmtree(tmp_path / "journals")

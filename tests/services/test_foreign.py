@@ -28,15 +28,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sottovoce_client.auditing import foreign as auditing
-from sottovoce_client.auditing.foreign import _load_noise, audit_foreign
-from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunIs, load_decoder, read_runs
+from sottovoce_client.auditing.foreign import _load_noise, audit_foreign_captures
+from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunGrouping, load_decoder, read_runs
 from sottovoce_client.cli import app
 from sottovoce_core.errors import CaptureError, SpecError, Unavailable
 from sottovoce_eavesdropper import relay as forwarding
 from sottovoce_eavesdropper import writing
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.relay import ForeignConfig, ForeignRelay
+from sottovoce_eavesdropper.relay import StandaloneProxyConfig, StandaloneProxy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "foreign.md"
 NAMES = ("service", "runs", "decode")
@@ -45,8 +45,8 @@ ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_len
 
 
 @asynccontextmanager
-async def relayed(config: ForeignConfig) -> AsyncIterator[tuple[str, ForeignRelay]]:
-    relay = ForeignRelay(config)
+async def relayed(config: StandaloneProxyConfig) -> AsyncIterator[tuple[str, StandaloneProxy]]:
+    relay = StandaloneProxy(config)
     address = await relay.start()
     try:
         yield address, relay
@@ -80,7 +80,7 @@ async def record(example: dict[str, Any], folder: Path, leak: str, runs: int) ->
     """What the page does, in one process."""
     servers = [example["service"].serve("127.0.0.1:0", world, leak, seed=world) for world in (0, 1)]
     first, second = (
-        ForeignConfig(f"127.0.0.1:{port}", folder=folder, world=world) for world, (_, port) in enumerate(servers)
+        StandaloneProxyConfig(f"127.0.0.1:{port}", folder=folder, world=world) for world, (_, port) in enumerate(servers)
     )
     async with relayed(first) as (to_first, _), relayed(second) as (to_second, _):
         await asyncio.to_thread(example["runs"].run, [to_first, to_second], runs)
@@ -88,9 +88,9 @@ async def record(example: dict[str, Any], folder: Path, leak: str, runs: int) ->
         server.stop(0).wait()
 
 
-def audited(folder: Path, out: Path, *, decoder: str | None = "decode:decode", run_is: RunIs = "connection") -> Any:
+def audited(folder: Path, out: Path, *, decoder: str | None = "decode:decode", run_is: RunGrouping = "connection") -> Any:
     console = Console(width=100, record=True, quiet=True)
-    code = audit_foreign(ForeignRequest(folder, decoder, run_is, claim=1.0, confidence=0.9999), out, console)
+    code = audit_foreign_captures(ForeignRequest(folder, decoder, run_is, claim=1.0, confidence=0.9999), out, console)
     return code, json.loads((out / "audit.json").read_text(encoding="utf-8"))
 
 
@@ -146,7 +146,7 @@ async def test_claimed_noise_decides_with_few_runs(example: dict[str, Any], tmp_
         asked = ForeignRequest(
             tmp_path / "captures", "decode:decode", "stream", claim=1.0, confidence=0.9999, noise=file
         )
-        audit_foreign(asked, tmp_path, Console(width=100, quiet=True))
+        audit_foreign_captures(asked, tmp_path, Console(width=100, quiet=True))
         told = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
         kinds[file.stem] = told["verdict"]["kind"], told["noise"]["epsilon"]
     assert kinds == {"known": ("consistent", 1.0), "twice": ("refuted", 0.5), "free": ("inconclusive", None)}
@@ -164,7 +164,7 @@ async def test_a_weak_claim_is_amber_and_a_page_that_fails_loses_no_result(
     )
     (tmp_path / "amber").mkdir()
     (tmp_path / "broken").mkdir()
-    assert audit_foreign(asked, tmp_path / "amber") == 0
+    assert audit_foreign_captures(asked, tmp_path / "amber") == 0
     page = (tmp_path / "amber" / "audit.html").read_text(encoding="utf-8")
     assert re.search(r'class="verdict weak"[^>]*>\s*<strong>Consistent with a weak claim: no violation', page)
 
@@ -173,7 +173,7 @@ async def test_a_weak_claim_is_amber_and_a_page_that_fails_loses_no_result(
 
     monkeypatch.setattr(auditing, "_foreign_page", broken)
     capsys.readouterr()
-    assert audit_foreign(asked, tmp_path / "broken") == 3
+    assert audit_foreign_captures(asked, tmp_path / "broken") == 3
     out, err = capsys.readouterr()
     assert "CONSISTENT" in out and "audit.json\n" in out and "audit.html" not in out
     assert "audit.html could not be made" in err and "ValueError" in err
@@ -251,7 +251,7 @@ def test_a_decoder_that_is_not_there(example: dict[str, Any], name: str) -> None
 
 def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
     """Two connections from one port, a pause between them; and a client whose metadata name its run."""
-    file = writing.CaptureFile(tmp_path / "c", "c", "", "{}", world=0)
+    file = writing.CaptureWriter(tmp_path / "c", "c", "", "{}", world=0)
 
     def call(stream: int, connection: int, second: float, *named: str) -> None:
         told = json.dumps({"method": "/a/B", "metadata": [["run", name] for name in named]}).encode()
@@ -271,7 +271,7 @@ def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
     by_connection = read_runs(tmp_path, None, "connection")
     assert (len(by_connection.runs), by_connection.paused) == (1, 1)
     by_name = read_runs(tmp_path, None, "metadata:run")
-    assert [len(run.heard) for run in by_name.runs] == [3, 6] and by_name.unnamed == 1
+    assert [len(run.heard) for run in by_name.runs] == [3, 6] and by_name.unnamed_streams == 1
     for wrong in ("metadata:", "port"):
         with pytest.raises(SpecError, match="--run-is must be connection, stream or metadata:KEY"):
             read_runs(tmp_path, None, wrong)
@@ -280,7 +280,7 @@ def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
 async def test_captures_must_be_of_a_world(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="has no captures"):
         read_runs(tmp_path, None, "connection")
-    async with relayed(ForeignConfig("127.0.0.1:1", folder=tmp_path / "below")):
+    async with relayed(StandaloneProxyConfig("127.0.0.1:1", folder=tmp_path / "below")):
         pass
     with pytest.raises(CaptureError, match="must be of world 0 or 1"):
         read_runs(tmp_path, None, "connection")
@@ -336,7 +336,7 @@ class Service(grpc.GenericRpcHandler):
 @asynccontextmanager
 async def served(
     folder: Path, server_credentials: grpc.ServerCredentials | None = None, **config: Any
-) -> AsyncIterator[tuple[str, Service, ForeignRelay]]:
+) -> AsyncIterator[tuple[str, Service, StandaloneProxy]]:
     service, server = Service(), grpc.aio.server(options=ANY_SIZE)
     server.add_generic_rpc_handlers((service,))
     if server_credentials is None:
@@ -346,7 +346,7 @@ async def served(
     await server.start()
     try:
         async with relayed(
-            ForeignConfig(f"localhost:{port}", **{"listen": "localhost:0", "folder": folder, **config})
+            StandaloneProxyConfig(f"localhost:{port}", **{"listen": "localhost:0", "folder": folder, **config})
         ) as (address, relay):
             yield address, service, relay
     finally:
@@ -383,7 +383,7 @@ async def test_a_refusal_passes_unchanged(tmp_path: Path) -> None:
 
 async def test_streams_and_messages_of_many_mebibytes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than is held in memory: the wire waits for the disk."""
-    monkeypatch.setattr(writing, "PART_BYTES", 4 * 2**20)
+    monkeypatch.setattr(writing, "MAX_PART_BYTES", 4 * 2**20)
     large = [bytes([k]) * (6 * 2**20) for k in range(4)]
     async with (
         served(tmp_path) as (address, _, relay),
@@ -428,7 +428,7 @@ def trailers(folder: str) -> list[dict[str, Any]]:
 
 
 async def test_the_last_call_ends_before_the_capture_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "FINISH_S", PATIENCE_S)
+    monkeypatch.setattr(forwarding, "FINISH_TIMEOUT_S", PATIENCE_S)
     async with served(tmp_path) as (address, service, relay), grpc.aio.insecure_channel(address) as channel:
         call = stream(channel, "/x/Late")()
         assert await call.read() == b"answer"
@@ -445,7 +445,7 @@ async def test_the_last_call_ends_before_the_capture_closes(tmp_path: Path, monk
 
 
 async def test_a_call_without_end_does_not_hold_a_capture_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "FINISH_S", 0.1)
+    monkeypatch.setattr(forwarding, "FINISH_TIMEOUT_S", 0.1)
     async with served(tmp_path) as (address, service, relay), grpc.aio.insecure_channel(address) as channel:
         call = stream(channel, "/x/Wait")()
         await call.write(b"")
@@ -486,7 +486,7 @@ async def test_a_server_that_is_not_there_is_unavailable_until_it_is(tmp_path: P
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
     async with (
-        relayed(ForeignConfig(f"localhost:{port}", folder=tmp_path)) as (address, _),
+        relayed(StandaloneProxyConfig(f"localhost:{port}", folder=tmp_path)) as (address, _),
         grpc.aio.insecure_channel(address) as channel,
     ):
         with pytest.raises(grpc.aio.AioRpcError) as absent:
@@ -556,18 +556,18 @@ async def test_a_server_that_nobody_vouches_for_is_not_talked_to(
 )
 def test_options_that_make_no_sense_are_refused(config: dict[str, Any], text: str) -> None:
     with pytest.raises(SpecError, match=text):
-        ForeignConfig(**config)
+        StandaloneProxyConfig(**config)
 
 
 async def test_an_address_that_is_taken_and_a_certificate_that_is_none(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = ForeignConfig("a:1", f"127.0.0.1:{taken.getsockname()[1]}", tmp_path)
+        config = StandaloneProxyConfig("a:1", f"127.0.0.1:{taken.getsockname()[1]}", tmp_path)
         with pytest.raises(Unavailable, match="cannot listen"):
-            await ForeignRelay(config).start()
+            await StandaloneProxy(config).start()
     with pytest.raises(Unavailable, match="--tls-key are not a certificate and its key"):
-        await ForeignRelay(ForeignConfig("a:1", folder=tmp_path, tls_cert=PAGE, tls_key=PAGE)).start()
+        await StandaloneProxy(StandaloneProxyConfig("a:1", folder=tmp_path, tls_cert=PAGE, tls_key=PAGE)).start()
     with pytest.raises(SpecError, match="cannot read"):
-        ForeignRelay(ForeignConfig("a:1", folder=tmp_path, tls_cert=tmp_path / "no", tls_key=tmp_path / "no"))
+        StandaloneProxy(StandaloneProxyConfig("a:1", folder=tmp_path, tls_cert=tmp_path / "no", tls_key=tmp_path / "no"))
 
 
 def test_the_eavesdropper_itself_starts_without_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

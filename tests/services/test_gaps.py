@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sottovoce_client.running.console import run_console
-from sottovoce_client.running.evaluate import gaps_in
+from sottovoce_client.running.console import display_run
+from sottovoce_client.running.evaluate import list_capture_gaps
 from sottovoce_client.running.known import show_run
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
@@ -31,14 +31,14 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import Unavailable
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import service as eavesdropping
-from sottovoce_eavesdropper.lookout import Gaps, Lookout, Row
+from sottovoce_eavesdropper.lookout import Gaps, CaptureChecks, Row
 from sottovoce_eavesdropper.parts import read_part
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.recording import resumed
-from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.relay import GrpcProxy
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import Folder
-from sottovoce_eavesdropper.writing import CaptureFile, part_number
+from sottovoce_eavesdropper.writing import CaptureWriter, parse_part_number
 from sottovoce_learner import mirror as mirrors
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import RoundCodec
@@ -108,7 +108,7 @@ async def test_a_mirror_that_was_cut_off_comes_back_and_nothing_is_missing(
 ) -> None:
     outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=True)
     assert outcome.state == "finished"
-    assert capture.complete and capture.facts["gaps"] == [] and gaps_in(outcome) == ()
+    assert capture.complete and capture.facts["gaps"] == [] and list_capture_gaps(outcome) == ()
     assert heard(capture) == [set(range(ROUNDS))] * 3
     assert capture.transcript(SHAPES, 3).rounds == ROUNDS
     assert capture.facts["noticed_count"] == 0
@@ -128,13 +128,13 @@ async def test_what_a_mirror_could_not_keep_is_a_gap_that_the_capture_names(
     assert outcome.state == "finished"
     assert not capture.complete and all(named)
     assert named == [set(range(ROUNDS)) - rounds for rounds in heard(capture)]
-    assert gaps_in(outcome)[0].startswith("ann, rounds ")
+    assert list_capture_gaps(outcome)[0].startswith("ann, rounds ")
 
 
 def no_copies_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither side tries, or waits, for long at the end of a run."""
-    monkeypatch.setattr(mirrors, "LAST_S", 0.2)
-    monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_S", 0.2)
+    monkeypatch.setattr(mirrors, "DRAIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_TIMEOUT_S", 0.2)
 
 
 async def test_a_mirror_that_does_not_come_back_leaves_a_gap_to_the_end(
@@ -145,7 +145,7 @@ async def test_a_mirror_that_does_not_come_back_leaves_a_gap_to_the_end(
     assert outcome.state == "finished" and not capture.complete
     assert [(gap["sender"], gap["to"]) for gap in capture.facts["gaps"]] == [(i, None) for i in range(3)]
     assert [gap["from"] for gap in capture.facts["gaps"]] == [len(rounds) for rounds in heard(capture)]
-    assert all(text.endswith("to the end") for text in gaps_in(outcome))
+    assert all(text.endswith("to the end") for text in list_capture_gaps(outcome))
 
 
 async def test_learners_that_never_copied_anything_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ async def test_learners_that_never_copied_anything_are_missing(tmp_path: Path, m
     capture = open_capture(outcome.capture or "")
     assert outcome.state == "finished" and capture.facts["messages"] == 0 and not capture.complete
     assert capture.facts["gaps"] == [{"sender": i, "from": 0, "to": None} for i in range(3)]
-    assert gaps_in(outcome)[0].startswith("ann, rounds 0 to the end")
+    assert list_capture_gaps(outcome)[0].startswith("ann, rounds 0 to the end")
 
 
 async def test_who_takes_no_part_is_not_missing(tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ async def test_of_learners_that_no_run_has_none_is_missing(
 async def test_a_full_disk_is_said_to_whoever_asked_for_the_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(own: CaptureFile, rows: Any) -> None:
+    def full(own: CaptureWriter, rows: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(CaptureFile, "_write", full)
+    monkeypatch.setattr(CaptureWriter, "_write", full)
     spec = small_spec(5, NAMES, capture="relay")
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
@@ -209,17 +209,17 @@ async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_p
         await up.until("ann", LearnerState.RUNNING, 30)
         old = up.eavesdropping
         assert old is not None and old.service is not None
-        (recording,) = old._captures.recordings.values()
+        (recording,) = old._captures.sessions.values()
         await recording.writing.end()
         await old.service.server.stop(None)
         for relay in recording.relays:
-            assert isinstance(relay, Relay)
+            assert isinstance(relay, GrpcProxy)
             await relay._server.stop(None)
         recording.file.open = False  # what it has in memory goes with it
         up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
         assert await up.eavesdropping.start() == up.eavesdropper
         outcome = await running
-        (again,) = up.eavesdropping._captures.recordings.values()
+        (again,) = up.eavesdropping._captures.sessions.values()
         await up.eavesdropping.stop()
     taken = open_capture(outcome.capture or "")
     assert outcome.state == "finished"
@@ -242,7 +242,7 @@ async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that it heard is written, and the capture is not complete: the run goes on."""
-    monkeypatch.setattr("sottovoce_eavesdropper.relay.FINISH_S", 0.1)
+    monkeypatch.setattr("sottovoce_eavesdropper.relay.FINISH_TIMEOUT_S", 0.1)
     spec = spec_of("relay")
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -250,7 +250,7 @@ async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_t
         old = up.eavesdropping
         assert old is not None
         await old.stop()
-        (recording,) = old._captures.recordings.values()
+        (recording,) = old._captures.sessions.values()
         left = open_capture(recording.file.place)
         assert not left.complete
         assert left.totals()[0] == left.facts["messages"] > 0
@@ -303,7 +303,7 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
     codec, parts, silent = RoundCodec(SHAPES), 9, 4
     message = Message({name: np.zeros(shape) for name, shape in SHAPES.items()})
     routes = [{"caller": 0, "callee": i, "target": "127.0.0.1:1", "address": "127.0.0.1:1"} for i in (1, 2)]
-    file = CaptureFile(tmp_path / "run-1-a", "run-1-a", "run-1", "{}", fields=SHAPES, routes=routes)
+    file = CaptureWriter(tmp_path / "run-1-a", "run-1-a", "run-1", "{}", fields=SHAPES, routes=routes)
     for part in range(parts):
         for t in range(3 * part, 3 * part + 3):
             for callee in (1, 2) if part < silent else (1,):
@@ -317,12 +317,12 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
 
     def noting(place: Folder, name: str, columns: Sequence[str]) -> Any:
         if "payload" in columns:
-            read.append(part_number(name))
+            read.append(parse_part_number(name))
         return read_part(place, name, columns)
 
     monkeypatch.setattr("sottovoce_eavesdropper.reading.read_part", noting)
     monkeypatch.setattr("sottovoce_eavesdropper.recording.KEPT", 6)  # two parts
-    monkeypatch.setattr(Lookout, "recall", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t)))
+    monkeypatch.setattr(CaptureChecks, "recall", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t)))
     again, streams = resumed(open_capture(tmp_path / "run-1-a"), allow_imports=False)
     assert read == [silent, parts - 1, parts]
     assert recalled == [(0, 1, t) for t in range(3 * parts - 6, 3 * parts)]
@@ -336,7 +336,7 @@ async def test_a_capture_that_is_closed_before_a_way_is_heard_again_says_so(tmp_
     """Its eavesdropper came back, and the run ended before a neighbour said anything more."""
     codec, spec = RoundCodec(SHAPES), json.dumps(spec_of("relay").model_dump(mode="json"))
     routes = [{"caller": 0, "callee": 1, "target": "127.0.0.1:1", "address": "127.0.0.1:1"}]
-    file = CaptureFile(tmp_path / "run-1-a", "run-1-a", "run-1", spec, 3, fields=SHAPES, routes=routes)
+    file = CaptureWriter(tmp_path / "run-1-a", "run-1-a", "run-1", spec, 3, fields=SHAPES, routes=routes)
     payload = codec.encode(7, 0, Message({name: np.zeros(shape) for name, shape in SHAPES.items()}))
     file.add(Row(0, 1, 0, "out", "message", 1, 1, "/sottovoce_wire.v1.Learner/Exchange", 1, 1, len(payload), payload))
     await file.flush()
@@ -357,7 +357,7 @@ async def test_a_capture_that_is_closed_while_it_is_described_is_described_as_cl
         time.sleep(0.1)
         place(before, after)
 
-    file = CaptureFile(tmp_path / "run-1-a", "run-1-a", "run-1", "{}", fields=SHAPES)
+    file = CaptureWriter(tmp_path / "run-1-a", "run-1-a", "run-1", "{}", fields=SHAPES)
     monkeypatch.setattr("sottovoce_eavesdropper.storage.os.replace", slowly)
     amending = [asyncio.ensure_future(file.describe()) for _ in range(3)]
     await asyncio.sleep(0.05)
@@ -437,11 +437,11 @@ async def test_an_eavesdropper_that_goes_and_comes_back_is_said_while_the_run_go
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By `run`, once each time, by `runs show` and by the metrics; what is written down of the run has nothing of it."""
-    monkeypatch.setattr(captures, "_KEPT_S", 0.02)
+    monkeypatch.setattr(captures, "_CHECK_INTERVAL_S", 0.02)
     spec, shown, said = spec_of().model_copy(update={"rounds": 100_000}), io.StringIO(), io.StringIO()
     async with network(tmp_path, NAMES) as up:
         went, came, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        with run_console("run", spec.rounds, spec.names, console=Console(file=shown)) as console:
+        with display_run("run", spec.rounds, spec.names, console=Console(file=shown)) as console:
 
             def watch(progress: Progress, state: str) -> None:
                 console.update(progress, state, overheard=None)
@@ -483,7 +483,7 @@ async def test_a_run_whose_capture_must_be_whole_fails_at_a_gap(
     monkeypatch.setattr(mirrors, "FLUSH_S", 0.02)
     if not off:
         no_copies_come(monkeypatch)
-    monkeypatch.setattr(captures, "_KEPT_S", 0.02 if off else 1_000.0)
+    monkeypatch.setattr(captures, "_CHECK_INTERVAL_S", 0.02 if off else 1_000.0)
     # A gap in the middle is known when the mirror is back: until then there must be rounds left.
     rounds = 3_000 if off else ROUNDS
     spec = spec_of().model_copy(update={"capture_gap": "fail", "rounds": rounds})

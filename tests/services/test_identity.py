@@ -19,12 +19,12 @@ from cryptography import x509
 from sottovoce_client import pki
 from sottovoce_client.running import known
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
-from sottovoce_core.errors import NotReady, SpecError, Unavailable
+from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_rpc import access, credentials
-from sottovoce_rpc.addresses import of_this_user
-from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED
+from sottovoce_rpc.addresses import is_same_user
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY, REVOCATION_FILE
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Principal
 from sottovoce_rpc.server import channel
@@ -274,12 +274,12 @@ def test_whose_a_connection_is_is_read_off_the_kernels_table(tmp_path: Path, mon
         + line("0100007F:1005", "01", other)
     )
     monkeypatch.setattr("sottovoce_rpc.addresses._TABLES", (four, six))
-    found = {port: of_this_user(f"ipv4:127.0.0.1:{port}") for port in range(0x1000, 0x1007)}
+    found = {port: is_same_user(f"ipv4:127.0.0.1:{port}") for port in range(0x1000, 0x1007)}
     assert [port for port, own in found.items() if own] == [0x1000, 0x1003]
-    assert of_this_user(f"ipv6:%5B::1%5D:{0x1004}")
-    assert not of_this_user("ipv4:127.0.0.2:4096")
+    assert is_same_user(f"ipv6:%5B::1%5D:{0x1004}")
+    assert not is_same_user("ipv4:127.0.0.2:4096")
     monkeypatch.setattr("sottovoce_rpc.addresses._TABLES", (tmp_path / "none",))
-    assert of_this_user("ipv4:127.0.0.1:4097")  # where nobody can tell, everybody is let in
+    assert is_same_user("ipv4:127.0.0.1:4097")  # where nobody can tell, everybody is let in
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
@@ -297,15 +297,15 @@ def test_the_kernel_says_of_one_connection_whose_it_is(host: str, monkeypatch: p
             at = f"[{host}]:{server.getsockname()[1]}".replace("[127.0.0.1]", "127.0.0.1")
             port = client.getsockname()[1]
             peer = f"ipv6:%5B::1%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
-            if not of_this_user(peer, [at]):
+            if not is_same_user(peer, [at]):
                 pytest.skip("this kernel, or sandbox, answers no such question")
-            assert of_this_user(peer, ["127.0.0.1:1", at, "localhost:2", "ward.example:3"])
-            assert not of_this_user(peer, [])  # the table, which is empty here
-            assert not of_this_user(peer, ["127.0.0.1:1"])  # no server of ours has it
+            assert is_same_user(peer, ["127.0.0.1:1", at, "localhost:2", "ward.example:3"])
+            assert not is_same_user(peer, [])  # the table, which is empty here
+            assert not is_same_user(peer, ["127.0.0.1:1"])  # no server of ours has it
             monkeypatch.setattr("os.getuid", lambda: 4_321)
-            assert of_this_user(peer, [at]) == (client.fileno() >= 0 and os.geteuid() == 0)  # root may always
+            assert is_same_user(peer, [at]) == (client.fileno() >= 0 and os.geteuid() == 0)  # root may always
             client.close()
-            assert not of_this_user(peer, [at])  # nobody's any more
+            assert not is_same_user(peer, [at])  # nobody's any more
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user for a while")
@@ -320,9 +320,9 @@ def test_the_kernel_names_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
             accepted, other = server.accept()
             with accepted:
                 peer = f"ipv4:127.0.0.1:{other[1]}"
-                assert not of_this_user(peer) and not of_this_user(peer, [at])
+                assert not is_same_user(peer) and not is_same_user(peer, [at])
                 monkeypatch.setattr("os.getuid", lambda: 65_534)
-                assert of_this_user(peer) and of_this_user(peer, [at])
+                assert is_same_user(peer) and is_same_user(peer, [at])
             process.wait(PATIENCE_S)
 
 
@@ -337,14 +337,14 @@ def spoilt(folder: Path, how: str, ids: Identities) -> None:
     elif how == "no key":
         (folder / KEY).unlink()
     elif how == "no authorities":
-        (folder / AUTHORITIES).unlink()
+        (folder / AUTHORITIES_FILE).unlink()
     elif how == "garbage":
         (folder / CERTIFICATE).write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     elif how == "too large":
         (folder / CERTIFICATE).write_bytes(bytes(2**21))
     else:
         others = Identities(ids.folder / "others")
-        (folder / REVOKED).write_bytes((others.authority.folder / REVOKED).read_bytes())
+        (folder / REVOCATION_FILE).write_bytes((others.authority.folder / REVOCATION_FILE).read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -363,18 +363,18 @@ async def test_an_identity_that_cannot_be_used_is_said_at_the_start(tmp_path: Pa
     ids = Identities(tmp_path / "ids")
     folder = ids.at("coordinator/main")
     spoilt(folder, how, ids)
-    with pytest.raises(NotReady, match=words):
+    with pytest.raises(FailedPrecondition, match=words):
         await Coordinator(CoordinatorConfig(credentials=Credentials(folder))).start()
 
 
 async def test_a_service_has_an_identity_of_its_own_kind(tmp_path: Path) -> None:
     ids = Identities(tmp_path / "ids")
     with pytest.raises(
-        NotReady, match=r"must be of coordinator/NAME, got learner/ann: `sottovoce pki issue coordinator/NAME`"
+        FailedPrecondition, match=r"must be of coordinator/NAME, got learner/ann: `sottovoce pki issue coordinator/NAME`"
     ):
         await Coordinator(CoordinatorConfig(credentials=ids.of("learner/ann"))).start()
     config = LearnerConfig("ben", "127.0.0.1:1", state_folder=tmp_path / "state", credentials=ids.of("learner/ann"))
-    with pytest.raises(NotReady, match=r"must be of learner/ben, got learner/ann"):
+    with pytest.raises(FailedPrecondition, match=r"must be of learner/ben, got learner/ann"):
         await Learner(config).start()
 
 

@@ -23,7 +23,7 @@ from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
-from sottovoce_core.running.placement import unplaced
+from sottovoce_core.running.placement import create_empty_live_data
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
@@ -347,7 +347,7 @@ async def test_live_records_are_learned_once_by_a_learner_that_is_killed_while_t
         stack.enter_context(service("learner", *others, *where))
         own = ("learner", "--name", "ben", *where, "--listen")
         process, address = stack.enter_context(service(*own, "127.0.0.1:0"))
-        running = asyncio.ensure_future(run_on(to, spec, unplaced(spec), lambda *_: None))
+        running = asyncio.ensure_future(run_on(to, spec, create_empty_live_data(spec), lambda *_: None))
         async with connect_learner(address, source="stream", patience_s=PATIENCE_S) as learner:
 
             async def feed() -> None:

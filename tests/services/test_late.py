@@ -12,7 +12,7 @@ import pytest
 
 from sottovoce_client.running.operate import Outcome
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce_core.running.participation import NONE, USED, on_time
+from sottovoce_core.running.participation import NONE, USED_ROUNDS_FIELD, encode_punctual_rounds
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
@@ -58,7 +58,7 @@ def transcript_of(outcome: Outcome, run: Run) -> Transcript:
 
 def used_in(said: Transcript) -> np.ndarray[Any, Any]:
     """`(rounds - 1, learners, width)`: what the updates used, as the next messages say."""
-    return said.fields[USED][1:, :, 0]
+    return said.fields[USED_ROUNDS_FIELD][1:, :, 0]
 
 
 ALSO: dict[str, Any] = {"dpsda-c": {}, "dpsr": {"topology": {"graph": CYCLE, "weights": "in_degree"}}, "dvp": {}}
@@ -89,8 +89,8 @@ async def test_what_was_used_is_said_and_explains_every_message(
     assert outcome.state == "finished" and said.rounds == spec.rounds
 
     used = used_in(said)
-    own = np.stack([on_time(run.network, t + 1) for t in range(spec.rounds - 1)])
-    assert (said.fields[USED][0] == NONE).all()
+    own = np.stack([encode_punctual_rounds(run.network, t + 1) for t in range(spec.rounds - 1)])
+    assert (said.fields[USED_ROUNDS_FIELD][0] == NONE).all()
     assert ((used == NONE) == (own == NONE)).all() and (used <= own).all()
     assert (np.diff(used, axis=0) >= 0).all()
     assert (own - used).max() <= spec.clock.window
@@ -105,7 +105,7 @@ async def test_what_was_used_is_said_and_explains_every_message(
         worlds = [learned, learned.with_use(0, -learned.features[0], 1.0 - learned.labels[0])]
         losses = replay(run, said, i, worlds)
         assert len(losses.realised) == spec.rounds
-        assert np.abs(losses.total).max() <= run.guarantee(i).cumulative[-1]
+        assert np.abs(losses.total).max() <= run.guarantee(i).cumulative_epsilon[-1]
 
 
 async def test_who_is_on_time_says_what_a_run_that_waits_says(tmp_path: Path) -> None:
@@ -118,16 +118,16 @@ async def test_who_is_on_time_says_what_a_run_that_waits_says(tmp_path: Path) ->
     async with network(tmp_path, NAMES, noise=tmp_path / "noise.npz") as up:
         outcome = await up.run(spec, data)
     said, simulated = transcript_of(outcome, run), Transcript.of(step.message for step in steps)
-    for name in ("y", USED):
+    for name in ("y", USED_ROUNDS_FIELD):
         np.testing.assert_allclose(said.fields[name], simulated.fields[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("after", [run_log.SNAPSHOT_AFTER, 0], ids=["by its log", "by snapshots"])
+@pytest.mark.parametrize("after", [run_log.SNAPSHOT_AFTER_BYTES, 0], ids=["by its log", "by snapshots"])
 async def test_others_go_on_without_a_learner_that_died_and_it_catches_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """Its log holds what it used, so it comes back to the state that it had, and is not held to its neighbours' rounds."""
-    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER", after)
+    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER_BYTES", after)
     spec = spec_of(
         {"mode": "paced", "period_s": 0.01, "late": "hold", "late_s": 0.02, "window": 60, "deadline_s": 100.0}, 120
     )

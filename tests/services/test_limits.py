@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sottovoce_client.running.feeder import batch_of, rounds_of_batch
+from sottovoce_client.running.feeder import make_batch, choose_rounds_per_batch
 from sottovoce_coordinator import joining
-from sottovoce_coordinator.joining import Member
+from sottovoce_coordinator.joining import JoinedLearner
 from sottovoce_coordinator.starting import MOST_EDGES
 from sottovoce_coordinator.store import Claim
 from sottovoce_core.data import LearnerData
 from sottovoce_core.running.policy import Policy
-from sottovoce_core.spec import MOST_ABSENCES
+from sottovoce_core.spec import MAX_OFFLINE_INTERVALS
 from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper import service as eavesdropping
-from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.relay import GrpcProxy
 from sottovoce_learner import opening
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.mirror import Mirror
@@ -35,9 +35,9 @@ from sottovoce_rpc import access, server
 from sottovoce_rpc.directives import Origin
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import AROUND_BYTES, MAX_CONTROL, MAX_MESSAGE, channel
+from sottovoce_rpc.server import MAX_OVERHEAD_BYTES, MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.status import Ending
+from sottovoce_rpc.status import CallOutcome
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -75,7 +75,7 @@ LARGE: list[tuple[dict[str, Any], int, str]] = [
     ({"learners": [f"l{k}" for k in range(20_000)]}, 3, "learners"),
     ({"learners": 3_000, "topology": {"graph": {"kind": "complete"}}}, 3, "at most 1024 learners, got 3000"),
     ({"clock": {"mode": "paced", "period_s": 1e-9}}, 3, "period_s: must be greater than or equal to 0.002"),
-    ({"absences": [{"learner": "ann"}] * (MOST_ABSENCES + 1)}, 3, f"at most {MOST_ABSENCES} items"),
+    ({"absences": [{"learner": "ann"}] * (MAX_OFFLINE_INTERVALS + 1)}, 3, f"at most {MAX_OFFLINE_INTERVALS} items"),
 ]
 
 
@@ -95,7 +95,7 @@ def test_a_spec_of_all_edges_that_are_served_is_a_message() -> None:
     spec = small_spec(5, names, topology={"graph": {"kind": "edges", "edges": [[k, k + 1] for k in range(1_023)]}})
     document = json.loads(spec_to_wire(spec))
     document["topology"]["graph"]["edges"] = edges
-    assert 2 * len(json.dumps(document)) < MAX_CONTROL
+    assert 2 * len(json.dumps(document)) < MAX_CONTROL_BYTES
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ async def raw(address: str, method: str, payload: bytes) -> grpc.aio.AioRpcError
 
 async def test_what_is_longer_than_a_control_message_is_not_read(up: Network) -> None:
     """A coordinator takes no longer one; an eavesdropper and a learner, which take models, do not look into it."""
-    long = bytes(MAX_CONTROL + 1)
+    long = bytes(MAX_CONTROL_BYTES + 1)
     for method in ("StartRun", "Join"):
         failure = await raw(up.coordinator, f"/sottovoce_wire.v1.Coordinator/{method}", long)
         assert failure.code() is Code.RESOURCE_EXHAUSTED, method
@@ -122,12 +122,12 @@ async def test_what_is_longer_than_a_control_message_is_not_read(up: Network) ->
         path = method if method.startswith("/") else f"/sottovoce_wire.v1.Learner/{method}"
         failure = await raw(address, path, long)
         assert failure.code() is Code.INVALID_ARGUMENT
-        assert failure.details() == f"a request must have at most {MAX_CONTROL} bytes, got {len(long)}"
+        assert failure.details() == f"a request must have at most {MAX_CONTROL_BYTES} bytes, got {len(long)}"
 
 
 async def test_nobody_reads_what_is_longer_than_any_message(up: Network) -> None:
     """Several at a time."""
-    long = bytes(eavesdropping._MOST_MESSAGE + 1)
+    long = bytes(eavesdropping._MAX_MESSAGE_BYTES + 1)
     for method in ("OpenCapture", "Mirror"):
         failures = await asyncio.gather(*(raw(up.eavesdropper, f"{EAVESDROPPER}/{method}", long) for _ in range(3)))
         assert {failure.code() for failure in failures} == {Code.RESOURCE_EXHAUSTED}
@@ -137,10 +137,10 @@ async def test_nobody_reads_what_is_longer_than_any_message(up: Network) -> None
 
 
 def test_a_learner_is_sent_no_longer_messages_than_its_policy_has_models() -> None:
-    for parameters, most in ((None, MAX_MESSAGE), (10**9, MAX_MESSAGE), (10**7, 8 * 10**7 + AROUND_BYTES)):
+    for parameters, most in ((None, MAX_MESSAGE_BYTES), (10**9, MAX_MESSAGE_BYTES), (10**7, 8 * 10**7 + MAX_OVERHEAD_BYTES)):
         assert max_message_bytes(Policy(most_parameters=parameters)) == most
     small = max_message_bytes(Policy(most_parameters=100))
-    assert small == max_message_bytes(Policy(most_parameters=1)) < MAX_MESSAGE // 3
+    assert small == max_message_bytes(Policy(most_parameters=1)) < MAX_MESSAGE_BYTES // 3
 
 
 async def test_a_run_of_longer_messages_than_a_learner_takes_is_refused(
@@ -226,13 +226,13 @@ async def test_streams_of_records_are_so_many_of_a_caller(up: Network, monkeypat
     await up.start(spec, 3)
     await up.until("ann", LearnerState.RUNNING)
     (own,) = made_up(spec).learners
-    monkeypatch.setattr(up.learners["ann"].face._feeds, "_most", 1)
+    monkeypatch.setattr(up.learners["ann"].servicer._feeds, "_most", 1)
     async with channel(up.addresses["ann"]) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         held = stub.Ingest(timeout=PATIENCE_S)
-        await held.write(batch_of(own, "s0", 0))
+        await held.write(make_batch(own, "s0", 0))
         await held.read()
-        failure = await refused(stub.Ingest(iter([batch_of(own, "s1", 0)]), timeout=PATIENCE_S))
+        failure = await refused(stub.Ingest(iter([make_batch(own, "s1", 0)]), timeout=PATIENCE_S))
         assert failure.code() is Code.RESOURCE_EXHAUSTED
         assert "at most 1 streams of records by callers without an identity may be open here" in (
             failure.details() or ""
@@ -305,7 +305,7 @@ async def test_connections_on_which_nobody_speaks_are_ended(tmp_path: Path, monk
 
 
 async def test_a_server_answers_so_many_calls_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_CALLS", 5)  # the learner's own stream is one
+    monkeypatch.setattr(server, "MAX_CONCURRENT_CALLS", 5)  # the learner's own stream is one
     async with network(tmp_path, ["ann"]) as up, channel(up.coordinator) as to:
         await up.until_here("ann")
         stub: Any = health_pb2_grpc.HealthStub(to)
@@ -337,7 +337,7 @@ async def joined(address: str, name: str) -> grpc.aio.AioRpcError | None:
     async with channel(address) as to:
         said = several(introducing(name), confirming(1))
         call = coordinator_pb2_grpc.CoordinatorStub(to).Join(said, timeout=PATIENCE_S)
-        ending = Ending(call)
+        ending = CallOutcome(call)
         try:
             async for _ in call:
                 pass
@@ -347,7 +347,7 @@ async def joined(address: str, name: str) -> grpc.aio.AioRpcError | None:
 
 
 async def test_learners_are_so_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "MOST_HERE", 1)
+    monkeypatch.setattr(joining, "MAX_CONNECTED_LEARNERS", 1)
     async with network(tmp_path, ["ann"]) as up:
         await up.until_here("ann")
         failure = await joined(up.coordinator, "zoe")
@@ -357,7 +357,7 @@ async def test_learners_are_so_many_at_a_time(tmp_path: Path, monkeypatch: pytes
 
 
 async def test_names_that_are_known_for_good_are_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "MOST_KNOWN", 2)
+    monkeypatch.setattr(joining, "MAX_KNOWN_LEARNERS", 2)
     async with network(tmp_path, ["ann"]) as up:
         await up.until_here("ann")
         assert await joined(up.coordinator, "zoe") is None
@@ -368,15 +368,15 @@ async def test_names_that_are_known_for_good_are_so_many(tmp_path: Path, monkeyp
 
 
 async def test_the_stream_of_a_learner_that_reads_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_MOST_DIRECTIVES", 3)
-    member = Member(coordinator_pb2.Introduction(learner="ann"), Claim("ann", bytes(16)), Origin())
+    monkeypatch.setattr(joining, "_MAX_QUEUED_COMMANDS", 3)
+    member = JoinedLearner(coordinator_pb2.Introduction(learner="ann"), Claim("ann", bytes(16)), Origin())
     for t in range(3):
         member.tell("run-1", coordinator_pb2.RoundLease(until_round=t))
     assert not member.displaced.is_set()
     member.tell("run-1", coordinator_pb2.RoundLease(until_round=3))
     assert member.directives.qsize() == 3
     with pytest.raises(Exception, match="learner ann"):
-        await member.until_displaced()
+        await member.wait_until_displaced()
 
 
 # ---- captures --------------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ async def opened(up: Network, run_id: str, wanted: list[eavesdropper_pb2.Route])
 
 async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    failure = await refused(opened(up, "run-1", routes(captures.MOST_RELAYS + 1)))
+    failure = await refused(opened(up, "run-1", routes(captures.MAX_PROXIES + 1)))
     assert failure.code() is Code.RESOURCE_EXHAUSTED
     assert "at most 1024 captures and 4096 relays at a time, asked for 1 and 4097" in (failure.details() or "")
     failure = await refused(opened(up, "run-1", routes(1) * 2))
@@ -407,7 +407,7 @@ async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeyp
         "the routes of a capture must be of different channels",
     )
     assert descriptors() < before + 100
-    monkeypatch.setattr(captures, "MOST_RELAYS", 3)
+    monkeypatch.setattr(captures, "MAX_PROXIES", 3)
     first = await opened(up, "run-1", routes(2))
     for _ in range(2):  # what was refused holds no place
         failure = await refused(opened(up, "run-2", routes(2)))
@@ -436,7 +436,7 @@ async def test_the_spec_of_a_capture_is_a_mapping(up: Network, spec: str) -> Non
 async def test_others_are_served_while_relays_are_opened(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
 
-    class Counted(Relay):
+    class Counted(GrpcProxy):
         def __init__(self, *args: Any, **more: Any) -> None:
             order.append("made")
             super().__init__(*args, **more)
@@ -468,14 +468,14 @@ async def test_a_relay_in_the_clear_leads_to_this_machine_alone(up: Network) -> 
     assert failure.code() is Code.INVALID_ARGUMENT
     assert "192.0.2.1:80 is reached from other machines" in (failure.details() or "")
     assert up.eavesdropping is not None
-    assert not up.eavesdropping._captures._opening and not up.eavesdropping._captures.recordings
+    assert not up.eavesdropping._captures._opening and not up.eavesdropping._captures.sessions
 
 
 async def test_copies_come_few_at_a_time_and_go_to_learners_of_the_run(
     up: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is made of them."""
-    monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_S", 0.2)  # nobody else copies anything
+    monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_TIMEOUT_S", 0.2)  # nobody else copies anything
     spec = spec_to_wire(small_spec(5, ["ann", "ben"], capture="mirror"))
     some = eavesdropper_pb2.MirroredMessage()
     for messages, text in (
@@ -516,7 +516,7 @@ def test_a_batch_of_records_fits_into_a_message() -> None:
     for n_features, each, rounds in ((784, 1, 64), (784, 1_000, 1), (10_000, 10, 10), (2**20, 10, 1), (3, 0, 64)):
         offsets = np.arange(200, dtype=np.int64) * each
         features, order = np.broadcast_to(np.zeros(1), (1, n_features)), np.zeros(0, np.int64)
-        assert rounds_of_batch(LearnerData(features, np.zeros(1), order, offsets)) == rounds
+        assert choose_rounds_per_batch(LearnerData(features, np.zeros(1), order, offsets)) == rounds
         assert rounds == 1 or 8 * (n_features + 1) * each * rounds < max_message_bytes(Policy()) // 4
 
 

@@ -14,7 +14,7 @@ import structlog
 from sottovoce_client.running.operate import run_on
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.running.run import build_run
-from sottovoce_eavesdropper.lookout import Lookout, Row, first_heard
+from sottovoce_eavesdropper.lookout import CaptureChecks, Row, find_next_received_round
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.recording import resumed
 from sottovoce_rpc.codec import RoundCodec, to_fields
@@ -41,8 +41,8 @@ def talk(rounds: int = ROUNDS) -> list[Row]:
     return [row(clean(t, i), i, j) for t in range(rounds) for i, j in pairs]
 
 
-def looking(rows: Sequence[Row], spec: dict[str, Any] = SPEC, *, allow_imports: bool = False) -> Lookout:
-    found = Lookout("cap", spec, 3, SHAPES, allow_imports=allow_imports)
+def looking(rows: Sequence[Row], spec: dict[str, Any] = SPEC, *, allow_imports: bool = False) -> CaptureChecks:
+    found = CaptureChecks("cap", spec, 3, SHAPES, allow_imports=allow_imports)
     found.look(rows)
     return found
 
@@ -95,7 +95,7 @@ def test_the_lattice_is_that_of_the_round() -> None:
 
 def test_what_was_said_before_in_the_same_bytes_is_marked() -> None:
     """By whoever heard it: not the same message to another neighbour, nor other bytes, nor what is no round."""
-    found = Lookout("cap", SPEC, 3, SHAPES, allow_imports=False)
+    found = CaptureChecks("cap", SPEC, 3, SHAPES, allow_imports=False)
     assert found.look(talk()) == talk()
     other = row(clean(3, 0, 1.0), 0, 1, stream=2)
     more = [opening(1, 0, 3, 3), row(clean(3, 0), 0, 1, stream=3), row(clean(6, 0), 0, 1, stream=3), row(b"\xff", 0, 1)]
@@ -107,12 +107,12 @@ def test_what_was_said_before_in_the_same_bytes_is_marked() -> None:
 def test_bytes_that_contradict_are_marked_when_they_are_said_again() -> None:
     """The mark is of an edge, whatever others heard."""
     heard = [(1.0, 1), (2.0, 2), (2.0, 2), (1.0, 2), (1.0, 1)]
-    marked = Lookout("cap", SPEC, 3, SHAPES, allow_imports=False).look(row(clean(0, 0, v), 0, to) for v, to in heard)
+    marked = CaptureChecks("cap", SPEC, 3, SHAPES, allow_imports=False).look(row(clean(0, 0, v), 0, to) for v, to in heard)
     assert [each.again for each in marked] == [False, False, True, False, True]
 
 
 def test_what_an_eavesdropper_before_recorded_is_remembered() -> None:
-    found = Lookout("cap", SPEC, 3, SHAPES, allow_imports=False)
+    found = CaptureChecks("cap", SPEC, 3, SHAPES, allow_imports=False)
     for t in range(ROUNDS):
         found.recall(0, 1, t, clean(t, 0))
     marked = found.look([row(clean(4, 0), 0, 1, stream=3), row(clean(5, 0, 1.0), 0, 1, stream=3)])
@@ -166,10 +166,10 @@ def test_who_is_heard_next() -> None:
         }
     }
     run = build_run(gossip_spec(turns, ROUNDS, 3), 3)
-    heard = [first_heard(run.network, ROUNDS, 0, 1, t) for t in range(ROUNDS + 1)]
+    heard = [find_next_received_round(run.network, ROUNDS, 0, 1, t) for t in range(ROUNDS + 1)]
     assert heard == [0, 2, 2, 4, 4, None, None]
-    assert first_heard(run.network, ROUNDS, 0, 2, 0) is None
-    assert first_heard(run.network, ROUNDS, 9, 1, 0) is None
+    assert find_next_received_round(run.network, ROUNDS, 0, 2, 0) is None
+    assert find_next_received_round(run.network, ROUNDS, 9, 1, 0) is None
 
 
 async def test_the_capture_says_what_was_said_again(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce_client.running.feeder import batch_of
+from sottovoce_client.running.feeder import make_batch
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_learner import following
 from tests.examples import made_up, small_spec
@@ -18,8 +18,8 @@ ROUNDS, NAMES = 20, ["ann", "ben"]
 
 async def test_whoever_watches_a_short_run_sees_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports and views by time are ten minutes apart; each round's records come when the round before was seen."""
-    monkeypatch.setattr(coordinator_service, "WATCH_S", 600.0)
-    monkeypatch.setattr(following, "REPORT_S", 600.0)
+    monkeypatch.setattr(coordinator_service, "WATCH_INTERVAL_S", 600.0)
+    monkeypatch.setattr(following, "REPORT_INTERVAL_S", 600.0)
     spec = small_spec(ROUNDS, NAMES, clock={"mode": "data", "deadline_s": 100.0})
     data, seen = made_up(spec), list[int]()
     async with network(tmp_path, NAMES) as up:
@@ -27,7 +27,7 @@ async def test_whoever_watches_a_short_run_sees_its_rounds(tmp_path: Path, monke
 
         async def bring(t: int) -> None:
             for own, learner in zip(data.learners, up.learners.values(), strict=True):
-                await learner.in_run().ingest.feed(batch_of(own, "s", t, rounds=1))
+                await learner.in_run().ingest.feed(make_batch(own, "s", t, rounds=1))
 
         watching = up.watch(run.run_id)
         await anext(watching)

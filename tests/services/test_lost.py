@@ -17,7 +17,7 @@ from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator import starting
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.service import Coordinator
-from sottovoce_core.errors import NotReady
+from sottovoce_core.errors import FailedPrecondition
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import following
@@ -43,7 +43,7 @@ ROUNDS = 150
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learners that are refused ask again soon."""
-    monkeypatch.setattr(following, "_LONGEST_REJOIN_S", 0.5)
+    monkeypatch.setattr(following, "_MAX_REJOIN_PAUSE_S", 0.5)
 
 
 async def recover(up: Network, run_id: str, spec: RunSpec, n_features: int = 3) -> coordinator_pb2.Run:
@@ -215,7 +215,7 @@ async def test_whoever_watches_a_run_that_was_lost_is_told_what_to_do(tmp_path: 
         await up.until("ann", LearnerState.RUNNING, 3)
         await up.restart_coordinator(lose=True)
         with pytest.raises(
-            NotReady, match=r"there is none; if its .* `sottovoce run SPEC --recover run-[0-9a-f]+` takes"
+            FailedPrecondition, match=r"there is none; if its .* `sottovoce run SPEC --recover run-[0-9a-f]+` takes"
         ):
             await running
 
@@ -226,7 +226,7 @@ async def test_nobody_goes_on_before_all_are_there(tmp_path: Path, monkeypatch: 
     async with serving(tmp_path, first, durable=True) as up:
         run_id = await lost(up, first, "ben")
         with monkeypatch.context() as patch:
-            patch.setattr(starting, "_JOINING_S", 1.5)
+            patch.setattr(starting, "_JOIN_TIMEOUT_S", 1.5)
             missing = await not_recovered(up, run_id, first.spec)
         going = asyncio.ensure_future(recover(up, run_id, first.spec))
         await up.join("ben", first.noise)
@@ -271,7 +271,7 @@ async def test_a_learner_that_was_set_back_at_the_same_time_says_nothing(
 ) -> None:
     """By one round, which no log has: who has heard it never stopped, and remembers it."""
     first, journals = work(tmp_path, NAMES, 1, clock={"deadline_s": 10.0}), tmp_path / "journals"
-    monkeypatch.setattr(feeder, "_ROUNDS_PER_BATCH", 1)
+    monkeypatch.setattr(feeder, "_MAX_ROUNDS_PER_BATCH", 1)
     async with serving(tmp_path, first, durable=True) as up:
         (run_id,) = await begun(up, first)
         await fed(up, run_id, first, 20)
@@ -319,7 +319,7 @@ async def test_learners_that_were_set_back_together_are_known_by_the_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capture: str
 ) -> None:
     """It is asked before anybody goes on; an eavesdropper that does not answer is waited for by the operator."""
-    monkeypatch.setattr(feeder, "_ROUNDS_PER_BATCH", 1)
+    monkeypatch.setattr(feeder, "_MAX_ROUNDS_PER_BATCH", 1)
     first = work(tmp_path, NAMES, 1, ROUNDS, capture=capture)
     async with network(tmp_path, NAMES, durable=True) as up:
         run_id = await set_back_together(up, first)
@@ -344,7 +344,7 @@ async def test_a_coordinator_that_was_set_back_with_its_learners_asks_the_captur
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a machine is by a snapshot. Nobody asks for a recovery then."""
-    monkeypatch.setattr(feeder, "_ROUNDS_PER_BATCH", 1)
+    monkeypatch.setattr(feeder, "_MAX_ROUNDS_PER_BATCH", 1)
     first = work(tmp_path, NAMES, 1, ROUNDS, capture="relay")
     async with network(tmp_path, NAMES, durable=True) as up:
         (run_id,) = await begun(up, first)
@@ -361,7 +361,7 @@ async def test_a_coordinator_that_was_set_back_with_its_learners_asks_the_captur
         await up.coordinating.start()
         for name in NAMES:
             with pytest.raises(
-                NotReady, match=r"is an old one: it knows incarnation 1 and 2\d rounds, and must know 1 and 4\d"
+                FailedPrecondition, match=r"is an old one: it knows incarnation 1 and 2\d rounds, and must know 1 and 4\d"
             ):
                 await follows(up, name, tmp_path / "journals")
 
@@ -370,8 +370,8 @@ async def test_a_coordinator_that_was_set_back_with_its_learners_asks_the_captur
 async def test_the_first_contradiction_that_is_recorded_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capture: str
 ) -> None:
-    monkeypatch.setattr(feeder, "_ROUNDS_PER_BATCH", 1)
-    monkeypatch.setattr(starting.Starter, "_require_newest", AsyncMock())  # as if the capture had not known it
+    monkeypatch.setattr(feeder, "_MAX_ROUNDS_PER_BATCH", 1)
+    monkeypatch.setattr(starting.RunLauncher, "_require_newest", AsyncMock())  # as if the capture had not known it
     first = work(tmp_path, NAMES, 1, 5_000, capture=capture, clock=PACED)
     async with network(tmp_path, NAMES, durable=True) as up:
         run_id = await set_back_together(up, first)

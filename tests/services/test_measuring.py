@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.reports.run_report import run_page, verdict_of
-from sottovoce_client.running.evaluate import CURVE, summarise
+from sottovoce_client.reports.run_report import build_run_page, determine_verdict
+from sottovoce_client.running.evaluate import MAX_CURVE_POINTS, summarise
 from sottovoce_core.data import PlacedData
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import parse_spec
@@ -59,14 +59,14 @@ async def test_what_is_measured_here_is_what_learners_would_answer(
 
 
 async def test_a_long_run_is_looked_at_in_some_rounds_and_one_without_a_capture_in_none(tmp_path: Path) -> None:
-    spec = small_spec(3 * CURVE, NAMES, capture="mirror")
+    spec = small_spec(3 * MAX_CURVE_POINTS, NAMES, capture="mirror")
     data, run = made_up(spec), build_run(spec, 3)
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, data)
     measured, blind = summarise(run, data, outcome), summarise(run, data, replace(outcome, capture=None))
     for each in measured.learners:
         rounds = [at for at, _ in each.test_curve]
-        assert CURVE <= len(rounds) <= CURVE + 1 and (rounds[0], rounds[-1]) == (1, spec.rounds)
+        assert MAX_CURVE_POINTS <= len(rounds) <= MAX_CURVE_POINTS + 1 and (rounds[0], rounds[-1]) == (1, spec.rounds)
     assert [each.test_accuracy for each in blind.learners] == [None] * 3 and blind.measured == ""
 
 
@@ -81,8 +81,8 @@ async def test_what_cannot_be_computed_costs_no_summary(tmp_path: Path, monkeypa
         raise ValueError("secret 3.25")
 
     whole = summarise(run, data, outcome)
-    assert whole.not_computed == () and verdict_of(whole).kind == "consistent"
-    monkeypatch.setattr("sottovoce_client.running.evaluate.most_telling", broken)
+    assert whole.not_computed == () and determine_verdict(whole).kind == "consistent"
+    monkeypatch.setattr("sottovoce_client.running.evaluate.compute_worst_losses", broken)
     lost = summarise(run, data, outcome)
     assert [line.partition(" could")[0] for line in lost.not_computed] == [
         f"the privacy loss of the messages of {name}" for name in NAMES
@@ -90,8 +90,8 @@ async def test_what_cannot_be_computed_costs_no_summary(tmp_path: Path, monkeypa
     assert all("ValueError at " in line and "secret" not in line for line in lost.not_computed)
     assert [each.test_accuracy for each in lost.learners] == [each.test_accuracy for each in whole.learners]
     assert (lost.state, lost.event, lost.capture is not None) == (whole.state, whole.event, True)
-    assert verdict_of(lost).kind == "open" and lost.not_computed[1] in verdict_of(lost).text
-    page = run_page(lost).html()
+    assert determine_verdict(lost).kind == "open" and lost.not_computed[1] in determine_verdict(lost).text
+    page = build_run_page(lost).html()
     assert "It could not be computed" in page and "There is no capture" not in page
 
     monkeypatch.setattr("sottovoce_client.running.evaluate.measure", broken)

@@ -14,11 +14,11 @@ import grpc
 import numpy as np
 import pytest
 
-from sottovoce_client.running.feeder import batch_of
+from sottovoce_client.running.feeder import make_batch
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_coordinator.metrics import _failed
-from sottovoce_coordinator.runs import Overhearing
-from sottovoce_coordinator.store import KeptRun
+from sottovoce_coordinator.runs import CaptureBinding
+from sottovoce_coordinator.store import StoredRun
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
@@ -26,7 +26,7 @@ from sottovoce_learner.hosting import measured
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.metrics import Scraped, scraped
+from sottovoce_rpc.metrics import MetricsEndpoint, serve_metrics
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2_grpc
@@ -48,11 +48,11 @@ async def told(up: Network) -> AsyncIterator[dict[str, str]]:
     assert up.coordinating is not None and up.eavesdropping is not None
     own = {kind: Refusals() for kind in ("learner", "coordinator", "eavesdropper")}
     coordinator, eavesdropper = up.coordinating, up.eavesdropping
-    at = Scraped("127.0.0.1:0", process=False)
+    at = MetricsEndpoint("127.0.0.1:0", process=False)
     async with (
-        scraped(at, LEARNER, lambda: measured([*up.learners.values()], own["learner"]), own["learner"]) as learners,
-        scraped(at, COORDINATOR, lambda: coordinator.readings(own["coordinator"]), own["coordinator"]) as main,
-        scraped(at, EAVESDROPPER, lambda: eavesdropper.readings(own["eavesdropper"]), own["eavesdropper"]) as ear,
+        serve_metrics(at, LEARNER, lambda: measured([*up.learners.values()], own["learner"]), own["learner"]) as learners,
+        serve_metrics(at, COORDINATOR, lambda: coordinator.readings(own["coordinator"]), own["coordinator"]) as main,
+        serve_metrics(at, EAVESDROPPER, lambda: eavesdropper.readings(own["eavesdropper"]), own["eavesdropper"]) as ear,
     ):
         yield {"learner": learners, "coordinator": main, "eavesdropper": ear}
 
@@ -161,7 +161,7 @@ async def test_who_is_not_let_in_is_counted(tmp_path: Path) -> None:
         await other.join("ann")  # with another state folder
         await until(at, lambda found: any("joins_refused_total" in each for each in found))
         found = await all_of(at)
-        assert found['sottovoce_coordinator_joins_refused_total{kind="StrangerError"}'] >= 1
+        assert found['sottovoce_coordinator_joins_refused_total{kind="PermissionDenied"}'] >= 1
 
 
 async def test_a_storage_error_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ async def test_a_storage_error_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
 
     spec = small_spec(ROUNDS, NAMES, capture="relay")
     async with network(tmp_path, NAMES) as up, told(up) as at:
-        monkeypatch.setattr("sottovoce_eavesdropper.writing.CaptureFile._write", full)
+        monkeypatch.setattr("sottovoce_eavesdropper.writing.CaptureWriter._write", full)
         await up.run(spec, made_up(spec))
         found = await until(at, lambda found: found["sottovoce_eavesdropper_captures_open"] == 0)
     assert found["sottovoce_eavesdropper_storage_errors_total"] == 1
@@ -192,7 +192,7 @@ async def test_a_call_that_is_refused_is_counted_and_why(tmp_path: Path) -> None
         await up.until("ann", LearnerState.RUNNING)
         coordinator, eavesdropper = up.coordinating, up.eavesdropping
         assert coordinator is not None and eavesdropper is not None
-        (recording,) = eavesdropper._captures.recordings.values()
+        (recording,) = eavesdropper._captures.sessions.values()
         relay = next(route["address"] for route in recording.file.routes if route["caller"] == 0)
         joins = coordinator_pb2.LearnerMessage(introduction=coordinator_pb2.Introduction(learner="ann", address="here:1"))
         closes = eavesdropper_pb2.CloseCaptureRequest(capture_id=recording.file.capture_id)
@@ -257,7 +257,7 @@ async def scrapes(folder: Path, spec: RunSpec, data: PlacedData) -> tuple[list[d
 async def fed(up: Network, name: str, own: LearnerData, half: int) -> None:
     """Bring one half of a learner's records, and have a receipt for it."""
     async with channel(up.addresses[name], Role.LEARNER, name) as to:
-        batch = batch_of(own, "feeder", half, HALF)
+        batch = make_batch(own, "feeder", half, HALF)
         receipts = learner_pb2_grpc.LearnerStub(to).Ingest(iter([batch]), timeout=PATIENCE_S)
         assert [each.next_sequence async for each in receipts][-1] == half + 1
 
@@ -311,12 +311,12 @@ def test_the_names_of_times_are_few() -> None:
     ]
 
 
-def past_run(name: str, state: coordinator_pb2.RunState.ValueType, ended: int, *learners: str) -> KeptRun:
+def past_run(name: str, state: coordinator_pb2.RunState.ValueType, ended: int, *learners: str) -> StoredRun:
     view = coordinator_pb2.Run(run_id=name, state=state)
     view.ended_at.FromSeconds(ended)
     for each in learners:
         view.learners.add().status.learner = each
-    return KeptRun(name, "{}", 1, Overhearing(), view.SerializeToString())
+    return StoredRun(name, "{}", 1, CaptureBinding(), view.SerializeToString())
 
 
 def test_a_run_that_failed_is_told_of_until_one_of_its_learners_is_in_another_one() -> None:
@@ -329,7 +329,7 @@ def test_a_run_that_failed_is_told_of_until_one_of_its_learners_is_in_another_on
         past_run("good", finished, 40, "cleo"),
     )
 
-    def told(*newest_first: KeptRun) -> dict[str, float]:
+    def told(*newest_first: StoredRun) -> dict[str, float]:
         return {each.labels[0]: each.value for each in _failed(newest_first)}
 
     assert told(first) == told(others, first) == {"first": 10.0}

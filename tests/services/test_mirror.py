@@ -18,7 +18,7 @@ from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import mirror as mirroring
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.status import as_error
+from sottovoce_rpc.status import convert_status_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.capturing import captured, conversation, frame, row
@@ -54,13 +54,13 @@ async def mirror(up: Network, run_id: str, sender: int, message: Any) -> Excepti
 
     async with channel(up.eavesdropper) as to:
         failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).Mirror(said(), timeout=PATIENCE_S))
-        return as_error(failure, "the eavesdropper")
+        return convert_status_error(failure, "the eavesdropper")
 
 
 async def test_copies_that_are_none_of_the_runs_spoil_no_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "MOST_PAYLOAD", 100)
+    monkeypatch.setattr(recording, "MAX_PAYLOAD_BYTES", 100)
     spec = spec_of("mirror")
     data = made_up(spec)
     async with network(tmp_path, NAMES) as up:

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from sottovoce_client.running.operate import Outcome
-from sottovoce_coordinator.runs import RunBook
+from sottovoce_coordinator.runs import RunStateMachine
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import Rule
 from sottovoce_core.noise import RecordedNoise
 from sottovoce_core.running.replay import Replay
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec
-from sottovoce_learner.peers.inbox import Hearing
+from sottovoce_learner.peers.inbox import MessageReceiver
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.session import Session
-from sottovoce_rpc.learner_status import RULES, KnownBy, LearnerState, known_by
+from sottovoce_rpc.learner_status import VIOLATION_KINDS, Attribution, LearnerState, known_by
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import made_up, small_spec
 from tests.services.capturing import encode_round
@@ -43,14 +43,14 @@ SOON = {"window": 8, "deadline_s": 10.0}
 
 def shorter_once_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once somebody was noticed, learners wait for less than that."""
-    notice = Hearing.notice
+    notice = MessageReceiver.notice
 
-    def first(self: Hearing, neighbour: int, rule: Rule, known_by: KnownBy, *, ended: bool) -> bool:
-        monkeypatch.setattr(Hearing, "notice", notice)
+    def first(self: MessageReceiver, neighbour: int, rule: Rule, known_by: Attribution, *, ended: bool) -> bool:
+        monkeypatch.setattr(MessageReceiver, "notice", notice)
         given_up_soon(monkeypatch)
         return notice(self, neighbour, rule, known_by, ended=ended)
 
-    monkeypatch.setattr(Hearing, "notice", first)
+    monkeypatch.setattr(MessageReceiver, "notice", first)
 
 
 Wrong = Callable[[Link, Callable[[int, bytes], None], int, bytes], None]
@@ -70,7 +70,7 @@ def _twice(link: Link, say: Callable[[int, bytes], None], t: int, payload: bytes
 WRONG: dict[Rule, Wrong] = {
     Rule.FORM: lambda link, say, t, payload: say(t, payload + b"\0"),
     Rule.NUMBERS: lambda link, say, t, payload: say(t, _told(t, DORA, np.nan)),
-    Rule.TURN: lambda link, say, t, payload: say(t, _told(t + 5, DORA)),
+    Rule.ROUND: lambda link, say, t, payload: say(t, _told(t + 5, DORA)),
     Rule.NAME: lambda link, say, t, payload: say(t, _told(t, 0)),
     Rule.EQUIVOCATION: _twice,
 }
@@ -133,14 +133,14 @@ class Noticed(NamedTuple):
     learner: int
     round: int
     rule: Rule
-    known_by: KnownBy
+    known_by: Attribution
 
 
 async def noticed(up: Network, run_id: str) -> list[tuple[int, Noticed]]:
     """What the coordinator knows of it, and who noticed it."""
     view = await up.end(run_id)
     return [
-        (each.reporter, Noticed(each.learner, each.round, RULES[each.kind], known_by(each)))
+        (each.reporter, Noticed(each.learner, each.round, VIOLATION_KINDS[each.kind], known_by(each)))
         for each in view.violations
     ]
 
@@ -157,9 +157,9 @@ async def test_the_run_fails_at_once_and_says_who_and_how(
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
         known = await noticed(up, outcome.run_id)
-        counted = [(await up.status(name)).rules_broken for name in NAMES]
+        counted = [(await up.status(name)).violation_count for name in NAMES]
     assert (outcome.state, outcome.detail) == ("failed", words(rule, "ann", t=due(rule)))
-    assert known == [(0, Noticed(DORA, due(rule), rule, KnownBy.CERTIFICATE))]
+    assert known == [(0, Noticed(DORA, due(rule), rule, Attribution.CERTIFICATE))]
     assert counted[0] > 0 and counted[1:] == [0, 0, 0]
 
 
@@ -184,7 +184,7 @@ async def test_who_is_known_by_name_alone_is_told_of_and_ends_nothing_before_the
     assert outcome.state == "failed"
     assert outcome.detail.startswith("no messages pass between ")
     assert outcome.detail.endswith("; " + words(Rule.NUMBERS, "ann", "somebody in the clear under the name of dora"))
-    assert known == [(0, Noticed(DORA, T, Rule.NUMBERS, KnownBy.NAME))]
+    assert known == [(0, Noticed(DORA, T, Rule.NUMBERS, Attribution.NAME))]
 
 
 async def test_a_run_that_was_stopped_for_it_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ async def test_the_run_goes_on_without_whom_its_neighbours_accuse(
     assert outcome.state == "finished", outcome.detail
     (absence,) = outcome.absences or ()
     assert absence.learner == "dora" and set(absence.unheard) == set(NAMES[:DORA])
-    assert len(known) >= 2 and {each for _, each in known} == {Noticed(DORA, due(rule), rule, KnownBy.CERTIFICATE)}
+    assert len(known) >= 2 and {each for _, each in known} == {Noticed(DORA, due(rule), rule, Attribution.CERTIFICATE)}
     assert end.learners[DORA].status.detail.startswith("lost: the run goes on without it; dora said ")
     assert told is LearnerState.STOPPED
     is_as_simulated(outcome, spec, noise)
@@ -245,7 +245,7 @@ def accusing(monkeypatch: pytest.MonkeyPatch, who: str, whom: Collection[int], t
         await say(self, at)
         if self.role.name == who and at == t:
             for j in whom:
-                self.hearing.notice(j, Rule.NUMBERS, KnownBy.CERTIFICATE, ended=self.life.ended)
+                self.hearing.notice(j, Rule.NUMBERS, Attribution.CERTIFICATE, ended=self.life.ended)
                 self.report()
 
     monkeypatch.setattr(Session, "_send", lies)
@@ -355,7 +355,7 @@ async def test_a_coordinator_that_is_started_again_is_told_again(
     misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0, 1, 2])
     async with network(tmp_path, NAMES, noise=noise, identities=ids, durable=True) as up:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RunBook, "_enforce", lambda book: None)
+            patch.setattr(RunStateMachine, "_enforce", lambda book: None)
             running = asyncio.ensure_future(up.run(spec, made_up(spec)))
             for name in NAMES[:DORA]:
                 await up.until(name, LearnerState.RUNNING)
@@ -387,11 +387,11 @@ async def test_what_a_learner_says_of_who_is_no_neighbour_is_passed_over(
         coordinator_pb2.Violation(learner=1, round=2**64 - 1, kind=1, attribution=99),  # type: ignore[arg-type]
     ]
     lies = tuple(extra)
-    monkeypatch.setattr(Hearing, "misconduct", property(lambda self: lies if self._role.name == "ann" else ()))
+    monkeypatch.setattr(MessageReceiver, "misconduct", property(lambda self: lies if self._role.name == "ann" else ()))
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
         known = await noticed(up, outcome.run_id)
     assert (outcome.state, outcome.detail) == ("finished", "")
     assert known == [
-        (0, Noticed(1, ROUNDS, Rule.FORM, KnownBy.NAME))
+        (0, Noticed(1, ROUNDS, Rule.FORM, Attribution.NAME))
     ]  # how it knows it is unknown: the least that counts

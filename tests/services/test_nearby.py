@@ -12,12 +12,12 @@ import grpc
 import pytest
 
 from sottovoce_client.running.operate import Outcome
-from sottovoce_core.errors import NotReady, Unavailable
+from sottovoce_core.errors import FailedPrecondition, Unavailable
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.memory import Memory
 from sottovoce_learner.peers import connection
-from sottovoce_learner.peers.in_process import Nearby, NearStream, _Turns
+from sottovoce_learner.peers.in_process import InProcessTransport, InProcessStream, _Turns
 from sottovoce_learner.service import Learner
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
@@ -34,7 +34,7 @@ def spec_of(**more: Any) -> RunSpec:
 
 
 @asynccontextmanager
-async def together(folder: Path, nearby: Nearby | None, identities: Issuing | None = None) -> AsyncIterator[Network]:
+async def together(folder: Path, nearby: InProcessTransport | None, identities: Issuing | None = None) -> AsyncIterator[Network]:
     """Learners of one process, whose noise is the same in every run."""
     async with network(folder, [], identities=identities) as up:
         up.nearby, up.noise_seed = nearby, "the same"
@@ -72,7 +72,7 @@ async def test_what_is_said_is_as_over_channels(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Memory, "remember", saying)
     found = list[list[bytes]]()
-    for folder, nearby in ((tmp_path / "apart", None), (tmp_path / "together", Nearby())):
+    for folder, nearby in ((tmp_path / "apart", None), (tmp_path / "together", InProcessTransport())):
         async with together(folder, nearby) as up:
             before = opened.count
             await ran(up, spec_of())
@@ -87,7 +87,7 @@ async def test_what_is_said_is_as_over_channels(tmp_path: Path, monkeypatch: pyt
 async def test_what_is_overheard_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capture: str) -> None:
     """A relay stands on the edge: whoever is overheard by one opens a channel to it."""
     opened = Opened(monkeypatch)
-    async with together(tmp_path, Nearby()) as up:
+    async with together(tmp_path, InProcessTransport()) as up:
         outcome = await ran(up, spec_of(capture=capture))
     assert outcome.capture is not None
     heard = open_capture(outcome.capture)
@@ -97,7 +97,7 @@ async def test_what_is_overheard_is_whole(tmp_path: Path, monkeypatch: pytest.Mo
 
 async def test_who_has_an_identity_shows_it_on_a_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Opened(monkeypatch)
-    async with together(tmp_path, Nearby(), Identities(tmp_path / "identities")) as up:
+    async with together(tmp_path, InProcessTransport(), Identities(tmp_path / "identities")) as up:
         await ran(up, spec_of())
     assert opened.count >= len(NAMES)
 
@@ -106,7 +106,7 @@ async def test_a_learner_that_leaves_and_comes_back_goes_on(tmp_path: Path) -> N
     """To whoever met it its stream has ended; of what it says again nothing is new."""
     spec = spec_of()
     data = made_up(spec)
-    async with together(tmp_path, Nearby()) as up:
+    async with together(tmp_path, InProcessTransport()) as up:
         run = await up.start(spec, 3)
         await up.feed(run.run_id, spec, data, but=["dan"])
         await up.until("ben", LearnerState.RUNNING)
@@ -116,11 +116,11 @@ async def test_a_learner_that_leaves_and_comes_back_goes_on(tmp_path: Path) -> N
         await up.feed(run.run_id, spec, data)
         last = await up.end(run.run_id)
         assert last.state == coordinator_pb2.RUN_STATE_FINISHED and not last.violations, last
-        assert not any(learner.in_run().hearing.rules_broken for learner in up.learners.values())
+        assert not any(learner.in_run().hearing.violation_count for learner in up.learners.values())
 
 
 async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
-    ours, theirs = NearStream.pair(_Turns())
+    ours, theirs = InProcessStream.pair(_Turns())
     await ours.write(b"one")
     await ours.write(b"two")
     theirs.end()
@@ -133,7 +133,7 @@ async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
 async def test_one_reader_a_turn_is_told_that_something_has_come() -> None:
     """Else whoever asks a learner of a large host waits until all others have taken their rounds."""
     turns, told = _Turns(), list[int]()
-    pairs = [NearStream.pair(turns) for _ in range(20)]
+    pairs = [InProcessStream.pair(turns) for _ in range(20)]
 
     async def reading(k: int) -> None:
         await pairs[k][1].read()
@@ -156,16 +156,16 @@ async def test_one_reader_a_turn_is_told_that_something_has_come() -> None:
 async def test_an_error_of_the_other_side_is_told_and_a_bugs_text_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nearby = Nearby()
+    nearby = InProcessTransport()
     async with together(tmp_path, nearby) as up:
-        with pytest.raises(NotReady, match="not in a run"):
+        with pytest.raises(FailedPrecondition, match="not in a run"):
             async with nearby.meet(up.addresses["ann"]) as stream:
                 await stream.read()
 
         def broken(_: Learner) -> None:
             raise ValueError("the record of Mrs Miller")
 
-        monkeypatch.setattr(up.learners["ann"].face, "_in_run", broken.__get__(up.learners["ann"]))
+        monkeypatch.setattr(up.learners["ann"].servicer, "_in_run", broken.__get__(up.learners["ann"]))
         with pytest.raises(Unavailable, match="internal error") as told:
             async with nearby.meet(up.addresses["ann"]) as stream:
                 await stream.read()
@@ -173,7 +173,7 @@ async def test_an_error_of_the_other_side_is_told_and_a_bugs_text_is_not(
 
 
 async def test_a_learner_that_is_gone_is_not_met(tmp_path: Path) -> None:
-    nearby = Nearby()
+    nearby = InProcessTransport()
     async with together(tmp_path, nearby) as up:
         address = up.addresses["ann"]
         assert nearby.has(address)

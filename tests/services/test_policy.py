@@ -13,7 +13,7 @@ import pytest
 
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.privacy.guarantee import Event
-from sottovoce_core.running.policy import Guarantees, Policy
+from sottovoce_core.running.policy import GuaranteeRequirements, Policy
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_eavesdropper import service as eavesdropping
@@ -62,7 +62,7 @@ ASKING: dict[str, tuple[Policy, dict[str, Any], str]] = {
     "price": (Policy(), {"algorithm": {"sigma": 1e-9}}, "epsilon_per_run 100, the spec asks for "),
     "no promise": (Policy(), {"algorithm": {"name": GOSSIP}}, "epsilon_per_run 100, the spec asks for inf"),
     "adjacency": (
-        Policy(guarantees=Guarantees(adjacency=Event.LEARNER)),
+        Policy(guarantees=GuaranteeRequirements(adjacency=Event.LEARNER)),
         {},
         "guarantees.adjacency learner, the spec asks for record",
     ),
@@ -101,7 +101,7 @@ async def test_a_run_outside_the_policy_fails_with_the_clause_and_its_learner_li
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Of one learner; the other one's owner allows it. Nothing is said, nothing charged, and the next run goes well."""
-    monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_S", 0.0)  # nobody copies anything
+    monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_TIMEOUT_S", 0.0)  # nobody copies anything
     policy, sections, text = ASKING[what]
     spec = asking(sections)
     async with network(tmp_path, NAMES) as up:
@@ -210,7 +210,7 @@ async def test_copies_go_to_whom_its_owner_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...], copies: bool
 ) -> None:
     if not copies:
-        monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_S", 1.0)  # it waits for ann's in vain
+        monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_TIMEOUT_S", 1.0)  # it waits for ann's in vain
     spec = spec_of(capture="mirror")
     accepting = ALLOWING.model_copy(update={"eavesdroppers": tuple(f"eavesdropper/{each}" for each in named)})
     async with network(tmp_path, NAMES, identities=Identities(tmp_path / "ids")) as up:
@@ -352,7 +352,7 @@ async def test_a_run_that_others_leave_is_held_against_the_policy_again(tmp_path
     clock = {"mode": "paced", "period_s": 0.01, "deadline_s": 100.0}
     spec = small_spec(100, names, topology={"graph": "complete"}, clock=clock)
     async with network(tmp_path, names) as up:
-        await restarted(up, "ann", Policy.for_spec(spec))
+        await restarted(up, "ann", Policy.from_spec(spec))
         ann, running = up.learners["ann"], asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 3)
         if not allowed:

@@ -19,7 +19,7 @@ from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
-from sottovoce_rpc.logs import open_to_others
+from sottovoce_rpc.logs import is_open_to_others
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S
 
@@ -141,4 +141,4 @@ async def test_a_folder_that_others_may_look_into_is_told_at_the_start(tmp_path:
 
 
 def test_a_folder_that_is_not_there_is_open_to_nobody(tmp_path: Path) -> None:
-    assert not open_to_others(tmp_path / "none")
+    assert not is_open_to_others(tmp_path / "none")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.running.operate import BY_OPERATOR
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_rpc.learner_status import LearnerState
@@ -118,7 +118,7 @@ async def test_a_run_that_is_stopped_while_its_coordinator_is_away_stops_when_it
         await asyncio.sleep(0.2)
         await up.restart_coordinator()
         outcome = await running
-    assert (outcome.state, outcome.detail) == ("stopped", BY_OPERATOR)
+    assert (outcome.state, outcome.detail) == ("stopped", STOPPED_BY_OPERATOR)
 
 
 async def test_a_learner_that_died_with_its_coordinator_is_missed(

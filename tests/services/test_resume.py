@@ -194,7 +194,7 @@ async def test_a_capture_that_was_left_open_goes_on(tmp_path: Path, disk: Disk) 
         (run_id,) = await begun(up, first)
         old = up.eavesdropping
         assert old is not None and old.service is not None
-        (recording,) = old._captures.recordings.values()
+        (recording,) = old._captures.sessions.values()
         await recording.writing.end()
         await old.service.server.stop(None)
         (end,) = await fed_to_their_ends(up, [run_id], first)

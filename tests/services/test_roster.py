@@ -19,14 +19,14 @@ from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator import conducting
 from sottovoce_coordinator.captures import Captures
-from sottovoce_coordinator.conducting import RESTING, Conductor
-from sottovoce_coordinator.courses import Course
-from sottovoce_coordinator.runs import RunBook, RunState
+from sottovoce_coordinator.conducting import RESTING, RunController
+from sottovoce_coordinator.courses import ManagedRun
+from sottovoce_coordinator.runs import RunStateMachine, RunState
 from sottovoce_coordinator.store import Store
 from sottovoce_core.errors import CaptureError, Unavailable
-from sottovoce_core.network.roster import Absence
+from sottovoce_core.network.roster import OfflineInterval
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce_core.running.participation import require_amendment
+from sottovoce_core.running.participation import require_valid_reconfiguration
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
@@ -38,7 +38,7 @@ from sottovoce_learner.session import Session
 from sottovoce_learner.storage import run_log
 from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc.directives import Directive
-from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus
+from sottovoce_rpc.learner_status import WaitCause, LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -105,7 +105,7 @@ async def test_a_run_with_absences_is_what_the_simulator_says(tmp_path: Path, sp
         promised = run.guarantee(i)
         losses = replay(run, said, i, [learned, learned.with_use(0, -learned.features[0], 1.0 - learned.labels[0])])
         assert len(losses.realised) == spec.rounds
-        assert np.abs(losses.total).max() <= promised.cumulative[-1]
+        assert np.abs(losses.total).max() <= promised.cumulative_epsilon[-1]
         assert outcome.statuses[i].epsilon_spent == pytest.approx(promised.epsilon(), rel=1e-12)
     for reported in summarise(
         run, data, outcome
@@ -222,7 +222,7 @@ LOSABLE = {
 }
 
 
-@pytest.mark.parametrize("after", [run_log.SNAPSHOT_AFTER, 0], ids=["by logs", "by snapshots"])
+@pytest.mark.parametrize("after", [run_log.SNAPSHOT_AFTER_BYTES, 0], ids=["by logs", "by snapshots"])
 @pytest.mark.parametrize(
     ("name", "t"), [("ldp-dol", 1), ("ldp-dol", 10), ("ldp-dol", 57), *((name, 20) for name in ALSO)]
 )
@@ -230,7 +230,7 @@ async def test_a_run_goes_on_without_a_learner_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, t: int, after: int
 ) -> None:
     """What its neighbours have not learned of it is left out, and the spec says so: the simulator says the same."""
-    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER", after)
+    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER_BYTES", after)
     spec = LOSABLE[name]
     if t == 10:  # by the deadline of the spec
         spec = spec.model_copy(update={"clock": spec.clock.model_copy(update={"deadline_s": 2.0})})
@@ -296,7 +296,7 @@ async def test_a_learner_that_is_lost_is_told_so_and_free_for_other_runs(tmp_pat
         outcome = await running
         lines = {line.run_id: line for line in Ledger(tmp_path / "journals").lines("dora")}
     assert outcome.state == "finished", outcome.detail
-    line, spent = lines[run_id], build_run(spec, 3).guarantee(3).cumulative
+    line, spent = lines[run_id], build_run(spec, 3).guarantee(3).cumulative_epsilon
     assert line.said >= 10 and line.spent == pytest.approx(spent[line.said - 1])
     assert 0 < outcome.statuses[3].epsilon_spent <= line.spent  # what was heard of it before it went
 
@@ -422,14 +422,14 @@ async def test_who_is_lost_cannot_be_lost_again(tmp_path: Path) -> None:
 
 async def test_a_change_that_nobody_waits_for_any_more_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rest, and would rest for ever."""
-    rest, resting = Conductor._rest, asyncio.Event()
+    rest, resting = RunController._rest, asyncio.Event()
 
-    async def long(self: Conductor, course: Course) -> None:
+    async def long(self: RunController, course: ManagedRun) -> None:
         await rest(self, course)
         resting.set()
         await asyncio.sleep(0.5)  # the operator gives up
 
-    monkeypatch.setattr(Conductor, "_rest", long)
+    monkeypatch.setattr(RunController, "_rest", long)
     spec = LOSABLE["ldp-dol"]
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -447,7 +447,7 @@ async def test_a_run_that_is_stopped_while_it_is_changed_stays_stopped(
 ) -> None:
     told, stopped = asyncio.Event(), asyncio.Event()
 
-    async def slow(self: Captures, book: RunBook, run: Run) -> None:
+    async def slow(self: Captures, book: RunStateMachine, run: Run) -> None:
         if not told.is_set():
             told.set()
             await stopped.wait()
@@ -508,7 +508,7 @@ async def test_who_leaves_is_waited_for_where_the_coordinator_was_started_again(
 
 def test_whose_stream_breaks_while_all_rest_is_waited_for() -> None:
     """It was not told before, and may say what it was granted; it may be in an attempt before this one."""
-    held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
+    held = RunStateMachine("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
     running = [LearnerStatus(name, "r-1", LearnerState.RUNNING, rounds_done=4, rounds_said=5) for name in NAMES]
     held.restore(RunState.RUNNING, running, datetime.now(UTC))
     assert held.busy == [0, 1, 2, 3]  # nobody is back
@@ -574,7 +574,7 @@ async def test_a_run_that_loses_two_is_overheard_to_its_end(
 
 def test_who_rested_under_a_coordinator_before_this_one_is_waited_for_when_it_is_back() -> None:
     """It was briefed, and speaks, before it has said so."""
-    held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
+    held = RunStateMachine("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
     rested = [LearnerStatus(name, "r-1", LearnerState.STOPPED, rounds_done=4, rounds_said=5) for name in NAMES]
     held.restore(RunState.RUNNING, rested, datetime.now(UTC))
     held.back(0)
@@ -583,7 +583,7 @@ def test_who_rested_under_a_coordinator_before_this_one_is_waited_for_when_it_is
 
 def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
     """As far as others have heard it, it had: reports of those who are gone are old."""
-    held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
+    held = RunStateMachine("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
     said = dict(zip(NAMES, (9, 9, 2, 3), strict=True))
     known = [LearnerStatus(name, "r-1", LearnerState.STOPPED, rounds_said=said[name]) for name in NAMES]
     held.restore(RunState.RUNNING, known, datetime.now(UTC))
@@ -592,13 +592,13 @@ def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
     assert held.unheard(3) == {"ann": 8, "ben": 8, "cleo": 9}
 
 
-def without(held: RunBook, lost: int) -> RunSpec:
+def without(held: RunStateMachine, lost: int) -> RunSpec:
     return conducting._without(held.run.spec, book=held, lost=frozenset({lost}))
 
 
 def test_who_has_learned_its_last_round_before_it_died_has_heard_who_is_lost() -> None:
     """By its log, which alone knows: it could not report that any more."""
-    held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
+    held = RunStateMachine("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
     known = [LearnerStatus(name, "r-1", LearnerState.RUNNING, rounds_done=59, rounds_said=60) for name in NAMES]
     held.restore(RunState.RUNNING, known, datetime.now(UTC))
     held.losing = {3}
@@ -606,20 +606,20 @@ def test_who_has_learned_its_last_round_before_it_died_has_heard_who_is_lost() -
     held.rest(1, 60, closed=False)
     assert held.unheard(3) == {"ann": 60, "ben": 59, "cleo": 59}
     left = without(held, 3)
-    require_amendment(held.run.spec.roster, left.roster, 0, said=60, done=60)
-    require_amendment(held.run.spec.roster, left.roster, 1, said=60, done=59)
+    require_valid_reconfiguration(held.run.spec.roster, left.roster, 0, said=60, done=60)
+    require_valid_reconfiguration(held.run.spec.roster, left.roster, 1, said=60, done=59)
 
 
 def test_a_lost_learner_may_have_said_what_a_coordinator_before_this_one_has_granted() -> None:
     """It alone may have been told: how far the others were granted says nothing."""
     run = build_run(LOSABLE["ldp-dol"], 3)
-    course = Course(RunBook("r-1", run, 3, ("a:1", "b:2", "c:3", "d:4")), datetime.now(UTC))
+    course = ManagedRun(RunStateMachine("r-1", run, 3, ("a:1", "b:2", "c:3", "d:4")), datetime.now(UTC))
     course.book.state = RunState.RUNNING
     with contextlib.closing(Store(None)) as kept:
         kept.begin(course.kept())
         kept.grant("r-1", 12, 4, course.record())
         (written,) = kept.runs()
-    again = Course.resumed(written, run, datetime.now(UTC)).book
+    again = ManagedRun.resumed(written, run, datetime.now(UTC)).book
     assert again.clock.granted == 0
     (absence,) = without(again, 3).absences or ()
     assert absence.first_round == 16
@@ -630,8 +630,8 @@ def test_a_lost_learner_may_have_said_what_a_coordinator_before_this_one_has_gra
 
 def test_a_run_ends_though_its_coordinator_died_before_it_said_so_and_nobody_is_left() -> None:
     lost: dict[str, Any] = {"learner": "dora", "first_round": 60, "unheard": dict.fromkeys(NAMES[:3], 60)}
-    run = build_run(LOSABLE["ldp-dol"].model_copy(update={"absences": (Absence(**lost),)}), 3)
-    held, now = RunBook("r-1", run, 3, ("a:1", "b:2", "c:3", "d:4")), datetime.now(UTC)
+    run = build_run(LOSABLE["ldp-dol"].model_copy(update={"absences": (OfflineInterval(**lost),)}), 3)
+    held, now = RunStateMachine("r-1", run, 3, ("a:1", "b:2", "c:3", "d:4")), datetime.now(UTC)
     known = [LearnerStatus(name, "r-1", LearnerState.FINISHED, rounds_done=60, rounds_said=60) for name in NAMES[:3]]
     held.restore(RunState.RUNNING, [*known, LearnerStatus("dora", "r-1", LearnerState.RUNNING)], now)
     held.miss(0, now)
@@ -675,7 +675,7 @@ async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
         async def undelivered(address: str, *rest: Any, **more: Any) -> None:
             if address == up.addresses["dora"]:
                 await up.until("ann", LearnerState.RUNNING, 1)  # and so all others have records
-                given_up_soon(monkeypatch, Cause.RECORDS)
+                given_up_soon(monkeypatch, WaitCause.RECORDS)
                 raise Unavailable("it cannot be reached")
             await feed(address, *rest, **more)
 

@@ -17,10 +17,10 @@ import pytest
 import structlog
 
 from sottovoce_client.running import feeder as feeders
-from sottovoce_client.running.feeder import batch_of
-from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
+from sottovoce_client.running.feeder import make_batch
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator.round_clock import RoundClock
-from sottovoce_coordinator.runs import RunBook
+from sottovoce_coordinator.runs import RunStateMachine
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData, load_dataset
 from sottovoce_core.noise import Recorder, SeededNoise
@@ -31,16 +31,16 @@ from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.relay import GrpcProxy
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage import run_log
-from sottovoce_learner.storage.run_log import SNAPSHOT_AFTER, SNAPSHOT_ROUNDS, RunLog
+from sottovoce_learner.storage.run_log import SNAPSHOT_AFTER_BYTES, SNAPSHOT_AFTER_ROUNDS, RunLog
 from sottovoce_learner.storage.state_folder import DiskFull
 from sottovoce_learner.storage.store import Ledger
 from sottovoce_learner.storage.wal import Kind, Said
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
-from sottovoce_rpc.learner_status import Cause, LearnerState
+from sottovoce_rpc.learner_status import WaitCause, LearnerState
 from sottovoce_rpc.server import channel, listen_on
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
@@ -237,7 +237,7 @@ async def test_a_paced_clock_says_nothing_while_a_learner_is_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody is fed, so no round is ever done: after the first grant of a window of one nothing grows."""
-    ticks, said, enough, true = 0, list[int](), asyncio.Event(), (RoundClock.tick, RunBook.go_on)
+    ticks, said, enough, true = 0, list[int](), asyncio.Event(), (RoundClock.tick, RunStateMachine.go_on)
 
     def tick(own: RoundClock) -> int:
         nonlocal ticks
@@ -246,12 +246,12 @@ async def test_a_paced_clock_says_nothing_while_a_learner_is_behind(
             enough.set()
         return true[0](own)
 
-    def go_on(own: RunBook) -> Any:
+    def go_on(own: RunStateMachine) -> Any:
         said.append(own.clock.granted)
         return true[1](own)
 
     monkeypatch.setattr(RoundClock, "tick", tick)
-    monkeypatch.setattr(RunBook, "go_on", go_on)
+    monkeypatch.setattr(RunStateMachine, "go_on", go_on)
     async with network(tmp_path, NAMES) as up:
         await up.start(spec_of(clock={"mode": "paced", "period_s": 0.002, "window": 1, "deadline_s": 100.0}), 3)
         await asyncio.wait_for(enough.wait(), PATIENCE_S)
@@ -299,7 +299,7 @@ async def test_the_logs_of_a_run_go_with_it(tmp_path: Path) -> None:
 
 async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path: Path, kept_logs: None) -> None:
     """The run stops and says why; the message that was too dear is nowhere: not sent, not journaled, not charged."""
-    free = build_run(spec_of(), 3).guarantee(1).cumulative
+    free = build_run(spec_of(), 3).guarantee(1).cumulative_epsilon
     budget = float((free[11] + free[12]) / 2)  # enough for the messages of rounds 0 to 11
     spec = spec_of("relay", privacy={"budget": [1e9, budget, 1e9, 1e9]})
     async with network(tmp_path, NAMES) as up:
@@ -332,7 +332,7 @@ async def test_an_operator_stops_a_run(tmp_path: Path) -> None:
         for name in NAMES:
             await up.until(name, LearnerState.STOPPED)
         capture = closed(outcome)
-    assert (outcome.state, outcome.detail) == ("stopped", BY_OPERATOR)
+    assert (outcome.state, outcome.detail) == ("stopped", STOPPED_BY_OPERATOR)
     assert capture.transcript(SHAPES, 4).rounds >= 5
 
 
@@ -356,7 +356,7 @@ async def test_a_run_is_stopped_when_its_coordinator_is_back(
         up.coordinating = old
         await up.restart_coordinator()
         outcome = await running
-    assert (outcome.state, outcome.detail) == ("stopped", BY_OPERATOR)
+    assert (outcome.state, outcome.detail) == ("stopped", STOPPED_BY_OPERATOR)
 
 
 async def test_an_operator_need_not_wait_for_learners_that_never_join(tmp_path: Path) -> None:
@@ -427,7 +427,7 @@ async def eventually_said(learner: Learner) -> None:
 # ---- channels that break ---------------------------------------------------------------------------------------------
 
 
-class Cutting(Relay):
+class Cutting(GrpcProxy):
     """A relay that records a message, and breaks the stream in place of passing it on, at chosen messages of a direction."""
 
     cuts: ClassVar[dict[tuple[int, int, str], list[int]]] = {}
@@ -499,7 +499,7 @@ async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again
 async def test_a_relay_that_is_restarted_on_its_port_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sottovoce_eavesdropper.relay.FINISH_S", 0.2)
+    monkeypatch.setattr("sottovoce_eavesdropper.relay.FINISH_TIMEOUT_S", 0.2)
     clock = {"mode": "paced", "period_s": 0.004, "window": 50, "deadline_s": 100.0}
     spec = small_spec(400, NAMES, capture="relay", clock=clock)
     data = made_up(spec, records=10)
@@ -507,17 +507,17 @@ async def test_a_relay_that_is_restarted_on_its_port_is_found_again(
         running = asyncio.ensure_future(up.run(spec, data))
         await up.until("ann", LearnerState.RUNNING, 20)
         assert up.eavesdropping is not None
-        (recording,) = up.eavesdropping._captures.recordings.values()
+        (recording,) = up.eavesdropping._captures.sessions.values()
         relay = recording.relays[0]
         assert up.coordinating is not None
-        address = up.coordinating._courses.under_way[0].book.overhearing.relays[0, 1]
+        address = up.coordinating._courses.under_way[0].book.capture_binding.relays[0, 1]
         await relay.stop()
         before = (await up.status("ann")).rounds_done
         assert before < 400
         await asyncio.sleep(0.2)
         assert (await up.status("ann")).rounds_done <= before + 1  # nobody can go on without a neighbour
 
-        again = recording.relays[0] = Relay(relay._route, recording.file)
+        again = recording.relays[0] = GrpcProxy(relay._route, recording.file)
         again._server.add_generic_rpc_handlers((again,))
         assert listen_on(again._server, address) == address
         await again._server.start()
@@ -554,7 +554,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
         "failed",
         "cleo failed: the journal cannot be written: Input/output error",
     )
-    spent = build_run(spec, 3).guarantee(2).cumulative
+    spent = build_run(spec, 3).guarantee(2).cumulative_epsilon
     assert outcome.statuses[2].epsilon_spent == pytest.approx(spent[8])
 
 
@@ -573,7 +573,7 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         append(own, asked, t, spent, body)
 
     monkeypatch.setattr(RunLog, "_append", appended)
-    monkeypatch.setattr("sottovoce_learner.progress.ROOM_S", 0.05)
+    monkeypatch.setattr("sottovoce_learner.progress.DISK_RETRY_INTERVAL_S", 0.05)
     spec = spec_of()
     noise, _, last = recorded(spec, made_up(spec, batch=2), tmp_path / "noise.npz")
     with structlog.testing.capture_logs() as logs:
@@ -583,7 +583,7 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
             async with asyncio.timeout(PATIENCE_S):
                 while cleo._session is None or cleo._session.waiting is None or len(tried) < 3:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            assert cleo._session.waiting.cause is Cause.DISK
+            assert cleo._session.waiting.cause is WaitCause.DISK
             room.set()
             outcome = await running
             found = np.stack(
@@ -611,7 +611,7 @@ async def test_a_learner_that_is_started_again_on_a_full_disk_waits_for_room(
         allocate(file, at, size)
 
     monkeypatch.setattr(os, "posix_fallocate", allocated)
-    monkeypatch.setattr("sottovoce_learner.progress.ROOM_S", 0.05)
+    monkeypatch.setattr("sottovoce_learner.progress.DISK_RETRY_INTERVAL_S", 0.05)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ben", LearnerState.RUNNING, 5)
@@ -620,7 +620,7 @@ async def test_a_learner_that_is_started_again_on_a_full_disk_waits_for_room(
         await up.join("ben")
         async with asyncio.timeout(PATIENCE_S):
             ben = up.learners["ben"]
-            while ben._session is None or (wait := ben._session.waits.newest) is None or wait.cause is not Cause.DISK:  # noqa: ASYNC110
+            while ben._session is None or (wait := ben._session.waits.newest) is None or wait.cause is not WaitCause.DISK:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         full.clear()
         outcome = await running
@@ -659,7 +659,7 @@ async def test_a_feeder_that_leaves_a_full_disk_is_not_waited_for(
         feeding = asyncio.ensure_future(up.feed(run_id, spec, made_up(spec)))
         async with asyncio.timeout(PATIENCE_S):
             ann = up.learners["ann"]
-            while ann._session is None or (wait := ann._session.waits.newest) is None or wait.cause is not Cause.DISK:  # noqa: ASYNC110
+            while ann._session is None or (wait := ann._session.waits.newest) is None or wait.cause is not WaitCause.DISK:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         feeding.cancel()
         end = await up.end(run_id)
@@ -733,7 +733,7 @@ async def test_a_learner_can_be_asked_what_it_has_spent(tmp_path: Path) -> None:
     assert sorted(line.epsilon_spent for line in ledger.entries) == sorted(spent)
     assert {(line.learner, line.algorithm, line.index) for line in ledger.entries} == {("ann", "ldp-dol", 0)}
     assert sum(spent) <= ledger.owner_budget == up.budget
-    assert third.statuses[0].epsilon_elsewhere == pytest.approx(2 * spent[0])
+    assert third.statuses[0].epsilon_other_runs == pytest.approx(2 * spent[0])
 
 
 # ---- files of the client ---------------------------------------------------------------------------------------------
@@ -759,7 +759,7 @@ async def test_a_graph_file_stays_with_the_client(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("grown", "rounds"),
-    [(SNAPSHOT_AFTER, SNAPSHOT_ROUNDS), (3_000, SNAPSHOT_ROUNDS), (SNAPSHOT_AFTER, 60)],
+    [(SNAPSHOT_AFTER_BYTES, SNAPSHOT_AFTER_ROUNDS), (3_000, SNAPSHOT_AFTER_ROUNDS), (SNAPSHOT_AFTER_BYTES, 60)],
     ids=["log", "snapshots by bytes", "snapshots by rounds"],
 )
 async def test_a_learner_that_is_started_again_goes_on_in_its_run(
@@ -768,8 +768,8 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(
     """With its records there already; its state folder has all that it needs, and its neighbours what it has not heard."""
     spec = small_spec(400, NAMES, capture="relay", clock={"deadline_s": PATIENCE_S})
     data = made_up(spec, records=3)
-    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER", grown)
-    monkeypatch.setattr(run_log, "SNAPSHOT_ROUNDS", rounds)
+    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER_BYTES", grown)
+    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER_ROUNDS", rounds)
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id
         await up.feed(run_id, spec, data)
@@ -781,7 +781,7 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(
         after = said_rounds(tmp_path / "journals", "ann")
     snapshots = list((tmp_path / "journals").glob("*@*/*.snapshot"))
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
-    if (grown, rounds) == (SNAPSHOT_AFTER, SNAPSHOT_ROUNDS):
+    if (grown, rounds) == (SNAPSHOT_AFTER_BYTES, SNAPSHOT_AFTER_ROUNDS):
         assert snapshots == []
         assert 5 <= len(before) < 400
         assert after[: len(before)] == before
@@ -819,9 +819,9 @@ async def test_a_feeder_makes_no_more_than_its_learner_takes(tmp_path: Path, mon
 
     def counting(*given: Any) -> Any:
         made[0] += 1
-        return batch_of(*given)
+        return make_batch(*given)
 
-    monkeypatch.setattr(feeders, "batch_of", counting)
+    monkeypatch.setattr(feeders, "make_batch", counting)
     spec = small_spec(64 * 1_000, NAMES)
     data = made_up(spec, records=1)
     async with network(tmp_path, NAMES) as up:
@@ -839,7 +839,7 @@ async def test_a_feeder_that_comes_back_is_told_at_once_what_is_due(tmp_path: Pa
     """Also after the learner was started again, and while its feeder says nothing more: records are kept before their receipt."""
     spec = small_spec(400, NAMES)
     data = made_up(spec, records=3)
-    sent = [batch_of(data.learners[0], "feeder", k) for k in range(7)]
+    sent = [make_batch(data.learners[0], "feeder", k) for k in range(7)]
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id
         await up.feed(run_id, spec, data, but=NAMES[1:])

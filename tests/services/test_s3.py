@@ -21,12 +21,12 @@ import pytest_asyncio
 
 from sottovoce_client.running.feeder import feed
 from sottovoce_core.errors import CaptureError
-from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_eavesdropper import writing
 from sottovoce_eavesdropper.reading import Capture, find_captures, open_capture
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_eavesdropper.writing import part_name, part_number
+from sottovoce_eavesdropper.writing import format_part_name, parse_part_number
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -58,7 +58,7 @@ async def store() -> AsyncIterator[Store]:
 
 async def test_what_is_written_there_is_read_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     let(monkeypatch, store.writer, store.endpoint)
-    monkeypatch.setattr(writing, "PART_ROWS", 4)
+    monkeypatch.setattr(writing, "MAX_PART_ROWS", 4)
     await captured(f"{PLACE}/one", conversation(5))
     let(monkeypatch, store.reader, store.endpoint)
     (capture,) = await asyncio.to_thread(lambda: list(find_captures(open_folder(PLACE))))
@@ -200,7 +200,7 @@ async def test_what_a_store_missed_is_written_when_it_is_back(
 
 @pytest.mark.slow
 async def test_what_waits_for_a_store_is_bounded(store: Store, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_MOST_HELD", 2)
+    monkeypatch.setattr(writing, "_MAX_BUFFERED_ROWS", 2)
     rows = conversation(4)
     file = await captured(f"{PLACE}-gone/one", rows[:4], close=False)
     way.cut()
@@ -230,7 +230,7 @@ async def test_a_store_that_stays_away_ends_a_capture(store: Store, way: Way, mo
 # ---- runs of real processes ------------------------------------------------------------------------------------------
 
 
-def to_record(capture: str) -> Prepared:
+def to_record(capture: str) -> PreparedRun:
     """A run that goes as far as there are records, and its records."""
     clock, data = {"mode": "data", "deadline_s": 100.0}, {"reuse": True}
     return prepare(small_spec(ROUNDS, NAMES, capture=capture, clock=clock, data=data))
@@ -261,14 +261,14 @@ class Ward:
         self.ear, _ = self._overhear(self._listens)
         await self.until_logged(_OPENED, before + 1)
 
-    async def start(self, prepared: Prepared) -> coordinator_pb2.Run:
+    async def start(self, prepared: PreparedRun) -> coordinator_pb2.Run:
         """Start a run."""
         async with channel(self.coordinator) as to:
             told = spec_to_wire(prepared.run.spec)
             request = coordinator_pb2.StartRunRequest(spec=told, n_features=prepared.data.n_features)
             return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=PATIENCE_S)
 
-    async def feed(self, run: coordinator_pb2.Run, prepared: Prepared, rounds: int = ROUNDS) -> None:
+    async def feed(self, run: coordinator_pb2.Run, prepared: PreparedRun, rounds: int = ROUNDS) -> None:
         """Bring the records of so many first rounds to all learners, which pass over what they have."""
         learners = zip(run.learners, prepared.data.learners, strict=True)
         parts = ((i.address, replace(own, offsets=own.offsets[: rounds + 1])) for i, own in learners)
@@ -286,7 +286,7 @@ class Ward:
 
         def written() -> bool:
             captures = find_captures(open_folder(self.place))
-            return any(part_number(name) for each in captures for name in each.place.names())
+            return any(parse_part_number(name) for each in captures for name in each.place.names())
 
         async with asyncio.timeout(PATIENCE_S):
             while not await asyncio.to_thread(written):  # noqa: ASYNC110 - nobody tells of an object
@@ -324,7 +324,7 @@ def require_whole(place: str, *captures: Capture) -> None:
     assert root.names() == sorted(each.name.rsplit("/", 1)[-1] for each in captures)
     for each in captures:
         parts = [name for name in each.place.names() if name != "capture.json"]
-        assert parts == [part_name(number) for number in range(1, len(parts) + 1)]
+        assert parts == [format_part_name(number) for number in range(1, len(parts) + 1)]
         assert each.totals()[0] == each.facts["messages"]  # all parts can be read
 
 

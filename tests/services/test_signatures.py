@@ -13,18 +13,18 @@ import pytest
 from rich.console import Console
 
 from sottovoce_client.running.operate import Outcome
-from sottovoce_client.transcripts.verify import NOT_ALL_SIGNED, read, verify
-from sottovoce_core.errors import CaptureError, NotReady, Rule
+from sottovoce_client.transcripts.verify import EXIT_NOT_ALL_SIGNED, read, verify
+from sottovoce_core.errors import CaptureError, FailedPrecondition, Rule
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import relay
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.writing import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureWriter
 from sottovoce_learner import session
-from sottovoce_learner.peers.outbox import Telling
+from sottovoce_learner.peers.outbox import Outbox
 from sottovoce_learner.session import Session
-from sottovoce_rpc.certificates import AUTHORITIES
+from sottovoce_rpc.certificates import AUTHORITIES_FILE
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, SignedStatement, Statement, digest, is_signature
 from tests.examples import made_up, small_spec
 from tests.gossip import gossip_spec
 from tests.services.identities import Identities
@@ -32,13 +32,13 @@ from tests.services.network import PATIENCE_S, network
 from tests.services.test_changing import ways
 
 NAMES = ["ann", "ben", "cleo"]
-ROUNDS = 2 * BLOCK + 6
+ROUNDS = 2 * ROUNDS_PER_BLOCK + 6
 
 
 @pytest.fixture(autouse=True)
 def _signatures_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is: nobody finishes without them because they took too long."""
-    monkeypatch.setattr(session, "_SIGNED_S", PATIENCE_S)
+    monkeypatch.setattr(session, "_SIGNATURE_TIMEOUT_S", PATIENCE_S)
 
 
 def spec_of(capture: str = "relay") -> RunSpec:
@@ -47,7 +47,7 @@ def spec_of(capture: str = "relay") -> RunSpec:
 
 def shown(outcome: Outcome, ids: Identities) -> tuple[int, str]:
     console = Console(file=StringIO(), width=120)
-    code = verify(outcome.capture or "", ids.authority.folder / AUTHORITIES, console)
+    code = verify(outcome.capture or "", ids.authority.folder / AUTHORITIES_FILE, console)
     return code, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -58,14 +58,14 @@ async def test_a_capture_proves_what_was_said(tmp_path: Path, capture: str) -> N
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
     found = open_capture(outcome.capture or "")
-    words = read(found, (ids.authority.folder / AUTHORITIES).read_bytes())
+    words = read(found, (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
     assert found.facts["noticed_count"] == 0 and found.complete
     assert {name: own.heard for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
     assert {name: own.evidence for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
     assert not any(own.twice or own.others or own.refused for own in words.values())
     code, text = shown(outcome, ids)
     assert code == 0 and "nobody has said two things" in text
-    code = verify(outcome.capture or "", Identities(tmp_path / "others").authority.folder / AUTHORITIES, Console())
+    code = verify(outcome.capture or "", Identities(tmp_path / "others").authority.folder / AUTHORITIES_FILE, Console())
     assert code == 1
 
 
@@ -74,24 +74,24 @@ async def test_without_identities_nothing_is_signed(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
     code, text = shown(outcome, ids)
-    assert code == NOT_ALL_SIGNED and "no signatures here: never made, or removed" in text
-    with pytest.raises(NotReady, match="no authorities in"):
+    assert code == EXIT_NOT_ALL_SIGNED and "no signatures here: never made, or removed" in text
+    with pytest.raises(FailedPrecondition, match="no authorities in"):
         verify(outcome.capture or "", tmp_path / "none.crt")
-    with pytest.raises(NotReady, match="it holds no certificates"):
+    with pytest.raises(FailedPrecondition, match="it holds no certificates"):
         verify(outcome.capture or "", Path(__file__))
     with pytest.raises(CaptureError, match="has neither captures nor"):
-        verify(str(ids.folder), ids.authority.folder / AUTHORITIES)
+        verify(str(ids.folder), ids.authority.folder / AUTHORITIES_FILE)
     hostile = tmp_path / "hostile"
     shutil.copytree(outcome.capture or "", hostile)
     facts = json.loads((hostile / "capture.json").read_text())
     for learners in (2**40, "ann", [1, 2], None):
         (hostile / "capture.json").write_text(json.dumps({**facts, "spec": {**facts["spec"], "learners": learners}}))
         with pytest.raises(CaptureError, match="is of no run of ours"):
-            verify(str(hostile), ids.authority.folder / AUTHORITIES)
+            verify(str(hostile), ids.authority.folder / AUTHORITIES_FILE)
     for name in ("one", "two"):
         shutil.copytree(outcome.capture or "", tmp_path / "copies" / name)
     with pytest.raises(CaptureError, match="must hold one capture, got 2"):
-        verify(str(tmp_path / "copies"), ids.authority.folder / AUTHORITIES)
+        verify(str(tmp_path / "copies"), ids.authority.folder / AUTHORITIES_FILE)
 
 
 async def test_a_learner_that_was_stopped_signs_what_it_said_before(tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ async def test_a_learner_that_was_stopped_signs_what_it_said_before(tmp_path: Pa
     ids, spec = Identities(tmp_path / "identities"), spec_of()
     async with network(tmp_path, NAMES, identities=ids) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
-        await up.until("ben", LearnerState.RUNNING, BLOCK // 2)
+        await up.until("ben", LearnerState.RUNNING, ROUNDS_PER_BLOCK // 2)
         await up.leave("ben")
         await up.until_gone("ben")
         await up.join("ben")
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES).read_bytes())
+    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
     assert {name: own.evidence for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
     assert not any(own.twice or own.others or own.refused for own in words.values())
 
@@ -121,8 +121,8 @@ async def test_a_run_is_over_when_its_last_signatures_have_come(
         async def late() -> Any:
             payload = await read()
             if payload and is_signature(payload):
-                said = Signed.decode(up.learners["ben"].status.run_id, payload).statement
-                if NAMES[said.sender] == "ben" and said.block == ROUNDS // BLOCK:
+                said = SignedStatement.decode(up.learners["ben"].status.run_id, payload).statement
+                if NAMES[said.sender] == "ben" and said.block == ROUNDS // ROUNDS_PER_BLOCK:
                     while True:
                         if all(up.learners[name].status.rounds_done == ROUNDS for name in NAMES):
                             break
@@ -139,26 +139,26 @@ async def test_a_run_is_over_when_its_last_signatures_have_come(
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
     assert states[0] == [LearnerState.RUNNING, LearnerState.RUNNING]
-    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES).read_bytes())
+    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
     assert {name: own.evidence for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
 
 
 async def test_a_last_signature_that_never_comes_holds_no_run_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids, spec, true_sign = Identities(tmp_path / "identities"), spec_of(), Telling._sign
+    ids, spec, true_sign = Identities(tmp_path / "identities"), spec_of(), Outbox._sign
 
-    def sign(self: Telling, t: int) -> None:
+    def sign(self: Outbox, t: int) -> None:
         if self._role.name != "ben" or t < ROUNDS - 1:
             true_sign(self, t)
 
-    monkeypatch.setattr(Telling, "_sign", sign)
-    monkeypatch.setattr(session, "_SIGNED_S", 0.1)
+    monkeypatch.setattr(Outbox, "_sign", sign)
+    monkeypatch.setattr(session, "_SIGNATURE_TIMEOUT_S", 0.1)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
-    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES).read_bytes())
-    assert (words["ben"].heard, words["ben"].evidence) == (ROUNDS, 2 * BLOCK)
+    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
+    assert (words["ben"].heard, words["ben"].evidence) == (ROUNDS, 2 * ROUNDS_PER_BLOCK)
 
 
 def seldom() -> RunSpec:
@@ -187,8 +187,8 @@ async def test_who_is_heard_seldom_signs_what_was_heard_also_after_a_death(
         await up.join("ann")
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES).read_bytes())
-    assert words["ann"].heard == ROUNDS and words["ann"].evidence >= 2 * BLOCK
+    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
+    assert words["ann"].heard == ROUNDS and words["ann"].evidence >= 2 * ROUNDS_PER_BLOCK
     assert not any(own.twice or own.others or own.refused for own in words.values())
 
 
@@ -244,19 +244,19 @@ async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, mon
 async def test_who_does_not_sign_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is told of at once: the run fails before any deadline."""
     ids, spec = Identities(tmp_path / "identities"), spec_of()
-    true_sign, refusals = Telling._sign, refused(monkeypatch, asyncio.Event())
+    true_sign, refusals = Outbox._sign, refused(monkeypatch, asyncio.Event())
 
-    def sign(self: Telling, t: int) -> None:
+    def sign(self: Outbox, t: int) -> None:
         if self._role.name != "ben":
             true_sign(self, t)
 
-    monkeypatch.setattr(Telling, "_sign", sign)
+    monkeypatch.setattr(Outbox, "_sign", sign)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert set(refusals) == {
-        f"ben must sign what it said from round 0 on before it says round {BLOCK}: is it older than this learner?"
+        f"ben must sign what it said from round 0 on before it says round {ROUNDS_PER_BLOCK}: is it older than this learner?"
     }
-    said = f"ben, or the relay in between, said {Rule.SIGNATURE.value} when round {BLOCK} was due, as "
+    said = f"ben, or the relay in between, said {Rule.SIGNATURE.value} when round {ROUNDS_PER_BLOCK} was due, as "
     assert outcome.state == "failed" and outcome.detail.startswith(said)
 
 
@@ -265,19 +265,19 @@ async def test_two_signatures_of_one_round_prove_that_two_things_were_said(
 ) -> None:
     """Whoever records them, and whatever else: nobody but the learner can have made them."""
     ids, spec = Identities(tmp_path / "identities"), spec_of()
-    true_add, added = CaptureFile.add, list[str]()
+    true_add, added = CaptureWriter.add, list[str]()
 
-    def add(self: CaptureFile, row: Any) -> None:
+    def add(self: CaptureWriter, row: Any) -> None:
         true_add(self, row)
         if row.kind == "signature" and row.sender == 0 and not added:
-            said = Signed.decode(self.run_id, row.payload).statement
+            said = SignedStatement.decode(self.run_id, row.payload).statement
             other = Statement(said.run_id, 0, said.block, digest(b"another") + said.digests[32:])
             strangers = ids.of("learner/cleo").signed(other)
             for each in (ids.of("learner/ann").signed(other), strangers):
                 true_add(self, row._replace(payload=each.encode()))
             added.append(self.run_id)
 
-    monkeypatch.setattr(CaptureFile, "add", add)
+    monkeypatch.setattr(CaptureWriter, "add", add)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     code, text = shown(outcome, ids)

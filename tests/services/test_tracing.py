@@ -89,10 +89,10 @@ async def test_a_round_is_one_trace_with_spans_of_all_learners(tmp_path: Path, m
     seen = defaultdict[bytes, set[tuple[Any, Any, Any]]](set)
     for span, steps in rounds(found):
         own = facts(span)
-        seen[span.trace_id].add((own["sottovoce.learner"], own["sottovoce.run"], own["sottovoce.round"]))
+        seen[span.compute_trace_id].add((own["sottovoce.learner"], own["sottovoce.run"], own["sottovoce.round"]))
         assert set(own) == {"sottovoce.learner", "sottovoce.run", "sottovoce.round"} and not span.parent_span_id
         assert set(steps) == {*STEPS, "written"}
-        assert {each.trace_id for each in steps.values()} == {span.trace_id}
+        assert {each.compute_trace_id for each in steps.values()} == {span.compute_trace_id}
         assert not any(each.events or each.links or each.status.message for each in (span, *steps.values()))
         assert not any(each.attributes for each in steps.values())
         times = [steps[name].start_time_unix_nano for name in STEPS] + [steps[STEPS[-1]].end_time_unix_nano]
@@ -103,7 +103,7 @@ async def test_a_round_is_one_trace_with_spans_of_all_learners(tmp_path: Path, m
         assert said.start_time_unix_nano <= written.start_time_unix_nano
         assert written.end_time_unix_nano <= said.end_time_unix_nano
     assert seen == {
-        Tracing.trace_id(run_id, t).to_bytes(16, "big"): {(name, run_id, t) for name in NAMES} for t in range(ROUNDS)
+        Tracing.compute_trace_id(run_id, t).to_bytes(16, "big"): {(name, run_id, t) for name in NAMES} for t in range(ROUNDS)
     }
     names = {
         each.value.string_value
@@ -133,8 +133,8 @@ async def test_a_collector_that_is_away_holds_nobody_up(tmp_path: Path, monkeypa
 
 
 def test_runs_and_rounds_have_traces_of_their_own() -> None:
-    assert len({Tracing.trace_id(run, t) for run in ("a", "b", "a1") for t in range(100)}) == 300
-    assert Tracing.trace_id("a", 11) != Tracing.trace_id("a1", 1)
+    assert len({Tracing.compute_trace_id(run, t) for run in ("a", "b", "a1") for t in range(100)}) == 300
+    assert Tracing.compute_trace_id("a", 11) != Tracing.compute_trace_id("a1", 1)
 
 
 def test_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper
+from sottovoce_client.watching.following import FolderSource, Source, open_eavesdropper_source
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.online.watch import Watch
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.transcript import KEPT, Assembly
+from sottovoce_core.running.transcript import KEPT, RoundReassembler
 from sottovoce_eavesdropper import writing
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
-from sottovoce_eavesdropper.writing import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureWriter
 from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, network
@@ -42,20 +42,20 @@ async def test_a_capture_is_fetched_while_it_is_written(tmp_path: Path) -> None:
     data, run = made_up(spec), build_run(spec, 3)
     async with network(tmp_path, NAMES) as up:
         started = await up.start(spec, 3)
-        async with at_eavesdropper(up.eavesdropper, started.run_id) as source:
+        async with open_eavesdropper_source(up.eavesdropper, started.run_id) as source:
             fetching = asyncio.ensure_future(complete(source))
             await up.feed(started.run_id, spec, data)
             await up.end(started.run_id)
             capture, parts = await fetching, set()
-            codec, rounds = RoundCodec(capture.shapes), Assembly[Message](3, 12, run.network, KEPT)
+            codec, rounds = RoundCodec(capture.shapes), RoundReassembler[Message](3, 12, run.network, KEPT)
             watch = Watch(run, data.learners, 1e-3, (0, 1, 2))
-            for part, batch in capture.by_part(("sender", "kind", "method", "payload")):
+            for part, batch in capture.read_parts(("sender", "kind", "method", "payload")):
                 parts.add(part)
                 capture.assemble(batch, codec, rounds)
                 for t, messages in rounds.ready():
                     assert watch.take(t, messages) == []  # a false alarm has probability 0.001
-            assert list(capture.by_part(("payload",), lambda part: part > max(parts))) == []
-        there = await InFolder(str(tmp_path / "captures")).latest()
+            assert list(capture.read_parts(("payload",), lambda part: part > max(parts))) == []
+        there = await FolderSource(str(tmp_path / "captures")).latest()
     assert there is not None
     assert there.facts == capture.facts
     assert (watch.round, rounds.equivocations) == (12, [])
@@ -67,25 +67,25 @@ async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(
 ) -> None:
     """Its last part is on its way to the disk, then its last words; who asks is told those: nothing changes after."""
     spec, closing, asked, may_end = small_spec(12, NAMES, capture="relay"), *(threading.Event() for _ in range(3))
-    write, describe = CaptureFile._write, CaptureFile._describe
+    write, describe = CaptureWriter._write, CaptureWriter._describe
 
-    def write_slowly(self: CaptureFile, rows: Sequence[Row]) -> None:
+    def write_slowly(self: CaptureWriter, rows: Sequence[Row]) -> None:
         if not self.open:
             closing.set()
             assert asked.wait(PATIENCE_S)
         write(self, rows)
 
-    def describe_slowly(self: CaptureFile) -> None:
+    def describe_slowly(self: CaptureWriter) -> None:
         if not self.open:
             assert may_end.wait(PATIENCE_S)
         describe(self)
 
-    monkeypatch.setattr(writing, "_PART_S", PATIENCE_S)  # all is written in the end
-    monkeypatch.setattr(CaptureFile, "_write", write_slowly)
-    monkeypatch.setattr(CaptureFile, "_describe", describe_slowly)
+    monkeypatch.setattr(writing, "_PART_INTERVAL_S", PATIENCE_S)  # all is written in the end
+    monkeypatch.setattr(CaptureWriter, "_write", write_slowly)
+    monkeypatch.setattr(CaptureWriter, "_describe", describe_slowly)
     async with network(tmp_path, NAMES) as up:
         started = await up.start(spec, 3)
-        async with at_eavesdropper(up.eavesdropper, started.run_id) as source:
+        async with open_eavesdropper_source(up.eavesdropper, started.run_id) as source:
             await up.feed(started.run_id, spec, made_up(spec))
             assert await asyncio.to_thread(closing.wait, PATIENCE_S)
             asking = asyncio.ensure_future(source.latest())
@@ -116,7 +116,7 @@ async def test_a_capture_that_ends_while_it_is_fetched_has_all_that_it_tells_of(
 
     async with network(tmp_path, NAMES) as up:
         started = await up.start(spec, 3)
-        async with at_eavesdropper(up.eavesdropper, started.run_id) as source:
+        async with open_eavesdropper_source(up.eavesdropper, started.run_id) as source:
             monkeypatch.setattr(Folder, "names", slowly)
             asking = asyncio.ensure_future(source.latest())
             assert await asyncio.to_thread(looking.wait, PATIENCE_S)

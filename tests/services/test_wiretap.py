@@ -20,13 +20,13 @@ from rich.console import Console
 from sottovoce_client.running.evaluate import not_captured
 from sottovoce_client.transcripts.show import show
 from sottovoce_client.transcripts.verify import read
-from sottovoce_core.errors import CaptureError, StrangerError, Unavailable
+from sottovoce_core.errors import CaptureError, PermissionDenied, Unavailable
 from sottovoce_core.running.policy import Policy
 from sottovoce_eavesdropper import wiretap, writing
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.service import Eavesdropper
-from sottovoce_eavesdropper.wiretap import Framing, Wiretap
-from sottovoce_eavesdropper.writing import CaptureFile
+from sottovoce_eavesdropper.wiretap import Framing, TcpProxy
+from sottovoce_eavesdropper.writing import CaptureWriter
 from sottovoce_learner.peers import connection
 from sottovoce_learner.session import Session
 from sottovoce_rpc.credentials import Credentials
@@ -63,12 +63,12 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 @asynccontextmanager
 async def tapped(
     folder: Path, talk: Talk = echo, credentials: Credentials | None = None
-) -> AsyncIterator[tuple[int, Wiretap, CaptureFile]]:
+) -> AsyncIterator[tuple[int, TcpProxy, CaptureWriter]]:
     """A wiretap before a server, and its port."""
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
     target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    file = CaptureFile(folder, "cap", "run-1", SPEC)
-    tap = Wiretap(
+    file = CaptureWriter(folder, "cap", "run-1", SPEC)
+    tap = TcpProxy(
         eavesdropper_pb2.Route(caller=0, callee=1, target=target), file, credentials=credentials or Credentials()
     )
     address = await tap.open("127.0.0.1:0")
@@ -229,7 +229,7 @@ async def test_when_the_way_leads_elsewhere_connections_end_and_others_lead_ther
 
 
 async def test_beyond_the_most_connections_one_more_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wiretap, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(wiretap, "MAX_CONNECTIONS", 1)
     async with tapped(tmp_path) as (port, _, _):
         first, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"x")
@@ -247,7 +247,7 @@ async def test_without_an_identity_other_users_of_this_machine_do_not_come_throu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the learner behind it a connection of theirs would be this user's; with an identity, TLS tells them apart."""
-    monkeypatch.setattr("sottovoce_rpc.credentials.of_this_user", lambda peer: not peer.startswith("ipv4:[127.0.0.1]:"))
+    monkeypatch.setattr("sottovoce_rpc.credentials.is_same_user", lambda peer: not peer.startswith("ipv4:[127.0.0.1]:"))
     ids = Identities(tmp_path / "ids")
     for credentials, answer in ((Credentials(), b""), (ids.of("eavesdropper/ear"), b"x")):
         async with tapped(tmp_path / str(answer), credentials=credentials) as (port, _, _):
@@ -268,7 +268,7 @@ async def test_rows_that_hold_no_bytes_are_not_kept_without_bounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever says record after record of one byte waits until they are written."""
-    monkeypatch.setattr(writing, "_MOST_HELD", 100)
+    monkeypatch.setattr(writing, "_MAX_BUFFERED_ROWS", 100)
     most = 0
 
     async with tapped(tmp_path) as (port, _, file):
@@ -324,7 +324,7 @@ def test_a_learner_takes_no_relays_word_in_a_run_that_is_tapped(tmp_path: Path) 
         role = SimpleNamespace(spec=small_spec(2, NAMES, capture=capture), name="ben")
         return cast(Session, SimpleNamespace(role=role, policy=Policy()))
 
-    with pytest.raises(StrangerError, match="must not speak for ann"):
+    with pytest.raises(PermissionDenied, match="must not speak for ann"):
         connection._require_itself(session("wiretap"), 0, eavesdropper)
     connection._require_itself(session("relay"), 0, eavesdropper)
 
@@ -340,7 +340,7 @@ async def test_an_eavesdropper_that_is_started_again_taps_on_and_says_that_somet
         await up.until("ann", LearnerState.RUNNING, 30)
         old = up.eavesdropping
         assert old is not None and old.service is not None
-        (recording,) = old._captures.recordings.values()
+        (recording,) = old._captures.sessions.values()
         if killed:
             recording.file.open = False  # what it has in memory goes with it
             await recording.writing.end()

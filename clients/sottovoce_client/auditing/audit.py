@@ -17,28 +17,28 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.auditing.report import COINS, about, audit_file, audit_page
+from sottovoce_client.auditing.report import COIN_SOURCE_NAMES, about, build_audit_document, build_audit_page
 from sottovoce_client.backends import Mapper, counted
 from sottovoce_client.documents import write_json
-from sottovoce_client.privacy.budget import learner_index
+from sottovoce_client.privacy.budget import find_learner_index
 from sottovoce_client.terminal import Say
 from sottovoce_client.wording import NOTHING, chance, duration, number
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.audit import Audit, Coins, audit_simulated
-from sottovoce_core.auditing.blackbox import VIEWS
-from sottovoce_core.auditing.bounds import Bound, Family, runs_needed
+from sottovoce_core.auditing.audit import Audit, CoinSource, audit_simulated
+from sottovoce_core.auditing.blackbox import NUMBER_VIEWS
+from sottovoce_core.auditing.bounds import Bound, Family, compute_needed_runs
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.swaps import as_placed, mirrored
+from sottovoce_core.auditing.swaps import add_intercept, mirrored
 from sottovoce_core.auditing.verdict import Findings, Verdict, decide
 from sottovoce_core.auditing.worlds import Worlds, chosen
 from sottovoce_core.data.encoding import Encoder
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel
 
 _COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
-_NARROW = 80
+_MIN_TABLE_COLUMNS = 80
 """Columns of a terminal that the table of an audit needs."""
 _TOLD = 6
 """Pieces of evidence that are told; more are counted."""
@@ -77,7 +77,7 @@ class AuditRequest:
 
     def plan(
         self,
-        prepared: Prepared,
+        prepared: PreparedRun,
         worlds: Sequence[Worlds] | None = None,
         counts: Sequence[int] = (),
         *,
@@ -96,7 +96,7 @@ class AuditRequest:
             DataError: there is no such record, or the replacement is none that the loss is defined for.
         """
         spec = prepared.run.spec
-        learner = index_of(prepared, self.learner) if worlds is None else worlds[0].learner
+        learner = find_learner_index(prepared, self.learner) if worlds is None else worlds[0].learner
         if worlds is None and self.record is not None:
             worlds = [_swap(prepared, learner, self.record, self.replacement)]
         return plan_audit(
@@ -109,14 +109,14 @@ class AuditRequest:
             worlds=worlds,
             counts=counts,
             threat=self.threat,
-            neighbour=None if self.neighbour is None else learner_index(spec, self.neighbour, "--neighbour"),
+            neighbour=None if self.neighbour is None else find_learner_index(spec, self.neighbour, "--neighbour"),
             paired=paired,
         )
 
 
-def audit_to(
+def run_audit(
     folder: Path,
-    prepared: Prepared,
+    prepared: PreparedRun,
     asked: AuditRequest,
     work: Auditor,
     console: Console | None = None,
@@ -144,7 +144,7 @@ def audit_to(
     return show(done, asked.seed, folder, console, _pace(done, time.monotonic() - began))
 
 
-def on_simulator(plan: AuditPlan, *, say: Say, mapper: Mapper) -> Audit:
+def audit_on_simulator(plan: AuditPlan, *, say: Say, mapper: Mapper) -> Audit:
     """An audit of simulated runs, which are counted while the mapper works on shares of them."""
     doing = ""
 
@@ -167,10 +167,10 @@ def _pace(done: Audit, seconds: float) -> str:
 def show(done: Audit, seed: int, folder: Path, console: Console, *notes: str) -> int:
     """Print an audit and write it down; returns the exit code."""
     name = done.plan.run.spec.names[done.plan.worlds.learner]
-    write_json(folder / "audit.json", audit_file(done, name, seed))
+    write_json(folder / "audit.json", build_audit_document(done, name, seed))
     digest = hashlib.sha256((folder / "audit.json").read_bytes()).hexdigest()
     page = folder / "audit.html"
-    code = terminal.attempt(str(page), lambda: audit_page(done, name, seed, digest).write(page))
+    code = terminal.attempt(str(page), lambda: build_audit_page(done, name, seed, digest).write(page))
     print_verdict(
         done.verdict, about(done) or "the run", _rows(done), [*_notes(done, seed), *notes], console, done.unproven
     )
@@ -178,16 +178,16 @@ def show(done: Audit, seed: int, folder: Path, console: Console, *notes: str) ->
     return 1 if done.verdict.kind == "refuted" else code
 
 
-def index_of(prepared: Prepared, learner: str | None) -> int:
+def find_learner_index(prepared: PreparedRun, learner: str | None) -> int:
     """The learner of that name; None: the one with the largest epsilon.
 
     Raises:
         SpecError: there is none.
     """
-    return prepared.dearest() if learner is None else learner_index(prepared.run.spec, learner)
+    return prepared.dearest() if learner is None else find_learner_index(prepared.run.spec, learner)
 
 
-def _swap(prepared: Prepared, learner: int, row: int, replacement: str) -> Worlds:
+def _swap(prepared: PreparedRun, learner: int, row: int, replacement: str) -> Worlds:
     """The swap of the record that was asked for."""
     own = prepared.data.learners[learner]
     if not 0 <= row < len(own.labels):
@@ -198,7 +198,7 @@ def _swap(prepared: Prepared, learner: int, row: int, replacement: str) -> World
     return chosen(prepared.data, learner, row, features, label, other=other, shared=shared)
 
 
-def _replacement(prepared: Prepared, learner: int, row: int, text: str) -> tuple[Any, float]:
+def _replacement(prepared: PreparedRun, learner: int, row: int, text: str) -> tuple[Any, float]:
     own = prepared.data.learners[learner]
     if text == "mirror":
         return mirrored(own.features[row], prepared.run.spec.data.schema), float(own.labels[row])
@@ -212,13 +212,13 @@ def _replacement(prepared: Prepared, learner: int, row: int, text: str) -> tuple
     name, _, number_ = text.rpartition(":")
     if not number_.isdigit():
         raise SpecError(f"--replacement must be mirror, label, LEARNER:ROW or a .json file, got {text}")
-    other = prepared.data.learners[learner_index(prepared.run.spec, name, "--replacement")]
+    other = prepared.data.learners[find_learner_index(prepared.run.spec, name, "--replacement")]
     if int(number_) >= len(other.labels):
         raise SpecError(f"--replacement: {name} has {len(other.labels)} records, got {number_}")
     return other.features[int(number_)], float(other.labels[int(number_)])
 
 
-def _require_bounded(prepared: Prepared, features: FloatArray, label: float, where: str) -> None:
+def _require_bounded(prepared: PreparedRun, features: FloatArray, label: float, where: str) -> None:
     """Refuse a made-up record that the loss would make another one of: it would not be the swap that was asked for.
 
     Raises:
@@ -235,7 +235,7 @@ def _require_bounded(prepared: Prepared, features: FloatArray, label: float, whe
         )
 
 
-def _from_file(path: Path, prepared: Prepared) -> tuple[FloatArray, float]:
+def _from_file(path: Path, prepared: PreparedRun) -> tuple[FloatArray, float]:
     """A record that was made up: as it would be placed, or, where the run has a schema, in its fields."""
     schema = prepared.run.spec.data.schema
     holds = "features (a list of numbers) and label" if schema is None else "the fields of a record, its label included"
@@ -254,12 +254,12 @@ def _from_file(path: Path, prepared: Prepared) -> tuple[FloatArray, float]:
     return features, label
 
 
-def _by_schema(record: dict[str, Any], schema: Schema, prepared: Prepared, path: Path) -> tuple[FloatArray, float]:
+def _by_schema(record: dict[str, Any], schema: Schema, prepared: PreparedRun, path: Path) -> tuple[FloatArray, float]:
     spec = prepared.run.spec
     found = Encoder.of(schema, spec.loss, spec.data.positive).records([record])
     if found.refused:
         raise DataError(f"--replacement {path} must be a record that the schema allows: {found.refused[0]}")
-    return as_placed(prepared.run, found.features[0]), float(found.labels[0])
+    return add_intercept(prepared.run, found.features[0]), float(found.labels[0])
 
 
 def print_verdict(
@@ -291,7 +291,7 @@ def print_verdict(
 
 def _print_rows(rows: Iterable[TableRow], console: Console) -> None:
     """What families tested and found: a table, or, where that would be cramped, a paragraph each."""
-    if console.width < _NARROW:
+    if console.width < _MIN_TABLE_COLUMNS:
         for family, what, result, bound, claim in rows:
             epsilons = "" if bound == claim == NOTHING else f"; ε at least {bound}, claimed {claim}"
             console.print(Text.assemble((family, "bold"), f", {what}: {result}{epsilons}"))
@@ -306,7 +306,7 @@ def _print_rows(rows: Iterable[TableRow], console: Console) -> None:
 
 def _rows(done: Audit) -> Iterator[TableRow]:
     found = done.found
-    yield tests_row(found, "conformance", "the noise is what the algorithm says", "no noise to test")
+    yield format_tests_row(found, "conformance", "the noise is what the algorithm says", "no noise to test")
     if done.shown is None:
         yield "likelihood", "the loss of every transcript", "not known to this listener", NOTHING, number(found.claim)
     else:
@@ -316,8 +316,8 @@ def _rows(done: Audit) -> Iterator[TableRow]:
             result += "; as if the noise were as claimed, which it is not"
         yield "likelihood", "the loss of every transcript", result, NOTHING, number(found.claim)
     if found.of("likelihood").tests:
-        yield tests_row(found, "likelihood", "coins, given the losses", "nothing to test")
-    yield from map(guess_row, found.of("likelihood").bounds)
+        yield format_tests_row(found, "likelihood", "coins, given the losses", "nothing to test")
+    yield from map(format_guess_row, found.of("likelihood").bounds)
     if found.rounds is not None:
         values = [bound.value for bound in found.rounds.bounds]
         result = f"{int(np.count_nonzero(values))} of {len(values)} show something"
@@ -328,12 +328,12 @@ def _rows(done: Audit) -> Iterator[TableRow]:
             NOTHING,
             NOTHING,
         )
-    yield from map(guess_row, found.of("black box").bounds)
+    yield from map(format_guess_row, found.of("black box").bounds)
     if found.of("black box").tests:
-        yield tests_row(found, "black box", "the rest, given the messages", "nothing to test")
+        yield format_tests_row(found, "black box", "the rest, given the messages", "nothing to test")
 
 
-def guess_row(bound: Bound) -> TableRow:
+def format_guess_row(bound: Bound) -> TableRow:
     """One guesser."""
     blind = bound.family == "black box" and not bound.view
     seen = f"{bound.name}: nothing to look at" if blind else bound.name
@@ -341,7 +341,7 @@ def guess_row(bound: Bound) -> TableRow:
     return bound.family, seen, result, number(bound.value, 3), number(bound.claim)
 
 
-def tests_row(found: Findings, family: Family, what: str, none: str) -> TableRow:
+def format_tests_row(found: Findings, family: Family, what: str, none: str) -> TableRow:
     """The tests of a family, by the one that says most against the claim."""
     tests = [test for test in found.of(family).tests if test.p_value == test.p_value]
     if not tests:
@@ -351,11 +351,11 @@ def tests_row(found: Findings, family: Family, what: str, none: str) -> TableRow
     return family, what, f"{smallest}; below {number(worst.level, 2)} rejects", NOTHING, NOTHING
 
 
-def coins_line(coins: Coins, seed: int) -> str:
+def format_coins_line(coins: CoinSource, seed: int) -> str:
     """What chose the world of every run, a sentence; empty: nothing did."""
     if coins == "none":
         return ""
-    return f"Coins: {f'seed {seed}' if coins == 'seed' else COINS[coins]}."
+    return f"Coins: {f'seed {seed}' if coins == 'seed' else COIN_SOURCE_NAMES[coins]}."
 
 
 def _notes(done: Audit, seed: int) -> Iterator[str]:
@@ -366,7 +366,7 @@ def _notes(done: Audit, seed: int) -> Iterator[str]:
         heard = f"{heard} {plan.run.spec.names[plan.listener.neighbour]}"
     swaps = "; ".join(each.worlds.what for each in plan.pairs)
     yield f"Runs: {done.source}. Worlds: {swaps}. Adjacent: {plan.guarantee.adjacency}. Heard: {heard}."
-    if done.captures and (line := coins_line(done.coins, seed)):
+    if done.captures and (line := format_coins_line(done.coins, seed)):
         yield line
     yield from done.provisos
     if plan.made_for is ThreatModel.OUTPUT and plan.listener.threat is not ThreatModel.OUTPUT:
@@ -382,7 +382,7 @@ def _notes(done: Audit, seed: int) -> Iterator[str]:
     most = found.most
     needed = ""
     if 0.0 < found.claim <= 20.0:
-        full = runs_needed(found.claim, found.levels.of("likelihood", "whole runs"))
+        full = compute_needed_runs(found.claim, found.levels.of("likelihood", "whole runs"))
         needed = f" If the worlds show all of the claim, {full:,} runs of each show 90 % of it."
     yield f"At best {plan.runs:,} runs of each world show ε {number(most, 3)}.{needed}"
     if most < found.claim < np.inf:
@@ -396,7 +396,7 @@ def _despite(done: Audit) -> str:
         "exact losses": done.shown is not None,
         "single rounds": found.rounds is not None,
         "conformance": bool(found.of("conformance").tests),
-        "what differs beside the messages": bool(done.views.keys() - VIEWS.keys()),
+        "what differs beside the messages": bool(done.views.keys() - NUMBER_VIEWS.keys()),
     }
     *others, last = [what for what, here in looked.items() if here] or [""]
     if not last:

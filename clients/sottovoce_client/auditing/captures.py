@@ -11,45 +11,45 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.started import (
-    TAKEN,
+    UNSIGNED_PROMISE_NOTE,
     Started,
     difference,
-    require_promised,
+    require_same_spec,
     require_room,
-    said_in,
+    read_transcript,
     started,
 )
 from sottovoce_client.auditing.worlds import (
     WORLDS_FILE,
     Entry,
     WorldsFile,
-    as_audited,
-    read_ledger,
+    prepare_audit_spec,
+    read_run_ledger,
     read_worlds,
-    worlds_from,
+    build_worlds,
 )
 from sottovoce_client.terminal import Say
 from sottovoce_client.transcripts.provenance import Provenance, noise_of, provenance
-from sottovoce_client.watching.canaries import canaries_beside
-from sottovoce_client.wording import plural
-from sottovoce_core.auditing.audit import Audit, Examined, conclude, examine, few, gathered
+from sottovoce_client.watching.canaries import find_commitment
+from sottovoce_client.wording import pluralize
+from sottovoce_core.auditing.audit import Audit, ChunkStatistics, conclude, examine, few, gathered
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.views import (
-    CHANNEL,
+    CHANNEL_VIEWS,
     HEAD,
-    PACE,
-    Conversation,
+    TIMING_VIEWS,
+    RunTraffic,
     Layout,
     Overheard,
     digest,
-    features_of,
+    build_features_by_view,
 )
 from sottovoce_core.auditing.worlds import Recording, at_a_time
 from sottovoce_core.errors import CaptureError, DataError, RemoteProtocolError, SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.running.transcript import Transcript
-from sottovoce_core.spec import RunSpec, code_to_import, parse_spec
+from sottovoce_core.spec import RunSpec, find_first_import, parse_spec
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import read_hello
@@ -69,7 +69,7 @@ _Whose = Literal["said", "told", "others"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class ObservedChannels:
     """The directions of edges that a listener hears, and whose words pass on them.
 
     Attributes:
@@ -81,14 +81,14 @@ class Lines:
     opened: _Line | None
 
 
-def lines_of(plan: AuditPlan) -> Lines:
+def lines_of(plan: AuditPlan) -> ObservedChannels:
     """What the plan's listener hears."""
     learner, neighbour = plan.worlds.learner, plan.listener.neighbour
     edges = [edge for edge in plan.run.network.edges if neighbour is None or neighbour in edge]
     edges.sort(key=lambda edge: learner not in edge)
     every = [(*edge, direction) for edge in edges for direction in ("out", "back")][:_MOST]
     whose = {line: _whose(line, learner) for line in every}
-    return Lines(whose, next((line for line in every if whose[line] == "said"), None))
+    return ObservedChannels(whose, next((line for line in every if whose[line] == "said"), None))
 
 
 def _whose(line: _Line, learner: int) -> _Whose:
@@ -98,7 +98,7 @@ def _whose(line: _Line, learner: int) -> _Whose:
     return "said" if learner == (caller if direction == "out" else callee) else "told"
 
 
-def conversation(table: pa.Table, lines: Lines, run_id: str, *, world: int = 0, number: int = 0) -> Conversation:
+def conversation(table: pa.Table, lines: ObservedChannels, run_id: str, *, world: int = 0, number: int = 0) -> RunTraffic:
     """One run, as it was heard.
 
     Args:
@@ -108,10 +108,10 @@ def conversation(table: pa.Table, lines: Lines, run_id: str, *, world: int = 0, 
         world: 0 or 1.
         number: of the run, in the order of all.
     """
-    return Conversation(world, run_id, float(number), tuple(_heard(table, lines, run_id.encode())))
+    return RunTraffic(world, run_id, float(number), tuple(_heard(table, lines, run_id.encode())))
 
 
-def _heard(table: pa.Table, lines: Lines, run_id: bytes) -> Iterator[Overheard]:
+def _heard(table: pa.Table, lines: ObservedChannels, run_id: bytes) -> Iterator[Overheard]:
     """What passed on the lines; payloads of the others are not looked into."""
     names = ("caller", "callee", "direction", "kind", "method", "stream", "connection", "mono_ns", "size")
     payloads, streams, began = table.column("payload"), dict[object, int](), None
@@ -164,7 +164,7 @@ _GIVE = "To hold learners to what you were told, give the spec: sottovoce audit 
 
 
 def earlier(
-    place: str, asked: AuditRequest, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
+    place: str, asked: AuditRequest, prepare: Callable[[RunSpec], PreparedRun], say: Say, *, spec: RunSpec | None = None
 ) -> tuple[AuditPlan, Started]:
     """What was overheard earlier: an audit of it, and its runs.
 
@@ -200,25 +200,25 @@ def earlier(
     _require_no_canaries(place)
     given = _spec(document, captures[0].name, spec)
     if spec is None:
-        require_promised(given, captures, root)
+        require_same_spec(given, captures, root)
     require_room(given, captures)
     prepared = prepare(given)
     _require_features(captures, prepared)
     labels = _labels(captures)
     told, where, ledger = (None, "", None) if labels == {None} else _told(root, labels)
     runs = started(captures, prepared.run, ledger, (lambda replica: 0) if told is None else told.pair)
-    worlds = None if told is None else worlds_from(told, prepared, where)
+    worlds = None if told is None else build_worlds(told, prepared, where)
     if told is not None:
         _require_same(told.spec, document, where, captures[0].name)
         _require_asked(asked, told.learner, where)
     paired = {*labels, *(run.world for run in runs.runs)} == {0, 1}
     asked = replace(asked, runs=len(runs.runs) // 2 if paired else len(runs.kept))
     signed = Provenance("") if runs.tapped else provenance(runs.captures, root)
-    provisos = (*filter(None, [signed.text]), *(() if spec is not None else (f"{TAKEN} {_GIVE}",)), *runs.provisos)
+    provisos = (*filter(None, [signed.text]), *(() if spec is not None else (f"{UNSIGNED_PROMISE_NOTE} {_GIVE}",)), *runs.provisos)
     if ledger is None and (noise := noise_of(runs.kept, root)):
         provisos += (noise,)
     chosen = "none" if told is None or not paired else told.coins
-    what = f"{plural(len(runs.kept), 'capture')} in {PurePosixPath(root.name).name}"
+    what = f"{pluralize(len(runs.kept), 'capture')} in {PurePosixPath(root.name).name}"
     runs = replace(runs, provisos=provisos, unproven=signed.unproven, coins=chosen).within(root, what)
     counts = () if worlds is None or not paired else runs.counts(len(worlds))
     return asked.plan(prepared, worlds, counts, paired=paired), runs
@@ -237,11 +237,11 @@ def audit_of(plan: AuditPlan, runs: Started, say: Say) -> Audit:
         EquivocationError: a learner said different things to different neighbours.
         SpecError: the listener hears what no channel carries, or an extra is not installed.
     """
-    require_heard(plan.listener.threat)
+    require_wire_threat(plan.listener.threat)
     most, captures = at_a_time(plan.run), runs.kept
     captures[0].require_messages()
     first: list[Transcript] = []
-    parts: list[Examined] = []
+    parts: list[ChunkStatistics] = []
     pending = dict[tuple[int, int], list[Recording]]()
     for k, (pair, part) in enumerate(_recordings(plan, runs)):
         if (pair, part.world) == (0, 0) and len(first) < few(plan.run):
@@ -254,13 +254,13 @@ def audit_of(plan: AuditPlan, runs: Started, say: Say) -> Audit:
         say("reading", k + 1, len(captures), "captures")
     parts += [_examined(plan, pair, rest) for (pair, _), rest in pending.items() if rest]
     if not first:
-        raise CaptureError(f"of {plural(len(captures), 'capture')} none is of the first world")
+        raise CaptureError(f"of {pluralize(len(captures), 'capture')} none is of the first world")
     starts = runs.starts(plan)
     done = conclude(plan, gathered(parts), Transcript.joined(first), "; ".join(runs.source), starts=starts, say=say)
     return replace(done, captures=runs.digests(), coins=runs.coins, provisos=runs.provisos, unproven=runs.unproven)
 
 
-def _examined(plan: AuditPlan, pair: int, runs: Sequence[Recording]) -> Examined:
+def _examined(plan: AuditPlan, pair: int, runs: Sequence[Recording]) -> ChunkStatistics:
     """Runs of one world of a pair, together."""
     transcript = Transcript.joined([run.transcript for run in runs])
     together = Recording(runs[0].world, transcript, channel=tuple(seen for run in runs for seen in run.channel))
@@ -282,10 +282,10 @@ def _recordings(plan: AuditPlan, runs: Started) -> Iterator[tuple[int, Recording
                 "whole folder of the audit"
             )
         heard = conversation(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
-        seen = features_of(heard, {**CHANNEL, **PACE})
+        seen = build_features_by_view(heard, {**CHANNEL_VIEWS, **TIMING_VIEWS})
         for name, row in seen.items():  # most runs have the same one: it is kept once
             seen[name] = replace(row, layout=layouts.setdefault(row.layout, row.layout))
-        yield pair, Recording(started_run.world, said_in(capture, run), channel=(seen,))
+        yield pair, Recording(started_run.world, read_transcript(capture, run), channel=(seen,))
 
 
 # ---- which captures --------------------------------------------------------------------------------------------------
@@ -328,19 +328,19 @@ def _spec(document: Document, where: str, given: RunSpec | None) -> RunSpec:
         SpecError: it is not valid, or another one than was given.
     """
     if given is None:
-        if named := code_to_import(document):
+        if named := find_first_import(document):
             raise SpecError(
                 f"{where} names code to import, {named!r}: give the SPEC beside --captures, if you trust that code"
             )
         return parse_spec(document, source=where, imports=False)
-    heard = parse_spec(document, source=where, imports=code_to_import(given.model_dump(mode="json")) is not None)
-    one, other = (as_audited(spec).model_dump(mode="json") for spec in (given, heard))
+    heard = parse_spec(document, source=where, imports=find_first_import(given.model_dump(mode="json")) is not None)
+    one, other = (prepare_audit_spec(spec).model_dump(mode="json") for spec in (given, heard))
     if (place := difference(one, other)) is not None:
         raise SpecError(f"the SPEC given must be that of the captures in {where}, and differs in {place}")
     return given
 
 
-def _require_features(captures: Sequence[Capture], prepared: Prepared) -> None:
+def _require_features(captures: Sequence[Capture], prepared: PreparedRun) -> None:
     for capture in captures:
         if (told := capture.facts.get("n_features")) and told != prepared.data.n_features:
             raise DataError(
@@ -376,7 +376,7 @@ def _told(root: Folder, labels: set[int | None]) -> tuple[WorldsFile, str, Ledge
     for place in (root, root.below("captures"), above):
         if WORLDS_FILE in place.names():
             told = read_worlds(place)
-            ledger = read_ledger(place, told)
+            ledger = read_run_ledger(place, told)
             return told, f"{place.name}/{WORLDS_FILE}", None if place is above else ledger
     raise CaptureError(
         f"captures in {root.name} are of world {named}: there must be a {WORLDS_FILE} beside them that says what the worlds are"
@@ -397,11 +397,11 @@ def _require_no_canaries(place: str) -> None:
     Raises:
         SpecError: there are some beside the captures.
     """
-    if (found := canaries_beside(place)) is not None:
+    if (found := find_commitment(place)) is not None:
         raise SpecError(f"this run had canaries in its records ({found}): watch it with sottovoce watch --canary-file")
 
 
-def require_heard(threat: ThreatModel) -> None:
+def require_wire_threat(threat: ThreatModel) -> None:
     """Refuse what no channel carries.
 
     Raises:

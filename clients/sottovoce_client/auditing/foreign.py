@@ -15,25 +15,25 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.auditing.audit import TableRow, guess_row, print_verdict, tests_row
+from sottovoce_client.auditing.audit import TableRow, format_guess_row, print_verdict, format_tests_row
 from sottovoce_client.auditing.foreign_runs import ForeignRequest, Reading, load_decoder, read_runs
-from sottovoce_client.auditing.plots import noise_plot, quantile_plot, worlds_plot
-from sottovoce_client.auditing.report import DIGEST_LINES, attempts_of, guesses_table, tests_table
+from sottovoce_client.auditing.plots import plot_noise, plot_quantiles, plot_worlds
+from sottovoce_client.auditing.report import DIGEST_LINES, list_attempts, build_guesses_table, build_tests_table
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import BLUE, GREEN, PINK, Axis, View, line, rule, upright
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.wording import NOTHING, at_best_line, count, number, plural
+from sottovoce_client.wording import NOTHING, describe_max_epsilon, count, number, pluralize
 from sottovoce_core.auditing.blackbox import level, tested
-from sottovoce_core.auditing.bounds import epsilon_lower_bound
-from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce_core.auditing.bounds import compute_epsilon_lower_bound
+from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
 from sottovoce_core.auditing.foreign.noise import Centre, NoiseClaim
 from sottovoce_core.auditing.foreign.power import Power
 from sottovoce_core.auditing.views import Decoded
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON
 from sottovoce_core.registry import load
-from sottovoce_core.yaml_files import document_of, fields_of, text_of
+from sottovoce_core.yaml_files import parse_document, fields_of, text_of
 
 # ---- noise file ------------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ def _load_noise(path: Path) -> dict[str, NoiseClaim]:
     Raises:
         SpecError: it cannot be read, or does not say what it should.
     """
-    document = document_of(text_of(path, _WHAT), str(path), _WHAT)
+    document = parse_document(text_of(path, _WHAT), str(path), _WHAT)
     if not document:
         raise SpecError(f"{path} must name decoded fields, got none")
     found = {}
@@ -138,10 +138,10 @@ def _foreign_page(done: ForeignAudit, reading: Reading, asked: ForeignRequest, d
 def _figures(done: ForeignAudit) -> Iterator[Figure]:
     if done.leaks:
         first = done.leaks[0]
-        yield worlds_plot("leak", first.place[:1].upper() + first.place[1:], first.values, first.worlds, first.place)
+        yield plot_worlds("leak", first.place[:1].upper() + first.place[1:], first.values, first.worlds, first.place)
     shown = done.noise.shown if done.noise is not None else np.empty(0)
-    yield noise_plot(shown)
-    yield quantile_plot(shown)
+    yield plot_noise(shown)
+    yield plot_quantiles(shown)
     yield _power(done)
 
 
@@ -154,7 +154,7 @@ def _power(done: ForeignAudit) -> Figure:
     runs = np.unique(np.append(_RUNS, max(1, found.runs)))
     halved = np.array([power.shown(2.0, 2 * int(each)) for each in runs])
     guesses = [tested(2 * int(each)) for each in runs]
-    best = np.array([epsilon_lower_bound(each, each, level(found.levels), found.delta, each) for each in guesses])
+    best = np.array([compute_epsilon_lower_bound(each, each, level(found.levels), found.delta, each) for each in guesses])
     marks = [
         rule(runs, np.where(best <= _TALL * found.claim, best, math.nan), "every guess right", PINK, "dot"),
         line(runs, halved, "half of the noise, best of guessers", GREEN, width=2.2),
@@ -169,9 +169,9 @@ def _tables(done: ForeignAudit) -> Iterator[PageTable]:
     rows = [(leak.place, leak.view, leak.auc) for leak in done.leaks]
     columns = (Column("number", kind="long"), Column("seen in", kind="long"), Column("AUC", lambda auc: number(auc, 3)))
     yield PageTable("leaks", "Numbers that differ between the worlds", columns, rows)
-    yield tests_table(done.found.tests)
-    yield guesses_table("guesses", "Guesses that count", done.found.bounds)
-    yield guesses_table("timed", "Guesses by time, which do not count", done.timed)
+    yield build_tests_table(done.found.tests)
+    yield build_guesses_table("guesses", "Guesses that count", done.found.bounds)
+    yield build_guesses_table("timed", "Guesses by time, which do not count", done.timed)
 
 
 def _command(asked: ForeignRequest) -> str:
@@ -193,7 +193,7 @@ def _command(asked: ForeignRequest) -> str:
 # ---- audit -----------------------------------------------------------------------------------------------------------
 
 
-def audit_foreign(asked: ForeignRequest, out: Path, console: Console | None = None) -> int:
+def audit_foreign_captures(asked: ForeignRequest, out: Path, console: Console | None = None) -> int:
     """Audit what relays recorded of two worlds, print what was found, and write `audit.json` and `audit.html`.
 
     Args:
@@ -215,7 +215,7 @@ def audit_foreign(asked: ForeignRequest, out: Path, console: Console | None = No
     noise = None if asked.noise is None else _load_noise(asked.noise)
     with terminal.bar("reading the captures") as say:
         reading = read_runs(asked.folder, reader, asked.run_is)
-        done = audit_conversations(
+        done = audit_traffic(
             reading.runs,
             claim=asked.claim,
             delta=asked.delta,
@@ -255,11 +255,11 @@ def _document(done: ForeignAudit, reading: Reading, asked: ForeignRequest) -> di
         },
         "would_have_found": done.found.reaches,  # the smallest violations that would have been found, nine times in ten
         "not_found_even": done.found.blind or None,  # the plainest violation that would not
-        "black_box": attempts_of(done.found.bounds),
+        "black_box": list_attempts(done.found.bounds),
         "leaks": [
             {"number": leak.place, "view": leak.view, "auc": leak.auc} for leak in done.leaks
         ],  # numbers that tell the worlds apart, the clearest first
-        "timing": attempts_of(done.timed),  # shown and not judged: two processes differ in it whatever they hold
+        "timing": list_attempts(done.timed),  # shown and not judged: two processes differ in it whatever they hold
         "noise": None
         if noise is None or asked.noise is None
         else {
@@ -280,16 +280,16 @@ def _document(done: ForeignAudit, reading: Reading, asked: ForeignRequest) -> di
         "captures_not_closed": reading.unfinished,
         "runs_cut_short": reading.cut,
         "connections_left_out": reading.paused,
-        "streams_of_no_run": reading.unnamed,
+        "streams_of_no_run": reading.unnamed_streams,
     }
 
 
 def _rows(done: ForeignAudit, reading: Reading, asked: ForeignRequest) -> Iterator[TableRow]:
     if done.noise is not None:
-        yield tests_row(done.found, "conformance", "the noise is what is claimed", "no noise to test")
+        yield format_tests_row(done.found, "conformance", "the noise is what is claimed", "no noise to test")
     for family, bounds in (("black box", done.found.bounds), ("timing", done.timed)):
         for bound in bounds:
-            _, seen, result, least, claimed = guess_row(bound)
+            _, seen, result, least, claimed = format_guess_row(bound)
             yield family, seen, result, least, claimed if math.isfinite(bound.claim) else NOTHING
     tests = {"said again": "numbers or messages repeated", "equivocation": "one sender, one round, other bytes"}
     for test, what in tests.items():
@@ -302,8 +302,8 @@ def _rows(done: ForeignAudit, reading: Reading, asked: ForeignRequest) -> Iterat
 def _notes(done: ForeignAudit, reading: Reading, asked: ForeignRequest) -> Iterator[str]:
     first, second = done.runs
     yield (
-        f"{plural(first, 'run')} of world 0, {count(second)} of world 1; a run is one {asked.run_is}. "
-        f"{plural(reading.messages, 'message')}."
+        f"{pluralize(first, 'run')} of world 0, {count(second)} of world 1; a run is one {asked.run_is}. "
+        f"{pluralize(reading.messages, 'message')}."
     )
     if done.leaks:
         yield f"Most shows in: {'; '.join(map(str, done.leaks))}."
@@ -311,23 +311,23 @@ def _notes(done: ForeignAudit, reading: Reading, asked: ForeignRequest) -> Itera
         yield from (f"{each}." for each in done.noise.left_out)
     if reading.paused:
         yield (
-            f"{plural(reading.paused, 'connection')} left out: silent for a second between calls, so each may be two that came "
+            f"{pluralize(reading.paused, 'connection')} left out: silent for a second between calls, so each may be two that came "
             "from one port. Let clients name their runs, and use --run-is metadata:KEY."
         )
-    if reading.unnamed:
-        yield f"{plural(reading.unnamed, 'stream')} left out: no metadata name their run."
+    if reading.unnamed_streams:
+        yield f"{pluralize(reading.unnamed_streams, 'stream')} left out: no metadata name their run."
     if done.left_out:
-        yield f"Worlds were not equally frequent: {plural(done.left_out, 'run')} left out."
+        yield f"Worlds were not equally frequent: {pluralize(done.left_out, 'run')} left out."
     if not done.in_turns:
         yield "Worlds did not take turns as coins do: what changes with time (a clock, a counter) tells them apart, too."
     if any(bound.value > 0.0 for bound in done.timed):
         yield "Time tells the worlds apart. Two processes differ in it whatever they hold, so the verdict leaves it aside."
     if reading.unfinished:
-        yield f"{plural(reading.unfinished, 'capture')} not closed: what was in memory is missing."
+        yield f"{pluralize(reading.unfinished, 'capture')} not closed: what was in memory is missing."
     if reading.cut:
-        yield f"{plural(reading.cut, 'run')} said more than is looked at."
+        yield f"{pluralize(reading.cut, 'run')} said more than is looked at."
     for failure in reading.failures:
         yield f"The decoder failed on {failure}"
     if done.found.reaches and done.verdict.kind in ("consistent", "inconclusive"):
         yield f"Would have been found, nine times in ten: {'; '.join(each.text for each in done.found.reaches)}."
-    yield at_best_line(done.most, done.found.needed, done.found.claim)
+    yield describe_max_epsilon(done.most, done.found.needed, done.found.claim)

@@ -9,20 +9,20 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sottovoce_client.auditing.captures import told
-from sottovoce_core.auditing.views import HEAD, Conversation, Decoded, Overheard, digest, numbers
+from sottovoce_core.auditing.views import HEAD, RunTraffic, Decoded, Overheard, digest, numbers
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.registry import load
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import open_folder
 
-RunIs = str
+RunGrouping = str
 """What a run is: `connection`, `stream`, or `metadata:KEY`: the streams with one value of an entry that the client sends."""
 _Decoder = Callable[[str, str, bytes], Mapping[str, Any] | Decoded | None]
 
 _PAUSE_NS = 1_000_000_000
 """After so long without a stream, an address may be that of another connection: systems use ports again."""
 
-_MOST_IN_A_RUN = 512
+_MAX_FRAMES_PER_RUN = 512
 """What a run says beyond so many messages, metadata and trailers is not looked at."""
 
 _PLACES = 5
@@ -48,7 +48,7 @@ class ForeignRequest:
 
     folder: str | Path
     decoder: str | None = None
-    run_is: RunIs = "connection"
+    run_is: RunGrouping = "connection"
     claim: float = math.inf
     delta: float = 0.0
     noise: Path | None = None
@@ -78,7 +78,7 @@ class Reading:
         captures: SHA-256 of every capture, by its path in the folder.
     """
 
-    runs: list[Conversation] = field(default_factory=list)
+    runs: list[RunTraffic] = field(default_factory=list)
     messages: int = 0
     decoded: int = 0
     failed: int = 0
@@ -86,7 +86,7 @@ class Reading:
     unfinished: int = 0
     cut: int = 0
     paused: int = 0
-    unnamed: int = 0
+    unnamed_streams: int = 0
     captures: dict[str, str] = field(default_factory=dict)
 
 
@@ -106,7 +106,7 @@ def load_decoder(name: str) -> _Decoder:
     return decoder
 
 
-def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunIs) -> Reading:
+def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunGrouping) -> Reading:
     """All runs of all captures below a folder.
 
     Raises:
@@ -133,7 +133,7 @@ def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunIs) -> Re
     return reading
 
 
-def _read(capture: Capture, world: int, decoder: _Decoder | None, run_is: RunIs, reading: Reading) -> None:
+def _read(capture: Capture, world: int, decoder: _Decoder | None, run_is: RunGrouping, reading: Reading) -> None:
     """Add the runs of one capture, a part at a time."""
     runs: dict[object, _Run] = {}
     named: dict[int, str | None] = {}
@@ -144,21 +144,21 @@ def _read(capture: Capture, world: int, decoder: _Decoder | None, run_is: RunIs,
             continue
         run = runs.setdefault(key, _Run(row["wall_ns"], row["mono_ns"]))
         run.see(row)
-        reading.cut += len(run.heard) == _MOST_IN_A_RUN
-        if len(run.heard) > _MOST_IN_A_RUN:
+        reading.cut += len(run.heard) == _MAX_FRAMES_PER_RUN
+        if len(run.heard) > _MAX_FRAMES_PER_RUN:
             continue
         decoded = None
         if row["kind"] == "message" and decoder is not None:
             decoded = _decoded(decoder, row, f"{capture.facts['capture_id']}, {run_is} {key}", reading)
         stream = run.streams.setdefault(row["stream"], len(run.streams))
         run.heard.append(_heard(row, stream, (row["mono_ns"] - run.mono_ns) / 1e9, decoded))
-    reading.unnamed += sum(name is None for name in named.values())
+    reading.unnamed_streams += sum(name is None for name in named.values())
     for key, run in runs.items():
         if run_is == "connection" and run.paused:
             reading.paused += 1
             continue
         name = f"{capture.facts['capture_id']}, {run_is} {key}"
-        reading.runs.append(Conversation(world, name, run.wall_ns / 1e9, tuple(run.heard[:_MOST_IN_A_RUN])))
+        reading.runs.append(RunTraffic(world, name, run.wall_ns / 1e9, tuple(run.heard[:_MAX_FRAMES_PER_RUN])))
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ class _Run:
         (self._open.discard if row["kind"] == "trailers" else self._open.add)(row["stream"])
 
 
-def _named(row: Mapping[str, Any], run_is: RunIs, named: dict[int, str | None]) -> str | None:
+def _named(row: Mapping[str, Any], run_is: RunGrouping, named: dict[int, str | None]) -> str | None:
     """The run that a stream's metadata name, which a client sends first; None: they name none."""
     stream = row["stream"]
     if stream not in named:

@@ -19,41 +19,41 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.auditing.audit import AuditRequest, TableRow, coins_line, guess_row, print_verdict
-from sottovoce_client.auditing.captures import audit_of, conversation, find, lines_of, require_heard
-from sottovoce_client.auditing.report import attempts_of
+from sottovoce_client.auditing.audit import AuditRequest, TableRow, format_coins_line, format_guess_row, print_verdict
+from sottovoce_client.auditing.captures import audit_of, conversation, find, lines_of, require_wire_threat
+from sottovoce_client.auditing.report import list_attempts
 from sottovoce_client.auditing.started import Started, started
 from sottovoce_client.auditing.worlds import (
-    LedgerWriter,
+    RunLedgerWriter,
     Way,
-    as_audited,
+    prepare_audit_spec,
     digest,
-    read_ledger,
+    read_run_ledger,
     read_worlds,
     tossed,
     write_worlds,
 )
 from sottovoce_client.documents import write_json
-from sottovoce_client.running.conduct import ServiceDied, run_async, while_alive
+from sottovoce_client.running.conduct import ServiceDied, run_async, await_run_or_exit
 from sottovoce_client.running.local import LocalServices
-from sottovoce_client.running.operate import BY_OPERATOR, TOLD, Interrupted, run_on
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, TOLD, Interrupted, run_on
 from sottovoce_client.terminal import Say
-from sottovoce_client.wording import at_best_line, ciphertext_line, count, plural
+from sottovoce_client.wording import describe_max_epsilon, describe_ciphertext, count, pluralize
 from sottovoce_core.arrays import IntArray
 from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.bounds import Bound
-from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.swaps import others
-from sottovoce_core.auditing.views import Conversation
+from sottovoce_core.auditing.views import RunTraffic
 from sottovoce_core.errors import SottovoceError, SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_eavesdropper.writing import Ciphertext
+from sottovoce_eavesdropper.writing import CiphertextCounts
 
 # ---- on the network --------------------------------------------------------------------------------------------------
 
-_MOST_FAILED = 5
+_MAX_CONSECUTIVE_FAILURES = 5
 """Runs that fail one after the other until no more are started."""
 
 
@@ -61,7 +61,7 @@ class RunFailed(SottovoceError):
     """A run of an audit did not reach its end."""
 
 
-def on_network(plan: AuditPlan, *, say: Say, folder: Path, seeded: bool = False) -> Audit:
+def audit_on_network(plan: AuditPlan, *, say: Say, folder: Path, seeded: bool = False) -> Audit:
     """Audit real services of this machine, every edge overheard by a relay.
 
     Captures, `worlds.json` and the ledger of the runs stay in `captures` below the folder, so that the audit can be repeated
@@ -87,7 +87,7 @@ def _made(plan: AuditPlan, folder: Path, capture: Way, how: str, *, seeded: bool
 
     Args:
         plan: the audit.
-        folder, seeded: as of `on_network`.
+        folder, seeded: as of `audit_on_network`.
         capture: how edges are overheard; by wiretap, they are encrypted.
         how: the same in words.
         say: told what is being done.
@@ -98,13 +98,13 @@ def _made(plan: AuditPlan, folder: Path, capture: Way, how: str, *, seeded: bool
         RunFailed: services do not work.
         CaptureError: as `started`.
     """
-    require_heard(plan.listener.threat)
+    require_wire_threat(plan.listener.threat)
     captures = _fresh(folder)
-    worlds, pairs = coins(plan) if seeded else tossed(2 * plan.all_runs), in_turn(plan)
-    ledger = LedgerWriter(captures, worlds)
+    worlds, pairs = coins(plan) if seeded else tossed(2 * plan.all_runs), interleave_pairs(plan)
+    ledger = RunLedgerWriter(captures, worlds)
     write_worlds(captures, plan, ledger.commitment, pairs, capture=capture, seeded=seeded)
     ledger.bind()
-    services = LocalServices(as_audited(plan.run.spec, capture), folder, tls=capture == "wiretap")
+    services = LocalServices(prepare_audit_spec(plan.run.spec, capture), folder, tls=capture == "wiretap")
     making = _Making(plan, list(zip(pairs, worlds.tolist(), strict=True)), ledger, say)
     try:
         try:
@@ -118,8 +118,8 @@ def _made(plan: AuditPlan, folder: Path, capture: Way, how: str, *, seeded: bool
         raise kind(f"{making.done:,} of {2 * plan.all_runs:,} runs were made: {why}{more}") from None
     place = open_folder(captures)
     told = read_worlds(place)
-    runs = started(find(place), plan.run, read_ledger(place, told), told.pair)
-    what = f"{plural(len(runs.kept), 'run')} of real services on this machine, {how}"
+    runs = started(find(place), plan.run, read_run_ledger(place, told), told.pair)
+    what = f"{pluralize(len(runs.kept), 'run')} of real services on this machine, {how}"
     return replace(runs, coins=told.coins).within(open_folder(folder), what)
 
 
@@ -145,7 +145,7 @@ class _Making:
         done: runs that are finished.
     """
 
-    def __init__(self, plan: AuditPlan, lives: Sequence[tuple[int, int]], ledger: LedgerWriter, say: Say) -> None:
+    def __init__(self, plan: AuditPlan, lives: Sequence[tuple[int, int]], ledger: RunLedgerWriter, say: Say) -> None:
         self.done = 0
         self._plan, self._lives, self._ledger, self._say = plan, lives, ledger, say
         self._began = time.monotonic()
@@ -158,7 +158,7 @@ class _Making:
         async with local as services:
             for k, (pair, world) in enumerate(self._lives):
                 if stop.is_set():
-                    raise Interrupted(BY_OPERATOR)
+                    raise Interrupted(STOPPED_BY_OPERATOR)
                 self._ledger.started(k)
                 running = run_on(
                     services.coordinator,
@@ -170,14 +170,14 @@ class _Making:
                     replica=k,
                     credentials=services.credentials,
                 )
-                outcome = await while_alive(services, running, stop)
+                outcome = await await_run_or_exit(services, running, stop)
                 seeded = any(status.noise_is_not_private for status in outcome.statuses)
                 self._ledger.ended(k, outcome.run_id, outcome.state, seeded=seeded)
                 if outcome.detail in TOLD:
-                    raise Interrupted(BY_OPERATOR)
+                    raise Interrupted(STOPPED_BY_OPERATOR)
                 finished = outcome.state == "finished"
                 self.done, failed = self.done + finished, 0 if finished else failed + 1
-                if failed == _MOST_FAILED or (stop.is_set() and outcome.state == "failed"):  # a service died
+                if failed == _MAX_CONSECUTIVE_FAILURES or (stop.is_set() and outcome.state == "failed"):  # a service died
                     raise RunFailed(outcome.detail)
                 self._tell()
 
@@ -195,7 +195,7 @@ def coins(plan: AuditPlan) -> IntArray:
     return np.random.default_rng(plan.seeds.audited).integers(0, 2, 2 * plan.all_runs)
 
 
-def in_turn(plan: AuditPlan) -> list[int]:
+def interleave_pairs(plan: AuditPlan) -> list[int]:
     """Of every run the pair of worlds: pairs take turns, each as often as it has runs, so that all meet the same machine."""
     places = [((k + 0.5) / each.runs, number) for number, each in enumerate(plan.pairs) for k in range(2 * each.runs)]
     return [number for _, number in sorted(places)]
@@ -204,8 +204,8 @@ def in_turn(plan: AuditPlan) -> list[int]:
 # ---- ciphertext ------------------------------------------------------------------------------------------------------
 
 
-def audit_ciphertext_to(
-    folder: Path, prepared: Prepared, asked: AuditRequest, *, seeded: bool = False, console: Console | None = None
+def run_ciphertext_audit(
+    folder: Path, prepared: PreparedRun, asked: AuditRequest, *, seeded: bool = False, console: Console | None = None
 ) -> int:
     """Make runs on real services whose channels are encrypted and tapped, audit them, and write `audit.json`.
 
@@ -213,7 +213,7 @@ def audit_ciphertext_to(
         folder: for the results.
         prepared: the run and its data.
         asked: what is asked.
-        seeded: the coins come from the seed, as of `on_network`.
+        seeded: the coins come from the seed, as of `audit_on_network`.
         console: where to print (default: standard output).
 
     Returns:
@@ -226,13 +226,13 @@ def audit_ciphertext_to(
     """
     console = console or terminal.console()
     with terminal.bar("choosing the swap") as say:
-        plan = plan_for_ciphertext(prepared, asked)
+        plan = plan_ciphertext_audit(prepared, asked)
         runs = _made(plan, folder, "wiretap", "channels encrypted and tapped", seeded=seeded, say=say)
         done = audit_ciphertext(plan, runs, asked.seed, say)
-    return show_ciphertext(done, plan, runs, asked.seed, folder, console)
+    return report_ciphertext_audit(done, plan, runs, asked.seed, folder, console)
 
 
-def plan_for_ciphertext(prepared: Prepared, asked: AuditRequest) -> AuditPlan:
+def plan_ciphertext_audit(prepared: PreparedRun, asked: AuditRequest) -> AuditPlan:
     """The audit that was asked for, with one pair of worlds: what numbers say best is no matter, for nobody sees them.
 
     Unless a record was asked for, a loud one stands against a silent one, for whatever depends on a norm.
@@ -269,12 +269,12 @@ def audit_ciphertext(plan: AuditPlan, runs: Started, seed: int, say: Say) -> For
     confidence = 1.0 - plan.levels.alpha
     void = starts.void(plan.levels.of("black box", "worlds"))
     claim = max(pair.epsilon for pair in plan.pairs)
-    return audit_conversations(
-        heard, claim=claim, confidence=confidence, seed=seed, one_machine=True, void=void, say=say
+    return audit_traffic(
+        heard, claim=claim, confidence=confidence, seed=seed, same_processes=True, void=void, say=say
     )
 
 
-def _conversations(plan: AuditPlan, runs: Started) -> list[Conversation]:
+def _conversations(plan: AuditPlan, runs: Started) -> list[RunTraffic]:
     """Every run that was started; of one without a capture nothing was heard."""
     import pyarrow as pa
 
@@ -282,7 +282,7 @@ def _conversations(plan: AuditPlan, runs: Started) -> list[Conversation]:
     found = []
     for k, run in enumerate(runs.runs):
         if (capture := run.capture) is None:
-            found.append(Conversation(run.world, "", float(k), ()))
+            found.append(RunTraffic(run.world, "", float(k), ()))
             continue
         table = pa.Table.from_batches(capture.batches())
         order = k if capture.replica is None else capture.replica
@@ -294,7 +294,7 @@ def _conversations(plan: AuditPlan, runs: Started) -> list[Conversation]:
 # ---- what came of it -------------------------------------------------------------------------------------------------
 
 
-def show_ciphertext(
+def report_ciphertext_audit(
     done: ForeignAudit, plan: AuditPlan, runs: Started, seed: int, folder: Path, console: Console
 ) -> int:
     """Print an audit of ciphertext and write it down; returns the exit code."""
@@ -306,10 +306,10 @@ def show_ciphertext(
     return 1 if done.verdict.kind == "refuted" else 0
 
 
-def _total(runs: Started) -> Ciphertext:
+def _total(runs: Started) -> CiphertextCounts:
     """What wiretaps noted in all runs."""
     noted = [capture.ciphertext for capture in runs.kept if capture.ciphertext is not None]
-    return Ciphertext(*(sum(getattr(each, name) for each in noted) for name in ("connections", "records", "bytes")))
+    return CiphertextCounts(*(sum(getattr(each, name) for each in noted) for name in ("connections", "records", "bytes")))
 
 
 def _document(done: ForeignAudit, plan: AuditPlan, runs: Started, seed: int) -> dict[str, Any]:
@@ -337,26 +337,26 @@ def _document(done: ForeignAudit, plan: AuditPlan, runs: Started, seed: int) -> 
             "lower_bound": done.found.largest,
             "most_that_so_many_runs_show": done.most,  # if every guess were right
         },
-        "black_box": attempts_of(done.found.bounds),
+        "black_box": list_attempts(done.found.bounds),
         "ciphertext": _total(runs),  # that was noted in all runs
     }
 
 
 def _rows(bounds: Sequence[Bound]) -> Iterator[TableRow]:
     for bound in bounds:
-        _, seen, result, least, claimed = guess_row(bound)
+        _, seen, result, least, claimed = format_guess_row(bound)
         yield "ciphertext", seen, result, least, claimed
 
 
 def _notes(done: ForeignAudit, plan: AuditPlan, runs: Started, seed: int) -> Iterator[str]:
     first, second = done.runs
     total = _total(runs)
-    noted = ciphertext_line(total.connections, total.records, total.bytes)
-    each = f"{plural(first, 'run')} of world 0, {count(second)} of world 1"
-    yield f"Runs: {'; '.join(runs.source)}; {each}. {coins_line(runs.coins, seed)}"
+    noted = describe_ciphertext(total.connections, total.records, total.bytes)
+    each = f"{pluralize(first, 'run')} of world 0, {count(second)} of world 1"
+    yield f"Runs: {'; '.join(runs.source)}; {each}. {format_coins_line(runs.coins, seed)}"
     yield from runs.provisos
     yield f"Worlds: {plan.worlds.what}. Adjacent: {plan.guarantee.adjacency}. Noted: {noted}."
     yield "What the numbers say was not looked at: sottovoce audit --on network reads them."
     if done.left_out:
-        yield f"Worlds were not equally frequent: {plural(done.left_out, 'run')} left out."
-    yield at_best_line(done.most, done.found.needed, done.found.claim)
+        yield f"Worlds were not equally frequent: {pluralize(done.left_out, 'run')} left out."
+    yield describe_max_epsilon(done.most, done.found.needed, done.found.claim)

@@ -21,28 +21,28 @@ from sottovoce_client.reports.marks import (
     Axis,
     Mark,
     View,
-    band,
+    make_band,
     bars,
-    diamond,
-    dots,
+    make_diamond,
+    make_dots,
     line,
     positive,
-    rounds_across,
+    make_round_axis,
     rule,
-    switched,
-    thinned,
+    make_scale_views,
+    select_evenly,
     upright,
 )
 from sottovoce_client.wording import number
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.audit import Audit
-from sottovoce_core.auditing.bounds import Bound, epsilon_lower_bound
-from sottovoce_core.auditing.likelihood import Ratios, RoundBounds
+from sottovoce_core.auditing.bounds import Bound, compute_epsilon_lower_bound
+from sottovoce_core.auditing.likelihood import RunLosses, RoundBounds
 from sottovoce_core.auditing.online.canaries import EpsilonBound
-from sottovoce_core.auditing.worlds import Twins
+from sottovoce_core.auditing.worlds import CoupledRuns
 
 WORLDS = (("first world", BLUE), ("second world", RED))
-SHOWN_CLAIM = 1.6
+MAX_SHOWN_CLAIM_FACTOR = 1.6
 """Of what so many runs can show at best: a larger claim lies above the picture."""
 
 _ZOOMED = 8
@@ -52,7 +52,7 @@ _ZOOMED = 8
 # ---- losses of whole runs --------------------------------------------------------------------------------------------
 
 
-def possible(shown: Ratios) -> BoolArray:
+def possible(shown: RunLosses) -> BoolArray:
     """`(runs,)` whose every message could have been said in both worlds."""
     known: BoolArray = np.isfinite(shown.largest)
     return known
@@ -70,7 +70,7 @@ def _expected(totals: FloatArray, edges: FloatArray) -> tuple[FloatArray, FloatA
     return first, both - first
 
 
-def _loss_plot(shown: Ratios, claim: float, paper: float) -> Figure:
+def _loss_plot(shown: RunLosses, claim: float, paper: float) -> Figure:
     """Losses of all runs in both worlds, between plus and minus the claim; nothing where every finite loss is zero."""
     title, known = "How much every run gives away", possible(shown)
     totals, worlds = shown.total[known], shown.worlds[known]
@@ -105,7 +105,7 @@ def _near_and_far(reach: float, claim: float) -> tuple[View, ...]:
 # ---- guessing --------------------------------------------------------------------------------------------------------
 
 
-def _roc(shown: Ratios) -> tuple[FloatArray, FloatArray]:
+def _roc(shown: RunLosses) -> tuple[FloatArray, FloatArray]:
     """False and true positive rates of guessing the first world where the loss is at least c, for every c that matters."""
     order = np.argsort(-shown.total, kind="stable")
     ordered, first = shown.total[order], shown.worlds[order] == 0
@@ -121,7 +121,7 @@ def _allowed(epsilon: float, false: FloatArray) -> FloatArray:
     return most
 
 
-def _roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
+def _roc_plot(shown: RunLosses, claim: float, bound: float) -> Figure:
     """How well the loss tells the worlds apart, and how well the claim allows it to."""
     least = 0.5 / max(1, len(shown.worlds))
     across = np.concatenate(
@@ -130,12 +130,12 @@ def _roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
     marks: list[Mark] = []
     if math.isfinite(claim):
         lower = np.maximum(1.0 - _allowed(claim, 1.0 - across), least / 10)
-        marks.append(band(across, lower, _allowed(claim, across), AREA, f"allowed by ε = {number(claim)}", 1.2))
+        marks.append(make_band(across, lower, _allowed(claim, across), AREA, f"allowed by ε = {number(claim)}", 1.2))
     if bound > 0.0:
         marks.append(rule(across, _allowed(bound, across), f"edge of ε = {number(bound, 3)}", GREEN))
     marks.append(rule(across, across, "blind guessing", FAINT, "dot"))
     false, true = _roc(shown)
-    kept = thinned(len(false))
+    kept = select_evenly(len(false))
     marks.append(line(false[kept], true[kept], "guessing by the loss", BLUE))
     views = [
         View(name, *(Axis(f"{what} positive rate", log=log, low=low, high=high) for what in ("false", "true")))
@@ -144,7 +144,7 @@ def _roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
     return Figure("roc", "How well the worlds can be told apart", marks, views)
 
 
-def _progress(shown: Ratios, guessed: Bound, looks: int = 120) -> tuple[IntArray, FloatArray, FloatArray]:
+def _progress(shown: RunLosses, guessed: Bound, looks: int = 120) -> tuple[IntArray, FloatArray, FloatArray]:
     """Bounds as runs come in, in a fixed random order, for they are made world by world.
 
     Returns:
@@ -155,7 +155,7 @@ def _progress(shown: Ratios, guessed: Bound, looks: int = 120) -> tuple[IntArray
     made = (np.abs(totals) > 0) & (np.abs(totals) >= guessed.threshold)
     right = ((totals < 0) == (worlds == 1)).astype(np.float64)
     at = np.unique(np.geomspace(1, len(order), looks).astype(np.int64))
-    best = np.array([epsilon_lower_bound(int(n), int(n), guessed.level) for n in at])
+    best = np.array([compute_epsilon_lower_bound(int(n), int(n), guessed.level) for n in at])
     process = EpsilonBound(np.linspace(0.0, 1.05 * float(best[-1]) + 1e-3, 500))
     lower, done = [], 0
     for n in at.tolist():
@@ -167,7 +167,7 @@ def _progress(shown: Ratios, guessed: Bound, looks: int = 120) -> tuple[IntArray
     return at, np.array(lower), best
 
 
-def _progress_plot(shown: Ratios, guessed: Bound, claim: float) -> Figure:
+def _progress_plot(shown: RunLosses, guessed: Bound, claim: float) -> Figure:
     """The lower bound as runs come in; nothing where no run was guessed."""
     title = "What more runs add"
     if not guessed.guesses:
@@ -177,9 +177,9 @@ def _progress_plot(shown: Ratios, guessed: Bound, claim: float) -> Figure:
     marks = [
         rule(at, best, "at best", PINK, "dot"),
         line(at, lower, "valid at every look", GREEN, step="after", width=2.2),
-        diamond(runs, guessed.value, "all runs, looked at once", GREEN),
+        make_diamond(runs, guessed.value, "all runs, looked at once", GREEN),
     ]
-    if claim <= SHOWN_CLAIM * float(best[-1]):
+    if claim <= MAX_SHOWN_CLAIM_FACTOR * float(best[-1]):
         marks.append(rule([1, runs], [claim, claim], "claim"))
     across = Axis("runs of both worlds so far", log=True, form="count")
     return Figure("progress", title, marks, (View("", across, Axis("lower bound on ε", zero=True)),))
@@ -194,14 +194,14 @@ def _by_round(name: str, title: str, what: str, marks: Sequence[Mark]) -> Figure
     if not known:
         return Figure(name, title, (), ())
     drawn = np.concatenate([each.y[np.isfinite(each.y)] for each in known])
-    views = switched(rounds_across(low=0.0), what, logarithmic=bool(drawn.max() > 30 * drawn.min()))
+    views = make_scale_views(make_round_axis(low=0.0), what, logarithmic=bool(drawn.max() > 30 * drawn.min()))
     return Figure(name, title, known, views)
 
 
-def _cumulative_plot(shown: Ratios, claim: FloatArray) -> Figure:
+def _cumulative_plot(shown: RunLosses, claim: FloatArray) -> Figure:
     """What the rounds so far are claimed to show at most, and what they did show."""
-    kept = thinned(len(claim))
-    curves = (("largest loss of any run", shown.peak, RED), ("mean loss of all runs", shown.typical, BLUE))
+    kept = select_evenly(len(claim))
+    curves = (("largest loss of any run", shown.peak, RED), ("mean loss of all runs", shown.mean_by_round, BLUE))
     marks = [
         _claimed(kept, claim),
         *(line(kept, positive(y[kept]), name, colour, width=2.2) for name, y, colour in curves),
@@ -219,13 +219,13 @@ def _single_plot(rounds: RoundBounds | None) -> Figure:
     if rounds is None:
         return Figure(name, title, (), ())
     claim, bound = (np.array([getattr(each, key) for each in rounds.bounds]) for key in ("claim", "value"))
-    kept = thinned(len(claim))
+    kept = select_evenly(len(claim))
     lower, above = positive(bound[kept]), bound[kept] > claim[kept]
     marks = [
         _claimed(kept, claim),
         line(kept, positive(rounds.largest[kept]), "largest loss of any message", BLUE, width=1.2),
-        dots(kept, np.where(above, math.nan, lower), "lower bound", GREEN, width=6),
-        dots(kept, np.where(above, lower, math.nan), "lower bound above the claim", RED, shape="cross"),
+        make_dots(kept, np.where(above, math.nan, lower), "lower bound", GREEN, width=6),
+        make_dots(kept, np.where(above, lower, math.nan), "lower bound above the claim", RED, shape="cross"),
     ]
     return _by_round(name, title, what, marks)
 
@@ -233,7 +233,7 @@ def _single_plot(rounds: RoundBounds | None) -> Figure:
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
-def noise_plot(noise: FloatArray) -> Figure:
+def plot_noise(noise: FloatArray) -> Figure:
     """Standardised noise against the standard Laplace density, and where 95 of 100 correct bars lie; nothing without noise."""
     title = "Its density"
     if not noise.any():
@@ -249,9 +249,9 @@ def noise_plot(noise: FloatArray) -> Figure:
     low, high = np.maximum((chances - error) / width, least), (chances + error) / width
     heights = np.where(counts > 0, counts / len(noise) / width, math.nan)
     marks = [
-        band(centres, low, high, INK, "19 of 20 lie here"),
+        make_band(centres, low, high, INK, "19 of 20 lie here"),
         rule(centres, chances / width, "Laplace, as claimed", dash="solid"),
-        dots(centres, heights, "found in the messages", BLUE),
+        make_dots(centres, heights, "found in the messages", BLUE),
     ]
     up = Axis("density", log=True, low=least, high=max(0.9, float(np.nanmax(heights))))
     return Figure("noise", title, marks, (View("", Axis("noise, in units of its claimed scale"), up),))
@@ -260,7 +260,7 @@ def noise_plot(noise: FloatArray) -> Figure:
 def _quantiles(noise: FloatArray, most: int = 200) -> tuple[FloatArray, FloatArray]:
     """Quantiles that Laplace numbers should have, and those that these have; the tails are not left out."""
     n = len(noise)
-    ranks = thinned(n, most)
+    ranks = select_evenly(n, most)
     tail = np.unique(np.geomspace(1, max(1, n), 40).astype(int)) - 1
     ranks = np.unique(np.concatenate([ranks, tail, n - 1 - tail]))
     p = (ranks + 0.5) / n
@@ -268,14 +268,14 @@ def _quantiles(noise: FloatArray, most: int = 200) -> tuple[FloatArray, FloatArr
     return should, np.sort(noise)[ranks]
 
 
-def quantile_plot(noise: FloatArray) -> Figure:
+def plot_quantiles(noise: FloatArray) -> Figure:
     """Quantiles of the noise against those of Laplace numbers: a straight line if all is well."""
     title = "Its quantiles"
     if not noise.any():
         return Figure("quantiles", title, (), ())
     should, has = _quantiles(noise)
     ends = [should[0], should[-1]]
-    marks = [rule(ends, ends, "as claimed", dash="solid"), dots(should, has, "found in the messages", BLUE)]
+    marks = [rule(ends, ends, "as claimed", dash="solid"), make_dots(should, has, "found in the messages", BLUE)]
     return Figure(
         "quantiles", title, marks, (View("", Axis("quantile that is claimed"), Axis("quantile that was found")),)
     )
@@ -284,13 +284,13 @@ def quantile_plot(noise: FloatArray) -> Figure:
 # ---- the swap --------------------------------------------------------------------------------------------------------
 
 
-def _twins_plot(name: str, title: str, pair: Twins, rounds: IntArray) -> Figure:
+def _twins_plot(name: str, title: str, pair: CoupledRuns, rounds: IntArray) -> Figure:
     """One number of the messages in both worlds, with the same noise and without any, over these rounds."""
     curves = (
         ("first world", pair.first, BLUE, "solid", 3.2),  # the second must not hide it
         ("second world, same noise", pair.second, RED, "solid", 1.8),
-        ("first world, no noise", pair.bare_first, BLUE, "dot", 3.2),
-        ("second world, no noise", pair.bare_second, RED, "dot", 1.8),
+        ("first world, no noise", pair.noiseless_0, BLUE, "dot", 3.2),
+        ("second world, no noise", pair.noiseless_1, RED, "dot", 1.8),
     )
     thin = 1.0 if len(rounds) <= 100 else 0.6
     marks: list[Mark] = []
@@ -302,25 +302,25 @@ def _twins_plot(name: str, title: str, pair: Twins, rounds: IntArray) -> Figure:
     ]
     zero = rule(rounds[[0, -1]], [0, 0], "", RULE, "solid", width=1.0) if len(rounds) else None
     return Figure(
-        name, title, [*([zero] if zero else []), *marks], (View("", rounds_across(), Axis("number that is said")),)
+        name, title, [*([zero] if zero else []), *marks], (View("", make_round_axis(), Axis("number that is said")),)
     )
 
 
-def _close_rounds(pair: Twins) -> IntArray:
+def _close_rounds(pair: CoupledRuns) -> IntArray:
     """The rounds around those that the swap moves first and most."""
     length = len(pair.first)
-    moved = moving(pair)
+    moved = find_moved_rounds(pair)
     start = min(pair.swapped, int(moved[0]) if len(moved) else pair.swapped)
     end = max(start, int(moved[0]) if len(moved) else start) + _ZOOMED
     return np.arange(max(0, start - 2), min(length, end + 1))
 
 
-def moving(pair: Twins) -> IntArray:
+def find_moved_rounds(pair: CoupledRuns) -> IntArray:
     """Rounds in which the number differs between the worlds, with the same noise or without any."""
-    return np.flatnonzero((pair.first != pair.second) | (pair.bare_first != pair.bare_second))
+    return np.flatnonzero((pair.first != pair.second) | (pair.noiseless_0 != pair.noiseless_1))
 
 
-def most_different(done: Audit) -> tuple[int, int] | None:
+def find_most_different_number(done: Audit) -> tuple[int, int] | None:
     """Position of the round, and number in it, that the black box saw: of the telling round, or the first one after it.
 
     The number is the one whose means in the two worlds differ most, in units of its spread. None: no such round was seen, or
@@ -345,10 +345,10 @@ def _said_plot(done: Audit, place: tuple[int, int] | None) -> Figure:
     title = "With fresh noise in every run"
     if place is None:
         return Figure("said", title, (), ())
-    return worlds_plot("said", title, done.seen[:, place[0], place[1]], done.worlds, "number that is said")
+    return plot_worlds("said", title, done.seen[:, place[0], place[1]], done.worlds, "number that is said")
 
 
-def worlds_plot(name: str, title: str, values: FloatArray, worlds: IntArray, axis: str) -> Figure:
+def plot_worlds(name: str, title: str, values: FloatArray, worlds: IntArray, axis: str) -> Figure:
     """One number of every run, a histogram for each world."""
     known = np.isfinite(values)
     low, high = np.quantile(values[known], [0.002, 0.998]) if known.any() else (0.0, 1.0)
@@ -368,7 +368,7 @@ def worlds_plot(name: str, title: str, values: FloatArray, worlds: IntArray, axi
 
 
 def figures(done: Audit, heard: tuple[int, int] | None) -> Iterator[Figure]:
-    """All figures of an audit; `heard`: the number that `most_different` chose."""
+    """All figures of an audit; `heard`: the number that `find_most_different_number` chose."""
     found, plan, shown, pair = done.found, done.plan, done.shown, done.twins
     if shown is not None:
         yield _cumulative_plot(shown, plan.claim)
@@ -377,10 +377,10 @@ def figures(done: Audit, heard: tuple[int, int] | None) -> Iterator[Figure]:
             yield _loss_plot(shown, found.claim, float(plan.guarantee.paper[-1]))
             yield _roc_plot(shown, found.claim, found.guessed.value)
             yield _progress_plot(shown, found.guessed, found.claim)
-    yield noise_plot(done.noise)
-    yield quantile_plot(done.noise)
+    yield plot_noise(done.noise)
+    yield plot_quantiles(done.noise)
     rounds, near = len(pair.first), _close_rounds(pair)
-    yield _twins_plot("twins", "The whole run", pair, thinned(rounds))
+    yield _twins_plot("twins", "The whole run", pair, select_evenly(rounds))
     close = _twins_plot("twins-close", "Around the swap", pair, near)
     yield close if len(near) < rounds else replace(close, marks=())
     yield _said_plot(done, heard)

@@ -15,17 +15,17 @@ from sottovoce_client.auditing import plots as plots
 from sottovoce_client.auditing.worlds import digest
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, chance, number, share
-from sottovoce_core.auditing.audit import Audit, Coins, LearnerLoss
+from sottovoce_core.auditing.audit import Audit, CoinSource, LearnerLoss
 from sottovoce_core.auditing.bounds import Bound, Test, ceiling
 from sottovoce_core.auditing.verdict import Findings, decide
-from sottovoce_core.auditing.worlds import Twins
+from sottovoce_core.auditing.worlds import CoupledRuns
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON
 from sottovoce_core.spec import dump_spec
 
 # ---- audit.json ------------------------------------------------------------------------------------------------------
 
 
-def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
+def build_audit_document(done: Audit, name: str, seed: int) -> dict[str, Any]:
     """An audit as a document, written now.
 
     Args:
@@ -81,9 +81,9 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
             for each in done.learners
         ],  # exact losses in a few runs, for the most telling swap of each learner's first record
         "black_box": {
-            "epsilon_promised_in_the_rounds_seen": done.claim_seen,
+            "epsilon_promised_in_the_rounds_seen": done.black_box_claim,
             "numbers_that_vary_by_view": dict(done.views),  # of each view, how many are not the same in all runs
-            "attempts": attempts_of(found.of("black box").bounds),
+            "attempts": list_attempts(found.of("black box").bounds),
             "channel": found.of(
                 "black box"
             ).tests,  # whether anything but the messages depends on the world, given these
@@ -91,7 +91,7 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
     }
 
 
-def attempts_of(bounds: Iterable[Bound]) -> list[dict[str, Any]]:
+def list_attempts(bounds: Iterable[Bound]) -> list[dict[str, Any]]:
     """What classifiers came to, for a file."""
     return [{"model": bound.guesser, "view": bound.view, **_guessed(bound)} for bound in bounds]
 
@@ -132,10 +132,10 @@ def _single_rounds(done: Audit) -> dict[str, Any] | None:
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
-_MOST_ROUNDS = 1000
+_MAX_TABLE_ROUNDS = 1000
 """Rows of the table of single rounds."""
-_MOST_EVIDENCE = 8
-COINS: Mapping[Coins, str] = {"operating system": "the operating system’s", "not known": "not known"}
+_MAX_SHOWN_EVIDENCE = 8
+COIN_SOURCE_NAMES: Mapping[CoinSource, str] = {"operating system": "the operating system’s", "not known": "not known"}
 """Whose coins are that are not the seed's, in words."""
 DIGEST_LINES = """\
 raw() { sha256sum "$@" | cut -c -64 | python -c 'import sys; sys.stdout.buffer.write(bytes.fromhex(sys.stdin.read()))'; }
@@ -150,7 +150,7 @@ def about(done: Audit) -> str:
     return "" if done.about is None else done.plan.run.spec.names[done.about]
 
 
-def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
+def build_audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
     """The page of an audit.
 
     Args:
@@ -160,13 +160,13 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         digest: SHA-256 of its `audit.json`; empty: it is not written.
     """
     found, plan = done.found, done.plan
-    heard = plots.most_different(done)
+    heard = plots.find_most_different_number(done)
     values = {
         "done": done,
         "name": name,
         "about": about(done),
         "seed": seed,
-        "coins": COINS.get(done.coins, ""),
+        "coins": COIN_SOURCE_NAMES.get(done.coins, ""),
         "digest_lines": DIGEST_LINES,
         "digest": digest,
         "names": plan.run.spec.names,
@@ -181,9 +181,9 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         ],
         "weak_epsilon": WEAK_EPSILON,
         "best_guess": 100.0 / (1.0 + math.exp(-plan.epsilon)),  # of a coin, in the worst case
-        "most_evidence": _MOST_EVIDENCE,
-        "most_rounds": _MOST_ROUNDS,
-        "shown_claim": plots.SHOWN_CLAIM,
+        "most_evidence": _MAX_SHOWN_EVIDENCE,
+        "most_rounds": _MAX_TABLE_ROUNDS,
+        "shown_claim": plots.MAX_SHOWN_CLAIM_FACTOR,
         "impossible": 0 if done.shown is None else int((~plots.possible(done.shown)).sum()),
         "drawn": [] if done.shown is None else done.shown.worlds[plots.possible(done.shown)],
         "endless": [] if done.shown is None else np.flatnonzero(np.isinf(done.shown.peak)).tolist(),
@@ -230,14 +230,14 @@ def _nearness(test: Test) -> float:
 
 def _tables(done: Audit) -> Iterator[PageTable]:
     found = done.found
-    yield tests_table(found.tests)
-    yield guesses_table("guesses", "Guesses", found.bounds)
+    yield build_tests_table(found.tests)
+    yield build_guesses_table("guesses", "Guesses", found.bounds)
     yield _single(found)
     yield _moved(done.twins)
     yield _learners(done.learners, done.plan.run.spec.names, done.plan.worlds.learner)
 
 
-def tests_table(tests: Sequence[Test]) -> PageTable:
+def build_tests_table(tests: Sequence[Test]) -> PageTable:
     """All tests, those that fail marked."""
     rows = [(t.name, t.what, t.where, t.statistic, t.p_value, t.level) for t in tests]
     heads = (
@@ -249,7 +249,7 @@ def tests_table(tests: Sequence[Test]) -> PageTable:
     return _marked("tests", "Tests", (Column("test"), *heads, *figures), rows, rejected)
 
 
-def guesses_table(name: str, title: str, bounds: Sequence[Bound]) -> PageTable:
+def build_guesses_table(name: str, title: str, bounds: Sequence[Bound]) -> PageTable:
     """What guessers came to, those above their claims marked."""
     guesses = [(b.name, (b.correct, b.guesses), b.value, b.claim, b.level) for b in bounds]
     shown = (_GUESSES, Column("ε at least", three), Column("claimed ε", number))
@@ -270,7 +270,7 @@ def _single(found: Findings) -> PageTable:
     name, title, rounds = "rounds", "Guesses of single rounds", found.rounds
     if rounds is None:
         return PageTable(name, title, (), ())
-    most = sorted(sorted(range(len(rounds.bounds)), key=lambda t: -rounds.bounds[t].value)[:_MOST_ROUNDS])
+    most = sorted(sorted(range(len(rounds.bounds)), key=lambda t: -rounds.bounds[t].value)[:_MAX_TABLE_ROUNDS])
     told = [(t, rounds.bounds[t]) for t in most]
     rows = [
         (f"round {t}", (bound.correct, bound.guesses), bound.value, bound.claim, float(rounds.largest[t]))
@@ -307,17 +307,17 @@ def _learners(losses: Sequence[LearnerLoss], names: Sequence[str], audited: int)
     return PageTable("learners", "Learner by learner", columns, rows, frozenset((row, 2) for row in above))
 
 
-def _moved(pair: Twins) -> PageTable:
+def _moved(pair: CoupledRuns) -> PageTable:
     """The first messages that the swap moves, against their noise."""
     rows = [
         (
             f"round {t}",
             difference := abs(float(pair.first[t] - pair.second[t])),
-            abs(float(pair.bare_first[t] - pair.bare_second[t])),
+            abs(float(pair.noiseless_0[t] - pair.noiseless_1[t])),
             scale := float(pair.scale[t]),
             difference / scale if scale > 0 else None,
         )
-        for t in plots.moving(pair)[:3].tolist()
+        for t in plots.find_moved_rounds(pair)[:3].tolist()
     ]
     heads = ("difference, same noise", "without noise", "noise scale")
     ratio = Column("difference / scale", lambda value: "no noise" if value is None else three(value))

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.auditing.worlds import Entry, as_audited
-from sottovoce_client.transcripts.provenance import seeded_noise
-from sottovoce_client.wording import plural
-from sottovoce_core.auditing.audit import Coins
-from sottovoce_core.auditing.coin_tests import WHOLE, Starts
-from sottovoce_core.auditing.likelihood import Ratios, ratios
+from sottovoce_client.auditing.worlds import Entry, prepare_audit_spec
+from sottovoce_client.transcripts.provenance import describe_seeded_noise
+from sottovoce_client.wording import pluralize
+from sottovoce_core.auditing.audit import CoinSource
+from sottovoce_core.auditing.coin_tests import WHOLE, RunOutcomes
+from sottovoce_core.auditing.likelihood import RunLosses, ratios
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.worlds import Recording
 from sottovoce_core.errors import CaptureError, EquivocationError, SpecError
@@ -32,13 +32,13 @@ SPEC_FILE, _FOLDER = "spec.yaml", "captures"
 _NAMED = 3
 """Fields that differ, at most, that are named."""
 
-TAKEN = (
+UNSIGNED_PROMISE_NOTE = (
     "What was promised is taken from capture.json, which nobody signed: whoever kept the capture could have written another "
     "promise there, which no learner made."
 )
 
 
-def require_promised(spec: RunSpec, captures: Sequence[Capture], place: Folder | None = None) -> None:
+def require_same_spec(spec: RunSpec, captures: Sequence[Capture], place: Folder | None = None) -> None:
     """Hold the spec in captures against the `spec.yaml` that lies beside them, where one does: `up` leaves it.
 
     Args:
@@ -74,7 +74,7 @@ def _beside(captures: Sequence[Capture], place: Folder | None) -> list[Path]:
 def _has_network(spec: RunSpec) -> bool:
     """Whether a graph that a spec names as a file can be read here."""
     try:
-        spec.topology.without_files(spec.names)
+        spec.topology.inline_files(spec.names)
     except SpecError:
         return False
     return True
@@ -83,7 +83,7 @@ def _has_network(spec: RunSpec) -> bool:
 def _promised(spec: RunSpec, *, network: bool) -> dict[str, Any]:
     """What an audit takes from a spec, but for where data lie, and who was away in the end: `spec.yaml` may lack that."""
     kept = spec if network else spec.model_copy(update={"topology": type(spec.topology)()})
-    document = as_audited(kept).model_dump(mode="json")
+    document = prepare_audit_spec(kept).model_dump(mode="json")
     source = document["data"]["source"]
     return {**document, "absences": [], "data": {**document["data"], "source": PurePath(str(source)).name}}
 
@@ -129,18 +129,18 @@ class _StartedRun:
     outcome: str
     whole: bool = False
 
-    def losses(self, plan: AuditPlan) -> Ratios:
+    def losses(self, plan: AuditPlan) -> RunLosses:
         """Exact losses of what was heard of it, in the worlds of this plan: none of a round that was not heard."""
         rounds = plan.run.spec.rounds
         if self.capture is not None:
             try:
-                said = said_in(self.capture, plan.run).until(rounds)
+                said = read_transcript(self.capture, plan.run).until(rounds)
                 return ratios(plan.run, plan.worlds, Recording(self.world, said), plan.claim)
             except EquivocationError:
                 raise
             except CaptureError:  # not one round was heard
                 pass
-        return Ratios.silent(np.array([self.world]), rounds)
+        return RunLosses.silent(np.array([self.world]), rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Started:
     unknown: int = 0
     provisos: tuple[str, ...] = ()
     unproven: str = ""
-    coins: Coins = "none"
+    coins: CoinSource = "none"
     root: str = ""
 
     @property
@@ -197,7 +197,7 @@ class Started:
         """Whether what was overheard is ciphertext."""
         return self.kept[0].ciphertext is not None
 
-    def starts(self, plan: AuditPlan) -> Starts | None:
+    def starts(self, plan: AuditPlan) -> RunOutcomes | None:
         """For the tests of the audit; None: there is one world only.
 
         Raises:
@@ -205,20 +205,20 @@ class Started:
         """
         if not plan.paired:
             return None
-        lost = dict[int, list[Ratios]]()
-        for run in self.runs if plan.listener.replayable else ():
+        lost = dict[int, list[RunLosses]]()
+        for run in self.runs if plan.listener.can_replay else ():
             if not run.whole:
                 lost.setdefault(run.pair, []).append(run.losses(plan.pairs[run.pair]))
         worlds, outcomes = (tuple(getattr(run, name) for run in self.runs) for name in ("world", "outcome"))
-        losses = {k: Ratios.joined(parts) for k, parts in lost.items()}
-        return Starts(np.array(worlds, dtype=np.int64), outcomes, losses, self.unknown)
+        losses = {k: RunLosses.joined(parts) for k, parts in lost.items()}
+        return RunOutcomes(np.array(worlds, dtype=np.int64), outcomes, losses, self.unknown)
 
     def counts(self, pairs: int) -> list[int]:
         """Runs of each world, of every pair of worlds."""
         return [max(1, sum(run.pair == k for run in self.runs) // 2) for k in range(pairs)]
 
 
-def said_in(capture: Capture, run: Run) -> Transcript:
+def read_transcript(capture: Capture, run: Run) -> Transcript:
     """What was said in a run.
 
     Raises:
@@ -245,7 +245,7 @@ def require_room(spec: RunSpec, captures: Sequence[Capture]) -> None:
         if count > _ROOM * most + 1024:
             raise CaptureError(
                 f"{captures[0].name} says that its run has {count:,} {what}, and no capture has more than "
-                f"{plural(most, 'message')}: none can have been overheard to its end"
+                f"{pluralize(most, 'message')}: none can have been overheard to its end"
             )
 
 
@@ -256,7 +256,7 @@ def started(
     captures: Sequence[Capture],
     run: Run,
     ledger: Mapping[int, Entry] | None = None,
-    pair_of: Callable[[int | None], int] = lambda replica: 0,
+    find_pair: Callable[[int | None], int] = lambda replica: 0,
 ) -> Started:
     """What became of every run that was started.
 
@@ -264,7 +264,7 @@ def started(
         captures: all that there are.
         run: what was run.
         ledger: of all runs that were started; None: none is known but those that were captured.
-        pair_of: the pair of worlds of a run, by its replica (default: all are of one pair).
+        find_pair: the pair of worlds of a run, by its replica (default: all are of one pair).
 
     Raises:
         CaptureError: there is none, none has all rounds, one cannot be read, or they are not those of the ledger.
@@ -284,7 +284,7 @@ def started(
     kept = _whole(single, run) if single[0].ciphertext is None else single
     if not kept:
         raise CaptureError(
-            f"of {plural(len(captures), 'capture')} none has all {run.spec.rounds} rounds ({captures[0].name} is the first)"
+            f"of {pluralize(len(captures), 'capture')} none has all {run.spec.rounds} rounds ({captures[0].name} is the first)"
         )
     names = {capture.name for capture in kept}
     short = [capture for capture in single if capture.name not in names]
@@ -295,9 +295,9 @@ def started(
         whole, entry = capture.name in names, _entry(capture, ledger)
         outcome = (entry.early if entry else "") or (WHOLE if whole else _EARLY)
         outcome = _REPEATED if capture.replica in repeated else outcome
-        runs.append(_StartedRun(capture, pair_of(capture.replica), capture.world or 0, outcome, whole))
+        runs.append(_StartedRun(capture, find_pair(capture.replica), capture.world or 0, outcome, whole))
     runs += [
-        _StartedRun(None, pair_of(k), entry.world, entry.early or _MISSING)
+        _StartedRun(None, find_pair(k), entry.world, entry.early or _MISSING)
         for k, entry in unheard.items()
         if entry.world is not None
     ]
@@ -306,12 +306,12 @@ def started(
         notes.append(f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {_some(each.name for each in copies)}")
     if short:  # where there are no coins, nothing can be said of them
         coined = short[0].world is not None
-        what = plural(len(short), "run") if coined else f"{plural(len(short), 'other')} left out,"
+        what = pluralize(len(short), "run") if coined else f"{pluralize(len(short), 'other')} left out,"
         notes.append(f"{what} of which rounds are missing")
-    notes += [f"{plural(len(unheard), 'started run')} without a capture: {_some(unheard)}"] if unheard else []
+    notes += [f"{pluralize(len(unheard), 'started run')} without a capture: {_some(unheard)}"] if unheard else []
     unknown = sum(entry.world is None for entry in unheard.values())
     seeded = sum(entry.seeded for entry in ledger.values()) if ledger else 0
-    provisos = (seeded_noise(seeded, len(ledger)),) if ledger and seeded else ()
+    provisos = (describe_seeded_noise(seeded, len(ledger)),) if ledger and seeded else ()
     return Started(tuple(runs), tuple(notes), unknown, provisos)
 
 
@@ -342,7 +342,7 @@ def _whole(captures: Sequence[Capture], run: Run) -> list[Capture]:
     """Those that have all rounds."""
     least = sum(np.count_nonzero(run.network.at(t).neighbours) for t in range(run.spec.rounds))
     kept = [capture for capture in captures if capture.totals()[0] >= least]
-    return [capture for capture in kept if said_in(capture, run).rounds == run.spec.rounds]
+    return [capture for capture in kept if read_transcript(capture, run).rounds == run.spec.rounds]
 
 
 def _entry(capture: Capture, ledger: Mapping[int, Entry] | None) -> Entry | None:

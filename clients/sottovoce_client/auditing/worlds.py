@@ -32,7 +32,7 @@ from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.worlds import Worlds
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import CaptureError, DataError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.explaining import requirement
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import Capture
@@ -123,7 +123,7 @@ class WorldsFile(BaseModel, strict=True):
         return found
 
 
-def as_audited(spec: RunSpec, capture: Way = "relay") -> RunSpec:
+def prepare_audit_spec(spec: RunSpec, capture: Way = "relay") -> RunSpec:
     """A spec as an audit runs it: every edge overheard, no end before the last round, nothing told that costs time.
 
     Args:
@@ -135,7 +135,7 @@ def as_audited(spec: RunSpec, capture: Way = "relay") -> RunSpec:
             "capture": capture,
             "privacy": type(spec.privacy)(),
             "telemetry": type(spec.telemetry)(),
-            "topology": spec.topology.without_files(spec.names),
+            "topology": spec.topology.inline_files(spec.names),
         }
     )
 
@@ -168,7 +168,7 @@ def write_worlds(
         seed=plan.seeds.audited.entropy,
         coins="seed" if seeded else "operating system",
         data=digest(plan.data),
-        spec=as_audited(plan.run.spec, capture).model_dump(mode="json"),
+        spec=prepare_audit_spec(plan.run.spec, capture).model_dump(mode="json"),
         ledger=ledger,
     ).model_dump(exclude_none=True)
     with open(folder / WORLDS_FILE, "w", encoding="utf-8", opener=private) as file:  # it holds records
@@ -211,7 +211,7 @@ def _wrong(error: ValidationError) -> str:
     return f"{'.'.join(map(str, problem['loc']))} {requirement(problem)}"
 
 
-def worlds_from(document: WorldsFile, prepared: Prepared, where: str) -> list[Worlds]:
+def build_worlds(document: WorldsFile, prepared: PreparedRun, where: str) -> list[Worlds]:
     """All pairs of worlds.
 
     Args:
@@ -243,8 +243,8 @@ def worlds_from(document: WorldsFile, prepared: Prepared, where: str) -> list[Wo
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
-LEDGER_FILE, _LEDGER_FORMAT = "runs.jsonl", "sottovoce-runs-1"
-MAX_LEDGER_BYTES = 64 * 2**20
+RUN_LEDGER_FILE, _LEDGER_FORMAT = "runs.jsonl", "sottovoce-runs-1"
+MAX_RUN_LEDGER_BYTES = 64 * 2**20
 
 
 def tossed(runs: int) -> IntArray:
@@ -256,7 +256,7 @@ def _commitment(world: int, nonce: str) -> str:
     return hashlib.sha256(f"{world} {nonce}".encode()).hexdigest()
 
 
-class LedgerWriter:
+class RunLedgerWriter:
     """A ledger of runs that are about to be made.
 
     Args:
@@ -298,7 +298,7 @@ class LedgerWriter:
             self._write({"replica": replica, "world": world, "nonce": nonce, **found})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        with open(self._folder / LEDGER_FILE, "a", encoding="utf-8", opener=private) as file:
+        with open(self._folder / RUN_LEDGER_FILE, "a", encoding="utf-8", opener=private) as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -327,7 +327,7 @@ class Entry(BaseModel, strict=True, frozen=True, extra="forbid"):
         return "" if self.outcome == "finished" else self.outcome
 
 
-def read_ledger(place: Folder, worlds: WorldsFile) -> dict[int, Entry] | None:
+def read_run_ledger(place: Folder, worlds: WorldsFile) -> dict[int, Entry] | None:
     """The started runs of the audit that these worlds belong to, by replica; None: it kept no ledger.
 
     Args:
@@ -337,8 +337,8 @@ def read_ledger(place: Folder, worlds: WorldsFile) -> dict[int, Entry] | None:
     Raises:
         CaptureError: the ledger is missing, cannot be read, is that of other worlds, or a coin is not the one committed to.
     """
-    where = f"{place.name}/{LEDGER_FILE}"
-    if worlds.ledger is None and LEDGER_FILE not in place.names():
+    where = f"{place.name}/{RUN_LEDGER_FILE}"
+    if worlds.ledger is None and RUN_LEDGER_FILE not in place.names():
         return None
     first, *lines = _lines(place, where)
     if worlds.ledger != hashlib.sha256(first).hexdigest():
@@ -367,10 +367,10 @@ def read_ledger(place: Folder, worlds: WorldsFile) -> dict[int, Entry] | None:
 
 def _lines(place: Folder, where: str) -> Iterator[bytes]:
     try:
-        if (size := place.size(LEDGER_FILE)) > MAX_LEDGER_BYTES:
-            raise CaptureError(f"{where} must have at most {MAX_LEDGER_BYTES} bytes, got {size}")
-        with place.open(LEDGER_FILE) as file:
-            content = file.read(MAX_LEDGER_BYTES)
+        if (size := place.size(RUN_LEDGER_FILE)) > MAX_RUN_LEDGER_BYTES:
+            raise CaptureError(f"{where} must have at most {MAX_RUN_LEDGER_BYTES} bytes, got {size}")
+        with place.open(RUN_LEDGER_FILE) as file:
+            content = file.read(MAX_RUN_LEDGER_BYTES)
     except OSError as error:
         raise CaptureError(f"cannot read {where}: {error}") from None
     # A last line that does not end was being written when the machine went down, or the disk was full.

@@ -7,8 +7,8 @@ from importlib import import_module
 
 from sottovoce_client.cli.app import INTERRUPTED, app
 from sottovoce_core.errors import SottovoceError, SpecError
-from sottovoce_core.optional import get_extra
-from sottovoce_core.text import plain_lines
+from sottovoce_core.optional import format_install_hint
+from sottovoce_core.text import escape_control_lines
 
 # Importing them registers their commands: in the order of the help, which begins with what newcomers need.
 # isort: off
@@ -40,7 +40,7 @@ def _add_laboratory() -> None:
 
 def _require_laboratory() -> None:
     """The laboratory, which is not installed."""
-    raise SpecError(f"`sottovoce lab` needs the package sottovoce_lab, which is not installed: {get_extra('audit')}")
+    raise SpecError(f"`sottovoce lab` needs the package sottovoce_lab, which is not installed: {format_install_hint('audit')}")
 
 
 _add_laboratory()
@@ -55,7 +55,7 @@ def main(*, service: bool = False) -> None:
     try:
         app(obj=service)
     except SottovoceError as error:
-        print(f"sottovoce: {plain_lines(str(error))}", file=sys.stderr)
+        print(f"sottovoce: {escape_control_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except MemoryError as error:
         asked = f" ({error})" if str(error) else ""
@@ -65,14 +65,14 @@ def main(*, service: bool = False) -> None:
         )
         raise SystemExit(2) from None
     except OSError as error:  # a full disk, a folder that nobody may write to: what to do is its owner's to know
-        print(f"sottovoce: {plain_lines(str(error))}", file=sys.stderr)
+        print(f"sottovoce: {escape_control_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except Exception as error:
-        from sottovoce_rpc.logs import others_fault
+        from sottovoce_rpc.logs import describe_user_code_error
 
-        if not (told := others_fault(error)):
+        if not (told := describe_user_code_error(error)):
             raise  # a mistake of ours: all that is known of it is wanted
-        print(f"sottovoce: {plain_lines(told)}", file=sys.stderr)
+        print(f"sottovoce: {escape_control_lines(told)}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print(INTERRUPTED, end="", file=sys.stderr)

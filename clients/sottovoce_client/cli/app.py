@@ -21,12 +21,12 @@ from sottovoce_client.cli import completing
 from sottovoce_client.cli.common_options import (
     DEFAULT_COORDINATOR,
     SERVICE,
-    Commands,
+    CommandApp,
     Group,
     read_config,
     read_profile,
     takes,
-    using,
+    bind_common_options,
 )
 from sottovoce_client.command_words import command_words
 from sottovoce_core.errors import SottovoceError, SpecError
@@ -83,7 +83,7 @@ _NEAR = 0.75
 """How alike two names are of which one may be meant by the other."""
 
 
-def require_variables(environment: Mapping[str, str]) -> list[str]:
+def reject_misspelled_variables(environment: Mapping[str, str]) -> list[str]:
     """Refuse a variable that is nearly one that is read: as a setting it would be ignored.
 
     Args:
@@ -117,7 +117,7 @@ class _Sottovoce(Group):
 
     def invoke(self, ctx: Any) -> Any:
         if not {"-h", "--help"} & {*ctx.args, *ctx._protected_args}:
-            others = require_variables(os.environ)
+            others = reject_misspelled_variables(os.environ)
             if not ctx.obj:  # a service logs them, perhaps as JSON
                 for name in others:
                     text = f"sottovoce: the environment variable {plain(name)} is no setting, and is ignored"
@@ -131,7 +131,7 @@ class _Sottovoce(Group):
                     _made.pop().rmdir()
 
 
-class _Application(Commands):
+class _Application(CommandApp):
     """Builds the options of the called command alone: those of all commands take a third of the time of a start."""
 
     def __call__(self, args: Sequence[str] | None = None, **more: Any) -> Any:
@@ -164,7 +164,7 @@ WIRE = "sottovoce_wire.v1"
 """The package of all messages and methods."""
 
 
-def installed_version() -> str:
+def get_installed_version() -> str:
     """Of the package that is installed."""
     from importlib.metadata import version
 
@@ -176,7 +176,7 @@ def _print_version(asked: bool) -> None:
         from sottovoce_core.spec_versions import FORMAT
         from sottovoce_eavesdropper import FORMAT as CAPTURES
 
-        print(f"sottovoce {installed_version()}")
+        print(f"sottovoce {get_installed_version()}")
         print(f"wire {WIRE}, run specs of format {FORMAT}, captures {CAPTURES}")
         raise typer.Exit
 
@@ -318,8 +318,8 @@ def _sottovoce(
     """The options of every command."""
 
 
-def _group(name: str, panel: str, **more: Any) -> Commands:
-    made = Commands(**{"no_args_is_help": not more.get("invoke_without_command"), **more})
+def _group(name: str, panel: str, **more: Any) -> CommandApp:
+    made = CommandApp(**{"no_args_is_help": not more.get("invoke_without_command"), **more})
     app.add_typer(made, name=name, rich_help_panel=panel)
     return made
 
@@ -329,7 +329,7 @@ models_app = _group("models", "Runs", help="A learner's model as a file, and wha
 runs_app = _group("runs", "Runs", help="Show the runs of a coordinator, stop them, take them up again.")
 transcript_app = _group("transcript", "Runs", help="Look into recorded or simulated messages.")
 eavesdropper_app = _group(
-    "eavesdropper", "Services", cls=using(Group, *SERVICE), epilog=takes(*SERVICE), invoke_without_command=True
+    "eavesdropper", "Services", cls=bind_common_options(Group, *SERVICE), epilog=takes(*SERVICE), invoke_without_command=True
 )
 pki_app = _group("pki", "Services", help="Identities: a certificate authority of your own.")
 spec_app = _group("spec", "Specs", help="Check and print run specs, and values of the Helm chart.")
@@ -337,22 +337,22 @@ spec_app = _group("spec", "Specs", help="Check and print run specs, and values o
 SpecFile = Annotated[
     Path,
     typer.Argument(
-        metavar="SPEC", help="The run spec, a YAML file.", show_default=False, autocompletion=completing.spec_files
+        metavar="SPEC", help="The run spec, a YAML file.", show_default=False, autocompletion=completing.complete_spec_files
     ),
 ]
 
 
-def results_of(name: str) -> Any:
+def make_results_option(name: str) -> Any:
     """The option that says where results go; without it, to a folder of this name and the time."""
     return typer.Option(
         "--out", help="Folder for the results; none is replaced.", show_default=f"sottovoce-runs/{name}-TIME"
     )
 
 
-Out = Annotated[Path | None, results_of("NAME")]
-MOST, MOST_JOBS = 10**7, 4096
+Out = Annotated[Path | None, make_results_option("NAME")]
+MOST, MAX_JOBS = 10**7, 4096
 """Of runs, repetitions, records and the like that an option asks for; and of those at a time."""
-MOST_SECONDS = 1e9
+MAX_DURATION_S = 1e9
 """Thirty years: what timers take."""
 SERVED = ("captures", "journals", "logs", "identities", "ca.crt", "services.json", "learners.json")
 """What services that a command has started write into its folder."""
@@ -365,10 +365,10 @@ Export = Annotated[
         autocompletion=completing.several(("csv", "latex", "svg", "pdf", "png")),
     ),
 ]
-Listen = Annotated[
+ListenAddress = Annotated[
     str, address(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
 ]
-KeepLog = Annotated[
+KeepLogFlag = Annotated[
     bool,
     typer.Option(
         "--keep-log",
@@ -396,7 +396,7 @@ def _backend(backend: str, _: str) -> None:
     named(backend)
 
 
-WorkedOnBy = Annotated[
+BackendName = Annotated[
     str,
     address(
         "--backend",
@@ -434,19 +434,19 @@ def levels(text: str, least: int = 1, option: str = "--epsilons") -> tuple[float
     return tuple(found)
 
 
-def prepared_from(spec: RunSpec, *, live: bool = False, learned: bool = True) -> Any:
+def prepare_run(spec: RunSpec, *, live: bool = False, learned: bool = True) -> Any:
     """The run and its data, ready to start.
 
     Raises:
         SottovoceError: the spec cannot be run as it is, or its data cannot be used.
     """
-    from sottovoce_core.data.known import data_folders
+    from sottovoce_core.data.known import get_data_folders
     from sottovoce_core.experiment import prepare
 
-    return prepare(spec, folders=data_folders(), live=live, learned=learned)
+    return prepare(spec, folders=get_data_folders(), live=live, learned=learned)
 
 
-class Cautious:
+class WarningPrinter:
     """Says on standard error what `spec check` would warn of in the records of a run, each thing once."""
 
     def __init__(self) -> None:
@@ -463,20 +463,20 @@ class Cautious:
         return prepared
 
 
-def priced_from(spec: RunSpec, rounds: int | None, records: float | None, horizon: float | None = None) -> Any:
+def prepare_for_accounting(spec: RunSpec, rounds: int | None, records: float | None, horizon: float | None = None) -> Any:
     """The run, and how many records its rounds bring: of live ones, as many as are asked for, over the horizon.
 
     Raises:
-        SottovoceError: as `prepared_from`; or something was asked for that the data say.
+        SottovoceError: as `prepare_run`; or something was asked for that the data say.
     """
-    from sottovoce_core.experiment import foresee
+    from sottovoce_core.experiment import estimate_live_run
 
     if spec.data.live or rounds is not None or records is not None:
-        return foresee(spec, rounds, 1.0 if records is None else records, horizon)
-    return prepared_from(spec, learned=False)
+        return estimate_live_run(spec, rounds, 1.0 if records is None else records, horizon)
+    return prepare_run(spec, learned=False)
 
 
-def folder_for(name: str, out: Path | None, writes: Collection[str], spec: str | None = None) -> Path:
+def make_results_folder(name: str, out: Path | None, writes: Collection[str], spec: str | None = None) -> Path:
     """The folder for results, made where it is missing. What earlier results wrote there is never replaced.
 
     Args:

@@ -12,15 +12,15 @@ import typer
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,
-    MOST_JOBS,
+    MAX_JOBS,
     SERVED,
-    WorkedOnBy,
+    BackendName,
     address,
     app,
-    folder_for,
-    prepared_from,
+    make_results_folder,
+    prepare_run,
     real,
-    results_of,
+    make_results_option,
 )
 from sottovoce_client.cli.common_options import NETWORK, common
 from sottovoce_core.errors import SpecError
@@ -28,7 +28,7 @@ from sottovoce_core.text import plain
 
 if TYPE_CHECKING:
     from sottovoce_client.auditing.audit import AuditRequest
-    from sottovoce_core.experiment import Prepared
+    from sottovoce_core.experiment import PreparedRun
     from sottovoce_core.spec import RunSpec
 
 
@@ -44,7 +44,7 @@ def audit(
             metavar="SPEC",
             help="The run spec. Not needed with --captures.",
             show_default=False,
-            autocompletion=completing.spec_files,
+            autocompletion=completing.complete_spec_files,
         ),
     ] = None,
     runs: Annotated[
@@ -67,7 +67,7 @@ def audit(
             show_default="0; coins on the network: entropy",
         ),
     ] = None,
-    out: Annotated[Path | None, results_of("audit")] = None,
+    out: Annotated[Path | None, make_results_option("audit")] = None,
     on: Annotated[
         Literal["simulator", "network", "wiretap"],
         typer.Option(
@@ -81,11 +81,11 @@ def audit(
             metavar="FOLDER", help="Captures of earlier runs, in place of runs made here.", rich_help_panel=_WHERE
         ),
     ] = None,
-    backend: WorkedOnBy = "processes",
+    backend: BackendName = "processes",
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_JOBS, help="How many at a time.", show_default="one per core", rich_help_panel=_WHERE
+            min=1, max=MAX_JOBS, help="How many at a time.", show_default="one per core", rich_help_panel=_WHERE
         ),
     ] = None,
     record: Annotated[
@@ -141,9 +141,9 @@ def audit(
         raise typer.Exit(_from(captures, asked, given, out))
     if given is None:
         raise SpecError("audit needs a SPEC, or --captures FOLDER")
-    prepared = prepared_from(given)
+    prepared = prepare_run(given)
     # Captures of other runs are what `--captures` would take for the audit's own.
-    folder = folder_for("audit", out, [*_WRITES, *(["captures"] if on == "simulator" else SERVED)])
+    folder = make_results_folder("audit", out, [*_WRITES, *(["captures"] if on == "simulator" else SERVED)])
     raise typer.Exit(_made(prepared, asked, folder, on, backend, jobs, seeded=seed is not None))
 
 
@@ -177,7 +177,7 @@ def _require_heeded(
 
 
 def _made(
-    prepared: Prepared,
+    prepared: PreparedRun,
     asked: AuditRequest,
     folder: Path,
     on: Literal["simulator", "network", "wiretap"],
@@ -188,25 +188,25 @@ def _made(
 ) -> int:
     """An audit of runs that are made for it; returns the exit code."""
     from sottovoce_client import terminal
-    from sottovoce_client.auditing.audit import audit_to
+    from sottovoce_client.auditing.audit import run_audit
     from sottovoce_client.running.operate import Interrupted
 
     try:
         if on == "wiretap":
-            from sottovoce_client.auditing.network import audit_ciphertext_to
+            from sottovoce_client.auditing.network import run_ciphertext_audit
 
-            code = audit_ciphertext_to(folder, prepared, asked, seeded=seeded)
+            code = run_ciphertext_audit(folder, prepared, asked, seeded=seeded)
         elif on == "network":
-            from sottovoce_client.auditing.network import on_network
+            from sottovoce_client.auditing.network import audit_on_network
 
-            code = audit_to(folder, prepared, asked, partial(on_network, folder=folder, seeded=seeded))
+            code = run_audit(folder, prepared, asked, partial(audit_on_network, folder=folder, seeded=seeded))
         else:
-            from sottovoce_client.auditing.audit import on_simulator
-            from sottovoce_client.backends import mapper_over
+            from sottovoce_client.auditing.audit import audit_on_simulator
+            from sottovoce_client.backends import open_mapper
 
-            with mapper_over(backend, jobs) as mapper:
-                code = audit_to(folder, prepared, asked, partial(on_simulator, mapper=mapper))
-        terminal.tell_file(folder / "audit.json")
+            with open_mapper(backend, jobs) as mapper:
+                code = run_audit(folder, prepared, asked, partial(audit_on_simulator, mapper=mapper))
+        terminal.print_json_file_if_requested(folder / "audit.json")
         return code
     except Interrupted as stopped:  # which says in a line what there is
         print(f"sottovoce: {plain(str(stopped))}", file=sys.stderr)
@@ -217,18 +217,18 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
     from sottovoce_client import terminal
     from sottovoce_client.auditing.audit import show
     from sottovoce_client.auditing.captures import audit_of, earlier
-    from sottovoce_client.auditing.network import audit_ciphertext, show_ciphertext
+    from sottovoce_client.auditing.network import audit_ciphertext, report_ciphertext_audit
 
     console = terminal.console()
     with terminal.bar("reading captures") as say:
-        plan, runs = earlier(captures, asked, prepared_from, say, spec=spec)
+        plan, runs = earlier(captures, asked, prepare_run, say, spec=spec)
         if runs.tapped:
-            told = partial(show_ciphertext, audit_ciphertext(plan, runs, asked.seed, say), plan, runs)
+            told = partial(report_ciphertext_audit, audit_ciphertext(plan, runs, asked.seed, say), plan, runs)
         else:
             told = partial(show, audit_of(plan, runs, say))
-    folder = folder_for("audit", out, _WRITES)
+    folder = make_results_folder("audit", out, _WRITES)
     code = told(asked.seed, folder, console)
-    terminal.tell_file(folder / "audit.json")
+    terminal.print_json_file_if_requested(folder / "audit.json")
     return code
 
 
@@ -290,4 +290,4 @@ def watch(
         alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, logs, common().allow_imports
     )
     source = where(capture, eavesdropper, run, common().credentials, once=once)
-    raise typer.Exit(follow(source, question, prepared_from, metrics=metrics))
+    raise typer.Exit(follow(source, question, prepare_run, metrics=metrics))

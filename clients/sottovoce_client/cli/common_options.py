@@ -136,9 +136,9 @@ class _Common:
             values["identity"] = Path(identity)
         _CURRENT.set(CommonOptions(**values))
         if values.get("as_json"):
-            from sottovoce_client.terminal import json_apart
+            from sottovoce_client.terminal import reserve_stdout_for_json
 
-            ctx.with_resource(json_apart())
+            ctx.with_resource(reserve_stdout_for_json())
 
 
 @lru_cache(maxsize=2)
@@ -167,12 +167,12 @@ def takes(*names: str) -> str | None:
     return f"Also takes {', '.join(listed)}: see sottovoce --help." if listed else None
 
 
-def using(group: type[Group], *names: str) -> type[Group]:
+def bind_common_options(group: type[Group], *names: str) -> type[Group]:
     """Return the class of a group that is a command, too, and uses these common options."""
     return type(group.__name__, (group,), {"uses": frozenset(names)})
 
 
-class Commands(typer.Typer):
+class CommandApp(typer.Typer):
     """A Typer application whose commands say which common options they use: `--json`, unless they say otherwise."""
 
     def __init__(self, **more: Any) -> None:
@@ -239,12 +239,12 @@ def _config_folder() -> Path:
 
 
 def _defaults(path: Path, what: str, known: set[str]) -> dict[str, Any]:
-    from sottovoce_core.yaml_files import document_of, text_of
+    from sottovoce_core.yaml_files import parse_document, text_of
 
     text = text_of(path, what)
     if not any(line and not line.startswith("#") for line in map(str.strip, text.splitlines())):
         return {}
-    found = {str(name).replace("-", "_"): value for name, value in document_of(text, str(path), what).items()}
+    found = {str(name).replace("-", "_"): value for name, value in parse_document(text, str(path), what).items()}
     if unknown := sorted(found.keys() - known):
         raise SpecError(
             f"{path} must map options of this command to values; unknown: {unknown}; known: {sorted(known)}"

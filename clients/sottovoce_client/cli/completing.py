@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-DATA_SETS = (
+DATASET_NAMES = (
     "breast_cancer",
     "digits",
     "vital_signs",
@@ -22,7 +22,7 @@ DATA_SETS = (
 """Names of `sottovoce_core.data.known`, which NumPy comes with."""
 
 
-def spec_files(incomplete: str) -> list[str]:
+def complete_spec_files(incomplete: str) -> list[str]:
     """YAML files that may be meant; none: the shell offers what it offers for any file, folders too."""
     folder, _, start = incomplete.rpartition("/")
     place = Path(f"{folder}/" if folder or incomplete.startswith("/") else ".").expanduser()
@@ -33,9 +33,9 @@ def spec_files(incomplete: str) -> list[str]:
     return [f"{before}{name}" for name in names if name.startswith(start)]
 
 
-def data_sets(incomplete: str) -> list[str]:
+def complete_dataset_names(incomplete: str) -> list[str]:
     """Data sets that have a name; files are the shell's to offer."""
-    return [name for name in DATA_SETS if name.startswith(incomplete)]
+    return [name for name in DATASET_NAMES if name.startswith(incomplete)]
 
 
 def several(names: Sequence[str]) -> Callable[[str], list[str]]:

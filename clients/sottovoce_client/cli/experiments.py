@@ -9,14 +9,14 @@ import typer
 
 from sottovoce_client.cli.app import (
     MOST,
-    MOST_JOBS,
-    Cautious,
+    MAX_JOBS,
+    WarningPrinter,
     Export,
     SpecFile,
-    WorkedOnBy,
+    BackendName,
     app,
-    folder_for,
-    results_of,
+    make_results_folder,
+    make_results_option,
 )
 from sottovoce_core.errors import SpecError
 
@@ -35,33 +35,33 @@ def sweep(
     vary_data: Annotated[
         bool, typer.Option("--vary-data", help="Deal the records anew for each seed, not the noise alone.")
     ] = False,
-    backend: WorkedOnBy = "processes",
+    backend: BackendName = "processes",
     jobs: Annotated[
-        int | None, typer.Option(min=1, max=MOST_JOBS, help="How many at a time.", show_default="one per core")
+        int | None, typer.Option(min=1, max=MAX_JOBS, help="How many at a time.", show_default="one per core")
     ] = None,
     export: Export = "",
-    out: Annotated[Path | None, results_of("sweep")] = None,
+    out: Annotated[Path | None, make_results_option("sweep")] = None,
 ) -> None:
     """Simulate a spec at every combination of some values, with many seeds: means, 95 % intervals and epsilon.
 
     Writes results.parquet and results.json.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.reports.drawing import formats
+    from sottovoce_client.reports.drawing import parse_formats
     from sottovoce_client.running.plot import export_files
-    from sottovoce_client.running.sweep import sweep_saying
+    from sottovoce_client.running.sweep import sweep_with_progress
     from sottovoce_core.experiment import load
     from sottovoce_core.results import FILES
 
-    asked, listed = formats(export), list(map(values_of, changes))
+    asked, listed = parse_formats(export), list(map(parse_field_values, changes))
     wanted = dict(listed)
     if len(wanted) < len(listed):
         raise SpecError(f"--set must name each field once, with all its values, got {', '.join(changes)}")
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
     experiment = load(spec)
-    folder = folder_for("sweep", out, FILES)
+    folder = make_results_folder("sweep", out, FILES)
     with terminal.bar("simulating") as say:
-        results = sweep_saying(Cautious(), experiment, wanted, replicas, **options, say=say)
+        results = sweep_with_progress(WarningPrinter(), experiment, wanted, replicas, **options, say=say)
     results.write(folder, seed=seed)
     table = results.summary()
     print(table)
@@ -73,17 +73,17 @@ def sweep(
     raise typer.Exit(code)
 
 
-def values_of(text: str) -> tuple[str, list[Any]]:
+def parse_field_values(text: str) -> tuple[str, list[Any]]:
     """`algorithm.sigma=1,2,4` as a field and its values, which are read as YAML.
 
     Raises:
         SpecError: not so.
     """
-    from sottovoce_core.yaml_files import document_of
+    from sottovoce_core.yaml_files import parse_document
 
     field, equals, values = text.partition("=")
     try:
-        found = document_of(f"values: [{values}]", f"--set {text}", "a value").get("values")
+        found = parse_document(f"values: [{values}]", f"--set {text}", "a value").get("values")
     except SpecError as error:
         raise SpecError(f"--set must be FIELD=V,V,... with values as in a spec file: {error}") from None
     if not (field and equals and found):
@@ -119,27 +119,27 @@ def plot(
         ),
     ] = None,
     export: Export = "",
-    out: Annotated[Path | None, results_of("plot")] = None,
+    out: Annotated[Path | None, make_results_option("plot")] = None,
 ) -> None:
     """Draw what simulate, sweep or compare wrote: one figure for every metric, lines of every file.
 
     Writes plot.html.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.reports.drawing import formats
+    from sottovoce_client.reports.drawing import parse_formats
     from sottovoce_client.reports.page import Page
-    from sottovoce_client.running.plot import Across, export_files, figures
+    from sottovoce_client.running.plot import HorizontalAxis, export_files, figures
     from sottovoce_core.results import FILES, read_results
 
-    asked, axes = formats(export), None if log is None else _axes(log)
+    asked, axes = parse_formats(export), None if log is None else _axes(log)
     results = {(path.parent if path.name == FILES[0] else path).absolute().name: read_results(path) for path in files}
     if len(results) < len(files):
         raise SpecError(f"plot names lines by their folders, which must differ, got {', '.join(map(str, files))}")
-    across = Across.of(results, x)
+    across = HorizontalAxis.of(results, x)
     shown = figures(across, axes)
-    if across.not_shown:
-        typer.echo(across.not_shown, err=True)
-    folder = folder_for("plot", out, ["plot.html"])
+    if across.omission_note:
+        typer.echo(across.omission_note, err=True)
+    folder = make_results_folder("plot", out, ["plot.html"])
     Page("plot.html.j2", shown, {"figures": shown}).write(folder / "plot.html")
     print(f"{folder}: plot.html")
     more = [path.name for path in export_files(folder, asked, results, shown)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from sottovoce_client.cli.app import (
-    MOST_SECONDS,
+    MAX_DURATION_S,
     address,
     app,
     real,
@@ -43,7 +43,7 @@ def _file(help_: str, default: str | bool = False) -> Any:
 
 
 def _patience(help_: str) -> Any:
-    return real(least=0.0, most=MOST_SECONDS, metavar="SECONDS", help=help_)
+    return real(least=0.0, most=MAX_DURATION_S, metavar="SECONDS", help=help_)
 
 
 def _feed_of(scheme: str, what: str) -> Feed:
@@ -182,8 +182,8 @@ def feed(
     ] = "",
 ) -> None:
     """Bring live records into a learner, each once. `--help-for kafka` prints the settings of one kind of URL."""
-    from sottovoce_client.feeding.broker import PASSWORD_VARIABLE, Access, opened, secret_in
-    from sottovoce_client.feeding.files import file_parts, standard_input
+    from sottovoce_client.feeding.broker import PASSWORD_VARIABLE, Access, opened, read_secret
+    from sottovoce_client.feeding.files import build_file_partitions, build_standard_input
     from sottovoce_client.feeding.progress import conduct
     from sottovoce_client.feeding.pump import Target, Terms, feeding
 
@@ -203,14 +203,14 @@ def feed(
     parts: Sequence[Part]
     if url_feed is None:
         if kind == "standard input":
-            parts = [standard_input(source or "stdin", format_ or "jsonl", delimiter, position)]
+            parts = [build_standard_input(source or "stdin", format_ or "jsonl", delimiter, position)]
         else:
-            parts = file_parts(
+            parts = build_file_partitions(
                 [Path(each) for each in sources], kind, delimiter=delimiter, follow=follow, apart=dead_letters
             )
         work = feeding(nullcontext(parts), target, terms)
     else:
-        password = os.environ.get(PASSWORD_VARIABLE, "") if password_file is None else secret_in(password_file)
+        password = os.environ.get(PASSWORD_VARIABLE, "") if password_file is None else read_secret(password_file)
         access = Access(user, password, tls_ca, tls_cert, tls_key)
         own = {"access": access, "default_group": name or learner, "position": position, "patience_s": broker_patience}
         at = url_feed.source(first, **own)

@@ -30,7 +30,7 @@ def show_runs(
 
     coordinator, credentials = common().coordinator_or_local, common().credentials
     if common().as_json:
-        found = asyncio.run(known.run_documents(coordinator, run, credentials))
+        found = asyncio.run(known.get_run_documents(coordinator, run, credentials))
         print_json(found[0] if run else found)
     elif run:
         asyncio.run(known.show_run(coordinator, run, credentials=credentials))
@@ -83,7 +83,7 @@ def leave_run(
     part in it again. All learners rest for a moment, and go on from their logs. Refused where the graph without it is not
     connected, or the algorithm's guarantee needs all learners.
     """
-    _act("amend_run", run, learner, joins=False)
+    _act("reconfigure_run", run, learner, joins=False)
 
 
 @runs_app.command("join", uses=OPERATOR)
@@ -92,7 +92,7 @@ def join_run(
     learner: Learner,
 ) -> None:
     """Let a learner that is away by the run's spec, or has left, take part from now on."""
-    _act("amend_run", run, learner, joins=True)
+    _act("reconfigure_run", run, learner, joins=True)
 
 
 @app.command(rich_help_panel="Services", uses=OPERATOR)
@@ -135,17 +135,17 @@ def status(
     Example: sottovoce status --coordinator 127.0.0.1:7400 --learner-address 127.0.0.1:7401
     """
     from sottovoce_client.running import status as looking
-    from sottovoce_client.running.monitoring import Places
+    from sottovoce_client.running.monitoring import ServiceAddresses
     from sottovoce_client.terminal import print_json
-    from sottovoce_client.web.services import Asked
+    from sottovoce_client.web.services import ConsoleOptions
     from sottovoce_rpc.credentials import Credentials
 
     coordinator = common().coordinator
     if folder is None and not (coordinator or learner or eavesdropper):
         coordinator = DEFAULT_COORDINATOR
-    places = Places(coordinator or "", eavesdropper or "", common().identity)
+    places = ServiceAddresses(coordinator or "", eavesdropper or "", common().identity)
     if folder is not None:
-        places = Asked(folder, places).now()
+        places = ConsoleOptions(folder, places).now()
     who = Credentials(places.identity, common().insecure)
     found = asyncio.run(looking.look(places, learner or (), run, who))
     if common().as_json:
@@ -190,7 +190,7 @@ def doctor(
     Exits with 1 if anything is wrong.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.doctor import Patient, examine, show
+    from sottovoce_client.doctor import CheckTargets, examine, show
     from sottovoce_rpc.principals import Role
 
     given = (
@@ -199,7 +199,7 @@ def doctor(
         (Role.LEARNER, learner or []),
     )
     services = [(role, address) for role, addresses in given for address in addresses if address]
-    findings = asyncio.run(examine(Patient(common().credentials, services, state or [], metrics or [])))
+    findings = asyncio.run(examine(CheckTargets(common().credentials, services, state or [], metrics or [])))
     code = show(findings, terminal.console())
     terminal.tell(lambda: {"well": not code, "findings": findings})
     raise typer.Exit(code)
@@ -237,14 +237,14 @@ def console(
 
     Prints the address to open; nobody can look without the token in it. Needs the extra console.
     """
-    from sottovoce_client.running.monitoring import Places
+    from sottovoce_client.running.monitoring import ServiceAddresses
     from sottovoce_client.web.app import serve_console
-    from sottovoce_client.web.services import Asked
+    from sottovoce_client.web.services import ConsoleOptions
     from sottovoce_rpc.logs import configure_logs
 
     if folder is not None and not folder.is_dir():
         raise SpecError(f"FOLDER must be a folder of results, and there is none at {folder}")
     coordinator = common().coordinator or ("" if folder else DEFAULT_COORDINATOR)
     configure_logs(common().log_level or "warning")
-    asked = Asked(folder, Places(coordinator, eavesdropper or "", common().identity), watch or "", common().insecure)
+    asked = ConsoleOptions(folder, ServiceAddresses(coordinator, eavesdropper or "", common().identity), watch or "", common().insecure)
     asyncio.run(serve_console(asked, listen, token_file))

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from sottovoce_client.cli.app import pki_app
-from sottovoce_core.errors import NotReady, SottovoceError, SpecError
+from sottovoce_core.errors import FailedPrecondition, SottovoceError, SpecError
 
 AuthorityFolder = Annotated[
     Path, typer.Option("--authority", envvar="SOTTOVOCE_AUTHORITY", help="Folder of the authority; its key is in it.")
 ]
-Days = Annotated[int, typer.Option(min=1, max=3_650, help="Valid for so many days.")]
+ValidityDays = Annotated[int, typer.Option(min=1, max=3_650, help="Valid for so many days.")]
 HERE = Path("sottovoce-authority")
 
 
@@ -22,7 +22,7 @@ HERE = Path("sottovoce-authority")
 def init(
     domain: Annotated[str, typer.Option(help="Trust domain of the deployment, such as ward.example.")],
     authority: AuthorityFolder = HERE,
-    days: Days = 3_650,
+    days: ValidityDays = 3_650,
     replaces: Annotated[
         Path | None,
         typer.Option(
@@ -77,7 +77,7 @@ def issue(
     ],
     authority: AuthorityFolder = HERE,
     out: Annotated[Path, typer.Option("--out", help="Each gets a folder ROLE-NAME in this one.")] = Path("identities"),
-    days: Days = 90,
+    days: ValidityDays = 90,
     host: Annotated[
         list[str] | None,
         typer.Option(
@@ -105,7 +105,7 @@ def issue(
     from rich.text import Text
 
     from sottovoce_client import terminal
-    from sottovoce_client.pki import Authority, asked_for, read_request
+    from sottovoce_client.pki import Authority, list_requested_names, read_request
     from sottovoce_rpc.certificates import named
 
     own, console = Authority(authority), terminal.console()
@@ -125,7 +125,7 @@ def issue(
         console.print(Text(f"{each}: {folder}, until {issued.not_valid_after_utc:%Y-%m-%d}"))
         facts: dict[str, object] = {"identity": each, "folder": folder, "until": issued.not_valid_after_utc}
         if csr is not None and (principal := named(issued)) is not None:
-            facts["asked_for"] = asked = asked_for(read_request(csr))
+            facts["list_requested_names"] = asked = list_requested_names(read_request(csr))
             if others := [name for name in asked if name not in (each, principal.uri)]:
                 console.print(Text(f"the request asked for {', '.join(others)[:200]}; the certificate is for {each}"))
             console.print(Text("copy tls.crt, ca.crt and crl.pem to the folder that has the key"))
@@ -141,7 +141,7 @@ def issue(
     if len(failed) == 1:
         raise failed[0][1]
     if failed:
-        raise NotReady("; ".join(f"{each}: {error}" for each, error in failed))
+        raise FailedPrecondition("; ".join(f"{each}: {error}" for each, error in failed))
 
 
 @pki_app.command("request")

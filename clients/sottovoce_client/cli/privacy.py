@@ -13,10 +13,10 @@ from sottovoce_client.cli.app import (
     MOST,
     SpecFile,
     app,
-    folder_for,
+    make_results_folder,
     levels,
-    prepared_from,
-    priced_from,
+    prepare_run,
+    prepare_for_accounting,
     real,
 )
 from sottovoce_client.cli.common_options import common
@@ -63,7 +63,7 @@ def ledger(
 
     With --verify, --repair or --moved: check the ledger, repair it, or continue from a copy.
     """
-    from sottovoce_client.privacy.ledger import own_ledger, repair_ledger, show_ledger, verify_ledger
+    from sottovoce_client.privacy.ledger import adopt_ledger, repair_ledger, show_ledger, verify_ledger
 
     if verify + repair + moved > 1:
         raise SpecError("--verify, --repair and --moved are different work: give one of them")
@@ -77,7 +77,7 @@ def ledger(
     elif repair:
         repair_ledger(state, learner, charge)
     else:
-        own_ledger(state, learner)
+        adopt_ledger(state, learner)
 
 
 @app.command(rich_help_panel="Privacy")
@@ -88,7 +88,7 @@ def policy(
             metavar="SPEC",
             help="A run spec: check whether a learner with the policy would take part in it.",
             show_default="none: print the policy",
-            autocompletion=completing.spec_files,
+            autocompletion=completing.complete_spec_files,
         ),
     ] = None,
     policy: Annotated[
@@ -121,14 +121,14 @@ def policy(
         return
     if learner is None:
         raise SpecError("a run is checked for one of its learners: name it with --learner")
-    from sottovoce_client.privacy.budget import learner_index
+    from sottovoce_client.privacy.budget import find_learner_index
     from sottovoce_core.running.run import build_run
     from sottovoce_core.spec import load_spec
 
     allowed, asked = Policy.load(policy), load_spec(spec)
-    index = learner_index(asked, learner)
+    index = find_learner_index(asked, learner)
     if features is None:
-        prepared = prepared_from(asked, live=True, learned=False)
+        prepared = prepare_run(asked, live=True, learned=False)
         run, features = prepared.run, prepared.data.n_features
     else:
         run = build_run(asked, features)
@@ -268,22 +268,22 @@ def budget(
         _require_absent("--tradeoff", shown | live | fit)
         raise typer.Exit(_trade(spec, levels(tradeoff, 3, "--tradeoff"), out, **trade))
     if target:
-        from sottovoce_client.privacy.calibrate import calibrate_to, horizon_of, target_of
+        from sottovoce_client.privacy.calibrate import write_calibrated_spec, parse_horizon, parse_target
 
         _require_absent("--target", shown | as_options)
-        asked, covered = load_spec(spec), horizon_of(horizon)
-        wanted = target_of(asked, target, covered, per or "event")
-        calibrate_to(spec, priced_from(asked, rounds, records, covered), wanted, out)
+        asked, covered = load_spec(spec), parse_horizon(horizon)
+        wanted = parse_target(asked, target, covered, per or "event")
+        write_calibrated_spec(spec, prepare_for_accounting(asked, rounds, records, covered), wanted, out)
         return
     _require_absent("", fit, "--target")
     _require_absent("", as_options, "--tradeoff")
-    from sottovoce_client.privacy.budget import Question
+    from sottovoce_client.privacy.budget import BudgetRequest
     from sottovoce_client.privacy.budget import budget as show
 
-    prepared = priced_from(load_spec(spec), rounds, records)
+    prepared = prepare_for_accounting(load_spec(spec), rounds, records)
     rate = (1.0 if records is None else records) if prepared.run.spec.data.live else None
-    folder = folder_for("budget", out, ["budget.json", "budget.html"])
-    raise typer.Exit(show(prepared, folder, learner or [], Question(delta, group, uses, rate)))
+    folder = make_results_folder("budget", out, ["budget.json", "budget.html"])
+    raise typer.Exit(show(prepared, folder, learner or [], BudgetRequest(delta, group, uses, rate)))
 
 
 def _require_absent(work: str, options: Mapping[str, object], needed: str = "") -> None:
@@ -299,12 +299,12 @@ def _require_absent(work: str, options: Mapping[str, object], needed: str = "") 
 
 def _trade(spec: Path, epsilons: tuple[float, ...], out: Path | None, **given: Any) -> int:
     """Find the best privacy level; return the exit code."""
-    from sottovoce_client.privacy.tradeoff import Trade, tradeoff
+    from sottovoce_client.privacy.tradeoff import TradeoffRequest, tradeoff
     from sottovoce_core.budget.tradeoff import Utility
     from sottovoce_core.spec import load_spec
 
     if weights := given.pop("weights", None):
         given["utility"] = Utility(*weights)
-    prepared = prepared_from(load_spec(spec))
-    folder = folder_for("tradeoff", out, ["tradeoff.json", "tradeoff.html"])
-    return tradeoff(prepared, folder, Trade(epsilons, **given))
+    prepared = prepare_run(load_spec(spec))
+    folder = make_results_folder("tradeoff", out, ["tradeoff.json", "tradeoff.html"])
+    return tradeoff(prepared, folder, TradeoffRequest(epsilons, **given))

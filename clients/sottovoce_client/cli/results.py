@@ -51,11 +51,11 @@ def predict(
     from sottovoce_client.live.sending import At
     from sottovoce_client.models import predicting
     from sottovoce_client.terminal import print_json
-    from sottovoce_client.wording import plural
-    from sottovoce_core.data.dataset import require_source
+    from sottovoce_client.wording import pluralize
+    from sottovoce_core.data.dataset import require_source_file
     from sottovoce_core.spec import load_spec
 
-    require_source(file)  # before anybody is asked
+    require_source_file(file)  # before anybody is asked
     predicting.require_writable(out)
     require_new(out)
     own = None if spec is None else load_spec(spec)
@@ -79,7 +79,7 @@ def predict(
         return
     if out is None:
         found.write(None)
-    many, rounds = plural(len(found.table), "record"), plural(found.rounds_done, "round")
+    many, rounds = pluralize(len(found.table), "record"), pluralize(found.rounds_done, "round")
     whose = f"{many}, by the model of {found.learner} after {rounds} of {found.run_id}{f': {out}' if out else ''}"
     print(f"{whose}\nto hand them out: {found.publication.text}", file=sys.stderr)
 
@@ -121,7 +121,7 @@ def export(
     exporting.require_writable(out)
     require_new(out)
     if Path(source).is_dir():
-        model = exporting.of_simulation(Path(source), learner or None, replica)
+        model = exporting.load_simulated_model(Path(source), learner or None, replica)
     else:
         if ":" not in source:
             raise SpecError(f"a model is a learner's, at HOST:PORT, or in a folder that exists, got {source!r}")
@@ -129,7 +129,7 @@ def export(
         at = At(source, learner, common().credentials)
         model = asyncio.run(exporting.of_learner(at, own, imports=common().allow_imports))
     if not unprotected:
-        model.require_covered()
+        model.require_protected()
     model.write(out)
     if common().as_json:
         terminal.print_json({"out": out, **model.about})
@@ -151,7 +151,7 @@ Overheard = Annotated[
 
 
 @transcript_app.command("show")
-def transcript_show(
+def show_transcript(
     folder: Overheard,
     sender: Annotated[
         str, typer.Option(metavar="LEARNER", help="Whose first messages to show: a name, or an index.")
@@ -165,7 +165,7 @@ def transcript_show(
 
 
 @transcript_app.command("query")
-def transcript_query(
+def query_transcript(
     folder: Overheard,
     sql: Annotated[str, typer.Argument(metavar="SQL", help="One SELECT statement.", show_default=False)],
     as_csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV.")] = False,
@@ -183,7 +183,7 @@ def transcript_query(
 
 
 @transcript_app.command("verify")
-def transcript_verify(
+def verify_transcript(
     capture: Annotated[str, typer.Argument(metavar="CAPTURE", help="Folder or URL of a capture.", show_default=False)],
     ca: Annotated[
         Path,

@@ -14,15 +14,15 @@ from sottovoce_client.cli.app import (
     MOST,
     SERVED,
     Canaries,
-    Cautious,
+    WarningPrinter,
     Export,
-    KeepLog,
+    KeepLogFlag,
     Out,
     SpecFile,
     app,
-    folder_for,
-    prepared_from,
-    results_of,
+    make_results_folder,
+    prepare_run,
+    make_results_option,
 )
 from sottovoce_client.cli.common_options import OPERATOR, common
 from sottovoce_core.errors import SpecError
@@ -49,7 +49,7 @@ def demo(
         typer.Option(
             help="A name (sottovoce data list), or a .npz, .csv or .parquet file.",
             show_default="vital_signs",
-            autocompletion=completing.data_sets,
+            autocompletion=completing.complete_dataset_names,
         ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, max=MOST, help="Rounds to run.", show_default="500")] = None,
@@ -90,7 +90,7 @@ def up(
     tls: Annotated[
         bool, typer.Option("--tls", help="Encrypt all channels, with identities made for this run.")
     ] = False,
-    keep_log: KeepLog = False,
+    keep_log: KeepLogFlag = False,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
     from sottovoce_core.spec import load_spec
@@ -185,21 +185,21 @@ def simulate(
     How much a large result will take is said before it begins; a file that is not complete yet is called NAME.partial.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.reports.drawing import formats
+    from sottovoce_client.reports.drawing import parse_formats
     from sottovoce_client.running.plot import export_files
-    from sottovoce_client.running.simulation import finals, require_room, simulate_to, sizes
+    from sottovoce_client.running.simulation import finals, require_room, simulate_to_folder, sizes
     from sottovoce_core.experiment import load
     from sottovoce_core.running.simulator import require_size
     from sottovoce_core.spec import dump_spec
 
-    experiment, asked = load(spec), formats(export)
+    experiment, asked = load(spec), parse_formats(export)
     require_size(experiment.run, replicas)
     kept = _kept(write, ["metrics"] if asked else [])
-    Cautious()(experiment.prepared)  # before a folder is made: a spec that cannot be run leaves none
+    WarningPrinter()(experiment.prepared)  # before a folder is made: a spec that cannot be run leaves none
     require_room(out or Path(), sizes(experiment.run, replicas, kept))
     names = [file for files in _SIMULATED.values() for file in files]
-    folder = folder_for(experiment.name, out, names, dump_spec(experiment.run.spec, out))
-    done = simulate_to(folder, experiment, write=kept, replicas=replicas, seed=seed, noise=recorded_noise)
+    folder = make_results_folder(experiment.name, out, names, dump_spec(experiment.run.spec, out))
+    done = simulate_to_folder(folder, experiment, write=kept, replicas=replicas, seed=seed, noise=recorded_noise)
     left = [name for name in _SIMULATED if name not in kept]
     more = f"; left out: {', '.join(left)} (--write)" if left else ""
     files = [file for name in kept for file in _SIMULATED[name]]
@@ -245,11 +245,11 @@ def compare(
             metavar="SPEC...",
             help="Run specs with the same data.",
             show_default=False,
-            autocompletion=completing.spec_files,
+            autocompletion=completing.complete_spec_files,
         ),
     ] = None,
     field: Annotated[bool, typer.Option("--field", help="Every built-in algorithm on one problem.")] = False,
-    out: Annotated[Path | None, results_of("compare")] = None,
+    out: Annotated[Path | None, make_results_option("compare")] = None,
     replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each, side by side.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     export: Export = "",
@@ -258,25 +258,25 @@ def compare(
 
     Writes results.parquet, results.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
     """
-    from sottovoce_client.reports.drawing import formats
-    from sottovoce_client.running.compare import compare_to as run_all
-    from sottovoce_client.running.compare import from_files, the_field
+    from sottovoce_client.reports.drawing import parse_formats
+    from sottovoce_client.running.compare import compare_to_folder as run_all
+    from sottovoce_client.running.compare import list_file_sources, list_builtin_sources
     from sottovoce_core.results import FILES
 
-    asked = formats(export)
-    sources = [*(the_field() if field else []), *from_files(specs or [])]
+    asked = parse_formats(export)
+    sources = [*(list_builtin_sources() if field else []), *list_file_sources(specs or [])]
     if not sources:
         raise SpecError("compare needs specs, or --field for every built-in algorithm")
-    folder = folder_for("compare", out, [*FILES, "compare.md", "compare.html"])
-    raise typer.Exit(run_all(sources, Cautious(), folder, replicas=replicas, seed=seed, export=asked))
+    folder = make_results_folder("compare", out, [*FILES, "compare.md", "compare.html"])
+    raise typer.Exit(run_all(sources, WarningPrinter(), folder, replicas=replicas, seed=seed, export=asked))
 
 
 def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
     """On services as `LocalServices` has them."""
-    from sottovoce_client.running.conduct import run_up
+    from sottovoce_client.running.conduct import run_with_local_services
 
     def start(prepared: Any, folder: Path, watch: Any, stop: Any) -> Coroutine[Any, Any, Any]:
-        return run_up(prepared.run.spec, prepared.data, folder, watch, stop, **services)
+        return run_with_local_services(prepared.run.spec, prepared.data, folder, watch, stop, **services)
 
     _conduct(spec, out, start, canaries, served=True)
 
@@ -294,13 +294,13 @@ def _conduct(
     from sottovoce_core.experiment import PAUSES
     from sottovoce_core.spec import dump_spec
 
-    prepared = Cautious()(prepared_from(spec, live=True))
+    prepared = WarningPrinter()(prepare_run(spec, live=True))
     for finding in prepared.run.warnings:  # the others are for whoever reads the results
         if finding.code == PAUSES:
             typer.echo(f"warning: {finding.text} [{finding.code}]", err=True)
-    folder = folder_for(spec.name, out, [*_RUN, *(SERVED if served else ())], dump_spec(prepared.run.spec, out))
+    folder = make_results_folder(spec.name, out, [*_RUN, *(SERVED if served else ())], dump_spec(prepared.run.spec, out))
     if canaries:
-        from sottovoce_client.watching.canaries import with_canaries
+        from sottovoce_client.watching.canaries import commit_canaries
 
-        prepared = with_canaries(prepared, canaries, folder)
+        prepared = commit_canaries(prepared, canaries, folder)
     raise typer.Exit(conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching), served=served))

@@ -14,17 +14,17 @@ import typer
 
 from sottovoce_client.cli.app import (
     MOST,
-    MOST_SECONDS,
-    KeepLog,
-    Listen,
+    MAX_DURATION_S,
+    KeepLogFlag,
+    ListenAddress,
     Metrics,
     address,
     app,
     eavesdropper_app,
-    folder_for,
+    make_results_folder,
     real,
-    require_variables,
-    results_of,
+    reject_misspelled_variables,
+    make_results_option,
 )
 from sottovoce_client.cli.common_options import SERVICE, common
 from sottovoce_core.errors import SottovoceError, SpecError
@@ -32,7 +32,7 @@ from sottovoce_core.errors import SottovoceError, SpecError
 
 @app.command(rich_help_panel="Services", uses=SERVICE)
 def coordinator(
-    listen: Listen = "127.0.0.1:7400",
+    listen: ListenAddress = "127.0.0.1:7400",
     eavesdropper: Annotated[
         str | None,
         address(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
@@ -49,10 +49,10 @@ def coordinator(
 ) -> None:
     """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
     from sottovoce_coordinator.service import CoordinatorConfig, serve
-    from sottovoce_rpc.metrics import Scraped
+    from sottovoce_rpc.metrics import MetricsEndpoint
 
     deployed = CoordinatorConfig(listen, eavesdropper, common().allow_imports, state, common().credentials)
-    at = None if metrics is None else Scraped(metrics, deployed.credentials)
+    at = None if metrics is None else MetricsEndpoint(metrics, deployed.credentials)
     _serve(lambda: serve(deployed, with_stdin=common().stop_with_stdin, metrics=at))
 
 
@@ -76,7 +76,7 @@ def learner(
             show_default="none",
         ),
     ] = None,
-    listen: Listen = "127.0.0.1:0",
+    listen: ListenAddress = "127.0.0.1:0",
     advertise: Annotated[
         str | None, address(envvar="SOTTOVOCE_ADVERTISE", help="Address for others, where it differs.")
     ] = None,
@@ -93,7 +93,7 @@ def learner(
         float,
         real(
             least=0.0,
-            most=MOST_SECONDS,
+            most=MAX_DURATION_S,
             envvar="SOTTOVOCE_JOIN_TIMEOUT",
             help="Seconds to wait for the coordinator at the start.",
         ),
@@ -139,7 +139,7 @@ def learner(
             show_default="feeder/NAME",
         ),
     ] = None,
-    keep_log: KeepLog = False,
+    keep_log: KeepLogFlag = False,
     metrics: Metrics = None,
     metrics_process: Annotated[
         bool,
@@ -163,9 +163,9 @@ def learner(
     ] = 1,
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
-    from sottovoce_learner.host_file import hosted, named
+    from sottovoce_learner.host_file import load_host_file, named
     from sottovoce_learner.hosting import serve
-    from sottovoce_rpc.metrics import Scraped
+    from sottovoce_rpc.metrics import MetricsEndpoint
 
     options = {
         "coordinator": common().coordinator,
@@ -187,8 +187,8 @@ def learner(
     }
     if bool(name) == (host is not None):
         raise SpecError("a learner has a name (--name), or several stand in a file (--host): give one of the two")
-    configs = named(name or (), options) if host is None else hosted(host, options)
-    at = None if metrics is None else Scraped(metrics, configs[0].credentials, metrics_process)
+    configs = named(name or (), options) if host is None else load_host_file(host, options)
+    at = None if metrics is None else MetricsEndpoint(metrics, configs[0].credentials, metrics_process)
     every = trace_every if trace else None
     _serve(lambda: serve(configs, with_stdin=common().stop_with_stdin, metrics=at, trace_every=every))
 
@@ -196,7 +196,7 @@ def learner(
 @eavesdropper_app.callback()
 def eavesdropper(
     context: typer.Context,
-    listen: Listen = "127.0.0.1:7500",
+    listen: ListenAddress = "127.0.0.1:7500",
     folder: Annotated[
         str,
         typer.Option(envvar="SOTTOVOCE_CAPTURES", help="Folder for captures, or a URL such as s3://bucket/captures."),
@@ -214,17 +214,17 @@ def eavesdropper(
     if context.invoked_subcommand is not None:
         return
     from sottovoce_eavesdropper.service import EavesdropperConfig, serve
-    from sottovoce_rpc.metrics import Scraped
+    from sottovoce_rpc.metrics import MetricsEndpoint
 
     deployed = EavesdropperConfig(listen, folder, advertise_host, common().allow_imports, common().credentials)
-    at = None if metrics is None else Scraped(metrics, deployed.credentials)
+    at = None if metrics is None else MetricsEndpoint(metrics, deployed.credentials)
     _serve(lambda: serve(deployed, with_stdin=common().stop_with_stdin, metrics=at))
 
 
 @eavesdropper_app.command("relay", uses=("log_level", "log_format", "config", "stop_with_stdin"))
-def eavesdropper_relay(
+def run_relay(
     to: Annotated[str, address(help="host:port of the server.", show_default=False)],
-    listen: Listen = "127.0.0.1:7600",
+    listen: ListenAddress = "127.0.0.1:7600",
     folder: Annotated[
         str,
         typer.Option(
@@ -243,14 +243,14 @@ def eavesdropper_relay(
     ] = None,
 ) -> None:
     """Record what passes between any gRPC server and its clients, until Ctrl-C. Point the clients at --listen."""
-    from sottovoce_eavesdropper.relay import ForeignConfig, serve
+    from sottovoce_eavesdropper.relay import StandaloneProxyConfig, serve
 
-    relayed = ForeignConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
+    relayed = StandaloneProxyConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
     _serve(lambda: serve(relayed, with_stdin=common().stop_with_stdin))
 
 
 @eavesdropper_app.command("audit")
-def eavesdropper_audit(
+def audit_foreign_service(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="With captures of both worlds.", show_default=False)],
     decoder: Annotated[
         str | None, typer.Option(help="module:function that reads a message.", show_default="only bytes")
@@ -273,34 +273,34 @@ def eavesdropper_audit(
         float, real(least=0.5, most=0.999999, help="With which a claim that holds is not refuted.")
     ] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the classifiers.")] = 0,
-    out: Annotated[Path | None, results_of("audit")] = None,
+    out: Annotated[Path | None, make_results_option("audit")] = None,
 ) -> None:
     """Tell from captures alone what a service leaks about the world it is in, and hold it against a claim.
 
     Writes audit.json and audit.html. Exits with 1 if the claim is refuted.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.auditing.foreign import audit_foreign
+    from sottovoce_client.auditing.foreign import audit_foreign_captures
     from sottovoce_client.auditing.foreign_runs import ForeignRequest
 
-    folder_of_results = folder_for("audit", out, ["audit.json", "audit.html"])
+    folder_of_results = make_results_folder("audit", out, ["audit.json", "audit.html"])
     asked = ForeignRequest(
         folder, decoder, run_is, math.inf if claim is None else claim, delta, noise, confidence, seed
     )
-    code = audit_foreign(asked, folder_of_results)
-    terminal.tell_file(folder_of_results / "audit.json")
+    code = audit_foreign_captures(asked, folder_of_results)
+    terminal.print_json_file_if_requested(folder_of_results / "audit.json")
     raise typer.Exit(code)
 
 
 def _serve(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     import structlog
 
-    from sottovoce_rpc.logs import configure_logs, failure, keep_private
+    from sottovoce_rpc.logs import configure_logs, failure, set_private_umask
 
     configure_logs(common().log_level or "info", common().log_format)
-    for name in require_variables(os.environ):
+    for name in reject_misspelled_variables(os.environ):
         structlog.get_logger().warning("no setting", variable=name)
-    keep_private()
+    set_private_umask()
     try:
         with asyncio.Runner(loop_factory=_event_loop()) as runner:
             runner.run(_until_told(work()))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from sottovoce_client.cli import completing
-from sottovoce_client.cli.app import MOST, address, app, data_app, prepared_from, spec_app
+from sottovoce_client.cli.app import MOST, address, app, data_app, prepare_run, spec_app
 from sottovoce_client.cli.common_options import common
 from sottovoce_core.errors import SpecError
 from sottovoce_core.text import plain
@@ -92,13 +92,13 @@ def init(
             raise SpecError(f"--schema-only drafts a schema and no spec: it goes without {', '.join(given)}")
         schemas.infer(file, label, out)
         return
-    from sottovoce_client.documents import new_file, require_new
-    from sottovoce_client.starting import Wishes, begin, next_commands
-    from sottovoce_client.terminal import print_json, say, say_nothing
-    from sottovoce_client.wording import plural
+    from sottovoce_client.documents import create_file, require_new
+    from sottovoce_client.starting import InitOptions, begin, list_next_commands
+    from sottovoce_client.terminal import print_json, say, ignore_progress
+    from sottovoce_client.wording import pluralize
 
     asks = sys.stdin.isatty() and not common().as_json
-    wishes = Wishes(
+    wishes = InitOptions(
         file,
         label=label,
         task=task,
@@ -116,10 +116,10 @@ def init(
     replaces = asks and path.exists() and typer.confirm(f"replace {path}?", err=True)
     if not replaces:
         require_new(path)
-    begun = begin(wishes, path.parent, _ask if asks else None, say if asks else say_nothing)
+    begun = begin(wishes, path.parent, _ask if asks else None, say if asks else ignore_progress)
     if replaces:
         path.unlink()  # it was asked for; what comes in its place is ready
-    with new_file(path) as written:
+    with create_file(path) as written:
         written.write(begun.text.encode())
     spec = begun.spec
     if common().as_json:
@@ -136,7 +136,7 @@ def init(
             }
         )
         return
-    size = f"{plural(spec.n_learners, 'learner')}, {plural(spec.rounds, 'round')}"
+    size = f"{pluralize(spec.n_learners, 'learner')}, {pluralize(spec.rounds, 'round')}"
     typer.echo(f"{path}: {spec.algorithm.name}, {size}; epsilon {begun.epsilon:.4g} per record")
     if begun.left and spec.data.batch_size != "all":
         typer.echo(
@@ -145,7 +145,7 @@ def init(
     for note in begun.notes:
         typer.echo(plain(f"note: {note}"))
     typer.echo("next:")
-    for command in next_commands(str(path)):
+    for command in list_next_commands(str(path)):
         typer.echo(f"  {command}")
 
 
@@ -158,16 +158,16 @@ def list_() -> None:
     """Show every data set that has a name: what is in it, its licence, and whether it is on this machine."""
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import show
-    from sottovoce_core.data.known import data_folders
+    from sottovoce_core.data.known import get_data_folders
 
-    show(data_folders(), terminal.console())
+    show(get_data_folders(), terminal.console())
 
 
 def _place(elsewhere: str, what: str) -> None:
     if elsewhere:  # what comes with it is large, and Tab waits for this
-        from sottovoce_client.data.fetch import require_place
+        from sottovoce_client.data.fetch import require_location
 
-        require_place(elsewhere, what)
+        require_location(elsewhere, what)
 
 
 @data_app.command("fetch")
@@ -178,7 +178,7 @@ def fetch(
             metavar="NAME...",
             help="As `sottovoce data list` shows them.",
             show_default=False,
-            autocompletion=completing.data_sets,
+            autocompletion=completing.complete_dataset_names,
         ),
     ],
     folder: Annotated[
@@ -203,11 +203,11 @@ def fetch(
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import require_known
     from sottovoce_client.data.fetch import fetch as bring
-    from sottovoce_core.data.known import data_folders, find
+    from sottovoce_core.data.known import get_data_folders, find
 
     told: list[dict[str, Any]] = []
     sources, console = [require_known(name) for name in dict.fromkeys(names)], terminal.console()
-    folders = (folder,) if folder else data_folders()
+    folders = (folder,) if folder else get_data_folders()
     if not folders:
         raise SpecError("there is no folder to put data sets in: give one with --out, or set SOTTOVOCE_DATA to one")
     for source in sources:
@@ -239,7 +239,7 @@ def describe(
             metavar="NAME|FILE",
             help="A name; a .npz, .csv or .parquet file of your own; or a schema, a .yaml file.",
             show_default=False,
-            autocompletion=completing.data_sets,
+            autocompletion=completing.complete_dataset_names,
         ),
     ],
     label: Annotated[
@@ -273,20 +273,20 @@ def describe(
         raise SpecError("--spec is held against a schema: give --schema, too")
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import describe as show
-    from sottovoce_core.data.known import data_folders
+    from sottovoce_core.data.known import get_data_folders
 
-    show(source, data_folders(), terminal.console(), label)
+    show(source, get_data_folders(), terminal.console(), label)
 
 
 @spec_app.command("check")
-def spec_check(
+def check_spec(
     spec: Annotated[
         Path | None,
         typer.Argument(
             metavar="SPEC",
             help="The run spec, a YAML file.",
             show_default="required, but with --json-schema",
-            autocompletion=completing.spec_files,
+            autocompletion=completing.complete_spec_files,
         ),
     ] = None,
     print_: Annotated[
@@ -302,12 +302,12 @@ def spec_check(
     """
     if json_schema:
         from sottovoce_client import terminal
-        from sottovoce_core.spec import spec_schema
+        from sottovoce_core.spec import build_spec_json_schema
 
         if spec is not None or print_:
             raise SpecError("--json-schema is of all specs: it goes with no SPEC, and not with --print")
-        typer.echo(spec_schema())
-        terminal.tell(lambda: json.loads(spec_schema()))
+        typer.echo(build_spec_json_schema())
+        terminal.tell(lambda: json.loads(build_spec_json_schema()))
         return
     if spec is None:
         raise SpecError("spec check needs a SPEC, or --json-schema")
@@ -315,25 +315,25 @@ def spec_check(
         _print(spec)
         return
     from sottovoce_client import terminal
-    from sottovoce_client.data.schemas import long_rows, reading_lines
-    from sottovoce_client.wording import ALONE, plural
-    from sottovoce_core.data.known import data_folders
-    from sottovoce_core.running.policy import default_policy_caution
+    from sottovoce_client.data.schemas import find_long_records, describe_records
+    from sottovoce_client.wording import ALONE, pluralize
+    from sottovoce_core.data.known import get_data_folders
+    from sottovoce_core.running.policy import find_default_policy_warnings
     from sottovoce_core.spec import load_spec
 
-    prepared = prepared_from(load_spec(spec), live=True)
-    warnings = [*prepared.run.warnings, *prepared.cautions, *default_policy_caution(prepared.run), *long_rows(prepared)]
+    prepared = prepare_run(load_spec(spec), live=True)
+    warnings = [*prepared.run.warnings, *prepared.cautions, *find_default_policy_warnings(prepared.run), *find_long_records(prepared)]
     for finding in warnings:
         typer.echo(plain(f"warning: {finding.text} [{finding.code}]"))
-    for line in reading_lines(prepared, data_folders()):
+    for line in describe_records(prepared, get_data_folders()):
         typer.echo(plain(line))
-    width = plural(prepared.data.n_features, "feature")
+    width = pluralize(prepared.data.n_features, "feature")
     if prepared.run.spec.data.intercept:
-        width = f"{plural(prepared.data.n_features - 1, 'feature')} and an intercept"
+        width = f"{pluralize(prepared.data.n_features - 1, 'feature')} and an intercept"
     if prepared.run.spec.n_learners == 1 and prepared.run.algorithm.name != "dpcda":  # which is for one
         typer.echo(f"note: {ALONE}")
-    but = f", but for {plural(len(warnings), 'warning')} above" if warnings else ""
-    typer.echo(f"{spec}: {plural(prepared.run.spec.n_learners, 'learner')}, {width}: fine{but}")
+    but = f", but for {pluralize(len(warnings), 'warning')} above" if warnings else ""
+    typer.echo(f"{spec}: {pluralize(prepared.run.spec.n_learners, 'learner')}, {width}: fine{but}")
     run, data = prepared.run, prepared.data
     terminal.tell(
         lambda: {
@@ -360,11 +360,11 @@ def _print(spec: Path) -> None:
 
 
 @spec_app.command("values")
-def spec_values(
+def print_chart_values(
     specs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="SPEC", help="The run specs, YAML files.", show_default=False, autocompletion=completing.spec_files
+            metavar="SPEC", help="The run specs, YAML files.", show_default=False, autocompletion=completing.complete_spec_files
         ),
     ],
     own: Annotated[
@@ -384,9 +384,9 @@ def spec_values(
     filled in about those elsewhere.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.helm import as_yaml, chart_values
+    from sottovoce_client.helm import format_yaml, derive_chart_values
     from sottovoce_core.spec import load_spec
 
-    values = chart_values([load_spec(spec) for spec in specs], own or (), coordinator=with_coordinator)
-    typer.echo(as_yaml(values), nl=False)
+    values = derive_chart_values([load_spec(spec) for spec in specs], own or (), coordinator=with_coordinator)
+    typer.echo(format_yaml(values), nl=False)
     terminal.tell(lambda: values)

@@ -14,11 +14,11 @@ from rich.text import Text
 
 from sottovoce_client import terminal
 from sottovoce_client.data.fetch import digest_of
-from sottovoce_client.wording import NOTHING, plural
+from sottovoce_client.wording import NOTHING, pluralize
 from sottovoce_core.data.dataset import read_source
 from sottovoce_core.data.encoding import alike
 from sottovoce_core.data.files import RawTable
-from sottovoce_core.data.known import KNOWN, VARIABLE, KnownSource, find, nearest
+from sottovoce_core.data.known import KNOWN, DATA_FOLDER_VARIABLE, CatalogueEntry, find, nearest
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SpecError
 from sottovoce_core.yaml_files import write_yaml
@@ -29,7 +29,7 @@ _SPARE = ("licence", "held out", "classes", "task")
 """Least needed first, where a terminal is narrow."""
 
 
-def require_known(name: str) -> KnownSource:
+def require_known(name: str) -> CatalogueEntry:
     """The data set of this name.
 
     Raises:
@@ -57,7 +57,7 @@ def show(folders: Sequence[Path], console: Console) -> None:
     if left_out:
         console.print(f"a wider terminal shows {'; '.join(left_out)}, too; so does sottovoce data describe NAME")
     for folder in folders:
-        console.print(Text(f"{_called(folder)}: {folder}{f' (${VARIABLE})' if _called(folder) == 'yours' else ''}"))
+        console.print(Text(f"{_called(folder)}: {folder}{f' (${DATA_FOLDER_VARIABLE})' if _called(folder) == 'yours' else ''}"))
     console.print("to get one that is not here: sottovoce data fetch NAME")
     terminal.tell(
         lambda: [
@@ -67,7 +67,7 @@ def show(folders: Sequence[Path], console: Console) -> None:
     )
 
 
-def _facts_of(source: KnownSource) -> dict[str, Any]:
+def _facts_of(source: CatalogueEntry) -> dict[str, Any]:
     """What is known of a data set before it is here, for programs."""
     names = ("name", "title", "task", "records", "held_out", "features", "classes", "licence", "citation", "page")
     return {name: getattr(source, name) for name in names}
@@ -78,7 +78,7 @@ def _size(download: int) -> str:
     return NOTHING if not download else f"{download / 1e6:.1f} MB" if download < 1e8 else f"{download / 1e6:.0f} MB"
 
 
-def _here(source: KnownSource, folders: Sequence[Path]) -> str:
+def _here(source: CatalogueEntry, folders: Sequence[Path]) -> str:
     """In which folder it is."""
     if not source.originals:
         return "made" if source.made else "shipped"
@@ -87,7 +87,7 @@ def _here(source: KnownSource, folders: Sequence[Path]) -> str:
 
 
 def _called(folder: Path) -> str:
-    return "yours" if str(folder) == os.environ.get(VARIABLE) else "cache"
+    return "yours" if str(folder) == os.environ.get(DATA_FOLDER_VARIABLE) else "cache"
 
 
 _MOST_ROWS = 24
@@ -132,7 +132,7 @@ def _features_of(table: RawTable) -> list[_Feature]:
     return found
 
 
-def constant_note(table: RawTable) -> str:
+def describe_constant_features(table: RawTable) -> str:
     """The features that have one value in all records, in a sentence; empty where there is none."""
     spread = np.ptp(table.features, axis=0)
     names = table.columns or [f"column {k}" for k in range(table.features.shape[1])]
@@ -147,7 +147,7 @@ def constant_note(table: RawTable) -> str:
     )
 
 
-def classes_of(table: RawTable) -> list[tuple[str, int]] | None:
+def count_classes(table: RawTable) -> list[tuple[str, int]] | None:
     """Labels in ascending order, and how many records to learn from have each; None: they are numbers of a regression.
 
     These are numbers some of which are not whole, or more than a thousand different ones, or more than twenty with fewer than
@@ -165,7 +165,7 @@ def classes_of(table: RawTable) -> list[tuple[str, int]] | None:
 
 def example(source: str, table: RawTable, label: str | None = None) -> str:
     """A run spec that learns from it, as YAML; `label` is the label column, where it was said."""
-    classes = classes_of(table)
+    classes = count_classes(table)
     data: dict[str, Any] = {"source": source, **({"label": label} if label else {})}
     document: dict[str, Any] = {
         "name": "example",
@@ -220,9 +220,9 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
     rows += [*_originals(known)] if known else []
     console.print(_facts(rows))
     _print_features(table, console)
-    if note := constant_note(table):
+    if note := describe_constant_features(table):
         console.print(Text(f"note: {note}"), soft_wrap=True)
-    classes = classes_of(table)
+    classes = count_classes(table)
     if classes is None or len(classes) > 1:
         console.print("\nA spec that uses it:\n", style="dim")
         console.print(Text(example(source, table, label)), end="", soft_wrap=True)
@@ -246,29 +246,29 @@ def _facts(rows: Sequence[tuple[str, str]]) -> Any:
     return grid
 
 
-def _about(known: KnownSource) -> Iterator[tuple[str, str]]:
+def _about(known: CatalogueEntry) -> Iterator[tuple[str, str]]:
     yield "source", f"{known.name}: {known.title}"
     yield "task", known.task
     more = f", and {known.held_out:,} held out for tests" if known.held_out else ""
     yield (
         "published",
-        f"{known.records:,} records{more}; {plural(known.features, 'feature')}; {_classes(len(known.classes))}",
+        f"{known.records:,} records{more}; {pluralize(known.features, 'feature')}; {_classes(len(known.classes))}",
     )
     yield "licence", known.licence
     yield "cite", known.citation
     yield "page", known.page
 
 
-def _originals(known: KnownSource) -> Iterator[tuple[str, str]]:
+def _originals(known: CatalogueEntry) -> Iterator[tuple[str, str]]:
     for original in known.originals:
         yield "original", f"{original.name}, {original.digest}"
 
 
-def _held(table: RawTable, known: KnownSource | None) -> Iterator[tuple[str, str]]:
+def _held(table: RawTable, known: CatalogueEntry | None) -> Iterator[tuple[str, str]]:
     held_out = f", and {len(table.test[1]):,} held out for tests" if table.test is not None else ""
     yield "records", f"{len(table.features):,}{held_out}"
     yield "features", f"{table.features.shape[1]:,}"
-    classes = classes_of(table)
+    classes = count_classes(table)
     if classes is None:
         yield "labels", f"numbers from {_number(table.labels.min())} to {_number(table.labels.max())}"
     else:

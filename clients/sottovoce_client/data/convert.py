@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce_core.data.known import KnownSource
+from sottovoce_core.data.known import CatalogueEntry
 from sottovoce_core.errors import DataError
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def convert(source: KnownSource, files: Mapping[str, bytes]) -> Arrays:
+def convert(source: CatalogueEntry, files: Mapping[str, bytes]) -> Arrays:
     """The arrays of a data set.
 
     Args:
@@ -53,7 +53,7 @@ def convert(source: KnownSource, files: Mapping[str, bytes]) -> Arrays:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _tables(source: KnownSource, files: Sequence[bytes]) -> Arrays:
+def _tables(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
     """Numbers as they are, then one column for each value that a category has in the first file."""
     tables = [_table(source, content) for content in files]
     numbers, words = dict[str, list[Any]](), dict[str, list[Any]]()
@@ -74,10 +74,10 @@ def _tables(source: KnownSource, files: Sequence[bytes]) -> Arrays:
     return arrays
 
 
-def _table(source: KnownSource, content: bytes) -> Arrays:
+def _table(source: CatalogueEntry, content: bytes) -> Arrays:
     """Columns of numbers, or of text and None; lines that begin with `|`, `%` or `@` say nothing."""
     csv, compute = (
-        import_extra(name, "pyarrow", "reading tables of data sets") for name in ("pyarrow.csv", "pyarrow.compute")
+        import_optional(name, "pyarrow", "reading tables of data sets") for name in ("pyarrow.csv", "pyarrow.compute")
     )
     text = gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
     lines = b"\n".join(line for line in text.splitlines() if line.strip() and line[:1] not in b"|%@")
@@ -99,7 +99,7 @@ def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return values.astype(np.result_type(*map(np.min_scalar_type, (values.min(), values.max()))))
 
 
-def _labels(column: npt.NDArray[Any], source: KnownSource) -> npt.NDArray[Any]:
+def _labels(column: npt.NDArray[Any], source: CatalogueEntry) -> npt.NDArray[Any]:
     """Numbers as they are; of text, where each label stands among the classes, a final dot aside.
 
     Raises:
@@ -111,8 +111,8 @@ def _labels(column: npt.NDArray[Any], source: KnownSource) -> npt.NDArray[Any]:
     return np.array([classes.index(label.rstrip(".")) for label in column], dtype=np.uint8)
 
 
-def _libsvm(source: KnownSource, files: Sequence[bytes]) -> Arrays:
-    datasets = import_extra("sklearn.datasets", "scikit-learn", "reading files of LIBSVM")
+def _libsvm(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
+    datasets = import_optional("sklearn.datasets", "scikit-learn", "reading files of LIBSVM")
     arrays: Arrays = {}
     for part, content in zip(("train", "test"), files, strict=True):
         features, labels = datasets.load_svmlight_file(
@@ -125,7 +125,7 @@ def _libsvm(source: KnownSource, files: Sequence[bytes]) -> Arrays:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _idx_files(source: KnownSource, files: Sequence[bytes]) -> Arrays:
+def _idx_files(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
     return dict(zip(("X_train", "y_train", "X_test", "y_test"), map(_idx, files), strict=True))
 
 
@@ -138,7 +138,7 @@ def _idx(content: bytes) -> npt.NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8, offset=4 * (1 + axes)).reshape(shape)
 
 
-def _cifar(source: KnownSource, files: Sequence[bytes]) -> Arrays:
+def _cifar(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
     """A record is its label and three planes of 32 x 32; pictures become (height, width, colour)."""
     names = [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]
     with tarfile.open(fileobj=io.BytesIO(files[0])) as archive:
@@ -151,7 +151,7 @@ def _cifar(source: KnownSource, files: Sequence[bytes]) -> Arrays:
     return arrays
 
 
-_FORMS: Mapping[str, Callable[[KnownSource, Sequence[bytes]], Arrays]] = {
+_FORMS: Mapping[str, Callable[[CatalogueEntry, Sequence[bytes]], Arrays]] = {
     "table": _tables,
     "libsvm": _libsvm,
     "idx": _idx_files,

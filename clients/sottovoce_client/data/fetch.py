@@ -25,12 +25,12 @@ from rich.progress import Progress
 
 from sottovoce_client.data.convert import convert
 from sottovoce_client.documents import scratch
-from sottovoce_core.data.known import VARIABLE, KnownSource, Original
-from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
-from sottovoce_core.optional import import_extra
-from sottovoce_rpc.addresses import place_of_url
+from sottovoce_core.data.known import DATA_FOLDER_VARIABLE, CatalogueEntry, OriginalFile
+from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
+from sottovoce_core.optional import import_optional
+from sottovoce_rpc.addresses import parse_url
 
-RETRIES = 2
+MAX_RETRIES = 2
 """How often a download is begun anew that broke off, or that a server in trouble did not give; after 1 s, then 2."""
 MOST_BYTES = 1 << 29
 """Of a download, as it comes."""
@@ -42,7 +42,7 @@ _BROKEN = (EOFError, OSError, zlib.error, zipfile.BadZipFile, NotImplementedErro
 
 
 def fetch(
-    source: KnownSource, folder: Path, progress: Progress, *, elsewhere: str = "", retries: int = RETRIES
+    source: CatalogueEntry, folder: Path, progress: Progress, *, elsewhere: str = "", retries: int = MAX_RETRIES
 ) -> tuple[Path, dict[str, str]]:
     """Download, check, convert and store a data set.
 
@@ -59,7 +59,7 @@ def fetch(
     Raises:
         Unavailable: an original could not be had from any of its places.
         DataError: they came, and cannot be converted.
-        NotReady: the folder cannot be written, or there is no room in it.
+        FailedPrecondition: the folder cannot be written, or there is no room in it.
         SpecError: `elsewhere` is nowhere; or what downloads or reads is not installed.
     """
     with _workplace(folder, source) as work:
@@ -82,7 +82,7 @@ def digest_of(content: bytes, kind: str = "sha256") -> str:
 
 
 @contextmanager
-def _workplace(folder: Path, source: KnownSource) -> Iterator[Path]:
+def _workplace(folder: Path, source: CatalogueEntry) -> Iterator[Path]:
     """A folder in which to work, on the disk of the result."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,13 +93,13 @@ def _workplace(folder: Path, source: KnownSource) -> Iterator[Path]:
             text = f"there is no room for {source.name} on the disk of {folder}, and nothing was kept: free some"
         else:
             text = f"cannot write to the folder {folder}: {error.strerror or error}"
-        raise NotReady(f"{text}, or give another folder with --out or {VARIABLE}") from None
+        raise FailedPrecondition(f"{text}, or give another folder with --out or {DATA_FOLDER_VARIABLE}") from None
 
 
 # ---- where originals are ---------------------------------------------------------------------------------------------
 
 
-def require_place(elsewhere: str, what: str) -> None:
+def require_location(elsewhere: str, what: str) -> None:
     """Refuse what is neither a folder nor a URL.
 
     Args:
@@ -111,16 +111,16 @@ def require_place(elsewhere: str, what: str) -> None:
     """
     if "://" in elsewhere:
         wanted = f"{what} must be a folder that exists, or a URL, which"
-        place_of_url(elsewhere, {"https": 443, "http": 80}, wanted, path=True)
+        parse_url(elsewhere, {"https": 443, "http": 80}, wanted, path=True)
     elif not Path(elsewhere).is_dir():
         raise SpecError(f"{what} must be a folder that exists, or a URL of http or https, got {elsewhere!r}")
 
 
-def _places(original: Original, elsewhere: str) -> tuple[str, ...]:
+def _places(original: OriginalFile, elsewhere: str) -> tuple[str, ...]:
     """Where to ask for an original, in this order."""
     if not elsewhere:
         return original.places
-    require_place(elsewhere, "--from")
+    require_location(elsewhere, "--from")
     name = urlsplit(original.places[0]).path.rpartition("/")[2]
     if "://" in elsewhere:
         return (f"{elsewhere.rstrip('/')}/{name}",)
@@ -129,7 +129,7 @@ def _places(original: Original, elsewhere: str) -> tuple[str, ...]:
 
 
 def _had(
-    original: Original, source: KnownSource, places: tuple[str, ...], progress: Progress, retries: int
+    original: OriginalFile, source: CatalogueEntry, places: tuple[str, ...], progress: Progress, retries: int
 ) -> tuple[str, bytes]:
     """The content of an original, from the first of its places that has it, and that place."""
     refusals = []
@@ -142,13 +142,13 @@ def _had(
     lines = [
         f"{source.name} could not be fetched, and nothing was kept:",
         *refusals,
-        f"Without internet: fetch it on another machine, and copy {source.name}.npz into a folder that {VARIABLE} names;",
+        f"Without internet: fetch it on another machine, and copy {source.name}.npz into a folder that {DATA_FOLDER_VARIABLE} names;",
         f"or give a folder or URL that has its originals ({files}) with --from.",
     ]
     raise Unavailable("\n".join(lines))
 
 
-def _unpacked(content: bytes, place: str, original: Original) -> bytes:
+def _unpacked(content: bytes, place: str, original: OriginalFile) -> bytes:
     """What is in a file that came, packed or not: never more than was expected.
 
     Raises:
@@ -181,7 +181,7 @@ def _unpacked(content: bytes, place: str, original: Original) -> bytes:
     return found
 
 
-def _checked(content: bytes, original: Original) -> bytes:
+def _checked(content: bytes, original: OriginalFile) -> bytes:
     """The content, if it is what its owner published.
 
     Raises:
@@ -199,7 +199,7 @@ def _checked(content: bytes, original: Original) -> bytes:
 # ---- downloads -------------------------------------------------------------------------------------------------------
 
 
-def _brought(place: str, original: Original, progress: Progress, retries: int) -> bytes:
+def _brought(place: str, original: OriginalFile, progress: Progress, retries: int) -> bytes:
     """What lies at a place.
 
     Raises:
@@ -211,7 +211,7 @@ def _brought(place: str, original: Original, progress: Progress, retries: int) -
             return Path(place).read_bytes()
         except OSError as error:
             raise Unavailable(f"cannot be read: {error.strerror}") from None
-    requests = import_extra("requests", "requests", "sottovoce data fetch")
+    requests = import_optional("requests", "requests", "sottovoce data fetch")
     url, task, tried = place.partition("#")[0], progress.add_task(original.name, total=None), 0
     while True:
         content = bytearray()

@@ -16,27 +16,27 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.data.catalogue import constant_note
-from sottovoce_client.documents import new_file, require_new
-from sottovoce_client.wording import NOTHING, count, number, plural
-from sottovoce_core.algorithms.setting import Caveat
+from sottovoce_client.data.catalogue import describe_constant_features
+from sottovoce_client.documents import create_file, require_new
+from sottovoce_client.wording import NOTHING, count, number, pluralize
+from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.arrays import AnyArray
 from sottovoce_core.data.columns import read_cells, read_names
-from sottovoce_core.data.dataset import encode_file, read_source, require_source
-from sottovoce_core.data.drafting import Draft, draft
-from sottovoce_core.data.encoding import Encoded, Encoder, map_labels, texts_of
+from sottovoce_core.data.dataset import encode_file, read_source, require_source_file
+from sottovoce_core.data.drafting import SchemaDraft, draft
+from sottovoce_core.data.encoding import EncodedRecords, Encoder, map_labels, format_labels
 from sottovoce_core.data.fields import Category, Date, Number
 from sottovoce_core.data.files import RawTable
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.losses import Loss
-from sottovoce_core.losses.linear import Logistic, Ridge, Softmax
+from sottovoce_core.losses.linear import Logistic, RidgeLoss, SoftmaxLoss
 from sottovoce_core.spec import RunSpec
-from sottovoce_core.text import in_short
+from sottovoce_core.text import abbreviate_names
 from sottovoce_core.yaml_files import parse_yaml
 
-PUBLIC = (
+PUBLIC_SAMPLE_WARNING = (
     "The sample must be public: bounds and categories are read off it, and stand in a spec that everybody sees. Never draft from "
     "records that are to be protected."
 )
@@ -60,7 +60,7 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
     """
     console = console or terminal.console(stderr=True)
     require_new(out)
-    _, header = read_names(require_source(sample, schema=True), label)
+    _, header = read_names(require_source_file(sample, schema=True), label)
     columns = read_cells(sample)[0]
     try:
         made = draft(columns, label, header)
@@ -69,18 +69,18 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
     except DataError as error:
         told = str(error)
         raise DataError(told if told.startswith(str(sample)) else f"{sample}: {told}") from None
-    console.print(PUBLIC, style="bold")
+    console.print(PUBLIC_SAMPLE_WARNING, style="bold")
     if out is None:
         print(made.text, end="")
     else:
-        with new_file(out) as file:
+        with create_file(out) as file:
             file.write(made.text.encode())
         _print_draft(made, console)
         console.print(Text(f"{out}: put what is possible in place of what was seen"), soft_wrap=True)
     terminal.tell(lambda: {"out": out, "schema": parse_yaml(made.text)})
 
 
-def _print_draft(made: Draft, console: Console) -> None:
+def _print_draft(made: SchemaDraft, console: Console) -> None:
     table = terminal.table("column", "taken for", "seen")
     for each in (*made.features, *made.ignored):
         table.add_row(Text(each.name), "ignored" if each.field is None else each.field["type"], Text(each.why))
@@ -130,8 +130,8 @@ def _usual(schema: Schema) -> Loss:
     """A loss that the label suits."""
     classes = schema.label.classes
     if classes is None:
-        return Ridge()
-    return Logistic() if len(classes) == 2 else Softmax(classes=len(classes))
+        return RidgeLoss()
+    return Logistic() if len(classes) == 2 else SoftmaxLoss(classes=len(classes))
 
 
 def _fields(schema: Schema) -> Table:
@@ -142,7 +142,7 @@ def _fields(schema: Schema) -> Table:
     table.add_column("features", justify="right")
     for name, feature in schema.features.items():
         beyond = feature.beyond if isinstance(feature, Number | Date) else NOTHING
-        says = in_short(feature.words if isinstance(feature, Category) else (feature.takes,))
+        says = abbreviate_names(feature.words if isinstance(feature, Category) else (feature.takes,))
         table.add_row(Text(name), feature.type, Text(says), feature.missing, beyond, count(len(feature.names(name))))
     return table
 
@@ -150,10 +150,10 @@ def _fields(schema: Schema) -> Table:
 def _facts(encoder: Encoder, spec: RunSpec | None) -> Iterator[tuple[str, str]]:
     schema = encoder.schema
     yield "label", _label_line(encoder)
-    yield "ignored", in_short(schema.ignored) if schema.ignored else NOTHING
-    yield "no value", in_short([*map(str, schema.missing_values), "empty text"])
-    fields = plural(len(schema.features), "field")
-    yield "features", f"{plural(schema.width, 'number')} of {fields}, each within [-1, 1]"
+    yield "ignored", abbreviate_names(schema.ignored) if schema.ignored else NOTHING
+    yield "no value", abbreviate_names([*map(str, schema.missing_values), "empty text"])
+    fields = pluralize(len(schema.features), "field")
+    yield "features", f"{pluralize(schema.width, 'number')} of {fields}, each within [-1, 1]"
     yield "l2 norm", _norm_line(schema, spec)
 
 
@@ -165,7 +165,7 @@ def _label_line(encoder: Encoder) -> str:
     meant: dict[float, list[str]] = {value: [] for value in sorted(values)}
     for word, value in zip(label.classes or (), values, strict=True):
         meant[value].append(word)
-    return f"{label.name}: " + "; ".join(f"{value:g} is {in_short(words)}" for value, words in meant.items())
+    return f"{label.name}: " + "; ".join(f"{value:g} is {abbreviate_names(words)}" for value, words in meant.items())
 
 
 def _norm_line(schema: Schema, spec: RunSpec | None) -> str:
@@ -181,11 +181,11 @@ def _norm_line(schema: Schema, spec: RunSpec | None) -> str:
     return f"{told}; what is longer than loss.feature_bound, {number(limit)}, is scaled down to it"
 
 
-def _print_fit(records: Path, found: Encoded, console: Console) -> None:
+def _print_fit(records: Path, found: EncodedRecords, console: Console) -> None:
     """How many fit, and why the others do not: never what they say."""
     all_, fitting = len(found.fits), int(found.fits.sum())
     console.print()
-    console.print(Text(f"{records}: {count(fitting)} of {plural(all_, 'record')} fit"), highlight=False)
+    console.print(Text(f"{records}: {count(fitting)} of {pluralize(all_, 'record')} fit"), highlight=False)
     if found.refused:
         first = {why: row for row, why in reversed([*found.refused.items()])}
         table = terminal.table("refused", "why")
@@ -208,7 +208,7 @@ _LONG = 10
 """Times as long as a loss leaves them: of such rows the largest features are all that is left."""
 
 
-def reading_lines(prepared: Prepared, folders: Sequence[Path]) -> Iterator[str]:
+def describe_records(prepared: PreparedRun, folders: Sequence[Path]) -> Iterator[str]:
     """What a run makes of its records, and who sends to whom in graphs that are read from files.
 
     Args:
@@ -221,23 +221,23 @@ def reading_lines(prepared: Prepared, folders: Sequence[Path]) -> Iterator[str]:
     spec, data = prepared.run.spec, prepared.data
     if (schema := spec.data.schema) is not None:
         names = (*schema.names, *(["intercept"] if spec.data.intercept else []))
-        yield f"features: {in_short(names, 60)}"
+        yield f"features: {abbreviate_names(names, 60)}"
         yield f"label {_label_line(Encoder.of(schema, spec.loss, spec.data.positive))}"
         yield f"l2 norm of a record: {_norm_line(schema, spec)}"
     elif not spec.data.live:
         yield from _columns(spec, read_source(spec.data, folders))
     if not spec.data.live:
         sizes = [len(each.labels) for each in data.learners]
-        got = plural(max(sizes), "record")
+        got = pluralize(max(sizes), "record")
         if min(sizes) < max(sizes):
             got = f"{count(min(sizes))} to {got}"
         held = f"{count(len(data.test_labels))} held out for accuracy"
-        yield f"learners: {plural(len(sizes), 'learner')} with {got} each; {held}"
+        yield f"learners: {pluralize(len(sizes), 'learner')} with {got} each; {held}"
     if spec.topology.file:
         yield from _edges(spec)
 
 
-def long_rows(prepared: Prepared) -> Iterator[Caveat]:
+def find_long_records(prepared: PreparedRun) -> Iterator[RunWarning]:
     """Whether records that nothing scaled are mostly cut to a small part of their length."""
     spec, data = prepared.run.spec, prepared.data
     if spec.data.live or spec.data.scale != "none" or spec.data.schema is not None:
@@ -246,7 +246,7 @@ def long_rows(prepared: Prepared) -> Iterator[Caveat]:
     rows = [np.linalg.norm(each.features, axis=-1) > _LONG * limit for each in data.learners]
     if np.mean(np.concatenate(rows)) > 0.5:
         how = "data.scale: standard" if len(data.test_labels) else "in the file, for no record is held out to scale by"
-        yield Caveat(
+        yield RunWarning(
             "LONG_ROWS",
             f"more than half of the records are over {_LONG} times as long as loss.feature_bound, {number(limit)}, and are cut "
             f"to it, so their largest features hide all others: scale them ({how}), or declare a schema with bounds",
@@ -255,28 +255,28 @@ def long_rows(prepared: Prepared) -> Iterator[Caveat]:
 
 def _edges(spec: RunSpec) -> Iterator[str]:
     """Who is meant by the nodes of graphs that are read from files."""
-    section = spec.topology.without_files(spec.names).model_dump(mode="json")
+    section = spec.topology.inline_files(spec.names).model_dump(mode="json")
     graphs = [section["graph"]] if section["graph"] else section["sequence"]["graphs"]
     for graph in graphs:
         if graph["kind"] == "edges":
             between = " to " if graph["directed"] else " and "
             told = [between.join(spec.names[i] for i in edge) for edge in graph["edges"]]
-            yield f"graph: {plural(len(told), 'edge')}: {in_short(told)}"
+            yield f"graph: {pluralize(len(told), 'edge')}: {abbreviate_names(told)}"
 
 
 def _columns(spec: RunSpec, table: RawTable) -> Iterator[str]:
     names = table.columns or tuple(f"column {k}" for k in range(table.features.shape[1]))
-    yield f"{spec.data.source}: {plural(len(table.labels), 'record')}, as they are read:"
+    yield f"{spec.data.source}: {pluralize(len(table.labels), 'record')}, as they are read:"
     if table.header is not None:
         yield f"first line: names of the columns, for {table.header}"
     intercept = ", and a constant one, the intercept (data.intercept)" if spec.data.intercept else ""
-    yield f"features: {len(names)} ({in_short(names)}){intercept}"
-    if note := constant_note(table):
+    yield f"features: {len(names)} ({abbreviate_names(names)}){intercept}"
+    if note := describe_constant_features(table):
         yield f"note: {note}"
     label = "label" if table.label is None else f"label, column {table.label!r}"
     yield f"{label}: {_meaning(table.labels, spec.loss, spec.data.positive)}"
     yield f"the first {min(_SHOWN, len(table.labels))}, not scaled yet: {', '.join((*names[:_COLUMNS], 'label'))}"
-    for row, own in zip(table.features[:_SHOWN], texts_of(table.labels[:_SHOWN]), strict=True):
+    for row, own in zip(table.features[:_SHOWN], format_labels(table.labels[:_SHOWN]), strict=True):
         cut = ", ..." if len(row) > _COLUMNS else ""
         yield f"  {', '.join(f'{value:g}' for value in row[:_COLUMNS])}{cut}, {own}"
 
@@ -288,10 +288,10 @@ def _meaning(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | Non
         return f"a number from {mapped.min():g} to {mapped.max():g}"
     distinct, first, many = np.unique(labels, return_index=True, return_counts=True)
     told = [
-        f"{text} is {mapped[k]:g} ({plural(int(n), 'record')})"
-        for text, k, n in zip(texts_of(distinct), first, many, strict=True)
+        f"{text} is {mapped[k]:g} ({pluralize(int(n), 'record')})"
+        for text, k, n in zip(format_labels(distinct), first, many, strict=True)
     ]
     how = "" if positive is not None or not loss.binary else "; where another is to be 1, name it in data.positive"
     if loss.binary and len(told) == 1:
         how += ": all are the same, so there is nothing to tell apart"
-    return f"{in_short(told)}{how}"
+    return f"{abbreviate_names(told)}{how}"

@@ -20,21 +20,21 @@ from urllib.parse import unquote
 import structlog
 
 from sottovoce_client.feeding.records import Message, Part
-from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
-from sottovoce_core.optional import import_extra
+from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
+from sottovoce_core.optional import import_optional
 from sottovoce_core.registry import load
-from sottovoce_rpc.addresses import place_of, place_of_url
+from sottovoce_rpc.addresses import place_of, parse_url
 
 log = structlog.get_logger()
 
 ENTRY_POINTS = "sottovoce.feeds"
 """Group of the entry points that offer a `Feed`."""
 PASSWORD_VARIABLE = "SOTTOVOCE_FEED_PASSWORD"  # noqa: S105 - the name of a variable
-_IN_PLACE = f"others see them; give --user, and the password in --password-file or ${PASSWORD_VARIABLE}"
+_CREDENTIALS_HINT = f"others see them; give --user, and the password in --password-file or ${PASSWORD_VARIABLE}"
 _SECRETS = ("user", "username", "password", "passwd", "token", "secret")
-_MOST_SECRET_BYTES = 64 * 1024
+_MAX_SECRET_BYTES = 64 * 1024
 _REFUSED = "{} refuses these credentials, or is not believed: {}"
-_NO_PATIENCE = re.compile(
+_PERMANENT_ERROR_PATTERN = re.compile(
     r"authori[sz]ation violation|permissions violation|not authori[sz]ed|authentication|certificate.verify.failed",
     re.IGNORECASE,
 )
@@ -91,14 +91,14 @@ class Setting:
         return f"{self.help}{choices} [{default}]"
 
 
-FROM = Setting(
+START_SETTING = Setting(
     "from",
     "Where to begin if the learner has no record of the source in this run: where the feeder before it ended (at the oldest "
     "message if there was none), at the oldest message, or with the messages that come from now on.",
     "committed",
     ("committed", "start", "new"),
 )
-GROUP = Setting(
+GROUP_SETTING = Setting(
     "group",
     "Name under which the broker keeps the learner's position: one for each learner.",
     default_help="the learner's name or address",
@@ -161,7 +161,7 @@ class Feed:
         Raises:
             SpecError: it is not installed.
         """
-        return import_extra(module, module.partition(".")[0], f"feeding from {self.name}", self.extra)
+        return import_optional(module, module.partition(".")[0], f"feeding from {self.name}", self.extra)
 
     def source(self, url: str, **more: Any) -> Source:
         """The source that a URL names.
@@ -176,7 +176,7 @@ class Feed:
         before, _, query = url.partition("?")
         scheme, _, rest = before.partition("://")
         if "@" in rest:  # the URL is not shown: it may hold a password
-            raise SpecError(f"SOURCE must hold no user or password: {_IN_PLACE}. An @ in a name is written %40")
+            raise SpecError(f"SOURCE must hold no user or password: {_CREDENTIALS_HINT}. An @ in a name is written %40")
         hosts, _, path = rest.partition("/")
         places = [self._place(scheme, each) for each in (hosts.split(",") if self.cluster else [hosts])]
         names = tuple(map(unquote, path.split(",") if self.many else [path]))
@@ -186,7 +186,7 @@ class Feed:
 
     def _place(self, scheme: str, host: str) -> tuple[str, int]:
         if self.connect is not None:
-            return place_of_url(f"{scheme}://{host}", self.schemes, "SOURCE")[1:]
+            return parse_url(f"{scheme}://{host}", self.schemes, "SOURCE")[1:]
         port = "" if re.search(r":[^\]]*$", host) else f":{self.schemes[scheme.lower()]}"
         return place_of(f"{host}{port}", "SOURCE", listen=True)
 
@@ -196,7 +196,7 @@ class Feed:
         for each in filter(None, query.split("&")):
             name, _, text = (unquote(part) for part in each.partition("="))
             if name.lower() in _SECRETS:
-                raise SpecError(f"{url} must hold no user or password, got ?{name}=...: {_IN_PLACE}")
+                raise SpecError(f"{url} must hold no user or password, got ?{name}=...: {_CREDENTIALS_HINT}")
             if name not in known:
                 usual = next(iter(self.schemes))
                 raise SpecError(
@@ -272,7 +272,7 @@ class Source:
         """The context of TLS; None: neither the URL nor a file asks for it.
 
         Raises:
-            NotReady: a file cannot be used.
+            FailedPrecondition: a file cannot be used.
         """
         access = self.access
         if not (self.scheme in self.feed.tls or access.ca or access.certificate):
@@ -284,7 +284,7 @@ class Source:
                 # A key under a passphrase would ask for it on the terminal.
                 context.load_cert_chain(access.certificate, access.key, password="")
         except (OSError, ValueError) as error:
-            raise NotReady(f"no TLS with {files}: {getattr(error, 'reason', None) or error}") from None
+            raise FailedPrecondition(f"no TLS with {files}: {getattr(error, 'reason', None) or error}") from None
         return context
 
 
@@ -322,19 +322,19 @@ def feeds() -> list[Feed]:
     return found
 
 
-def secret_in(path: Path, what: str = "password") -> str:
+def read_secret(path: Path, what: str = "password") -> str:
     """A password or token from a file, without the end of its line.
 
     Raises:
-        NotReady: there is none.
+        FailedPrecondition: there is none.
     """
     try:
         with path.open("rb") as file:
-            text = file.read(_MOST_SECRET_BYTES).decode().rstrip("\r\n")
+            text = file.read(_MAX_SECRET_BYTES).decode().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise NotReady(f"no {what} in {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+        raise FailedPrecondition(f"no {what} in {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
     if not text:
-        raise NotReady(f"no {what} in {path}: it is empty")
+        raise FailedPrecondition(f"no {what} in {path}: it is empty")
     return text
 
 
@@ -358,7 +358,7 @@ class Link(ABC):
         self.at, self.what = at, f"{at.feed.name} at {', '.join(at.addresses)}"
 
     @abstractmethod
-    async def start(self) -> list[BrokerPart]:
+    async def start(self) -> list[BrokerPartition]:
         """Connect for the first time, and list the parts."""
 
     @abstractmethod
@@ -369,23 +369,23 @@ class Link(ABC):
         """A failed call in a few words.
 
         Raises:
-            NotReady: waiting does not cure it.
+            FailedPrecondition: waiting does not cure it.
         """
         for each in (*self.said(), error):
-            if isinstance(error, self.refusals) or _NO_PATIENCE.search(str(each)):
+            if isinstance(error, self.refusals) or _PERMANENT_ERROR_PATTERN.search(str(each)):
                 raise self.refused(each) from None
-        return why_of(error)
+        return shorten_error(error)
 
     def said(self) -> Sequence[object]:
         """Errors, or texts of some, that the library noticed without raising them."""
         return ()
 
-    def refused(self, why: object) -> NotReady:
+    def refused(self, why: object) -> FailedPrecondition:
         """The error for credentials that the broker refuses."""
-        return NotReady(_REFUSED.format(self.what, why_of(why)))
+        return FailedPrecondition(_REFUSED.format(self.what, shorten_error(why)))
 
 
-class BrokerPart(ABC):
+class BrokerPartition(ABC):
     """A part of a broker's source: it reads on after a lost connection, and tells the broker how far the learner is.
 
     Args:
@@ -425,11 +425,11 @@ class BrokerPart(ABC):
     async def close(self) -> None:
         """Tell the broker the last position once more, if it is there."""
         if self._due is not None:
-            with suppress(NotReady, DataError):
+            with suppress(FailedPrecondition, DataError):
                 await self.keep(self._due)
 
     def _from(self, oldest: int, newest: int, committed: int | None) -> int:
-        """The position to read behind where the learner has none, as `FROM` says.
+        """The position to read behind where the learner has none, as `START_SETTING` says.
 
         Args:
             oldest: before the oldest message.
@@ -437,7 +437,7 @@ class BrokerPart(ABC):
             committed: where the feeder before this one ended; None: there was none.
         """
         ends = {"committed": oldest if committed is None else committed, "start": oldest, "new": newest}
-        return ends[self._link.at.settings[FROM.name]]
+        return ends[self._link.at.settings[START_SETTING.name]]
 
     @abstractmethod
     async def _begin(self, after: int) -> int:
@@ -464,13 +464,13 @@ async def opened(source: Source) -> AsyncIterator[list[Part]]:
 
     Raises:
         SpecError: an optional dependency is missing.
-        NotReady: the broker refuses these credentials.
+        FailedPrecondition: the broker refuses these credentials.
         DataError: it has no such source.
         Unavailable: it is away for too long.
     """
     assert source.feed.connect is not None  # noqa: S101 - it is a broker's
     link = source.feed.connect(source)
-    patience, parts = _Patience(link.what, source.patience_s), list[BrokerPart]()
+    patience, parts = _Patience(link.what, source.patience_s), list[BrokerPartition]()
     try:
         while True:
             try:
@@ -498,7 +498,7 @@ class _Patience:
         self._since: float | None = None
         self._pause, self._subscribed = _FIRST_PAUSE_S, False
 
-    def subscribed(self, source: str) -> None:
+    def log_subscription(self, source: str) -> None:
         """Note that the broker has answered, and that a source misses nothing from now on."""
         self.here()
         if not self._subscribed:
@@ -556,7 +556,7 @@ class _Gone:
             log.warning("messages were gone before they were read", source=self._what, messages=number)
 
 
-def why_of(error: object) -> str:
+def shorten_error(error: object) -> str:
     """A failed call in a few words, on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"

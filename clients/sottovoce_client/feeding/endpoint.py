@@ -23,24 +23,24 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sottovoce_client.feeding.broker import Source, secret_in
-from sottovoce_client.feeding.progress import Account, Work
-from sottovoce_client.feeding.pump import WAITING, Target, Terms, unless, until_over
-from sottovoce_client.feeding.records import Numbered, Sieve, Unfit, json_of
+from sottovoce_client.feeding.broker import Source, read_secret
+from sottovoce_client.feeding.progress import FeedCounters, Work
+from sottovoce_client.feeding.pump import WAITING, Target, Terms, unless, watch_run
+from sottovoce_client.feeding.records import PositionCounter, RecordConverter, UnfitRecordError, parse_json
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
-from sottovoce_rpc.addresses import is_loopback, of_this_user
+from sottovoce_core.errors import DataError, FailedPrecondition, RemoteProtocolError, SottovoceError, SpecError, Unavailable
+from sottovoce_rpc.addresses import is_loopback, is_same_user
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.tasks import Tasks, beside
 
 log = structlog.get_logger()
 
-MOST_SOURCES = 64
+MAX_SOURCES = 64
 """That are connected at once."""
-_MOST_REASONS, _MOST_CONNECTIONS = 100, 128
-_BODY_S, _RETRY_S, _LOOK_S = 30.0, 1.0, 1.0
-_LEAST_TOKEN, _LONGEST_SOURCE = 16, 128
+_MAX_REASONS, _MAX_CONNECTIONS = 100, 128
+_BODY_TIMEOUT_S, _RETRY_S, _LOOK_S = 30.0, 1.0, 1.0
+_MIN_TOKEN_CHARS, _MAX_SOURCE_CHARS = 16, 128
 
 
 class _Answer(Exception):
@@ -60,7 +60,7 @@ class _Sink:
 
     connection: connect_learner
     learner: ConnectedLearner
-    sieve: Sieve
+    sieve: RecordConverter
     last: int
     users: int = 0
 
@@ -76,7 +76,7 @@ class _Endpoint:
         token: that every request must have; empty: this machine's user alone is answered.
     """
 
-    def __init__(self, target: Target, terms: Terms, account: Account, at: Source, token: str) -> None:
+    def __init__(self, target: Target, terms: Terms, account: FeedCounters, at: Source, token: str) -> None:
         self._target, self._terms, self._account, self._at, self._token = target, terms, account, at, token
         self._sinks = dict[str, _Sink]()
         """By source; the last one in order was used last."""
@@ -103,8 +103,8 @@ class _Endpoint:
         while True:
             for sink in list(self._sinks.values())[-1:]:
                 try:
-                    await until_over(sink.learner, self._account)
-                except NotReady:
+                    await watch_run(sink.learner, self._account)
+                except FailedPrecondition:
                     self._account.status = None
             await asyncio.sleep(_LOOK_S)
 
@@ -144,7 +144,7 @@ class _Endpoint:
         elif is_loopback(self._at.addresses[0]) and request.client is not None:
             host, port = request.client
             peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
-            if not await asyncio.to_thread(of_this_user, peer):
+            if not await asyncio.to_thread(is_same_user, peer):
                 raise _Answer(403, "only the user who runs this feeder is answered: give it a --token-file for others")
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise _Answer(415, "records are JSON: Content-Type: application/json")
@@ -165,13 +165,13 @@ class _Endpoint:
         if said.isdigit() and int(said) > most:
             raise too_long
         try:
-            async with asyncio.timeout(_BODY_S):
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
                 async for part in request.stream():
                     found += part
                     if len(found) > most:
                         raise too_long
         except TimeoutError:
-            raise _Answer(408, f"the body must come within {_BODY_S:.0f} s") from None
+            raise _Answer(408, f"the body must come within {_BODY_TIMEOUT_S:.0f} s") from None
         return bytes(found)
 
     # ---- feeding -----------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class _Endpoint:
 
         Raises:
             _Answer: some do not fit, or there is no room for them, now or within patience.
-            Unavailable, NotReady: the learner is away; it may have taken them in.
+            Unavailable, FailedPrecondition: the learner is away; it may have taken them in.
         """
         sink = await self._connected(source)
         sink.users += 1
@@ -200,7 +200,7 @@ class _Endpoint:
                 places = list(positions or range(first, first + len(records)))
                 sink.last = max(sink.last, places[-1])
                 new = await sink.learner.feed(encoded, positions=places)
-        except (Unavailable, NotReady):
+        except (Unavailable, FailedPrecondition):
             if self._sinks.get(source) is sink:  # the next request makes another connection
                 await self._close(source)
             raise
@@ -219,13 +219,13 @@ class _Endpoint:
             _Answer: some do not fit; by their number, why.
         """
         by_field = positions is None and bool(self._terms.position)
-        numbered = Numbered(self._terms.position if by_field else "", -1)
-        sifted = sink.sieve.sift([numbered.message(each) for each in records], -1)
+        numbered = PositionCounter(self._terms.position if by_field else "", -1)
+        sifted = sink.sieve.convert([numbered.message(each) for each in records], -1)
         if reasons := sifted.refused:
             self._account.refused.update(reasons.values())
             number, why = next(iter(reasons.items()))
             more = "" if len(reasons) == 1 else f", and {len(reasons) - 1} more do not fit"
-            listed = {str(each): reasons[each] for each in list(reasons)[:_MOST_REASONS]}
+            listed = {str(each): reasons[each] for each in list(reasons)[:_MAX_REASONS]}
             raise _Answer(400, f"record {number} (counted from 0): {why}{more}; none was taken", refused=listed)
         assert sifted.fitting is not None  # noqa: S101 - all of one record at least
         encoded, said = sifted.fitting
@@ -282,7 +282,7 @@ class _Endpoint:
 
     async def _connect(self, source: str) -> None:
         """Under a name, in place of the one that was used least recently where there are too many."""
-        if len(self._sinks) >= MOST_SOURCES:
+        if len(self._sinks) >= MAX_SOURCES:
             idle = next((each for each, sink in self._sinks.items() if not sink.users), None)
             if idle is None:
                 raise self._full()
@@ -312,8 +312,8 @@ def _named(request: Request) -> tuple[str, Sequence[int] | None]:
     if unknown := query.keys() - {"source", "positions"}:
         raise _Answer(400, f"a request may have source and positions in its query, and has {len(unknown)} more")
     source = query.get("source", "")
-    if len(source) > _LONGEST_SOURCE or not source.isprintable():
-        raise _Answer(400, f"a source has at most {_LONGEST_SOURCE} printable characters")
+    if len(source) > _MAX_SOURCE_CHARS or not source.isprintable():
+        raise _Answer(400, f"a source has at most {_MAX_SOURCE_CHARS} printable characters")
     if "positions" not in query:
         return source, None
     given = query["positions"].split(",")
@@ -332,8 +332,8 @@ def _records(body: bytes) -> Sequence[Mapping[str, Any]]:
         _Answer: it has none.
     """
     try:
-        found = json_of(body)
-    except Unfit as why:
+        found = parse_json(body)
+    except UnfitRecordError as why:
         raise _Answer(400, f"a request is a JSON object, or an array of them: {why}") from None
     records = found if isinstance(found, list) else [found]
     for number, each in enumerate(records):
@@ -346,7 +346,7 @@ def _records(body: bytes) -> Sequence[Mapping[str, Any]]:
 
 def _unfed(error: SottovoceError) -> Response:
     """Why records were not fed."""
-    if isinstance(error, Unavailable | NotReady):
+    if isinstance(error, Unavailable | FailedPrecondition):
         text = "the learner is away, or in no run: it may have taken these records. With source and positions, send them again"
         return _Answer(503, text, retry_s=5.0).response
     if isinstance(error, DataError | RemoteProtocolError):  # the latter is the learner's, as of too many sources
@@ -379,7 +379,7 @@ def _configured(app: Starlette, at: Source, patience_s: float) -> uvicorn.Config
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=_MOST_CONNECTIONS,
+        limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=math.ceil(patience_s),
         ssl_certfile=at.access.certificate,
         ssl_keyfile=at.access.key,
@@ -426,7 +426,7 @@ def serve(
 
     Raises:
         SpecError: the options do not fit one another, or the token is too short.
-        NotReady: there is no token.
+        FailedPrecondition: there is no token.
     """
     (listen,), tls = at.addresses, at.access.certificate is not None
     if tls != (at.scheme == "https"):
@@ -436,13 +436,13 @@ def serve(
             f"listening on {listen}, which other machines reach, needs --token-file, --tls-cert and --tls-key; or "
             "--insecure, and then anybody may bring records"
         )
-    token = "" if token_file is None else secret_in(token_file, "token").strip()
-    if token_file is not None and len(token) < _LEAST_TOKEN:
+    token = "" if token_file is None else read_secret(token_file, "token").strip()
+    if token_file is not None and len(token) < _MIN_TOKEN_CHARS:
         raise SpecError(
-            f"the token in {token_file} must have {_LEAST_TOKEN} characters at least: openssl rand -hex 32 > {token_file}"
+            f"the token in {token_file} must have {_MIN_TOKEN_CHARS} characters at least: openssl rand -hex 32 > {token_file}"
         )
 
-    async def work(account: Account, stop: asyncio.Event) -> None:
+    async def work(account: FeedCounters, stop: asyncio.Event) -> None:
         async with AsyncExitStack() as stack:
             endpoint = await unless(stop, stack.enter_async_context(_Endpoint(target, terms, account, at, token)))
             if endpoint is None:

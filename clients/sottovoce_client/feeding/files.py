@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines
-from sottovoce_client.feeding.records import Message, Misfit, Numbered, Part, anything
+from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, RecordFormat, JsonLines
+from sottovoce_client.feeding.records import Message, ColumnCheck, PositionCounter, Part, anything
 from sottovoce_core.data.cells import normal
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 
 T = TypeVar("T")
 
@@ -27,11 +27,11 @@ FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "pa
 _AT_ONCE, _MESSAGES = 256 * 1024, 1_024
 """Bytes that are read, and messages that are handed on, at once."""
 _LOOK_S = 0.25
-_CONTEXT = 1_024
+_CONTEXT_BYTES = 1_024
 """Bytes before a record that tell its file from others."""
 _CHECK_BITS = 16
 _ROWS = 1_024
-_FOOTER_END = 8
+_FOOTER_END_BYTES = 8
 """Bytes behind a Parquet file's metadata: their length, and the mark of the format."""
 
 
@@ -81,7 +81,7 @@ class _Lines(ABC):
         form: how records are written.
     """
 
-    def __init__(self, what: object, form: Form) -> None:
+    def __init__(self, what: object, form: RecordFormat) -> None:
         self._what, self._form = what, form
         self._rest, self._at, self._before = b"", 0, b""
         """What was read and not used, where that begins, and what is before it."""
@@ -95,7 +95,7 @@ class _Lines(ABC):
     def _message(self, cut: Cut, stretch: bytes) -> Message:
         """Of a record; a stretch begins with what stands before the rest."""
 
-    async def begin(self, misfit: Misfit) -> int:
+    async def begin(self, misfit: ColumnCheck) -> int:
         """Go behind the header; returns a checksum of it.
 
         Raises:
@@ -138,7 +138,7 @@ class _Lines(ABC):
     def _use(self, used: int) -> None:
         """So many bytes of the rest are done with."""
         if used:
-            self._before = (self._before + self._rest[:used])[-_CONTEXT:]
+            self._before = (self._before + self._rest[:used])[-_CONTEXT_BYTES:]
             self._rest, self._at = self._rest[used:], self._at + used
 
 
@@ -148,11 +148,11 @@ class _FileLines(_Lines):
     A position is where a record begins, and a checksum of it, of what is before it and the header.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, form: Form, *, follow: bool) -> None:
+    def __init__(self, path: Path, file: BinaryIO, form: RecordFormat, *, follow: bool) -> None:
         super().__init__(path, form)
         self._path, self._file, self._follow, self._header = path, file, follow, 0
 
-    async def go_behind(self, after: int, misfit: Misfit) -> None:
+    async def go_behind(self, after: int, misfit: ColumnCheck) -> None:
         """Go to the record behind a position; -1: to the first.
 
         Raises:
@@ -163,7 +163,7 @@ class _FileLines(_Lines):
             return
         place, used = _place_of(after), self._at
         if used <= place < os.fstat(self._file.fileno()).st_size:
-            begin = max(used, place - _CONTEXT)
+            begin = max(used, place - _CONTEXT_BYTES)
             self._file.seek(begin)
             stretch = self._file.read(place - begin + 2 * LONGEST)
             self._before, self._rest, self._at = stretch[: place - begin], stretch[place - begin :], place
@@ -185,7 +185,7 @@ class _FileLines(_Lines):
 
     def _position(self, cut: Cut, stretch: bytes) -> int:
         begin, end = len(self._before) + cut.begin, len(self._before) + cut.end
-        check = zlib.crc32(memoryview(stretch)[max(0, begin - _CONTEXT) : end], self._header)
+        check = zlib.crc32(memoryview(stretch)[max(0, begin - _CONTEXT_BYTES) : end], self._header)
         return _position_of(self._at + cut.begin, check)
 
     async def _more(self) -> None:
@@ -246,7 +246,7 @@ class _File:
     """
 
     path: Path
-    misfit: Misfit = field(default=anything, init=False)
+    misfit: ColumnCheck = field(default=anything, init=False)
 
     @property
     def name(self) -> str:
@@ -265,7 +265,7 @@ class _LinesOfFile(_File):
         follow: wait for more at its end.
     """
 
-    form: Form
+    form: RecordFormat
     follow: bool
 
     async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
@@ -326,14 +326,14 @@ class _RowsOfFile(_File):
     def _check(self, size: int) -> int:
         """A checksum of the footer, which says where everything is and how much."""
         with self.path.open("rb") as file:
-            file.seek(-size - _FOOTER_END, os.SEEK_END)
+            file.seek(-size - _FOOTER_END_BYTES, os.SEEK_END)
             return zlib.crc32(file.read())
 
 
 class _InputLines(_Lines):
     """Lines of standard input; positions are of no bytes, but counted on or said by a field."""
 
-    def __init__(self, form: Form, numbered: Numbered, file: BinaryIO) -> None:
+    def __init__(self, form: RecordFormat, numbered: PositionCounter, file: BinaryIO) -> None:
         super().__init__("standard input", form)
         self._numbered, self._number = numbered, file.fileno()
         kind = os.fstat(self._number).st_mode
@@ -372,17 +372,17 @@ class _StandardInput:
     """
 
     name: str
-    form: Form
+    form: RecordFormat
     position: str = ""
     file: BinaryIO = field(default_factory=lambda: sys.stdin.buffer)
     once: bool = field(default=True, init=False)
-    misfit: Misfit = field(default=anything, init=False)
+    misfit: ColumnCheck = field(default=anything, init=False)
 
     async def keep(self, position: int) -> None:
         """What was read is gone."""
 
     async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
-        lines = _InputLines(self.form, Numbered(self.position, after), self.file)
+        lines = _InputLines(self.form, PositionCounter(self.position, after), self.file)
         await lines.begin(self.misfit)
         async for messages in lines.messages():
             yield messages
@@ -404,7 +404,7 @@ def format_of(paths: Sequence[str], given: str | None = None) -> str:
     return kinds[0]
 
 
-def file_parts(
+def build_file_partitions(
     paths: Sequence[Path], kind: str = "", *, delimiter: str = ",", follow: bool = False, apart: Path | None = None
 ) -> list[Part]:
     """Files, each a part by its name. Of Parquet, memory holds a row group's page at a time.
@@ -431,13 +431,13 @@ def file_parts(
     if apart is not None and apart.exists() and any(map(apart.samefile, paths)):
         raise SpecError(f"--dead-letters must be another file than those that are fed, got {apart}")
     if (kind := kind or format_of([str(path) for path in paths])) == "parquet":
-        parquet = import_extra("pyarrow.parquet", "pyarrow", "feeding Parquet")
+        parquet = import_optional("pyarrow.parquet", "pyarrow", "feeding Parquet")
         return [_RowsOfFile(path, parquet) for path in paths]
     form = Csv(delimiter) if kind == "csv" else JsonLines()
     return [_LinesOfFile(path, form, follow) for path in paths]
 
 
-def standard_input(name: str, kind: str, delimiter: str = ",", position: str = "") -> _StandardInput:
+def build_standard_input(name: str, kind: str, delimiter: str = ",", position: str = "") -> _StandardInput:
     """Standard input, as CSV or JSON lines.
 
     Raises:

@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sottovoce_client.feeding.records import NOT_UTF8, Misfit, anything
+from sottovoce_client.feeding.records import NOT_UTF8, ColumnCheck, anything
 from sottovoce_core.data.cells import normal
-from sottovoce_core.data.columns import OTHER_WIDTH
+from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON
 from sottovoce_core.errors import DataError
 from sottovoce_core.yaml_files import format_of
 
 LONGEST = 1024 * 1024
 """Bytes of a record at most."""
-NO_END, ODD_QUOTES = "a quote that is never closed", "quotes that are not CSV"
+UNCLOSED_QUOTE, INVALID_QUOTES = "a quote that is never closed", "quotes that are not CSV"
 _DELIMITERS = {",": "','", ";": "';'", "\t": "$'\\t'", "|": "'|'"}
 """Those that are usual, as a shell takes them."""
 _MARK = b"\xef\xbb\xbf"
@@ -58,7 +58,7 @@ def _line(stretch: bytes, at: int, *, whole: bool) -> tuple[int, int] | None:
 class JsonLines:
     """An object on each line."""
 
-    def header(self, stretch: bytes, misfit: Misfit = anything, *, whole: bool) -> int | None:
+    def header(self, stretch: bytes, misfit: ColumnCheck = anything, *, whole: bool) -> int | None:
         if not (stretch or whole):
             return None
         if (found := format_of(stretch)) and "JSON" not in found:
@@ -93,7 +93,7 @@ class Csv:
                 f"--delimiter must be one character that is neither a quote nor a line's end, got {self.delimiter!r}"
             )
 
-    def header(self, stretch: bytes, misfit: Misfit = anything, *, whole: bool) -> int | None:
+    def header(self, stretch: bytes, misfit: ColumnCheck = anything, *, whole: bool) -> int | None:
         at = 0
         if other := format_of(stretch):
             raise DataError(f"must begin with a line of column names, and looks like {other}")
@@ -118,7 +118,7 @@ class Csv:
         self.names = names
         return after
 
-    def _other_delimiter(self, header: bytes, misfit: Misfit) -> str:
+    def _other_delimiter(self, header: bytes, misfit: ColumnCheck) -> str:
         """What to do about a header that has something else between its names; empty: nothing else is there."""
         for sign, called in _DELIMITERS.items():
             other = Csv(sign)._values(header.removeprefix(_MARK))
@@ -136,7 +136,7 @@ class Csv:
             if isinstance(values, str):
                 found.append(Cut(at, end, stretch[at:end], values))
             elif values and len(values) != len(self.names):
-                found.append(Cut(at, end, stretch[at:end], OTHER_WIDTH))
+                found.append(Cut(at, end, stretch[at:end], WRONG_VALUE_COUNT_REASON))
             elif values:
                 found.append(Cut(at, end, dict(zip(self.names, values, strict=True))))
             at = after
@@ -161,7 +161,7 @@ class Csv:
             begin, line = after, _line(stretch, after, whole=whole)
         if first is None or (not whole and len(stretch) - at <= LONGEST):
             return None
-        return NO_END, *first
+        return UNCLOSED_QUOTE, *first
 
     def _values(self, record: bytes) -> list[str] | str | None:
         """Values, or why there are none; None: it goes on with the next line."""
@@ -172,8 +172,8 @@ class Csv:
         except UnicodeDecodeError:
             return NOT_UTF8
         except csv.Error:
-            return None if record.count(b'"') % 2 else ODD_QUOTES
+            return None if record.count(b'"') % 2 else INVALID_QUOTES
         return rows[0] if rows else []
 
 
-Form = JsonLines | Csv
+RecordFormat = JsonLines | Csv

@@ -12,11 +12,11 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source, why_of
+from sottovoce_client.feeding.broker import START_SETTING, GROUP_SETTING, BrokerPartition, Feed, Link, Setting, Source, shorten_error
 from sottovoce_client.feeding.records import Message
-from sottovoce_core.errors import DataError, NotReady
+from sottovoce_core.errors import DataError, FailedPrecondition
 
-_BATCH, _WAIT_MS, _CALL_S, _LOOK_S = 512, 500, 10.0, 5.0
+_BATCH, _POLL_TIMEOUT_MS, _CALL_TIMEOUT_S, _LOOK_S = 512, 500, 10.0, 5.0
 
 
 class _Heard(logging.Handler):
@@ -48,7 +48,7 @@ class _Link(Link):
         self._options: dict[str, Any] = {
             "bootstrap_servers": at.addresses,
             "client_id": "sottovoce feed",
-            "request_timeout_ms": int(1_000 * _CALL_S),
+            "request_timeout_ms": int(1_000 * _CALL_TIMEOUT_S),
             "ssl_context": context,
             "security_protocol": ("SASL_" if access.user else "") + ("PLAINTEXT" if context is None else "SSL"),
         }
@@ -65,7 +65,7 @@ class _Link(Link):
         told, self._heard.last = self._heard.last, ""
         return [told] if told else []
 
-    async def start(self) -> list[BrokerPart]:
+    async def start(self) -> list[BrokerPartition]:
         await self.close()
         log = logging.getLogger("aiokafka")
         log.addHandler(self._heard)
@@ -98,7 +98,7 @@ class _Link(Link):
 
     async def asked(self, call: Any) -> Any:
         """An answer within bounds."""
-        async with asyncio.timeout(_CALL_S):
+        async with asyncio.timeout(_CALL_TIMEOUT_S):
             return await call
 
     async def close(self) -> None:
@@ -109,7 +109,7 @@ class _Link(Link):
         logging.getLogger("aiokafka").removeHandler(self._heard)
 
 
-class _Partition(BrokerPart):
+class _Partition(BrokerPartition):
     """A partition of a topic."""
 
     _link: _Link
@@ -123,14 +123,14 @@ class _Partition(BrokerPart):
         try:
             after = await self._look(after)
             self._link.consumer.seek(self._partition, after + 1)
-            self._patience.subscribed(self.name)
+            self._patience.log_subscription(self.name)
             while messages := await self._next():
                 after = messages[-1].position
                 yield messages
         except self._link.errors.OffsetOutOfRangeError:
             return  # retention was faster
         except (self._link.errors.CorruptRecordException, self._link.errors.UnsupportedCodecError) as error:
-            raise DataError(f"{self.name} cannot be read behind offset {after}: {why_of(error)}") from None
+            raise DataError(f"{self.name} cannot be read behind offset {after}: {shorten_error(error)}") from None
 
     async def _begin(self, after: int) -> int:
         if after >= 0:
@@ -151,7 +151,7 @@ class _Partition(BrokerPart):
         try:
             await self._link.asked(self._link.consumer.commit({self._partition: position + 1}))
         except (self._link.errors.CommitFailedError, self._link.errors.UnknownMemberIdError):
-            raise NotReady("the consumer group has other members: a feeder needs a ?group= of its own") from None
+            raise FailedPrecondition("the consumer group has other members: a feeder needs a ?group= of its own") from None
 
     async def _look(self, after: int) -> int:
         """Offset behind which something can be read, in a partition that is the one it was.
@@ -170,7 +170,7 @@ class _Partition(BrokerPart):
         """A few messages; none where none has come for a while, which may have a reason."""
         until = asyncio.get_running_loop().time() + _LOOK_S
         while asyncio.get_running_loop().time() < until:
-            found = await self._link.consumer.getmany(self._partition, timeout_ms=_WAIT_MS, max_records=_BATCH)
+            found = await self._link.consumer.getmany(self._partition, timeout_ms=_POLL_TIMEOUT_MS, max_records=_BATCH)
             if records := found.get(self._partition):
                 return [Message(each.value or b"", each.offset) for each in records]
         return []
@@ -183,8 +183,8 @@ KAFKA = Feed(
     help="Topics of brokers that speak Kafka's protocol, each record once. Each partition is a source.",
     examples=("kafka://broker:9092/ward-events?group=north", "kafka+ssl://one:9093,two:9093/ward-events?sasl=PLAIN"),
     settings=(
-        FROM,
-        GROUP,
+        START_SETTING,
+        GROUP_SETTING,
         Setting(
             "sasl", "How the password of --user is shown.", "SCRAM-SHA-512", ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
         ),

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sottovoce_client.feeding.broker import BrokerPart, Feed, Link, Setting, Source
-from sottovoce_client.feeding.records import Message, Numbered
-from sottovoce_core.errors import DataError, NotReady
+from sottovoce_client.feeding.broker import BrokerPartition, Feed, Link, Setting, Source
+from sottovoce_client.feeding.records import Message, PositionCounter
+from sottovoce_core.errors import DataError, FailedPrecondition
 
-_BATCH, _RECEIVE, _CALL_S, _CLOSE_S, _KEEPALIVE_S, _TURN_S = 512, 4_096, 10.0, 2.0, 20, 1.0
+_BATCH, _MAX_UNACKNOWLEDGED_MESSAGES, _CALL_TIMEOUT_S, _CLOSE_S, _KEEPALIVE_INTERVAL_S, _MAINTENANCE_INTERVAL_S = 512, 4_096, 10.0, 2.0, 20, 1.0
 _NOT_AUTHORIZED = frozenset({0x84, 0x85, 0x86, 0x87, 0x8A, 0x8C, 0x90})
 """Reasons that no patience mends: protocol, client identifier, password, not authorized, banned, method, topic."""
-_TAKEN_OVER = 0x8E
+_SESSION_TAKEN_OVER = 0x8E
 _CLOSED = "the connection was closed"
 
 
@@ -42,7 +42,7 @@ def _drive(connection: Any) -> None:
 
     def turn() -> None:
         if connection.loop_misc() == 0:  # it is still connected
-            loop.call_later(_TURN_S, turn)
+            loop.call_later(_MAINTENANCE_INTERVAL_S, turn)
 
     connection.on_socket_close = lambda *_: loop.remove_reader(socket)
     connection.on_socket_register_write = lambda *_: loop.add_writer(socket, connection.loop_write)
@@ -73,7 +73,7 @@ class _Link(Link):
         self._connection: Any = None
         self._answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def start(self) -> list[BrokerPart]:
+    async def start(self) -> list[BrokerPartition]:
         return [_Session(self, self._client, present=await self.connect())]
 
     async def connect(self) -> bool:
@@ -93,13 +93,13 @@ class _Link(Link):
             arrived.put_nowait(reason)
 
         def take(message: Any) -> None:
-            if message.qos == 0 and arrived.qsize() >= _RECEIVE:  # no receipt holds it back
+            if message.qos == 0 and arrived.qsize() >= _MAX_UNACKNOWLEDGED_MESSAGES:  # no receipt holds it back
                 self.dropped += 1
             else:
                 arrived.put_nowait(message)
 
         connection, session = self._made(), self._properties(self._packets.CONNECT)
-        session.SessionExpiryInterval, session.ReceiveMaximum = self.at.settings["session"], _RECEIVE
+        session.SessionExpiryInterval, session.ReceiveMaximum = self.at.settings["session"], _MAX_UNACKNOWLEDGED_MESSAGES
         connection.on_connect = lambda _c, _u, flags, reason, _p: tell(connected, (flags.session_present, reason))
         connection.on_subscribe = lambda _c, _u, _m, reasons, _p: tell(self._answered, reasons)
         connection.on_disconnect = lambda _c, _u, _f, reason, _p: lost(reason)
@@ -108,7 +108,7 @@ class _Link(Link):
             connection.connect,
             self._host,
             self._port,
-            keepalive=_KEEPALIVE_S,
+            keepalive=_KEEPALIVE_INTERVAL_S,
             clean_start=False,
             properties=session,
         )
@@ -116,7 +116,7 @@ class _Link(Link):
             raise ConnectionError(_CLOSED)
         self._connection = connection
         _drive(connection)
-        async with asyncio.timeout(_CALL_S):
+        async with asyncio.timeout(_CALL_TIMEOUT_S):
             present, reason = await connected
             self.require(reason)
             for reason in await self._subscribed():
@@ -151,11 +151,11 @@ class _Link(Link):
         """That the broker has not refused.
 
         Raises:
-            NotReady: it has, for good.
+            FailedPrecondition: it has, for good.
             ConnectionError: it has.
         """
-        if reason.value == _TAKEN_OVER:
-            raise NotReady(f"another feeder has taken over the session of client {self._client!r} with {self.what}")
+        if reason.value == _SESSION_TAKEN_OVER:
+            raise FailedPrecondition(f"another feeder has taken over the session of client {self._client!r} with {self.what}")
         if reason.value in _NOT_AUTHORIZED:
             raise self.refused(str(reason).lower())
         if reason.is_failure:
@@ -183,14 +183,14 @@ class _Link(Link):
             connection.loop_write()
 
 
-class _Session(BrokerPart):
+class _Session(BrokerPartition):
     """Messages of some topics, in the order in which the broker sends them."""
 
     _link: _Link
 
     def __init__(self, link: _Link, name: str, *, present: bool) -> None:
         super().__init__(link, name, f"session {name}")
-        self._numbered, self._noted = Numbered(link.at.position, -1, rising=False), link.noted
+        self._numbered, self._noted = PositionCounter(link.at.position, -1, rising=False), link.noted
         self._present: bool | None = present
         self._open = dict[int, int]()
         """Positions of messages that are not acknowledged, by packet identifier."""
@@ -207,7 +207,7 @@ class _Session(BrokerPart):
             self._present = await self._link.connect()
         present, self._present = self._present, None
         self._renewed(present=present)
-        self._patience.subscribed(self.name)
+        self._patience.log_subscription(self.name)
         while True:
             messages = self._taken(await self._arrived())
             if self._link.dropped:
@@ -300,7 +300,7 @@ class _Unacknowledged:
 
         Raises:
             DataError: the file is none of ours.
-            NotReady: it cannot be written, or another feeder has it.
+            FailedPrecondition: it cannot be written, or another feeder has it.
         """
         try:
             if self._db is None:
@@ -310,14 +310,14 @@ class _Unacknowledged:
             self._do("UPDATE session SET kept = -1")
             self._db.commit()
         except OSError as error:
-            raise NotReady(f"{self._path} cannot be written: {error.strerror}") from None
+            raise FailedPrecondition(f"{self._path} cannot be written: {error.strerror}") from None
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
                 why = f"another feeder has {self._path}: each needs a ?client= and a ?state= of its own"
-                raise NotReady(why) from None
+                raise FailedPrecondition(why) from None
             if error.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR):
                 raise DataError(f"{self._path} is no file that a feeder has written") from None
-            raise NotReady(f"{self._path} cannot be written: {error}") from None
+            raise FailedPrecondition(f"{self._path} cannot be written: {error}") from None
 
     def _opened(self) -> sqlite3.Connection:
         """The file, which nobody else has until this process ends."""

@@ -16,14 +16,14 @@ import ssl
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source
+from sottovoce_client.feeding.broker import START_SETTING, GROUP_SETTING, BrokerPartition, Feed, Link, Setting, Source
 from sottovoce_client.feeding.records import Message
 from sottovoce_core.errors import DataError, SpecError
 
 BUCKET = "sottovoce"
 """Of the bookmarks: how far each feeder's learner is, beyond a run."""
-_BATCH, _FETCH_S, _CALL_S, _UNUSED_S, _LOOK_S = 512, 0.25, 5.0, 60.0, 10.0
-_PING_S, _CLOSE_S = 10, 1.0
+_BATCH, _FETCH_TIMEOUT_S, _CALL_TIMEOUT_S, _CONSUMER_IDLE_TIMEOUT_S, _LOOK_S = 512, 0.25, 5.0, 60.0, 10.0
+_PING_INTERVAL_S, _CLOSE_S = 10, 1.0
 _NO_SUBJECT = 10093
 """Error of JetStream: a filter that is no part of the stream's subjects."""
 
@@ -51,7 +51,7 @@ class _Link(Link):
         self._said = list[BaseException]()
         self._lock = asyncio.Lock()
 
-    async def start(self) -> list[BrokerPart]:
+    async def start(self) -> list[BrokerPartition]:
         await self.jetstream()
         return [_Stream(self, self.at)]
 
@@ -64,12 +64,12 @@ class _Link(Link):
             if self._connection is None or not self._connection.is_connected:
                 await self.close()
                 self._connection = await self._connected()
-            return self._connection.jetstream(timeout=_CALL_S)
+            return self._connection.jetstream(timeout=_CALL_TIMEOUT_S)
 
     async def asked(self, call: str) -> dict[str, Any]:
         """What JetStream answers."""
         await self.jetstream()
-        answer = await self._connection.request(f"$JS.API.{call}", b"", timeout=_CALL_S)
+        answer = await self._connection.request(f"$JS.API.{call}", b"", timeout=_CALL_TIMEOUT_S)
         found: dict[str, Any] = json.loads(answer.data)
         return found
 
@@ -89,8 +89,8 @@ class _Link(Link):
                 await connection.connect(
                     server,
                     allow_reconnect=False,
-                    connect_timeout=_CALL_S,
-                    ping_interval=_PING_S,
+                    connect_timeout=_CALL_TIMEOUT_S,
+                    ping_interval=_PING_INTERVAL_S,
                     error_cb=hear,
                     name="sottovoce feed",
                     **self._options,
@@ -136,7 +136,7 @@ def _encrypting(client: type[Any]) -> type[Any]:
     return Encrypting
 
 
-class _Stream(BrokerPart):
+class _Stream(BrokerPartition):
     """A stream, or the messages of some subjects in it: the one part of what is fed."""
 
     _link: _Link
@@ -150,7 +150,7 @@ class _Stream(BrokerPart):
 
     async def _read_on(self, after: int) -> AsyncGenerator[Sequence[Message], None]:
         sub, count = await self._consumer(after), 0
-        self._patience.subscribed(self.name)
+        self._patience.log_subscription(self.name)
         looked = after, asyncio.get_running_loop().time()
         while count >= 0:
             messages, count = self._in_order(await self._fetched(sub), after, count)
@@ -219,7 +219,7 @@ class _Stream(BrokerPart):
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=after + 1,
             ack_policy=api.AckPolicy.NONE,
-            inactive_threshold=_UNUSED_S,
+            inactive_threshold=_CONSUMER_IDLE_TIMEOUT_S,
             mem_storage=True,
         )
         return await js.pull_subscribe(self._subject, stream=self._stream, config=config)
@@ -227,7 +227,7 @@ class _Stream(BrokerPart):
     async def _fetched(self, sub: Any) -> list[Any]:
         """A few messages; none where none has come for a moment."""
         try:
-            fetched: list[Any] = await sub.fetch(_BATCH, timeout=_FETCH_S)
+            fetched: list[Any] = await sub.fetch(_BATCH, timeout=_FETCH_TIMEOUT_S)
         except TimeoutError:
             self._link.require()
             return []
@@ -271,7 +271,7 @@ class _Stream(BrokerPart):
 
     async def _commit(self, position: int) -> None:
         text = json.dumps({"position": position, "created": self._created})
-        async with asyncio.timeout(_CALL_S):
+        async with asyncio.timeout(_CALL_TIMEOUT_S):
             await (await self._bucket()).put(self._key, text.encode())
 
 
@@ -286,8 +286,8 @@ NATS = Feed(
     ),
     settings=(
         Setting("subject", "Messages of this subject alone, perhaps with wildcards.", default_help="all of the stream"),
-        FROM,
-        GROUP,
+        START_SETTING,
+        GROUP_SETTING,
         Setting("creds", "File with a user's JWT and seed.", None),
     ),
     modules=("nats",),

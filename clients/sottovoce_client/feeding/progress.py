@@ -19,19 +19,19 @@ from rich.live import Live
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.wording import count, duration, number, plural
+from sottovoce_client.wording import count, duration, number, pluralize
 from sottovoce_core.errors import SottovoceError
 from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.logs import configure_logs, failure, tell_no_texts
+from sottovoce_rpc.logs import configure_logs, failure, hide_error_texts
 from sottovoce_rpc.tasks import beside
 
 log = structlog.get_logger()
-_LIVE_S, _LOG_S = 0.25, 10.0
-_MOST_REASONS = 8
+_REFRESH_INTERVAL_S, _LOG_INTERVAL_S = 0.25, 10.0
+_MAX_REASONS = 8
 
 
 @dataclass(slots=True)
-class Account:
+class FeedCounters:
     """Counts of a feeder, since it began.
 
     Attributes:
@@ -64,11 +64,11 @@ class Account:
         return 0 if self.kept else self.refused.total()
 
 
-Work = Callable[[Account, asyncio.Event], Coroutine[Any, Any, None]]
+Work = Callable[[FeedCounters, asyncio.Event], Coroutine[Any, Any, None]]
 """Feeds, and counts in the account, until it is done or the event is set."""
 
 
-async def _show(account: Account, console: Console) -> None:
+async def _show(account: FeedCounters, console: Console) -> None:
     """Show it until it is cancelled: a display on a terminal, else a line of the log every so often."""
     looks = deque([(time.monotonic(), account.fed)], maxlen=20)
 
@@ -80,23 +80,23 @@ async def _show(account: Account, console: Console) -> None:
 
     if not console.is_terminal:
         while True:
-            await asyncio.sleep(_LOG_S)
+            await asyncio.sleep(_LOG_INTERVAL_S)
             say = log.warning if account.dropped else log.info
             say("feeding", records_per_second=round(speed(), 1), **_facts_of(account))
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             live.update(_picture(account, speed()), refresh=True)
-            await asyncio.sleep(_LIVE_S)
+            await asyncio.sleep(_REFRESH_INTERVAL_S)
 
 
-def _facts_of(account: Account) -> dict[str, object]:
+def _facts_of(account: FeedCounters) -> dict[str, object]:
     """For a log."""
     facts: dict[str, object] = {
         "run": account.run_id,
         "fed": account.fed,
         "waiting": account.waiting,
         "again": account.again,
-        "refused": dict(account.refused.most_common(_MOST_REASONS)),
+        "refused": dict(account.refused.most_common(_MAX_REASONS)),
         "dropped": account.dropped,
     }
     if (status := account.status) is not None:
@@ -105,7 +105,7 @@ def _facts_of(account: Account) -> dict[str, object]:
     return facts
 
 
-def _picture(account: Account, speed: float) -> RenderableType:
+def _picture(account: FeedCounters, speed: float) -> RenderableType:
     """For a terminal: two lines, and one for each reason."""
     if not account.run_id:
         return Text(f"waiting for {account.awaited}", style="cyan")
@@ -117,7 +117,7 @@ def _picture(account: Account, speed: float) -> RenderableType:
     return Group(head, _learner_line(account), *_reasons(account))
 
 
-def _learner_line(account: Account) -> Text:
+def _learner_line(account: FeedCounters) -> Text:
     status = account.status
     if status is None:
         return Text("the learner does not answer", style="yellow")
@@ -126,22 +126,22 @@ def _learner_line(account: Account) -> Text:
     return Text(f"{line}  {count(status.records_waiting)} wait for their round", style="dim")
 
 
-def _reasons(account: Account) -> Iterator[Text]:
+def _reasons(account: FeedCounters) -> Iterator[Text]:
     """Why messages were refused, the commonest first, and what became of them."""
     refused = account.refused
     if not refused:
         return
     if account.kept:
-        yield Text(f"{plural(refused.total(), 'message')} refused, and {account.kept}:", style="yellow")
+        yield Text(f"{pluralize(refused.total(), 'message')} refused, and {account.kept}:", style="yellow")
     else:
-        yield Text(f"{plural(refused.total(), 'message')} refused and DROPPED:", style="bold red")
-    for reason, times in refused.most_common(_MOST_REASONS):
+        yield Text(f"{pluralize(refused.total(), 'message')} refused and DROPPED:", style="bold red")
+    for reason, times in refused.most_common(_MAX_REASONS):
         yield Text(f"  {count(times)}  {reason}")
-    if len(refused) > _MOST_REASONS:
-        yield Text(f"  … {plural(len(refused) - _MOST_REASONS, 'other reason')}")
+    if len(refused) > _MAX_REASONS:
+        yield Text(f"  … {pluralize(len(refused) - _MAX_REASONS, 'other reason')}")
 
 
-def _summary(account: Account, seconds: float, *, failed: bool = False) -> Iterator[Text]:
+def _summary(account: FeedCounters, seconds: float, *, failed: bool = False) -> Iterator[Text]:
     """What feeding came to; where it failed, an error says why."""
     if not account.run_id:
         stop = "" if account.awaited.endswith("?") else "."
@@ -149,15 +149,15 @@ def _summary(account: Account, seconds: float, *, failed: bool = False) -> Itera
         yield Text("Nothing was fed." if failed else told)
         return
     speed = number(account.fed / seconds if seconds else 0.0, 3)
-    fed, sources = plural(account.fed, "record"), plural(len(account.sources), "source")
+    fed, sources = pluralize(account.fed, "record"), pluralize(len(account.sources), "source")
     yield Text(f"Fed {fed} of {sources} to run {account.run_id} in {duration(seconds)}, {speed} records/s.")
     if (status := account.status) is not None and status.records_waiting:
-        waiting, verb = plural(status.records_waiting, "record"), "waits" if status.records_waiting == 1 else "wait"
+        waiting, verb = pluralize(status.records_waiting, "record"), "waits" if status.records_waiting == 1 else "wait"
         yield Text(
             f"At {status.learner} {waiting} still {verb} for a round: what waits when its run ends is learned by none."
         )
     if account.again:
-        yield Text(f"{plural(account.again, 'message')} came a second time, and {_were(account.again)} passed over.")
+        yield Text(f"{pluralize(account.again, 'message')} came a second time, and {_were(account.again)} passed over.")
     yield from _reasons(account)
     if account.dropped:
         yield Text("What was dropped is kept nowhere by this feeder: --dead-letters FILE keeps it.", style="bold red")
@@ -165,7 +165,7 @@ def _summary(account: Account, seconds: float, *, failed: bool = False) -> Itera
         yield Text(f"{count(account.written)} of them had been written before.")
     if account.waiting:
         yield Text(
-            f"{plural(account.waiting, 'message')} had been read and {_were(account.waiting)} not fed.", style="yellow"
+            f"{pluralize(account.waiting, 'message')} had been read and {_were(account.waiting)} not fed.", style="yellow"
         )
 
 
@@ -199,9 +199,9 @@ def conduct(work: Work, log_level: str = "info") -> int:
 
 
 async def _conducted(work: Work) -> int:
-    account, console, begun = Account(), terminal.console(), time.monotonic()
+    account, console, begun = FeedCounters(), terminal.console(), time.monotonic()
     stop, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
-    tell_no_texts(loop)
+    hide_error_texts(loop)
 
     def tell() -> None:
         if stop.is_set() and task is not None:

@@ -22,24 +22,24 @@ from typing import Any, BinaryIO, TypeVar
 
 import structlog
 
-from sottovoce_client.feeding.progress import Account, Work
-from sottovoce_client.feeding.records import Fields, Message, Part, Sieve, Tabular, map_of
+from sottovoce_client.feeding.progress import FeedCounters, Work
+from sottovoce_client.feeding.records import Fields, Message, Part, RecordConverter, TabularPartition, parse_field_map
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError, Unavailable
 from sottovoce_rpc.tasks import Tasks
 
 T = TypeVar("T")
 
 log = structlog.get_logger()
 
-MOST_PARTS, WAITING, _AT_ONCE = 256, 8_192, 1_024
+MAX_PARTITIONS, WAITING, _AT_ONCE = 256, 8_192, 1_024
 """Parts of one feeder; messages of a part that wait; and that are fed at once."""
-HOPELESS = 100
+MAX_LEADING_REFUSALS = 100
 """After so many messages of a part of which none is a record, a feeder that would drop them stops."""
-DRAIN_S = 10.0
+DRAIN_TIMEOUT_S = 10.0
 """What was read is fed for so long when a feeder is told to end; the rest is read again next time."""
-_LOOK_S, _OVER_S, _LAST_LOOK_S = 1.0, 2.0, 2.0
+_LOOK_S, _RUN_END_TIMEOUT_S, _LAST_STATUS_TIMEOUT_S = 1.0, 2.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Target:
     patience_s: float = 60.0
     allow_imports: bool = False
 
-    def connect(self, source: str, account: Account) -> connect_learner:
+    def connect(self, source: str, account: FeedCounters) -> connect_learner:
         """For one source; why it is waited for stands in the log at once, and in the account."""
         account.awaited = awaited = f"the learner at {self.address} to be in a run"
 
@@ -87,9 +87,9 @@ class Terms:
 
     def __post_init__(self) -> None:
         for each in self.maps:
-            map_of(each)
+            parse_field_map(each)
 
-    def sieve(self, learner: ConnectedLearner) -> Sieve:
+    def sieve(self, learner: ConnectedLearner) -> RecordConverter:
         """For the run that a learner is in.
 
         Raises:
@@ -97,10 +97,10 @@ class Terms:
         """
         schema = learner.spec.data.schema
         fields = Fields(schema, self.maps, ignore_unknown=self.ignore_unknown, position=self.position)
-        return Sieve(learner.records, fields)
+        return RecordConverter(learner.records, fields)
 
 
-async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Account, stop: asyncio.Event) -> None:
+async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: FeedCounters, stop: asyncio.Event) -> None:
     """Feed parts until they end, or it is told to stop; what was read by then is fed.
 
     Args:
@@ -113,7 +113,7 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
     Raises:
         SpecError: parts have one name, or a map does not fit; and as `connect_learner`.
         DataError: a source is not what it was, or none of its first messages is a record.
-        NotReady: the run is over.
+        FailedPrecondition: the run is over.
         Unavailable: the learner, or a source, was away for too long.
         OSError: dead letters cannot be written.
     """
@@ -122,8 +122,8 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         raise SpecError(
             f"sources must differ in name, and two are called {twice[0]!r}: feed one of them under another --source"
         )
-    if len(parts) > MOST_PARTS:
-        raise SpecError(f"one feeder takes at most {MOST_PARTS} sources, got {len(parts)}: start several")
+    if len(parts) > MAX_PARTITIONS:
+        raise SpecError(f"one feeder takes at most {MAX_PARTITIONS} sources, got {len(parts)}: start several")
     account.kept = "" if terms.dead_letters is None else f"written to {terms.dead_letters}"
     async with AsyncExitStack() as stack:
         dead = None if terms.dead_letters is None else stack.enter_context(_dead_letters(terms.dead_letters))
@@ -139,17 +139,17 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         account.run_id = learners[0].run_id
         account.sources |= set(sources)
         for part in parts:
-            if isinstance(part, Tabular):
+            if isinstance(part, TabularPartition):
                 part.misfit = sieve.fields.misfit
         once = any(getattr(part, "once", False) for part in parts)
         works = [
             _Pump(part, learner, sieve, dead, account).run(stop) for part, learner in zip(parts, learners, strict=True)
         ]
         await _all(
-            works, until_over(learners[0], account, target.patience_s), stop, target.patience_s if once else DRAIN_S
+            works, watch_run(learners[0], account, target.patience_s), stop, target.patience_s if once else DRAIN_TIMEOUT_S
         )
         with suppress(SottovoceError, TimeoutError):
-            async with asyncio.timeout(_LAST_LOOK_S):
+            async with asyncio.timeout(_LAST_STATUS_TIMEOUT_S):
                 account.status = await learners[0].status()
         if once and account.waiting:
             raise Unavailable(
@@ -165,7 +165,7 @@ def feeding(opened: AbstractAsyncContextManager[Sequence[Part]], target: Target,
         target, terms: as of `feed`.
     """
 
-    async def work(account: Account, stop: asyncio.Event) -> None:
+    async def work(account: FeedCounters, stop: asyncio.Event) -> None:
         account.awaited = "the broker"  # files are there
         async with opened as parts:
             await feed(parts, target, terms, account, stop)
@@ -197,13 +197,13 @@ async def _all(
                 stop.set()
         if over.done() and pumping:
             stop.set()
-            await asyncio.wait(pumping, timeout=_OVER_S)  # they have a reason of their own, perhaps
+            await asyncio.wait(pumping, timeout=_RUN_END_TIMEOUT_S)  # they have a reason of their own, perhaps
             failed = failed or over.exception()
         if failed is not None:
             raise failed
 
 
-async def until_over(learner: ConnectedLearner, account: Account, patience_s: float = math.inf) -> None:
+async def watch_run(learner: ConnectedLearner, account: FeedCounters, patience_s: float = math.inf) -> None:
     """Look at the learner again and again.
 
     Args:
@@ -212,7 +212,7 @@ async def until_over(learner: ConnectedLearner, account: Account, patience_s: fl
         patience_s: how long it may be away, even if there is nothing to feed.
 
     Raises:
-        NotReady: its run is over.
+        FailedPrecondition: its run is over.
         Unavailable: it is away for too long.
     """
     now = asyncio.get_running_loop().time
@@ -236,8 +236,8 @@ async def until_over(learner: ConnectedLearner, account: Account, patience_s: fl
         await asyncio.sleep(_LOOK_S)
 
 
-def _over(run_id: str, state: str) -> NotReady:
-    return NotReady(f"run {run_id} takes no more records: {state}; what it did not take was not learned")
+def _over(run_id: str, state: str) -> FailedPrecondition:
+    return FailedPrecondition(f"run {run_id} takes no more records: {state}; what it did not take was not learned")
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
@@ -260,7 +260,7 @@ class _Pump:
     """
 
     def __init__(
-        self, part: Part, learner: ConnectedLearner, sieve: Sieve, dead: _DeadLetters | None, account: Account
+        self, part: Part, learner: ConnectedLearner, sieve: RecordConverter, dead: _DeadLetters | None, account: FeedCounters
     ) -> None:
         self._part, self._learner, self._sieve, self._dead, self._account = part, learner, sieve, dead, account
         self._read: deque[Message] = deque()
@@ -306,14 +306,14 @@ class _Pump:
     async def _pass_on(self, messages: Sequence[Message]) -> None:
         """Messages to where they belong; then the source may forget them."""
         self._room.set()
-        sifted = self._sieve.sift(messages, self._last)
+        sifted = self._sieve.convert(messages, self._last)
         self._last, self._account.again = sifted.last, self._account.again + sifted.again
         await self._bury([(messages[place], why) for place, why in sifted.refused.items()])
         if sifted.fitting is not None:
             records, positions = sifted.fitting
             fed = await self._learner.feed(records, positions=positions)
             self._account.fed += fed  # others count meanwhile
-        elif self._hopeless and self._reasons.total() >= HOPELESS:
+        elif self._hopeless and self._reasons.total() >= MAX_LEADING_REFUSALS:
             ((reason, _),) = self._reasons.most_common(1)
             raise DataError(
                 f"none of the first {self._reasons.total()} messages of {self._learner.source} is a record of this run, mostly "
@@ -409,19 +409,19 @@ def _dead_letters(path: Path) -> Iterator[_DeadLetters]:
     Half a line at its end, of a feeder that died, is cut off: its message has not been passed.
 
     Raises:
-        NotReady: another feeder writes to it, or it cannot be written to.
+        FailedPrecondition: another feeder writes to it, or it cannot be written to.
         DataError: it holds something else.
     """
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         where = f": there is no folder {path.parent.absolute()}" if not path.parent.exists() else f": {error.strerror}"
-        raise NotReady(f"dead letters cannot be written to {path}{where}") from None
+        raise FailedPrecondition(f"dead letters cannot be written to {path}{where}") from None
     with os.fdopen(number, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise NotReady(f"another feeder writes dead letters to {path}: stop it, or take another file") from None
+            raise FailedPrecondition(f"another feeder writes dead letters to {path}: stop it, or take another file") from None
         os.fchmod(number, 0o600)
         os.truncate(number, _whole(file))
         folder = os.open(path.parent, os.O_RDONLY)

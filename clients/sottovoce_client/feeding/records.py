@@ -10,16 +10,16 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from sottovoce_core.data.cells import normal
-from sottovoce_core.data.encoding import UNDECLARED, Encoded
+from sottovoce_core.data.encoding import UNDECLARED_FIELD_REASON, EncodedRecords
 from sottovoce_core.data.files import misfit
-from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.data.live import LiveRecordEncoder
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import SpecError
 
 NO_POSITION = "its position: not a whole number above the one before it"
 NO_OBJECT, TWICE, NOT_UTF8 = "not a JSON object", "a field that is there twice", "not UTF-8"
-EMPTY = "an empty message"
-WITHOUT_SCHEMA = ("features", "label")
+EMPTY_MESSAGE = "an empty message"
+SCHEMALESS_FIELDS = ("features", "label")
 """Fields of a record in a run without a schema: a list of numbers, and a number."""
 NO_NUMBERS = "features and label: not a list of as many numbers as the run has features, and a number"
 
@@ -39,7 +39,7 @@ class Message:
     reason: str = ""
 
 
-Misfit = Callable[[Sequence[str]], str]
+ColumnCheck = Callable[[Sequence[str]], str]
 """Why names of columns are not those of a run's records; empty: they are."""
 
 
@@ -76,21 +76,21 @@ class Part(Protocol):
 
 
 @runtime_checkable
-class Tabular(Protocol):
+class TabularPartition(Protocol):
     """A part whose messages all have the same fields, its columns: they are known before the first message.
 
     Attributes:
         misfit: says why columns are not those of records; `read` raises that as a `DataError`.
     """
 
-    misfit: Misfit
+    misfit: ColumnCheck
 
 
-class Unfit(Exception):
+class UnfitRecordError(Exception):
     """A message is no record; its text says why, and quotes nothing."""
 
 
-def map_of(text: str) -> tuple[str, tuple[str, ...]]:
+def parse_field_map(text: str) -> tuple[str, tuple[str, ...]]:
     """A field, and where it stands, of `FIELD=PATH`.
 
     Raises:
@@ -119,10 +119,10 @@ class Fields:
     def __init__(
         self, schema: Schema | None, maps: Iterable[str] = (), *, ignore_unknown: bool = False, position: str = ""
     ) -> None:
-        own: tuple[str, ...] = WITHOUT_SCHEMA if schema is None else (*schema.features, schema.label.name)
+        own: tuple[str, ...] = SCHEMALESS_FIELDS if schema is None else (*schema.features, schema.label.name)
         paths = dict[str, tuple[str, ...]]()
         for each in maps:
-            name, steps = map_of(each)
+            name, steps = parse_field_map(each)
             if name not in own:
                 raise SpecError(
                     f"--map names a field that the run's records do not have: {name!r}; they have {list(own)}"
@@ -148,7 +148,7 @@ class Fields:
         for name, steps in self._paths.items():  # a column of the whole path, or an object that has the field
             places[f"{name}={'.'.join(steps)}"] = {".".join(steps), steps[0]}
         wanted = {name: bool(there & here) for name, here in places.items()}
-        if self._own == WITHOUT_SCHEMA and not all(wanted.values()):
+        if self._own == SCHEMALESS_FIELDS and not all(wanted.values()):
             return "must have the columns features, lists of numbers, and label: this run has no schema, so it knows no others"
         allowed = {*self._known, self._position}.union(*places.values(), there if self._ignore_unknown else ())
         return misfit(
@@ -179,9 +179,9 @@ class Fields:
             if not names and not at and here[0] in self._known:
                 names = list(here)
             if found.keys() & set(names):
-                raise Unfit(TWICE)
+                raise UnfitRecordError(TWICE)
             if not (names or into or self._ignore_unknown or here == (self._position,)):
-                raise Unfit(UNDECLARED)
+                raise UnfitRecordError(UNDECLARED_FIELD_REASON)
             found |= dict.fromkeys(names, value)
 
 
@@ -195,7 +195,7 @@ def _whole_number(record: Mapping[str, Any], name: str) -> int | None:
 
 
 @dataclass(slots=True)
-class Numbered:
+class PositionCounter:
     """Positions of messages that come in a stream.
 
     Attributes:
@@ -226,7 +226,7 @@ class Numbered:
         if not reason:
             try:
                 position = _whole_number(_object_of(body) if isinstance(body, bytes) else body, self.field)
-            except Unfit as why:
+            except UnfitRecordError as why:
                 reason = str(why)
         if position is None or (self.rising and position <= self.last):
             return Message(body, self.last, reason or NO_POSITION)
@@ -240,32 +240,32 @@ def _object_of(body: bytes) -> Mapping[str, Any]:
     Raises:
         Unfit: it is none, or has a name twice, so that nobody knows which is meant.
     """
-    found = json_of(body)
+    found = parse_json(body)
     if not isinstance(found, dict):
-        raise Unfit(NO_OBJECT)
+        raise UnfitRecordError(NO_OBJECT)
     return found
 
 
-def json_of(body: bytes) -> Any:
+def parse_json(body: bytes) -> Any:
     """What JSON says.
 
     Raises:
         Unfit: it is none, or an object in it has a name twice.
     """
     if not body:
-        raise Unfit(EMPTY)
+        raise UnfitRecordError(EMPTY_MESSAGE)
     try:
         return json.loads(body.decode("utf-8"), object_pairs_hook=_once)
     except UnicodeDecodeError:
-        raise Unfit(NOT_UTF8) from None
+        raise UnfitRecordError(NOT_UTF8) from None
     except (ValueError, RecursionError):
-        raise Unfit(NO_OBJECT) from None
+        raise UnfitRecordError(NO_OBJECT) from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise Unfit(TWICE)
+        raise UnfitRecordError(TWICE)
     return found
 
 
@@ -280,14 +280,14 @@ class _Sifted:
         last: the highest position so far.
     """
 
-    fitting: tuple[Encoded, list[int]] | None
+    fitting: tuple[EncodedRecords, list[int]] | None
     refused: Mapping[int, str]
     again: int
     last: int
 
 
 @dataclass(frozen=True, slots=True)
-class Sieve:
+class RecordConverter:
     """What a message must be in a run.
 
     Attributes:
@@ -295,10 +295,10 @@ class Sieve:
         fields: where they stand in a message.
     """
 
-    records: LiveRecords
+    records: LiveRecordEncoder
     fields: Fields
 
-    def sift(self, messages: Sequence[Message], after: int) -> _Sifted:
+    def convert(self, messages: Sequence[Message], after: int) -> _Sifted:
         """Tell records from what is none.
 
         Args:
@@ -314,7 +314,7 @@ class Sieve:
             else:
                 try:
                     records[place] = self._record(message)
-                except Unfit as why:
+                except UnfitRecordError as why:
                     refused[place] = str(why)
             after = max(after, message.position)
         fitting = None
@@ -336,13 +336,13 @@ class Sieve:
             features, label = record.get("features"), record.get("label")
             whole = isinstance(features, list) and len(features) == self.records.data.features
             if not (
-                whole and record.keys() == set(WITHOUT_SCHEMA) and all(map(_is_number, [*(features or ()), label]))
+                whole and record.keys() == set(SCHEMALESS_FIELDS) and all(map(_is_number, [*(features or ()), label]))
             ):
-                raise Unfit(NO_NUMBERS)
+                raise UnfitRecordError(NO_NUMBERS)
         return record
 
-    def _encode(self, records: Sequence[Mapping[str, Any]]) -> Encoded:
-        """Records as they are learned; `Encoded.refused` has what does not fit."""
+    def _encode(self, records: Sequence[Mapping[str, Any]]) -> EncodedRecords:
+        """Records as they are learned; `EncodedRecords.refused` has what does not fit."""
         if self.records.encoder is not None:
             return self.records.encode(records)
         features = np.array([record["features"] for record in records], dtype=np.float64)

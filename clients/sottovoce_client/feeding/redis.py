@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source, why_of
+from sottovoce_client.feeding.broker import START_SETTING, GROUP_SETTING, BrokerPartition, Feed, Link, Setting, Source, shorten_error
 from sottovoce_client.feeding.records import Message
-from sottovoce_core.errors import DataError, NotReady
+from sottovoce_core.errors import DataError, FailedPrecondition
 
 NOT_UTF8, NO_FIELD = "an entry that is not UTF-8", "an entry without the field that holds records"
 _SEQUENCE_BITS, _POSITION_BITS = 20, 63
-_BATCH, _BLOCK_MS, _CALL_S, _LOOK_S = 512, 1_000, 5.0, 10.0
+_BATCH, _BLOCK_TIMEOUT_MS, _CALL_TIMEOUT_S, _LOOK_S = 512, 1_000, 5.0, 10.0
 
 
 def _position_of(entry: bytes) -> int:
@@ -60,13 +60,13 @@ class _Link(Link):
             db=at.settings["database"],
             username=access.user or None,
             password=access.password or None,
-            socket_timeout=_CALL_S,
-            socket_connect_timeout=_CALL_S,
+            socket_timeout=_CALL_TIMEOUT_S,
+            socket_connect_timeout=_CALL_TIMEOUT_S,
             retry=retry.Retry(REDIS.imported("redis.backoff").NoBackoff(), 0),
             **tls,
         )
 
-    async def start(self) -> list[BrokerPart]:
+    async def start(self) -> list[BrokerPartition]:
         try:
             await self.client.ping()
         except self.errors.ResponseError as error:
@@ -77,7 +77,7 @@ class _Link(Link):
         await self.client.aclose()
 
 
-class _Stream(BrokerPart):
+class _Stream(BrokerPartition):
     """A stream."""
 
     _link: _Link
@@ -94,10 +94,10 @@ class _Stream(BrokerPart):
 
     async def _read_on(self, after: int) -> AsyncGenerator[Sequence[Message], None]:
         await self._look(after)
-        self._patience.subscribed(self.name)
+        self._patience.log_subscription(self.name)
         looked = asyncio.get_running_loop().time()
         while asyncio.get_running_loop().time() < looked + _LOOK_S:
-            found = await self._link.client.xread({self.name: _id_of(after)}, count=_BATCH, block=_BLOCK_MS)
+            found = await self._link.client.xread({self.name: _id_of(after)}, count=_BATCH, block=_BLOCK_TIMEOUT_MS)
             self._patience.here()
             if found:
                 messages = self._messages(_entries(found))
@@ -181,13 +181,13 @@ class _Stream(BrokerPart):
             self._gone.add(read - self._read, at_most=not self._exactly)
         self._read = read
 
-    def _refused(self, error: BaseException) -> DataError | NotReady:
+    def _refused(self, error: BaseException) -> DataError | FailedPrecondition:
         """What Redis has answered, as ours."""
         if isinstance(error, self._link.errors.NoPermissionError):
             return self._link.refused(error)
         if str(error).startswith("NOGROUP") or "key to exist" in str(error) or "no such key" in str(error):
             return self._anew("it was deleted")
-        return DataError(f"{self._link.what} cannot give stream {self.name}: {why_of(error)}")
+        return DataError(f"{self._link.what} cannot give stream {self.name}: {shorten_error(error)}")
 
     # ---- entries -----------------------------------------------------------------------------------------------------
 
@@ -228,8 +228,8 @@ REDIS = Feed(
             "field", "Field of an entry that holds a JSON object.", default_help="an entry's fields are the record's"
         ),
         Setting("database", "Number of the database.", 0),
-        FROM,
-        GROUP,
+        START_SETTING,
+        GROUP_SETTING,
     ),
     modules=("redis",),
     connect=_Link,

@@ -13,17 +13,17 @@ from types import TracebackType
 from typing import Any
 
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_client.live.plain import PlainLearner
+from sottovoce_client.live.plain import SyncLearner
 from sottovoce_client.live.sending import At
-from sottovoce_core.errors import NotReady, SottovoceError, SpecError
+from sottovoce_core.errors import FailedPrecondition, SottovoceError, SpecError
 from sottovoce_core.text import plain
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.server import reach
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
-_CONNECT_S = 10.0
-_NO_RUN_S = 0.2
+_CONNECT_TIMEOUT_S = 10.0
+_NO_RUN_RETRY_INTERVAL_S = 0.2
 
 
 class connect_learner:  # noqa: N801 - it reads as a function, and is entered in two ways
@@ -43,7 +43,7 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
 
     Raises:
         SpecError: it is on another machine, and there is no identity; or the records of its run are not live.
-        NotReady: it is another learner than `name`, or in no run, for longer than `patience_s`; or the files of the identity
+        FailedPrecondition: it is another learner than `name`, or in no run, for longer than `patience_s`; or the files of the identity
             cannot be used.
         Unavailable: nobody answers there.
 
@@ -77,7 +77,7 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         at = self._at
         self._channel = at.channel()
         try:
-            who, seconds = f"the learner at {at.address}", min(_CONNECT_S, self._patience_s)
+            who, seconds = f"the learner at {at.address}", min(_CONNECT_TIMEOUT_S, self._patience_s)
             await reach(self._channel, who, seconds, lambda why, _: self._waits(why))
             stub = learner_pb2_grpc.LearnerStub(self._channel)
             told = await self._in_a_run(stub)
@@ -111,11 +111,11 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         while True:
             try:
                 told = await self._at.intake(stub, self._source)
-            except NotReady as error:
+            except FailedPrecondition as error:
                 self._waits(str(error))
                 if asyncio.get_running_loop().time() > until:
-                    raise NotReady(f"the learner at {self._at.address} does not take records: {error}") from None
-                await asyncio.sleep(_NO_RUN_S)
+                    raise FailedPrecondition(f"the learner at {self._at.address} does not take records: {error}") from None
+                await asyncio.sleep(_NO_RUN_RETRY_INTERVAL_S)
             else:
                 if self._at.name:
                     self._at.require_name(await self._at.status(stub))
@@ -127,10 +127,10 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         await self._tasks.end()
         await self._channel.close()
 
-    def __enter__(self) -> PlainLearner:
+    def __enter__(self) -> SyncLearner:
         loop = _background()
         entered: Future[ConnectedLearner] = asyncio.run_coroutine_threadsafe(self.__aenter__(), loop)
-        self._plain = PlainLearner(entered.result(), loop)
+        self._plain = SyncLearner(entered.result(), loop)
         return self._plain
 
     def __exit__(

@@ -11,9 +11,9 @@ import numpy as np
 
 from sottovoce_client.live.sending import At, Sender
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.data.encoding import Encoded
-from sottovoce_core.data.live import LiveRecords
-from sottovoce_core.errors import DataError, RunOver, SottovoceError
+from sottovoce_core.data.encoding import EncodedRecords
+from sottovoce_core.data.live import LiveRecordEncoder
+from sottovoce_core.errors import DataError, RunEnded, SottovoceError
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_from_wire
@@ -21,7 +21,7 @@ from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import learner_pb2
 
 _LOOK_S = 0.5
-_MOST_CALLS, _AHEAD = 64, 1_024
+_MAX_CALLS, _AHEAD = 64, 1_024
 """Predictions asked for at a time, and records read ahead of them."""
 
 
@@ -70,9 +70,9 @@ class ConnectedLearner:
         self._at, self._stub = at, stub
         self.run_id, self.source = told.run_id, source
         self.spec: RunSpec = spec_from_wire(told.spec, imports=imports)
-        self.records = LiveRecords.of(self.spec.data, self.spec.loss)
+        self.records = LiveRecordEncoder.of(self.spec.data, self.spec.loss)
         self._sender = Sender(at, source, told, patience_s, tasks, tell)
-        self._tasks, self._turn, self._calls = tasks, asyncio.Lock(), asyncio.Semaphore(_MOST_CALLS)
+        self._tasks, self._turn, self._calls = tasks, asyncio.Lock(), asyncio.Semaphore(_MAX_CALLS)
 
     @property
     def position(self) -> int:
@@ -80,7 +80,7 @@ class ConnectedLearner:
         return self._sender.last
 
     @property
-    def over(self) -> RunOver | None:
+    def over(self) -> RunEnded | None:
         """How the learner said that the run is over for it; None: it has not."""
         return self._sender.told
 
@@ -99,10 +99,10 @@ class ConnectedLearner:
 
         Raises:
             DataError: one of them does not fit, by its number and a reason; none of them was sent.
-            NotReady: the run is over.
+            FailedPrecondition: the run is over.
             Unavailable: the learner is away for too long.
         """
-        found = records if isinstance(records, Encoded) else self.records.fitting(records, labels)
+        found = records if isinstance(records, EncodedRecords) else self.records.fitting(records, labels)
         features, labels, n = found.features, found.labels, len(found.labels)
         given = None if positions is None else _rising(positions, n)
         async with self._turn:  # who came first is sent first
@@ -126,7 +126,7 @@ class ConnectedLearner:
 
         Raises:
             DataError: one of them does not fit.
-            NotReady: the run did not opt in.
+            FailedPrecondition: the run did not opt in.
             Unavailable: the learner does not answer.
         """
         return await self._predicted(self.records.fitting(records, labelled=False).features)
@@ -144,7 +144,7 @@ class ConnectedLearner:
 
         Raises:
             DataError: one of them does not fit, by its number and a reason; those before it are answered.
-            NotReady, Unavailable: as `predict`.
+            FailedPrecondition, Unavailable: as `predict`.
         """
         coming: asyncio.Queue[Any] = asyncio.Queue(_AHEAD)
         reading = self._tasks.start(_read(records, coming))
@@ -184,17 +184,17 @@ class ConnectedLearner:
         """
         return await self._at.status(self._stub)
 
-    async def watch(self, every_s: float = _LOOK_S) -> AsyncIterator[LearnerStatus]:
+    async def watch(self, interval_s: float = _LOOK_S) -> AsyncIterator[LearnerStatus]:
         """`status` again and again, until the run is over.
 
         Args:
-            every_s: seconds between two looks.
+            interval_s: seconds between two looks.
         """
         while (status := await self.status()).run_id == self.run_id:
             yield status
             if not status.state.under_way:
                 return
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(interval_s)
 
 
 _END = object()

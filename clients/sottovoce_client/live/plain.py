@@ -13,9 +13,9 @@ import numpy as np
 
 from sottovoce_client.live.learner import ConnectedLearner, Prediction
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.data.encoding import Encoded
-from sottovoce_core.errors import NotReady, SottovoceError, SpecError, Unavailable
-from sottovoce_core.optional import import_extra
+from sottovoce_core.data.encoding import EncodedRecords
+from sottovoce_core.errors import FailedPrecondition, SottovoceError, SpecError, Unavailable
+from sottovoce_core.optional import import_optional
 from sottovoce_rpc.learner_status import LearnerStatus
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _LOOK_S = 0.5
 _END = object()
 
 
-class PlainLearner:
+class SyncLearner:
     """A `ConnectedLearner` without `await`, on a thread of its own. `with connect_learner(...)` makes it.
 
     Attributes:
@@ -39,7 +39,7 @@ class PlainLearner:
         self._learner, self._loop = learner, loop
 
         async def bring(features: FloatArray, labels: FloatArray) -> int:
-            return await learner.feed(Encoded(features, labels, None, np.ones(len(labels), dtype=bool), {}))
+            return await learner.feed(EncodedRecords(features, labels, None, np.ones(len(labels), dtype=bool), {}))
 
         self._behind = _Behind(bring, loop)
         self.run_id, self.spec, self.records, self.source = (
@@ -62,7 +62,7 @@ class PlainLearner:
         """As of `ConnectedLearner`; behind all that was sent before.
 
         Raises:
-            NotReady, Unavailable: also as `send`.
+            FailedPrecondition, Unavailable: also as `send`.
         """
         self._behind.flush()
         return self._wait(self._learner.feed(records, labels, positions=positions))
@@ -74,7 +74,7 @@ class PlainLearner:
 
         Raises:
             DataError: one of them does not fit; none of them was sent.
-            NotReady, Unavailable: some that were sent before are not kept, and nothing more is sent. Connect again, and go on
+            FailedPrecondition, Unavailable: some that were sent before are not kept, and nothing more is sent. Connect again, and go on
                 behind `position`.
         """
         found = self.records.fitting(records, labels)
@@ -84,7 +84,7 @@ class PlainLearner:
         """Wait until all that was sent is in the learner's keeping; the end of the `with` block does.
 
         Raises:
-            NotReady, Unavailable: as `send`.
+            FailedPrecondition, Unavailable: as `send`.
         """
         self._behind.flush()
 
@@ -104,9 +104,9 @@ class PlainLearner:
         """As of `ConnectedLearner`."""
         return self._wait(self._learner.status())
 
-    def watch(self, every_s: float = _LOOK_S) -> Iterator[LearnerStatus]:
+    def watch(self, interval_s: float = _LOOK_S) -> Iterator[LearnerStatus]:
         """As of `ConnectedLearner`."""
-        return self._each(self._learner.watch(every_s))
+        return self._each(self._learner.watch(interval_s))
 
     def end(self, kind: type[BaseException] | None = None) -> None:
         """The end of the block: wait for what was sent.
@@ -129,7 +129,7 @@ class PlainLearner:
         Raises:
             SpecError: River is not installed, the names do not fit the run, or several labels are one class in it.
         """
-        import_extra("river", "river", "as_river", "river")
+        import_optional("river", "river", "as_river", "river")
         self._require_apart("as_river")
         from sottovoce_client.live.river_model import RiverClassifier, RiverRegressor
 
@@ -141,7 +141,7 @@ class PlainLearner:
         Raises:
             SpecError: scikit-learn is not installed, or several labels are one class in the run.
         """
-        import_extra("sklearn", "scikit-learn", "as_sklearn")
+        import_optional("sklearn", "scikit-learn", "as_sklearn")
         self._require_apart("as_sklearn")
         from sottovoce_client.live.sklearn_model import SklearnClassifier, SklearnRegressor
 
@@ -254,7 +254,7 @@ class _Behind:
 
     def _fail(self, why: SottovoceError, under_way: int) -> None:
         with self._changed:
-            kind = Unavailable if isinstance(why, Unavailable) else NotReady
+            kind = Unavailable if isinstance(why, Unavailable) else FailedPrecondition
             self._error = kind(f"of the last {under_way + self._records} records some are not kept: {why}")
             self._waiting, self._records, self._bringing = [], 0, False
             self._changed.notify_all()

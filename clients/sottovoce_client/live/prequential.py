@@ -13,7 +13,7 @@ from sottovoce_client.live.learner import Prediction
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import DataError
 
-_MOST_DRIFTS = 1_000
+_MAX_DRIFTS = 1_000
 
 
 class _Metric(Protocol):
@@ -112,7 +112,7 @@ class Prequential:
             each for some in metrics for each in (some if isinstance(some, Sequence) else [some])
         )
         self.records = 0
-        self.drifts: deque[int] = deque(maxlen=_MOST_DRIFTS)
+        self.drifts: deque[int] = deque(maxlen=_MAX_DRIFTS)
         self.calibration = Calibration(bins)
         self._drift = drift
 

@@ -17,7 +17,7 @@ class _Model:
     """What both have.
 
     Args:
-        learner: a `PlainLearner`, that learns and predicts.
+        learner: a `SyncLearner`, that learns and predicts.
         features: what the numbers of a record are called, where its run has no schema.
 
     Raises:
@@ -38,11 +38,11 @@ class _Model:
             raise SpecError(f"features must be {data.features} different names, for this run has no schema, got {got}")
 
     def learn_one(self, x: dict[Any, Any], y: Any) -> None:
-        """Send a record to the learner, as `PlainLearner.send`: it is not waited for.
+        """Send a record to the learner, as `SyncLearner.send`: it is not waited for.
 
         Raises:
             DataError: it does not fit.
-            NotReady, Unavailable: one that was sent before is not kept.
+            FailedPrecondition, Unavailable: one that was sent before is not kept.
         """
         self._learner_of().send(self._rows([x]), [y])
 
@@ -61,7 +61,7 @@ class _Model:
         return pd.Series(self.learner.predict(self._table(X)).labels, index=X.index)
 
     def flush(self) -> None:
-        """Wait until all that was sent is in the learner's keeping, as `PlainLearner.flush`."""
+        """Wait until all that was sent is in the learner's keeping, as `SyncLearner.flush`."""
         self.learner.flush()
 
     def clone(self, new_params: dict[str, Any] | None = None, include_attributes: bool = False) -> Self:
@@ -102,7 +102,7 @@ class _Model:
 
 
 class RiverClassifier(_Model, base.MiniBatchClassifier):  # type: ignore[misc]  # as if River had no types
-    """A learner of classes, as River has it. `PlainLearner.as_river` makes it.
+    """A learner of classes, as River has it. `SyncLearner.as_river` makes it.
 
     Labels are as the records have them where the run has a schema, else 0, 1, ....
     """
@@ -142,4 +142,4 @@ class RiverClassifier(_Model, base.MiniBatchClassifier):  # type: ignore[misc]  
 
 
 class RiverRegressor(_Model, base.MiniBatchRegressor):  # type: ignore[misc]
-    """A learner of numbers, as River has it. `PlainLearner.as_river` makes it."""
+    """A learner of numbers, as River has it. `SyncLearner.as_river` makes it."""

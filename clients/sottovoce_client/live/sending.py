@@ -16,9 +16,9 @@ from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import (
     DataError,
     LimitReached,
-    NotReady,
+    FailedPrecondition,
     RemoteProtocolError,
-    RunOver,
+    RunEnded,
     SottovoceError,
     Unavailable,
 )
@@ -29,15 +29,15 @@ from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import Ending, as_error
+from sottovoce_rpc.status import CallOutcome, convert_status_error
 from sottovoce_rpc.tasks import Tasks, beside
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
-BATCH_RECORDS, _BATCH_BYTES = 1_024, 4 * 1024 * 1024
+MAX_BATCH_RECORDS, _MAX_BATCH_BYTES = 1_024, 4 * 1024 * 1024
 """Of a batch: records, and bytes unless one record has more."""
-WAITING = 32 * BATCH_RECORDS
+WAITING = 32 * MAX_BATCH_RECORDS
 """Records that may wait for their receipts before more are taken."""
-_CALL_S, _PREDICT_S, _RETRY_S = 30.0, 60.0, 0.5
+_CALL_TIMEOUT_S, _PREDICT_TIMEOUT_S, _RETRY_S = 30.0, 60.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class At:
 
     def error(self, failure: grpc.aio.AioRpcError) -> SottovoceError:
         """A failed call, as ours."""
-        return as_error(failure, f"the learner at {self.address}")
+        return convert_status_error(failure, f"the learner at {self.address}")
 
     def gone(self, run_id: str, seconds: float, error: SottovoceError) -> SottovoceError:
         """Why nothing more is sent, where it was away for longer than it may be.
@@ -93,31 +93,31 @@ class At:
 
     async def status(self, stub: Any) -> LearnerStatus:
         """How far the learner is; errors as of `asked`."""
-        answer = await self.asked(stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_CALL_S))
+        answer = await self.asked(stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S))
         return LearnerStatus.from_wire(answer.status)
 
     async def intake(self, stub: Any, source: str) -> learner_pb2.GetIntakeResponse:
         """What the learner says to whoever brings records under a source; errors as of `asked`."""
         request = learner_pb2.GetIntakeRequest(source=source)
         answer: learner_pb2.GetIntakeResponse = await self.asked(
-            stub.GetIntake(request, wait_for_ready=True, timeout=_CALL_S)
+            stub.GetIntake(request, wait_for_ready=True, timeout=_CALL_TIMEOUT_S)
         )
         return answer
 
     async def predict(self, stub: Any, rows: FloatArray) -> tuple[FloatArray, FloatArray, int]:
         """Scores and labels of rows by the model in use, and the rounds that it has learned from; errors as of `asked`."""
         request = learner_pb2.PredictRequest(features=to_tensor(rows))
-        answer = await self.asked(stub.Predict(request, timeout=_PREDICT_S))
+        answer = await self.asked(stub.Predict(request, timeout=_PREDICT_TIMEOUT_S))
         return from_tensor(answer.scores), from_tensor(answer.labels), answer.rounds_done
 
     def require_name(self, status: LearnerStatus) -> None:
         """Refuse another learner than the one that is named; where it has a certificate, that was looked at before.
 
         Raises:
-            NotReady: it is another one.
+            FailedPrecondition: it is another one.
         """
         if self.name and status.learner != self.name:
-            raise NotReady(f"at {self.address} is the learner {plain(status.learner)!r}, not {self.name!r}")
+            raise FailedPrecondition(f"at {self.address} is the learner {plain(status.learner)!r}, not {self.name!r}")
 
 
 def _position_of(receipt: learner_pb2.IngestReceipt) -> int:
@@ -137,7 +137,7 @@ class _Batch:
 
 def _most(features: FloatArray) -> int:
     """Records of a message."""
-    return max(1, min(BATCH_RECORDS, _BATCH_BYTES // (8 * (int(features.shape[1]) + 1))))
+    return max(1, min(MAX_BATCH_RECORDS, _MAX_BATCH_BYTES // (8 * (int(features.shape[1]) + 1))))
 
 
 class Sender:
@@ -170,7 +170,7 @@ class Sender:
         self._records = 0
         self._more, self._less = asyncio.Event(), asyncio.Event()
         self._failing_since: float | None = None
-        self.told: RunOver | None = None
+        self.told: RunEnded | None = None
         """How the learner said that the run is over; None: it has not."""
         self._over: SottovoceError | None = None
         self._apart = False  # each batch is a message, so that the one that is refused is known
@@ -193,7 +193,7 @@ class Sender:
             What is done when they are in the learner's keeping, or raises why they are not.
 
         Raises:
-            NotReady: the run is over, or another one.
+            FailedPrecondition: the run is over, or another one.
             Unavailable: the learner was away for too long.
         """
         rows, waits = _most(features), []
@@ -231,8 +231,8 @@ class Sender:
                     refused = error if self._apart else None  # of the first that has no receipt then
                     self._apart = True
                     continue
-                except (Unavailable, NotReady) as error:
-                    if isinstance(error, RunOver):
+                except (Unavailable, FailedPrecondition) as error:
+                    if isinstance(error, RunEnded):
                         self.told = error
                         raise
                     refused = None
@@ -262,7 +262,7 @@ class Sender:
             try:
                 told = await self._at.intake(stub, self._source)
                 if told.run_id != self._run_id:
-                    self._over = NotReady(
+                    self._over = FailedPrecondition(
                         f"run {self._run_id} is over for this learner; it is in run {told.run_id} now"
                     )
                     raise self._over
@@ -273,13 +273,13 @@ class Sender:
                     self._done(refused)
                     self._apart = False
                 call = stub.Ingest()
-                ending = Ending(call)
+                ending = CallOutcome(call)
                 async with beside(self._said(call)):
                     try:
                         async for receipt in call:
                             self._receive(receipt)
                     except grpc.aio.AioRpcError:
-                        await ending.require_well()
+                        await ending.require_ok()
             except grpc.aio.AioRpcError as error:
                 raise self._at.error(error) from None
         raise Unavailable(f"the learner at {self._at.address} ended the stream of records")

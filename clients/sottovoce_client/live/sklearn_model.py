@@ -17,7 +17,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
     """What both have.
 
     Args:
-        learner: a `PlainLearner`, that learns and predicts.
+        learner: a `SyncLearner`, that learns and predicts.
     """
 
     _learns = True
@@ -32,7 +32,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
         return len(data.schema.features) if data.schema is not None else int(data.features or 0)
 
     def partial_fit(self, X: Any, y: Any) -> Self:
-        """Send records to the learner, as `PlainLearner.send`: they are not waited for.
+        """Send records to the learner, as `SyncLearner.send`: they are not waited for.
 
         Args:
             X: with a schema, a table or mappings of fields to values; without, numbers `(records, features)`.
@@ -40,7 +40,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
 
         Raises:
             DataError: one of them does not fit; none of them was sent.
-            NotReady, Unavailable: some that were sent before are not kept.
+            FailedPrecondition, Unavailable: some that were sent before are not kept.
         """
         if not self._learns:
             raise SpecError(
@@ -62,7 +62,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
         return np.asarray(self.learner.predict(X).labels)
 
     def flush(self) -> None:
-        """Wait until all that was sent is in the learner's keeping, as `PlainLearner.flush`."""
+        """Wait until all that was sent is in the learner's keeping, as `SyncLearner.flush`."""
         self.learner.flush()
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -88,7 +88,7 @@ def _has_probabilities(self: Any) -> bool:
 
 
 class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
-    """A learner of classes, as scikit-learn has it. `PlainLearner.as_sklearn` makes it.
+    """A learner of classes, as scikit-learn has it. `SyncLearner.as_sklearn` makes it.
 
     Labels are as the records have them where the run has a schema, else 0, 1, ....
     """
@@ -132,4 +132,4 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
 
 class SklearnRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
-    """A learner of numbers, as scikit-learn has it. `PlainLearner.as_sklearn` makes it."""
+    """A learner of numbers, as scikit-learn has it. `SyncLearner.as_sklearn` makes it."""

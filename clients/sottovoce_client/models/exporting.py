@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.documents import new_file
+from sottovoce_client.documents import create_file
 from sottovoce_client.live.sending import At
-from sottovoce_client.models.inputs import Inputs
-from sottovoce_client.models.predicting import as_owner, require_linear
+from sottovoce_client.models.inputs import InputFormat
+from sottovoce_client.models.predicting import connect_as_owner, require_linear
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.fields import NumberLabel
-from sottovoce_core.data.known import data_folders
+from sottovoce_core.data.known import get_data_folders
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import prepare
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_core.running.run import Publication, publication
 from sottovoce_core.running.transcript import parquet
 from sottovoce_core.spec import RunSpec, load_spec
@@ -56,7 +56,7 @@ class Model:
     learner: str
     run_id: str
     rounds_done: int
-    inputs: Inputs
+    inputs: InputFormat
     theta: FloatArray
     publication: Publication
 
@@ -123,11 +123,11 @@ class Model:
         }
         if self.inputs.preparation.shift is not None:
             facts["scaled by"] = "constants of held-out records, which nothing protects"
-        return facts | {"covered": f"{'yes' if own.protected else 'NO'}, {epsilon}: {own.text}"}
+        return facts | {"covered": f"{'yes' if own.is_protected else 'NO'}, {epsilon}: {own.text}"}
 
-    def require_covered(self) -> None:
+    def require_protected(self) -> None:
         """Raises `SpecError` where no promise covers the model, which then may leave only if somebody says so."""
-        if not self.publication.protected:
+        if not self.publication.is_protected:
             raise SpecError(
                 f"a model that leaves its owner is a publication, and this one is not protected: {self.publication.text}; "
                 "--unprotected writes it all the same"
@@ -136,7 +136,7 @@ class Model:
     def write(self, out: Path) -> None:
         """To a new file, by its suffix."""
         about, arrays = json.dumps(self.about), dict[str, Any](self.arrays)
-        with new_file(out) as file:
+        with create_file(out) as file:
             if out.suffix.lower() == ".npz":
                 np.savez(file, about=np.array(about), **arrays)
             else:
@@ -154,14 +154,14 @@ async def of_learner(at: At, own: RunSpec | None, *, imports: bool = False) -> M
     Raises:
         SottovoceError: it does not answer, or not to this caller; its model is not linear; or constants are not known.
     """
-    async with as_owner(at, imports=imports) as owner:
+    async with connect_as_owner(at, imports=imports) as owner:
         require_linear(owner.spec)
-        inputs = Inputs.of(owner.spec, owner.n_features, own, data_folders())
+        inputs = InputFormat.of(owner.spec, owner.n_features, own, get_data_folders())
         theta, rounds = await owner.weights()
         return Model(owner.status.learner, owner.run_id, rounds, inputs, theta, await owner.publication(rounds))
 
 
-def of_simulation(folder: Path, learner: str | None, replica: int = 0) -> Model:
+def load_simulated_model(folder: Path, learner: str | None, replica: int = 0) -> Model:
     """The final model of a simulated run.
 
     Args:
@@ -184,7 +184,7 @@ def of_simulation(folder: Path, learner: str | None, replica: int = 0) -> Model:
     name = spec.names[0] if learner is None else learner
     if name not in spec.names:
         raise SpecError(f"--learner must be one of {', '.join(spec.names)}, got {name!r}")
-    prepared, index = prepare(spec, folders=data_folders()), spec.names.index(name)
+    prepared, index = prepare(spec, folders=get_data_folders()), spec.names.index(name)
     wanted = [("round", "=", spec.rounds), ("sender", "=", index), ("replica", "=", replica)]
     rows = parquet().read_table(path, columns=["value"], filters=wanted).column("value").to_pylist()
     if not rows:
@@ -192,7 +192,7 @@ def of_simulation(folder: Path, learner: str | None, replica: int = 0) -> Model:
     features = prepared.data.n_features
     theta = np.asarray(rows[0], dtype=np.float64).reshape(*((-1, features) if len(rows[0]) > features else (features,)))
     cost = publication(prepared.run, index, spec.rounds, private=False)
-    return Model(name, "", spec.rounds, Inputs.of(spec, features, spec, data_folders()), theta, cost)
+    return Model(name, "", spec.rounds, InputFormat.of(spec, features, spec, get_data_folders()), theta, cost)
 
 
 def require_writable(out: Path) -> None:
@@ -200,12 +200,12 @@ def require_writable(out: Path) -> None:
     if out.suffix.lower() not in WRITES:
         raise SpecError(f"--out must be a {' or '.join(WRITES)} file, got {out}")
     if out.suffix.lower() == ".onnx":
-        import_extra("onnx", "onnx", "a .onnx file", "onnx")
+        import_optional("onnx", "onnx", "a .onnx file", "onnx")
 
 
 def _onnx(model: Model, about: str) -> bytes:
     """A graph from `features (records, features)` to `scores`, and to `classes` and `probabilities` or `values`; all float64."""
-    onnx = import_extra("onnx", "onnx", "a .onnx file", "onnx")
+    onnx = import_optional("onnx", "onnx", "a .onnx file", "onnx")
     node, value, double = onnx.helper.make_node, onnx.helper.make_tensor_value_info, onnx.TensorProto.DOUBLE
     numbers, spec = model.arrays, model.inputs.spec
     several = numbers["weights"].ndim == 2

@@ -10,21 +10,21 @@ import numpy as np
 
 from sottovoce_core.arrays import AnyArray, FloatArray
 from sottovoce_core.data.columns import read_cells, read_features
-from sottovoce_core.data.dataset import load_dataset, read_source, require_source
-from sottovoce_core.data.encoding import Encoder, map_labels, texts_of
+from sottovoce_core.data.dataset import load_dataset, read_source, require_source_file
+from sottovoce_core.data.encoding import Encoder, map_labels, format_labels
 from sottovoce_core.data.known import KNOWN
-from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.data.live import LiveRecordEncoder
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
-from sottovoce_core.running.placement import Preparation, preparation
+from sottovoce_core.running.placement import FeatureTransform, preparation
 from sottovoce_core.spec import RunSpec
 
 Label = str | float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Inputs:
-    """What a record is in a run, without its label. `Inputs.of` makes one.
+class InputFormat:
+    """What a record is in a run, without its label. `InputFormat.of` makes one.
 
     Attributes:
         spec: of the run.
@@ -37,11 +37,11 @@ class Inputs:
     spec: RunSpec
     n_features: int
     columns: tuple[str, ...] | None
-    preparation: Preparation
+    preparation: FeatureTransform
     classes: tuple[Label, ...] | None
 
     @classmethod
-    def of(cls, spec: RunSpec, n_features: int, own: RunSpec | None = None, folders: Sequence[Path] = ()) -> Inputs:
+    def of(cls, spec: RunSpec, n_features: int, own: RunSpec | None = None, folders: Sequence[Path] = ()) -> InputFormat:
         """For a run.
 
         Args:
@@ -60,7 +60,7 @@ class Inputs:
         if data.live or data.schema is not None:
             encoder = None if data.schema is None else Encoder.of(data.schema, loss, data.positive)
             names = None if data.schema is None else data.schema.names
-            return cls(spec, n_features, names, Preparation(data.intercept), LiveRecords(data, loss, encoder).classes)
+            return cls(spec, n_features, names, FeatureTransform(data.intercept), LiveRecordEncoder(data, loss, encoder).classes)
         here = data if data.source in KNOWN else None if own is None else own.data
         if here is not None:
             table = read_source(here, folders)
@@ -73,7 +73,7 @@ class Inputs:
                 "with --spec, where that file is"
             )
         numbers = None if loss.n_classes is None else tuple(range(loss.n_classes))
-        return cls(spec, n_features, None, Preparation(data.intercept), numbers)
+        return cls(spec, n_features, None, FeatureTransform(data.intercept), numbers)
 
     def rows(self, path: Path) -> FloatArray:
         """The records of a file, as rows of the run.
@@ -82,7 +82,7 @@ class Inputs:
             SpecError: there is no such file, or it is of another format.
             DataError: it is unreadable, or its records are not those of the run.
         """
-        require_source(path)
+        require_source_file(path)
         features, want = self._features(path), self.n_features - self.preparation.intercept
         if features.shape[1] != want:
             raise DataError(
@@ -93,7 +93,7 @@ class Inputs:
     def _features(self, path: Path) -> FloatArray:
         data = self.spec.data
         if data.schema is not None:
-            cells, _, _ = read_cells(require_source(path, schema=True))
+            cells, _, _ = read_cells(require_source_file(path, schema=True))
             found = Encoder.of(data.schema, self.spec.loss, data.positive).columns(cells, labelled=False)
             if found.refused:
                 row, why = next(iter(found.refused.items()))
@@ -124,7 +124,7 @@ def _called(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None
     mapped, _ = map_labels(labels, loss, positive)
     distinct, first = np.unique(labels, return_index=True)
     called: list[list[str]] = [[] for _ in range(loss.n_classes)]
-    for text, k in zip(texts_of(distinct), first.tolist(), strict=True):
+    for text, k in zip(format_labels(distinct), first.tolist(), strict=True):
         called[int(mapped[k])].append(text)
     named = [texts[0] if len(texts) == 1 else k for k, texts in enumerate(called)]
     return tuple(int(name) if str(name).isdigit() else name for name in named)

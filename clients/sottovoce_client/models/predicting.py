@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import new_file
+from sottovoce_client.documents import create_file
 from sottovoce_client.live.sending import At
-from sottovoce_client.models.inputs import Inputs
+from sottovoce_client.models.inputs import InputFormat
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.data.known import data_folders
-from sottovoce_core.errors import NotReady, SpecError
-from sottovoce_core.losses.linear import Softmax
+from sottovoce_core.data.known import get_data_folders
+from sottovoce_core.errors import FailedPrecondition, SpecError
+from sottovoce_core.losses.linear import SoftmaxLoss
 from sottovoce_core.losses.loss import MarginLoss
 from sottovoce_core.running.run import Publication, build_run, publication
 from sottovoce_core.running.transcript import parquet
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.table import Table
-from sottovoce_core.text import cell_of
+from sottovoce_core.text import escape_formula
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_rpc.tasks import answered
@@ -58,7 +58,7 @@ class _Predictions:
 
 
 class _Owner:
-    """A learner in a run, as its owner sees it. `as_owner` makes it.
+    """A learner in a run, as its owner sees it. `connect_as_owner` makes it.
 
     Attributes:
         run_id, spec, n_features: of the run.
@@ -80,7 +80,7 @@ class _Owner:
         """
         now = await self._at.status(self._stub)
         if now.run_id != self.run_id:
-            raise NotReady(f"{now.learner} is in another run by now: {now.run_id or 'none'}, not {self.run_id}")
+            raise FailedPrecondition(f"{now.learner} is in another run by now: {now.run_id or 'none'}, not {self.run_id}")
         run, index = build_run(self.spec, self.n_features), self.spec.names.index(now.learner)
         return publication(run, index, rounds, now.epsilon_spent, private=not now.noise_is_not_private)
 
@@ -88,7 +88,7 @@ class _Owner:
         """What the model in use says of rows of the run.
 
         Raises:
-            NotReady: the run did not opt in.
+            FailedPrecondition: the run did not opt in.
             SottovoceError: it does not answer, or not to this caller.
         """
         each = max(1, _MOST_NUMBERS // self.n_features)
@@ -103,7 +103,7 @@ class _Owner:
 
         Raises:
             SpecError: the loss's scores are not linear.
-            NotReady: as `predict`; or the model moved meanwhile.
+            FailedPrecondition: as `predict`; or the model moved meanwhile.
         """
         require_linear(self.spec)
         size = 2.0 ** min(0.0, np.floor(np.log2(self.spec.loss.feature_bound)))
@@ -115,20 +115,20 @@ class _Owner:
             found.append(scores / size)
             rounds.add(done)
         if len(rounds) > 1:
-            raise NotReady("the model moved while it was asked for, part by part: ask again when its run is over")
+            raise FailedPrecondition("the model moved while it was asked for, part by part: ask again when its run is over")
         return np.concatenate(found).T.copy(), rounds.pop()
 
 
 def require_linear(spec: RunSpec) -> None:
     """Raises `SpecError` where a model is more than weights for scores."""
-    if not isinstance(spec.loss, MarginLoss | Softmax):
+    if not isinstance(spec.loss, MarginLoss | SoftmaxLoss):
         raise SpecError(
             f"a model of the {spec.loss.kind} loss cannot be exported: only those whose scores are linear can, of built-in losses"
         )
 
 
 @asynccontextmanager
-async def as_owner(at: At, *, imports: bool = False) -> AsyncIterator[_Owner]:
+async def connect_as_owner(at: At, *, imports: bool = False) -> AsyncIterator[_Owner]:
     """The learner at an address, and the run that it is in.
 
     Args:
@@ -148,7 +148,7 @@ async def as_owner(at: At, *, imports: bool = False) -> AsyncIterator[_Owner]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Predicted:
+class PredictionResult:
     """What came of a file.
 
     Attributes:
@@ -170,17 +170,17 @@ class Predicted:
         table = self.table
         if out is None:
             writer = csv.writer(sys.stdout, lineterminator="\n")
-            writer.writerow([cell_of(name) for name in table.columns])
-            writer.writerows([[cell_of(cell) for cell in row] for row in table.rows()])
+            writer.writerow([escape_formula(name) for name in table.columns])
+            writer.writerows([[escape_formula(cell) for cell in row] for row in table.rows()])
             return
-        with new_file(out) as file:
+        with create_file(out) as file:
             if out.suffix.lower() == ".csv":
                 table.to_csv(file.name)
             else:
                 parquet().write_table(table.to_arrow(), file)
 
 
-async def predict(at: At, file: Path, own: RunSpec | None, *, imports: bool = False) -> Predicted:
+async def predict(at: At, file: Path, own: RunSpec | None, *, imports: bool = False) -> PredictionResult:
     """Ask a learner about the records of a file.
 
     Args:
@@ -192,14 +192,14 @@ async def predict(at: At, file: Path, own: RunSpec | None, *, imports: bool = Fa
     Raises:
         SottovoceError: it does not answer, or not to this caller; or the records are not those of the run.
     """
-    async with as_owner(at, imports=imports) as owner:
-        inputs = Inputs.of(owner.spec, owner.n_features, own, data_folders())
+    async with connect_as_owner(at, imports=imports) as owner:
+        inputs = InputFormat.of(owner.spec, owner.n_features, own, get_data_folders())
         said = await owner.predict(inputs.rows(file))
         cost = await owner.publication(said.rounds_done[-1])
-        return Predicted(owner.status.learner, owner.run_id, said.rounds_done[-1], _table(inputs, said), cost)
+        return PredictionResult(owner.status.learner, owner.run_id, said.rounds_done[-1], _table(inputs, said), cost)
 
 
-def _table(inputs: Inputs, said: _Predictions) -> Table:
+def _table(inputs: InputFormat, said: _Predictions) -> Table:
     loss, schema = inputs.spec.loss, inputs.spec.data.schema
     columns: dict[str, Any] = {"record": np.arange(len(said.scores))}
     names = inputs.classes

@@ -15,23 +15,23 @@ from rich.table import Table
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import PINK, diamond
+from sottovoce_client.reports.marks import PINK, make_diamond
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.reports.plots import KINDS, spent_plot
+from sottovoce_client.reports.plots import KINDS, build_budget_figure
 from sottovoce_client.reports.run_report import grounds
-from sottovoce_client.wording import number, plural
+from sottovoce_client.wording import number, pluralize
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.budget.composition import (
-    Alike,
-    dearest_losses,
+    RecordGroup,
+    worst_case_record_losses,
     envelope,
-    epsilon_at,
+    epsilon_for_delta,
     group_loss,
     message_losses,
-    record_losses,
+    group_record_losses,
 )
 from sottovoce_core.errors import SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import Event, Guarantee
 from sottovoce_core.running.cautions import BUDGET_ENDS
 from sottovoce_core.running.run import Run
@@ -58,12 +58,12 @@ class _BudgetLine:
 
     def curve(self, kind: str) -> FloatArray | None:
         """`(rounds,)` cumulative epsilon of a kind of `KINDS`."""
-        curves = {"paper": self.guarantee.paper, "event": self.guarantee.cumulative, "record": self.record_curve}
+        curves = {"paper": self.guarantee.paper, "event": self.guarantee.cumulative_epsilon, "record": self.record_curve}
         return curves.get(kind, self.guarantee.output)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class BudgetRequest:
     """What to ask of every learner: a delta, the size of a group, and whether records are charged for all of their uses.
 
     Attributes:
@@ -80,11 +80,11 @@ class Question:
         if self.rate is None:
             return ""
         come = "1 record comes" if self.rate == 1.0 else f"{number(self.rate)} records come"
-        return f"if {come} a round, in {plural(run.spec.rounds, 'round')}"
+        return f"if {come} a round, in {pluralize(run.spec.rounds, 'round')}"
 
 
 def budget(
-    prepared: Prepared, folder: Path, names: Sequence[str], question: Question, console: Console | None = None
+    prepared: PreparedRun, folder: Path, names: Sequence[str], question: BudgetRequest, console: Console | None = None
 ) -> int:
     """Print what a run promises, and write `budget.json` and `budget.html`; returns the exit code.
 
@@ -99,7 +99,7 @@ def budget(
         SpecError: no such learner, a delta out of range, or an extra is missing.
     """
     console, run = console or terminal.console(), prepared.run
-    chosen = [learner_index(run.spec, name) for name in names] or list(range(run.spec.n_learners))
+    chosen = [find_learner_index(run.spec, name) for name in names] or list(range(run.spec.n_learners))
     with console.status("adding up"):
         lines = [_line_of(prepared, i, question) for i in chosen]
     if console.is_terminal:
@@ -115,12 +115,12 @@ def budget(
     write_json(folder / "budget.json", _document(run, lines, question))
     page = folder / "budget.html"
     code = terminal.attempt(str(page), lambda: _budget_page(run, lines, question).write(page))
-    terminal.tell_file(folder / "budget.json")
+    terminal.print_json_file_if_requested(folder / "budget.json")
     console.out(f"{folder}: budget.json{'' if code else ', budget.html'}", highlight=False)
     return code
 
 
-def learner_index(spec: RunSpec, name: str, option: str = "--learner") -> int:
+def find_learner_index(spec: RunSpec, name: str, option: str = "--learner") -> int:
     """Which learner an option names.
 
     Raises:
@@ -131,27 +131,27 @@ def learner_index(spec: RunSpec, name: str, option: str = "--learner") -> int:
     return spec.names.index(name)
 
 
-def _line_of(prepared: Prepared, learner: int, question: Question) -> _BudgetLine:
+def _line_of(prepared: PreparedRun, learner: int, question: BudgetRequest) -> _BudgetLine:
     """What one learner's messages may tell."""
     run, own = prepared.run, prepared.data.learners[learner]
     counts, accountant = np.diff(own.offsets), run.algorithm.accountant(learner)
     guarantee = run.guarantee(learner, counts)
     end = run.attendance(learner).end
-    records = record_losses(accountant, own, end) if question.uses else []
-    dearest = dearest_losses(records, guarantee.per_round) if records else None
+    records = group_record_losses(accountant, own, end) if question.uses else []
+    dearest = worst_case_record_losses(records, guarantee.per_round) if records else None
     epsilons: dict[str, float | None] = {"event": guarantee.epsilon()}
     if question.uses:
         epsilons["record"] = None if dearest is None else math.fsum(dearest)
     if question.group is not None:
         size = 1 if guarantee.event is Event.LEARNER else question.group
-        epsilons["group"] = group_loss(records or [Alike(size, 1, None)], guarantee.per_round, size)
+        epsilons["group"] = group_loss(records or [RecordGroup(size, 1, None)], guarantee.per_round, size)
     if question.delta is not None:
         single, mechanism = message_losses(accountant, counts, end), guarantee.mechanism
         for kind in ("event", "record") if question.uses else ("event",):
             pure = epsilons[kind]
             if single is not None and pure is not None:
                 losses = single if kind == "event" else envelope([each.messages(single) for each in records])
-                pure = min(pure, epsilon_at(question.delta, losses, mechanism))
+                pure = min(pure, epsilon_for_delta(question.delta, losses, mechanism))
             epsilons[f"{kind}_at_delta"] = pure
     epsilons |= {"paper": float(guarantee.paper[-1]), "infinite_horizon": guarantee.infinite_horizon}
     if guarantee.output is not None:
@@ -163,7 +163,7 @@ def _line_of(prepared: Prepared, learner: int, question: Question) -> _BudgetLin
 # ---- showing ---------------------------------------------------------------------------------------------------------
 
 
-def _heads(lines: Sequence[_BudgetLine], question: Question) -> dict[str, str]:
+def _heads(lines: Sequence[_BudgetLine], question: BudgetRequest) -> dict[str, str]:
     """The headings of the epsilons that these lines have, by kind, in the order in which they are shown."""
     noun = ("record" if question.uses else "event") + "s" * (question.group != 1)
     heads = {
@@ -185,7 +185,7 @@ def _rows(lines: Sequence[_BudgetLine], heads: Iterable[str]) -> Iterator[tuple[
         yield line.name, line.guarantee.grounds.threat_model.value, *values
 
 
-def _table(lines: Sequence[_BudgetLine], question: Question) -> Table:
+def _table(lines: Sequence[_BudgetLine], question: BudgetRequest) -> Table:
     table, heads = terminal.table(title="epsilon", title_justify="left"), _heads(lines, question)
     for k, head in enumerate(("learner", "listening", *heads.values())):
         table.add_column(head, justify="left" if k < 2 else "right", overflow="fold")
@@ -194,7 +194,7 @@ def _table(lines: Sequence[_BudgetLine], question: Question) -> Table:
     return table
 
 
-def _plain(line: _BudgetLine, question: Question) -> str:
+def _plain(line: _BudgetLine, question: BudgetRequest) -> str:
     values = ", ".join(f"{head} {number(line.epsilons[kind])}" for kind, head in _heads([line], question).items())
     return f"{line.name}: epsilon {values}; listening: {line.guarantee.grounds.threat_model.value}"
 
@@ -236,7 +236,7 @@ def _grounds(lines: Sequence[_BudgetLine]) -> Iterator[tuple[str, str, str]]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _document(run: Run, lines: Sequence[_BudgetLine], question: Question) -> dict[str, Any]:
+def _document(run: Run, lines: Sequence[_BudgetLine], question: BudgetRequest) -> dict[str, Any]:
     """`budget.json`; an epsilon of null is infinite."""
     return {
         "name": run.spec.name,
@@ -260,7 +260,7 @@ def _learner(line: _BudgetLine) -> dict[str, Any]:
         "threat_model": promise.grounds.threat_model,  # who may listen
         "adjacency": promise.adjacency,  # which two data sets must look alike
         "epsilon": line.epsilons,
-        "cumulative": promise.cumulative,  # epsilon of one event, after every round
+        "cumulative": promise.cumulative_epsilon,  # epsilon of one event, after every round
         "accounting": promise.grounds.mode,
         "proof": promise.grounds.proof,
         "constants": {
@@ -270,7 +270,7 @@ def _learner(line: _BudgetLine) -> dict[str, Any]:
     }
 
 
-def _budget_page(run: Run, lines: Sequence[_BudgetLine], question: Question) -> Page:
+def _budget_page(run: Run, lines: Sequence[_BudgetLine], question: BudgetRequest) -> Page:
     """What a run promises, and what that rests on."""
     heads = _heads(lines, question)
     columns = (Column("learner"), Column("listening", kind="text"), *(Column(f"ε {head}") for head in heads.values()))
@@ -287,7 +287,7 @@ def _budget_page(run: Run, lines: Sequence[_BudgetLine], question: Question) -> 
     return Page("budget.html.j2", [table, grounds(list(_grounds(lines))), _plot(lines, question)], values)
 
 
-def _plot(lines: Sequence[_BudgetLine], question: Question) -> Figure:
+def _plot(lines: Sequence[_BudgetLine], question: BudgetRequest) -> Figure:
     """Cumulative epsilons over rounds; nothing where none is finite and above zero."""
     curves = {}
     for kind in KINDS:
@@ -297,4 +297,4 @@ def _plot(lines: Sequence[_BudgetLine], question: Question) -> Figure:
     at_delta = (line.epsilons.get("event_at_delta") or 0.0 for line in lines)
     deltas = [epsilon for epsilon in at_delta if 0 < epsilon < math.inf]
     rounds, name = len(lines[0].guarantee.per_round), f"per event at δ = {question.delta:g}" if deltas else ""
-    return spent_plot("Over the rounds", curves, [diamond(rounds, max(deltas), name, PINK)] if deltas else [])
+    return build_budget_figure("Over the rounds", curves, [make_diamond(rounds, max(deltas), name, PINK)] if deltas else [])

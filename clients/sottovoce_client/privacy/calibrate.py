@@ -10,21 +10,21 @@ from typing import Any
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import new_file, require_new
-from sottovoce_client.privacy.budget import learner_index
+from sottovoce_client.documents import create_file, require_new
+from sottovoce_client.privacy.budget import find_learner_index
 from sottovoce_client.wording import number
 from sottovoce_core.algorithms.setting import AlgorithmSpec
-from sottovoce_core.budget.calibration import Calibrated, Per, Target, calibrate
+from sottovoce_core.budget.calibration import CalibrationResult, Per, Target, calibrate
 from sottovoce_core.errors import SpecError
-from sottovoce_core.experiment import Prepared
-from sottovoce_core.running.cautions import budget_cautions
+from sottovoce_core.experiment import PreparedRun
+from sottovoce_core.running.cautions import find_budget_warnings
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, move_paths, read_document
 from sottovoce_core.yaml_files import write_yaml
 
 
-def calibrate_to(
-    source: Path, prepared: Prepared, target: Target, out: Path | None, console: Console | None = None
+def write_calibrated_spec(
+    source: Path, prepared: PreparedRun, target: Target, out: Path | None, console: Console | None = None
 ) -> None:
     """Find the noise, say what it came to, and write the spec: the user's own document with another noise.
 
@@ -49,14 +49,14 @@ def calibrate_to(
         console.print(
             "learners share their records: these are epsilons of all their messages together", highlight=False
         )
-    for finding in budget_cautions(build_run(found.spec, prepared.data.n_features), prepared.data):
+    for finding in find_budget_warnings(build_run(found.spec, prepared.data.n_features), prepared.data):
         console.print(f"warning: {finding.text} [{finding.code}]", highlight=False, markup=False, soft_wrap=True)
     document = _with_algorithm(source, spec.algorithm, found, out)
     text = write_yaml(document)
     if out is None:
         print(text, end="")
     else:
-        with new_file(out) as file:
+        with create_file(out) as file:
             file.write(text.encode())
         console.print(str(out), highlight=False)
     each = [
@@ -66,7 +66,7 @@ def calibrate_to(
     terminal.tell(lambda: {"out": out, "learners": each, "spec": document})
 
 
-def _with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated, out: Path | None) -> dict[str, Any]:
+def _with_algorithm(source: Path, before: AlgorithmSpec, found: CalibrationResult, out: Path | None) -> dict[str, Any]:
     """The document of a file, its schema in place, with those parameters of the algorithm that have changed."""
     document: dict[str, Any] = dict(read_document(source))
     if out is not None:
@@ -79,7 +79,7 @@ def _with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated, out:
     return document
 
 
-def horizon_of(text: str | None) -> float | None:
+def parse_horizon(text: str | None) -> float | None:
     """How many rounds an option asks for: a number, `inf`, or None for all of the run.
 
     Raises:
@@ -91,7 +91,7 @@ def horizon_of(text: str | None) -> float | None:
     return rounds
 
 
-def target_of(spec: RunSpec, wanted: Sequence[str], horizon: float | None, per: Per) -> Target:
+def parse_target(spec: RunSpec, wanted: Sequence[str], horizon: float | None, per: Per) -> Target:
     """What the command's options ask for.
 
     Args:
@@ -114,7 +114,7 @@ def target_of(spec: RunSpec, wanted: Sequence[str], horizon: float | None, per: 
         name, equals, value = each.rpartition("=")
         if not equals:
             continue
-        learner = learner_index(spec, name, "--target")
+        learner = find_learner_index(spec, name, "--target")
         if learner in named:
             raise SpecError(f"--target must name each learner once, got {name} twice")
         named.add(learner)

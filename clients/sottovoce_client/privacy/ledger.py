@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.wording import NOTHING, count, number, plural
+from sottovoce_client.wording import NOTHING, count, number, pluralize
 from sottovoce_core.errors import SpecError
 from sottovoce_core.text import plain
-from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.store import Ledger
 
 _HEADS = ("learner", "run", "algorithm", "threat model", "accounting", "messages", "ε")
@@ -21,7 +21,7 @@ _SPARE = ("accounting", "threat model", "algorithm")
 """Left out where there is no room for all."""
 
 
-def _promise(line: LedgerLine, imports: bool) -> tuple[str, str]:
+def _promise(line: LedgerEntry, imports: bool) -> tuple[str, str]:
     try:
         guarantee = line.guarantee(imports=imports)
     except SpecError:  # of an algorithm that is not installed here, or may not be imported
@@ -85,7 +85,7 @@ def show_ledger(
     )
 
 
-def _rows(lines: Sequence[LedgerLine], imports: bool) -> list[tuple[str, ...]]:
+def _rows(lines: Sequence[LedgerEntry], imports: bool) -> list[tuple[str, ...]]:
     """A row for each run, and one for all of a learner that was in several."""
     rows: list[tuple[str, ...]] = []
     for name in sorted({line.learner for line in lines}):
@@ -126,7 +126,7 @@ def verify_ledger(
         runs = Ledger(folder).verify(name, imports=allow_imports)
         spent = number(math.fsum(run.spent for run in runs))
         out.print(
-            f"{name}: {plural(len(runs), 'run')}, ε {spent} in all: nothing is lost", markup=False, highlight=False
+            f"{name}: {pluralize(len(runs), 'run')}, ε {spent} in all: nothing is lost", markup=False, highlight=False
         )
         found.append({"learner": name, "runs": len(runs), "epsilon": math.fsum(run.spent for run in runs)})
     terminal.tell(lambda: found)
@@ -143,7 +143,7 @@ def repair_ledger(folder: Path, learner: str, charge: float | None, console: Con
 
     Raises:
         SpecError: there is no such folder, or nothing of this learner in it, and no charge was given.
-        NotReady: the learner is running.
+        FailedPrecondition: the learner is running.
         DataError: what may have been spent cannot be known, and no charge was given.
     """
     ledger = _ledger_in(folder)
@@ -160,7 +160,7 @@ def repair_ledger(folder: Path, learner: str, charge: float | None, console: Con
     terminal.tell(lambda: {"learner": learner, "charged": charged, "epsilon": done.in_all, "kept_in": done.aside})
 
 
-def own_ledger(folder: Path, learner: str, console: Console | None = None) -> None:
+def adopt_ledger(folder: Path, learner: str, console: Console | None = None) -> None:
     """Take a copy of a state folder for the only one.
 
     Args:
@@ -170,7 +170,7 @@ def own_ledger(folder: Path, learner: str, console: Console | None = None) -> No
 
     Raises:
         SpecError: there is no such folder, or nothing of this learner in it.
-        NotReady: the learner is running.
+        FailedPrecondition: the learner is running.
         DataError: it is not whole.
     """
     ledger = _ledger_in(folder)
@@ -179,7 +179,7 @@ def own_ledger(folder: Path, learner: str, console: Console | None = None) -> No
     runs = ledger.lines(learner)
     spent = math.fsum(run.spent for run in runs)
     text = (
-        f"{learner} goes on from {folder}: {plural(len(runs), 'run')}, ε {number(spent)} in all\n"
+        f"{learner} goes on from {folder}: {pluralize(len(runs), 'run')}, ε {number(spent)} in all\n"
         "What was sent after this copy was made is not in it. If it is a backup, charge that before the learner starts: "
         f"sottovoce ledger --repair --state {folder} --learner {learner} --charge EPSILON"
     )

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from sottovoce_client import terminal
 from sottovoce_client.wording import number
-from sottovoce_core.running.policy import DAYS, PRICED, Policy
-from sottovoce_core.running.run import Run, first_round_above
+from sottovoce_core.running.policy import DAYS, MAX_ACCOUNTED_ROUNDS, Policy
+from sottovoce_core.running.run import Run, find_first_round_above
 
 
 def show_policy(path: Path | None, console: Console | None = None) -> None:
@@ -52,7 +52,7 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
     verdict = "would take part" if fits else "would not take part"
     out.out(f"{run.spec.names[learner]} {verdict} in {run.spec.name}", highlight=False)
     limits = {f"{DAYS} days": policy.epsilon_per_month, "all runs": policy.epsilon}
-    stops = _first_rounds_above(run, learner, {**limits, "privacy.budget": run.spec.budget_of(learner)}) if fits else {}
+    stops = _first_rounds_above(run, learner, {**limits, "privacy.budget": run.spec.get_budget(learner)}) if fits else {}
     told = [f"{number(limit)} in {what}" for what, limit in limits.items() if limit is not None]
     if told and fits:
         text = f"it stops where its ledger has reached epsilon {' or '.join(told)} (sottovoce ledger)"
@@ -78,8 +78,8 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
 def _first_rounds_above(run: Run, learner: int, limits: Mapping[str, float | None]) -> dict[str, int]:
     """The first round in which a run alone would exceed a limit of its learner, by what the limit is called."""
     held = {what: limit for what, limit in limits.items() if limit is not None}
-    losses = run.planned_losses(learner, PRICED) if held else None
+    losses = run.planned_losses(learner, MAX_ACCOUNTED_ROUNDS) if held else None
     if losses is None:
         return {}
-    found = {f"epsilon {number(limit)} in {what}": first_round_above(losses, limit) for what, limit in held.items()}
+    found = {f"epsilon {number(limit)} in {what}": find_first_round_above(losses, limit) for what, limit in held.items()}
     return {what: t for what, t in found.items() if t is not None}

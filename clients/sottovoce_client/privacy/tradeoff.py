@@ -13,15 +13,15 @@ from rich.console import Console
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import BLUE, FAINT, GREEN, PINK, RED, Axis, View, diamond, dots, line
+from sottovoce_client.reports.marks import BLUE, FAINT, GREEN, PINK, RED, Axis, View, make_diamond, make_dots, line
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.terminal import Say, say_nothing
-from sottovoce_client.wording import number, with_error
+from sottovoce_client.terminal import Say, ignore_progress
+from sottovoce_client.wording import number, format_with_error
 from sottovoce_core.arrays import as_floats
 from sottovoce_core.budget.calibration import Target, calibrate
 from sottovoce_core.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit, solve
 from sottovoce_core.errors import SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.metrics import Metrics
 from sottovoce_core.running.run import build_run
@@ -33,7 +33,7 @@ _ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)
-class Trade:
+class TradeoffRequest:
     """What to trade.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Answer:
     optimum: Optimum
 
 
-def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | None = None) -> int:
+def tradeoff(prepared: PreparedRun, folder: Path, trade: TradeoffRequest, console: Console | None = None) -> int:
     """Print the best level, and write `tradeoff.json` and `tradeoff.html`; returns the exit code.
 
     Raises:
@@ -85,7 +85,7 @@ def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | 
     for epsilon in trade.epsilons:
         with terminal.bar(f"simulating at epsilon {number(epsilon)}") as say:
             measured.append(_measure(prepared, epsilon, trade, say))
-        loss = with_error(measured[-1].loss, measured[-1].error)
+        loss = format_with_error(measured[-1].loss, measured[-1].error)
         console.print(f"epsilon {number(epsilon)}: {_words(trade.metric)} {loss}", highlight=False)
     answer = _answer_of(measured, trade)
     for text in _said(answer, trade):
@@ -93,12 +93,12 @@ def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | 
     write_json(folder / "tradeoff.json", _document(prepared.run.spec, answer, trade))
     page = folder / "tradeoff.html"
     code = terminal.attempt(str(page), lambda: _tradeoff_page(prepared.run.spec, answer, trade).write(page))
-    terminal.tell_file(folder / "tradeoff.json")
+    terminal.print_json_file_if_requested(folder / "tradeoff.json")
     console.out(f"{folder}: tradeoff.json{'' if code else ', tradeoff.html'}", highlight=False)
     return code
 
 
-def _measure(prepared: Prepared, epsilon: float, trade: Trade, say: Say = say_nothing) -> _Measured:
+def _measure(prepared: PreparedRun, epsilon: float, trade: TradeoffRequest, say: Say = ignore_progress) -> _Measured:
     """Simulate with the noise of one level; `say` is told how far it is."""
     spec, data = prepared.run.spec, prepared.data
     found = calibrate(spec, data, Target((epsilon,) * spec.n_learners))
@@ -116,7 +116,7 @@ def _measure(prepared: Prepared, epsilon: float, trade: Trade, say: Say = say_no
     return _Measured(max(found.epsilons), loss, curve.final_error)
 
 
-def _answer_of(measured: Sequence[_Measured], trade: Trade) -> _Answer:
+def _answer_of(measured: Sequence[_Measured], trade: TradeoffRequest) -> _Answer:
     """Fit and solve."""
     epsilons = [each.epsilon for each in measured]
     curve = fit(epsilons, [each.loss for each in measured])
@@ -132,9 +132,9 @@ def _words(metric: str) -> str:
     return "share of wrong answers" if metric == _ERROR else metric.replace("_", " ")
 
 
-def _said(answer: _Answer, trade: Trade) -> list[str]:
+def _said(answer: _Answer, trade: TradeoffRequest) -> list[str]:
     c, best = answer.curve, answer.optimum
-    where = "a minimum inside" if best.interior else "an end of what is allowed, not a minimum"
+    where = "a minimum inside" if best.is_interior else "an end of what is allowed, not a minimum"
     return [
         f"fitted: {_words(trade.metric)} = {number(c.c4)} exp(−{number(c.c5)} ε) + {number(c.c6)}",
         f"allowed: ε from {number(best.lowest)} to {number(best.highest)}, loss at most {number(answer.threshold)}",
@@ -142,7 +142,7 @@ def _said(answer: _Answer, trade: Trade) -> list[str]:
     ]
 
 
-def _document(spec: RunSpec, answer: _Answer, trade: Trade) -> dict[str, Any]:
+def _document(spec: RunSpec, answer: _Answer, trade: TradeoffRequest) -> dict[str, Any]:
     """`tradeoff.json`."""
     return {
         "name": spec.name,
@@ -158,11 +158,11 @@ def _document(spec: RunSpec, answer: _Answer, trade: Trade) -> dict[str, Any]:
     }
 
 
-def _tradeoff_page(spec: RunSpec, answer: _Answer, trade: Trade) -> Page:
+def _tradeoff_page(spec: RunSpec, answer: _Answer, trade: TradeoffRequest) -> Page:
     """The best level, and the curve that it was found on."""
     loss = _words(trade.metric)
     rows = [(each.epsilon, (each.loss, each.error)) for each in answer.measured]
-    columns = (Column("ε", number), Column(loss, lambda measured: with_error(*measured)))
+    columns = (Column("ε", number), Column(loss, lambda measured: format_with_error(*measured)))
     exhibits = (
         _balance(answer, trade),
         _fitted(answer, loss),
@@ -171,7 +171,7 @@ def _tradeoff_page(spec: RunSpec, answer: _Answer, trade: Trade) -> Page:
     return Page("tradeoff.html.j2", exhibits, {"spec": spec, "answer": answer, "trade": trade, "loss": loss})
 
 
-def _balance(answer: _Answer, trade: Trade) -> Figure:
+def _balance(answer: _Answer, trade: TradeoffRequest) -> Figure:
     """J with its two parts over the allowed levels, and the optimum."""
     best = answer.optimum
     x = as_floats(np.geomspace(best.lowest, best.highest, 300))
@@ -180,7 +180,7 @@ def _balance(answer: _Answer, trade: Trade) -> Figure:
         line(x, as_floats(loss - worth), "J = L − U", RED),
         line(x, loss, "L: accuracy lost", BLUE, dash="dot"),
         line(x, worth, "U: worth of privacy", GREEN, dash="dot"),
-        diamond(best.alpha, best.objective, f"best: ε = {number(best.alpha)}", PINK),
+        make_diamond(best.alpha, best.objective, f"best: ε = {number(best.alpha)}", PINK),
     ]
     return Figure("balance", "The best level", marks, (View("", _EPSILON, Axis("in units of the loss")),))
 
@@ -193,7 +193,7 @@ def _fitted(answer: _Answer, loss: str) -> Figure:
     known = bool(np.isfinite(errors).all())
     name = "simulated" + (" ± 2 standard errors" if known else "")
     epsilons, losses = [each.epsilon for each in measured], [each.loss for each in measured]
-    points = dots(epsilons, losses, name, BLUE, width=9, low=2 * errors if known else None)
+    points = make_dots(epsilons, losses, name, BLUE, width=9, low=2 * errors if known else None)
     marks = [line(x, answer.curve.at(x), "fitted", FAINT), points]
     return Figure("accuracy", "What accuracy costs", marks, (View("", _EPSILON, Axis(loss)),))
 

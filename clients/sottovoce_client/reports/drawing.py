@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.documents import until_complete
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, thinned
+from sottovoce_client.documents import write_atomically
+from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, select_evenly
 from sottovoce_client.reports.page import COLOURS, Column, PageTable, render
 from sottovoce_client.wording import number
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_core.table import Table
 
 _MOST_ROWS = 12
@@ -68,7 +68,7 @@ class Figure:
         """
         form = path.suffix[1:]
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-        with until_complete(path) as draft, _look():
+        with write_atomically(path) as draft, _look():
             canvas = _drawn(self)
             _look_at(canvas, self, self.views[0])
             canvas.savefig(draft, format=form, dpi=_DPI, metadata=undated.get(form))
@@ -102,7 +102,7 @@ def _numbers(figure: Figure) -> PageTable:
     curves = [each for each in named if not each.context] or named
     x = np.unique(np.concatenate([each.x for each in curves])) if curves else np.zeros(0)
     few = len(named) <= len(PALETTE)
-    x = x[thinned(len(x), 50 if any(each.kind == "bars" for each in named) else _MOST_ROWS if few else 5)]
+    x = x[select_evenly(len(x), 50 if any(each.kind == "bars" for each in named) else _MOST_ROWS if few else 5)]
     values = [_at(each, x) for each in named]
     heads = [view.x.said(float(each)) for each in x]
     name, title = f"numbers-{figure.name}", figure.title
@@ -136,7 +136,7 @@ _POINT = 72 / _INCH
 _LETTERS, _SIGN, _ROW = 80, 14, 17
 """Of a row of the legend: how many there is room for, how many a line's sign is as wide as, and how high it is."""
 _DPI = 200
-_FEW_POINTS = 10
+_MAX_MARKED_POINTS = 10
 """A curve of so many points, or fewer, shows them."""
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 _SHAPES = {"circle": "o", "diamond": "D", "cross": "x"}
@@ -175,7 +175,7 @@ _DIGITS = re.compile(r"(?<=\.\d)\d+|\s*\n|(?<=[ML]) ")
 
 
 def _matplotlib(part: str = "") -> Any:
-    return import_extra(f"matplotlib{part}", "Matplotlib", "a figure")
+    return import_optional(f"matplotlib{part}", "Matplotlib", "a figure")
 
 
 def _look(**more: Any) -> Any:
@@ -291,7 +291,7 @@ def _draw(axes: Any, mark: Mark, k: int) -> Any:
         shown = axes.errorbar(x, y, error, fmt=_SHAPES[mark.shape], color=colour, elinewidth=1, **look)
         shown[0].set_gid(gid)
         return shown
-    point = "o" if len(x) <= _FEW_POINTS and not (mark.context or mark.step) else None
+    point = "o" if len(x) <= _MAX_MARKED_POINTS and not (mark.context or mark.step) else None
     return axes.plot(x, y, drawstyle=_STEPS[mark.step], marker=point, markersize=3.5, **stroke)[0]
 
 
@@ -343,22 +343,22 @@ def _tick(value: float) -> str:
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
-FIGURES = ("svg", "pdf", "png")
+FIGURE_FORMATS = ("svg", "pdf", "png")
 _TABLES = {"csv": "csv", "tex": "tex", "latex": "tex"}
 """Formats of tables, and their suffixes."""
 
 
-def formats(text: str) -> tuple[str, ...]:
+def parse_formats(text: str) -> tuple[str, ...]:
     """`svg,csv` as formats, before there is anything to write.
 
     Raises:
         SpecError: one that there is not, or Matplotlib, which draws figures, is not installed.
     """
     found = tuple(part.strip().lower() for part in text.split(",") if part.strip())
-    known = (*FIGURES, *_TABLES)
+    known = (*FIGURE_FORMATS, *_TABLES)
     if unknown := [each for each in found if each not in known]:
         raise SpecError(f"--export must be of {', '.join(known)}, got {', '.join(unknown)}")
-    if set(found) & set(FIGURES):
+    if set(found) & set(FIGURE_FORMATS):
         _matplotlib()
     return found
 
@@ -374,7 +374,7 @@ def export(
 
     Args:
         folder: where to.
-        asked: as `formats` gives them.
+        asked: as `parse_formats` gives them.
         tables: by the name of their files.
         figures: the figures.
         short: what stands in a paper for the table of the same name.
@@ -387,7 +387,7 @@ def export(
         if each in _TABLES:
             for name, table in tables.items():
                 written.append(folder / f"{name}.{_TABLES[each]}")
-                with until_complete(written[-1]) as draft:
+                with write_atomically(written[-1]) as draft:
                     table.to_csv(draft) if each == "csv" else (short or {}).get(name, table).to_latex(draft)
         else:
             for figure in figures:

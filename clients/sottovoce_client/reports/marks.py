@@ -32,7 +32,7 @@ class Mark:
     """Something drawn.
 
     Attributes:
-        kind: `line` and `dots` connect points or do not; `bars` stand on zero, centred at x; an `area` lies between `low`
+        kind: `line` and `make_dots` connect points or do not; `bars` stand on zero, centred at x; an `area` lies between `low`
             and y; an `upright` goes through the whole plot at x; an `image` fills the rectangle from the first x and y to the
             last; an `arrow` leads from the first of two points to the second; a `text` shows its name beside a point.
         x: where across.
@@ -98,7 +98,7 @@ class View:
     y: Axis
 
 
-def thinned(length: int, most: int = _MOST_POINTS) -> IntArray:
+def select_evenly(length: int, most: int = _MOST_POINTS) -> IntArray:
     """Positions of at most `most` of `length` values, the first and the last among them."""
     return np.unique(np.linspace(0, length - 1, min(length, most)).astype(int)) if length else np.zeros(0, dtype=int)
 
@@ -132,14 +132,14 @@ def rule(x: Values, y: Values, name: str, colour: str = INK, dash: str = "dash",
     return line(x, y, name, colour, **{"width": 1.5, "dash": dash, "context": True, **more})
 
 
-def dots(x: Values, y: Values, name: str, colour: str, **more: Any) -> Mark:
+def make_dots(x: Values, y: Values, name: str, colour: str, **more: Any) -> Mark:
     """Points that no line connects."""
     return Mark("dots", finite(x), finite(y), name, colour, **{"width": 5.5, **more})
 
 
-def diamond(x: float, y: float, name: str, colour: str) -> Mark:
+def make_diamond(x: float, y: float, name: str, colour: str) -> Mark:
     """The one point that matters."""
-    return dots([x], [y], name, colour, shape="diamond")
+    return make_dots([x], [y], name, colour, shape="diamond")
 
 
 def bars(edges: FloatArray, heights: Values, name: str, colour: str) -> Mark:
@@ -147,7 +147,7 @@ def bars(edges: FloatArray, heights: Values, name: str, colour: str) -> Mark:
     return Mark("bars", finite((edges[1:] + edges[:-1]) / 2), finite(heights), name, colour)
 
 
-def band(x: Values, low: Values, high: Values, colour: str, name: str = "", width: float = 0.0) -> Mark:
+def make_band(x: Values, low: Values, high: Values, colour: str, name: str = "", width: float = 0.0) -> Mark:
     """The area between two curves; in the legend if it has a name."""
     return Mark("area", finite(x), finite(high), name, colour, width, low=finite(low))
 
@@ -159,25 +159,25 @@ def upright(at: float, name: str, colour: str, dash: str) -> Mark:
 
 def spread(rows: FloatArray, name: str, colour: str) -> list[Mark]:
     """The largest of curves `(curves, rounds)` as a line, and a band down to the smallest; nothing where none is above zero."""
-    kept = thinned(rows.shape[1])
+    kept = select_evenly(rows.shape[1])
     high, low = positive(rows.max(axis=0)[kept]), positive(rows.min(axis=0)[kept])
     if not np.isfinite(high).any():
         return []
     top = line(kept + 1, high, name, colour, width=2.2)
     if np.isinf(high).any() or np.array_equal(high, low, equal_nan=True):
         return [top]
-    return [band(kept + 1, low, high, colour), top]
+    return [make_band(kept + 1, low, high, colour), top]
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------
 
 
-def rounds_across(**more: Any) -> Axis:
+def make_round_axis(**more: Any) -> Axis:
     """An axis of rounds."""
     return Axis("round", **{"form": "count", **more})
 
 
-def switched(x: Axis, title: str, *, logarithmic: bool) -> tuple[View, View]:
+def make_scale_views(x: Axis, title: str, *, logarithmic: bool) -> tuple[View, View]:
     """Views whose vertical axis is logarithmic and linear, the better one first."""
     views = View("logarithmic", x, Axis(title, log=True)), View("linear", x, Axis(title, zero=True))
     return views if logarithmic else views[::-1]
@@ -188,7 +188,7 @@ def styled(k: int) -> tuple[str, str]:
     return PALETTE[k % len(PALETTE)], DASHES[(k + k // len(PALETTE)) % len(DASHES)]
 
 
-def decades(values: FloatArray) -> bool:
+def is_log_axis_needed(values: FloatArray) -> bool:
     """Whether values are spread so far that only a logarithmic axis shows all of them: above zero, and over two decades."""
     known = values[np.isfinite(values)]
     return bool(known.size and known.min() > 0 and known.max() >= 100 * known.min())

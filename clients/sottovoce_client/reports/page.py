@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 
 from sottovoce_client import wording
 from sottovoce_client.documents import Opener, write_text
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 
 COLOURS = {
     "blue": ("#0072b2", "#58aee6"),
@@ -41,7 +41,7 @@ COLOURS = {
     "paper": ("#ffffff", "#18212a"),
 }
 """In light and in dark: Okabe and Ito's, which all readers can tell apart, darker where they would be pale on white."""
-_FILTERS = ("number", "chance", "count", "plural", "share", "share_range", "size", "duration", "reached_of")
+_FILTERS = ("number", "chance", "count", "plural", "share", "format_percent_range", "size", "duration", "format_rounds_done")
 """Functions of `wording` that templates may use."""
 
 
@@ -57,7 +57,7 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def _templates() -> Any:
-    jinja = import_extra("jinja2", "Jinja2", "a page")
+    jinja = import_optional("jinja2", "Jinja2", "a page")
     made = jinja.Environment(
         loader=jinja.PackageLoader("sottovoce_client.reports"),
         autoescape=True,
@@ -126,7 +126,7 @@ class PageTable:
         return render("table.html.j2", table=self) if self else ""
 
 
-class Exhibit(Protocol):
+class PageElement(Protocol):
     """A figure or a table; false, and not shown, where there is nothing to show."""
 
     @property
@@ -150,7 +150,7 @@ class Page:
     """
 
     template: str
-    exhibits: Sequence[Exhibit]
+    exhibits: Sequence[PageElement]
     values: Mapping[str, Any]
 
     def html(self) -> str:

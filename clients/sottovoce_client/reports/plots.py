@@ -20,29 +20,29 @@ from sottovoce_client.reports.marks import (
     Axis,
     Mark,
     View,
-    band,
-    dots,
+    make_band,
+    make_dots,
     line,
-    rounds_across,
+    make_round_axis,
     rule,
     short,
     spread,
-    switched,
-    thinned,
+    make_scale_views,
+    select_evenly,
 )
 from sottovoce_client.reports.page import Column, PageTable
 from sottovoce_client.running.summary import RunSummary
-from sottovoce_client.wording import number, plural, share
+from sottovoce_client.wording import number, pluralize, share
 from sottovoce_core.arrays import FloatArray, as_floats
 
 _NAMED = 16
 """So many learners have their names beside them; more show theirs under the pointer."""
-MOST_HEARD = (500, 200)
+MAX_HEATMAP_SHAPE = (500, 200)
 """Rounds and coordinates that a heatmap shows at most."""
-_LOUD = 8.0
+_MIN_VISIBLE_NOISE_SCALES = 8.0
 """Noise scales that a number of noise alone exceeds too seldom to be seen: Laplace noise does once in 3,000."""
 _BELOW, _ABOVE = (0x1F, 0x6F, 0xC0), (0xD6, 0x4A, 0x1C)
-_MOST_HEARD_ROWS = 8
+_MAX_MESSAGE_TABLE_ROWS = 8
 KINDS = {
     "paper": ("by the paper’s formula", FAINT),
     "record": ("tight, per record", RED),
@@ -50,12 +50,12 @@ KINDS = {
     "output": ("published decisions only", GREEN),
 }
 """Epsilons of a learner, as pages call and colour them."""
-_MOST_TOGETHER = 4800
+_MAX_FIGURE_POINTS = 4800
 """Points of all curves of a figure: a page of many learners is not to be a large one."""
 LEVELS = {"event": "One use of the record replaced", "record": "All uses of the record replaced"}
 
 
-def run_figures(summary: RunSummary) -> list[Figure]:
+def build_run_figures(summary: RunSummary) -> list[Figure]:
     """All figures of a report, in its order; one that has nothing to show is empty."""
     losses = [_losses(summary, level, title) for level, title in LEVELS.items()]
     heard = [] if summary.capture is None or not summary.capture.heard.size else [_heard(summary.capture.heard)]
@@ -68,7 +68,7 @@ def run_figures(summary: RunSummary) -> list[Figure]:
 def _learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, FloatArray]]) -> list[Mark]:
     """A line for every learner: each in its colour when few; when many, thin and alike."""
     few = len(names) <= len(PALETTE)
-    kept = [thinned(len(x), max(25, _MOST_TOGETHER // len(names))) for x, _ in points]
+    kept = [select_evenly(len(x), max(25, _MAX_FIGURE_POINTS // len(names))) for x, _ in points]
     points = [(x[k], y[k]) for k, (x, y) in zip(kept, points, strict=True)]
     return [
         line(x, y, name, PALETTE[i] if few else BLUE, width=1.8 if few else 1.0)
@@ -81,8 +81,8 @@ def _learning(summary: RunSummary) -> Figure:
 
     That is learners' own, of records before they are learned, where they told it; else on held-out records, as measured here.
     """
-    title, told = "How they learned", summary.accuracy_told
-    view = View("", rounds_across(low=0.0), Axis("prequential accuracy" if told else "test accuracy", form="share"))
+    title, told = "How they learned", summary.has_prequential_accuracy
+    view = View("", make_round_axis(low=0.0), Axis("prequential accuracy" if told else "test accuracy", form="share"))
     if not told and not any(each.test_curve for each in summary.learners):
         return Figure("learning", title, (), (view,))
     points = list(_told(summary)) if told else [_curve(each.test_curve) for each in summary.learners]
@@ -95,7 +95,7 @@ def _learning(summary: RunSummary) -> Figure:
 
 def _told(summary: RunSummary) -> Iterator[tuple[FloatArray, FloatArray]]:
     """What each learner told of its accuracy."""
-    kept = thinned(len(summary.progress))
+    kept = select_evenly(len(summary.progress))
     looks = [summary.progress[k] for k in kept]
     for i in range(len(summary.learners)):
         known = [math.nan if (told := look.accuracy[i]) is None else told for look in looks]
@@ -134,10 +134,10 @@ def _budget(summary: RunSummary) -> Figure:
     budgets = [learner.budget for learner in summary.learners if learner.budget is not None]
     limit = min(budgets, default=math.inf)
     stop = [rule([1, max(rounds)], [limit, limit], "where a learner stops")] if math.isfinite(limit) else []
-    return spent_plot("What it cost", curves, stop)
+    return build_budget_figure("What it cost", curves, stop)
 
 
-def spent_plot(title: str, curves: dict[str, FloatArray], marks: Sequence[Mark]) -> Figure:
+def build_budget_figure(title: str, curves: dict[str, FloatArray], marks: Sequence[Mark]) -> Figure:
     """Cumulative epsilons over rounds: the largest of all learners, and the range down to the smallest.
 
     Args:
@@ -150,7 +150,7 @@ def spent_plot(title: str, curves: dict[str, FloatArray], marks: Sequence[Mark])
     ends = [each for each in ends if 0 < each < math.inf]
     logarithmic = len(ends) > 1 and max(ends) > 8 * min(ends)
     made = [mark for each in drawn.values() for mark in each]
-    views = switched(rounds_across(), "cumulative ε", logarithmic=logarithmic)
+    views = make_scale_views(make_round_axis(), "cumulative ε", logarithmic=logarithmic)
     return Figure("budget", title, [*made, *marks] if made else (), views)
 
 
@@ -172,14 +172,14 @@ def _losses(summary: RunSummary, level: str, title: str) -> Figure:
     ]
     if not swapped:
         return Figure(name, title, (), ())
-    kept = [thinned(len(swap.by_round)) for _, swap in swapped]
+    kept = [select_evenly(len(swap.by_round)) for _, swap in swapped]
     points = [(as_floats(k + 1), swap.by_round[k]) for k, (_, swap) in zip(kept, swapped, strict=True)]
     rounds = [len(swap.by_round) for _, swap in swapped]
     claims = stacked([getattr(each, f"{level}_curve") for each, _ in swapped], rounds).max(axis=0)
     claims = claims[np.isfinite(claims)]  # a prefix: what has become infinite stays so
     near = 1.15 * max(float(np.abs(y[np.isfinite(y)]).max(initial=0)) for _, y in points) or 1.0
     far = float(claims.max(initial=0.0))
-    across = rounds_across(low=0.0)
+    across = make_round_axis(low=0.0)
     close = View("closer", across, Axis("privacy loss so far", low=-near, high=near))
     whole = View("whole budget", across, Axis("privacy loss so far"))
     views = (close, whole) if far > 4 * near else (whole, close) if far > 1.3 * near else (whole,)
@@ -192,8 +192,8 @@ def _claim(claims: FloatArray) -> list[Mark]:
     """The area that the claim allows, as far as it is finite."""
     if len(claims) < 2:
         return []
-    kept = thinned(len(claims))
-    return [band(kept + 1, -claims[kept], claims[kept], AREA, "± claimed ε", 1.2)]
+    kept = select_evenly(len(claims))
+    return [make_band(kept + 1, -claims[kept], claims[kept], AREA, "± claimed ε", 1.2)]
 
 
 # ---- who speaks to whom ----------------------------------------------------------------------------------------------
@@ -217,12 +217,12 @@ def _graph(summary: RunSummary) -> Figure:
         fill = 1.0 if n == 1 or not few else 0.4 + 0.6 * ((each.test_accuracy or low) - low) / reach
         said = [each.name] if each.test_accuracy is None else [each.name, share(each.test_accuracy)]
         if few:
-            marks.append(dots(x[[k]], y[[k]], "", "paper", width=18.0))  # no channel shines through
+            marks.append(make_dots(x[[k]], y[[k]], "", "paper", width=18.0))  # no channel shines through
             marks.append(Mark("text", x[[k]], y[[k]], "\n".join([short(said[0]), *said[1:]])))
         fill = 0.15 if each.test_accuracy is None else fill
-        marks.append(dots(x[[k]], y[[k]], ": ".join(said), BLUE, width=18.0 if few else 11.0, fill=fill))
+        marks.append(make_dots(x[[k]], y[[k]], ": ".join(said), BLUE, width=18.0 if few else 11.0, fill=fill))
     view = View("", Axis("", low=-1.9, high=1.9), Axis("", low=-1.4, high=1.4))
-    label = f"{plural(n, 'learner')}, {plural(len(both) + len(one_way), 'channel')}"
+    label = f"{pluralize(n, 'learner')}, {pluralize(len(both) + len(one_way), 'channel')}"
     return Figure("graph", "Who sends to whom", marks if n else (), (view,), 330, _graph_table(summary), label)
 
 
@@ -244,7 +244,7 @@ def _graph_table(summary: RunSummary) -> PageTable:
 
 def _heard(heard: FloatArray) -> Figure:
     """What one learner said: rounds across, coordinates down; blue below zero, red above, extreme values clipped."""
-    rounds, coordinates = (thinned(n, most) for n, most in zip(heard.shape, MOST_HEARD, strict=True))
+    rounds, coordinates = (select_evenly(n, most) for n, most in zip(heard.shape, MAX_HEATMAP_SHAPE, strict=True))
     shown = heard[np.ix_(rounds, coordinates)].T
     reach = _reach(shown) or 1.0
     part = np.nan_to_num(np.clip(shown / reach, -1, 1))
@@ -253,7 +253,7 @@ def _heard(heard: FloatArray) -> Figure:
     pixels[..., :3] = np.where((part < 0)[..., None], _BELOW, _ABOVE)
     pixels[..., 3] = np.rint(255 * np.abs(part))
     ends = [as_floats(np.array([0.5, n + 0.5])) for n in heard.shape]
-    sides = [rounds_across(low=0.5, high=ends[0][1]), Axis("coordinate", low=ends[1][1], high=0.5, form="count")]
+    sides = [make_round_axis(low=0.5, high=ends[0][1]), Axis("coordinate", low=ends[1][1], high=0.5, form="count")]
     picture = Mark("image", ends[0], ends[1], image=pixels)
     scale = [
         Mark("bars", np.zeros(0), np.zeros(0), f"{sign}{number(reach, 2)} and beyond", colour)
@@ -270,13 +270,13 @@ def _reach(heard: FloatArray) -> float:
 
 def loud(heard: FloatArray, scale: float) -> bool:
     """Whether what was said is more than noise of this scale, at a glance."""
-    return _reach(heard) > _LOUD * scale
+    return _reach(heard) > _MIN_VISIBLE_NOISE_SCALES * scale
 
 
 def _heard_numbers(heard: FloatArray) -> PageTable:
     """What was said in a few of the rounds, in short."""
     rows = []
-    for t in thinned(len(heard), _MOST_HEARD_ROWS).tolist():
+    for t in select_evenly(len(heard), _MAX_MESSAGE_TABLE_ROWS).tolist():
         known = heard[t][np.isfinite(heard[t])]
         spread: list[Any] = [float(f(known)) if known.size else None for f in (np.min, np.median, np.max)]
         rows.append((f"{t + 1:,}", *spread))

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.reports.plots import KINDS, LEVELS, MOST_HEARD, loud, run_figures
+from sottovoce_client.reports.plots import KINDS, LEVELS, MAX_HEATMAP_SHAPE, loud, build_run_figures
 from sottovoce_client.running.summary import LearnerSummary, RunSummary, Swap
 from sottovoce_client.wording import (
-    UNASKED,
-    UNHELD,
-    ciphertext_line,
+    NO_ACCURACY_NOTE,
+    NO_TEST_RECORDS_NOTE,
+    describe_ciphertext,
     count,
-    late_line,
-    measured_line,
-    noticed_line,
+    describe_staleness,
+    describe_measurement,
+    describe_detections,
     number,
-    plural,
-    reached_of,
+    pluralize,
+    format_rounds_done,
     share,
     size,
-    whole_line,
+    describe_recorded_rounds,
 )
-from sottovoce_core.privacy.guarantee import WEAK_EPSILON, overall
+from sottovoce_core.privacy.guarantee import WEAK_EPSILON, combine_epsilons
 
 _MOST_NOTICED = 20
-_FEW_LOOKS = 8
+_MAX_EXPLAINED_SAMPLES = 8
 """Of a run that was watched so seldom the page says why its curves have few points."""
 
 _STATEMENTS = {
@@ -57,7 +57,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
 """Of every learner: the group and the head of a column, and how it shows which attribute."""
 
 
-def run_page(summary: RunSummary) -> Page:
+def build_run_page(summary: RunSummary) -> Page:
     """The report of a run."""
     learners, noticed = summary.learners, summary.noticed
     unpromised = [
@@ -65,24 +65,24 @@ def run_page(summary: RunSummary) -> Page:
     ]
     values = {
         "run": summary,
-        "late": "" if summary.capture is None else late_line(summary.capture.late),
-        "whole": "" if summary.capture is None else whole_line(len(summary.capture.heard), summary.rounds_done),
-        "noticed": "" if noticed is None else noticed_line(noticed.count, noticed.first),
+        "late": "" if summary.capture is None else describe_staleness(summary.capture.late),
+        "whole": "" if summary.capture is None else describe_recorded_rounds(len(summary.capture.heard), summary.rounds_done),
+        "noticed": "" if noticed is None else describe_detections(noticed.count, noticed.first),
         "promised": any(math.isfinite(each.event) for each in learners),
         "unpromised": [KINDS[kind][0] for kind in unpromised],
-        "verdict": verdict_of(summary),
+        "verdict": determine_verdict(summary),
         "statements": [(_STATEMENTS[name], text) for name, text in statements(summary).items()],
-        "worst": worst_case(summary),
+        "worst": find_worst_case(summary),
         "single_use": is_single_use(summary),
         "per": PER,
-        "unasked": UNASKED if summary.test_records else UNHELD,
-        "measured": measured_line(summary.measured),
+        "unasked": NO_ACCURACY_NOTE if summary.test_records else NO_TEST_RECORDS_NOTE,
+        "measured": describe_measurement(summary.measured),
         "most_noticed": _MOST_NOTICED,
-        "most_heard": MOST_HEARD,
+        "most_heard": MAX_HEATMAP_SHAPE,
         "loud": (said := summary.capture) is not None and loud(said.heard, max(said.first_scale, said.last_scale)),
-        "few_looks": _FEW_LOOKS,
+        "few_looks": _MAX_EXPLAINED_SAMPLES,
     }
-    return Page("run.html.j2", [*run_figures(summary), _learners(summary), grounds(summary.promise.constants)], values)
+    return Page("run.html.j2", [*build_run_figures(summary), _learners(summary), grounds(summary.promise.constants)], values)
 
 
 def grounds(constants: Sequence[tuple[str, Any, str]]) -> PageTable:
@@ -167,7 +167,7 @@ def _cases(summary: RunSummary) -> list[_Case]:
     ]
 
 
-def worst_case(summary: RunSummary) -> _Case | None:
+def find_worst_case(summary: RunSummary) -> _Case | None:
     """The replacement with the largest loss, of those above their claim if there are any; None without a capture.
 
     One whose claim is infinite comes last.
@@ -180,9 +180,9 @@ def worst_case(summary: RunSummary) -> _Case | None:
     return max(_cases(summary), key=rank, default=None)
 
 
-def verdict_of(summary: RunSummary) -> _Verdict:
+def determine_verdict(summary: RunSummary) -> _Verdict:
     """Compare the exact privacy losses of the capture with the claims."""
-    worst = worst_case(summary)
+    worst = find_worst_case(summary)
     if worst is None:
         return _not_computed(summary, "") if summary.not_computed else _untested(summary)
     learner, level, swap = worst
@@ -215,11 +215,11 @@ def verdict_of(summary: RunSummary) -> _Verdict:
     # A learner that left sent nothing afterwards: its later rounds are not missing from the capture.
     examined = min((len(s.by_round) for who, _, s in _cases(summary) if not who.left), default=summary.rounds_done)
     if 2 * examined < summary.rounds_done:
-        text = f"Only the first {examined} of {plural(summary.rounds_done, 'round')} could be examined: later messages are "
+        text = f"Only the first {examined} of {pluralize(summary.rounds_done, 'round')} could be examined: later messages are "
         text += f"missing from the capture. {found}; the promise allows {number(swap.budget)}."
         return _Verdict("open", "Too few messages were recorded to tell", text)
     text = f"{found}. The promise allows {number(swap.budget)}."
-    if overall((each.record for each in summary.learners), shared=summary.promise.shared) > WEAK_EPSILON:
+    if combine_epsilons((each.record for each in summary.learners), shared=summary.promise.shared) > WEAK_EPSILON:
         return _Verdict("consistent", "Consistent with a weak promise", text, weak=True)
     return _Verdict("consistent", "Consistent with the promise", text)
 
@@ -245,7 +245,7 @@ def _untested(summary: RunSummary) -> _Verdict:
 
 def statements(summary: RunSummary) -> dict[str, str]:
     """State what was run, promised and found, and the limits of that: a sentence or two each, by the name of the statement."""
-    verdict = verdict_of(summary)
+    verdict = determine_verdict(summary)
     limits = _NOT_COVERED
     if verdict.kind == "consistent":
         limits = (
@@ -257,14 +257,14 @@ def statements(summary: RunSummary) -> dict[str, str]:
 def _run(summary: RunSummary) -> str:
     """State what was run and recorded."""
     done, planned = summary.rounds_done, summary.rounds
-    rounds = plural(done, "round") if done == planned else reached_of(done, planned)
-    learners, data = plural(len(summary.learners), "learner"), "live records" if summary.live else summary.data
+    rounds = pluralize(done, "round") if done == planned else format_rounds_done(done, planned)
+    learners, data = pluralize(len(summary.learners), "learner"), "live records" if summary.live else summary.data
     ran = f"{learners} ran {summary.promise.algorithm} on {data} for {rounds}"
     if (tapped := summary.tapped) is not None:
-        return f"{ran}; the wiretap recorded {ciphertext_line(tapped.connections, tapped.records, tapped.bytes)}."
+        return f"{ran}; the wiretap recorded {describe_ciphertext(tapped.connections, tapped.records, tapped.bytes)}."
     if (capture := summary.capture) is None:
         return f"{ran}; no messages were recorded."
-    recorded = f"{plural(capture.messages, 'message')} ({size(capture.bytes)}, mode {capture.mode})"
+    recorded = f"{pluralize(capture.messages, 'message')} ({size(capture.bytes)}, mode {capture.mode})"
     return f"{ran}; the eavesdropper recorded {recorded}."
 
 
@@ -275,7 +275,7 @@ def _promise(summary: RunSummary) -> str:
         single = is_single_use(summary)
         epsilons = f"ε = {number(summary.event)} {PER['record' if single else 'event']}"
         if not single:
-            record = overall((each.record for each in summary.learners), shared=promise.shared)
+            record = combine_epsilons((each.record for each in summary.learners), shared=promise.shared)
             epsilons += f", {number(record)} per record in all its uses"
         together = ", all learners together, for they share their records" if promise.shared else ""
         sentences = [f"{epsilons}, against {_OBSERVERS[promise.threat_model]}{together}.", _meaning(summary.event)]

@@ -18,14 +18,14 @@ from sottovoce_client.documents import write_text
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import PALETTE
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.running.plot import curve_line, export_files, figure_of
+from sottovoce_client.running.plot import make_curve_line, export_files, make_figure
 from sottovoce_client.running.simulation import finals
-from sottovoce_client.wording import NOTHING, count, number, with_error
+from sottovoce_client.wording import NOTHING, count, number, format_with_error
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SottovoceError, SpecError
-from sottovoce_core.experiment import Experiment, Prepared, experiment_of, load, require_count
+from sottovoce_core.experiment import Experiment, PreparedRun, resolve_experiment, load, require_count
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.results import FILES, Result, Results, facts_of
+from sottovoce_core.results import FILES, Result, Results, collect_facts
 from sottovoce_core.running.metrics import Metrics
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.table import Table
@@ -75,12 +75,12 @@ _Source = tuple[str, Callable[[], Experiment]]
 """The name of a spec, and the function that loads it."""
 
 
-def from_files(paths: Sequence[Path]) -> list[_Source]:
+def list_file_sources(paths: Sequence[Path]) -> list[_Source]:
     """Specs that lie in files."""
     return [(str(path), partial(load, path)) for path in paths]
 
 
-def the_field() -> list[_Source]:
+def list_builtin_sources() -> list[_Source]:
     """The specs of `field.yaml`: every algorithm on one problem."""
     document = parse_yaml(files("sottovoce_client.running").joinpath("field.yaml").read_text(encoding="utf-8"))
     specs = [{**document["common"], **each} for each in document["runs"]]
@@ -98,9 +98,9 @@ def names_of(sources: Sequence[str]) -> list[str]:
     ]
 
 
-def compare_to(
+def compare_to_folder(
     sources: Sequence[_Source],
-    ready: Callable[[Prepared], object],
+    ready: Callable[[PreparedRun], object],
     folder: Path,
     *,
     replicas: int,
@@ -137,11 +137,11 @@ def compare_to(
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
     if runs:
         results = Results(tuple(runs))
-        _print_table(results, console) if console.is_terminal else console.out(as_markdown(results), highlight=False)
+        _print_table(results, console) if console.is_terminal else console.out(format_markdown(results), highlight=False)
         results.write(folder, seed=seed, failures=failures)
-        write_text(folder / "compare.md", as_markdown(results) + "\n")
+        write_text(folder / "compare.md", format_markdown(results) + "\n")
         page = folder / "compare.html"
-        code = terminal.attempt(str(page), lambda: compare_page(results).write(page))
+        code = terminal.attempt(str(page), lambda: make_compare_page(results).write(page))
         written = [*FILES, "compare.md", *(() if code else ("compare.html",))]
         console.out(f"{folder}: {', '.join(written)}", highlight=False)
         paper = Table.of(_PAPER, [[row[HEADS.index(head)] for head in _PAPER] for row in _rows(results)])
@@ -186,7 +186,7 @@ def measured(
         metrics.take(step)
         progress(step.t + 1, run.spec.rounds)
     rate = replicas * run.spec.rounds / seconds
-    return Result(facts_of(experiment.prepared, name, rounds_per_s=rate), metrics.curves)
+    return Result(collect_facts(experiment.prepared, name, rounds_per_s=rate), metrics.curves)
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def _final(result: Result, name: str, factor: float = 1.0) -> str:
     if name not in result.curves:
         return NOTHING
     curve = result.curves[name]
-    return with_error(factor * curve.final, factor * curve.final_error)
+    return format_with_error(factor * curve.final, factor * curve.final_error)
 
 
 def _print_table(results: Results, console: Console) -> None:
@@ -229,14 +229,14 @@ def _print_table(results: Results, console: Console) -> None:
         console.out(f"a wider terminal shows {'; '.join(left_out)}, too; so does compare.html", highlight=False)
 
 
-def as_markdown(results: Results) -> str:
+def format_markdown(results: Results) -> str:
     """The table for a page of documentation."""
     rule = ["---"] * _TEXTS + ["---:"] * (len(HEADS) - _TEXTS)
     rows = [HEADS, rule, *([plain(cell).replace("|", "\\|") for cell in row] for row in _rows(results))]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def compare_page(results: Results) -> Page:
+def make_compare_page(results: Results) -> Page:
     """The table, and one figure per metric, a line per spec."""
     figures = _figures(results)
     columns = [Column(head, kind="text" if k < _TEXTS else "number") for k, head in enumerate(HEADS)]
@@ -247,10 +247,10 @@ def compare_page(results: Results) -> Page:
 def _figures(results: Results) -> list[Figure]:
     named = [(each.facts.spec, each.curves) for each in results.runs]
     return [
-        figure_of(
+        make_figure(
             metric.replace("_", "-"),
             title,
-            [(name, curve_line(curves, metric) if metric in curves else None) for name, curves in named],
+            [(name, make_curve_line(curves, metric) if metric in curves else None) for name, curves in named],
             "rounds",
             form=form,
         )
@@ -285,9 +285,9 @@ def compare(
     """
     require_count("replicas", replicas)
     if isinstance(experiments, Mapping):
-        named = [(name, experiment_of(each)) for name, each in experiments.items()]
+        named = [(name, resolve_experiment(each)) for name, each in experiments.items()]
     else:
-        named = [(each.name, each) for each in map(experiment_of, experiments)]
+        named = [(each.name, each) for each in map(resolve_experiment, experiments)]
     names = [name for name, _ in named]
     if not names or len(set(names)) < len(names):
         raise SpecError(

@@ -13,45 +13,45 @@ from typing import Any
 
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json, write_text
-from sottovoce_client.reports.run_report import run_page
-from sottovoce_client.running.console import print_summary, run_console
-from sottovoce_client.running.evaluate import not_captured, noticed_in, summarise
-from sottovoce_client.running.local import JOURNALS, LocalServices
+from sottovoce_client.reports.run_report import build_run_page
+from sottovoce_client.running.console import print_summary, display_run
+from sottovoce_client.running.evaluate import not_captured, read_detections, summarise
+from sottovoce_client.running.local import LEARNER_STATE_FOLDER, LocalServices
 from sottovoce_client.running.operate import (
-    BY_OPERATOR,
-    BY_SIGTERM,
-    THE_COORDINATOR,
+    STOPPED_BY_OPERATOR,
+    STOPPED_BY_SIGTERM,
+    COORDINATOR_LABEL,
     TOLD,
     Interrupted,
     Outcome,
     Stop,
-    Watcher,
+    RunProgressCallback,
     run_on,
 )
 from sottovoce_client.running.summary import Progress
-from sottovoce_client.wording import noticed_line
+from sottovoce_client.wording import describe_detections
 from sottovoce_core.algorithms.setting import spread
 from sottovoce_core.data import PlacedData
-from sottovoce_core.data.known import data_folders
+from sottovoce_core.data.known import get_data_folders
 from sottovoce_core.errors import SottovoceError, Unavailable
-from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.spec import RunSpec, dump_spec
 from sottovoce_core.text import plain
-from sottovoce_rpc.logs import IN_THE_LOG
+from sottovoce_rpc.logs import SEE_LOG_TEXT
 from sottovoce_rpc.tasks import Tasks
 
-_AFTER_DEATH_S = 1.0
+_SERVICE_EXIT_TIMEOUT_S = 1.0
 
 
 class ServiceDied(SottovoceError):
     """A service ended by itself, and took the run with it."""
 
 
-async def run_up(
+async def run_with_local_services(
     spec: RunSpec,
     data: PlacedData,
     folder: Path,
-    watch: Watcher,
+    watch: RunProgressCallback,
     stop: asyncio.Event,
     **services: Any,
 ) -> Outcome:
@@ -79,7 +79,7 @@ async def run_up(
             _tell_feeders(up.learners, folder)
         with _told(up, folder / "services.json"):
             running = run_on(up.coordinator, spec, data, watch, stop, credentials=up.credentials)
-            return await while_alive(up, running, stop)
+            return await await_run_or_exit(up, running, stop)
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _tell_feeders(learners: Mapping[str, str], folder: Path) -> None:
         print(plain(f"{name} takes records at {address}"))
 
 
-async def while_alive(services: LocalServices, run: Coroutine[Any, Any, Outcome], stop: asyncio.Event) -> Outcome:
+async def await_run_or_exit(services: LocalServices, run: Coroutine[Any, Any, Outcome], stop: asyncio.Event) -> Outcome:
     """The outcome of a run, unless a service dies.
 
     Raises:
@@ -112,7 +112,7 @@ async def while_alive(services: LocalServices, run: Coroutine[Any, Any, Outcome]
         running, death = tasks.start(run), tasks.start(services.death())
         await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
         if running.done() and isinstance(running.exception(), Unavailable):
-            await asyncio.wait([death], timeout=_AFTER_DEATH_S)  # the reason, where a service has died
+            await asyncio.wait([death], timeout=_SERVICE_EXIT_TIMEOUT_S)  # the reason, where a service has died
         if not death.done():
             return running.result()
         return await _after_death(death.result(), running, stop)
@@ -121,7 +121,7 @@ async def while_alive(services: LocalServices, run: Coroutine[Any, Any, Outcome]
 async def _after_death(what: str, running: asyncio.Task[Outcome], stop: asyncio.Event) -> Outcome:
     """A service has died: the run is over; take what the others still tell."""
     stop.set()
-    await asyncio.wait([running], timeout=_AFTER_DEATH_S)
+    await asyncio.wait([running], timeout=_SERVICE_EXIT_TIMEOUT_S)
     if running.done() and not running.cancelled() and running.exception() is None:
         return replace(running.result(), state="failed", detail=what)
     raise ServiceDied(what)
@@ -144,7 +144,7 @@ def run_async(work: Callable[[asyncio.Event], Coroutine[Any, Any, Any]]) -> Any:
                 stop.reason = reason
             stop.set()
 
-        for number, reason in ((signal.SIGINT, BY_OPERATOR), (signal.SIGTERM, BY_SIGTERM)):
+        for number, reason in ((signal.SIGINT, STOPPED_BY_OPERATOR), (signal.SIGTERM, STOPPED_BY_SIGTERM)):
             asyncio.get_running_loop().add_signal_handler(number, tell, reason)
         try:
             return await work(stop)
@@ -158,12 +158,12 @@ def run_async(work: Callable[[asyncio.Event], Coroutine[Any, Any, Any]]) -> Any:
         signal.signal(signal.SIGTERM, before)  # a loop leaves that of the system
 
 
-_OVER = ("finished", "stopped", "failed")
-_UNSUMMED = "this command was told to end before it had made the summary"
-_Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcome]]
+_ENDED_STATES = ("finished", "stopped", "failed")
+_NO_SUMMARY_DETAIL = "this command was told to end before it had made the summary"
+_Start = Callable[[PreparedRun, RunProgressCallback, asyncio.Event], Coroutine[Any, Any, Outcome]]
 
 
-def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = False) -> int:
+def conduct(prepared: PreparedRun, folder: Path, start: _Start, *, served: bool = False) -> int:
     """Run, show, summarise, and tell programs that ask; returns the exit code.
 
     0: finished; without a planned end (`rounds: null`), stopped. 1: failed, stopped by a learner whose budget was used up, the
@@ -185,7 +185,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = F
     budget = spec.privacy.budget
     budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
     last = list[tuple[Progress, str]]()  # the newest look, and the state of the run
-    with run_console(spec.name, None if spec.endless else spec.rounds, spec.names, budgets=budgets) as console:
+    with display_run(spec.name, None if spec.endless else spec.rounds, spec.names, budgets=budgets) as console:
 
         def watch(progress: Progress, state: str) -> None:
             last[:] = [(progress, state)]
@@ -212,17 +212,17 @@ def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = F
             write_text(folder / "spec.yaml", dump_spec(prepared.run.spec, folder))
         report = folder / "report.html"
         try:
-            with terminal.said_if_long("making the summary and the report ..."):
-                summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
+            with terminal.print_if_slow("making the summary and the report ..."):
+                summary = summarise(prepared.run, prepared.data, outcome, folder / LEARNER_STATE_FOLDER)
                 summary.save(folder / "summary.json")
-                code = terminal.attempt(str(report), lambda: run_page(summary).write(report))
+                code = terminal.attempt(str(report), lambda: build_run_page(summary).write(report))
         except KeyboardInterrupt:
-            return _cut_short(replace(outcome, detail=_UNSUMMED), folder, spec, code=130)
+            return _cut_short(replace(outcome, detail=_NO_SUMMARY_DETAIL), folder, spec, code=130)
         print_summary(summary, report=None if code else report)
         _print_all(summary.not_captured)
         for line in summary.not_computed:
             terminal.say(f"sottovoce: {line}. The other results are complete.")
-        terminal.tell_file(folder / "summary.json", rounds_done=summary.rounds_done)
+        terminal.print_json_file_if_requested(folder / "summary.json", rounds_done=summary.rounds_done)
         over = outcome.state == "finished" or spec.endless
         if not over or outcome.capture_error or (summary.noticed is not None and summary.noticed.count):
             return 1
@@ -230,13 +230,13 @@ def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = F
     return _cut_short(outcome, folder, spec)
 
 
-def again(spec: RunSpec) -> Prepared:
+def again(spec: RunSpec) -> PreparedRun:
     """A run whose learners have left or joined since it was prepared, and who learns what when.
 
     Raises:
         SottovoceError: its data cannot be used any more.
     """
-    return prepare(spec, folders=data_folders(), live=True)
+    return prepare(spec, folders=get_data_folders(), live=True)
 
 
 def _print_all(lines: Iterable[str]) -> None:
@@ -247,15 +247,15 @@ def _print_all(lines: Iterable[str]) -> None:
 def _left(seen: Progress, state: str, folder: Path, spec: RunSpec, *, served: bool) -> int:
     """Told to stop twice, this command did not wait for the end of its run: say what comes of it, as far as that is known."""
     run_id, captured = seen.run_id, served and spec.capture in ("relay", "mirror")
-    if state in _OVER:
-        comes = f"{state} in round {seen.done}: {_UNSUMMED}"
+    if state in _ENDED_STATES:
+        comes = f"{state} in round {seen.done}: {_NO_SUMMARY_DETAIL}"
     elif served:
         state = "stopped"
         comes = f"stopped in round {seen.done}: told to stop twice, its services ended at once"
-    elif THE_COORDINATOR in seen.away:
+    elif COORDINATOR_LABEL in seen.away:
         unfed = "" if spec.data.live else " Records come to it no more: this command brought them."
         comes = (
-            f"goes on, and was in round {seen.done} when it was seen last: {THE_COORDINATOR} was away, and this "
+            f"goes on, and was in round {seen.done} when it was seen last: {COORDINATOR_LABEL} was away, and this "
             f"command, told to stop twice, has ended.{unfed} To stop the run: sottovoce runs stop {run_id}"
         )
     else:
@@ -274,24 +274,24 @@ def _cut_short(outcome: Outcome, folder: Path, spec: RunSpec, code: int = 1) -> 
     print(
         plain(f"The run {outcome.run_id} {outcome.state} in round {done}: {outcome.detail}{_log_of(outcome, folder)}")
     )
-    if outcome.detail != _UNSUMMED:
-        how = "was stopped by its operator" if outcome.detail == BY_OPERATOR else "was stopped"
+    if outcome.detail != _NO_SUMMARY_DETAIL:
+        how = "was stopped by its operator" if outcome.detail == STOPPED_BY_OPERATOR else "was stopped"
         how = "failed" if outcome.state == "failed" else how
         print(f"A run that {how} has no summary and no report")
     if outcome.capture is not None:
         shown = f"sottovoce transcript show {shlex.quote(outcome.capture)}"
         print(plain(f"What was overheard is kept in {outcome.capture}, and shown by: {shown}"))
     _print_all(not_captured(outcome))
-    noticed = noticed_in(outcome)
+    noticed = read_detections(outcome)
     if noticed is not None and noticed.count:
-        print(plain(noticed_line(noticed.count, noticed.first)))
+        print(plain(describe_detections(noticed.count, noticed.first)))
     _tell(folder, spec, outcome.run_id, outcome.state, outcome.detail, done, outcome.capture)
     return 130 if outcome.detail in TOLD else code
 
 
 def _log_of(outcome: Outcome, folder: Path) -> str:
     """Where the log lies of a learner that failed, if a command of ours keeps it."""
-    if IN_THE_LOG not in outcome.detail or not (logs := folder / "logs").is_dir():
+    if SEE_LOG_TEXT not in outcome.detail or not (logs := folder / "logs").is_dir():
         return ""
     named = [each.learner for each in outcome.statuses if f"{each.learner} failed: " in outcome.detail]
     own = logs / f"{named[0]}.log" if named else logs

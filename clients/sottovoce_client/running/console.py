@@ -16,32 +16,32 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.reports.run_report import PER, exceeds, is_single_use, statements, verdict_of, worst_case
+from sottovoce_client.reports.run_report import PER, exceeds, is_single_use, statements, determine_verdict, find_worst_case
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
 from sottovoce_client.wording import (
     NOTHING,
-    UNASKED,
-    UNHELD,
+    NO_ACCURACY_NOTE,
+    NO_TEST_RECORDS_NOTE,
     count,
     duration,
-    late_line,
-    measured_line,
-    noticed_line,
+    describe_staleness,
+    describe_measurement,
+    describe_detections,
     number,
     planned,
-    plural,
-    reached_of,
+    pluralize,
+    format_rounds_done,
     share,
-    share_range,
-    whole_line,
+    format_percent_range,
+    describe_recorded_rounds,
 )
 from sottovoce_core.text import plain
 
-LIVE_SECONDS = 0.125
-PLAIN_SECONDS = 2.0
+LIVE_INTERVAL_S = 0.125
+PLAIN_INTERVAL_S = 2.0
 MOST_ROWS = 10
 """Learners that the final table shows at most."""
-MOST_NOTICED = 3
+MAX_VIOLATION_LINES = 3
 """Lines on misconduct that the live display shows at most."""
 _NAMED = 3
 """Learners that a line names at most, where more are away."""
@@ -52,7 +52,7 @@ _Clock = Callable[[], float]
 
 
 @contextmanager
-def run_console(
+def display_run(
     title: str,
     rounds: int | None,
     names: Sequence[str],
@@ -76,7 +76,7 @@ def run_console(
     console = console or terminal.console()
     if plain or not console.is_terminal:
         lines = _Lines(console, rounds, clock)
-        lines.say(f"{title}: {plural(len(names), 'learner')}, {planned(rounds)}")
+        lines.say(f"{title}: {pluralize(len(names), 'learner')}, {planned(rounds)}")
         yield lines
         return
     # No refreshing thread: nothing changes between two updates.
@@ -152,7 +152,7 @@ class _Lines:
         now, tenth = self._clock(), 10 * self._pace.done // self._rounds if self._rounds else 0
         state = _with_away(state, progress)
         known = (self._said_tenth, self._said_state, self._said_misconduct)
-        if now - self._said_at < PLAIN_SECONDS and (tenth, state, len(progress.misconduct)) == known:
+        if now - self._said_at < PLAIN_INTERVAL_S and (tenth, state, len(progress.misconduct)) == known:
             return
         self._said_at, self._said_tenth, self._said_state = now, tenth, state
         for line in progress.misconduct[self._said_misconduct :]:
@@ -165,10 +165,10 @@ class _Lines:
         yield state
         yield f"{number(self._pace.speed, 3)} rounds/s"
         if any(value is not None for value in progress.accuracy):
-            yield f"accuracy {share_range(progress.accuracy)}"
+            yield f"accuracy {format_percent_range(progress.accuracy)}"
         yield f"epsilon <= {number(max(progress.epsilon, default=0.0))}"
         if overheard is not None:
-            yield f"{plural(overheard, 'message')} recorded"
+            yield f"{pluralize(overheard, 'message')} recorded"
 
 
 # ---- live -------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class _Display:
             self._live.console.print(Text(line, style="dim"))
         shown_at, shown_state = self._shown
         now = self._clock()
-        if now - shown_at < LIVE_SECONDS and state == shown_state:
+        if now - shown_at < LIVE_INTERVAL_S and state == shown_state:
             return
         self._shown = (now, state)
         self._pace.look(progress)
@@ -205,8 +205,8 @@ class _Display:
         head = Text.assemble(
             (self._title, "bold"), ("  ", ""), (_with_away(state, progress), _STATES.get(state, "cyan"))
         )
-        noticed = [_cut(f"misconduct: {line}") for line in progress.misconduct[:MOST_NOTICED]]
-        said = "" if overheard is None else f"{plural(overheard, 'message')} recorded"
+        noticed = [_cut(f"misconduct: {line}") for line in progress.misconduct[:MAX_VIOLATION_LINES]]
+        said = "" if overheard is None else f"{pluralize(overheard, 'message')} recorded"
         return Group(
             head, self._bar(), self._table(progress), *noticed, *([Text(said, style="magenta")] if said else [])
         )
@@ -224,7 +224,7 @@ class _Display:
 
     def _table(self, progress: Progress) -> Table:
         table = _table("learner", "round", "accuracy", "ε spent", "ε budget", "messages")
-        fitting = max(3, self._live.console.height - 9 - min(len(progress.misconduct), MOST_NOTICED))
+        fitting = max(3, self._live.console.height - 9 - min(len(progress.misconduct), MAX_VIOLATION_LINES))
         cells = zip(progress.rounds, progress.accuracy, progress.epsilon, self._budgets, progress.messages, strict=True)
         rows = list(zip(self._names, cells, strict=True))
         for name, (done, accuracy, spent, budget, messages) in rows[:fitting]:
@@ -281,7 +281,7 @@ def print_summary(summary: RunSummary, console: Console | None = None, report: P
 
 
 def _state_line(summary: RunSummary) -> Text:
-    reached = f"{reached_of(summary.rounds_done, summary.rounds)} in {duration(summary.seconds)}"
+    reached = f"{format_rounds_done(summary.rounds_done, summary.rounds)} in {duration(summary.seconds)}"
     line = Text.assemble((summary.name, "bold"), " ", (summary.state, _STATES.get(summary.state, "cyan")))
     line.append(f": {reached}, {number(summary.rounds_per_second)} rounds/s")
     if summary.detail and summary.state != "finished":
@@ -294,7 +294,7 @@ def _learner_table(summary: RunSummary, width: int) -> tuple[Table, list[str]]:
     levels = ("record",) if is_single_use(summary) else ("event", "record")
     claims = [f"ε {PER[level]}" for level in levels]
     losses = ["privacy loss found"] if len(levels) == 1 else [f"loss found {PER[level]}" for level in levels]
-    if summary.live and worst_case(summary) is None:
+    if summary.live and find_worst_case(summary) is None:
         losses = []  # not known
     heads = ["learner", "records learned" if summary.live else "test accuracy", *claims, *losses]
     shown, more = summary.learners[:MOST_ROWS], len(summary.learners) - MOST_ROWS
@@ -341,32 +341,32 @@ def _refuted(swap: Swap | None) -> bool:
 def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text]]:
     """Lines under the table: a name and what there is to say."""
     if summary.noticed is not None and summary.noticed.count:
-        yield "noticed", Text(noticed_line(summary.noticed.count, summary.noticed.first), style="bold red")
-    verdict = verdict_of(summary)
+        yield "noticed", Text(describe_detections(summary.noticed.count, summary.noticed.first), style="bold red")
+    verdict = determine_verdict(summary)
     for name, text in statements(summary).items():
         headline = Text.assemble((verdict.headline, _KINDS[verdict.tone]), ". ") if name == "found" else Text()
         yield name, headline + Text(text)
-    accuracies = share_range(learner.test_accuracy for learner in summary.learners)
+    accuracies = format_percent_range(learner.test_accuracy for learner in summary.learners)
     disagree = f"; two learners differ on at most {share(summary.disagreement)} of held-out records"
     if waiting := sum(learner.waiting for learner in summary.learners):
         yield (
             "waiting",
-            Text(f"{plural(waiting, 'record')} waited when the run ended, and no learner learned them", style="yellow"),
+            Text(f"{pluralize(waiting, 'record')} waited when the run ended, and no learner learned them", style="yellow"),
         )
     if not summary.live:
         known = any(learner.test_accuracy is not None for learner in summary.learners)
         found = accuracies + (disagree if summary.disagreement is not None else "")
         if not known:
-            found = UNASKED if summary.test_records else UNHELD
-        yield "accuracy", Text("\n".join(filter(None, [found, measured_line(summary.measured)])))
+            found = NO_ACCURACY_NOTE if summary.test_records else NO_TEST_RECORDS_NOTE
+        yield "accuracy", Text("\n".join(filter(None, [found, describe_measurement(summary.measured)])))
     if summary.away:
         yield "away", Text("\n".join(summary.away))
     if summary.misconduct:
         yield "misconduct", Text("\n".join(summary.misconduct), style="bold red")
     if summary.capture is not None:
-        whole = whole_line(len(summary.capture.heard), summary.rounds_done)
+        whole = describe_recorded_rounds(len(summary.capture.heard), summary.rounds_done)
         yield "capture", Text("\n".join(filter(None, [summary.capture.location, whole])))
-        if late := late_line(summary.capture.late):
+        if late := describe_staleness(summary.capture.late):
             yield "late", Text(late)
     if summary.tapped is not None:
         yield "capture", Text(summary.tapped.location)

@@ -14,26 +14,26 @@ from typing import TypeVar
 import numpy as np
 
 from sottovoce_client.running.operate import Outcome, has_left
-from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap, Tapped
-from sottovoce_client.wording import away_line, plural
+from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, GuaranteeSummary, RunSummary, Swap, WiretapSummary
+from sottovoce_client.wording import describe_offline_interval, pluralize
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
-from sottovoce_core.auditing.swaps import most_telling
-from sottovoce_core.budget.composition import dearest_losses, record_losses
+from sottovoce_core.auditing.swaps import compute_worst_losses
+from sottovoce_core.budget.composition import worst_case_record_losses, group_record_losses
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import CaptureError, EquivocationError
-from sottovoce_core.experiment import Prepared
-from sottovoce_core.losses.linear import Hinge, Logistic, PassGlm, SmoothedHinge, Softmax, Squared
+from sottovoce_core.experiment import PreparedRun
+from sottovoce_core.losses.linear import HingeLoss, Logistic, PassGlmLoss, SmoothedHingeLoss, SoftmaxLoss, SquaredLoss
 from sottovoce_core.losses.torch import TorchLoss
 from sottovoce_core.network.network import Network
 from sottovoce_core.privacy.accountant import guarantee as promised_by
-from sottovoce_core.running.participation import USED, lateness
+from sottovoce_core.running.participation import USED_ROUNDS_FIELD, measure_staleness
 from sottovoce_core.running.replay import replayed
 from sottovoce_core.running.run import Run, build_run, publication
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import dump_spec
 from sottovoce_core.text import called
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_learner.storage.recovery import Learned, learners_in
+from sottovoce_learner.storage.recovery import LoggedRecords, find_learners
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import reason_of
 
@@ -63,7 +63,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
     for index, model in measured.items():
         predictions[index] = model.labels
     accuracies = [_accuracy(labels, data.test_labels) for labels in predictions]
-    known: Prepared | None = Prepared(run, data)
+    known: PreparedRun | None = PreparedRun(run, data)
     if run.spec.data.live:
         known = None
         if logs is not None and transcript is not None:
@@ -100,9 +100,9 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         ),
         progress=outcome.progress,
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
-        noticed=noticed_in(outcome),
+        noticed=read_detections(outcome),
         one_way=one_way(run.network),
-        away=tuple(map(away_line, run.spec.absences)),
+        away=tuple(map(describe_offline_interval, run.spec.absences)),
         not_captured=tuple(not_captured(outcome)),
         misconduct=outcome.misconduct,
         tapped=_tapped(outcome),
@@ -143,7 +143,7 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
     held-out records, and for a loss of one's own.
     """
     from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.linear_model import LogisticRegression, RidgeLoss
     from sklearn.svm import LinearSVC
 
     if not len(data.test_labels):
@@ -154,17 +154,17 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
     features, labels = loss.enforce(features, labels)
     test, _ = loss.enforce(data.test_features, np.zeros(len(data.test_labels)))
     strength = max(loss.ridge, 1e-9) * len(labels)
-    if isinstance(loss, Squared):
-        scores = Ridge(alpha=strength / 2, fit_intercept=False).fit(features, labels).predict(test)
+    if isinstance(loss, SquaredLoss):
+        scores = RidgeLoss(alpha=strength / 2, fit_intercept=False).fit(features, labels).predict(test)
         return _accuracy(loss.classify(scores), data.test_labels)
-    if isinstance(loss, Hinge | SmoothedHinge):
+    if isinstance(loss, HingeLoss | SmoothedHingeLoss):
         cost = 1 / max(strength, 1e-4 * len(labels))  # with less of a ridge, the solver gets nowhere
         model = LinearSVC(loss="hinge", C=cost, fit_intercept=False, max_iter=100_000, random_state=0)
-    elif not isinstance(loss, Logistic | PassGlm | Softmax | TorchLoss):
+    elif not isinstance(loss, Logistic | PassGlmLoss | SoftmaxLoss | TorchLoss):
         return None
     else:
         # Of two classes, scikit-learn learns the difference of their vectors: half the ridge of two vectors.
-        halved = isinstance(loss, Softmax) and len(np.unique(labels)) == 2
+        halved = isinstance(loss, SoftmaxLoss) and len(np.unique(labels)) == 2
         model = LogisticRegression(C=(2 if halved else 1) / strength, fit_intercept=False, max_iter=5_000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # without a ridge there may be no minimiser
@@ -172,11 +172,11 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
     return _accuracy(model.predict(test), data.test_labels)
 
 
-def _promise(run: Run, outcome: Outcome) -> Promise:
+def _promise(run: Run, outcome: Outcome) -> GuaranteeSummary:
     live = run.spec.data.live
     said = max((1, *(status.rounds_said for status in outcome.statuses)))
     guarantee = promised_by(run.algorithm.accountant(0), said) if live else run.guarantee(0)
-    return Promise(
+    return GuaranteeSummary(
         algorithm=run.algorithm.name,
         threat_model=guarantee.grounds.threat_model.value,
         adjacency=guarantee.adjacency,
@@ -208,7 +208,7 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
         heard=heard,
         first_scale=scales[0] if scales else 0.0,
         last_scale=scales[-1] if scales else 0.0,
-        late=lateness(transcript.fields[USED]) if run.late else None,
+        late=measure_staleness(transcript.fields[USED_ROUNDS_FIELD]) if run.late else None,
     )
 
 
@@ -220,14 +220,14 @@ def _opened(outcome: Outcome) -> Capture | None:
         return None
 
 
-def _tapped(outcome: Outcome) -> Tapped | None:
+def _tapped(outcome: Outcome) -> WiretapSummary | None:
     """What a wiretap noted; None where there was none, or its capture cannot be read here."""
     capture = _opened(outcome)
     counts = None if capture is None else capture.ciphertext
-    return None if counts is None else Tapped(str(outcome.capture), counts.connections, counts.records, counts.bytes)
+    return None if counts is None else WiretapSummary(str(outcome.capture), counts.connections, counts.records, counts.bytes)
 
 
-def noticed_in(outcome: Outcome) -> Noticed | None:
+def read_detections(outcome: Outcome) -> Noticed | None:
     """What the eavesdropper noticed in a run; None where there is no capture that can be read here."""
     if (capture := _opened(outcome)) is None or "noticed_count" not in (facts := capture.facts):
         return None
@@ -239,15 +239,15 @@ def not_captured(outcome: Outcome) -> Iterator[str]:
     """What the capture of a run lacks, a line on each."""
     if outcome.capture_error:
         yield f"The capture is not complete: {outcome.capture_error}"
-    gaps = gaps_in(outcome)
+    gaps = list_capture_gaps(outcome)
     if gaps and _tapped(outcome) is not None:
         yield "The wiretap was started again in the run: the last that it noted before may be missing"
     elif gaps:
         more = f"; and {len(gaps) - _NAMED} more" if len(gaps) > _NAMED else ""
-        yield f"The capture has {plural(len(gaps), 'gap')}: {'; '.join(gaps[:_NAMED])}{more}"
+        yield f"The capture has {pluralize(len(gaps), 'gap')}: {'; '.join(gaps[:_NAMED])}{more}"
 
 
-def gaps_in(outcome: Outcome) -> tuple[str, ...]:
+def list_capture_gaps(outcome: Outcome) -> tuple[str, ...]:
     """What is missing in the middle of a capture, in words; nothing where there is none that can be read here."""
     if (capture := _opened(outcome)) is None:
         return ()
@@ -265,7 +265,7 @@ def gaps_in(outcome: Outcome) -> tuple[str, ...]:
 
 def _learner(
     run: Run,
-    known: Prepared | None,
+    known: PreparedRun | None,
     outcome: Outcome,
     transcript: Transcript | None,
     index: int,
@@ -287,7 +287,7 @@ def _learner(
     own = None if known is None else known.data.learners[index]
     spent = _as_charged(run, outcome, index) if live or own is None else _planned(run, own, index)
     swaps: tuple[Swap | None, Swap | None] = (None, None)
-    heard = 0 if transcript is None else transcript.unbroken(index, run.attendance(index))
+    heard = 0 if transcript is None else transcript.count_complete_rounds(index, run.attendance(index))
     if known is not None and own is not None and transcript is not None and heard and len(own.order):
         said_until = transcript.until(min(heard, own.rounds))
         whose = f"the privacy loss of the messages of {run.spec.names[index]}"
@@ -330,9 +330,9 @@ class _Spent:
 def _planned(run: Run, own: LearnerData, index: int) -> _Spent:
     """By the records of all planned rounds."""
     event = run.guarantee(index, np.diff(own.offsets))
-    losses = record_losses(run.algorithm.accountant(index), own, run.attendance(index).end)
-    record = as_floats(np.cumsum(dearest_losses(losses, event.per_round)))
-    return _Spent(event.paper, event.cumulative, record, event.infinite_horizon)
+    losses = group_record_losses(run.algorithm.accountant(index), own, run.attendance(index).end)
+    record = as_floats(np.cumsum(worst_case_record_losses(losses, event.per_round)))
+    return _Spent(event.paper, event.cumulative_epsilon, record, event.infinite_horizon)
 
 
 def _as_charged(run: Run, outcome: Outcome, index: int) -> _Spent:
@@ -348,12 +348,12 @@ def _as_charged(run: Run, outcome: Outcome, index: int) -> _Spent:
     return _Spent(run.algorithm.accountant(index).paper(rounds), charged, charged, math.inf)
 
 
-def _swaps(known: Prepared, transcript: Transcript, index: int, spent: FloatArray) -> tuple[Swap | None, Swap | None]:
+def _swaps(known: PreparedRun, transcript: Transcript, index: int, spent: FloatArray) -> tuple[Swap | None, Swap | None]:
     """The most telling replacements of one use of a record, and of all uses of one."""
     run, own = known.run, known.data.learners[index]
     counts, uses = np.diff(own.offsets), own.uses_by_round(int(own.order[0]))
-    event = run.guarantee(index, counts).cumulative if run.spec.data.live else spent
-    every = run.guarantee(index, counts, uses).cumulative
+    event = run.guarantee(index, counts).cumulative_epsilon if run.spec.data.live else spent
+    every = run.guarantee(index, counts, uses).cumulative_epsilon
     return (
         _swap(run, transcript, known.data, index, event, every_use=False),
         _swap(run, transcript, known.data, index, every, every_use=True),
@@ -363,7 +363,7 @@ def _swaps(known: Prepared, transcript: Transcript, index: int, spent: FloatArra
 def _swap(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, claimed: FloatArray, *, every_use: bool
 ) -> Swap | None:
-    found = most_telling(run, transcript, data, learner, every_use=every_use)
+    found = compute_worst_losses(run, transcript, data, learner, every_use=every_use)
     if found is None:
         return None
     by_round = np.cumsum(found.realised[:, 0, 0])
@@ -386,7 +386,7 @@ def _disagreement(predictions: Sequence[FloatArray | None]) -> float | None:
     return max(float(np.mean(a != b)) for k, a in enumerate(known) for b in known[:k])
 
 
-CURVE = 64
+MAX_CURVE_POINTS = 64
 """Rounds after which a model is looked at, evenly over the run, or all of a shorter one."""
 
 
@@ -428,7 +428,7 @@ def measure(
 
 def _measured(run: Run, data: PlacedData, transcript: Transcript, index: int, done: int) -> _Measured | None:
     """None: what is known of its models ends before the last round but one."""
-    looks = {int(k) for k in np.rint(np.linspace(0, done - 1, min(done, CURVE)))} | {done - 2}
+    looks = {int(k) for k in np.rint(np.linspace(0, done - 1, min(done, MAX_CURVE_POINTS)))} | {done - 2}
     curve, labels, rounds = list[tuple[int, float]](), None, 0
     for k, machine in enumerate(replayed(run, transcript, index, data.learners[index])):
         rounds = k + 1
@@ -450,14 +450,14 @@ def cost(run: Run, statuses: Sequence[LearnerStatus], measured: Mapping[int, _Me
         )
         for i, each in measured.items()
     ]
-    return max(told, key=lambda each: (not each.protected, each.epsilon)).text if told else ""
+    return max(told, key=lambda each: (not each.is_protected, each.epsilon)).text if told else ""
 
 
 MOST_ROUNDS = 100_000
 """Rounds whose records are held in memory."""
 
 
-def _learned_by(logs: Path, run: Run, data: PlacedData, run_id: str) -> Prepared | None:
+def _learned_by(logs: Path, run: Run, data: PlacedData, run_id: str) -> PreparedRun | None:
     """A run of live records as if it had been planned: what its learners have learned, by their logs.
 
     Args:
@@ -470,16 +470,16 @@ def _learned_by(logs: Path, run: Run, data: PlacedData, run_id: str) -> Prepared
         The rounds that all of them have learned; None where a log was not kept, or there are more than `MOST_ROUNDS`.
     """
     spec, n_features = run.spec, data.n_features
-    if set(spec.names) - set(learners_in(logs, run_id)):
+    if set(spec.names) - set(find_learners(logs, run_id)):
         return None
-    found = [Learned(logs, name, run_id, spec, n_features) for name in spec.names]
+    found = [LoggedRecords(logs, name, run_id, spec, n_features) for name in spec.names]
     for each in found:
         each.look()
     rounds = min(each.rounds for each in found)
     if not 0 < rounds <= MOST_ROUNDS:
         return None
     learners = tuple(_as_data([each.batch(t) for t in range(rounds)]) for each in found)
-    return Prepared(build_run(spec.model_copy(update={"rounds": rounds}), n_features), replace(data, learners=learners))
+    return PreparedRun(build_run(spec.model_copy(update={"rounds": rounds}), n_features), replace(data, learners=learners))
 
 
 def _as_data(batches: Sequence[Batch]) -> LearnerData:

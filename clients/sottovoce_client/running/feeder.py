@@ -12,23 +12,23 @@ import numpy as np
 
 from sottovoce_client import terminal
 from sottovoce_core.data import LearnerData
-from sottovoce_core.errors import NotReady, Unavailable
+from sottovoce_core.errors import FailedPrecondition, Unavailable
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import Ending, as_error, handshake
+from sottovoce_rpc.status import CallOutcome, convert_status_error, explain_handshake_failure
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
-_ROUNDS_PER_BATCH, _BATCH_BYTES = 64, 8 * 1024 * 1024
+_MAX_ROUNDS_PER_BATCH, _MAX_BATCH_BYTES = 64, 8 * 1024 * 1024
 """Of a batch: rounds, and bytes unless one round alone has more."""
 _AHEAD = 64
 """Batches that are sent before the learner has confirmed them; it does so every so often."""
 _PATIENCE_S, _RETRY_S = 60.0, 0.5
 
 
-def batch_of(data: LearnerData, source: str, sequence: int, rounds: int = _ROUNDS_PER_BATCH) -> learner_pb2.SampleBatch:
+def make_batch(data: LearnerData, source: str, sequence: int, rounds: int = _MAX_ROUNDS_PER_BATCH) -> learner_pb2.SampleBatch:
     """One of a learner's batches, each of so many consecutive rounds."""
     first = sequence * rounds
     last = min(first + rounds, data.rounds)
@@ -43,11 +43,11 @@ def batch_of(data: LearnerData, source: str, sequence: int, rounds: int = _ROUND
     )
 
 
-def rounds_of_batch(data: LearnerData) -> int:
+def choose_rounds_per_batch(data: LearnerData) -> int:
     """Rounds in each of a learner's batches: the same whenever they are sent again."""
     most = max(int(np.diff(data.offsets).max(initial=1)), 1)
     width: int = data.features.shape[1] + 1
-    return max(1, min(_ROUNDS_PER_BATCH, _BATCH_BYTES // (8 * width * most)))
+    return max(1, min(_MAX_ROUNDS_PER_BATCH, _MAX_BATCH_BYTES // (8 * width * most)))
 
 
 class _Sending:
@@ -58,7 +58,7 @@ class _Sending:
     """
 
     def __init__(self, data: LearnerData, source: str) -> None:
-        self._data, self._source, self._rounds = data, source, rounds_of_batch(data)
+        self._data, self._source, self._rounds = data, source, choose_rounds_per_batch(data)
         self._many = -(-data.rounds // self._rounds)
         self.received = 0
         self._receipt = asyncio.Event()
@@ -80,7 +80,7 @@ class _Sending:
             while due >= self.received + _AHEAD:
                 self._receipt.clear()
                 await self._receipt.wait()
-            yield batch_of(self._data, self._source, due, self._rounds)
+            yield make_batch(self._data, self._source, due, self._rounds)
             due = max(due + 1, self.received)  # it may have had more already
 
 
@@ -107,7 +107,7 @@ async def feed(
 
     Raises:
         DataError: the learner refused the records.
-        Unavailable, NotReady: for so long it could not be reached, was not in the run, or took nothing in: it is being told, or
+        Unavailable, FailedPrecondition: for so long it could not be reached, was not in the run, or took nothing in: it is being told, or
             has failed and the coordinator is.
     """
     patience_s = max(patience_s, _PATIENCE_S)
@@ -123,12 +123,12 @@ async def feed(
                 await _sent(stub.Ingest(), sending, refused)
                 continue
             except grpc.aio.AioRpcError as error:
-                failure = as_error(error, f"the learner at {address}")
-                if (why := handshake(error.details() or "")) and why != told:  # waiting alone does not mend it
+                failure = convert_status_error(error, f"the learner at {address}")
+                if (why := explain_handshake_failure(error.details() or "")) and why != told:  # waiting alone does not mend it
                     told = why
                     terminal.say(f"waiting for {learner or 'the learner'} at {address}: {why}")
         failing = away if isinstance(failure, Unavailable) else refused
-        if not isinstance(failure, Unavailable | NotReady) or failing.too_long(now()):
+        if not isinstance(failure, Unavailable | FailedPrecondition) or failing.too_long(now()):
             raise failure
         await asyncio.sleep(_RETRY_S)
 
@@ -160,7 +160,7 @@ async def _sent(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending, re
     Raises:
         AioRpcError: it broke, or the learner refuses.
     """
-    ending = Ending(call)
+    ending = CallOutcome(call)
     try:
         async with beside(_said(call, sending)):
             try:
@@ -168,7 +168,7 @@ async def _sent(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending, re
                     sending.receive(receipt.next_sequence)
                     refused.over()
             except grpc.aio.AioRpcError:
-                await ending.require_well()
+                await ending.require_ok()
     finally:
         call.cancel()
 

@@ -14,16 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.running.monitoring import RunLine, moment, run_line
-from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
-from sottovoce_client.wording import NOTHING, away_line, count, duration, number
-from sottovoce_core.network.roster import Absence
+from sottovoce_client.running.monitoring import RunListItem, moment, make_run_list_item
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, RESUME_TIMEOUT_S
+from sottovoce_client.wording import NOTHING, describe_offline_interval, count, duration, number
+from sottovoce_core.network.roster import OfflineInterval
 from sottovoce_core.text import plain
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
-from sottovoce_rpc.learner_status import LearnerStatus, misconduct_lines
+from sottovoce_rpc.learner_status import LearnerStatus, describe_violations
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import as_error
+from sottovoce_rpc.status import convert_status_error
 from sottovoce_rpc.tasks import answered
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2_grpc
 
@@ -39,13 +39,13 @@ async def list_runs(coordinator: str, console: Console | None = None, credential
         SottovoceError: the coordinator cannot be reached.
     """
     table = _table("run", "state", "started", "took", "rounds", "detail")
-    for line in map(run_line, await all_runs(coordinator, credentials)):
+    for line in map(make_run_list_item, await all_runs(coordinator, credentials)):
         cells = line.state, moment(line.started), _took(line), count(line.round)
         table.add_row(_said(line.run_id), *cells, _said(line.detail))
     (console or terminal.console()).print(table if table.row_count else "no runs")
 
 
-async def run_documents(
+async def get_run_documents(
     coordinator: str, run_id: str = "", credentials: Credentials = NO_IDENTITY
 ) -> list[dict[str, Any]]:
     """Runs for programs, the newest first: all, or one of them.
@@ -58,7 +58,7 @@ async def run_documents(
 
 
 def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
-    line = run_line(run)
+    line = make_run_list_item(run)
     return {
         "run": run.run_id,
         "state": line.state,
@@ -91,7 +91,7 @@ async def show_run(
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
     run = await get_run(coordinator, run_id, credentials)
-    console, facts, line = console or terminal.console(), terminal.facts(), run_line(run)
+    console, facts, line = console or terminal.console(), terminal.facts(), make_run_list_item(run)
     planned = json.loads(run.spec)["rounds"]
     told = {
         "state": line.state,
@@ -101,7 +101,7 @@ async def show_run(
         "rounds": f"{count(line.round)}, no end planned"
         if planned is None
         else f"{count(line.round)} of {count(planned)}",
-        "misconduct": "\n".join(map(plain, misconduct_lines(run))),
+        "misconduct": "\n".join(map(plain, describe_violations(run))),
         "capture": "\n".join(map(plain, filter(None, (run.capture_location, run.capture_error)))),
     }
     for name, text in told.items():
@@ -123,9 +123,9 @@ async def stop_run(
     run = await get_run(coordinator, run_id, credentials)
     was_over = run.HasField("ended_at")
     if not was_over:
-        request = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason=BY_OPERATOR)
+        request = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason=STOPPED_BY_OPERATOR)
         run = await asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
-    state = run_line(run).state
+    state = make_run_list_item(run).state
     how = f"{state}: {run.detail}" if run.detail else state
     line = f"run {run.run_id} is over ({how}): nothing is left to stop" if was_over else f"{run.run_id} {how}"
     (console or terminal.console()).print(_said(line))
@@ -141,9 +141,9 @@ async def resume_run(
         SottovoceError: it did not fail, or a learner is, or was since, in another run; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.ResumeRunRequest(run_id=run_id)
-    run = await asked(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_S))
+    run = await asked(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_TIMEOUT_S))
     console = console or terminal.console()
-    line = run_line(run)
+    line = make_run_list_item(run)
     console.print(_said(f"{line.run_id} {line.state} from round {count(line.round)} on"))
     if away := [each.status.learner for each in run.learners if each.HasField("disconnected_at")]:
         console.print(_said(f"waiting for {', '.join(away)}"))
@@ -152,7 +152,7 @@ async def resume_run(
     terminal.tell(lambda: _document(run))
 
 
-async def amend_run(
+async def reconfigure_run(
     coordinator: str,
     run_id: str,
     learner: str,
@@ -168,11 +168,11 @@ async def amend_run(
     """
     request = coordinator_pb2.JoinRunRequest if joins else coordinator_pb2.LeaveRunRequest
     wanted, method = request(run_id=run_id, learner=learner), "JoinRun" if joins else "LeaveRun"
-    await asked(coordinator, credentials, lambda stub: getattr(stub, method)(wanted, timeout=RESUME_S))
+    await asked(coordinator, credentials, lambda stub: getattr(stub, method)(wanted, timeout=RESUME_TIMEOUT_S))
     run = await get_run(coordinator, run_id, credentials)
     for each in json.loads(run.spec).get("absences") or ():
         if each["learner"] == learner:
-            (console or terminal.console()).print(_said(away_line(Absence(**each))))
+            (console or terminal.console()).print(_said(describe_offline_interval(OfflineInterval(**each))))
     terminal.tell(lambda: _document(run))
 
 
@@ -240,7 +240,7 @@ async def asked(
         try:
             return await answered(ask(_STUBS[role](to)), to, who, terminal.say)
         except grpc.aio.AioRpcError as error:
-            raise as_error(error, who) from None
+            raise convert_status_error(error, who) from None
 
 
 def _learners(run: coordinator_pb2.Run) -> Table:
@@ -272,6 +272,6 @@ def _table(*heads: str) -> Table:
     return table
 
 
-def _took(line: RunLine) -> str:
+def _took(line: RunListItem) -> str:
     seconds = (time.time() if line.ended is None else line.ended) - line.started
     return duration(seconds) if seconds >= 0 else NOTHING

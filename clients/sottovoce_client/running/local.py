@@ -20,21 +20,21 @@ from types import TracebackType
 from typing import Self
 
 from sottovoce_client.pki import Authority
-from sottovoce_client.wording import plural
+from sottovoce_client.wording import pluralize
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.running.policy import Policy
-from sottovoce_core.spec import RunSpec, code_to_import
-from sottovoce_eavesdropper.service import DRAIN_S
-from sottovoce_rpc.certificates import AUTHORITIES
+from sottovoce_core.spec import RunSpec, find_first_import
+from sottovoce_eavesdropper.service import DRAIN_TIMEOUT_S
+from sottovoce_rpc.certificates import AUTHORITIES_FILE
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.tasks import Tasks
 
-_START_S = 300.0
+_START_TIMEOUT_S = 300.0
 """A guard against a service that hangs, not a promise: one that dies is noticed at once, whatever the machine has to do."""
 _OPERATOR = "operator-local"
-JOURNALS = "journals"
+LEARNER_STATE_FOLDER = "journals"
 """State folder of the learners, in that of the services."""
-_STOP_S = 3.5
+_STOP_TIMEOUT_S = 3.5
 """How long a service may take to end; an eavesdropper also writes what it holds."""
 
 
@@ -45,7 +45,7 @@ class _Process:
     name: str
     child: asyncio.subprocess.Process
     log: Path
-    stop_s: float = _STOP_S
+    stop_s: float = _STOP_TIMEOUT_S
     addresses: dict[str, str] = field(default_factory=dict)
     """Where what it serves listens, by the name that it announced."""
 
@@ -144,7 +144,7 @@ class LocalServices:
         learners, processes = self.spec.n_learners, -(-self.spec.n_learners // self._per_process)
         hosts = f" in {processes} {'process' if processes == 1 else 'processes'}" if processes < learners else ""
         eavesdropper = "" if self.spec.capture == "none" else ", an eavesdropper"
-        return f"a coordinator{eavesdropper} and {plural(learners, 'learner')}{hosts}"
+        return f"a coordinator{eavesdropper} and {pluralize(learners, 'learner')}{hosts}"
 
     @property
     def learners(self) -> dict[str, str]:
@@ -156,9 +156,9 @@ class LocalServices:
 
     async def _start_all(self) -> None:
         if self._identities is not None:
-            await asyncio.to_thread(issue_local, self._identities, self.spec.names)
+            await asyncio.to_thread(issue_local_identities, self._identities, self.spec.names)
             # Stays with the results, to verify signatures by.
-            await asyncio.to_thread(shutil.copy, self._identities / _OPERATOR / AUTHORITIES, self._folder / AUTHORITIES)
+            await asyncio.to_thread(shutil.copy, self._identities / _OPERATOR / AUTHORITIES_FILE, self._folder / AUTHORITIES_FILE)
             self.credentials = Credentials(self._identities / _OPERATOR)
         more: list[str] = []
         if self.spec.capture != "none":
@@ -172,7 +172,7 @@ class LocalServices:
             "coordinator", ["coordinator", *self._imports, *self._as("coordinator-local"), *more]
         )
         self.coordinator = await self._announced(coordinator)
-        policy = Policy.for_spec(self.spec).dump()
+        policy = Policy.from_spec(self.spec).dump()
         await asyncio.to_thread(self._policy.write_text, policy, encoding="utf-8")
         names = self.spec.names
         groups = [names[k : k + self._per_process] for k in range(0, len(names), self._per_process)]
@@ -193,10 +193,10 @@ class LocalServices:
     @property
     def _imports(self) -> list[str]:
         """Leave to import code, only where this very spec needs it."""
-        return ["--allow-imports"] if code_to_import(self.spec.model_dump(mode="json")) else []
+        return ["--allow-imports"] if find_first_import(self.spec.model_dump(mode="json")) else []
 
     def _learner_command(self, names: Sequence[str]) -> list[str]:
-        command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / JOURNALS)]
+        command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / LEARNER_STATE_FOLDER)]
         command += ["--policy", str(self._policy), *self._imports]
         command += self._as(f"learner-{names[0]}" if len(names) == 1 else "")
         if self._identities is not None:
@@ -227,7 +227,7 @@ class LocalServices:
                 },  # one port, many services
                 start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
             )
-        process = _Process(name, child, path, _STOP_S + (DRAIN_S if name == "eavesdropper" else 0.0))
+        process = _Process(name, child, path, _STOP_TIMEOUT_S + (DRAIN_TIMEOUT_S if name == "eavesdropper" else 0.0))
         self._processes.append(process)
         return process
 
@@ -235,10 +235,10 @@ class LocalServices:
         """Read where a process listens."""
         said = process.child.stdout
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(_START_TIMEOUT_S):
                 line = await said.readline() if said else b""
         except TimeoutError:
-            raise Unavailable(f"{process.name} did not start within {_START_S:g} s; see {process.log}") from None
+            raise Unavailable(f"{process.name} did not start within {_START_TIMEOUT_S:g} s; see {process.log}") from None
         if not line:
             await process.child.wait()
             raise Unavailable(f"{process.name} did not start: {process.last_words()}")
@@ -247,7 +247,7 @@ class LocalServices:
         return str(facts["address"])
 
 
-def issue_local(folder: Path, names: Sequence[str]) -> None:
+def issue_local_identities(folder: Path, names: Sequence[str]) -> None:
     """An authority, and an identity for each service of a run on this machine, in folders such as `learner-NAME`.
 
     Args:

@@ -13,15 +13,15 @@ import numpy as np
 from pydantic import ValidationError
 
 from sottovoce_core.errors import SottovoceError, SpecError
-from sottovoce_core.network.roster import Absence, Roster, names_of
+from sottovoce_core.network.roster import OfflineInterval, ParticipationSchedule, names_of
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.registry import ENDLESS
 from sottovoce_core.text import plain
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, misconduct_lines
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, describe_violations
 from sottovoce_rpc.specs import document_from_wire
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2
 
-_FEW_ROUNDS = 64
+_MAX_SCANNED_ROUNDS = 64
 """Of a network that changes more often, every edge is taken to lead both ways."""
 Way = tuple[int, int]
 """From whom to whom: indices of learners."""
@@ -62,10 +62,10 @@ def plan_of(spec: str) -> Plan:
     Raises:
         SpecError: it is not JSON, of a format that is none, or of a version that says things otherwise.
     """
-    return plan_from(document_from_wire(spec))
+    return parse_plan_document(document_from_wire(spec))
 
 
-def plan_from(document: Any) -> Plan:
+def parse_plan_document(document: Any) -> Plan:
     """Read a spec as YAML or JSON gives it.
 
     Raises:
@@ -79,7 +79,7 @@ def plan_from(document: Any) -> Plan:
 
 def _plan(document: Any) -> Plan:
     names = names_of(document["learners"])
-    absences = tuple(Absence(**each) for each in document.get("absences") or ())
+    absences = tuple(OfflineInterval(**each) for each in document.get("absences") or ())
     clock, algorithm = document.get("clock") or {}, document["algorithm"]
     return Plan(
         name=str(document.get("name") or "run"),
@@ -95,12 +95,12 @@ def _plan(document: Any) -> Plan:
     )
 
 
-def _ways(document: Mapping[str, Any], names: tuple[str, ...], absences: tuple[Absence, ...]) -> tuple[Way, ...]:
+def _ways(document: Mapping[str, Any], names: tuple[str, ...], absences: tuple[OfflineInterval, ...]) -> tuple[Way, ...]:
     """Who says something to whom in any round."""
     try:
         topology = Topology.model_validate(document.get("topology") or {})
-        network = topology.network(len(names), int(document["rounds"] or ENDLESS), Roster(names, absences))
-        if network.horizon > _FEW_ROUNDS:
+        network = topology.network(len(names), int(document["rounds"] or ENDLESS), ParticipationSchedule(names, absences))
+        if network.horizon > _MAX_SCANNED_ROUNDS:
             return tuple(way for i, j in network.edges for way in ((i, j), (j, i)))
         heard = np.any([network.at(t).neighbours > 0 for t in range(network.horizon)], axis=0)
     except (SottovoceError, ValidationError):  # a graph of one's own, which only its code could tell
@@ -108,11 +108,11 @@ def _ways(document: Mapping[str, Any], names: tuple[str, ...], absences: tuple[A
     return tuple((int(speaker), int(listener)) for speaker, listener in np.argwhere(heard.T))
 
 
-WINDOW_S, FEW_ROUNDS = 10.0, 5
+WINDOW_S, RATE_WINDOW_ROUNDS = 10.0, 5
 """Rates are of so many seconds, or paced rounds: slow enough to read, and quick enough to see that something stopped."""
 KEPT = 180
 """Looks at a run that are remembered: three minutes."""
-_OVER = (LearnerState.FINISHED, LearnerState.STOPPED)
+_ENDED_STATES = (LearnerState.FINISHED, LearnerState.STOPPED)
 NEAR = 0.9
 """A learner that has spent such a share of its limit is told of, where it goes on spending."""
 Count = tuple[int, int]
@@ -120,7 +120,7 @@ Count = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RunObservation:
     """One look at a run; lists are by index.
 
     Attributes:
@@ -140,7 +140,7 @@ class Look:
     @property
     def round(self) -> int:
         """Rounds that all learners have done who have more to do."""
-        busy = [each for each in self.statuses if each.state not in _OVER] or self.statuses
+        busy = [each for each in self.statuses if each.state not in _ENDED_STATES] or self.statuses
         return min((each.rounds_done for each in busy), default=0)
 
 
@@ -159,12 +159,12 @@ class LearnerView:
     epsilon: float
     limit: float | None
     elsewhere: float
-    own_limit: float | None
+    epsilon_owner_budget: float | None
     records: int
     waiting: int
     arrival: float | None
     accuracy: float | None
-    notices: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +175,13 @@ class EdgeView:
     b: int
     there: float
     back: float
-    bytes_s: float
+    bytes_per_second: float
     messages: int
     one_way: bool
 
 
 @dataclass(frozen=True, slots=True)
-class RunLine:
+class RunListItem:
     """A run in the list, as its coordinator says; times are Unix times.
 
     Attributes:
@@ -198,11 +198,11 @@ class RunLine:
     started: float
     ended: float | None
     round: int = 0
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunView(RunLine):
+class RunView(RunListItem):
     """One run, with its graph."""
 
     name: str
@@ -213,15 +213,15 @@ class RunView(RunLine):
     live: bool
     rounds: int | None
     rate: float | None
-    left_s: float | None
+    remaining_s: float | None
     pace: tuple[float, ...]
-    counted_by: str
+    traffic_source: str
     learners: tuple[LearnerView, ...]
     edges: tuple[EdgeView, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CaptureLine:
+class CaptureListItem:
     """A capture in the list; `path` leads to its facts where they can be opened, else it is empty."""
 
     name: str
@@ -241,13 +241,13 @@ class CaptureLine:
 class History:
     """The last looks at a run."""
 
-    looks: deque[Look] = field(default_factory=lambda: deque(maxlen=KEPT))
+    looks: deque[RunObservation] = field(default_factory=lambda: deque(maxlen=KEPT))
 
-    def add(self, look: Look) -> None:
+    def add(self, look: RunObservation) -> None:
         """One more."""
         self.looks.append(look)
 
-    def before(self, window_s: float) -> Look | None:
+    def before(self, window_s: float) -> RunObservation | None:
         """What to compare the last look with: the first one within the window; None: there is none."""
         now = self.looks[-1].at
         within = (each for each in self.looks if now - each.at <= window_s)
@@ -261,7 +261,7 @@ class History:
         return tuple(max(0.0, round((b.round - a.round) / (b.at - a.at), 3)) for a, b in pairs if b.at > a.at)
 
 
-def newest(runs: Sequence[RunLine]) -> str:
+def newest(runs: Sequence[RunListItem]) -> str:
     """The run to look at where nobody says which: under way before others, then the newest; empty: there is none.
 
     Args:
@@ -271,9 +271,9 @@ def newest(runs: Sequence[RunLine]) -> str:
     return next(iter([*under_way, *(each.run_id for each in runs)]), "")
 
 
-def run_view(course: RunLine, plan: Plan, history: History) -> RunView:
+def make_run_view(course: RunListItem, plan: Plan, history: History) -> RunView:
     """A run, of what its coordinator said now and before."""
-    now, before = history.looks[-1], history.before(max(WINDOW_S, FEW_ROUNDS * (plan.period_s or 0.0)))
+    now, before = history.looks[-1], history.before(max(WINDOW_S, RATE_WINDOW_ROUNDS * (plan.period_s or 0.0)))
     rate = None if before is None else _rate(now.round, before.round, now.at - before.at)
     over = course.ended is not None
     left = None if plan.rounds is None else max(0, plan.rounds - now.round)
@@ -292,12 +292,12 @@ def run_view(course: RunLine, plan: Plan, history: History) -> RunView:
         round=now.round,
         rounds=plan.rounds,
         rate=_mean_rate(course, now) if over else rate,
-        left_s=left / lasting(rate, plan.period_s) if left is not None and rate and not over else None,
+        remaining_s=left / lasting(rate, plan.period_s) if left is not None and rate and not over else None,
         pace=history.pace,
-        counted_by="learners" if now.heard is None else "eavesdropper",
+        traffic_source="learners" if now.heard is None else "eavesdropper",
         learners=_learner_views(plan, now, before),
         edges=_edge_views(plan.ways, now, before),
-        notices=course.notices,
+        warnings=course.warnings,
     )
 
 
@@ -306,7 +306,7 @@ def lasting(rate: float, period_s: float | None) -> float:
     return rate if period_s is None else min(rate, 1.0 / period_s)
 
 
-def _learner_views(plan: Plan, now: Look, before: Look | None) -> tuple[LearnerView, ...]:
+def _learner_views(plan: Plan, now: RunObservation, before: RunObservation | None) -> tuple[LearnerView, ...]:
     """A row for each learner."""
     rows = []
     for i, status in enumerate(now.statuses):
@@ -322,13 +322,13 @@ def _learner_views(plan: Plan, now: Look, before: Look | None) -> tuple[LearnerV
                 rounds=status.rounds_done,
                 epsilon=status.epsilon_spent,
                 limit=status.limit,
-                elsewhere=status.epsilon_elsewhere,
-                own_limit=status.epsilon_own_budget,
+                elsewhere=status.epsilon_other_runs,
+                epsilon_owner_budget=status.epsilon_owner_budget,
                 records=status.records,
                 waiting=status.records_waiting,
                 arrival=arrival,
                 accuracy=status.prequential_accuracy,
-                notices=tuple(_notices(status, past)),
+                warnings=tuple(_notices(status, past)),
             )
         )
     return tuple(rows)
@@ -355,14 +355,14 @@ def _notices(status: LearnerStatus, past: LearnerStatus | None) -> list[str]:
     near = status.limit is not None and status.epsilon_spent >= NEAR * status.limit
     if near and status.state.under_way and past is not None and 0 < past.epsilon_spent < status.epsilon_spent:
         told.append("its budget is nearly used up")
-    if status.rules_broken:
-        told.append(f"messages that broke a rule on its channels: {status.rules_broken}")
+    if status.violation_count:
+        told.append(f"messages that broke a rule on its channels: {status.violation_count}")
     if status.detail:
         told.append(status.detail)
     return told
 
 
-def _edge_views(ways: Sequence[Way], now: Look, before: Look | None) -> tuple[EdgeView, ...]:
+def _edge_views(ways: Sequence[Way], now: RunObservation, before: RunObservation | None) -> tuple[EdgeView, ...]:
     """What passes on every edge: as the eavesdropper counted, else as learners say, who tell all their neighbours the same."""
     counts = dict(now.heard) if now.heard is not None else _said(ways, now)
     if before is None:
@@ -386,7 +386,7 @@ def _edge_views(ways: Sequence[Way], now: Look, before: Look | None) -> tuple[Ed
                 b=there[1],
                 there=rate(there, 0),
                 back=rate(back, 0),
-                bytes_s=rate(there, 1) + rate(back, 1),
+                bytes_per_second=rate(there, 1) + rate(back, 1),
                 messages=counts.get(there, (0, 0))[0] + counts.get(back, (0, 0))[0],
                 one_way=back not in known,
             )
@@ -394,7 +394,7 @@ def _edge_views(ways: Sequence[Way], now: Look, before: Look | None) -> tuple[Ed
     return tuple(edges)
 
 
-def _said(ways: Sequence[Way], look: Look) -> dict[Way, Count]:
+def _said(ways: Sequence[Way], look: RunObservation) -> dict[Way, Count]:
     """What learners said on every way, evenly: a message goes to every neighbour."""
     receivers: dict[int, int] = {}
     for speaker, _ in ways:
@@ -411,7 +411,7 @@ def _rate(now: int, before: int, seconds: float) -> float:
     return max(0, now - before) / seconds if seconds > 0 else 0.0
 
 
-def _mean_rate(course: RunLine, last: Look) -> float | None:
+def _mean_rate(course: RunListItem, last: RunObservation) -> float | None:
     """Of a run that is over."""
     seconds = (course.ended or course.started) - course.started
     return last.round / seconds if seconds > 0 else None
@@ -421,7 +421,7 @@ _STATES = {value: name.removeprefix("RUN_STATE_").lower() for name, value in coo
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ServiceAddresses:
     """Where services listen, and who asks them.
 
     Attributes:
@@ -437,21 +437,21 @@ class Places:
 # ---- what was said, as values ------------------------------------------------------------------------------------------
 
 
-def run_line(run: coordinator_pb2.Run) -> RunLine:
+def make_run_list_item(run: coordinator_pb2.Run) -> RunListItem:
     """A run in the list."""
     statuses = tuple(LearnerStatus.from_wire(each.status) for each in run.learners)
-    return RunLine(
+    return RunListItem(
         run_id=plain(run.run_id),
         state=_STATES.get(run.state, "of a newer version"),
         detail=plain(run.detail),
         started=run.started_at.ToDatetime(UTC).timestamp(),
         ended=run.ended_at.ToDatetime(UTC).timestamp() if run.HasField("ended_at") else None,
-        round=Look(0.0, statuses).round,
-        notices=tuple(map(plain, (*misconduct_lines(run), *filter(None, [run.capture_error])))),
+        round=RunObservation(0.0, statuses).round,
+        warnings=tuple(map(plain, (*describe_violations(run), *filter(None, [run.capture_error])))),
     )
 
 
-def look_at(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | None, at: float) -> Look:
+def parse_observation(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | None, at: float) -> RunObservation:
     """A look at a run's learners.
 
     Args:
@@ -459,7 +459,7 @@ def look_at(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | None, at: flo
         heard: what the eavesdropper counted.
         at: when.
     """
-    return Look(
+    return RunObservation(
         at,
         tuple(LearnerStatus.from_wire(each.status) for each in run.learners),
         tuple(plain(each.address) for each in run.learners),
@@ -471,13 +471,13 @@ def look_at(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | None, at: flo
     )
 
 
-def capture_line(told: eavesdropper_pb2.CaptureInfo) -> CaptureLine:
+def make_capture_list_item(told: eavesdropper_pb2.CaptureInfo) -> CaptureListItem:
     """A capture in the list."""
     state = told.error or ("open" if told.open else "closed")
     if told.gaps:
         state += f"; rounds are missing in {told.gaps} {'place' if told.gaps == 1 else 'places'}"
     location = plain(told.location)
-    return CaptureLine(
+    return CaptureListItem(
         Path(location).name or location, plain(told.run_id), location, plain(state), told.messages, told.bytes
     )
 

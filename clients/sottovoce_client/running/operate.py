@@ -18,49 +18,49 @@ from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData
-from sottovoce_core.errors import NotReady, SottovoceError, SpecError, StrangerError, Unavailable
-from sottovoce_core.network.roster import Absence
+from sottovoce_core.errors import FailedPrecondition, SottovoceError, SpecError, PermissionDenied, Unavailable
+from sottovoce_core.network.roster import OfflineInterval
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import plain
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
-from sottovoce_rpc.learner_status import LearnerStatus, misconduct_lines
+from sottovoce_rpc.learner_status import LearnerStatus, describe_violations
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.status import as_error
-from sottovoce_rpc.tasks import Tasks, answered, first_of, told_early
+from sottovoce_rpc.status import convert_status_error
+from sottovoce_rpc.tasks import Tasks, answered, extract_first_error, call_with_early_metadata
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
-_CALL_S, _PREDICT_S, _AGAIN_S = 40.0, 30.0, 1.0
-RESUME_S = 100.0
+_CALL_TIMEOUT_S, _PREDICT_TIMEOUT_S, _AGAIN_S = 40.0, 30.0, 1.0
+RESUME_TIMEOUT_S = 100.0
 """To take a run up again: its capture may still have to be closed."""
-MOST_LOOKS = 4_096
+MAX_PROGRESS_ENTRIES = 4_096
 """At a run that are kept for its report; of more, every second one."""
-_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_UNREACHABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How a call ends whose service dies or is told to end."""
-_PREDICT_NUMBERS = 1_000_000
+_MAX_PREDICT_VALUES = 1_000_000
 """Features that a learner is asked about in one message."""
-BY_OPERATOR = "stopped by the operator"
-BY_SIGTERM = "the command that ran it was ended by SIGTERM"
-TOLD = (BY_OPERATOR, BY_SIGTERM)
+STOPPED_BY_OPERATOR = "stopped by the operator"
+STOPPED_BY_SIGTERM = "the command that ran it was ended by SIGTERM"
+TOLD = (STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM)
 """Reasons of a run that was stopped because its command was told to end."""
-THE_COORDINATOR = "the coordinator"
+COORDINATOR_LABEL = "the coordinator"
 """Who is away, in a look at a run whose coordinator does not answer."""
-UNFED = "a feeder could not deliver its records"
+FEEDING_FAILED = "a feeder could not deliver its records"
 """Begins the reason of a run that was stopped for it."""
 
-Watcher = Callable[[Progress, str], None]
+RunProgressCallback = Callable[[Progress, str], None]
 
 
 class Stop(asyncio.Event):
     """Set when a command is told to end.
 
     Attributes:
-        reason: `BY_OPERATOR` or `BY_SIGTERM`, which its run is stopped with.
+        reason: `STOPPED_BY_OPERATOR` or `STOPPED_BY_SIGTERM`, which its run is stopped with.
     """
 
-    reason = BY_OPERATOR
+    reason = STOPPED_BY_OPERATOR
 
 
 class Interrupted(SottovoceError):
@@ -88,7 +88,7 @@ class Outcome:
     capture: str | None
     predictions: tuple[FloatArray | None, ...]
     capture_error: str = ""
-    absences: tuple[Absence, ...] = ()
+    absences: tuple[OfflineInterval, ...] = ()
     misconduct: tuple[str, ...] = ()
 
 
@@ -96,7 +96,7 @@ async def run_on(
     coordinator: str,
     spec: RunSpec,
     data: PlacedData,
-    watch: Watcher,
+    watch: RunProgressCallback,
     stop: asyncio.Event | None = None,
     *,
     world: int | None = None,
@@ -128,7 +128,7 @@ async def run_on(
     async with channel(coordinator, Role.COORDINATOR, credentials=credentials) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)
         try:
-            told = spec.model_copy(update={"topology": spec.topology.without_files(spec.names)})
+            told = spec.model_copy(update={"topology": spec.topology.inline_files(spec.names)})
             request = coordinator_pb2.StartRunRequest(
                 spec=spec_to_wire(told), n_features=data.n_features, world=world, replica=replica
             )
@@ -137,7 +137,7 @@ async def run_on(
             anew = place or (lambda _: data)
             return await _Running(stub, started, spec, data, watch, stop, anew, credentials).to_its_end()
         except grpc.aio.AioRpcError as error:
-            raise as_error(error, f"the coordinator at {coordinator}") from None
+            raise convert_status_error(error, f"the coordinator at {coordinator}") from None
 
 
 async def _begun(
@@ -150,7 +150,7 @@ async def _begun(
     method, request = ("RecoverRun", lost) if recover else ("StartRun", wanted)
     if recover:
         terminal.say(_before_recovery(recover, json.loads(wanted.spec).get("capture", "none")))
-    call = told_early(to, f"/sottovoce_wire.v1.Coordinator/{method}", request, coordinator_pb2.Run, _CALL_S)
+    call = call_with_early_metadata(to, f"/sottovoce_wire.v1.Coordinator/{method}", request, coordinator_pb2.Run, _CALL_TIMEOUT_S)
     return await answered(call, to, f"the coordinator at {coordinator}", terminal.say)
 
 
@@ -174,12 +174,12 @@ async def _resumed(
     Raises:
         SpecError: they are not.
     """
-    run = await stub.GetRun(coordinator_pb2.GetRunRequest(run_id=run_id), timeout=_CALL_S)
+    run = await stub.GetRun(coordinator_pb2.GetRunRequest(run_id=run_id), timeout=_CALL_TIMEOUT_S)
     if (_but_absences(run.spec), run.n_features) != (_but_absences(wanted.spec), wanted.n_features):
         raise SpecError(
             f"run {run.run_id} is of another spec or other records: take it up with those that it was started with"
         )
-    return await stub.ResumeRun(coordinator_pb2.ResumeRunRequest(run_id=run.run_id), timeout=RESUME_S)
+    return await stub.ResumeRun(coordinator_pb2.ResumeRunRequest(run_id=run.run_id), timeout=RESUME_TIMEOUT_S)
 
 
 def _but_absences(spec: str) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class _Running:
         started: coordinator_pb2.Run,
         spec: RunSpec,
         data: PlacedData,
-        watch: Watcher,
+        watch: RunProgressCallback,
         stop: asyncio.Event,
         place: Callable[[RunSpec], PlacedData],
         credentials: Credentials,
@@ -236,9 +236,9 @@ class _Running:
         seconds = time.monotonic() - self._began
         state, detail = _state(last), last.detail
         if (
-            last.detail.startswith(UNFED) and self._unfed is not None
+            last.detail.startswith(FEEDING_FAILED) and self._unfed is not None
         ):  # else it ended for another reason, and they with it
-            state, detail = "failed", f"records could not be delivered: {first_of(self._unfed)}"
+            state, detail = "failed", f"records could not be delivered: {extract_first_error(self._unfed)}"
         predictions = await asyncio.gather(*map(self._predict, self._spec.names, self._addresses))
         location = self._started.capture_location
         return Outcome(
@@ -252,7 +252,7 @@ class _Running:
             tuple(predictions),
             plain(last.capture_error),
             self._spec.absences,
-            misconduct_lines(last),
+            describe_violations(last),
         )
 
     async def _feed(self) -> None:
@@ -289,8 +289,8 @@ class _Running:
                     continue
                 try:
                     return feeding.result()
-                except (Unavailable, NotReady):
-                    if not self._spec.may_lose:  # else its coordinator says whether the run goes on without it
+                except (Unavailable, FailedPrecondition):
+                    if not self._spec.can_drop_learners:  # else its coordinator says whether the run goes on without it
                         raise
 
     async def _until_gone(self, index: int, address: str) -> None:
@@ -305,9 +305,9 @@ class _Running:
 
     async def _amended(self, view: coordinator_pb2.Run) -> None:
         """Learners have left or joined, or all go on from their logs."""
-        run = await self._stub.GetRun(coordinator_pb2.GetRunRequest(run_id=view.run_id), timeout=_CALL_S)
+        run = await self._stub.GetRun(coordinator_pb2.GetRunRequest(run_id=view.run_id), timeout=_CALL_TIMEOUT_S)
         self._attempt = view.attempt
-        told = [Absence(**each) for each in json.loads(run.spec).get("absences") or ()]
+        told = [OfflineInterval(**each) for each in json.loads(run.spec).get("absences") or ()]
         self._lost = {self._spec.names.index(each.learner) for each in told if each.unheard}
         if tuple(told) == self._spec.absences:
             return
@@ -327,15 +327,15 @@ class _Running:
         async with Tasks() as tasks:
             waits = [tasks.start(event.wait()) for event in (self._stop, self._give_up)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        told = self._stop.reason if isinstance(self._stop, Stop) else BY_OPERATOR
+        told = self._stop.reason if isinstance(self._stop, Stop) else STOPPED_BY_OPERATOR
         reason = told if self._stop.is_set() else _unfed(self._unfed)
         request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=reason)
         for attempt in count():
             try:
-                await self._stub.StopRun(request, timeout=_CALL_S)
+                await self._stub.StopRun(request, timeout=_CALL_TIMEOUT_S)
                 return
             except grpc.aio.AioRpcError as error:
-                if not (self._started.durable and error.code() in _GONE):
+                if not (self._started.durable and error.code() in _UNREACHABLE_CODES):
                     raise
             if not attempt:
                 terminal.say(
@@ -361,10 +361,10 @@ class _Running:
             except (grpc.aio.AioRpcError, Unavailable) as error:
                 _require_known(last, error)
                 away_since = away_since or time.monotonic()
-                gone = isinstance(error, Unavailable) or error.code() in _GONE
+                gone = isinstance(error, Unavailable) or error.code() in _UNREACHABLE_CODES
                 if not (gone and last.durable and time.monotonic() - away_since < self._spec.clock.patience):
                     raise
-            self._watch(replace(self._look(last), away=(THE_COORDINATOR,)), _state(last))
+            self._watch(replace(self._look(last), away=(COORDINATOR_LABEL,)), _state(last))
             await asyncio.sleep(_AGAIN_S)
 
     def _see(self, view: coordinator_pb2.Run) -> None:
@@ -376,7 +376,7 @@ class _Running:
             self._moved.set()
             self._moved = asyncio.Event()
         self._progress.append(self._look(view))
-        if len(self._progress) > MOST_LOOKS:  # however long the run lasts
+        if len(self._progress) > MAX_PROGRESS_ENTRIES:  # however long the run lasts
             del self._progress[1:-1:2]
         self._watch(self._progress[-1], _state(view))
 
@@ -390,7 +390,7 @@ class _Running:
             messages=tuple(s.messages_sent for s in statuses),
             away=tuple(each.status.learner for each in view.learners if each.HasField("disconnected_at")),
             left=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
-            misconduct=misconduct_lines(view),
+            misconduct=describe_violations(view),
             run_id=plain(view.run_id),
             uncaptured=None if view.HasField("ended_at") else plain(view.capture_error),
         )
@@ -409,11 +409,11 @@ class _Running:
             return None
         async with channel(address, Role.LEARNER, name, credentials=self._credentials) as to:
             rows, labels = self._data.test_features, list[FloatArray]()
-            each = max(1, _PREDICT_NUMBERS // rows.shape[1])
+            each = max(1, _MAX_PREDICT_VALUES // rows.shape[1])
             for first in range(0, len(rows), each):
                 request = learner_pb2.PredictRequest(features=to_tensor(rows[first : first + each]))
                 try:
-                    answer = await learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=_PREDICT_S)
+                    answer = await learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=_PREDICT_TIMEOUT_S)
                 except grpc.aio.AioRpcError:
                     return None
                 labels.append(from_tensor(answer.labels))
@@ -430,10 +430,10 @@ def _require_known(run: coordinator_pb2.Run, error: Exception) -> None:
     """A coordinator that keeps its runs, and knows nothing of this one, was started on another folder.
 
     Raises:
-        NotReady: that is so.
+        FailedPrecondition: that is so.
     """
     if run.durable and isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.NOT_FOUND:
-        raise NotReady(
+        raise FailedPrecondition(
             f"{error.details()}; if its coordinator has lost its state folder, `sottovoce run SPEC --recover {run.run_id}` takes "
             "the run up again"
         ) from None
@@ -450,5 +450,5 @@ def _statuses(run: coordinator_pb2.Run) -> list[LearnerStatus]:
 
 def _unfed(error: BaseException | None) -> str:
     """Why records could not be delivered, for all in the run: that their feeder may not. All else is for their owner alone."""
-    first = None if error is None else first_of(error)
-    return f"{UNFED}: {plain(str(first))}" if isinstance(first, StrangerError) else UNFED
+    first = None if error is None else extract_first_error(error)
+    return f"{FEEDING_FAILED}: {plain(str(first))}" if isinstance(first, PermissionDenied) else FEEDING_FAILED

@@ -9,16 +9,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce_client.reports.drawing import FIGURES, Figure, export
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, band, decades, dots, line, short, styled
-from sottovoce_client.wording import plural
+from sottovoce_client.reports.drawing import FIGURE_FORMATS, Figure, export
+from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, make_band, is_log_axis_needed, make_dots, line, short, styled
+from sottovoce_client.wording import pluralize
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.errors import SpecError
 from sottovoce_core.results import Result, Results, intervals
 from sottovoce_core.running.metrics import Curves
 from sottovoce_core.table import Table
 
-_BAND = 2.0
+_BAND_STANDARD_ERRORS = 2.0
 """Standard errors on either side of a mean over rounds."""
 _SHAPES: tuple[Literal["circle", "diamond", "cross"], ...] = ("circle", "diamond", "cross")
 
@@ -27,7 +27,7 @@ _SPEC = "spec"
 _EPSILON, _ROUNDS = "epsilon", "rounds"
 _PRIVACY_PARAMETERS = ("epsilon", "alpha", "final_alpha")
 """Last parts of fields by which algorithms are asked for a privacy level, each in its own sense."""
-_ORDERED = ", in the order of the legend"
+_LEGEND_ORDER_SUFFIX = ", in the order of the legend"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,15 +41,15 @@ class _Line:
     joined: bool = True
 
 
-def curve_line(curves: Curves, metric: str) -> _Line:
+def make_curve_line(curves: Curves, metric: str) -> _Line:
     """A metric over rounds: its mean, and two standard errors on either side."""
     curve = curves[metric]
-    mean, error = curve.mean, _BAND * curve.error
+    mean, error = curve.mean, _BAND_STANDARD_ERRORS * curve.error
     return _Line(as_floats(curves.rounds), mean, mean - error, mean + error)
 
 
 @dataclass(frozen=True, slots=True)
-class Across:
+class HorizontalAxis:
     """The horizontal axis of figures: what it shows of each run, and the runs.
 
     Attributes:
@@ -63,7 +63,7 @@ class Across:
     x: str
 
     @classmethod
-    def of(cls, results: Mapping[str, Results], x: str = "") -> Across:
+    def of(cls, results: Mapping[str, Results], x: str = "") -> HorizontalAxis:
         """The axis that was asked for.
 
         Args:
@@ -99,15 +99,15 @@ class Across:
             return {_ROUNDS: "rounds", _EPSILON: "ε per event"}[self.x]
         if _is_privacy(self.x):
             return f"{self.x} (a parameter, not the ε per event)"
-        return self.x if self.x in self._numbers else f"{self.x}{_ORDERED}"
+        return self.x if self.x in self._numbers else f"{self.x}{_LEGEND_ORDER_SUFFIX}"
 
     @property
-    def not_shown(self) -> str:
+    def omission_note(self) -> str:
         """What figures over epsilon cannot show, in words; empty: they show everything."""
         n = sum(np.isinf(run.facts.epsilon_event) for each in self.results.values() for run in each.runs)
         if self.x != _EPSILON or not n:
             return ""
-        return f"not shown, for they promise nothing (epsilon is infinite): {plural(int(n), 'setting')}"
+        return f"not shown, for they promise nothing (epsilon is infinite): {pluralize(int(n), 'setting')}"
 
     def lines(self, results: Results) -> dict[str, list[tuple[str, _Line]]]:
         """By metric, each with its name.
@@ -120,7 +120,7 @@ class Across:
             for run in results.runs:
                 name = self._name(run, self.changed)
                 for metric in run.curves.curves:
-                    found.setdefault(metric, []).append((name, curve_line(run.curves, metric)))
+                    found.setdefault(metric, []).append((name, make_curve_line(run.curves, metric)))
             return found
         numbers = self._numbers
         along = self.x if self.x in numbers else next(iter(numbers), None) if self.x == _EPSILON else None
@@ -162,7 +162,7 @@ def _is_privacy(field: str) -> bool:
     return field.rpartition(".")[2] in _PRIVACY_PARAMETERS
 
 
-def figures(across: Across, log: Collection[str] | None = None) -> list[Figure]:
+def figures(across: HorizontalAxis, log: Collection[str] | None = None) -> list[Figure]:
     """One figure per metric.
 
     Args:
@@ -180,11 +180,11 @@ def figures(across: Across, log: Collection[str] | None = None) -> list[Figure]:
             for name, curve in lines.get(metric, ())
         ]
         named = named if len(named) > 1 else [(words, curve) for _, curve in named]
-        shown.append(figure_of(metric, words, named, across.title, log=log))
+        shown.append(make_figure(metric, words, named, across.title, log=log))
     return shown
 
 
-def figure_of(
+def make_figure(
     name: str,
     title: str,
     lines: Sequence[tuple[str, _Line | None]],
@@ -212,10 +212,10 @@ def figure_of(
     ]
     at = np.concatenate([*(each.x for each in drawn), np.zeros(0)])
     reached = np.concatenate([*(side for each in drawn for side in (each.mean, each.low, each.high)), np.zeros(0)])
-    x, y = across == "rounds" or decades(at), form == "number" and decades(reached)
+    x, y = across == "rounds" or is_log_axis_needed(at), form == "number" and is_log_axis_needed(reached)
     if log is not None:
         x, y = "x" in log, "y" in log
-    whole = across == "rounds" or across.endswith(_ORDERED)
+    whole = across == "rounds" or across.endswith(_LEGEND_ORDER_SUFFIX)
     view = View("", Axis(across, log=x, form="count" if whole else "number"), Axis(title, log=y, form=form))
     return Figure(name, title.capitalize(), marks, (view,), height=340)
 
@@ -226,10 +226,10 @@ def _marks(name: str, curve: _Line, k: int, *, banded: bool) -> Iterator[Mark]:
     known = bool(np.isfinite(curve.low).any() and np.isfinite(curve.high).any())
     if not curve.joined:
         half = (curve.high - curve.low) / 2 if known else None
-        yield dots(curve.x, curve.mean, name, colour, width=7.0, shape=_SHAPES[k % len(_SHAPES)], low=half)
+        yield make_dots(curve.x, curve.mean, name, colour, width=7.0, shape=_SHAPES[k % len(_SHAPES)], low=half)
         return
     if known and banded:
-        yield band(curve.x, curve.low, curve.high, colour)
+        yield make_band(curve.x, curve.low, curve.high, colour)
     yield line(curve.x, curve.mean, name, colour, dash=dash)
 
 
@@ -254,7 +254,7 @@ def export_files(
     """
     named = {"results": results} if isinstance(results, Results) else results
     if shown is None:
-        shown = figures(Across.of(named)) if set(asked) & set(FIGURES) else []
+        shown = figures(HorizontalAxis.of(named)) if set(asked) & set(FIGURE_FORMATS) else []
     tables = {name: each.summary(every_round=True) for name, each in named.items()} if asked else {}
     short_ones = {name: paper or _for_paper(each.summary()) for name, each in named.items()} if asked else {}
     written = export(folder, asked, tables, shown, short_ones)

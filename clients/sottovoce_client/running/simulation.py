@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_text
-from sottovoce_client.wording import number, plural, size, with_error
+from sottovoce_client.wording import number, pluralize, size, format_with_error
 from sottovoce_core.door import Simulation, noise_of, simulate
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment
@@ -70,7 +70,7 @@ def require_room(place: Path, expected: Mapping[str, int]) -> None:
         terminal.say(f"about {size(needed)} will be written: {each}")
 
 
-def simulate_to(
+def simulate_to_folder(
     folder: Path, experiment: Experiment, *, write: Collection[str], replicas: int, seed: int, noise: Path | None
 ) -> Simulation:
     """Simulate a run and write `spec.yaml`, and a Parquet file for each name of `write`.
@@ -110,8 +110,8 @@ def simulate_to(
         for file in filter(None, (decided, final)):
             file.write(spec.rounds, "decision", done.decisions)
     write_text(folder / "spec.yaml", dump_spec(spec, folder))  # now that there is something that it is of
-    of = f"{plural(spec.rounds, 'round')} of {plural(spec.n_learners, 'learner')}"
-    print(f"{of}, {plural(replicas, 'replica')}: {folder}")
+    of = f"{pluralize(spec.rounds, 'round')} of {pluralize(spec.n_learners, 'learner')}"
+    print(f"{of}, {pluralize(replicas, 'replica')}: {folder}")
     if noise is None:  # recorded noise promises nothing
         print(promise(experiment))
     if isinstance(source, RecordedNoise) and source.left:
@@ -187,13 +187,13 @@ def _print_metrics(curves: Curves, console: Console | None = None) -> None:
     table = terminal.table("metric")
     table.add_column(f"after {curves.rounds[-1]:,} rounds", justify="right")
     for name, curve in curves.curves.items():
-        value = with_error(curve.final, curve.final_error)
+        value = format_with_error(curve.final, curve.final_error)
         table.add_row(name.replace("_", " "), value)
         if not console.is_terminal:
             console.out(f"{name}: {value}", highlight=False)
     if console.is_terminal:
         console.print(table)
-    if not curves.all_with_records:
-        had, of = number(float(curves.with_records[-1])), plural(int(curves.rounds[-1]), "round")
+    if not curves.has_records_in_all_rounds:
+        had, of = number(float(curves.with_records[-1])), pluralize(int(curves.rounds[-1]), "round")
         text = f"average loss: over the rounds that brought records, {had} of {of} on average over the learners"
         console.print(text, highlight=False, soft_wrap=True)

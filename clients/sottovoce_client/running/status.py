@@ -17,47 +17,47 @@ from rich.text import Text
 from sottovoce_client import terminal
 from sottovoce_client.running import known
 from sottovoce_client.running.monitoring import (
-    CaptureLine,
+    CaptureListItem,
     History,
     LearnerView,
-    Look,
-    Places,
+    RunObservation,
+    ServiceAddresses,
     Plan,
-    RunLine,
+    RunListItem,
     RunView,
-    capture_line,
+    make_capture_list_item,
     lasting,
-    look_at,
+    parse_observation,
     moment,
     newest,
     plan_of,
-    run_line,
-    run_view,
+    make_run_list_item,
+    make_run_view,
 )
-from sottovoce_client.running.operate import UNFED
-from sottovoce_client.wording import NOTHING, count, duration, number, reached_of, share, size
-from sottovoce_core.errors import NotReady, SottovoceError, StrangerError
+from sottovoce_client.running.operate import FEEDING_FAILED
+from sottovoce_client.wording import NOTHING, count, duration, number, format_rounds_done, share, size
+from sottovoce_core.errors import FailedPrecondition, SottovoceError, PermissionDenied
 from sottovoce_core.text import plain
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import as_error
+from sottovoce_rpc.status import convert_status_error
 from sottovoce_rpc.tasks import answered
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2, learner_pb2_grpc
 
-APART_S = 1.0
+SAMPLE_INTERVAL_S = 1.0
 """Between two looks at what goes on: rounds a second are those of this while."""
-MOST_ROWS, MOST_CAPTURES = 40, 5
+MOST_ROWS, MAX_CAPTURES = 40, 5
 """Learners and captures that are shown."""
-_WELL = ("running", "connecting", "finished")
-_WRONG = ("running", "connecting", "failed", "budget exhausted")
+_HEALTHY_STATES = ("running", "connecting", "finished")
+_REPORTED_STATES = ("running", "connecting", "failed", "budget exhausted")
 """States in which what a learner says of itself may be a fault; others are over, or have not begun."""
-_RESTS = ("idle", "finished")
+_IDLE_STATES = ("idle", "finished")
 """States in which a learner says nothing of itself, but that it has no coordinator."""
-_UNHEARD = {"unspecified": "joined", "idle": "in no run"}
+_STATE_LABELS = {"unspecified": "joined", "idle": "in no run"}
 """How a learner stands of whose state nothing is known."""
-_NOWHERE = Places()
+_NOWHERE = ServiceAddresses()
 _NO_RUN = Plan("", None, "", (), (), "none", "free", None, live=False)
 
 T = TypeVar("T")
@@ -78,15 +78,15 @@ class Status:
 
     at: float
     run: RunView | None = None
-    others: tuple[RunLine, ...] = ()
+    others: tuple[RunListItem, ...] = ()
     learners: tuple[tuple[str, RunView], ...] = ()
-    captures: tuple[CaptureLine, ...] = ()
+    captures: tuple[CaptureListItem, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
     def faults(self) -> tuple[str, ...]:
         """What an operator should look at: of what goes on, or failed; and who does not answer."""
-        seen = [each for _, each in self.learners if each.state in _WRONG or (each.state in _RESTS and each.detail)]
+        seen = [each for _, each in self.learners if each.state in _REPORTED_STATES or (each.state in _IDLE_STATES and each.detail)]
         if self.run is not None and (self.run.ended is None or self.run.state == "failed" or _ended_itself(self.run)):
             seen.insert(0, self.run)
         broken = [
@@ -99,30 +99,30 @@ class Status:
 def _ended_itself(run: RunView) -> bool:
     """Was it stopped by what nobody asked for?"""
     exhausted = any(each.state == "budget exhausted" for each in run.learners)
-    return run.state == "stopped" and (exhausted or run.detail.startswith(UNFED))
+    return run.state == "stopped" and (exhausted or run.detail.startswith(FEEDING_FAILED))
 
 
 def _faults_of(run: RunView) -> Iterator[str]:
     """What is wrong with a run, a line on each."""
     if run.state == "failed" and run.ended is not None:
         yield f"the run failed: {run.detail or 'nobody says why'}"
-    yield from run.notices
+    yield from run.warnings
     if run.ended is not None and _ended_itself(run):
         yield f"the run stopped: {run.detail or 'nobody says why'}"
         return  # its learners say the same
     for each in run.learners:
         if each.state == "away" and each.away_since is not None:
             yield f"{each.name} is away since {moment(each.away_since)}, after round {each.rounds}"
-        elif each.state not in (*_WELL, *_UNHEARD, "away") and run.ended is None:
+        elif each.state not in (*_HEALTHY_STATES, *_STATE_LABELS, "away") and run.ended is None:
             yield f"{each.name} is {each.state}" if each.state == "lost" else f"{each.name}: {each.state}"
-        yield from (f"{each.name}: {notice}" for notice in each.notices)
+        yield from (f"{each.name}: {notice}" for notice in each.warnings)
 
 
 # ---- asking ----------------------------------------------------------------------------------------------------------
 
 
 async def look(
-    places: Places = _NOWHERE, learners: Sequence[str] = (), run: str = "", credentials: Credentials = NO_IDENTITY
+    places: ServiceAddresses = _NOWHERE, learners: Sequence[str] = (), run: str = "", credentials: Credentials = NO_IDENTITY
 ) -> Status:
     """Ask everybody at the same time; who does not answer is a problem, and hides nobody else.
 
@@ -155,21 +155,21 @@ async def _nothing() -> None:
     """Nobody to ask."""
 
 
-async def _run(at: str, wanted: str, who: Credentials) -> tuple[RunView | None, tuple[RunLine, ...]]:
+async def _run(at: str, wanted: str, who: Credentials) -> tuple[RunView | None, tuple[RunListItem, ...]]:
     """A run as its coordinator tells, and which others are under way."""
-    lines = tuple(map(run_line, await known.all_runs(at, who)))
+    lines = tuple(map(make_run_list_item, await known.all_runs(at, who)))
     run_id = wanted or newest(lines)
     if not run_id:
         return None, ()
     run, history = await known.get_run(at, run_id, who), History()
     plan = plan_of(run.spec)
-    history.add(look_at(run, None, time.monotonic()))
+    history.add(parse_observation(run, None, time.monotonic()))
     if run.state == coordinator_pb2.RUN_STATE_RUNNING:
-        await asyncio.sleep(APART_S)
+        await asyncio.sleep(SAMPLE_INTERVAL_S)
         run = await known.get_run(at, run_id, who)
-        history.add(look_at(run, None, time.monotonic()))
+        history.add(parse_observation(run, None, time.monotonic()))
     others = tuple(each for each in lines if each.ended is None and each.run_id != plain(run.run_id))
-    return run_view(run_line(run), plan, history), others
+    return make_run_view(make_run_list_item(run), plan, history), others
 
 
 async def _learner(address: str, credentials: Credentials) -> RunView:
@@ -185,16 +185,16 @@ async def _learner(address: str, credentials: Credentials) -> RunView:
             now, plan, history = await told(), _NO_RUN, History()
             if now.run_id:
                 plan = await _planned(stub, who)
-            history.add(Look(time.monotonic(), (now,), (address,)))
+            history.add(RunObservation(time.monotonic(), (now,), (address,)))
             if now.state is LearnerState.RUNNING or now.detail:  # it may be about to join
-                await asyncio.sleep(APART_S)
+                await asyncio.sleep(SAMPLE_INTERVAL_S)
                 now = await told()
-                history.add(Look(time.monotonic(), (now,), (address,)))
+                history.add(RunObservation(time.monotonic(), (now,), (address,)))
         except grpc.aio.AioRpcError as error:
-            raise as_error(error, who) from None
+            raise convert_status_error(error, who) from None
     # When the run began it does not tell.
-    course = RunLine(now.run_id, now.state.name.lower().replace("_", " "), now.detail, 0.0, None)
-    return run_view(course, plan, history)
+    course = RunListItem(now.run_id, now.state.name.lower().replace("_", " "), now.detail, 0.0, None)
+    return make_run_view(course, plan, history)
 
 
 async def _planned(stub: Any, who: str) -> Plan:
@@ -203,18 +203,18 @@ async def _planned(stub: Any, who: str) -> Plan:
     try:
         return replace(plan_of((await stub.GetIntake(request, timeout=known.CALL_S)).spec), ways=())
     except grpc.aio.AioRpcError as error:
-        if not isinstance(refusal := as_error(error, who), StrangerError | NotReady):
+        if not isinstance(refusal := convert_status_error(error, who), PermissionDenied | FailedPrecondition):
             raise refusal from None
         return _NO_RUN
 
 
-async def _captures(at: str, run: str, credentials: Credentials) -> tuple[CaptureLine, ...]:
+async def _captures(at: str, run: str, credentials: Credentials) -> tuple[CaptureListItem, ...]:
     """The newest captures of an eavesdropper; of one run, where one is asked for."""
-    request = eavesdropper_pb2.ListCapturesRequest(run_id=run, page_size=MOST_CAPTURES)
+    request = eavesdropper_pb2.ListCapturesRequest(run_id=run, page_size=MAX_CAPTURES)
     told = await known.asked(
         at, credentials, lambda stub: stub.ListCaptures(request, timeout=known.CALL_S), Role.EAVESDROPPER
     )
-    return tuple(map(capture_line, told.captures))
+    return tuple(map(make_capture_list_item, told.captures))
 
 
 # ---- for programs ----------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def _run_document(run: RunView, now: float) -> dict[str, Any]:
                 "rounds_behind": ahead - each.rounds,
                 "epsilon": each.epsilon,
                 "epsilon_limit": each.limit,
-                "epsilon_elsewhere": each.elsewhere,
+                "epsilon_other_runs": each.elsewhere,
                 "records": each.records,
                 "records_waiting": each.waiting,
                 "accuracy": each.accuracy,
@@ -312,7 +312,7 @@ def _print_run(run: RunView, status: Status, console: Console, learner: str = ""
 
 def _progress_line(run: RunView, now: float) -> str:
     """`40 of 500 rounds, 12 rounds/s (10 so far), 38 s left`."""
-    parts = [reached_of(run.round, run.rounds)]
+    parts = [format_rounds_done(run.round, run.rounds)]
     mean = _mean_rate(run, now)
     if run.ended is not None or run.state != "running":
         return parts[0]
@@ -345,12 +345,12 @@ def _learners_table(run: RunView) -> Table:
         table.add_column(head, justify="right")
     ahead, rows = max((each.rounds for each in run.learners), default=0), run.learners
     if len(rows) > MOST_ROWS:
-        rows = tuple(sorted(rows, key=lambda each: (_standing(each) in _WELL and not each.notices, each.rounds)))
+        rows = tuple(sorted(rows, key=lambda each: (_standing(each) in _HEALTHY_STATES and not each.warnings, each.rounds)))
     for each in rows[:MOST_ROWS]:
         cells = [count(each.rounds), count(ahead - each.rounds) if each.rounds < ahead else NOTHING]
         cells += [number(each.epsilon), "none" if each.limit is None else number(each.limit)]
         cells += [count(each.records), count(each.waiting)]
-        style = "" if _standing(each) in _WELL else "yellow"
+        style = "" if _standing(each) in _HEALTHY_STATES else "yellow"
         table.add_row(
             Text(plain(each.name)),
             Text(_standing(each), style=style),
@@ -362,7 +362,7 @@ def _learners_table(run: RunView) -> Table:
     return table
 
 
-def _captures_table(captures: Sequence[CaptureLine]) -> Table:
+def _captures_table(captures: Sequence[CaptureListItem]) -> Table:
     table = terminal.table("capture")
     table.add_column("run", no_wrap=True, overflow="fold")  # an id is copied whole
     table.add_column("state")
@@ -377,12 +377,12 @@ def _standing(of: LearnerView | RunView) -> str:
     """In a word."""
     if isinstance(of, LearnerView) and of.state == "unspecified" and not of.address:
         return "not joined"
-    return _UNHEARD.get(of.state, of.state)
+    return _STATE_LABELS.get(of.state, of.state)
 
 
 def _in_all(learner: LearnerView) -> str:
     """What a learner has spent in all its runs, for its owner."""
-    limit = "no limit" if learner.own_limit is None else f"of {number(learner.own_limit)}"
+    limit = "no limit" if learner.epsilon_owner_budget is None else f"of {number(learner.epsilon_owner_budget)}"
     return f"ε {number(learner.elsewhere + learner.epsilon)}, {limit}"
 
 

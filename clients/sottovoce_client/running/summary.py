@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sottovoce_client.documents import write_json
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.privacy.guarantee import overall
-from sottovoce_core.running.participation import Lateness
+from sottovoce_core.privacy.guarantee import combine_epsilons
+from sottovoce_core.running.participation import StalenessStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +138,11 @@ class CaptureSummary:
     heard: FloatArray
     first_scale: float
     last_scale: float
-    late: Lateness | None = None
+    late: StalenessStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Tapped:
+class WiretapSummary:
     """What a wiretap noted: sizes and times of ciphertext, and no message.
 
     Attributes:
@@ -174,7 +174,7 @@ class Noticed:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class GuaranteeSummary:
     """What the algorithm promised of the first learner's messages; the others differ in numbers only.
 
     Attributes:
@@ -232,7 +232,7 @@ class RunSummary:
     n_features: int
     test_records: int
     edges: tuple[tuple[int, int], ...]
-    promise: Promise
+    promise: GuaranteeSummary
     learners: tuple[LearnerSummary, ...]
     disagreement: float | None
     central_accuracy: float | None
@@ -249,7 +249,7 @@ class RunSummary:
     not_captured: tuple[str, ...] = ()
     not_computed: tuple[str, ...] = ()
     misconduct: tuple[str, ...] = ()
-    tapped: Tapped | None = None
+    tapped: WiretapSummary | None = None
     measured: str = ""
 
     @property
@@ -258,7 +258,7 @@ class RunSummary:
         return self.data == "live"
 
     @property
-    def accuracy_told(self) -> bool:
+    def has_prequential_accuracy(self) -> bool:
         """Whether learners told, while it went on, how right they were on their own records."""
         return any(told is not None and math.isfinite(told) for look in self.progress for told in look.accuracy)
 
@@ -270,7 +270,7 @@ class RunSummary:
     @property
     def event(self) -> float:
         """Epsilon of one event to somebody who hears everything: the largest of all learners, or their sum if shared."""
-        return overall((learner.event for learner in self.learners), shared=self.promise.shared)
+        return combine_epsilons((learner.event for learner in self.learners), shared=self.promise.shared)
 
     @property
     def rounds_per_second(self) -> float:

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.backends import Backend, Count, counted, mapper_over
-from sottovoce_client.terminal import Say, say_nothing
+from sottovoce_client.backends import Backend, Count, counted, open_mapper
+from sottovoce_client.terminal import Say, ignore_progress
 from sottovoce_core.auditing.worlds import Tell, nobody
-from sottovoce_core.data.known import data_folders
+from sottovoce_core.data.known import get_data_folders
 from sottovoce_core.door import simulate
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.experiment import Experiment, Prepared, experiment_of, prepare, require_count
-from sottovoce_core.results import Result, Results, facts_of
+from sottovoce_core.experiment import Experiment, PreparedRun, resolve_experiment, prepare, require_count
+from sottovoce_core.results import Result, Results, collect_facts
 from sottovoce_core.running.metrics import Curves
 from sottovoce_core.running.simulator import SimulatedRound
 
@@ -86,14 +86,14 @@ def sweep(
     >>> bool((table["low"] <= table["mean"]).all()), table["seeds"].tolist()
     (True, [4, 4])
     """
-    return sweep_saying(
+    return sweep_with_progress(
         lambda _: None, experiment, changes, seeds,
         seed=seed, metrics=metrics, vary_data=vary_data, backend=backend, jobs=jobs, progress=progress,
     )  # fmt: skip
 
 
-def sweep_saying(
-    ready: Callable[[Prepared], object],
+def sweep_with_progress(
+    ready: Callable[[PreparedRun], object],
     experiment: Experiment | Path | str,
     changes: Mapping[str, Sequence[Any]],
     seeds: int,
@@ -104,11 +104,11 @@ def sweep_saying(
     jobs: int | None,
     metrics: Sequence[str] | None = None,
     progress: Count | None = None,
-    say: Say = say_nothing,
+    say: Say = ignore_progress,
 ) -> Results:
     """As `sweep`; `ready` is given each combination's run before anything is simulated, `say` is told how far it is."""
     require_count("seeds", seeds)
-    experiment = experiment_of(experiment)
+    experiment = resolve_experiment(experiment)
     if empty := [field for field, values in changes.items() if not len(values)]:
         raise SpecError(f"a sweep needs values for {', '.join(empty)}")
     if vary_data and "data.seed" in changes:
@@ -123,11 +123,11 @@ def sweep_saying(
     return Results(tuple(_joined(list(itertools.islice(found, len(mine)))) for mine in jobs_of))
 
 
-def _changed(experiment: Experiment, setting: Mapping[str, Any], ready: Callable[[Prepared], object]) -> Experiment:
+def _changed(experiment: Experiment, setting: Mapping[str, Any], ready: Callable[[PreparedRun], object]) -> Experiment:
     """One combination, that can be run. Its records are not kept: they would travel to every process."""
     try:
         one = experiment.replace(**setting)
-        ready(prepare(one, folders=data_folders()))
+        ready(prepare(one, folders=get_data_folders()))
     except (SpecError, DataError) as error:
         told = str(error).removeprefix("experiment: ")
         named = ", ".join(f"{field}={value}" for field, value in setting.items())
@@ -158,7 +158,7 @@ def _worked(
     work: Sequence[_Job], backend: Backend, jobs: int | None, progress: Count | None, say: Say
 ) -> Sequence[Result]:
     found = []
-    with mapper_over(backend, jobs) as over:
+    with open_mapper(backend, jobs) as over:
         for each in counted(over, lambda job: job.rounds, lambda done, of: say("simulating", done, of, "rounds"))(
             _measured, work
         ):
@@ -177,9 +177,9 @@ def _measured(job: _Job) -> Result:
     try:
         (run,) = simulate(job.experiment, job.replicas, job.seed, metrics=(rounds,), progress=passed).results.runs
     except Exception as error:
-        from sottovoce_rpc.logs import others_fault
+        from sottovoce_rpc.logs import describe_user_code_error
 
-        if told := others_fault(error):
+        if told := describe_user_code_error(error):
             error.add_note(told)
         raise
     finals = run.curves.curves
@@ -187,7 +187,7 @@ def _measured(job: _Job) -> Result:
     if unknown := sorted(set(job.metrics or ()) - finals.keys()):
         raise SpecError(f"metrics must be of {', '.join(finals)}, got {', '.join(unknown)}")
     wanted = {name: finals[name] for name in job.metrics or finals}
-    facts = facts_of(job.experiment.prepared, job.experiment.name, job.changes)
+    facts = collect_facts(job.experiment.prepared, job.experiment.name, job.changes)
     return Result(facts, replace(run.curves, curves=wanted))
 
 

@@ -14,11 +14,11 @@ from sottovoce_client.wording import count
 from sottovoce_core.errors import CaptureError
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
-from sottovoce_rpc.certificates import AUTHORITIES
+from sottovoce_rpc.certificates import AUTHORITIES_FILE
 
-SUMMARY = "summary.json"
-_MOST_BYTES = 64 * 2**20
-_MOST_NAMED = 5
+SUMMARY_FILE = "summary.json"
+_MAX_FILE_BYTES = 64 * 2**20
+_MAX_NAMED_LEARNERS = 5
 NO_SIGNATURES = f"no signatures: {UNSIGNED}"
 _CHANGED = "What is not signed may have been changed by anyone who could write to what was kept"
 
@@ -48,14 +48,14 @@ def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | Non
         CaptureError: a capture cannot be read, or is not what was signed in it.
     """
     kept = "this capture" if len(captures) == 1 else f"these {count(len(captures))} captures"
-    found = next(_beside(place, AUTHORITIES), None)
+    found = next(_beside(place, AUTHORITIES_FILE), None)
     where, authorities = ("", b"") if found is None else (_from(stands, place, found[0]), found[1])
     if not any(map(_is_signed, captures)):
         identities = f", though the learners had identities ({where})" if where else ""
         return Provenance(f"There are no signatures in {kept}{identities}: {UNSIGNED}. {_CHANGED}.", NO_SIGNATURES)
     if found is None:
         return Provenance(
-            f"Signatures in {kept} were not checked, for there is no {AUTHORITIES} beside it "
+            f"Signatures in {kept} were not checked, for there is no {AUTHORITIES_FILE} beside it "
             f"(sottovoce transcript verify --ca takes one from elsewhere). {_CHANGED}.",
             "its signatures were not checked",
         )
@@ -77,8 +77,8 @@ def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | Non
         heard += sum(own.heard for own in words.values())
         evidence += sum(own.evidence for own in words.values())
     if evidence < heard:
-        whose = ", ".join(f"{name} {count(many)}" for name, many in (+lacking).most_common(_MOST_NAMED))
-        more = f", and {len(+lacking) - _MOST_NAMED} more learners" if len(+lacking) > _MOST_NAMED else ""
+        whose = ", ".join(f"{name} {count(many)}" for name, many in (+lacking).most_common(_MAX_NAMED_LEARNERS))
+        more = f", and {len(+lacking) - _MAX_NAMED_LEARNERS} more learners" if len(+lacking) > _MAX_NAMED_LEARNERS else ""
         return Provenance(
             f"Of {count(heard)} messages {count(heard - evidence)} are not signed, by {where} ({whose}{more}): their signatures "
             f"were {UNSIGNED}. {_CHANGED}.",
@@ -97,7 +97,7 @@ def noise_of(captures: Sequence[Capture], place: Folder) -> str:
         place: the folder that was named.
     """
     known: dict[str, bool] = {}
-    for _, content in _beside(place, SUMMARY):
+    for _, content in _beside(place, SUMMARY_FILE):
         try:
             told = json.loads(content)
         except (ValueError, RecursionError):
@@ -106,7 +106,7 @@ def noise_of(captures: Sequence[Capture], place: Folder) -> str:
             known[str(told.get("run_id"))] = told["private_noise"]
     runs = [known.get(str(capture.facts["run_id"])) for capture in captures]
     if seeded := runs.count(False):
-        return seeded_noise(seeded, len(runs))
+        return describe_seeded_noise(seeded, len(runs))
     if None in runs:
         return (
             "Captures do not say where noise came from: that it was the operating system's, and no seed's or recording's, "
@@ -115,7 +115,7 @@ def noise_of(captures: Sequence[Capture], place: Folder) -> str:
     return ""
 
 
-def seeded_noise(seeded: int, runs: int) -> str:
+def describe_seeded_noise(seeded: int, runs: int) -> str:
     """What must be said of runs whose noise somebody can repeat."""
     some = f"all {count(runs)}" if seeded == runs else f"{count(seeded)} of {count(runs)}"
     whose = "of this run" if runs == 1 else f"of {some} runs"
@@ -144,8 +144,8 @@ def _beside(place: Folder, name: str) -> Iterator[tuple[str, bytes]]:
     """Files of this name, and where they lie: in the folder, and in the two above."""
     for above in ("", "../", "../../"):
         try:
-            if place.size(f"{above}{name}") <= _MOST_BYTES:
+            if place.size(f"{above}{name}") <= _MAX_FILE_BYTES:
                 with place.open(f"{above}{name}") as file:
-                    yield f"{above}{name}", file.read(_MOST_BYTES)
+                    yield f"{above}{name}", file.read(_MAX_FILE_BYTES)
         except (OSError, ValueError):  # a store may know no folder above
             continue

@@ -23,14 +23,14 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import new_file, require_new, scratch
+from sottovoce_client.documents import create_file, require_new, scratch
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.views import digest
 from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_core.running.transcript import COLUMNS, parquet
-from sottovoce_core.text import cell_of
-from sottovoce_eavesdropper.reading import Capture, open_capture, rounds_only
+from sottovoce_core.text import escape_formula
+from sottovoce_eavesdropper.reading import Capture, open_capture, filter_rounds
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec
 
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 _DEPTH = 4
 """Folders between the one that is named and a capture."""
 _FILES = (".parquet", ".json", ".yaml", ".html", ".log", ".npz", ".partial", ".md", ".csv")
-MOST_SHOWN, _MOST_UPRIGHT, _MOST_LETTERS = 200, 20, 60
-_MEMORY = "2GB"
+MAX_SHOWN_ROWS, _MAX_VERTICAL_ROWS, _MAX_CELL_CHARACTERS = 200, 20, 60
+_MAX_MEMORY = "2GB"
 _FETCHED = 10_000
-_AT_ONCE, _AT_ONCE_BYTES = 32, 64 * 1024 * 1024
-_LAST_ROUND = 2**62
+_AT_ONCE, _MAX_GATHERED_BYTES = 32, 64 * 1024 * 1024
+_MAX_ROUND = 2**62
 """What is beyond it is no round that anybody counted up to."""
 _NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0))
 
 
-Simulated = tuple[Folder, str]
+SimulatedTranscript = tuple[Folder, str]
 """Folder and name of a simulator's transcript."""
 
 
-def find(place: str) -> tuple[list[Capture], list[Simulated]]:
+def find(place: str) -> tuple[list[Capture], list[SimulatedTranscript]]:
     """All captures and transcripts of a folder, of folders below it, or one `.parquet` file.
 
     Raises:
         CaptureError: there are none.
     """
-    captures, simulated = list[Capture](), list[Simulated]()
+    captures, simulated = list[Capture](), list[SimulatedTranscript]()
     if place.endswith(".parquet"):
         folder, _, name = place.rpartition("/")
         return captures, [(open_folder(folder or "."), name)]
@@ -75,7 +75,7 @@ def find(place: str) -> tuple[list[Capture], list[Simulated]]:
     return captures, simulated
 
 
-def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list[Simulated]) -> None:
+def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list[SimulatedTranscript]) -> None:
     names = folder.names()
     if "capture.json" in names:
         captures.append(open_capture(folder))
@@ -91,14 +91,14 @@ def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list
 
 
 @contextmanager
-def tables(captures: Sequence[Capture], simulated: Sequence[Simulated], wanted: str) -> Iterator[Any]:
+def tables(captures: Sequence[Capture], simulated: Sequence[SimulatedTranscript], wanted: str) -> Iterator[Any]:
     """A DuckDB connection with the tables that the text `wanted` names, and no way out of it.
 
     Raises:
         SpecError: duckdb is not installed, or a table is not there.
         CaptureError: something cannot be read.
     """
-    duckdb = import_extra("duckdb", "duckdb", "querying transcripts", "query")
+    duckdb = import_optional("duckdb", "duckdb", "querying transcripts", "query")
     named = set(re.findall(r"\w+", wanted.lower()))
     if "messages" in named and not captures:
         raise SpecError("there are no messages here, only what was simulated: query said")
@@ -112,7 +112,7 @@ def tables(captures: Sequence[Capture], simulated: Sequence[Simulated], wanted: 
     }
     with (
         scratch("sottovoce-query-") as folder,
-        duckdb.connect(str(folder / "query.duckdb"), config={"memory_limit": _MEMORY}) as connection,
+        duckdb.connect(str(folder / "query.duckdb"), config={"memory_limit": _MAX_MEMORY}) as connection,
     ):
         for name in sources.keys() & named:
             _fill(connection, name, sources[name])
@@ -142,7 +142,7 @@ def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
     held: list[pa.RecordBatch] = []
     for batch in batches:
         held.append(batch)
-        if len(held) == _AT_ONCE or sum(each.nbytes for each in held) > _AT_ONCE_BYTES:
+        if len(held) == _AT_ONCE or sum(each.nbytes for each in held) > _MAX_GATHERED_BYTES:
             yield pa.Table.from_batches(held)
             held = []
     if held:
@@ -154,7 +154,7 @@ def _said_in(capture: Capture) -> Iterator[pa.RecordBatch]:
     codec, seen, run = RoundCodec(capture.shapes), set[bytes](), capture.facts["run_id"]
     world, replica = (-1 if number is None else number for number in (capture.world, capture.replica))
     for batch in capture.batches(("kind", "method", "sender", "payload")):
-        messages = rounds_only(batch)
+        messages = filter_rounds(batch)
         rows, rounds, senders, fields = decoded(messages, codec)
         new = []
         for k, payload in enumerate(messages.column("payload").take(rows).to_pylist()):
@@ -173,7 +173,7 @@ def decoded(batch: pa.RecordBatch, codec: RoundCodec) -> tuple[IntArray, IntArra
         Which rows these are; rounds and senders that they claim, and fields `(messages, *shape)`.
     """
     rows, rounds, senders, fields = codec.decode_many(batch.column("payload").to_pylist())
-    kept = rounds < _LAST_ROUND
+    kept = rounds < _MAX_ROUND
     fields = {name: values[kept] for name, values in fields.items()}
     return rows[kept], rounds[kept].astype(np.int64), senders[kept].astype(np.int64), fields
 
@@ -226,14 +226,14 @@ def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | Non
         CaptureError: something cannot be read.
     """
     require_new(out)
-    duckdb = import_extra("duckdb", "duckdb", "querying transcripts", "query")
+    duckdb = import_optional("duckdb", "duckdb", "querying transcripts", "query")
     with tables(*find(place), sql) as connection:
         try:
             statements = connection.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
                 raise SpecError("a query must be one SELECT statement: nothing here can be changed")
             if out is not None:
-                with new_file(out) as file:
+                with create_file(out) as file:
                     _write_parquet(connection.sql(sql), file)
                 terminal.tell(lambda: {"out": out})
             elif as_csv is not None:
@@ -246,7 +246,7 @@ def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | Non
 
 def _answer(answer: Any) -> None:
     """To whoever asked: people see the first rows, programs get all."""
-    if terminal.asked_for_json():
+    if terminal.is_json_requested():
         names, rows = [column[0] for column in answer.description], answer.fetchall()
         plainly = [[each.hex() if isinstance(each, bytes) else each for each in row] for row in rows]
         terminal.print_json([dict(zip(names, row, strict=True)) for row in plainly])
@@ -258,7 +258,7 @@ def _write_csv(answer: Any, to: TextIO) -> None:
     writer = csv.writer(to, lineterminator="\n")
     writer.writerow([column[0] for column in answer.description])
     while rows := answer.fetchmany(_FETCHED):
-        writer.writerows([cell.hex() if isinstance(cell, bytes) else cell_of(cell) for cell in row] for row in rows)
+        writer.writerows([cell.hex() if isinstance(cell, bytes) else escape_formula(cell) for cell in row] for row in rows)
 
 
 def _write_parquet(answer: Any, to: BinaryIO) -> None:
@@ -269,43 +269,43 @@ def _write_parquet(answer: Any, to: BinaryIO) -> None:
 
 
 def _show(answer: Any, console: Console) -> None:
-    rows = answer.fetchmany(MOST_SHOWN + 1)
+    rows = answer.fetchmany(MAX_SHOWN_ROWS + 1)
     table = terminal.table()
     for k, column in enumerate(answer.description):
         right = bool(rows) and isinstance(rows[0][k], int | float)
         table.add_column(column[0], justify="right" if right else "left", overflow="fold")
-    for row in rows[:MOST_SHOWN]:
-        table.add_row(*(Text(cell_text(cell)) for cell in row))
-    shown = MOST_SHOWN
+    for row in rows[:MAX_SHOWN_ROWS]:
+        table.add_row(*(Text(format_cell(cell)) for cell in row))
+    shown = MAX_SHOWN_ROWS
     if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
         console.print(table)
     else:
-        shown = _MOST_UPRIGHT
+        shown = _MAX_VERTICAL_ROWS
         for row in rows[:shown]:  # a line for each column
             upright = terminal.facts()
             for column, cell in zip(answer.description, row, strict=True):
-                upright.add_row(column[0], Text(cell_text(cell)))
+                upright.add_row(column[0], Text(format_cell(cell)))
             console.print(upright)
             console.print()
     if len(rows) > shown:
         console.print(f"The first {shown} rows; --csv or --out FILE.parquet gives all.", style="dim")
 
 
-def cell_text(cell: object) -> str:
+def format_cell(cell: object) -> str:
     """A cell of a table on a terminal: long ones are cut."""
     if isinstance(cell, bytes):
-        text = cell[:_MOST_LETTERS].hex(" ", 4)
+        text = cell[:_MAX_CELL_CHARACTERS].hex(" ", 4)
     elif isinstance(cell, float):
         text = f"{cell:.6g}"
     elif isinstance(cell, Sequence) and not isinstance(cell, str):
-        return numbers_text(cell)
+        return format_numbers(cell)
     else:
         text = str(cell)
-    text = "".join(letter if letter.isprintable() else "�" for letter in text[: _MOST_LETTERS + 1])
-    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…"
+    text = "".join(letter if letter.isprintable() else "�" for letter in text[: _MAX_CELL_CHARACTERS + 1])
+    return text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[: _MAX_CELL_CHARACTERS - 1]}…"
 
 
-def numbers_text(values: Sequence[Any], most: int = 4) -> str:
+def format_numbers(values: Sequence[Any], most: int = 4) -> str:
     """The first of some numbers, and how many there are."""
-    first = ", ".join(f"{v:.4g}" if isinstance(v, float) else cell_text(v) for v in values[:most])
+    first = ", ".join(f"{v:.4g}" if isinstance(v, float) else format_cell(v) for v in values[:most])
     return f"[{first}]" if len(values) <= most else f"[{first}, … {len(values)} in all]"

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.transcripts.query import cell_text, decoded, find, numbers_text, tables
-from sottovoce_client.wording import NOTHING, ciphertext_line, count, duration, noticed_line, number, plural, size
+from sottovoce_client.transcripts.query import format_cell, decoded, find, format_numbers, tables
+from sottovoce_client.wording import NOTHING, describe_ciphertext, count, duration, describe_detections, number, pluralize, size
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.text import called
-from sottovoce_eavesdropper.reading import Capture, rounds_only
+from sottovoce_eavesdropper.reading import Capture, filter_rounds
 from sottovoce_rpc.codec import RoundCodec
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _look(capture: Capture, sender: int, first: int) -> _Picture:
     picture, codec = _Picture(), RoundCodec(capture.shapes)
     for batch in capture.batches():
         _count(picture, batch, tapped=capture.ciphertext is not None)
-        messages = rounds_only(batch)
+        messages = filter_rounds(batch)
         ends = _ends(messages)
         rows, rounds, _, fields = decoded(messages, codec)
         picture.failed += messages.num_rows - len(rows)
@@ -164,7 +164,7 @@ def show(place: str, *, sender: int | str = 0, first: int = 3, console: Console 
             rows = connection.execute(asked + "any_value(len(value)) FROM said GROUP BY ALL ORDER BY ALL").fetchall()
         table = _plain(*heads)
         for row in rows:
-            table.add_row(*(Text(cell_text(cell)) for cell in row))
+            table.add_row(*(Text(format_cell(cell)) for cell in row))
         console.print(table)
     terminal.tell(
         lambda: {
@@ -183,8 +183,8 @@ def _document(capture: Capture) -> dict[str, Any]:
 
 
 def _many(captures: Sequence[Capture], console: Console) -> None:
-    names = [cell_text(each.name.rstrip("/").rsplit("/", 1)[-1]) for each in captures]
-    runs = [cell_text(each.facts["run_id"]) for each in captures]
+    names = [format_cell(each.name.rstrip("/").rsplit("/", 1)[-1]) for each in captures]
+    runs = [format_cell(each.facts["run_id"]) for each in captures]
     told = {key: [each.facts.get(key) for each in captures] for key in ("world", "replica")}
     labels = [key for key, values in told.items() if any(value is not None for value in values)]
     apart = not all(map(str.startswith, names, runs))  # else a capture is called as its run, and a little more
@@ -205,7 +205,7 @@ def _many(captures: Sequence[Capture], console: Console) -> None:
             Text(count(found), style="bold red" if found else ""),
         )
     console.print(table)
-    console.print(f"{plural(len(captures), 'capture')}. Name one to see what it holds.", style="dim")
+    console.print(f"{pluralize(len(captures), 'capture')}. Name one to see what it holds.", style="dim")
 
 
 def _one(capture: Capture, sender: int | str, first: int, console: Console) -> list[dict[str, Any]]:
@@ -248,7 +248,7 @@ def _index(names: Sequence[str], sender: int | str) -> int:
 
 def _not_whole(gaps: object) -> str:
     if isinstance(gaps, list) and gaps:
-        return f"not whole: {plural(len(gaps), 'gap')} where nobody listened"
+        return f"not whole: {pluralize(len(gaps), 'gap')} where nobody listened"
     return "cut short: the eavesdropper did not close it, so what came last may be missing"
 
 
@@ -256,32 +256,32 @@ def _facts(capture: Capture, picture: _Picture) -> Iterator[tuple[str, Text | st
     facts, spec = capture.facts, capture.facts["spec"]
     yield "capture", Text(capture.name)
     labels = [f"{key} {facts[key]}" for key in ("world", "replica") if facts.get(key) is not None]
-    yield "run", Text(", ".join([cell_text(facts["run_id"]), *labels]))
+    yield "run", Text(", ".join([format_cell(facts["run_id"]), *labels]))
     algorithm = spec.get("algorithm")
     if isinstance(algorithm, dict):
         rounds = spec.get("rounds", "?")
-        planned = "no end" if rounds is None else f"{cell_text(rounds)} rounds"
-        yield "spec", Text(f"{cell_text(algorithm.get('name'))}, {planned} planned")
+        planned = "no end" if rounds is None else f"{format_cell(rounds)} rounds"
+        yield "spec", Text(f"{format_cell(algorithm.get('name'))}, {planned} planned")
     if not capture.complete:
         yield "state", Text(_not_whole(facts.get("gaps")), style="yellow")
     heard = sum(channel.messages for channel in picture.channels.values())
     others = ", ".join(f"{count(n)} {kind}" for kind, n in sorted(picture.kinds.items()) if kind != "message")
     total = sum(channel.bytes for channel in picture.channels.values())
     if capture.ciphertext is not None:
-        yield "overheard", f"{ciphertext_line(picture.kinds.get('opened', 0), heard, total)}, by wiretap"
+        yield "overheard", f"{describe_ciphertext(picture.kinds.get('opened', 0), heard, total)}, by wiretap"
         yield from _noticed(facts)
         return
     again = f" ({count(picture.again)} of them said again)" if picture.again else ""
-    yield "overheard", f"{plural(heard, 'message')}{again}, {size(total)}" + (f"; {others}" if others else "")
+    yield "overheard", f"{pluralize(heard, 'message')}{again}, {size(total)}" + (f"; {others}" if others else "")
     if picture.failed:
-        yield "not rounds", f"{plural(picture.failed, 'message')} cannot be decoded"
+        yield "not rounds", f"{pluralize(picture.failed, 'message')} cannot be decoded"
     yield from _noticed(facts)
 
 
 def _noticed(facts: Any) -> Iterator[tuple[str, Text | str]]:
     found = [each for each in facts.get("noticed", ()) if isinstance(each, dict)]
     texts = ["".join(c for c in str(each.get("text")) if c.isprintable()) for each in found]
-    if line := noticed_line(facts.get("noticed_count", 0), texts):
+    if line := describe_detections(facts.get("noticed_count", 0), texts):
         yield "noticed", Text(line, style="bold red")
         for text in texts[1:_MOST_NOTICED]:
             yield "", Text(text, style="red")
@@ -332,7 +332,7 @@ def _who_when(picture: _Picture, names: Sequence[str], what: str) -> Table:
         bars = "".join(_BARS[-(-int(n) * (len(_BARS) - 1) // highest)] for n in counts[i])
         silence = duration(float(np.diff(own).max(initial=0)) / 1e9)
         table.add_row(Text(called(names, i)), Text(bars, style="cyan"), silence)
-    table.caption = f"from {_clock(begin)} over {duration((end - begin) / 1e9)}; a full bar: {plural(highest, what)}"
+    table.caption = f"from {_clock(begin)} over {duration((end - begin) / 1e9)}; a full bar: {pluralize(highest, what)}"
     return table
 
 
@@ -348,7 +348,7 @@ def _first(picture: _Picture, sender: str) -> Table:
     for t, name, values in picture.first:
         flat = values.reshape(-1)
         largest = number(float(np.abs(flat).max(initial=0.0)))
-        table.add_row(count(t), cell_text(name), numbers_text([float(v) for v in flat], 5), largest)
+        table.add_row(count(t), format_cell(name), format_numbers([float(v) for v in flat], 5), largest)
     return table
 
 

@@ -17,21 +17,21 @@ from rich.text import Text
 from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import find
 from sottovoce_client.wording import count
-from sottovoce_core.errors import CaptureError, NotReady, RemoteProtocolError, StrangerError
-from sottovoce_eavesdropper.lookout import EXCHANGE
+from sottovoce_core.errors import CaptureError, FailedPrecondition, RemoteProtocolError, PermissionDenied
+from sottovoce_eavesdropper.lookout import EXCHANGE_METHODS
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.recording import Participants
-from sottovoce_rpc.certificates import by_domain
+from sottovoce_rpc.certificates import group_by_domain
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.principals import Principal, Role
-from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Signed, Statement, digest
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, DIGEST_BYTES, EMPTY_DIGESTS, SignedStatement, Statement, digest
 
-_MOST_SHOWN = 5
-Bundles = Mapping[str, Sequence[x509.Certificate]]
+_MAX_SHOWN = 5
+AuthorityBundles = Mapping[str, Sequence[x509.Certificate]]
 """Authorities by trust domain."""
 UNSIGNED = "never made, or removed"
 """What can be known of signatures that are not there."""
-NOT_ALL_SIGNED = 3
+EXIT_NOT_ALL_SIGNED = 3
 """Exit code where nothing is wrong with what is signed, and signatures are missing."""
 
 
@@ -49,21 +49,21 @@ class Words:
     def passed(self, t: int, said: bytes) -> None:
         """Something passed in its name."""
         if self._digest(t) == said:
-            self._as_signed[t // BLOCK] |= 1 << t % BLOCK
+            self._as_signed[t // ROUNDS_PER_BLOCK] |= 1 << t % ROUNDS_PER_BLOCK
         else:
             self._else[t].add(said)
 
     def sign(self, statement: Statement) -> None:
         """It has signed a block."""
-        block, first = statement.block, BLOCK * statement.block
-        known = bytearray(self._signed.get(block, UNSAID))
-        for t in range(first, first + BLOCK):
+        block, first = statement.block, ROUNDS_PER_BLOCK * statement.block
+        known = bytearray(self._signed.get(block, EMPTY_DIGESTS))
+        for t in range(first, first + ROUNDS_PER_BLOCK):
             if (said := statement[t]) is None:
                 continue
             if self._digest(t) not in (None, said):
                 self._twice.add(t)
                 continue
-            known[DIGEST * (t - first) : DIGEST * (t - first + 1)] = said
+            known[DIGEST_BYTES * (t - first) : DIGEST_BYTES * (t - first + 1)] = said
             if said in self._else.get(t, ()):
                 self._else[t].discard(said)
                 self._as_signed[block] |= 1 << t - first
@@ -92,8 +92,8 @@ class Words:
         Args:
             complete: whether the capture is; else what passed last may be signed later.
         """
-        last = max((*self._as_signed, *(t // BLOCK for t in self._else)), default=0)
-        return [t for t in self.unsigned if complete or t // BLOCK < last]
+        last = max((*self._as_signed, *(t // ROUNDS_PER_BLOCK for t in self._else)), default=0)
+        return [t for t in self.unsigned if complete or t // ROUNDS_PER_BLOCK < last]
 
     @property
     def twice(self) -> list[int]:
@@ -116,18 +116,18 @@ class Words:
             yield f"{name} has signed two messages of {_rounds(self.twice)}: it said two things, and cannot deny it"
         if others := sorted(set(self.others) - set(self.twice)):
             yield f"{name} has signed another message of {_rounds(others)} than passed here: a forgery, or it said two things"
-        for why, times in self.refused.most_common(_MOST_SHOWN):
+        for why, times in self.refused.most_common(_MAX_SHOWN):
             yield f"{name}: {count(times)}x refused: {why}"
 
     def _digest(self, t: int) -> bytes | None:
         """Of what it has signed first of a round."""
-        block, k = divmod(t, BLOCK)
-        found = self._signed.get(block, UNSAID)[DIGEST * k : DIGEST * (k + 1)]
+        block, k = divmod(t, ROUNDS_PER_BLOCK)
+        found = self._signed.get(block, EMPTY_DIGESTS)[DIGEST_BYTES * k : DIGEST_BYTES * (k + 1)]
         return found if any(found) else None
 
     def _has_passed(self, t: int) -> bool:
         """Has what it signed of a round passed?"""
-        return bool(self._as_signed.get(t // BLOCK, 0) >> t % BLOCK & 1)
+        return bool(self._as_signed.get(t // ROUNDS_PER_BLOCK, 0) >> t % ROUNDS_PER_BLOCK & 1)
 
 
 def read(capture: Capture, authorities: bytes) -> dict[str, Words]:
@@ -144,11 +144,11 @@ def read(capture: Capture, authorities: bytes) -> dict[str, Words]:
     names = Participants.of(json.dumps(capture.facts["spec"])).names
     if not names or not capture.shapes:
         raise CaptureError(f"{capture.name} is of no run of ours: in it nothing is signed")
-    bundles = by_domain(x509.load_pem_x509_certificates(authorities))
+    bundles = group_by_domain(x509.load_pem_x509_certificates(authorities))
     found, codec = {name: Words() for name in names}, RoundCodec(capture.shapes)
     for batch in capture.batches(("sender", "kind", "method", "wall_ns", "payload")):
         for sender, kind, method, wall, payload in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            if method not in EXCHANGE or not 0 <= sender < len(names):
+            if method not in EXCHANGE_METHODS or not 0 <= sender < len(names):
                 continue
             words = found[names[sender]]
             if kind == "message":
@@ -162,17 +162,17 @@ def read(capture: Capture, authorities: bytes) -> dict[str, Words]:
 
 
 def _take(
-    words: Words, name: str, sender: int, payload: bytes, capture: Capture, bundles: Bundles, wall_ns: int
+    words: Words, name: str, sender: int, payload: bytes, capture: Capture, bundles: AuthorityBundles, wall_ns: int
 ) -> None:
     try:
-        signed = Signed.decode(str(capture.facts["run_id"]), payload)
+        signed = SignedStatement.decode(str(capture.facts["run_id"]), payload)
         who = _signer(signed, bundles, datetime.fromtimestamp(wall_ns / 1e9, UTC))
-    except (RemoteProtocolError, StrangerError, ValueError, OverflowError, OSError) as error:
+    except (RemoteProtocolError, PermissionDenied, ValueError, OverflowError, OSError) as error:
         words.refused[str(error)] += 1
         return
     if who is None or not who.is_one_of(f"{Role.LEARNER}/{name}") or signed.statement.sender != sender:
         home = next(iter(bundles)) if len(bundles) == 1 else ""
-        other = who.seen_from(home) if who else "nobody of a deployment"
+        other = who.qualify_for(home) if who else "nobody of a deployment"
         words.refused[f"a signature of {other} in the name of {name}"] += 1
     elif "@" not in name and len(bundles) > 1:
         words.refused[
@@ -183,16 +183,16 @@ def _take(
         words.sign(signed.statement)
 
 
-def _signer(signed: Signed, bundles: Bundles, moment: datetime) -> Principal | None:
+def _signer(signed: SignedStatement, bundles: AuthorityBundles, moment: datetime) -> Principal | None:
     """Who has signed, by an authority of its own trust domain; None: nobody of a deployment.
 
     Raises:
-        StrangerError: no such authority has issued its certificate, or the signature is wrong.
+        PermissionDenied: no such authority has issued its certificate, or the signature is wrong.
     """
     claimed = signed.claimed
     believed = bundles.get(claimed.domain, bundles.get("", ())) if claimed else chain.from_iterable(bundles.values())
     if not believed:
-        raise StrangerError(f"a signature of {claimed}, of a trust domain of which no authority is believed")
+        raise PermissionDenied(f"a signature of {claimed}, of a trust domain of which no authority is believed")
     signed.signer(b"".join(each.public_bytes(Encoding.PEM) for each in believed), moment)
     return claimed
 
@@ -209,7 +209,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
 
     Raises:
         CaptureError: there is no capture, or it cannot be read.
-        NotReady: the file of authorities cannot be read.
+        FailedPrecondition: the file of authorities cannot be read.
     """
     console = console or terminal.console(highlight=False)
     try:
@@ -217,7 +217,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
         x509.load_pem_x509_certificates(believed)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it holds no certificates (PEM)"
-        raise NotReady(f"no authorities in {authorities}: {why}") from None
+        raise FailedPrecondition(f"no authorities in {authorities}: {why}") from None
     captures, _ = find(place)
     if len(captures) != 1:
         raise CaptureError(f"{place} must hold one capture, got {len(captures)}: name one")
@@ -256,9 +256,9 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
             ],
         }
     )
-    return 1 if wrong else NOT_ALL_SIGNED if lacks else 0
+    return 1 if wrong else EXIT_NOT_ALL_SIGNED if lacks else 0
 
 
 def _rounds(rounds: list[int]) -> str:
-    more = f" and {count(len(rounds) - _MOST_SHOWN)} more" if len(rounds) > _MOST_SHOWN else ""
-    return f"round{'s' if len(rounds) > 1 else ''} {', '.join(map(str, rounds[:_MOST_SHOWN]))}{more}"
+    more = f" and {count(len(rounds) - _MAX_SHOWN)} more" if len(rounds) > _MAX_SHOWN else ""
+    return f"round{'s' if len(rounds) > 1 else ''} {', '.join(map(str, rounds[:_MAX_SHOWN]))}{more}"

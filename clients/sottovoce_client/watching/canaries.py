@@ -17,7 +17,7 @@ from sottovoce_client.documents import private
 from sottovoce_client.wording import number
 from sottovoce_core.auditing.online.canaries import Canaries, Place, draw
 from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.text import called
 
 _SECRET, _COMMITMENT = "canaries.json", "commitment.json"
@@ -27,7 +27,7 @@ class CommitmentError(SottovoceError):
     """Canaries are not those that were committed to before the run."""
 
 
-def with_canaries(prepared: Prepared, count: int, folder: Path) -> Prepared:
+def commit_canaries(prepared: PreparedRun, count: int, folder: Path) -> PreparedRun:
     """Hide canaries in the records of a run, and commit to them: `canaries.json`, `commitment.json`, and a printed line.
 
     Args:
@@ -48,7 +48,7 @@ def with_canaries(prepared: Prepared, count: int, folder: Path) -> Prepared:
         "They replace records: the run learns less from those rounds.",
         soft_wrap=True,
     )
-    return replace(prepared, data=canaries.in_data(prepared.data))
+    return replace(prepared, data=canaries.insert_into(prepared.data))
 
 
 def _save(canaries: Canaries, folder: Path) -> str:
@@ -102,7 +102,7 @@ def _parsed(document: dict[str, Any]) -> Canaries:
     return Canaries(places, coins, window, size, label, tau, claim, pair)
 
 
-def placed(prepared: Prepared, canaries: Canaries) -> Prepared:
+def placed(prepared: PreparedRun, canaries: Canaries) -> PreparedRun:
     """A run's records with the canaries in them.
 
     Raises:
@@ -115,10 +115,10 @@ def placed(prepared: Prepared, canaries: Canaries) -> Prepared:
         if not own or not 0 <= place.round < own[0].rounds or not len(own[0].rows(place.round)):
             name = called(prepared.run.spec.names, place.learner)
             raise CaptureError(f"these canaries are of another run: {name} has no record in round {place.round} here")
-    return replace(prepared, data=canaries.in_data(prepared.data))
+    return replace(prepared, data=canaries.insert_into(prepared.data))
 
 
-def canaries_beside(place: str) -> Path | None:
+def find_commitment(place: str) -> Path | None:
     """The commitment of a run's canaries, where a capture of it lies in the run's folder; None: there is none."""
     if "://" in place:
         return None

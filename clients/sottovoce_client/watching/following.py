@@ -18,11 +18,11 @@ from sottovoce_core.errors import CaptureError
 from sottovoce_core.yaml_files import parse_yaml
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_eavesdropper.writing import part_number
+from sottovoce_eavesdropper.writing import parse_part_number
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import as_error
+from sottovoce_rpc.status import convert_status_error
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -66,8 +66,8 @@ def _read_keys(path: Path) -> tuple[tuple[str, ...], np.ndarray]:
 
 # ---- following -------------------------------------------------------------------------------------------------------
 
-_CALL_S = 20.0
-_FOLDER_S = 60.0
+_CALL_TIMEOUT_S = 20.0
+_FOLDER_TIMEOUT_S = 60.0
 """So long a folder is waited for that is not there: what makes it may have been started in the same moment."""
 
 
@@ -88,7 +88,7 @@ class Source(Protocol):
         ...
 
 
-class InFolder:
+class FolderSource:
     """A capture in a folder, or the newest one in a run's or an eavesdropper's folder.
 
     Args:
@@ -96,7 +96,7 @@ class InFolder:
         patience_s: how long the folder may be missing.
     """
 
-    def __init__(self, place: str, patience_s: float = _FOLDER_S) -> None:
+    def __init__(self, place: str, patience_s: float = _FOLDER_TIMEOUT_S) -> None:
         self._name, self._place = place, open_folder(place)
         self._local = None if "://" in place else Path(place)
         self._found: Folder | None = None
@@ -141,7 +141,7 @@ def _unrecorded(spec: Path) -> bool:
 
 
 @asynccontextmanager
-async def at_eavesdropper(address: str, run_id: str, credentials: Credentials = NO_IDENTITY) -> AsyncIterator[Source]:
+async def open_eavesdropper_source(address: str, run_id: str, credentials: Credentials = NO_IDENTITY) -> AsyncIterator[Source]:
     """The capture of a run at an eavesdropper, fetched into a folder that is removed in the end.
 
     Args:
@@ -168,11 +168,11 @@ class _Fetched:
         try:
             return await self._latest()
         except grpc.aio.AioRpcError as error:
-            raise as_error(error, f"the eavesdropper at {self._address}") from None
+            raise convert_status_error(error, f"the eavesdropper at {self._address}") from None
 
     async def _latest(self) -> Capture | None:
         request = eavesdropper_pb2.ListCapturesRequest(run_id=self._run_id, page_size=1)
-        known = (await self._stub.ListCaptures(request, timeout=_CALL_S)).captures  # the newest
+        known = (await self._stub.ListCaptures(request, timeout=_CALL_TIMEOUT_S)).captures  # the newest
         if not known:
             return None
         now = (known[0].capture_id, known[0].messages, known[0].open)
@@ -183,11 +183,11 @@ class _Fetched:
 
     async def _fetch(self, capture_id: str) -> None:
         """Write what is not there yet; a part never changes."""
-        here = max((part_number(path.name) for path in self._folder.iterdir()), default=0)
+        here = max((parse_part_number(path.name) for path in self._folder.iterdir()), default=0)
         files: dict[str, bytearray] = {}
         request = eavesdropper_pb2.StreamCaptureRequest(capture_id=capture_id, first_part=here + 1)
-        async for piece in self._stub.StreamCapture(request, timeout=_CALL_S):
-            if part_number(piece.file) > here or piece.file == "capture.json":
+        async for piece in self._stub.StreamCapture(request, timeout=_CALL_TIMEOUT_S):
+            if parse_part_number(piece.file) > here or piece.file == "capture.json":
                 files.setdefault(piece.file, bytearray()).extend(piece.data)
         for name, content in files.items():
             (self._folder / name).write_bytes(content)

@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.running.console import LIVE_SECONDS, PLAIN_SECONDS
-from sottovoce_client.wording import count, number, plural
+from sottovoce_client.running.console import LIVE_INTERVAL_S, PLAIN_INTERVAL_S
+from sottovoce_client.wording import count, number, pluralize
 from sottovoce_core.auditing.online.canaries import CanaryTest
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import Unavailable
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_rpc.addresses import place_of
 
 _BAR = 12
@@ -37,7 +37,7 @@ _COLOURS = {
 
 
 @dataclass(slots=True)
-class Sight:
+class WatchStatus:
     """All there is to see.
 
     Attributes:
@@ -62,7 +62,7 @@ class Sight:
     alarms: list[Alarm] = field(default_factory=list)
     state: str = "watching"
     provenance: str = ""
-    unsaved: int = 0
+    keys_exit_code: int = 0
 
     def name(self, alarm: Alarm) -> str:
         """Whom an alarm blames."""
@@ -93,7 +93,7 @@ class Sight:
         if self.alarms:
             text = f"If all claims held, an alarm would have come with a chance of at most {chance}."
         else:
-            text = f"No alarm in {plural(self.watch.round, 'round')}. A false one had a chance of at most {chance}."
+            text = f"No alarm in {pluralize(self.watch.round, 'round')}. A false one had a chance of at most {chance}."
         console.print(Text(text))
         if self.provenance:
             console.print(Text(self.provenance))
@@ -139,10 +139,10 @@ class View:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, sight: Sight) -> None:
+    def update(self, sight: WatchStatus) -> None:
         """Show it, unless it comes too soon after the last."""
         now, tenth = self._clock(), 10 * sight.watch.round // sight.rounds if sight.rounds else 0
-        pause, news = (PLAIN_SECONDS, tenth) if self._live is None else (LIVE_SECONDS, sight.state)
+        pause, news = (PLAIN_INTERVAL_S, tenth) if self._live is None else (LIVE_INTERVAL_S, sight.state)
         if now - self._shown[0] < pause and news == self._shown[1]:
             return
         self._shown = now, news
@@ -161,12 +161,12 @@ class View:
             self.__enter__()
 
 
-def _words(sight: Sight) -> Iterator[str]:
+def _words(sight: WatchStatus) -> Iterator[str]:
     watch = sight.watch
     worst = max(watch.learners, key=lambda each: each.e)
     yield f"round {watch.round}" + (f"/{sight.rounds}" if sight.rounds else "")
     yield f"e-value {_power(watch.e)} of {_power(watch.threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
-    yield f"of late {_power(watch.change)} of {_power(watch.change_threshold)}"
+    yield f"of late {_power(watch.change)} of {_power(watch.change_log_threshold)}"
     if sight.canaries is not None:
         yield _canary_words(sight.canaries)
 
@@ -174,7 +174,7 @@ def _words(sight: Sight) -> Iterator[str]:
 # ---- the picture -----------------------------------------------------------------------------------------------------
 
 
-def _table(sight: Sight, most: int) -> Table:
+def _table(sight: WatchStatus, most: int) -> Table:
     watch = sight.watch
     table = terminal.table()
     table.add_column("learner", no_wrap=True, overflow="ellipsis", max_width=16)
@@ -186,14 +186,14 @@ def _table(sight: Sight, most: int) -> Table:
     if len(shown) > most:
         shown = sorted(shown, key=lambda each: -max(each.e, each.change))[:most]
     for each in shown:
-        lines = (watch.threshold + watch.alone, watch.change_threshold + watch.alone)
+        lines = (watch.threshold + watch.alone, watch.change_log_threshold + watch.alone)
         cells = _cells((each.e, each.change), lines)
         test = each.test if each.heard else "not heard"
         table.add_row(Text(sight.names[each.learner]), *cells, Text(test, style="" if each.heard else "yellow"))
     if len(shown) < len(watch.learners):
         table.add_row(f"… {len(watch.learners) - len(shown)} more", style="dim")
     table.add_section()
-    lines = (watch.threshold, watch.change_threshold)
+    lines = (watch.threshold, watch.change_log_threshold)
     table.add_row("together", *_cells((watch.e, watch.change), lines), style="bold")
     table.add_row("alarm from", "", _power(lines[0]), "", _power(lines[1]), style="dim")
     return table
@@ -215,7 +215,7 @@ def _bar(full: float) -> Text:
 def _canary_words(canaries: CanaryTest) -> str:
     total = len(canaries.canaries.places)
     return (
-        f"canaries: {canaries.scored} of {total} scored, {canaries.right} of {canaries.guessed} guesses right; "
+        f"canaries: {canaries.scored_count} of {total} scored, {canaries.right} of {canaries.guessed} guesses right; "
         f"ε at least {number(canaries.bound, 3)}, claimed {number(canaries.canaries.claim, 3)}"
     )
 
@@ -257,7 +257,7 @@ class Gauges:
     """
 
     def __init__(self, address: str) -> None:
-        prometheus_client = import_extra("prometheus_client", "prometheus_client", "--metrics", "metrics")
+        prometheus_client = import_optional("prometheus_client", "prometheus_client", "--metrics", "metrics")
         host, port = place_of(address, "--metrics", listen=True)
         registry = prometheus_client.CollectorRegistry()
 
@@ -265,7 +265,7 @@ class Gauges:
             return prometheus_client.Gauge(f"sottovoce_watch_{name}", text, ("run", *labels), registry=registry)
 
         self._of_learners = [gauge(name, text, "learner") for name, text in _OF_LEARNERS.items()]
-        self._bound = gauge("epsilon_lower_bound", "Lower bound on epsilon from canaries.")
+        self._bound = gauge("compute_epsilon_lower_bound", "Lower bound on epsilon from canaries.")
         try:
             self._server, _ = prometheus_client.start_http_server(port, host, registry)
         except OSError as error:
@@ -279,9 +279,9 @@ class Gauges:
         self._server.shutdown()
         self._server.server_close()
 
-    def update(self, sight: Sight) -> None:
+    def update(self, sight: WatchStatus) -> None:
         """Give these numbers from now on."""
-        watch, lines = sight.watch, (sight.watch.threshold, sight.watch.change_threshold)
+        watch, lines = sight.watch, (sight.watch.threshold, sight.watch.change_log_threshold)
         blamed = Counter("" if alarm.learner is None else sight.names[alarm.learner] for alarm in sight.alarms)
         self._tell(sight.title, "", watch.e, watch.change, *lines, blamed[""])
         for each in watch.learners:

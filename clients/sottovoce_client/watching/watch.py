@@ -13,29 +13,29 @@ import structlog
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.auditing.started import TAKEN, require_promised
-from sottovoce_client.privacy.budget import learner_index
+from sottovoce_client.auditing.started import UNSIGNED_PROMISE_NOTE, require_same_spec
+from sottovoce_client.privacy.budget import find_learner_index
 from sottovoce_client.running.conduct import run_async
 from sottovoce_client.transcripts.provenance import provenance
-from sottovoce_client.watching.canaries import canaries_beside, load, placed
-from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper, load_keys, save_keys
-from sottovoce_client.watching.view import INCOMPLETE, NO_ALARM, Gauges, Sight, View
+from sottovoce_client.watching.canaries import find_commitment, load, placed
+from sottovoce_client.watching.following import FolderSource, Source, open_eavesdropper_source, load_keys, save_keys
+from sottovoce_client.watching.view import INCOMPLETE, NO_ALARM, Gauges, WatchStatus, View
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.online.canaries import CanaryTest
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.experiment import Prepared
+from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.transcript import KEPT, Assembly
-from sottovoce_core.spec import RunSpec, code_to_import, parse_spec
+from sottovoce_core.running.transcript import KEPT, RoundReassembler
+from sottovoce_core.spec import RunSpec, find_first_import, parse_spec
 from sottovoce_eavesdropper.reading import Capture
-from sottovoce_learner.storage.recovery import Learned, learners_in
+from sottovoce_learner.storage.recovery import LoggedRecords, find_learners
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 
 log = structlog.get_logger()
 
-POLL_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +79,16 @@ def where(
         SpecError: not exactly one of the two.
     """
     if place is not None and eavesdropper is None and run_id is None:
-        return nullcontext(InFolder(place, 0.0) if once else InFolder(place))
+        return nullcontext(FolderSource(place, 0.0) if once else FolderSource(place))
     if place is None and eavesdropper is not None and run_id is not None:
-        return at_eavesdropper(eavesdropper, run_id, credentials)
+        return open_eavesdropper_source(eavesdropper, run_id, credentials)
     raise SpecError("watch needs a capture's folder, or --eavesdropper HOST:PORT and --run RUN_ID")
 
 
 def watch(
     source: AbstractAsyncContextManager[Source],
     question: WatchRequest,
-    prepare: Callable[[RunSpec], Prepared],
+    prepare: Callable[[RunSpec], PreparedRun],
     *,
     metrics: str | None = None,
     console: Console | None = None,
@@ -117,17 +117,17 @@ def watch(
         if served is not None:
             console.out(f"metrics: http://{served.address}/metrics", highlight=False)
 
-        async def work(stop: asyncio.Event) -> Sight | None:
+        async def work(stop: asyncio.Event) -> WatchStatus | None:
             async with source as opened:
                 return await _Watching(opened, question, prepare, served, stop).to_its_end(console)
 
-        sight: Sight | None = run_async(work)
+        sight: WatchStatus | None = run_async(work)
     if sight is None:
         console.out("Nothing was watched: there was no capture yet.", highlight=False)
         return 130
     sight.print_end(console)
     terminal.tell(sight.document)
-    return 1 if sight.alarms else {"interrupted": 130, INCOMPLETE: 2}.get(sight.state, sight.unsaved)
+    return 1 if sight.alarms else {"interrupted": 130, INCOMPLETE: 2}.get(sight.state, sight.keys_exit_code)
 
 
 class _Watching:
@@ -137,23 +137,23 @@ class _Watching:
         self,
         source: Source,
         question: WatchRequest,
-        prepare: Callable[[RunSpec], Prepared],
+        prepare: Callable[[RunSpec], PreparedRun],
         metrics: Gauges | None,
         stop: asyncio.Event,
     ) -> None:
         self._source, self._question, self._prepare = source, question, prepare
         self._metrics, self._stop = metrics, stop
         self._part, self._noticed = 0, 0
-        self._logs: dict[int, Learned] = {}
+        self._logs: dict[int, LoggedRecords] = {}
 
-    async def to_its_end(self, console: Console) -> Sight | None:
+    async def to_its_end(self, console: Console) -> WatchStatus | None:
         """Returns what there was to see; None: nothing before somebody interrupted."""
         capture = await self._first(console)
         if capture is None:
             return None
         sight, run = self._begin(capture)
         codec = RoundCodec(run.field_shapes)
-        rounds = Assembly[Message](run.spec.n_learners, run.spec.rounds, run.network, KEPT, names=run.spec.names)
+        rounds = RoundReassembler[Message](run.spec.n_learners, run.spec.rounds, run.network, KEPT, names=run.spec.names)
         if self._logs and (others := [name for i, name in enumerate(sight.names) if i not in self._logs]):
             console.out(f"Not watched: {', '.join(others)}.", highlight=False)
         with View(console) as shown:
@@ -168,7 +168,7 @@ class _Watching:
         to = self._question.keys
         if to is not None and (sight.watch.round == sight.rounds or (sight.rounds is None and capture.complete)):
             heard, run_id = sight.watch.keys, capture.facts["run_id"]
-            sight.unsaved = terminal.attempt(str(to), lambda: save_keys(to, heard, run_id))
+            sight.keys_exit_code = terminal.attempt(str(to), lambda: save_keys(to, heard, run_id))
         if capture.complete and sight.rounds is not None and rounds.next < sight.rounds and not self._over_early(sight):
             unheard = _unheard(rounds, sight)
             wrong = wrong or ("" if run.spec.data.live else unheard)  # a live run may well end when it is stopped
@@ -191,12 +191,12 @@ class _Watching:
             capture = await self._source.latest()
         return capture
 
-    def _begin(self, capture: Capture) -> tuple[Sight, Run]:
+    def _begin(self, capture: Capture) -> tuple[WatchStatus, Run]:
         question = self._question
         capture.require_messages()
         spec = parse_spec(capture.facts["spec"], source=capture.name, imports=question.allow_imports)
-        if code_to_import(capture.facts["spec"]) is None:  # what lies beside it is not imported unasked
-            require_promised(spec, [capture])
+        if find_first_import(capture.facts["spec"]) is None:  # what lies beside it is not imported unasked
+            require_same_spec(spec, [capture])
         if question.logs:
             return self._by_logs(capture, spec)
         if spec.data.live:
@@ -206,23 +206,23 @@ class _Watching:
             )
         prepared, canaries, alpha = self._prepare(spec), None, question.alpha
         spec = prepared.run.spec
-        if question.canaries is None and (found := canaries_beside(capture.name)) is not None:
+        if question.canaries is None and (found := find_commitment(capture.name)) is not None:
             raise SpecError(f"this run has canaries in its records ({found}): give --canary-file canaries.json")
         if question.canaries is not None:
             canaries = load(question.canaries, question.commitment)
             prepared, alpha = placed(prepared, canaries), alpha * 2.0 / 3.0  # a third for each of three questions
-        learners = sorted({learner_index(spec, name) for name in question.learners or spec.names})
+        learners = sorted({find_learner_index(spec, name) for name in question.learners or spec.names})
         before = load_keys(question.keys, capture.facts["run_id"])
         watched = Watch(prepared.run, prepared.data.learners, alpha, learners, before)
         test = None if canaries is None else CanaryTest(prepared.run, prepared.data, canaries, question.alpha / 3.0)
-        return Sight(spec.name, _planned(spec), tuple(spec.names), question.alpha, watched, test), prepared.run
+        return WatchStatus(spec.name, _planned(spec), tuple(spec.names), question.alpha, watched, test), prepared.run
 
-    def _by_logs(self, capture: Capture, spec: RunSpec) -> tuple[Sight, Run]:
+    def _by_logs(self, capture: Capture, spec: RunSpec) -> tuple[WatchStatus, Run]:
         """As `_begin`, of records that learners' logs have."""
         question, run_id, n_features = self._question, capture.facts["run_id"], capture.facts["n_features"]
         if question.canaries is not None:
             raise SpecError("canaries stand in the records of the spec's data source: give --canary-file or --state")
-        found = {name: folder for folder in question.logs for name in learners_in(folder, run_id)}
+        found = {name: folder for folder in question.logs for name in find_learners(folder, run_id)}
         names = question.learners or tuple(name for name in spec.names if name in found)
         if not names or not set(names) <= found.keys():
             whose = " and of ".join(names) or "one of its learners"
@@ -230,11 +230,11 @@ class _Watching:
                 f"--state must name state folders with the log of {whose} in run {run_id}: it is there while the run goes on, "
                 "and behind it where the learner was started with --keep-log"
             )
-        indices = {learner_index(spec, name): name for name in names}
-        self._logs = {i: Learned(found[name], name, run_id, spec, n_features) for i, name in sorted(indices.items())}
+        indices = {find_learner_index(spec, name): name for name in names}
+        self._logs = {i: LoggedRecords(found[name], name, run_id, spec, n_features) for i, name in sorted(indices.items())}
         run, before = build_run(spec, n_features), load_keys(question.keys, run_id)
         watched = Watch(run, self._logs, question.alpha, sorted(indices), before)
-        return Sight(spec.name, _planned(spec), tuple(spec.names), question.alpha, watched), run
+        return WatchStatus(spec.name, _planned(spec), tuple(spec.names), question.alpha, watched), run
 
     async def _learned(self, t: int) -> bool:
         """Wait until the logs have what was learned in a round; False: they will not."""
@@ -250,11 +250,11 @@ class _Watching:
             over = latest is None or latest.complete  # then all is written down by now: look once more
 
     async def _take(
-        self, capture: Capture, codec: RoundCodec, rounds: Assembly[Message], sight: Sight, shown: View
+        self, capture: Capture, codec: RoundCodec, rounds: RoundReassembler[Message], sight: WatchStatus, shown: View
     ) -> None:
         """Take what is new, round by round."""
         since = self._part
-        for part, batch in capture.by_part(("sender", "kind", "method", "payload"), lambda part: part > since):
+        for part, batch in capture.read_parts(("sender", "kind", "method", "payload"), lambda part: part > since):
             capture.assemble(batch, codec, rounds)
             for t, messages in rounds.ready():
                 if not await self._learned(t):
@@ -269,12 +269,12 @@ class _Watching:
             self._part = part
         shown.update(sight)
 
-    def _equivocations(self, rounds: Assembly[Message], sight: Sight) -> list[Alarm]:
+    def _equivocations(self, rounds: RoundReassembler[Message], sight: WatchStatus) -> list[Alarm]:
         new = rounds.equivocations[self._noticed :]
         self._noticed += len(new)
-        return [alarm for t, learner in new for alarm in sight.watch.equivocated(learner, t)]
+        return [alarm for t, learner in new for alarm in sight.watch.report_equivocation(learner, t)]
 
-    def _tell(self, alarms: list[Alarm], sight: Sight, shown: View) -> None:
+    def _tell(self, alarms: list[Alarm], sight: WatchStatus, shown: View) -> None:
         for alarm in alarms:
             sight.alarms.append(alarm)
             sight.state = "ALARM"
@@ -293,13 +293,13 @@ class _Watching:
         if self._metrics is not None:
             self._metrics.update(sight)
 
-    def _over_early(self, sight: Sight) -> bool:
+    def _over_early(self, sight: WatchStatus) -> bool:
         return self._stop.is_set() or bool(sight.alarms and not self._question.keep_going)
 
-    def _over(self, capture: Capture, sight: Sight) -> bool:
+    def _over(self, capture: Capture, sight: WatchStatus) -> bool:
         return capture.complete or self._question.once or self._over_early(sight)
 
-    def _state(self, sight: Sight) -> str:
+    def _state(self, sight: WatchStatus) -> str:
         if sight.alarms:
             return "ALARM"
         return "interrupted" if self._stop.is_set() else NO_ALARM
@@ -307,7 +307,7 @@ class _Watching:
     async def _told(self) -> bool:
         """Wait for the next look; says whether to stop instead."""
         try:
-            async with asyncio.timeout(POLL_S):
+            async with asyncio.timeout(POLL_INTERVAL_S):
                 await self._stop.wait()
         except TimeoutError:
             return False
@@ -325,10 +325,10 @@ def _provenance(capture: Capture) -> tuple[str, str]:
         signed = provenance([capture], capture.place, stands=Path.cwd()).text
     except CaptureError as error:
         signed = wrong = f"{error}."
-    return f"{signed} {TAKEN} sottovoce audit SPEC --captures holds the capture to the spec that you were told.", wrong
+    return f"{signed} {UNSIGNED_PROMISE_NOTE} sottovoce audit SPEC --captures holds the capture to the spec that you were told.", wrong
 
 
-def _unheard(rounds: Assembly[Message], sight: Sight) -> str:
+def _unheard(rounds: RoundReassembler[Message], sight: WatchStatus) -> str:
     """Why the last rounds were not watched."""
     names = ", ".join(sight.names[i] for i in rounds.missing[:5])
     return f"The capture ends before round {rounds.next} of {sight.rounds}: {names} not overheard in it."

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from sottovoce_client.web.gather import Gathering
-from sottovoce_client.web.services import Asked
+from sottovoce_client.web.gather import Poller
+from sottovoce_client.web.services import ConsoleOptions
 from sottovoce_core.errors import SpecError, Unavailable
-from sottovoce_core.optional import import_extra
-from sottovoce_rpc.addresses import is_loopback, of_this_user, place_of
+from sottovoce_core.optional import import_optional
+from sottovoce_rpc.addresses import is_loopback, is_same_user, place_of
 from sottovoce_rpc.server import serve_until_stopped
 from sottovoce_rpc.tasks import Tasks
 
@@ -40,7 +40,7 @@ OWN = {
     "Cache-Control": "no-store",
 }
 """Headers of every answer; one that has such a header already keeps its own."""
-LEAST_TOKEN, _MOST_TOKEN = 20, 200
+MIN_TOKEN_CHARS, _MAX_TOKEN_CHARS = 20, 200
 
 
 def _token_of(path: Path | None) -> str:
@@ -60,8 +60,8 @@ def _token_of(path: Path | None) -> str:
         token = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
         raise SpecError(f"--token-file {path} cannot be used: {getattr(error, 'strerror', None) or error}") from None
-    if not LEAST_TOKEN <= len(token) <= _MOST_TOKEN or not all(each.isalnum() or each in "-_" for each in token):
-        raise SpecError(f"a token has {LEAST_TOKEN} to {_MOST_TOKEN} letters, digits, - and _; {path} holds none")
+    if not MIN_TOKEN_CHARS <= len(token) <= _MAX_TOKEN_CHARS or not all(each.isalnum() or each in "-_" for each in token):
+        raise SpecError(f"a token has {MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS} letters, digits, - and _; {path} holds none")
     return token
 
 
@@ -75,7 +75,7 @@ class _Guard:
         ours: whether the other end of a connection is this user's.
     """
 
-    def __init__(self, app: ASGIApp, token: str, cookie: str, ours: Callable[[str], bool] = of_this_user) -> None:
+    def __init__(self, app: ASGIApp, token: str, cookie: str, ours: Callable[[str], bool] = is_same_user) -> None:
         self._app, self._token, self._cookie, self._ours = app, token, cookie, ours
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -155,7 +155,7 @@ _SANDBOX = {
 }
 
 
-def console_app(known: Gathering, token: str, cookie: str, ours: Callable[[str], bool] = of_this_user) -> _Guard:
+def create_console_app(known: Poller, token: str, cookie: str, ours: Callable[[str], bool] = is_same_user) -> _Guard:
     """The console as an ASGI application.
 
     Args:
@@ -208,7 +208,7 @@ async def _sent(pages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 _CLOSE_S = 1
 
 
-async def serve_console(asked: Asked, listen: str, token_file: Path | None) -> None:
+async def serve_console(asked: ConsoleOptions, listen: str, token_file: Path | None) -> None:
     """Serve until told to stop.
 
     Args:
@@ -220,12 +220,12 @@ async def serve_console(asked: Asked, listen: str, token_file: Path | None) -> N
         SpecError: others could reach the address, the token cannot be used, or the extra is not installed.
         Unavailable: the address is taken.
     """
-    import_extra("starlette", "starlette", "the console", "console")
+    import_optional("starlette", "starlette", "the console", "console")
     token, listening = _token_of(token_file), _listening(listen)
     host, port = listening.getsockname()[:2]
-    gathering = Gathering(asked)
-    app = console_app(gathering, token, f"sottovoce-console-{port}")
-    server = server_of(app)
+    gathering = Poller(asked)
+    app = create_console_app(gathering, token, f"sottovoce-console-{port}")
+    server = create_server(app)
     shown = f"[{host}]" if ":" in host else host
     print(f"console: http://{shown}:{port}/?token={token}", flush=True)
     async with Tasks() as tasks:
@@ -256,13 +256,13 @@ def _listening(listen: str) -> socket.socket:
         raise Unavailable(f"the console cannot listen on {listen}: {error.strerror or error}") from None
 
 
-def server_of(app: Any) -> Any:
+def create_server(app: Any) -> Any:
     """A server of uvicorn's for an application; it leaves signals to us, and believes no proxy about who asks.
 
     Raises:
         SpecError: the extra is not installed.
     """
-    uvicorn = import_extra("uvicorn", "uvicorn", "the console", "console")
+    uvicorn = import_optional("uvicorn", "uvicorn", "the console", "console")
 
     class Quiet(uvicorn.Server):  # type: ignore[name-defined, misc] # the extra may be missing where types are checked
         @contextmanager

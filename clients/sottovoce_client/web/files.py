@@ -21,13 +21,13 @@ from ruamel.yaml.error import YAMLError
 
 from sottovoce_client.running.monitoring import (
     KEPT,
-    CaptureLine,
+    CaptureListItem,
     EdgeView,
     LearnerView,
     Plan,
-    RunLine,
+    RunListItem,
     RunView,
-    plan_from,
+    parse_plan_document,
 )
 from sottovoce_core.errors import SottovoceError
 from sottovoce_core.text import plain
@@ -35,7 +35,7 @@ from sottovoce_core.yaml_files import parse_yaml
 
 
 @dataclass(frozen=True, slots=True)
-class ReportLine:
+class ReportEntry:
     """A page in the results that can be opened."""
 
     path: str
@@ -77,16 +77,16 @@ def _ended_view(summary: Mapping[str, Any], plan: Plan) -> RunView:
         round=done,
         rounds=plan.rounds,
         rate=done / seconds if seconds > 0 else None,
-        left_s=None,
+        remaining_s=None,
         pace=tuple(max(0.0, round((b[1] - a[1]) / (b[0] - a[0]), 3)) for a, b in pairs),
-        counted_by="learners",
+        traffic_source="learners",
         learners=tuple(_ended_learner(each, str(summary["state"])) for each in told),
         edges=tuple(
             EdgeView(*(way if way in sent else way[::-1]), 0.0, 0.0, 0.0, sent.get(way, 0) + sent.get(way[::-1], 0),
                      not (way in sent and way[::-1] in sent))
             for way in edges
         ),
-        notices=tuple(plain(str(each)) for each in (*summary["misconduct"], *summary["not_captured"])),
+        warnings=tuple(plain(str(each)) for each in (*summary["misconduct"], *summary["not_captured"])),
     )  # fmt: skip
 
 
@@ -100,20 +100,20 @@ def _ended_learner(said: Mapping[str, Any], state: str) -> LearnerView:
         epsilon=float(said["spent"]),
         limit=None if said["budget"] is None else float(said["budget"]),
         elsewhere=0.0,
-        own_limit=None,
+        epsilon_owner_budget=None,
         records=int(said["records"]),
         waiting=int(said["waiting"]),
         arrival=None,
         accuracy=said["prequential_accuracy"],
-        notices=(),
+        warnings=(),
     )
 
 
 PAGES, FACTS = ".html", "capture.json"
 """What may be opened: files that end so, and files of this name."""
 _CLOSED = frozenset({"journals", "identities", "logs", "authority", "ledger"})
-_DEEP, _MOST_FOLDERS, _MOST_LISTED = 5, 2_000, 100
-_MOST_FACTS, _MOST_SUMMARY = 4 * 1024 * 1024, 64 * 1024 * 1024
+_MAX_DEPTH, _MAX_FOLDERS, _MAX_LISTED_FILES = 5, 2_000, 100
+_MOST_FACTS, _MAX_SUMMARY_BYTES = 4 * 1024 * 1024, 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,9 @@ class Results:
         runs: these runs themselves, where this version can read their summaries.
     """
 
-    captures: tuple[CaptureLine, ...] = ()
-    reports: tuple[ReportLine, ...] = ()
-    ended: Mapping[str, RunLine] = field(default_factory=dict)
+    captures: tuple[CaptureListItem, ...] = ()
+    reports: tuple[ReportEntry, ...] = ()
+    ended: Mapping[str, RunListItem] = field(default_factory=dict)
     runs: Mapping[str, RunView] = field(default_factory=dict)
 
 
@@ -147,16 +147,16 @@ class Files:
         """What there is now. Blocks on the disk."""
         if self.root is None:
             return Results()
-        captures: list[CaptureLine] = []
-        reports: list[ReportLine] = []
-        ended: dict[str, RunLine] = {}
+        captures: list[CaptureListItem] = []
+        reports: list[ReportEntry] = []
+        ended: dict[str, RunListItem] = {}
         runs: list[RunView] = []
         for folder, names in self._folders(self.root):
             summary = self._summary(folder) if "summary.json" in names else None
             if summary is not None:
                 written = self._read[folder / "summary.json"][0]
                 run_id = summary["run_id"]
-                ended[run_id] = RunLine(run_id, summary["state"], summary["detail"], 0.0, written)
+                ended[run_id] = RunListItem(run_id, summary["state"], summary["detail"], 0.0, written)
                 runs += [summary["view"]] if summary["view"] is not None else []
             if FACTS in names and (line := self._capture(folder)) is not None:
                 captures.append(line)
@@ -165,8 +165,8 @@ class Files:
         captures.sort(key=lambda line: line.modified, reverse=True)
         reports.sort(key=lambda line: line.modified, reverse=True)
         runs.sort(key=lambda run: run.started, reverse=True)
-        kept = {run.run_id: run for run in runs[:_MOST_LISTED]}
-        return Results(tuple(captures[:_MOST_LISTED]), tuple(reports[:_MOST_LISTED]), ended, kept)
+        kept = {run.run_id: run for run in runs[:_MAX_LISTED_FILES]}
+        return Results(tuple(captures[:_MAX_LISTED_FILES]), tuple(reports[:_MAX_LISTED_FILES]), ended, kept)
 
     def opened(self, path: str) -> tuple[bytes, str] | None:
         """The content of a file that is listed, and its media type; None: there is no such, or it is not for looking at.
@@ -194,13 +194,13 @@ class Files:
 
     def _folders(self, root: Path) -> Iterator[tuple[Path, list[str]]]:
         """Folders below, a bounded number of them, with the names of their files."""
-        for where, folders, names in islice(os.walk(root), _MOST_FOLDERS):
+        for where, folders, names in islice(os.walk(root), _MAX_FOLDERS):
             place = Path(where)
             deep = len(place.relative_to(root).parts)
-            folders[:] = [] if deep >= _DEEP else sorted(filter(_open, folders), reverse=True)
+            folders[:] = [] if deep >= _MAX_DEPTH else sorted(filter(_open, folders), reverse=True)
             yield place, names
 
-    def _report(self, path: Path, summary: Mapping[str, Any] | None) -> ReportLine | None:
+    def _report(self, path: Path, summary: Mapping[str, Any] | None) -> ReportEntry | None:
         try:
             facts = path.lstat()
         except OSError:
@@ -209,19 +209,19 @@ class Files:
         relative = path.relative_to(self.root).as_posix()
         ours = summary is not None and path.name == "report.html"
         title = f"{summary['name']}, {summary['state']}" if ours and summary is not None else path.stem
-        return ReportLine(plain(relative), plain(title), facts.st_size, facts.st_mtime)
+        return ReportEntry(plain(relative), plain(title), facts.st_size, facts.st_mtime)
 
-    def _capture(self, folder: Path) -> CaptureLine | None:
+    def _capture(self, folder: Path) -> CaptureListItem | None:
         facts = self._json(folder / FACTS, _MOST_FACTS, _of_capture)
         if facts is None or self.root is None:
             return None
         path = (folder / FACTS).relative_to(self.root).as_posix()
         modified = self._read[folder / FACTS][0]
         run_id, state, messages, size = facts
-        return CaptureLine(plain(folder.name), run_id, plain(str(folder)), state, messages, size, plain(path), modified)
+        return CaptureListItem(plain(folder.name), run_id, plain(str(folder)), state, messages, size, plain(path), modified)
 
     def _summary(self, folder: Path) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self._json(folder / "summary.json", _MOST_SUMMARY, _of_summary)
+        found: dict[str, Any] | None = self._json(folder / "summary.json", _MAX_SUMMARY_BYTES, _of_summary)
         return found
 
     def _json(self, path: Path, most: int, take: Any) -> Any:
@@ -265,6 +265,6 @@ def _of_summary(said: Mapping[str, Any]) -> dict[str, Any]:
 def _view(said: Mapping[str, Any]) -> RunView | None:
     """The run of a summary; None where it is one of another version."""
     try:
-        return _ended_view(said, plan_from(parse_yaml(str(said["spec_yaml"]))))
+        return _ended_view(said, parse_plan_document(parse_yaml(str(said["spec_yaml"]))))
     except (SottovoceError, YAMLError, LookupError, TypeError, ValueError):
         return None

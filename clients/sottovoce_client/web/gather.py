@@ -13,21 +13,21 @@ from importlib.metadata import version
 from pydantic_core import to_json
 
 from sottovoce_client.running.monitoring import (
-    CaptureLine,
+    CaptureListItem,
     History,
     Plan,
-    RunLine,
+    RunListItem,
     RunView,
-    capture_line,
-    look_at,
+    make_capture_list_item,
+    parse_observation,
     newest,
     plan_of,
-    run_line,
-    run_view,
+    make_run_list_item,
+    make_run_view,
 )
-from sottovoce_client.web.files import Files, ReportLine, Results
-from sottovoce_client.web.services import Asked, Services, WatchView, read_watch
-from sottovoce_core.errors import NotReady, SottovoceError
+from sottovoce_client.web.files import Files, ReportEntry, Results
+from sottovoce_client.web.services import ConsoleOptions, Services, WatchView, read_watch
+from sottovoce_core.errors import FailedPrecondition, SottovoceError
 from sottovoce_core.text import plain
 
 
@@ -56,9 +56,9 @@ class Page:
     at: float
     version: str
     run: RunView | None = None
-    runs: tuple[RunLine, ...] = ()
-    captures: tuple[CaptureLine, ...] = ()
-    reports: tuple[ReportLine, ...] = ()
+    runs: tuple[RunListItem, ...] = ()
+    captures: tuple[CaptureListItem, ...] = ()
+    reports: tuple[ReportEntry, ...] = ()
     watch: WatchView | None = None
     problems: tuple[Problem, ...] = ()
     folder: str = ""
@@ -69,12 +69,12 @@ class Page:
         return to_json(self, inf_nan_mode="strings")
 
 
-LOOK_S = 1.0
-_LISTS_S, _FILES_S = 5.0, 10.0
+POLL_PERIOD_S = 1.0
+_LIST_PERIOD_S, _FILE_SCAN_PERIOD_S = 5.0, 10.0
 """How often lists are asked for, and the folder is looked through."""
-MOST_LOOKING = 32
+MAX_BROWSERS = 32
 """Browsers at a time."""
-_KNOWN = 16
+_MAX_REMEMBERED_RUNS = 16
 """Runs whose looks are remembered."""
 
 
@@ -88,10 +88,10 @@ class _Seen:
     view: RunView | None = None
 
 
-class Gathering:
+class Poller:
     """What is known, for all who look; `run` asks for it."""
 
-    def __init__(self, asked: Asked, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, asked: ConsoleOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self._asked, self._clock = asked, clock
         self._files = Files(asked.folder)
         self._services: Services | None = None
@@ -100,8 +100,8 @@ class Gathering:
         self._changed, self._turn = asyncio.Condition(), 0
         self._pages: dict[str, bytes] = {}
         self._known: dict[str, _Seen] = {}
-        self._runs: tuple[RunLine, ...] = ()
-        self._captures: tuple[CaptureLine, ...] = ()
+        self._runs: tuple[RunListItem, ...] = ()
+        self._captures: tuple[CaptureListItem, ...] = ()
         self._results, self._watched = Results(), tuple[WatchView, ...]()
         self._problems: dict[str, Problem] = {}
         self._due: dict[str, float] = {}
@@ -114,7 +114,7 @@ class Gathering:
     @property
     def full(self) -> bool:
         """Whether nobody more may look."""
-        return self._lookers.total() >= MOST_LOOKING
+        return self._lookers.total() >= MAX_BROWSERS
 
     async def pages(self, run_id: str) -> AsyncIterator[bytes]:
         """The page as JSON, again at every look; ends when the console does.
@@ -159,19 +159,19 @@ class Gathering:
             while True:
                 await self._wanted.wait()
                 await self._look(stack)
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_PERIOD_S)
 
     # ---- one look -----------------------------------------------------------------------------------------
 
     async def _look(self, stack: AsyncExitStack) -> None:
         await self._try("services", self._connect(stack))
         if self._services is not None:
-            await self._every(_LISTS_S, "runs", self._list_runs)
+            await self._every(_LIST_PERIOD_S, "runs", self._list_runs)
             if self._services.eavesdropper is not None:
-                await self._every(_LISTS_S, "captures", self._list_captures)
-        await self._every(_FILES_S, "files", self._look_through)
+                await self._every(_LIST_PERIOD_S, "captures", self._list_captures)
+        await self._every(_FILE_SCAN_PERIOD_S, "files", self._look_through)
         if self._asked.watch:
-            await self._every(2 * LOOK_S, "watch", self._watch)
+            await self._every(2 * POLL_PERIOD_S, "watch", self._watch)
         looked = {wanted: wanted or newest(self._listed) for wanted in tuple(self._lookers)}
         told = {each.run_id for each in self._runs}
         over = {run_id for run_id in self._results.runs if run_id not in told}  # services of now do not know them
@@ -205,7 +205,7 @@ class Gathering:
         """To where the services are now."""
         try:
             places = await asyncio.to_thread(self._asked.now)
-        except NotReady:
+        except FailedPrecondition:
             self._services = None
             await stack.aclose()
             raise
@@ -217,11 +217,11 @@ class Gathering:
 
     async def _list_runs(self) -> None:
         assert self._services is not None  # noqa: S101 - `_look` has seen to it
-        self._runs = tuple(map(run_line, await self._services.runs()))
+        self._runs = tuple(map(make_run_list_item, await self._services.runs()))
 
     async def _list_captures(self) -> None:
         assert self._services is not None  # noqa: S101 - as above
-        self._captures = tuple(map(capture_line, await self._services.captures()))
+        self._captures = tuple(map(make_capture_list_item, await self._services.captures()))
 
     async def _look_through(self) -> None:
         self._results = await asyncio.to_thread(self._files.results)
@@ -239,13 +239,13 @@ class Gathering:
             seen = _Seen(told.attempt, plan_of(told.spec), History())
         self._known[run_id] = seen
         heard = None if seen.plan.capture == "none" else await self._services.heard(run_id)
-        seen.history.add(look_at(told, heard, self._clock()))
-        seen.view = run_view(run_line(told), seen.plan, seen.history)
-        while len(self._known) > _KNOWN:
+        seen.history.add(parse_observation(told, heard, self._clock()))
+        seen.view = make_run_view(make_run_list_item(told), seen.plan, seen.history)
+        while len(self._known) > _MAX_REMEMBERED_RUNS:
             self._known.pop(next(iter(self._known)))
 
     @property
-    def _listed(self) -> tuple[RunLine, ...]:
+    def _listed(self) -> tuple[RunListItem, ...]:
         """Runs that the coordinator tells of, and then those that only their results tell of, the newest first."""
         told = {each.run_id for each in self._runs}
         found = [_ended_line(run) for run in self._results.runs.values() if run.run_id not in told]
@@ -282,7 +282,7 @@ class Gathering:
 # ---- what services say, and results ---------------------------------------------------------------------------------
 
 
-def _as_ended(line: RunLine, end: RunLine | None) -> RunLine:
+def _as_ended(line: RunListItem, end: RunListItem | None) -> RunListItem:
     """A run in the list, as its results say that it ended; None: they say nothing."""
     if end is None:
         return line
@@ -290,8 +290,8 @@ def _as_ended(line: RunLine, end: RunLine | None) -> RunLine:
 
 
 def _merged(
-    told: tuple[CaptureLine, ...], found: tuple[CaptureLine, ...], *, gone: bool = False
-) -> tuple[CaptureLine, ...]:
+    told: tuple[CaptureListItem, ...], found: tuple[CaptureListItem, ...], *, gone: bool = False
+) -> tuple[CaptureListItem, ...]:
     """Captures that the eavesdropper tells of, with where they can be opened; then those that only lie in the folder.
 
     Args:
@@ -304,11 +304,11 @@ def _merged(
     return (*own, *(each for each in found if each.name not in {one.name for one in told}))
 
 
-def _as_found(told: CaptureLine, found: CaptureLine, gone: bool) -> CaptureLine:
+def _as_found(told: CaptureListItem, found: CaptureListItem, gone: bool) -> CaptureListItem:
     """A capture of which both say something."""
     return found if gone else replace(told, path=found.path)
 
 
-def _ended_line(run: RunView) -> RunLine:
+def _ended_line(run: RunView) -> RunListItem:
     """The line of a run in the list."""
-    return RunLine(run.run_id, run.state, run.detail, run.started, run.ended, run.round)
+    return RunListItem(run.run_id, run.state, run.detail, run.started, run.ended, run.round)

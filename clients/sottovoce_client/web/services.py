@@ -13,24 +13,24 @@ from typing import Any, TypeVar
 
 import grpc
 
-from sottovoce_client.running.monitoring import Count, Places, Way
-from sottovoce_core.errors import NotReady, SpecError, Unavailable
-from sottovoce_core.optional import import_extra
+from sottovoce_client.running.monitoring import Count, ServiceAddresses, Way
+from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
+from sottovoce_core.optional import import_optional
 from sottovoce_core.text import plain
 from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import as_error
+from sottovoce_rpc.status import convert_status_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2, eavesdropper_pb2_grpc
 
-_CALL_S = 4.0
-_MOST_RUNS, _MOST_CAPTURES = 50, 50
+_CALL_TIMEOUT_S = 4.0
+_MOST_RUNS, _MAX_LISTED_CAPTURES = 50, 50
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ConsoleOptions:
     """What the console was asked to show.
 
     Attributes:
@@ -41,24 +41,24 @@ class Asked:
     """
 
     folder: Path | None = None
-    places: Places = field(default_factory=Places)
+    places: ServiceAddresses = field(default_factory=ServiceAddresses)
     watch: str = ""
     insecure: bool = False
 
-    def now(self) -> Places:
+    def now(self) -> ServiceAddresses:
         """Where services are now.
 
         Raises:
-            NotReady: nobody says where the coordinator is.
+            FailedPrecondition: nobody says where the coordinator is.
         """
         found = _told_in(self.folder)
-        places = Places(
+        places = ServiceAddresses(
             self.places.coordinator or found.coordinator,
             self.places.eavesdropper or ("" if self.places.coordinator else found.eavesdropper),
             self.places.identity or found.identity,
         )
         if not places.coordinator:
-            raise NotReady(f"no run is up in {self.folder}: {_advice(self.folder)}")
+            raise FailedPrecondition(f"no run is up in {self.folder}: {_advice(self.folder)}")
         return places
 
 
@@ -73,24 +73,24 @@ def _advice(folder: Path | None) -> str:
     return "`sottovoce up` writes services.json there while one is"
 
 
-def _told_in(folder: Path | None) -> Places:
+def _told_in(folder: Path | None) -> ServiceAddresses:
     """What `services.json` says; nothing where there is none."""
     try:
         told = json.loads((folder / "services.json").read_text(encoding="utf-8")) if folder is not None else {}
         identity = Path(told["identity"]) if told.get("identity") else None
-        return Places(str(told.get("coordinator") or ""), str(told.get("eavesdropper") or ""), identity)
+        return ServiceAddresses(str(told.get("coordinator") or ""), str(told.get("eavesdropper") or ""), identity)
     except (OSError, ValueError, TypeError, AttributeError):
-        return Places()
+        return ServiceAddresses()
 
 
 class Services:
     """Channels to a coordinator and, where there is one, an eavesdropper."""
 
-    def __init__(self, places: Places, coordinator: Any, eavesdropper: Any) -> None:
+    def __init__(self, places: ServiceAddresses, coordinator: Any, eavesdropper: Any) -> None:
         self.places, self.coordinator, self.eavesdropper = places, coordinator, eavesdropper
 
     @classmethod
-    async def reach(cls, places: Places, insecure: bool, stack: AsyncExitStack) -> Services:
+    async def reach(cls, places: ServiceAddresses, insecure: bool, stack: AsyncExitStack) -> Services:
         """Open the channels; they find out by themselves who is there."""
         credentials = Credentials(places.identity, insecure)
         to = await stack.enter_async_context(channel(places.coordinator, Role.COORDINATOR, credentials=credentials))
@@ -104,15 +104,15 @@ class Services:
 
     async def runs(self) -> list[coordinator_pb2.Run]:
         request = coordinator_pb2.ListRunsRequest(page_size=_MOST_RUNS)
-        return list((await self._of_coordinator(self.coordinator.ListRuns(request, timeout=_CALL_S))).runs)
+        return list((await self._of_coordinator(self.coordinator.ListRuns(request, timeout=_CALL_TIMEOUT_S))).runs)
 
     async def run(self, run_id: str) -> coordinator_pb2.Run:
         request = coordinator_pb2.GetRunRequest(run_id=run_id)
-        return await self._of_coordinator(self.coordinator.GetRun(request, timeout=_CALL_S))
+        return await self._of_coordinator(self.coordinator.GetRun(request, timeout=_CALL_TIMEOUT_S))
 
     async def captures(self) -> list[eavesdropper_pb2.CaptureInfo]:
-        request = eavesdropper_pb2.ListCapturesRequest(page_size=_MOST_CAPTURES)
-        answer = self.eavesdropper.ListCaptures(request, timeout=_CALL_S)
+        request = eavesdropper_pb2.ListCapturesRequest(page_size=_MAX_LISTED_CAPTURES)
+        answer = self.eavesdropper.ListCaptures(request, timeout=_CALL_TIMEOUT_S)
         return list((await _answer(answer, f"the eavesdropper at {self.places.eavesdropper}")).captures)
 
     async def heard(self, run_id: str) -> Mapping[Way, Count] | None:
@@ -121,7 +121,7 @@ class Services:
             return None
         request = eavesdropper_pb2.ListCapturesRequest(run_id=run_id, page_size=1)
         try:
-            (capture,) = (await self.eavesdropper.ListCaptures(request, timeout=_CALL_S)).captures
+            (capture,) = (await self.eavesdropper.ListCaptures(request, timeout=_CALL_TIMEOUT_S)).captures
         except (grpc.aio.AioRpcError, ValueError):  # its list says why; it knows no such capture
             return None
         return {(way.sender, way.receiver): (way.messages, way.bytes) for way in capture.ways} or None
@@ -134,18 +134,18 @@ async def _answer(call: Awaitable[T], who: str) -> T:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        raise as_error(error, who) from None
+        raise convert_status_error(error, who) from None
 
 
 @dataclass(frozen=True, slots=True)
-class WatchLine:
+class LearnerWatch:
     """Natural logarithms of a learner's e-values, and from where on they are an alarm; None: not told."""
 
     name: str
     e: float
     change: float | None
     line: float | None
-    change_line: float | None
+    change_log_threshold: float | None
     rounds: int
     alarms: int
 
@@ -155,13 +155,13 @@ class WatchView:
     """What `sottovoce watch` says of a run; `together` is of all learners."""
 
     run: str
-    learners: tuple[WatchLine, ...]
-    together: WatchLine | None
+    learners: tuple[LearnerWatch, ...]
+    together: LearnerWatch | None
     alarms: int
 
 
 _PREFIX = "sottovoce_watch_"
-_WAIT_S, _MOST = 2.0, 4 * 1024 * 1024
+_WATCH_TIMEOUT_S, _MOST = 2.0, 4 * 1024 * 1024
 
 
 def read_watch(address: str) -> tuple[WatchView, ...]:
@@ -173,7 +173,7 @@ def read_watch(address: str) -> tuple[WatchView, ...]:
     """
     place_of(address, "--watch")
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_WAIT_S) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_WATCH_TIMEOUT_S) as answer:
             text = answer.read(_MOST).decode("utf-8", "replace")
         return _watch_views(text)
     except (OSError, ValueError) as error:
@@ -187,7 +187,7 @@ def _watch_views(text: str) -> tuple[WatchView, ...]:
     Raises:
         ValueError: it is none of Prometheus.
     """
-    parser = import_extra("prometheus_client.parser", "prometheus_client", "--watch", "console")
+    parser = import_optional("prometheus_client.parser", "prometheus_client", "--watch", "console")
     told: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
@@ -204,13 +204,13 @@ def _view(run: str, learners: dict[str, dict[str, float]]) -> WatchView:
     return WatchView(plain(run), tuple(lines.values()), together, alarms)
 
 
-def _line(name: str, said: dict[str, float]) -> WatchLine:
-    return WatchLine(
+def _line(name: str, said: dict[str, float]) -> LearnerWatch:
+    return LearnerWatch(
         name=plain(name),
         e=said["log_e_value"],
         change=said.get("change_log_e_value"),
         line=said.get("log_threshold"),
-        change_line=said.get("change_log_threshold"),
+        change_log_threshold=said.get("change_log_threshold"),
         rounds=int(said.get("round", 0)),
         alarms=int(said.get("alarms", 0)),
     )

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import Heard, Message
+from sottovoce_core.algorithms.interface import ReceivedMessages, Message
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.swaps import PILOT
-from sottovoce_core.auditing.worlds import Share, overhear
+from sottovoce_core.auditing.swaps import PILOT_RUNS
+from sottovoce_core.auditing.worlds import RunChunk, overhear
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import Draw, Noise, SeededNoise, no_noise
+from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, no_noise
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run
 from sottovoce_lab.mutants import (
-    Altered,
+    MethodOverride,
     Breaks,
     Broken,
     Change,
@@ -28,8 +28,8 @@ from sottovoce_lab.mutants import (
     On,
     Source,
     altered,
-    each_message,
-    each_number,
+    estimate_from_messages,
+    estimate_from_numbers,
     event,
     faults,
     mirrored,
@@ -73,11 +73,11 @@ class _Says:
     labels: FloatArray
 
 
-_Following = Callable[[FloatArray, Draw, _Says], FloatArray]
+_Following = Callable[[FloatArray, NoiseRequest, _Says], FloatArray]
 """From correct noise, and what it should know nothing of, to what is said in its place."""
 
 
-class _Follows(Altered):
+class _Follows(MethodOverride):
     """An algorithm whose noise follows what it should hide."""
 
     def __init__(self, correct: Any, change: _Following) -> None:
@@ -88,12 +88,12 @@ class _Follows(Altered):
         state = self.correct.start(who)
         return _Known(state, state)
 
-    def speak(self, known: _Known, noise: Noise) -> tuple[_Known, Message]:
+    def speak(self, known: _Known, noise: NoiseSource) -> tuple[_Known, Message]:
         _, clean = self.correct.speak(known.state, no_noise)
         _, old = self.correct.speak(known.before, no_noise)
         labels = np.zeros((1, 1, 1)) if known.batch is None else known.batch.labels[..., :1, None]
 
-        def follow(drawn: FloatArray, draw: Draw) -> FloatArray:
+        def follow(drawn: FloatArray, draw: NoiseRequest) -> FloatArray:
             if draw.field not in clean.fields:
                 return drawn
             centre = clean[draw.field]
@@ -102,7 +102,7 @@ class _Follows(Altered):
         state, said = self.correct.speak(known.state, lambda draw: follow(noise(draw), draw))
         return replace(known, state=state), said
 
-    def listen(self, known: _Known, heard: Heard, batch: Batch) -> _Known:
+    def listen(self, known: _Known, heard: ReceivedMessages, batch: Batch) -> _Known:
         return _Known(self.correct.listen(known.state, heard, batch), known.state, batch if batch.size else None)
 
     def overheard(self, known: _Known, message: Message) -> tuple[_Known, FloatArray]:
@@ -140,45 +140,45 @@ def _with_loss(change: Callable[[Any], Any]) -> Breaks:
 # ---- centre ----------------------------------------------------------------------------------------------------------
 
 
-def _says_minimiser(pvp: Any) -> Altered:
+def _says_minimiser(pvp: Any) -> MethodOverride:
     """PVP that sends f in place of f + e."""
 
-    def speak(state: Any, noise: Noise) -> tuple[Any, Message]:
+    def speak(state: Any, noise: NoiseSource) -> tuple[Any, Message]:
         state, _ = pvp.speak(state, noise)
         return state, Message({"y": state.primal})
 
-    return Altered(pvp, speak=speak)
+    return MethodOverride(pvp, speak=speak)
 
 
-def _louder(loss: Any, factor: float) -> Altered:
+def _louder(loss: Any, factor: float) -> MethodOverride:
     """A loss whose gradients are a factor larger."""
-    return Altered(loss, gradient_sum=lambda theta, batch: factor * loss.gradient_sum(theta, batch))
+    return MethodOverride(loss, gradient_sum=lambda theta, batch: factor * loss.gradient_sum(theta, batch))
 
 
-def _unclipped(loss: Any) -> Altered:
+def _unclipped(loss: Any) -> MethodOverride:
     """A loss that takes records as they come, and gradients as they are."""
-    return Altered(loss, enforce=lambda features, labels: (features, labels))
+    return MethodOverride(loss, enforce=lambda features, labels: (features, labels))
 
 
-def _weighs(algorithm: Any, factor: float) -> Altered:
+def _weighs(algorithm: Any, factor: float) -> MethodOverride:
     """An algorithm that weighs its neighbours' messages otherwise."""
 
-    def listen(state: Any, heard: Heard, batch: Batch) -> Any:
-        weighted = Altered(heard, weighted_sum=lambda name: factor * heard.weighted_sum(name))
+    def listen(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
+        weighted = MethodOverride(heard, weighted_sum=lambda name: factor * heard.weighted_sum(name))
         return algorithm.listen(state, weighted, batch)
 
-    return Altered(algorithm, listen=listen)
+    return MethodOverride(algorithm, listen=listen)
 
 
-def _twice(algorithm: Any) -> Altered:
+def _twice(algorithm: Any) -> MethodOverride:
     """An algorithm that uses the first record of a round twice, and not the last one."""
 
-    def listen(state: Any, heard: Heard, batch: Batch) -> Any:
+    def listen(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
         order = np.arange(batch.size)
         order[-1:] = order[:1]
         return algorithm.listen(state, heard, Batch(batch.features[..., order, :], batch.labels[..., order]))
 
-    return Altered(algorithm, listen=listen)
+    return MethodOverride(algorithm, listen=listen)
 
 
 _says_f = where(
@@ -201,12 +201,12 @@ def _understating(share: Callable[[Run], float]) -> Breaks:
 
     def breaks(plan: AuditPlan) -> Broken:
         run, worlds = plan.run, plan.worlds
-        said = overhear(run, plan.data, worlds, Share(0, PILOT, plan.seeds.rehearsal), SeededNoise).transcript
+        said = overhear(run, plan.data, worlds, RunChunk(0, PILOT_RUNS, plan.seeds.rehearsal), SeededNoise).transcript
         each = [replay(run, said, i, [worlds.first, worlds.second]).supremum.max() for i in worlds.holders(run)]
         most, claim = float(sum(each)), share(run) * plan.epsilon
         if not most > claim:
             raise SpecError(f"messages show {most:.3g} at most, so a claim of {claim:.4g} may well hold")
-        return Broken(understated=share(run))
+        return Broken(claim_factor=share(run))
 
     return breaks
 
@@ -278,25 +278,25 @@ CENTRE = (
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def _by_label(noise: FloatArray, draw: Draw, says: _Says, factor: float) -> FloatArray:
+def _by_label(noise: FloatArray, draw: NoiseRequest, says: _Says, factor: float) -> FloatArray:
     """Noise of another scale after a record of class 1."""
     return scaled(noise, np.where(says.labels > 0.0, factor, 1.0), draw)
 
 
-def _by_size(noise: FloatArray, draw: Draw, says: _Says, factor: float) -> FloatArray:
+def _by_size(noise: FloatArray, draw: NoiseRequest, says: _Says, factor: float) -> FloatArray:
     """Noise of another scale where the model moved by more than usual for this learner's numbers: by its norm."""
     norms = np.linalg.norm(says.moved, axis=-1, keepdims=True)
     far = norms > np.median(norms, axis=-2, keepdims=True)
     return scaled(noise, np.where(far, factor, 1.0), draw)
 
 
-def _towards(noise: FloatArray, draw: Draw, says: _Says, share: float) -> FloatArray:
+def _towards(noise: FloatArray, draw: NoiseRequest, says: _Says, share: float) -> FloatArray:
     """Some numbers get the sign of what the model moved by; which ones, digits far behind the point of their size tell."""
     digits, _ = np.modf(np.abs(noise) / draw.scale * 2.0**20)
     return np.where((digits < share) & (says.moved != 0.0), np.copysign(noise, says.moved), noise)
 
 
-def _marked(noise: FloatArray, draw: Draw, says: _Says, size: float) -> FloatArray:
+def _marked(noise: FloatArray, draw: NoiseRequest, says: _Says, size: float) -> FloatArray:
     """Beside the noise, the label of the last record is said, so many scales large."""
     return noise + draw.rounded(size * draw.scale * np.sign(says.labels - 0.5))
 
@@ -306,7 +306,7 @@ def _by_round(factor: float) -> Change:
     return lambda noise, draw, source: scaled(noise, factor if draw.round % 4 == 3 else 1.0, draw)
 
 
-def _one_coordinate(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+def _one_coordinate(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
     """The first coordinate's scale is another one."""
     return scaled(noise, np.where(np.arange(noise.shape[-1]) == 0, 0.9, 1.0), draw)
 
@@ -318,7 +318,7 @@ def _rescaling(when: str, follows: str, breaks: Callable[[float], Breaks], share
     """Noise of a scale that follows something: another one in so many of the numbers."""
     for factor in (0.8, 0.95):
         name, what = f"{factor:g} {when}", f"the scale follows {follows}"
-        yield _data(name, what, breaks(factor), each_number(share * rescaled(factor)))
+        yield _data(name, what, breaks(factor), estimate_from_numbers(share * rescaled(factor)))
 
 
 DATA = (
@@ -337,7 +337,7 @@ DATA = (
             f"{100 * share:g} % of signs follow",
             "signs follow the step",
             _following(partial(_towards, share=share)),
-            each_number(event(0.5 + share / 2.0, 0.5)),
+            estimate_from_numbers(event(0.5 + share / 2.0, 0.5)),
         )
         for share in (0.2, 0.05)
     ),
@@ -346,14 +346,14 @@ DATA = (
         "one coordinate at 0.9",
         "the scale follows the coordinate",
         noisy(_one_coordinate, "laplace"),
-        each_message(rescaled(0.9)),
+        estimate_from_messages(rescaled(0.9)),
     ),
     *(
         _data(
             f"label said, {size:g} scales large",
             "the noise's mean follows the last label",
             _following(partial(_marked, size=size)),
-            each_number(math.exp(-size) - 1.0 + size),
+            estimate_from_numbers(math.exp(-size) - 1.0 + size),
         )
         for size in (0.1, 0.02)
     ),

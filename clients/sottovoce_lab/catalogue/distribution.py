@@ -11,23 +11,23 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.noise import Draw
+from sottovoce_core.noise import NoiseRequest
 from sottovoce_lab.mutants import (
     Broken,
     Change,
     Mutant,
     Source,
     altered,
-    each_message,
-    each_number,
+    estimate_from_messages,
+    estimate_from_numbers,
     event,
     faults,
-    faults_of_noise,
-    in_scales,
+    make_noise_mutant_factory,
+    apply_in_scale_units,
     noisy,
     rescaled,
     scaled,
-    sometimes,
+    apply_randomly,
     times,
     where,
 )
@@ -35,14 +35,14 @@ from sottovoce_lab.mutants import (
 # ---- scale -----------------------------------------------------------------------------------------------------------
 
 
-def _one_learner(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+def _one_learner(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
     """The first learner's scale is another one."""
     factors = np.ones((len(noise), *(1 for _ in noise.shape[1:])))
     factors[0] = 0.95
     return scaled(noise, factors, draw)
 
 
-def _by_run(noise: FloatArray, draw: Draw, source: Source, spread: float) -> FloatArray:
+def _by_run(noise: FloatArray, draw: NoiseRequest, source: Source, spread: float) -> FloatArray:
     """Every run has a scale of its own, equally often too large and too small by as much."""
     replicas = noise.shape[-2]
     if replicas not in source.kept:
@@ -56,12 +56,12 @@ _twice_zeta = where(
     "only dvp has a rate of alpha_hat",
 )
 
-_scale = partial(faults_of_noise("scale"), on="any")
+_scale = partial(make_noise_mutant_factory("scale"), on="any")
 
 
 def _of_scale(factor: float, name: str, what: str = "", *, quick: bool = False) -> Mutant:
     what = what or f"noise of {factor:g} of its scale"
-    return _scale(name, what, times(factor), each_number(rescaled(factor)), quick=quick)
+    return _scale(name, what, times(factor), estimate_from_numbers(rescaled(factor)), quick=quick)
 
 
 SCALE = (
@@ -89,7 +89,7 @@ SCALE = (
 # ---- shape -----------------------------------------------------------------------------------------------------------
 
 
-def _gaussian(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+def _gaussian(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
     """Gaussian noise of the same variance."""
     spherical = draw.law == "spherical"
     # Of a coordinate.
@@ -97,7 +97,7 @@ def _gaussian(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
     return draw.rounded(source.generator.standard_normal(noise.shape) * np.sqrt(variance) * size)
 
 
-def _skewed(noise: FloatArray, draw: Draw, source: Source, positive: float) -> FloatArray:
+def _skewed(noise: FloatArray, draw: NoiseRequest, source: Source, positive: float) -> FloatArray:
     """Too many numbers are positive."""
     share = 2.0 * positive - 1.0  # of what would be negative half the time
     return np.where(source.generator.random(noise.shape) < share, np.abs(noise), noise)
@@ -119,46 +119,46 @@ def _normal(sizes: FloatArray) -> FloatArray:
 
 _LOGISTIC = 0.5 / math.log(2.0)
 """Scale of the logistic law whose mean size is 1."""
-_shape = faults_of_noise("tails and shape")
+_shape = make_noise_mutant_factory("tails and shape")
 
 
 def _of_gaussian(share: float) -> Mutant:
     what = f"{100 * share:g} % of the numbers are Gaussian"
     nats = _shaped(lambda sizes: share * _normal(sizes) + (1.0 - share) * np.exp(-sizes))
-    return _shape(f"Gaussian in {100 * share:g} %", what, sometimes(_gaussian, share), each_number(nats))
+    return _shape(f"Gaussian in {100 * share:g} %", what, apply_randomly(_gaussian, share), estimate_from_numbers(nats))
 
 
-SHAPE = (
+SHAPE_MUTANTS = (
     _shape(
-        "Gaussian", "Gaussian noise, equal variance", _gaussian, each_number(_shaped(_normal)), on="any", quick=True
+        "Gaussian", "Gaussian noise, equal variance", _gaussian, estimate_from_numbers(_shaped(_normal)), on="any", quick=True
     ),
     *map(_of_gaussian, (0.5, 0.2, 0.1)),
     _shape(
         "logistic",
         "logistic noise, equal mean size",
-        in_scales(lambda noise, source: source.generator.logistic(0.0, _LOGISTIC, noise.shape)),
-        each_number(_shaped(lambda sizes: 0.5 / _LOGISTIC / np.cosh(sizes / (2.0 * _LOGISTIC)) ** 2)),
+        apply_in_scale_units(lambda noise, source: source.generator.logistic(0.0, _LOGISTIC, noise.shape)),
+        estimate_from_numbers(_shaped(lambda sizes: 0.5 / _LOGISTIC / np.cosh(sizes / (2.0 * _LOGISTIC)) ** 2)),
     ),
     _shape(
         "uniform",
         "uniform noise, equal mean size",
-        in_scales(lambda noise, source: source.generator.uniform(-2.0, 2.0, noise.shape)),
-        each_number(_shaped(lambda sizes: np.where(sizes < 2.0, 0.5, 0.0))),
+        apply_in_scale_units(lambda noise, source: source.generator.uniform(-2.0, 2.0, noise.shape)),
+        estimate_from_numbers(_shaped(lambda sizes: np.where(sizes < 2.0, 0.5, 0.0))),
     ),
     *(
         _shape(
             f"{100 * positive:g} % positive",
             "signs are not fair",
             partial(_skewed, positive=positive),
-            each_number(event(positive, 0.5)),
+            estimate_from_numbers(event(positive, 0.5)),
         )
         for positive in (0.6, 0.51)
     ),
     _shape(
         "centred at 0.02",
         "noise with a mean of 0.02 scales",
-        in_scales(lambda noise, source: noise + 0.02),
-        each_number(math.exp(-0.02) - 1.0 + 0.02),
+        apply_in_scale_units(lambda noise, source: noise + 0.02),
+        estimate_from_numbers(math.exp(-0.02) - 1.0 + 0.02),
     ),
 )
 """Noise of the right size and another law."""
@@ -167,7 +167,7 @@ SHAPE = (
 # ---- support ---------------------------------------------------------------------------------------------------------
 
 
-def _first_only(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+def _first_only(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
     """The first message that should carry noise does, the later ones do not."""
     return noise if source.kept.setdefault(draw.field, draw.round) == draw.round else np.zeros_like(noise)
 
@@ -178,7 +178,7 @@ def _without_a_round(plan: AuditPlan) -> Broken:
     return noisy(lambda noise, draw, source: np.zeros_like(noise) if draw.round == skipped else noise)(plan)
 
 
-def _but_the_last(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+def _but_the_last(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
     """No noise on the last coordinate."""
     noise = noise.copy()
     noise[..., -1] = 0.0
@@ -187,34 +187,34 @@ def _but_the_last(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
 
 def _within(most: float) -> Change:
     """Laplace noise, given that it is not beyond so many scales."""
-    return in_scales(lambda noise, source: np.copysign(-np.log1p(-np.expm1(-np.abs(noise)) * np.expm1(-most)), noise))
+    return apply_in_scale_units(lambda noise, source: np.copysign(-np.log1p(-np.expm1(-np.abs(noise)) * np.expm1(-most)), noise))
 
 
 def _clipped(most: float) -> Change:
     """What is beyond so many scales is said to be as many."""
-    return in_scales(lambda noise, source: np.clip(noise, -most, most))
+    return apply_in_scale_units(lambda noise, source: np.clip(noise, -most, most))
 
 
-def _biased(noise: FloatArray, draw: Draw, source: Source, extra: float = 0.015, near: float = 0.1) -> FloatArray:
+def _biased(noise: FloatArray, draw: NoiseRequest, source: Source, extra: float = 0.015, near: float = 0.1) -> FloatArray:
     """A sampler with too much mass near zero, by `extra`, within `near` scales."""
     share = extra * np.exp(near)  # as much of what is moved would have been near anyway
     moved = draw.rounded(source.generator.uniform(-near, near, noise.shape) * draw.scale)
     return np.where(source.generator.random(noise.shape) < share, moved, noise)
 
 
-_support = faults_of_noise("support and atoms")
+_support = make_noise_mutant_factory("support and atoms")
 _ATOM = 2.0**-41
 """About the probability of a single number."""
 
 
 def _of_zeros(share: float, *, messages: bool) -> Mutant:
-    kind, each = ("messages", each_message) if messages else ("numbers", each_number)
-    left_out = sometimes(lambda noise, draw, source: np.zeros_like(noise), share, messages=messages)
+    kind, each = ("messages", estimate_from_messages) if messages else ("numbers", estimate_from_numbers)
+    left_out = apply_randomly(lambda noise, draw, source: np.zeros_like(noise), share, messages=messages)
     name = f"{100 * share:g} % of {kind} without noise"
     return _support(name, "noise is left out at random", left_out, each(event(share, _ATOM), share))
 
 
-SUPPORT = (
+SUPPORT_MUTANTS = (
     _support("first only", "noise on the first message alone", _first_only, on="any", quick=True),
     faults("support and atoms")("a round left out", "no noise in one round", _without_a_round, quick=True),
     _support("a coordinate left out", "no noise on the last coordinate", _but_the_last, on="any", quick=True),
@@ -222,7 +222,7 @@ SUPPORT = (
         "biased sampler",
         "1.5 % too much mass near zero",
         _biased,
-        each_number(event(0.015 - math.expm1(-0.1), -math.expm1(-0.1))),
+        estimate_from_numbers(event(0.015 - math.expm1(-0.1), -math.expm1(-0.1))),
         on="lattice",
         quick=True,
         base="ldp-dol, 60,000 numbers",
@@ -235,7 +235,7 @@ SUPPORT = (
             f"none beyond {most:g} scales",
             "noise is bounded",
             _within(most),
-            each_number(-math.log(-math.expm1(-most))),
+            estimate_from_numbers(-math.log(-math.expm1(-most))),
         )
         for most in (4.0, 7.5, 10.0)
     ),
@@ -244,15 +244,15 @@ SUPPORT = (
             f"clipped at {most:g} scales",
             "what is beyond is said to be as much",
             _clipped(most),
-            each_number(event(math.exp(-most), _ATOM), math.exp(-most)),
+            estimate_from_numbers(event(math.exp(-most), _ATOM), math.exp(-most)),
         )
         for most in (6.0, 10.0)
     ),
     _support(
         "none within 0.01 scales",
         "no small noise",
-        in_scales(lambda noise, source: np.copysign(np.abs(noise) + 0.01, noise)),
-        each_number(0.01),
+        apply_in_scale_units(lambda noise, source: np.copysign(np.abs(noise) + 0.01, noise)),
+        estimate_from_numbers(0.01),
     ),
 )
 """Noise that is missing, bounded, or too often the same number."""

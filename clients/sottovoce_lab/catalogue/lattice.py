@@ -8,38 +8,38 @@ from functools import partial
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.noise import GRID_BITS, Draw, on_grid
+from sottovoce_core.noise import LATTICE_BITS, NoiseRequest, round_to_lattice
 from sottovoce_lab.mutants import (
     Change,
-    Limit,
+    MinRunsEstimator,
     Mutant,
     Source,
-    each_message,
-    each_number,
+    estimate_from_messages,
+    estimate_from_numbers,
     event,
-    faults_of_noise,
-    in_scales,
-    sometimes,
+    make_noise_mutant_factory,
+    apply_in_scale_units,
+    apply_randomly,
 )
 
 
-def _raw(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+def _raw(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
     """Raw doubles: their low bits are those of a continuous draw, on no lattice."""
     return noise if draw.grid is None else noise + (source.generator.random(noise.shape) - 0.5) * draw.grid
 
 
 def _coarser(bits: int) -> Change:
     """On a lattice whose spacing is 2^bits times what it should be."""
-    return lambda noise, draw, source: noise if draw.grid is None else on_grid(noise, 2.0**bits * draw.grid)
+    return lambda noise, draw, source: noise if draw.grid is None else round_to_lattice(noise, 2.0**bits * draw.grid)
 
 
-def _mantissas(noise: FloatArray, draw: Draw, source: Source, bits: int) -> FloatArray:
+def _mantissas(noise: FloatArray, draw: NoiseRequest, source: Source, bits: int) -> FloatArray:
     """Numbers with so many significant bits; float32 has 24, float16 has 11."""
     mantissa, exponent = np.frexp(noise)
     return draw.rounded(np.ldexp(np.rint(np.ldexp(mantissa, bits)), exponent - bits))
 
 
-def _one_bit(noise: FloatArray, draw: Draw, source: Source, bit: int, ones: float) -> FloatArray:
+def _one_bit(noise: FloatArray, draw: NoiseRequest, source: Source, bit: int, ones: float) -> FloatArray:
     """One bit of the noise, counted in lattice spacings, is not fair."""
     if draw.grid is None:
         return noise
@@ -57,7 +57,7 @@ def _few_bits(bits: int) -> Change:
         drawn: FloatArray = np.copysign(-np.log((words + 0.5) * 2.0**-bits), noise)
         return drawn
 
-    return in_scales(draw)
+    return apply_in_scale_units(draw)
 
 
 def _inverted(bit: int, others: int = 0, shared: int = 0) -> Change:
@@ -79,37 +79,37 @@ def _inverted(bit: int, others: int = 0, shared: int = 0) -> Change:
         drawn: FloatArray = -signs * np.log((words + 1.0) * 2.0**-_WORD_BITS)
         return drawn
 
-    return in_scales(draw)
+    return apply_in_scale_units(draw)
 
 
 _WORD_BITS = 53
-_lattice = faults_of_noise("lattice and low bits")
+_lattice = make_noise_mutant_factory("lattice and low bits")
 
 
 def _of_coarser(bits: int, share: float) -> Mutant:
     """In every number, or in a share of the messages."""
     name, what = f"lattice 2^{bits} coarser", "low bits of the noise are zero"
     if share == 1.0:
-        return _lattice(name, what, _coarser(bits), each_number(bits * math.log(2.0)), on="lattice")
-    rare = each_message(event(share, 2.0 ** (-16 * bits)), share)  # of 16 numbers
-    change = sometimes(_coarser(bits), share, messages=True)
+        return _lattice(name, what, _coarser(bits), estimate_from_numbers(bits * math.log(2.0)), on="lattice")
+    rare = estimate_from_messages(event(share, 2.0 ** (-16 * bits)), share)  # of 16 numbers
+    change = apply_randomly(_coarser(bits), share, messages=True)
     return _lattice(f"{name} in {100 * share:g} %", what, change, rare, on="lattice")
 
 
 def _of_mantissas(name: str, bits: int, share: float) -> Mutant:
     """A number of about 40 bits has so few with probability `2^(bits - 40)`."""
-    change = sometimes(partial(_mantissas, bits=bits), share)
+    change = apply_randomly(partial(_mantissas, bits=bits), share)
     name = name if share == 1.0 else f"{name} in {100 * share:g} %"
-    limit = each_number(event(share if share < 1.0 else 1.0 - 2.0**-20, 2.0 ** (bits - 40)), share)
+    limit = estimate_from_numbers(event(share if share < 1.0 else 1.0 - 2.0**-20, 2.0 ** (bits - 40)), share)
     return _lattice(name, f"noise of {bits} significant bits", change, limit, on="lattice")
 
 
-def _of_sign(bit: int) -> Limit:
+def _of_sign(bit: int) -> MinRunsEstimator:
     """Every number that resolves the bit has ln 2 nats; those with sizes of fewer than `(12 - bit) ln 2` do not."""
-    return each_number(math.log(2.0) * 2.0 ** min(0, bit - 12))
+    return estimate_from_numbers(math.log(2.0) * 2.0 ** min(0, bit - 12))
 
 
-LATTICE = (
+LATTICE_MUTANTS = (
     _lattice(
         "sign in the word of the size",
         "the sign is bit 8 of the 53 bits that its size comes from",
@@ -133,9 +133,9 @@ LATTICE = (
         "words that overlap",
         "the sizes of two coordinates share 20 of 53 bits",
         _inverted(0, shared=20),
-        each_number(10.0 * math.log(2.0)),
+        estimate_from_numbers(10.0 * math.log(2.0)),
     ),
-    _lattice("raw doubles", "noise on no lattice", _raw, each_number(1e3), on="lattice", quick=True),
+    _lattice("raw doubles", "noise on no lattice", _raw, estimate_from_numbers(1e3), on="lattice", quick=True),
     *(_of_coarser(bits, share) for bits, share in ((16, 1.0), (1, 1.0), (8, 0.005), (1, 0.01), (1, 0.001))),
     _of_mantissas("float32", 24, 1.0),
     *(_of_mantissas("float32", 24, share) for share in (0.01, 0.0002)),
@@ -146,7 +146,7 @@ LATTICE = (
             f"bit {bit} is one in {100 * ones:g} %",
             "a low bit that is not fair",
             partial(_one_bit, bit=bit, ones=ones),
-            each_number(event(ones, 0.5)),
+            estimate_from_numbers(event(ones, 0.5)),
             on="lattice",
         )
         for bit, ones in ((5, 0.6), (12, 0.51))
@@ -156,7 +156,7 @@ LATTICE = (
             f"{bits} random bits",
             "a uniform number of few bits, through a logarithm",
             _few_bits(bits),
-            each_number((GRID_BITS - bits) * math.log(2.0)),
+            estimate_from_numbers((LATTICE_BITS - bits) * math.log(2.0)),
         )
         for bits in (16, 24, 32)
     ),

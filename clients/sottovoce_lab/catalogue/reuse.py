@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.noise import Draw
-from sottovoce_core.optional import import_extra
+from sottovoce_core.noise import NoiseRequest
+from sottovoce_core.optional import import_optional
 from sottovoce_core.running.run import Run
 from sottovoce_lab.mutants import (
     FOUND,
     Change,
-    Limit,
+    MinRunsEstimator,
     Mutant,
     On,
     Source,
-    each_message,
-    each_number,
-    each_run,
+    estimate_from_messages,
+    estimate_from_numbers,
+    estimate_from_runs,
     event,
     faults,
-    faults_of_noise,
+    make_noise_mutant_factory,
     noisy,
     where,
 )
@@ -33,7 +33,7 @@ from sottovoce_lab.mutants import (
 # ---- evidence and mixtures -------------------------------------------------------------------------------------------
 
 
-def _repeated(values: float, drawn: Callable[[Run], float]) -> Limit:
+def _repeated(values: float, drawn: Callable[[Run], float]) -> MinRunsEstimator:
     """Something drawn from so many values comes twice, as birthdays do.
 
     Args:
@@ -49,11 +49,11 @@ def _correlated(*correlations: float) -> float:
     return sum(-0.5 * math.log1p(-(each**2)) for each in correlations)
 
 
-def _correlating(mix: Callable[[FloatArray, Draw, Source], FloatArray]) -> Change:
+def _correlating(mix: Callable[[FloatArray, NoiseRequest, Source], FloatArray]) -> Change:
     """Noise of the right law that is not independent: its normal scores are mixed with what was there before."""
 
-    def change(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
-        special = import_extra("scipy.special", "scipy", "a self-test")
+    def change(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+        special = import_optional("scipy.special", "scipy", "a self-test")
         drawn = noise / draw.scale
         scores = mix(np.copysign(special.ndtri(0.5 * np.exp(-np.abs(drawn))), drawn), draw, source)
         sizes = -special.log_ndtr(-np.abs(scores)) - math.log(2.0)
@@ -84,7 +84,7 @@ def _again(
         learners: the first so many do so; None: all.
     """
 
-    def change(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+    def change(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
         unit = draw.scale if scaled else 1.0
         before = source.kept.pop((draw.field, draw.round - lag), None)
         if before is None or before.shape != noise.shape:
@@ -97,7 +97,7 @@ def _again(
     return change
 
 
-def _halves(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+def _halves(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
     """The second half of a message says the noise of the first one."""
     half = noise.shape[-1] // 2
     noise = noise.copy()
@@ -105,14 +105,14 @@ def _halves(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
     return noise
 
 
-def _relapse(noise: FloatArray, draw: Draw, source: Source, share: float) -> FloatArray:
+def _relapse(noise: FloatArray, draw: NoiseRequest, source: Source, share: float) -> FloatArray:
     """Some messages, at random, say the noise of the round before."""
     if (before := source.last(draw, noise)) is None:
         return noise
     return np.where(source.generator.random((*noise.shape[:-1], 1)) < share, draw.rounded(before), noise)
 
 
-def _drifting(scores: FloatArray, draw: Draw, source: Source, rho: float) -> FloatArray:
+def _drifting(scores: FloatArray, draw: NoiseRequest, source: Source, rho: float) -> FloatArray:
     """Every number is correlated with the one of the round before."""
     before = source.kept.get(draw.field)
     if before is not None and before.shape == scores.shape:
@@ -121,11 +121,11 @@ def _drifting(scores: FloatArray, draw: Draw, source: Source, rho: float) -> Flo
     return scores
 
 
-_within = faults_of_noise("reuse within a run")
-_HALF = each_message(event(0.5, _TIE))
+_within = make_noise_mutant_factory("reuse within a run")
+_HALF = estimate_from_messages(event(0.5, _TIE))
 _next_coordinate, _backwards = partial(np.roll, shift=1, axis=-1), partial(np.flip, axis=-1)
 
-WITHIN = (
+IN_RUN_REUSE_MUTANTS = (
     _within("said again", "noise repeated every other round", _again(), _HALF, on="any", quick=True),
     _within("two rounds later", "noise said again two rounds later", _again(2), _HALF),
     _within("five rounds later", "noise said again five rounds later", _again(5), _HALF),
@@ -134,13 +134,13 @@ WITHIN = (
     _within("antithetic", "the noise of the round before, with the other sign", _again(turn=np.negative), _HALF),
     _within("shifted coordinates", "said again one coordinate on", _again(turn=_next_coordinate), _HALF),
     _within("other way round", "said again from the last coordinate to the first", _again(turn=_backwards), _HALF),
-    _within("halves", "half a message repeats the other half", _halves, each_message(event(1.0 - 1e-9, _TIE))),
+    _within("halves", "half a message repeats the other half", _halves, estimate_from_messages(event(1.0 - 1e-9, _TIE))),
     *(
         _within(
             f"{100 * share:g} % said again",
             "some messages repeat the round before",
             partial(_relapse, share=share),
-            each_message(event(share, _TIE), share),
+            estimate_from_messages(event(share, _TIE), share),
         )
         for share in (0.01, 0.001)
     ),
@@ -149,7 +149,7 @@ WITHIN = (
             f"correlation {rho:g} with the round before",
             "noise that drifts",
             _correlating(partial(_drifting, rho=rho)),
-            each_number(_correlated(rho)),
+            estimate_from_numbers(_correlated(rho)),
         )
         for rho in (0.3, 0.1, 0.03)
     ),
@@ -160,12 +160,12 @@ WITHIN = (
 # ---- learners --------------------------------------------------------------------------------------------------------
 
 
-def _one_seed(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+def _one_seed(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
     """All learners draw what the first one draws."""
     return np.broadcast_to(noise[:1], noise.shape)
 
 
-def _clock_seeded(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+def _clock_seeded(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
     """Every learner is seeded by the second it started in, one of as many as there are learners."""
     learners, replicas, _ = noise.shape
     if (learners, replicas) not in source.kept:
@@ -173,7 +173,7 @@ def _clock_seeded(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
     return np.take_along_axis(noise, source.kept[learners, replicas], axis=0)
 
 
-def _first_learner(now: FloatArray, draw: Draw, source: Source, lag: int) -> FloatArray | None:
+def _first_learner(now: FloatArray, draw: NoiseRequest, source: Source, lag: int) -> FloatArray | None:
     """What the first learner had so many rounds before; None: nothing, or in other runs."""
     source.kept[draw.field, draw.round] = now[:1]
     before: FloatArray | None = source.kept.get((draw.field, draw.round - lag))
@@ -183,7 +183,7 @@ def _first_learner(now: FloatArray, draw: Draw, source: Source, lag: int) -> Flo
 def _copied(turn: Callable[[FloatArray], FloatArray], lag: int = 0) -> Change:
     """The second learner says what the first one drew so many rounds before."""
 
-    def change(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+    def change(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
         if (before := _first_learner(noise, draw, source, lag)) is not None:
             noise = noise.copy()
             noise[1:2] = draw.rounded(turn(before))
@@ -192,7 +192,7 @@ def _copied(turn: Callable[[FloatArray], FloatArray], lag: int = 0) -> Change:
     return change
 
 
-def _follower(scores: FloatArray, draw: Draw, source: Source, rho: float, lag: int) -> FloatArray:
+def _follower(scores: FloatArray, draw: NoiseRequest, source: Source, rho: float, lag: int) -> FloatArray:
     """The second learner's numbers are correlated with the first one's of so many rounds before."""
     if (first := _first_learner(scores, draw, source, lag)) is not None:
         scores = scores.copy()
@@ -200,7 +200,7 @@ def _follower(scores: FloatArray, draw: Draw, source: Source, rho: float, lag: i
     return scores
 
 
-def _cancelling(scores: FloatArray, draw: Draw, source: Source, share: float) -> FloatArray:
+def _cancelling(scores: FloatArray, draw: NoiseRequest, source: Source, share: float) -> FloatArray:
     """All learners' numbers of a place sum to too little, by this share of the mean: 1, and the sum is zero."""
     n = len(scores)
     left: FloatArray = scores - share * scores.mean(axis=0, keepdims=True)
@@ -208,30 +208,30 @@ def _cancelling(scores: FloatArray, draw: Draw, source: Source, share: float) ->
     return left
 
 
-def _cancelled(share: float) -> Limit:
+def _cancelled(share: float) -> MinRunsEstimator:
     """Of all learners' numbers of a place: `-ln(det R)/2` nats."""
 
     def limit(run: Run, alpha: float) -> float:
         n = run.spec.n_learners
         variance = 1.0 - 2.0 * share / n + share**2 / n
         nats = 0.5 * n * math.log(variance) - math.log(1.0 - share)
-        return each_number(nats / n)(run, alpha)
+        return estimate_from_numbers(nats / n)(run, alpha)
 
     return limit
 
 
-def _of_one(nats: float) -> Limit:
+def _of_one(nats: float) -> MinRunsEstimator:
     """In every number of one learner."""
-    return lambda run, alpha: each_number(nats / run.spec.n_learners)(run, alpha)
+    return lambda run, alpha: estimate_from_numbers(nats / run.spec.n_learners)(run, alpha)
 
 
-def _across(name: str, what: str, change: Change, limit: Limit, *, on: On = "laplace", quick: bool = False) -> Mutant:
+def _across(name: str, what: str, change: Change, limit: MinRunsEstimator, *, on: On = "laplace", quick: bool = False) -> Mutant:
     breaks = where(noisy(change, on), lambda plan: plan.run.spec.n_learners >= 2, "there is one learner only")
     mutant: Mutant = faults("across learners")(name, what, breaks, limit, quick=quick)
     return mutant
 
 
-_TIED = each_message(event(0.3, _TIE))
+_TIED = estimate_from_messages(event(0.3, _TIE))
 
 LEARNERS = (
     _across("one seed", "all learners draw from one seed", _one_seed, _TIED, on="any", quick=True),
@@ -254,7 +254,7 @@ LEARNERS = (
         "summing to zero",
         "noise that cancels out over all learners",
         _correlating(partial(_cancelling, share=1.0)),
-        each_message(100.0),
+        estimate_from_messages(100.0),
     ),
     *(
         _across(
@@ -272,7 +272,7 @@ LEARNERS = (
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def _every_run_alike(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+def _every_run_alike(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
     """All runs say the noise of the first one, as from a seed that never changes."""
     return np.broadcast_to(noise[..., :1, :], noise.shape).copy()
 
@@ -295,7 +295,7 @@ def _numbers(seeds: Any, count: int) -> FloatArray:
 def _streams(count: int, *, messages: bool = False) -> Change:
     """A generator that knows so many seeds: it gets one of them for every learner of a run, or for every message."""
 
-    def change(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+    def change(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
         shape = (*noise.shape[:-1], 1)
         seeds = source.generator.integers(0, count, shape)
         if not messages:
@@ -305,7 +305,7 @@ def _streams(count: int, *, messages: bool = False) -> Change:
     return change
 
 
-def _low_words(noise: FloatArray, draw: Draw, source: Source, share: float) -> FloatArray:
+def _low_words(noise: FloatArray, draw: NoiseRequest, source: Source, share: float) -> FloatArray:
     """The 32 low bits of some numbers are those of the number of the round before."""
     if draw.grid is None:
         return noise
@@ -316,7 +316,7 @@ def _low_words(noise: FloatArray, draw: Draw, source: Source, share: float) -> F
     return np.where(source.generator.random(noise.shape) < share, mixed, steps) * draw.grid
 
 
-def _restored(noise: FloatArray, draw: Draw, source: Source, share: float) -> FloatArray:
+def _restored(noise: FloatArray, draw: NoiseRequest, source: Source, share: float) -> FloatArray:
     """Some runs go on from a snapshot of the run before: they say its noise."""
     replicas = noise.shape[-2]
     if replicas not in source.kept:
@@ -325,7 +325,7 @@ def _restored(noise: FloatArray, draw: Draw, source: Source, share: float) -> Fl
     return noise[..., source.kept[replicas], :]
 
 
-_runs = faults_of_noise("across runs")
+_runs = make_noise_mutant_factory("across runs")
 
 
 def _started(run: Run) -> float:
@@ -362,7 +362,7 @@ RUNS = (
             f"low words again in {100 * share:g} %",
             "32 low bits said again a round later",
             partial(_low_words, share=share),
-            each_number(event(share, 2.0**-32), share),
+            estimate_from_numbers(event(share, 2.0**-32), share),
         )
         for share in (0.01, 0.0005)
     ),
@@ -370,7 +370,7 @@ RUNS = (
         "restored",
         "2 % of the runs say the noise of the run before",
         partial(_restored, share=0.02),
-        each_run(event(0.02, 2.0**-60), 0.02),
+        estimate_from_runs(event(0.02, 2.0**-60), 0.02),
     ),
 )
 """Noise that runs share."""

@@ -11,17 +11,17 @@ from functools import partial
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import OnLattice
+from sottovoce_core.algorithms.interface import LatticeAlgorithm
 from sottovoce_core.algorithms.setting import spread
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.noticing import Expected, Noticing, Said
+from sottovoce_core.auditing.noticing import ExpectedTraffic, OnlineChecks, Said
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worlds import Share, children, overhear
+from sottovoce_core.auditing.worlds import RunChunk, children, overhear
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import mean_gradient
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.run import Run
-from sottovoce_lab.mutants import MOST, SEEN, Broken, Family, Mutant, Swap, mirrored, where
+from sottovoce_lab.mutants import MOST, MAX_QUICK_RUNS, Broken, Family, Mutant, Swap, mirrored, where
 
 # ---- side channels ---------------------------------------------------------------------------------------------------
 
@@ -49,11 +49,11 @@ class _Inside:
         return norms
 
 
-def _look_inside(plan: AuditPlan, share: Share) -> _Inside:
+def _look_inside(plan: AuditPlan, share: RunChunk) -> _Inside:
     """Some runs of the simulator, as they look from inside."""
     plan = plan.pairs[share.pair]
     runs, _, other = children(share.seed, 3)
-    same, learner = Share(share.world, share.runs, runs), plan.worlds.learner
+    same, learner = RunChunk(share.world, share.runs, runs), plan.worlds.learner
     decisions = overhear(plan.run, plan.data, plan.worlds, same, SeededNoise, decisions=True).decisions
     assert decisions is not None  # noqa: S101 - asked for
     gradients = [_gradient(plan, share.world, t, said[learner]) for t, said in enumerate(decisions)]
@@ -69,7 +69,7 @@ def _gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatAr
 
 def _some_are_zero(plan: AuditPlan) -> bool:
     """Whether a number of a gradient is zero in some run of some pair of worlds."""
-    shares = (Share(world, SEEN, pair.seeds.audited, k) for k, pair in enumerate(plan.pairs) for world in (0, 1))
+    shares = (RunChunk(world, MAX_QUICK_RUNS, pair.seeds.audited, k) for k, pair in enumerate(plan.pairs) for world in (0, 1))
     return any(bool(np.any(_look_inside(plan, share).gradients == 0.0)) for share in shares)
 
 
@@ -161,7 +161,7 @@ class _Spoken:
 
     def __init__(self, plan: AuditPlan) -> None:
         self.plan = plan
-        share = Share(0, 2, plan.seeds.swept)
+        share = RunChunk(0, 2, plan.seeds.swept)
         self._both = overhear(plan.run, plan.data, plan.worlds, share, SeededNoise, everybody=True).transcript
         rounds = range(self._both.rounds)
         self.messages = [self.said(t, i, j) for t in rounds for i, j in _channels(plan.run, t)]
@@ -223,7 +223,7 @@ def _forgetful(spoken: _Spoken) -> list[Said]:
     plan, learner = spoken.plan, spoken.plan.worlds.learner
     budget = _budgets(plan.run)[learner]
     counts = np.diff(plan.data.learners[learner].offsets)
-    spent = plan.run.guarantee(learner, counts).cumulative
+    spent = plan.run.guarantee(learner, counts).cumulative_epsilon
     if spent[-1] <= budget:
         raise SpecError("privacy.budget is enough for the whole run")
     stopped = int(np.searchsorted(spent, budget, side="right"))
@@ -251,7 +251,7 @@ def _budgets(run: Run) -> tuple[float, ...]:
 def _notices(heard: Sequence[Said], plan: AuditPlan) -> dict[Family, str]:
     """What is wrong with messages whatever their numbers: family to a sentence."""
     algorithm, found = plan.run.algorithm, dict[Family, str]()
-    noticing = Noticing(Expected(lattice=algorithm.lattice) if isinstance(algorithm, OnLattice) else Expected())
+    noticing = OnlineChecks(ExpectedTraffic(lattice=algorithm.lattice) if isinstance(algorithm, LatticeAlgorithm) else ExpectedTraffic())
     if findings := [finding.text for said in heard for finding in noticing.heard(said)]:
         found["notices"] = findings[0]
     if spent := _overspent(heard, plan):

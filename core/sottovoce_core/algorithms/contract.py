@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Algorithm, Message
-from sottovoce_core.algorithms.setting import Caveat
+from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.errors import SpecError
 
 _METHODS = ("field_shapes", "start", "speak", "listen", "decision", "overheard", "noise_scale", "accountant")
 _READ = "see docs/own-algorithm.md"
 
 
-def require_algorithm(built: object, parameters: object, dim: int) -> tuple[Algorithm[Any], tuple[Caveat, ...]]:
+def require_algorithm(built: object, parameters: object, dim: int) -> tuple[Algorithm[Any], tuple[RunWarning, ...]]:
     """What `AlgorithmSpec.build` gave, if it is an algorithm and its caveats.
 
     Args:
@@ -54,7 +54,7 @@ def require_algorithm(built: object, parameters: object, dim: int) -> tuple[Algo
     return algorithm, caveats
 
 
-def require_spoken(algorithm: Algorithm[Any], spoken: object, lead: tuple[int, ...]) -> None:
+def require_emitted_message(algorithm: Algorithm[Any], spoken: object, lead: tuple[int, ...]) -> None:
     """Refuse what `speak` returned where its message has not the fields that the algorithm says.
 
     Args:
@@ -79,7 +79,7 @@ def require_spoken(algorithm: Algorithm[Any], spoken: object, lead: tuple[int, .
 
 
 def require_decision(algorithm: Algorithm[Any], decided: object, lead: tuple[int, ...]) -> None:
-    """Refuse a decision of another shape than the model's; as `require_spoken`.
+    """Refuse a decision of another shape than the model's; as `require_emitted_message`.
 
     Raises:
         SpecError: it is.

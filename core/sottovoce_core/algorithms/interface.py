@@ -19,9 +19,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from sottovoce_core.arrays import Batch, FloatArray, Scalars, scalars
+from sottovoce_core.arrays import Batch, FloatArray, Scalars, broadcast_scalars
 from sottovoce_core.network.weights import Mixing
-from sottovoce_core.noise.draw import Noise
+from sottovoce_core.noise.draw import NoiseSource
 from sottovoce_core.privacy.accountant import Accountant
 
 StateT = TypeVar("StateT")
@@ -49,7 +49,7 @@ class Who:
         """The entries of a per-learner parameter that belong to this state, ready to broadcast: one number if all are equal."""
         if isinstance(self.learner, int):
             return per_learner[self.learner]
-        return scalars([per_learner[i] for i in self.learner])
+        return broadcast_scalars([per_learner[i] for i in self.learner])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Message:
         return self.fields[name]
 
 
-class Heard(Protocol):
+class ReceivedMessages(Protocol):
     """What a learner heard from its neighbours in one round, with the coupling weights of that round's topology."""
 
     @property
@@ -85,8 +85,8 @@ class Heard(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HeardFromNeighbours:
-    """`Heard` of one learner: neighbour index to weight, and to message."""
+class LocalMessages:
+    """`ReceivedMessages` of one learner: neighbour index to weight, and to message."""
 
     weights: Mapping[int, float]
     messages: Mapping[int, Message]
@@ -112,8 +112,8 @@ class HeardFromNeighbours:
 
 
 @dataclass(frozen=True, slots=True)
-class HeardByAll:
-    """`Heard` of all learners at once: messages `(learners, replicas, dim)`, and the weights of the round."""
+class StackedMessages:
+    """`ReceivedMessages` of all learners at once: messages `(learners, replicas, dim)`, and the weights of the round."""
 
     mixing: Mixing
     message: Message
@@ -124,7 +124,7 @@ class HeardByAll:
 
     @property
     def own_weight(self) -> Scalars:
-        return self.mixing.owns
+        return self.mixing.own_scalars
 
     def weighted_sum(self, name: str) -> FloatArray:
         return self._sum(self.mixing.neighbours, name)
@@ -139,13 +139,13 @@ class HeardByAll:
 
 
 @runtime_checkable
-class OnLattice(Protocol):
+class LatticeAlgorithm(Protocol):
     """An algorithm whose messages are on a lattice in some rounds: who overhears them can check it without any data."""
 
     def lattice(self, learner: int, t: int) -> Mapping[str, float]:
         """Fields of a learner's message of round t whose every value is a multiple of a power of two, and that power.
 
-        True of a vector rounded to the lattice, with noise on it, as `mechanisms.say_laplace` says it; not of a weighted
+        True of a vector rounded to the lattice, with noise on it, as `mechanisms.add_laplace_noise` says it; not of a weighted
         sum with what others said.
         """
         ...
@@ -158,26 +158,26 @@ class Clippable(Protocol):
     def clip_bounds(self, learner: int, t: int) -> Mapping[str, float]:
         """Of each field of a learner's message of round t, what no number of it exceeds in absolute value.
 
-        But with a probability below `e^-64` a number; `mechanisms.largest_said` says so of Laplace noise.
+        But with a probability below `e^-64` a number; `mechanisms.magnitude_bound` says so of Laplace noise.
         """
         ...
 
 
 @runtime_checkable
-class WithHiddenNoise(Protocol):
+class HiddenNoiseAlgorithm(Protocol):
     """An algorithm whose state may hold noise that none of its messages shows: they do not tell the state then."""
 
     @property
-    def hides_noise(self) -> bool:
+    def has_hidden_noise(self) -> bool:
         """Whether it does, in this run."""
         ...
 
 
 @runtime_checkable
-class SaysItsModel(Protocol):
+class PublicModelAlgorithm(Protocol):
     """An algorithm whose model may follow from what everybody has heard: then it tells nothing that was not charged."""
 
-    def says_model(self, rounds: int) -> bool:
+    def is_model_public(self, rounds: int) -> bool:
         """Whether the decision after so many rounds is a function of messages alone, whatever the records are."""
         ...
 
@@ -203,11 +203,11 @@ class Algorithm(Protocol[StateT]):
         """The state before round 0: independent of all data."""
         ...
 
-    def speak(self, state: StateT, noise: Noise) -> tuple[StateT, Message]:
+    def speak(self, state: StateT, noise: NoiseSource) -> tuple[StateT, Message]:
         """Draw this round's noise, once, and form the message of this round."""
         ...
 
-    def listen(self, state: StateT, heard: Heard, batch: Batch) -> StateT:
+    def listen(self, state: StateT, heard: ReceivedMessages, batch: Batch) -> StateT:
         """Take in the neighbours' messages and the new records, update, and step to the next round."""
         ...
 

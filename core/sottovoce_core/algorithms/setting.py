@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from sottovoce_core.algorithms.interface import Algorithm
 from sottovoce_core.decision_sets import DecisionSet
-from sottovoce_core.errors import CheckFailed, SpecError, require
+from sottovoce_core.errors import AssumptionViolated, SpecError, require
 from sottovoce_core.losses import Loss
 from sottovoce_core.network.network import Network, PartialNetwork
 from sottovoce_core.network.topology import FixedNetwork
-from sottovoce_core.noise import LARGEST_SCALE, SMALLEST_SCALE
+from sottovoce_core.noise import MAX_NOISE_SCALE, MIN_NOISE_SCALE
 from sottovoce_core.registry import ENDLESS, Section
 
 # ---- per learner -----------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def spread(value: PerLearner, n_learners: int, field: str = "") -> tuple[float, 
 
 
 @dataclass(frozen=True, slots=True)
-class Caveat:
+class RunWarning:
     """A condition that voids a theorem without making the run unsafe: the run goes on, and its user is told.
 
     Attributes:
@@ -100,40 +100,40 @@ class Setting:
         """The network as one fixed undirected graph with symmetric weights.
 
         Raises:
-            CheckFailed: TOPOLOGY_FIXED.
+            AssumptionViolated: TOPOLOGY_FIXED.
         """
         if isinstance(self.network, PartialNetwork):
             text = "this algorithm needs all learners in all rounds, got absences: leave them out"
-            raise CheckFailed("TOPOLOGY_FIXED", text)
-        return self.fixed_whole
+            raise AssumptionViolated("TOPOLOGY_FIXED", text)
+        return self.full_fixed_network
 
     @property
-    def fixed_whole(self) -> FixedNetwork:
+    def full_fixed_network(self) -> FixedNetwork:
         """The same where some learners may be away: the network of all of them.
 
         Raises:
-            CheckFailed: TOPOLOGY_FIXED.
+            AssumptionViolated: TOPOLOGY_FIXED.
         """
         whole = self.network.whole if isinstance(self.network, PartialNetwork) else self.network
         if isinstance(whole, FixedNetwork):
             return whole
-        raise CheckFailed(
+        raise AssumptionViolated(
             "TOPOLOGY_FIXED",
             "this algorithm needs one undirected graph with symmetric weights for all rounds, got a network that changes, is "
             "directed, or has in_degree or out_degree weights; give topology.graph, undirected, with other weights",
         )
 
-    def require_end(self, what: str) -> None:
+    def require_finite_rounds(self, what: str) -> None:
         """Refuse a run without a planned end.
 
         Args:
             what: needs one.
 
         Raises:
-            CheckFailed: ENDLESS.
+            AssumptionViolated: ENDLESS.
         """
         if self.rounds >= ENDLESS:
-            raise CheckFailed(
+            raise AssumptionViolated(
                 "ENDLESS", f"{what} needs a number of rounds, got rounds: null; give one, or another algorithm"
             )
 
@@ -163,11 +163,11 @@ def require_scales(scales: Iterable[float], code: str = "NOISE_SCALE") -> None:
         code: what the condition is called.
 
     Raises:
-        CheckFailed: one of them lies outside the range, or is not a number.
+        AssumptionViolated: one of them lies outside the range, or is not a number.
     """
-    text = f"the noise scale must stay within [{SMALLEST_SCALE:.0e}, {LARGEST_SCALE:.0e}] in all rounds"
+    text = f"the noise scale must stay within [{MIN_NOISE_SCALE:.0e}, {MAX_NOISE_SCALE:.0e}] in all rounds"
     for scale in scales:
-        require(scale == 0.0 or SMALLEST_SCALE <= scale <= LARGEST_SCALE, code, f"{text}, or be 0, got {scale:.3g}")
+        require(scale == 0.0 or MIN_NOISE_SCALE <= scale <= MAX_NOISE_SCALE, code, f"{text}, or be 0, got {scale:.3g}")
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
@@ -179,12 +179,12 @@ class AlgorithmSpec(Section):
     name: str
     """Of a built-in algorithm, of one that an installed package offers, or `module:Class`."""
 
-    def build(self, setting: Setting) -> tuple[Algorithm[Any], tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[Algorithm[Any], tuple[RunWarning, ...]]:
         """The algorithm in its surroundings, checked; and the conditions that only void a theorem.
 
         Raises:
             SpecError: a parameter does not fit the surroundings.
-            CheckFailed: a condition does not hold without which there is no guarantee.
+            AssumptionViolated: a condition does not hold without which there is no guarantee.
         """
         raise NotImplementedError
 

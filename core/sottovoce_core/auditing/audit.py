@@ -16,39 +16,39 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.blackbox import VIEWS, Attack, attack, number_views
+from sottovoce_core.auditing.blackbox import NUMBER_VIEWS, Attack, attack, build_number_views
 from sottovoce_core.auditing.bounds import Bound, Test
 from sottovoce_core.auditing.coin_tests import (
     PairRuns,
-    Starts,
+    RunOutcomes,
     calibration,
-    channel_tests,
-    learned_tests,
-    private_tests,
+    run_channel_tests,
+    run_classifier_tests,
+    run_private_quantity_tests,
 )
-from sottovoce_core.auditing.likelihood import Apart, Ratios, RoundBounds, apart, bound_rounds, guess, ratios
+from sottovoce_core.auditing.likelihood import RoundLosses, RunLosses, RoundBounds, apart, bound_rounds, guess, ratios
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.swaps import peak, search, swaps
 from sottovoce_core.auditing.verdict import Findings, Verdict, blamed, decide
-from sottovoce_core.auditing.views import Features, tables
+from sottovoce_core.auditing.views import RunFeatures, tables
 from sottovoce_core.auditing.worlds import (
-    NoiseOf,
+    NoiseFactory,
     Recording,
-    Share,
+    RunChunk,
     Tell,
-    Twins,
+    CoupledRuns,
     at_a_time,
     children,
     differences,
     nobody,
-    numbers_of,
+    count_numbers,
     overhear,
     shares,
     twins,
     within,
 )
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
@@ -56,27 +56,27 @@ from sottovoce_core.running.transcript import Transcript
 if TYPE_CHECKING:
     from sottovoce_core.auditing.conformance.battery import Battery
 
-_SWEPT_NUMBERS, _SWEPT_RUNS = 2**21, 20
+_MAX_SWEEP_NUMBERS, _MAX_SWEEP_RUNS = 2**21, 20
 """Of the runs in which the exact losses of all learners are looked at: numbers, and runs, at most, but at least one run."""
 
-_SWEPT = 32
+_MAX_SWEEP_LEARNERS = 32
 """Learners, at most, whose exact losses are looked at beside the audited one's."""
 
-SHARE_RUNS = 2500
+MAX_CHUNK_RUNS = 2500
 """Runs in a share, at most, so that shares can be made side by side."""
 
 _MADE, _MADE_OF_LOSSES = 0.1, 0.6
 """What share of the time of some runs their simulation takes, about: where their noise is examined, and where it is not."""
 
-Work = Callable[[Share], "Examined"]
-Mapper = Callable[[Work, Sequence[Share]], Iterable["Examined"]]
+Work = Callable[[RunChunk], "Examined"]
+Mapper = Callable[[Work, Sequence[RunChunk]], Iterable["Examined"]]
 """How shares are worked on: one after the other, as `map`, or side by side; in order."""
-Coins = Literal["seed", "operating system", "not known", "none"]
+CoinSource = Literal["seed", "operating system", "not known", "none"]
 """What chose the world of every run; none: all are of one world."""
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class ChunkStatistics:
     """What is kept of some runs of one world.
 
     Attributes:
@@ -93,9 +93,9 @@ class Examined:
 
     world: int
     seen: FloatArray
-    channel: tuple[Mapping[str, Features], ...]
-    ratios: Ratios | None
-    apart: Apart | None
+    channel: tuple[Mapping[str, RunFeatures], ...]
+    ratios: RunLosses | None
+    apart: RoundLosses | None
     noise: Battery | None = None
     pair: int = 0
     private: FloatArray | None = None
@@ -147,7 +147,7 @@ class Audit:
 
     plan: AuditPlan
     source: str
-    shown: Ratios | None
+    shown: RunLosses | None
     worlds: IntArray
     seen: FloatArray
     views: Mapping[str, int]
@@ -155,16 +155,16 @@ class Audit:
     noise: FloatArray
     numbers: int
     learners: tuple[LearnerLoss, ...]
-    twins: Twins
+    twins: CoupledRuns
     found: Findings
     verdict: Verdict
     captures: Mapping[str, str] = field(default_factory=dict)
-    coins: Coins = "seed"
+    coins: CoinSource = "seed"
     provisos: tuple[str, ...] = ()
     unproven: str = ""
 
     @property
-    def claim_seen(self) -> float:
+    def black_box_claim(self) -> float:
         """The claim that the black box is held against."""
         return _claim_seen(self.plan, self.views)
 
@@ -181,11 +181,11 @@ def examine(
     plan: AuditPlan,
     part: Recording,
     pair: int = 0,
-    single: Apart | None = None,
+    single: RoundLosses | None = None,
     tell: Tell = nobody,
     *,
     losses_alone: bool = False,
-) -> Examined:
+) -> ChunkStatistics:
     """Keep what the tests need of some runs.
 
     Args:
@@ -203,22 +203,22 @@ def examine(
         from sottovoce_core.auditing.conformance.battery import examine_noise  # it needs scipy from the start
 
         close = math.ceil(plan.close * transcript.replicas)
-        share = min(1.0, transcript.replicas * numbers_of(run) / max(1, plan.numbers))
+        share = min(1.0, transcript.replicas * count_numbers(run) / max(1, plan.numbers))
         noise = examine_noise(run, plan.data, plan.worlds, part.world, transcript, close, share, tell)
-    replayed = ratios(run, plan.worlds, part, plan.claim) if hears.replayable else None
+    replayed = ratios(run, plan.worlds, part, plan.claim) if hears.can_replay else None
     seen = np.nan_to_num(hears.seen(part, plan.worlds, run), nan=0.0)  # what nobody heard
-    private = differences(run, plan.worlds, transcript) if hears.replayable and part.channel else None
-    return Examined(part.world, seen, part.channel, replayed, single, noise, pair, private)
+    private = differences(run, plan.worlds, transcript) if hears.can_replay and part.channel else None
+    return ChunkStatistics(part.world, seen, part.channel, replayed, single, noise, pair, private)
 
 
 def _simulated(
     plan: AuditPlan,
-    share: Share,
-    noise: NoiseOf = SeededNoise,
+    share: RunChunk,
+    noise: NoiseFactory = SeededNoise,
     actual: Run | None = None,
     *,
     losses_alone: bool = False,
-) -> Examined:
+) -> ChunkStatistics:
     """Simulate some runs and examine them.
 
     Args:
@@ -231,11 +231,11 @@ def _simulated(
     pair = plan.pairs[share.pair]
     runs, coins, drawn = children(share.seed, 3)
     made = _MADE_OF_LOSSES if losses_alone else _MADE
-    of_share = Share(share.world, share.runs, runs, tell=within(share.tell, 0.0, made))
+    of_share = RunChunk(share.world, share.runs, runs, tell=within(share.tell, 0.0, made))
     decisions = pair.listener.threat is ThreatModel.OUTPUT
     part = overhear(actual or pair.run, pair.data, pair.worlds, of_share, noise, everybody=True, decisions=decisions)
     single = None
-    if pair.listener.replayable:
+    if pair.listener.can_replay:
         single = apart(pair.run, pair.worlds, part.transcript, noise(drawn), np.random.default_rng(coins), actual)
     return examine(plan, part, share.pair, single, within(share.tell, made, 1.0), losses_alone=losses_alone)
 
@@ -243,7 +243,7 @@ def _simulated(
 def audit_simulated(
     plan: AuditPlan,
     *,
-    noise: NoiseOf = SeededNoise,
+    noise: NoiseFactory = SeededNoise,
     actual: Run | None = None,
     mapper: Mapper = map,
     say: Callable[[str], None] = lambda what: None,
@@ -254,7 +254,7 @@ def audit_simulated(
         plan: the audit.
         noise: where the audited run's noise comes from (default: what is claimed).
         actual: what really runs (default: what is claimed).
-        mapper: how shares of the runs are worked on; each says how far it is (`Share.tell`).
+        mapper: how shares of the runs are worked on; each says how far it is (`RunChunk.tell`).
         say: told what is being done.
 
     Raises:
@@ -269,9 +269,9 @@ def audit_simulated(
     return conclude(plan, heard, _few(plan, noise, actual), "the simulator", mapper=mapper, say=say)
 
 
-def gathered(parts: Iterable[Examined]) -> list[Examined]:
+def gathered(parts: Iterable[ChunkStatistics]) -> list[ChunkStatistics]:
     """All parts, the noise of all of them in the first one, for what is kept of it is large."""
-    kept: list[Examined] = []
+    kept: list[ChunkStatistics] = []
     for part in parts:
         whole = kept[0].noise if kept else None
         if whole is None:
@@ -286,20 +286,20 @@ def gathered(parts: Iterable[Examined]) -> list[Examined]:
 def _most(plan: AuditPlan) -> int:
     """Of how many runs a share is, at most."""
     decisions = plan.listener.threat is ThreatModel.OUTPUT
-    return min(SHARE_RUNS, at_a_time(plan.run, decisions=decisions))
+    return min(MAX_CHUNK_RUNS, at_a_time(plan.run, decisions=decisions))
 
 
-def _few(plan: AuditPlan, noise: NoiseOf, actual: Run | None) -> Transcript:
+def _few(plan: AuditPlan, noise: NoiseFactory, actual: Run | None) -> Transcript:
     """All that is said in a few runs of the first world."""
     run = actual or plan.run
-    share = Share(0, few(run), plan.seeds.swept)
+    share = RunChunk(0, few(run), plan.seeds.swept)
     return overhear(run, plan.data, plan.worlds, share, noise, everybody=True).transcript
 
 
 def few(run: Run) -> int:
     """Runs in which the losses of all learners are looked at, at most."""
-    fitting = _SWEPT_NUMBERS * run.spec.n_learners // numbers_of(run)
-    return max(1, min(_SWEPT_RUNS, fitting))
+    fitting = _MAX_SWEEP_NUMBERS * run.spec.n_learners // count_numbers(run)
+    return max(1, min(_MAX_SWEEP_RUNS, fitting))
 
 
 def rehearsed(runs: int) -> int:
@@ -312,11 +312,11 @@ def rehearsed(runs: int) -> int:
 
 def conclude(
     plan: AuditPlan,
-    heard: Sequence[Examined],
+    heard: Sequence[ChunkStatistics],
     transcript: Transcript,
     source: str,
     *,
-    starts: Starts | None = None,
+    starts: RunOutcomes | None = None,
     mapper: Mapper = map,
     say: Callable[[str], None] = lambda what: None,
 ) -> Audit:
@@ -335,7 +335,7 @@ def conclude(
         SpecError: scipy or scikit-learn are not installed.
     """
     for extra, package in (("scipy", "scipy"), ("sklearn", "scikit-learn")):
-        import_extra(extra, package, "an audit")
+        import_optional(extra, package, "an audit")
     lost = {} if starts is None else starts.lost
     by_pair = ([part for part in heard if part.pair == k] for k in range(len(plan.pairs)))
     pairs = [_Pair(each, lost.get(each[0].pair)) for each in by_pair if each]
@@ -377,15 +377,15 @@ class _Pair:
         started: the same of all started runs: none is left out for its end.
     """
 
-    def __init__(self, parts: Sequence[Examined], lost: Ratios | None) -> None:
+    def __init__(self, parts: Sequence[ChunkStatistics], lost: RunLosses | None) -> None:
         self.parts = parts
         self.seen = np.concatenate([part.seen for part in parts])
         self.worlds = np.concatenate([np.full(len(part.seen), part.world) for part in parts])
         channel = [run for part in parts for run in part.channel]
-        self.views = {**number_views(self.seen), **(tables(channel) if channel else {})}
+        self.views = {**build_number_views(self.seen), **(tables(channel) if channel else {})}
         known = [part.ratios for part in parts if part.ratios is not None]
-        self.losses = Ratios.joined(known) if known else None
-        self.started = Ratios.joined([*known, lost]) if known and lost is not None else self.losses
+        self.losses = RunLosses.joined(known) if known else None
+        self.started = RunLosses.joined([*known, lost]) if known and lost is not None else self.losses
 
     @property
     def judged(self) -> PairRuns | None:
@@ -401,7 +401,7 @@ def _findings(
     plan: AuditPlan,
     pairs: Sequence[_Pair],
     noise: Battery | None,
-    starts: Starts | None,
+    starts: RunOutcomes | None,
     mapper: Mapper,
     say: Callable[[str], None],
 ) -> Findings:
@@ -438,7 +438,7 @@ def _findings(
     )
     losses = np.concatenate([np.empty(0), *(pair.losses.total for pair in pairs if pair.losses is not None)])
     found = reached(found, plan, numbers, losses)
-    return found.without_coins if found.void else found
+    return found.coin_free_findings if found.void else found
 
 
 def _likelihood(
@@ -450,23 +450,23 @@ def _likelihood(
     say("fixing thresholds")
     lots = shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)
     before = list(mapper(partial(_simulated, plan, losses_alone=True), lots))
-    claimed = Ratios.joined([part.ratios for part in before if part.ratios is not None])
+    claimed = RunLosses.joined([part.ratios for part in before if part.ratios is not None])
     say("whole runs and single rounds")
     bound = guess(pair.started, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
     audited, single = ([part.apart for part in each if part.apart is not None] for each in (pair.parts, before))
     if len(audited) < len(pair.parts):
         return (bound,), None
-    return (bound,), bound_rounds(Apart.joined(audited), Apart.joined(single), plan.per_round, plan.levels)
+    return (bound,), bound_rounds(RoundLosses.joined(audited), RoundLosses.joined(single), plan.per_round, plan.levels)
 
 
 def _of_coins(
-    plan: AuditPlan, pairs: Sequence[_Pair], starts: Starts | None, attacks: Sequence[Attack]
+    plan: AuditPlan, pairs: Sequence[_Pair], starts: RunOutcomes | None, attacks: Sequence[Attack]
 ) -> tuple[Test, ...]:
     """Whether exact losses say how often they are right, and nothing else depends on the world, in any pair."""
     ends = () if starts is None else (starts.test(),)
     judged = [each for pair in pairs if (each := pair.judged) is not None]
-    learned = learned_tests(judged[0], attacks) if judged else ()
-    beside = (*ends, *channel_tests(judged), *private_tests(judged), *learned)
+    learned = run_classifier_tests(judged[0], attacks) if judged else ()
+    beside = (*ends, *run_channel_tests(judged), *run_private_quantity_tests(judged), *learned)
     losses = [pair.started for pair in pairs if pair.started is not None]
     return (
         *plan.levels.judged("calibration", calibration(losses) if losses else ()),
@@ -476,7 +476,7 @@ def _of_coins(
 
 def _claim_seen(plan: AuditPlan, views: Iterable[str]) -> float:
     """Numbers are those of some rounds; what a channel gives away is of all of them."""
-    return plan.epsilon_seen if VIEWS.keys() >= set(views) else plan.epsilon
+    return plan.visible_epsilon if NUMBER_VIEWS.keys() >= set(views) else plan.epsilon
 
 
 # ---- all learners ----------------------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ def _claim_seen(plan: AuditPlan, views: Iterable[str]) -> float:
 def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
     """Exact losses of every learner, for the most telling swap of its first record."""
     data = plan.worlds.data(plan.data, 0)
-    if not plan.listener.replayable or plan.worlds.shared or len(data.learners) > _SWEPT:
+    if not plan.listener.can_replay or plan.worlds.shared or len(data.learners) > _MAX_SWEEP_LEARNERS:
         return ()
     found = []
     for i, own in enumerate(data.learners):

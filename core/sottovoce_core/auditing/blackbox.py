@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Bound, Levels, epsilon_lower_bound
-from sottovoce_core.optional import import_extra
+from sottovoce_core.auditing.bounds import Bound, AlphaAllocation, compute_epsilon_lower_bound
+from sottovoce_core.optional import import_optional
 
 ROUNDS, WIDTH = 16, 128
 """The first rounds, and the first numbers of them, that are looked at: of one run."""
@@ -22,7 +22,7 @@ ROUNDS, WIDTH = 16, 128
 _FOLDS = 3
 """Of the cross-validation."""
 
-VIEWS = {
+NUMBER_VIEWS = {
     "values": "the numbers, and tanh of them in units of their spread",
     "low bits": "the low bits of every number, and how many of them are zero",
     "repeats": "which numbers are said again in the next round, and which are zero",
@@ -31,8 +31,8 @@ VIEWS = {
 """What a classifier may look at where all it has is numbers."""
 
 
-def number_views(said: FloatArray) -> dict[str, FloatArray]:
-    """`VIEWS` of numbers `(runs, rounds, numbers)`, as `(runs, features)` each."""
+def build_number_views(said: FloatArray) -> dict[str, FloatArray]:
+    """`NUMBER_VIEWS` of numbers `(runs, rounds, numbers)`, as `(runs, features)` each."""
     spread = np.median(np.abs(said), axis=0) + np.finfo(np.float64).tiny
     bits = np.ascontiguousarray(said).view(np.uint64)
     low = (bits & np.uint64(0xFFFF)).astype(np.float64)
@@ -56,11 +56,11 @@ def _varying(views: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
 
 
 _CLASSIFIERS = ("logistic regression", "gradient boosting")
-TESTED = 0.4
+GUESSED_FRACTION = 0.4
 """The share of the runs that classifiers guess: they learn from the others."""
 
 
-_LARGEST = 1e30
+_MAX_FEATURE_SIZE = 1e30
 """Maximum size of the numbers that classifiers are given; float32 ends at 3.4e38."""
 
 
@@ -75,7 +75,7 @@ def split(runs: int, seed: np.random.SeedSequence) -> tuple[IntArray, IntArray]:
     return order[: runs - tested(runs)], order[runs - tested(runs) :]
 
 
-def level(levels: Levels) -> float:
+def level(levels: AlphaAllocation) -> float:
     """Of every classifier's bound."""
     return levels.of("black box", "classifiers", len(_CLASSIFIERS))
 
@@ -98,7 +98,7 @@ class Attack:
 def attack(
     views: Mapping[str, FloatArray],
     worlds: IntArray,
-    levels: Levels,
+    levels: AlphaAllocation,
     claim: float,
     seed: np.random.SeedSequence,
     delta: float = 0.0,
@@ -121,7 +121,7 @@ def attack(
     if any(len(np.unique(fold)) < 2 for fold in np.array_split(worlds[learnt], _FOLDS)):
         varying = {}  # too few runs to learn from
     blank = Bound("black box", "", "", 0, 0, claim, level(levels), delta=delta, tested=len(guessed))
-    sklearn = import_extra("sklearn", "scikit-learn", "an audit")
+    sklearn = import_optional("sklearn", "scikit-learn", "an audit")
     # Views are finite. Checks of settings and numbers, once for each of sixty small trees, take a sixth of the time.
     with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
         return tuple(
@@ -133,14 +133,14 @@ def attack(
 def _in_range(features: FloatArray) -> FloatArray:
     """Scale columns whose numbers float32, in which trees hold them, cannot hold."""
     largest = np.abs(features).max(axis=0, initial=0.0)
-    scaled: FloatArray = features / np.maximum(largest / _LARGEST, 1.0)
+    scaled: FloatArray = features / np.maximum(largest / _MAX_FEATURE_SIZE, 1.0)
     return scaled
 
 
 def _models(seed: int) -> dict[str, Any]:
     """By the names in `_CLASSIFIERS`, in their order."""
     ensemble, linear, pipeline, scaling = (
-        import_extra(f"sklearn.{name}", "scikit-learn", "an audit")
+        import_optional(f"sklearn.{name}", "scikit-learn", "an audit")
         for name in ("ensemble", "linear_model", "pipeline", "preprocessing")
     )
     models = (
@@ -159,7 +159,7 @@ def _attempt(
     """Choose the view and the threshold that promise most, learn from all runs that are for it, and guess the others."""
     if not views:
         return Attack(blank, guessed, np.empty(0))
-    selection = import_extra("sklearn.model_selection", "scikit-learn", "an audit")
+    selection = import_optional("sklearn.model_selection", "scikit-learn", "an audit")
     held_out = partial(selection.cross_val_predict, model, cv=selection.KFold(_FOLDS), method="decision_function")
     promises = {
         view: _least(held_out(features[learnt], worlds[learnt]), worlds[learnt], blank)
@@ -183,7 +183,7 @@ def _least(scores: FloatArray, worlds: IntArray, blank: Bound) -> tuple[float, f
         guessed = np.abs(scores) >= least
         scale = blank.tested / len(scores)
         correct, guesses = int(scale * right[guessed].sum()), int(scale * guessed.sum())
-        promise = epsilon_lower_bound(correct, guesses, blank.level, blank.delta, blank.tested)
+        promise = compute_epsilon_lower_bound(correct, guesses, blank.level, blank.delta, blank.tested)
         if promise > best[1]:
             best = (least, promise)
     return best

@@ -2,7 +2,7 @@
 
 Bonferroni's rule: whatever depends on what, a correct learner is refuted with probability at most the sum of all levels. The
 budget is made once, with the plan. Every test and every bound carries its own part of it, so that verdict and pages read
-the level from the value that they show. To add a test or a family, change `SHARES`.
+the level from the value that they show. To add a test or a family, change `ALPHA_ALLOCATION`.
 
 Bounds are one-sided: a bound is above the true epsilon with probability at most alpha.
 """
@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 
 # ---- the error budget ------------------------------------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ Part = Literal[
     "worlds",
 ]
 
-SHARES: Mapping[Family, Mapping[Part, Fraction]] = {
+ALPHA_ALLOCATION: Mapping[Family, Mapping[Part, Fraction]] = {
     "conformance": {
         "marginal": Fraction(2, 15),
         "lattice": Fraction(1, 10),
@@ -57,14 +57,14 @@ BLIND: Mapping[Family, Mapping[Part, Fraction]] = {
 }
 """Where nothing is known of the algorithm, there is one family."""
 
-OF_NOISE: Mapping[Family, Mapping[Part, Fraction]] = {
+NOISE_ALLOCATION: Mapping[Family, Mapping[Part, Fraction]] = {
     "conformance": {"marginal": Fraction(1, 4), "dependence": Fraction(1, 8), "freshness": Fraction(1, 8)},
     "black box": {"classifiers": Fraction(1, 2)},
 }
 """Where the noise is known, and nothing else."""
 
 
-LEAST_CHANCE = 1e-300
+MIN_PRINTED_P_VALUE = 1e-300
 """Below it, numbers are too small to be told apart: a p-value is not written out."""
 
 
@@ -86,14 +86,14 @@ class Test:
     part: Part | None = None
     """Of the budget; None until the test has its part of one."""
     level: float = 0.0
-    """A smaller p-value refutes the claim; 0 until the test has its part of a budget (`Levels.judged`)."""
+    """A smaller p-value refutes the claim; 0 until the test has its part of a budget (`AlphaAllocation.judged`)."""
 
     __test__ = False  # pytest collects classes of this name
 
     @property
     def chance(self) -> str:
         """The p-value in words: `p = 4.4e-07`, `p < 1e-300`."""
-        return f"p < {LEAST_CHANCE:g}" if self.p_value < LEAST_CHANCE else f"p = {self.p_value:.2g}"
+        return f"p < {MIN_PRINTED_P_VALUE:g}" if self.p_value < MIN_PRINTED_P_VALUE else f"p = {self.p_value:.2g}"
 
     @property
     def rejects(self) -> bool:
@@ -102,7 +102,7 @@ class Test:
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class AlphaAllocation:
     """Who may raise a false alarm, with which probability.
 
     Attributes:
@@ -111,7 +111,7 @@ class Levels:
     """
 
     alpha: float
-    shares: Mapping[Family, Mapping[Part, Fraction]] = field(default_factory=lambda: SHARES)
+    shares: Mapping[Family, Mapping[Part, Fraction]] = field(default_factory=lambda: ALPHA_ALLOCATION)
 
     def of(self, family: Family, part: Part, among: int = 1) -> float:
         """Of each of so many tests or bounds that share a part evenly."""
@@ -166,7 +166,7 @@ class Bound:
     def at(self, level: float, factor: int = 1) -> float:
         """The bound at another level, or with so many times the runs and the same rate of right guesses."""
         correct, guesses, tested = factor * self.correct, factor * self.guesses, factor * self.tested
-        return epsilon_lower_bound(correct, guesses, level, self.delta, tested)
+        return compute_epsilon_lower_bound(correct, guesses, level, self.delta, tested)
 
     @property
     def name(self) -> str:
@@ -178,7 +178,7 @@ class Bound:
         """Whether the claim fails here."""
         return self.value > self.claim
 
-    def runs_to_decide(self, most: int = 2**20) -> int | None:
+    def find_deciding_factor(self, most: int = 2**20) -> int | None:
         """By what factor more runs with the same rate of right guesses would put it above the claim; None: never."""
         factor = 1
         while factor <= most:
@@ -188,7 +188,7 @@ class Bound:
         return None
 
 
-def epsilon_lower_bound(correct: int, guesses: int, alpha: float, delta: float = 0.0, tested: int = 0) -> float:
+def compute_epsilon_lower_bound(correct: int, guesses: int, alpha: float, delta: float = 0.0, tested: int = 0) -> float:
     """The epsilon below which so many right guesses of fair coins are too many.
 
     Every run lives in one of two worlds by a fair coin. Whoever guesses the coin from what is epsilon-private, or abstains, is
@@ -208,23 +208,23 @@ def epsilon_lower_bound(correct: int, guesses: int, alpha: float, delta: float =
         tested: runs whose worlds were to be guessed, abstentions counted; at least `guesses`.
     """
     if delta > 0.0:
-        binomial = import_extra("scipy.stats", "scipy", "an audit").binom
+        binomial = import_optional("scipy.stats", "scipy", "an audit").binom
         free = int(binomial.isf(alpha / 2.0, max(tested, guesses), delta))
         alpha -= float(binomial.sf(free, max(tested, guesses), delta))
         correct, guesses = max(0, correct - free), max(0, guesses - free)
     if correct == 0 or 2 * correct <= guesses:
         return 0.0
-    stats = import_extra("scipy.stats", "scipy", "an audit")
+    stats = import_optional("scipy.stats", "scipy", "an audit")
     chance = float(stats.beta.ppf(alpha, correct, guesses - correct + 1))
     return max(0.0, math.log(chance / (1.0 - chance)))
 
 
-def runs_needed(epsilon: float, alpha: float = 0.05, share: float = 0.9) -> int:
+def compute_needed_runs(epsilon: float, alpha: float = 0.05, share: float = 0.9) -> int:
     """Runs of each world until the bound of a mechanism that reaches epsilon is this share of it, on average.
 
     `271 (1 + e^eps) / eps^2` for 90 % at 95 % confidence.
     """
-    quantile = float(import_extra("scipy.stats", "scipy", "an audit").norm.ppf(1.0 - alpha))
+    quantile = float(import_optional("scipy.stats", "scipy", "an audit").norm.ppf(1.0 - alpha))
     return math.ceil((quantile / (1.0 - share)) ** 2 * (1.0 + math.exp(epsilon)) / epsilon**2)
 
 
@@ -232,7 +232,7 @@ MOST_RUNS = 10**9
 """More than anybody makes."""
 
 
-def runs_to_show(epsilon: float, alpha: float, of: float = 1.0, delta: float = 0.0) -> float:
+def compute_min_runs(epsilon: float, alpha: float, of: float = 1.0, delta: float = 0.0) -> float:
     """Runs of each world whose coins, all guessed right, give a bound above epsilon; infinite where that is above `MOST_RUNS`.
 
     Args:
@@ -255,7 +255,7 @@ def _runs_at_delta(epsilon: float, alpha: float, of: float, delta: float) -> flo
 
     def shows(runs: int) -> bool:
         guesses = int(2 * runs * of)
-        return epsilon_lower_bound(guesses, guesses, alpha, delta, guesses) > epsilon
+        return compute_epsilon_lower_bound(guesses, guesses, alpha, delta, guesses) > epsilon
 
     high = 1
     while not shows(high):
@@ -271,7 +271,7 @@ def _runs_at_delta(epsilon: float, alpha: float, of: float, delta: float) -> flo
 
 def ceiling(runs: int, alpha: float) -> float:
     """The bound if the coins of all runs, so many of each world, are guessed right: about `ln(2 N / 3)` at 95 %."""
-    return epsilon_lower_bound(2 * runs, 2 * runs, alpha)
+    return compute_epsilon_lower_bound(2 * runs, 2 * runs, alpha)
 
 
 def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
@@ -290,7 +290,7 @@ def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
     lasts = np.unique(np.geomspace(1, len(ordered), 64).astype(int)) - 1
     lasts = np.unique(np.searchsorted(-ordered, -ordered[lasts], side="right") - 1)  # what is equal stays together
     bounds = [
-        epsilon_lower_bound(int(guesses * right[k]), int(guesses * (k + 1) / len(ordered)), alpha)
+        compute_epsilon_lower_bound(int(guesses * right[k]), int(guesses * (k + 1) / len(ordered)), alpha)
         for k in lasts.tolist()
     ]
     # A hair lower: equal losses differ by rounding.
@@ -299,6 +299,6 @@ def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
 
 def interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
     """Clopper-Pearson interval of a rate, two-sided."""
-    stats = import_extra("scipy.stats", "scipy", "a confidence interval")
+    stats = import_optional("scipy.stats", "scipy", "a confidence interval")
     found = stats.binomtest(count, trials).proportion_ci(confidence)
     return float(found.low), float(found.high)

@@ -47,10 +47,10 @@ from functools import partial
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.blackbox import VIEWS, Attack
+from sottovoce_core.auditing.blackbox import NUMBER_VIEWS, Attack
 from sottovoce_core.auditing.bounds import Test
-from sottovoce_core.auditing.likelihood import Ratios
-from sottovoce_core.optional import import_extra
+from sottovoce_core.auditing.likelihood import RunLosses
+from sottovoce_core.optional import import_optional
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ _STEPS = 30
 """Of Newton's method at most: any theta gives a valid bound, the best one the smallest."""
 
 
-def calibration(pairs: Iterable[Ratios]) -> tuple[Test, ...]:
+def calibration(pairs: Iterable[RunLosses]) -> tuple[Test, ...]:
     """Hold the coins of all runs against their losses.
 
     Args:
@@ -175,7 +175,7 @@ def _by_strength(losses: FloatArray) -> FloatArray:
 
 # ---- how runs ended --------------------------------------------------------------------------------------------------
 
-UNDER_WAY = 1
+MAX_UNTRACED_RUNS = 1
 """Runs that an audit which is cut off can leave without a trace: it makes one after the other."""
 
 WHOLE = "complete"
@@ -183,7 +183,7 @@ WHOLE = "complete"
 
 
 @dataclass(frozen=True, slots=True)
-class Starts:
+class RunOutcomes:
     """All runs that were started, and how they ended.
 
     Attributes:
@@ -195,13 +195,13 @@ class Starts:
 
     worlds: IntArray
     outcomes: tuple[str, ...]
-    lost: Mapping[int, Ratios] = field(default_factory=dict)
+    lost: Mapping[int, RunLosses] = field(default_factory=dict)
     unknown: int = 0
 
     @property
-    def balance(self) -> float:
+    def coin_p_value(self) -> float:
         """How likely fair coins fall this unevenly, two-sided."""
-        stats = import_extra("scipy.stats", "scipy", "an audit")
+        stats = import_optional("scipy.stats", "scipy", "an audit")
         return float(stats.binomtest(int(self.worlds.sum()), len(self.worlds)).pvalue) if len(self.worlds) else 1.0
 
     @property
@@ -216,19 +216,19 @@ class Starts:
         Args:
             level: with which probability fair coins may be taken for others.
         """
-        if self.unknown > UNDER_WAY:
+        if self.unknown > MAX_UNTRACED_RUNS:
             return f"{self.unknown:,} started runs left neither a capture nor a coin: nobody knows in which world they were"
-        if self.balance < level:
+        if self.coin_p_value < level:
             first, second = self.counts
             return (
                 f"{first:,} runs of the first world and {second:,} of the second are not what fair coins give "
-                f"(p = {self.balance:.2g}): the coin or the ledger is at fault"
+                f"(p = {self.coin_p_value:.2g}): the coin or the ledger is at fault"
             )
         return ""
 
     def test(self) -> Test:
         """Do runs end alike in both worlds? The outcome that differs most, times the number of outcomes that are compared."""
-        exact = import_extra("scipy.stats", "scipy", "an audit").fisher_exact
+        exact = import_optional("scipy.stats", "scipy", "an audit").fisher_exact
         tables = dict(self._tables())
         p_values = {name: float(exact(table).pvalue) for name, table in tables.items()}
         name = min(p_values, key=p_values.__getitem__, default="")
@@ -282,7 +282,7 @@ class PairRuns:
     private: FloatArray | None = None
 
 
-def channel_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
+def run_channel_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
     """One test of every view in which anything varies: the feature that fits the coins least, times their number.
 
     Args:
@@ -300,7 +300,7 @@ def channel_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
     return tuple(_test(name, what, each) for name, each in found.items())
 
 
-def private_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
+def run_private_quantity_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
     """One test of whatever varies on a channel, against all that the worlds differ in otherwise in one run than in another.
 
     Args:
@@ -315,14 +315,14 @@ def private_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
         kept = kept[:, (kept != kept[:1]).any(axis=0)]
         for name, view in heard.views.items() if kept.shape[1] else ():
             worst = (
-                None if name in VIEWS else _worst_feature(heard, view, partial(_times, kept / np.abs(kept).max(axis=0)))
+                None if name in NUMBER_VIEWS else _worst_feature(heard, view, partial(_times, kept / np.abs(kept).max(axis=0)))
             )
             found += [] if worst is None else [worst]
     what = "given the messages, no feature follows what the learner keeps to itself"
     return (_test("private quantities", what, found),) if found else ()
 
 
-def learned_tests(heard: PairRuns, attacks: Iterable[Attack]) -> tuple[Test, ...]:
+def run_classifier_tests(heard: PairRuns, attacks: Iterable[Attack]) -> tuple[Test, ...]:
     """One test of every classifier that learned something: what it says of the runs that it did not learn from.
 
     Args:
@@ -339,13 +339,13 @@ def _learned(heard: PairRuns, attack: Attack) -> Test:
     (ranks,) = _ranks(attack.scores[:, None]).T
     statistic, p = _tilted(heard.losses[attack.guessed], heard.coins[attack.guessed], ranks)
     name, what = attack.bound.guesser, "given the messages, what was learned of other runs does not tell the world"
-    return Test(name, what, statistic, p, primary=attack.bound.view not in VIEWS, family="black box")
+    return Test(name, what, statistic, p, primary=attack.bound.view not in NUMBER_VIEWS, family="black box")
 
 
 def _test(name: str, what: str, found: list[tuple[float, float, int]]) -> Test:
     statistic, p, _ = min(found, key=lambda each: each[1])
     tried = sum(count for _, _, count in found)
-    return Test(name, what, statistic, min(1.0, p * tried), primary=name not in VIEWS, family="black box")
+    return Test(name, what, statistic, min(1.0, p * tried), primary=name not in NUMBER_VIEWS, family="black box")
 
 
 def _worst_feature(
@@ -384,7 +384,7 @@ def _times(kept: FloatArray, ranks: FloatArray) -> FloatArray:
 
 def _ranks(features: FloatArray) -> FloatArray:
     """Of features `(runs, many)`, in [-1, 1]; equal numbers share one."""
-    rank = import_extra("scipy.stats", "scipy", "an audit").rankdata
+    rank = import_optional("scipy.stats", "scipy", "an audit").rankdata
     ranks: FloatArray = 2.0 * (rank(features, axis=0) - 0.5) / len(features) - 1.0
     return ranks
 

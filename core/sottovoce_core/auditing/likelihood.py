@@ -20,9 +20,9 @@ import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Bound, Levels, threshold
+from sottovoce_core.auditing.bounds import Bound, AlphaAllocation, threshold
 from sottovoce_core.auditing.worlds import Recording, Worlds
-from sottovoce_core.noise import Noise
+from sottovoce_core.noise import NoiseSource
 from sottovoce_core.running.replay import Replay
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
@@ -32,7 +32,7 @@ from sottovoce_core.running.transcript import Transcript
 _ROUNDING = 1e-9
 """Of the claim, and of one: a loss above it by less is not above it."""
 
-_STRETCHES = 64
+_MAX_SEGMENTS = 64
 """Parts of a run, each of as many rounds, whose losses are kept of every run; where there are fewer rounds, single rounds."""
 
 
@@ -56,7 +56,7 @@ class Excess:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratios:
+class RunLosses:
     """Privacy losses of audited runs, `log p(y|D) - log p(y|D')`, an array `(runs,)` each.
 
     Attributes:
@@ -76,11 +76,11 @@ class Ratios:
     above: IntArray
     shown: FloatArray
     peak: FloatArray
-    typical: FloatArray
+    mean_by_round: FloatArray
     stretches: FloatArray
 
     @classmethod
-    def joined(cls, parts: Sequence[Ratios]) -> Ratios:
+    def joined(cls, parts: Sequence[RunLosses]) -> RunLosses:
         """All runs of the parts, in order."""
         by_run = {
             name: np.concatenate([getattr(part, name) for part in parts])
@@ -90,11 +90,11 @@ class Ratios:
         return cls(
             **by_run,
             peak=np.max([part.peak for part in parts], axis=0),
-            typical=np.average([part.typical for part in parts], axis=0, weights=weights),
+            mean_by_round=np.average([part.mean_by_round for part in parts], axis=0, weights=weights),
         )
 
     @classmethod
-    def silent(cls, worlds: IntArray, rounds: int) -> Ratios:
+    def silent(cls, worlds: IntArray, rounds: int) -> RunLosses:
         """Of runs of which nothing was heard."""
         nothing, blank = np.zeros(len(worlds)), np.zeros(rounds)
         parts = _stretches(np.zeros((rounds, len(worlds))))
@@ -115,7 +115,7 @@ class Ratios:
         return Excess(run, t, float(self.shown[run]), float(claim[t]), len(guilty))
 
 
-def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Ratios:
+def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> RunLosses:
     """Replay some runs of one world, and hold them against `claim (rounds,)`, the cumulative epsilon after every round."""
     with np.errstate(invalid="ignore"):  # neither world could have said it: not-a-number, and reported as such
         heard = worlds.losses(run, part.transcript)
@@ -126,14 +126,14 @@ def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Rati
     most = (claim * (1.0 + _ROUNDING) + _ROUNDING)[: len(shown), None]
     exceeds = shown > most
     above = np.where(exceeds.any(axis=0), exceeds.argmax(axis=0), -1)
-    return Ratios(
+    return RunLosses(
         worlds=np.full(losses.shape[1], part.world),
         total=np.nan_to_num(losses[-1], nan=0.0, posinf=np.inf, neginf=-np.inf),
         largest=shown.max(axis=0),
         above=above,
         shown=shown[above, np.arange(len(above))],
         peak=shown.max(axis=1),
-        typical=shown.mean(axis=1),
+        mean_by_round=shown.mean(axis=1),
         stretches=_stretches(single),
     )
 
@@ -141,12 +141,12 @@ def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Rati
 def _stretches(losses: FloatArray) -> FloatArray:
     """Losses `(rounds, runs)` of single rounds, as those of parts of the run, `(runs, parts)`."""
     finite = np.nan_to_num(losses, nan=0.0, posinf=0.0, neginf=0.0)
-    starts = np.unique(np.linspace(0, len(losses), _STRETCHES, endpoint=False).astype(int))
+    starts = np.unique(np.linspace(0, len(losses), _MAX_SEGMENTS, endpoint=False).astype(int))
     parts: FloatArray = np.add.reduceat(finite, starts, axis=0).T
     return parts
 
 
-def guess(audited: Ratios, rehearsed: Ratios, claim: float, level: float) -> Bound:
+def guess(audited: RunLosses, rehearsed: RunLosses, claim: float, level: float) -> Bound:
     """Guess the world of every run by the sign of its loss.
 
     Args:
@@ -166,7 +166,7 @@ def guess(audited: Ratios, rehearsed: Ratios, claim: float, level: float) -> Bou
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class RoundLosses:
     """Guesses of every round's coin, an array `(rounds, runs)` each.
 
     Attributes:
@@ -178,7 +178,7 @@ class Apart:
     losses: FloatArray
 
     @classmethod
-    def joined(cls, parts: Sequence[Apart]) -> Apart:
+    def joined(cls, parts: Sequence[RoundLosses]) -> RoundLosses:
         """All runs of the parts, in order."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("coins", "losses")))
 
@@ -199,10 +199,10 @@ def apart(
     run: Run,
     worlds: Worlds,
     transcript: Transcript,
-    noise: Noise,
+    noise: NoiseSource,
     generator: np.random.Generator,
     actual: Run | None = None,
-) -> Apart:
+) -> RoundLosses:
     """Toss a coin for every round, and draw its message anew in that world, after the past of the transcript.
 
     Args:
@@ -228,7 +228,7 @@ def apart(
                 machine.step(messages, *(worlds.of(world).batch(t) for world in (0, 1)))
             if not claimed.known:
                 break
-    return Apart(coins, np.nan_to_num(losses, nan=0.0, posinf=np.inf, neginf=-np.inf))
+    return RoundLosses(coins, np.nan_to_num(losses, nan=0.0, posinf=np.inf, neginf=-np.inf))
 
 
 def _picked(message: Message, coin: IntArray) -> Message:
@@ -257,7 +257,7 @@ class RoundBounds:
         return float(np.sum([bound.value for bound in self.bounds]))
 
 
-def bound_rounds(audited: Apart, rehearsed: Apart, claim: FloatArray, levels: Levels) -> RoundBounds:
+def bound_rounds(audited: RoundLosses, rehearsed: RoundLosses, claim: FloatArray, levels: AlphaAllocation) -> RoundBounds:
     """Bounds on every round's epsilon; thresholds are fixed on other runs, of the claimed mechanism.
 
     Args:

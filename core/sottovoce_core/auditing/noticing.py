@@ -9,7 +9,7 @@ The rules, all of which hold with certainty for learners that do what they say, 
   one that the receiver said it lacked.
 - `again`: a round said once more, after a reconnect, is the same bytes: fresh noise on one state would average out.
 - `equivocation`: every neighbour hears the same bytes.
-- `lattice`: noise and what it hides are multiples of one power of two, and so is what is said (`algorithms.interface.OnLattice`).
+- `lattice`: noise and what it hides are multiples of one power of two, and so is what is said (`algorithms.interface.LatticeAlgorithm`).
 
 What holds with high probability only, such as the law of the noise, is for `conformance`, after the run. Memory is bounded: of
 the messages longest ago nothing is known any more, and nothing that they contradict is noticed.
@@ -24,14 +24,14 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.running.transcript import KEPT, Recent
+from sottovoce_core.running.transcript import KEPT, BoundedDict
 from sottovoce_core.text import called
 
 _Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class Detection:
     """Something that must never happen.
 
     Attributes:
@@ -48,7 +48,7 @@ class Notice:
     text: str
 
     @property
-    def contradicts(self) -> bool:
+    def is_contradiction(self) -> bool:
         """Two contents of one round were sent, whose difference no noise hides."""
         return self.kind in ("again", "equivocation")
 
@@ -78,7 +78,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedTraffic:
     """What is known of a run before it begins; the defaults are for one of which nothing is.
 
     Attributes:
@@ -99,7 +99,7 @@ class Expected:
         return called(self.names, learner)
 
 
-class Noticing:
+class OnlineChecks:
     """All channels of a run.
 
     Args:
@@ -107,21 +107,21 @@ class Noticing:
         kept: rounds of a learner, and streams, that are remembered.
     """
 
-    def __init__(self, expected: Expected, kept: int = KEPT) -> None:
+    def __init__(self, expected: ExpectedTraffic, kept: int = KEPT) -> None:
         self.expected = expected
-        self._versions: Recent[tuple[int, int], bytes] = Recent(kept)
-        self._receivers: Recent[tuple[int, int], dict[int, bytes]] = Recent(kept)  # and what each of them heard first
-        self._next: Recent[tuple[int, int, int], int] = Recent(kept)
-        self._lengths: Recent[int, int] = Recent(kept)
+        self._versions: BoundedDict[tuple[int, int], bytes] = BoundedDict(kept)
+        self._receivers: BoundedDict[tuple[int, int], dict[int, bytes]] = BoundedDict(kept)  # and what each of them heard first
+        self._next: BoundedDict[tuple[int, int, int], int] = BoundedDict(kept)
+        self._lengths: BoundedDict[int, int] = BoundedDict(kept)
 
     def promised(self, sender: int, receiver: int, stream: int, t: int) -> None:
         """A stream was opened on which the receiver lacks the rounds from t on."""
         self._next[sender, receiver, stream] = t
 
-    def garbled(self, sender: int, receiver: int, stream: int, why: str) -> tuple[Notice, ...]:
+    def report_undecodable(self, sender: int, receiver: int, stream: int, why: str) -> tuple[Detection, ...]:
         """A message came that cannot be decoded."""
         self._next.pop((sender, receiver, stream), None)  # it may have been any round
-        return (Notice("decoding", sender, receiver, None, f"{self._way(sender, receiver)}: {why}"),)
+        return (Detection("decoding", sender, receiver, None, f"{self._way(sender, receiver)}: {why}"),)
 
     def remember(self, sender: int, receiver: int, t: int, digest: bytes) -> None:
         """A message was heard; it is known from now on."""
@@ -132,11 +132,11 @@ class Noticing:
             receivers = self._receivers[key] = {}
         receivers.setdefault(receiver, first if first == digest else digest)  # one object for all who heard the same
 
-    def heard_before(self, said: Said) -> bool:
+    def is_repeat(self, said: Said) -> bool:
         """True when its receiver heard these bytes of this round before, as it does after a reconnect."""
         return self._receivers.get((said.sender, said.round), {}).get(said.receiver) == said.digest
 
-    def heard(self, said: Said) -> tuple[Notice, ...]:
+    def heard(self, said: Said) -> tuple[Detection, ...]:
         """A message came; what is wrong with it."""
         found = []
         if said.claimed != said.sender:
@@ -178,13 +178,13 @@ class Noticing:
         due = self.expected.due(said.sender, said.receiver, earliest)
         return "" if said.round == due else "no round" if due is None else f"round {due}"
 
-    def _contradiction(self, said: Said, receivers: Collection[int]) -> Notice:
+    def _contradiction(self, said: Said, receivers: Collection[int]) -> Detection:
         if said.receiver in receivers:
             return self._finding("again", said, "said once more to the same neighbour, in other bytes")
         others = ", ".join(map(self.expected.called, sorted(receivers)[:3]))
         return self._finding("equivocation", said, f"other bytes than {others} heard")
 
-    def _lattice(self, said: Said) -> list[Notice]:
+    def _lattice(self, said: Said) -> list[Detection]:
         found = []
         for name, spacing in self.expected.lattice(said.sender, said.round).items():
             values = np.ravel(said.fields[name])
@@ -199,9 +199,9 @@ class Noticing:
     def _way(self, sender: int, receiver: int) -> str:
         return f"{self.expected.called(sender)} to {self.expected.called(receiver)}"
 
-    def _finding(self, kind: _Kind, said: Said, what: str) -> Notice:
+    def _finding(self, kind: _Kind, said: Said, what: str) -> Detection:
         text = f"{self._way(said.sender, said.receiver)}, round {said.round}: {what}"
-        return Notice(kind, said.sender, said.receiver, said.round, text)
+        return Detection(kind, said.sender, said.receiver, said.round, text)
 
 
 def _off_lattice(values: FloatArray, spacing: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

@@ -9,9 +9,9 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray, as_floats
 from sottovoce_core.auditing.blackbox import ROUNDS, WIDTH
-from sottovoce_core.auditing.bounds import Levels, ceiling, runs_to_show
+from sottovoce_core.auditing.bounds import AlphaAllocation, ceiling, compute_min_runs
 from sottovoce_core.auditing.swaps import others, worst
-from sottovoce_core.auditing.worlds import Recording, Share, Worlds, concerned, numbers_of, overhear
+from sottovoce_core.auditing.worlds import Recording, RunChunk, Worlds, concerned, count_numbers, overhear
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
@@ -23,7 +23,7 @@ from sottovoce_core.running.run import Run
 
 
 @dataclass(frozen=True, slots=True)
-class _Listener:
+class _Adversary:
     """A threat model, made definite.
 
     Attributes:
@@ -35,7 +35,7 @@ class _Listener:
 
     threat: ThreatModel
     neighbour: int | None
-    replayable: bool
+    can_replay: bool
     rounds: IntArray
 
     def seen(self, part: Recording, worlds: Worlds, run: Run) -> FloatArray:
@@ -56,7 +56,7 @@ class _Listener:
 
 def _listener(
     run: Run, worlds: Worlds, guarantee: Guarantee, threat: ThreatModel, neighbour: int | None = None
-) -> _Listener:
+) -> _Adversary:
     """Who listens.
 
     Args:
@@ -72,7 +72,7 @@ def _listener(
     costly = np.flatnonzero(guarantee.per_round > 0) if threat is not ThreatModel.OUTPUT else _published(guarantee)
     rounds = costly[:ROUNDS] if len(costly) else np.arange(min(ROUNDS, run.spec.rounds))
     if threat is not ThreatModel.NEIGHBOUR:
-        return _Listener(threat, None, threat is ThreatModel.WIRE, rounds)
+        return _Adversary(threat, None, threat is ThreatModel.WIRE, rounds)
     if worlds.shared:
         raise SpecError(f"{run.algorithm.name}: all learners hold the record, so a neighbour knows it; audit the wire")
     mixings = [run.network.at(t) for t in range(run.spec.rounds)]
@@ -88,7 +88,7 @@ def _listener(
         )
     neighbour = hearers[0] if neighbour is None else neighbour
     needed = set(concerned(run, worlds)) - {neighbour}
-    return _Listener(threat, neighbour, all(needed <= set(m.heard_by(neighbour)) for m in mixings), rounds)
+    return _Adversary(threat, neighbour, all(needed <= set(m.heard_by(neighbour)) for m in mixings), rounds)
 
 
 def _published(guarantee: Guarantee) -> IntArray:
@@ -120,7 +120,7 @@ def _of_decisions(
 
 def _follow(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> bool:
     """Whether decisions are the same in both worlds, if the same was said."""
-    said = overhear(run, data, worlds, Share(0, 1, seed), SeededNoise).transcript
+    said = overhear(run, data, worlds, RunChunk(0, 1, seed), SeededNoise).transcript
     for holder in worlds.holders(run):
         machine = Replay(run, holder, worlds=2)
         for t in range(said.rounds):
@@ -138,18 +138,18 @@ def held(guarantee: Guarantee, threat: ThreatModel) -> tuple[FloatArray, ThreatM
     messages, too: it is all that is claimed.
     """
     if guarantee.output is None:
-        return guarantee.cumulative, guarantee.grounds.threat_model
-    if threat is ThreatModel.OUTPUT or not np.isfinite(guarantee.cumulative).all():
+        return guarantee.cumulative_epsilon, guarantee.grounds.threat_model
+    if threat is ThreatModel.OUTPUT or not np.isfinite(guarantee.cumulative_epsilon).all():
         return guarantee.output, ThreatModel.OUTPUT
-    return guarantee.cumulative, guarantee.grounds.threat_model
+    return guarantee.cumulative_epsilon, guarantee.grounds.threat_model
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
-_MOST_PAIRS = 3
+_MAX_OTHER_PAIRS = 3
 """Of worlds, beside the most telling one."""
 
-_FEWEST = 24
+_MIN_PAIR_RUNS = 24
 """Runs of each world of a pair: the fewest with which what gives the world away completely is surely seen."""
 
 
@@ -192,11 +192,11 @@ class AuditPlan:
     data: PlacedData
     worlds: Worlds
     guarantee: Guarantee
-    listener: _Listener
+    listener: _Adversary
     claim: FloatArray
     made_for: ThreatModel
     runs: int
-    levels: Levels
+    levels: AlphaAllocation
     seeds: _Seeds
     paired: bool = True
     numbers: int = 0
@@ -220,14 +220,14 @@ class AuditPlan:
     @property
     def epsilon(self) -> float:
         """The claim over the whole run."""
-        return self.claim_until(self.run.spec.rounds - 1)
+        return self.compute_claim_until(self.run.spec.rounds - 1)
 
     @property
-    def epsilon_seen(self) -> float:
+    def visible_epsilon(self) -> float:
         """The claim over the rounds until the last one that the black box looks at."""
-        return self.claim_until(int(self.listener.rounds[-1]))
+        return self.compute_claim_until(int(self.listener.rounds[-1]))
 
-    def claim_until(self, t: int) -> float:
+    def compute_claim_until(self, t: int) -> float:
         """The claim over the rounds 0..t; a sum is exact, as what learners are charged."""
         return self.guarantee.epsilon(t + 1) if self._of_messages else float(self.claim[t])
 
@@ -275,13 +275,13 @@ def plan_audit(
         DataError: there is no record to swap, or the loss is not defined for one of the worlds'.
         SpecError: too few runs for this confidence, or nobody who could listen.
     """
-    levels = Levels(1.0 - confidence)
+    levels = AlphaAllocation(1.0 - confidence)
     level = levels.of("likelihood", "whole runs")
     if paired and ceiling(runs, level) == 0.0:  # even right guesses only would show nothing: say how many it takes
         text = f"{runs} runs of each world show nothing at confidence {1.0 - levels.alpha:g}, however telling they are"
-        raise SpecError(f"{text}: at least {runs_to_show(0.0, level)}")
-    numbers = 2 * runs * numbers_of(run)
-    choice, *seeds = np.random.SeedSequence(seed).spawn(6 + 5 * _MOST_PAIRS)
+        raise SpecError(f"{text}: at least {compute_min_runs(0.0, level)}")
+    numbers = 2 * runs * count_numbers(run)
+    choice, *seeds = np.random.SeedSequence(seed).spawn(6 + 5 * _MAX_OTHER_PAIRS)
     chosen, *more = _pairs(run, data, learner, worlds, choice, paired=paired)
 
     def planned(each: Worlds, count: int, own: Sequence[np.random.SeedSequence]) -> AuditPlan:
@@ -313,7 +313,7 @@ def _pairs(
 ) -> list[Worlds]:
     """Pairs of worlds: those given, or the most telling one and others beside it."""
     if given is None:
-        chosen = worst(run, data, learner, seed, as_they_are=not paired)
+        chosen = worst(run, data, learner, seed, keep_first_world=not paired)
         return [chosen, *(others(run, data, learner, chosen) if paired else [])]
     pairs = [given] if isinstance(given, Worlds) else list(given)
     for each in pairs:
@@ -324,12 +324,12 @@ def _pairs(
 def divided(runs: int, others: int) -> list[int]:
     """Runs of each world for the most telling pair, and for as many of so many others as have enough to show a channel.
 
-    A quarter, an eighth and an eighth are for the others, but no fewer than `_FEWEST`. The first of them, the loud record against
+    A quarter, an eighth and an eighth are for the others, but no fewer than `_MIN_PAIR_RUNS`. The first of them, the loud record against
     the silent one, must be there wherever the most telling pair keeps as many; the rest, where that keeps half of the runs.
     """
     counts: list[int] = []
-    for share, kept in ((4, _FEWEST), (8, runs / 2), (8, runs / 2))[:others]:
-        count = max(runs // share, _FEWEST)
+    for share, kept in ((4, _MIN_PAIR_RUNS), (8, runs / 2), (8, runs / 2))[:others]:
+        count = max(runs // share, _MIN_PAIR_RUNS)
         if runs - sum(counts) - count >= kept:
             counts.append(count)
     return [runs - sum(counts), *counts]

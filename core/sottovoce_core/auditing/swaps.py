@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.worlds import BYTES, Share, Worlds, children, overhear, told
+from sottovoce_core.auditing.worlds import MAX_TRANSCRIPT_BYTES, RunChunk, Worlds, children, overhear, told
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.replay import Losses
+from sottovoce_core.running.replay import PrivacyLosses
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.text import called
 
-PILOT = 32
+PILOT_RUNS = 32
 """Runs by which swaps are compared."""
 
-_SCREENED_ROUNDS = 40
+_MAX_SCREENING_ROUNDS = 40
 """Rounds with a loss by which swaps are compared: a record weighs most in the first ones."""
 
 _OTHERS = 24
@@ -30,22 +30,22 @@ _OTHERS = 24
 _Swap = tuple[LearnerData, str]
 """A learner's other records, and what is swapped in words."""
 
-_Measure = Callable[[Losses], FloatArray]
+_Measure = Callable[[PrivacyLosses], FloatArray]
 """How well each of some swaps is told apart, `(swaps,)`."""
 
 
-def _realised(losses: Losses) -> FloatArray:
+def _realised(losses: PrivacyLosses) -> FloatArray:
     """The mean absolute loss of whole runs."""
     strengths: FloatArray = np.nan_to_num(np.abs(losses.total), nan=0.0, posinf=np.inf).mean(axis=1)
     return strengths
 
 
-def _possible(losses: Losses) -> FloatArray:
+def _possible(losses: PrivacyLosses) -> FloatArray:
     """The largest loss that any first run could have shown, given what was heard."""
     return losses.supremum[:, 0]
 
 
-def peak(losses: Losses) -> FloatArray:
+def peak(losses: PrivacyLosses) -> FloatArray:
     """The largest absolute loss of any run by any round; infinite where a message could not have been said."""
     with np.errstate(invalid="ignore"):
         so_far = np.abs(np.cumsum(losses.realised, axis=0))
@@ -116,7 +116,7 @@ def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerDat
     own, n = data.learners[learner], data.n_features
     label = max(own.labels.tolist(), key=abs)
     if (schema := run.spec.data.schema) is not None:
-        record = as_placed(run, schema.extreme())
+        record = add_intercept(run, schema.make_max_norm_record())
         first, second = (own.with_use(0, each, label) for each in (record, mirrored(record, schema)))
         what = "a first record at the ends of its schema, against its mirror image"
         return [(first, (second, what))] if _differ(first, second) else []
@@ -128,7 +128,7 @@ def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerDat
     return [(own.with_use(0, record, label), (own.with_use(0, -record, label), what)) for record, what in made]
 
 
-def as_placed(run: Run, features: FloatArray) -> FloatArray:
+def add_intercept(run: Run, features: FloatArray) -> FloatArray:
     """A record that a schema allows, as it would be placed."""
     return np.append(features, 1.0) if run.spec.data.intercept else features
 
@@ -160,7 +160,7 @@ def search(
         tried: at least one swap.
         measure: by which they are compared.
     """
-    together = max(1, BYTES // (8 * run.algorithm.dim * transcript.replicas))
+    together = max(1, MAX_TRANSCRIPT_BYTES // (8 * run.algorithm.dim * transcript.replicas))
     scores = [
         measure(told(run, transcript, holders, [first, *(second for second, _ in tried[start : start + together])]))
         for start in range(0, len(tried), together)
@@ -171,12 +171,12 @@ def search(
 
 def _screened(run: Run, learner: int) -> int:
     """Rounds by which swaps are compared."""
-    costly = np.flatnonzero(run.guarantee(learner).per_round)[:_SCREENED_ROUNDS]
+    costly = np.flatnonzero(run.guarantee(learner).per_round)[:_MAX_SCREENING_ROUNDS]
     return min(int(costly[-1]) + 1 if len(costly) else run.spec.rounds, run.spec.rounds)
 
 
 def worst(
-    run: Run, data: PlacedData, learner: int, seed: np.random.SeedSequence, *, as_they_are: bool = False
+    run: Run, data: PlacedData, learner: int, seed: np.random.SeedSequence, *, keep_first_world: bool = False
 ) -> Worlds:
     """The swap of a learner's first record, of `swaps` and `extremes`, that some simulated runs tell apart best.
 
@@ -185,23 +185,23 @@ def worst(
         data: of all learners.
         learner: its index.
         seed: of the simulated runs.
-        as_they_are: the first world is that of the records as they are, not of one that was made up.
+        keep_first_world: the first world is that of the records as they are, not of one that was made up.
 
     Raises:
         DataError: the learner has no record, or there is no other one.
     """
     own, common = data.learners[learner], swaps(data, learner, schema=run.spec.data.schema, names=run.spec.names)
     made = [(first, [swap]) for first, swap in _extremes(run, data, learner)]
-    if not common and (as_they_are or not made):
+    if not common and (keep_first_world or not made):
         raise DataError(
             f"{run.spec.names[learner]}'s first record must have another one to be swapped for, and has none"
         )
-    groups = [(own, common), *([] if as_they_are else made)] if common else made[:1] + made
+    groups = [(own, common), *([] if keep_first_world else made)] if common else made[:1] + made
     shared, rounds = run.guarantee(learner).shared, _screened(run, learner)
     found: list[tuple[float, Worlds]] = []
     for (first, tried), child in zip(groups, children(seed, len(groups)), strict=True):
         worlds = Worlds(learner, first, *tried[0], shared)
-        heard = overhear(run, data, worlds, Share(0, PILOT, child), SeededNoise, rounds=rounds).transcript
+        heard = overhear(run, data, worlds, RunChunk(0, PILOT_RUNS, child), SeededNoise, rounds=rounds).transcript
         swap, score = search(run, heard, worlds.holders(run), first, tried, _realised)
         found.append((score, Worlds(learner, first, *swap, shared)))
     return max(found, key=lambda each: each[0])[1]
@@ -227,7 +227,7 @@ def others(run: Run, data: PlacedData, learner: int, known: Worlds) -> list[Worl
         loud, silent = _bound(run, own) * np.eye(data.n_features)[0], np.zeros(data.n_features)
         what = "a first record on the bound, against one without features"
     else:
-        loud, silent = as_placed(run, schema.extreme()), as_placed(run, schema.quiet())
+        loud, silent = add_intercept(run, schema.make_max_norm_record()), add_intercept(run, schema.quiet())
         what = "a first record at the ends of its schema, against one in the middle"
     tried = [(own.with_use(0, loud, label), own.with_use(0, silent, label), what)]
     if len(different):
@@ -249,9 +249,9 @@ def _differ(first: LearnerData, second: LearnerData) -> bool:
     return not (same and (first.labels[first.order] == second.labels[second.order]).all())
 
 
-def most_telling(
+def compute_worst_losses(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, *, every_use: bool = False
-) -> Losses | None:
+) -> PrivacyLosses | None:
     """Losses of the swap of a learner's first record, of `swaps`, whose loss could have been largest; None: there is none.
 
     Args:

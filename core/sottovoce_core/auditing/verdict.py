@@ -18,10 +18,10 @@ from scipy import special, stats
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.blackbox import level, tested
-from sottovoce_core.auditing.bounds import Bound, Family, Levels, Part, Test, ceiling, epsilon_lower_bound
+from sottovoce_core.auditing.bounds import Bound, Family, AlphaAllocation, Part, Test, ceiling, compute_epsilon_lower_bound
 from sottovoce_core.auditing.likelihood import Excess, RoundBounds
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.noise import GRID_BITS
+from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ Kind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
 _ORDER: Mapping[Part | None, int] = {"freshness": 0, "lattice": 1, "marginal": 2, "dependence": 3}
 """Of classes of tests in the evidence: what names the cause comes first. Noise that is said again is not of its law either."""
 
-_AS_GOOD_AS_NEVER = 1e-30
+_MIN_COMPARED_P_VALUE = 1e-30
 """Of two tests with less than this, neither says more than the other."""
 
 _FINDINGS: Mapping[str, str] = {
@@ -47,7 +47,7 @@ _FINDINGS: Mapping[str, str] = {
 }
 """What a test has found, by its name, where its statistic says it."""
 
-_RESTS_ON_COINS: frozenset[Family] = frozenset({"likelihood", "black box"})
+_COIN_FAMILIES: frozenset[Family] = frozenset({"likelihood", "black box"})
 """Families whose tests and bounds suppose that a fair coin chose the world of every run. Exact losses do not."""
 
 
@@ -108,7 +108,7 @@ class Findings:
     """
 
     runs: int
-    levels: Levels
+    levels: AlphaAllocation
     claim: float
     tests: tuple[Test, ...] = ()
     bounds: tuple[Bound, ...] = ()
@@ -117,7 +117,7 @@ class Findings:
     signs: tuple[str, ...] = ()
     paired: bool = True
     needed: float = 0
-    proviso: str = ""
+    assumption: str = ""
     void: str = ""
     most: float = 0.0
     reaches: tuple[Reach, ...] = ()
@@ -136,13 +136,13 @@ class Findings:
             excess=self.excess if likely else None,
             rounds=self.rounds if likely else None,
             signs=(),
-            void=self.void if family in _RESTS_ON_COINS else "",
+            void=self.void if family in _COIN_FAMILIES else "",
         )
 
     @property
-    def without_coins(self) -> Findings:
+    def coin_free_findings(self) -> Findings:
         """What no coin is needed for: noise that is not what is claimed, and losses above the claim."""
-        tests = tuple(test for test in self.tests if test.family not in _RESTS_ON_COINS)
+        tests = tuple(test for test in self.tests if test.family not in _COIN_FAMILIES)
         return replace(self, tests=tests, bounds=(), rounds=None)
 
     @property
@@ -172,7 +172,7 @@ def decide(found: Findings) -> Verdict:
         return _decide_without_coins(found)
     evidence = tuple(_evidence(found))
     if evidence:
-        return Verdict("refuted", f"The claim does not hold: {evidence[0]}{found.proviso}.", evidence + found.signs)
+        return Verdict("refuted", f"The claim does not hold: {evidence[0]}{found.assumption}.", evidence + found.signs)
     runs = _runs(found)
     if math.isinf(found.claim):
         return Verdict("unpromised", _unpromised(found, runs), found.signs)
@@ -222,7 +222,7 @@ def _named(where: str, names: Sequence[str]) -> set[int]:
 
 def _decide_without_coins(found: Findings) -> Verdict:
     """The audit refutes by what needs no coin, or is void."""
-    kept = decide(replace(found.without_coins, void=""))
+    kept = decide(replace(found.coin_free_findings, void=""))
     if kept.kind == "refuted":
         return replace(kept, evidence=(*kept.evidence, found.void))
     return Verdict("inconclusive", f"The audit is void with {_runs(found)}: {found.void}.", (found.void,))
@@ -244,7 +244,7 @@ def _runs(found: Findings, factor: int = 1) -> str:
     runs = factor * found.runs
     if not found.paired:
         return f"{runs:,} run{'s' * (runs != 1)} of one world"
-    return f"{runs:,} runs of each world{found.proviso}"
+    return f"{runs:,} runs of each world{found.assumption}"
 
 
 def _evidence(found: Findings) -> Iterator[str]:
@@ -272,7 +272,7 @@ def _evidence(found: Findings) -> Iterator[str]:
 
 def _found(failed: Sequence[Test]) -> str:
     """What the tests of a class that fail have found: the one that says most, the plainest of several that are as sure."""
-    worst = min(failed, key=lambda test: max(test.p_value, _AS_GOOD_AS_NEVER) / test.level)
+    worst = min(failed, key=lambda test: max(test.p_value, _MIN_COMPARED_P_VALUE) / test.level)
     kind = "scale" if worst.name.endswith(" scale") else worst.name
     says = _FINDINGS[kind].format(worst.statistic) if kind in _FINDINGS else f"it does not hold that {worst.what}"
     place = f" at {worst.where}" if worst.where else ""
@@ -297,7 +297,7 @@ def _hints(found: Findings) -> Iterator[str]:
     for bound in found.bounds:
         alone = min(3 * bound.level, found.levels.alpha)
         if bound.at(alone) > bound.claim:
-            factor = bound.runs_to_decide()
+            factor = bound.find_deciding_factor()
             more = "" if factor is None else f"; about {factor * found.runs:,} runs of each world would decide"
             yield f"{bound.name} guesses better than {bound.claim:.3g} allows, by little{more}"
 
@@ -337,10 +337,10 @@ def _most(plan: AuditPlan) -> float:
     """The largest lower bound that so many runs could give, if all guesses were right; 0 where nothing is guessed."""
     if not plan.paired:
         return 0.0
-    if plan.listener.replayable:
+    if plan.listener.can_replay:
         return ceiling(plan.runs, plan.levels.of("likelihood", "whole runs"))
     guesses = tested(2 * plan.runs)
-    return epsilon_lower_bound(guesses, guesses, level(plan.levels))
+    return compute_epsilon_lower_bound(guesses, guesses, level(plan.levels))
 
 
 def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[Reach]:
@@ -360,7 +360,7 @@ def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[Reach
         yield Reach("dependence", together, f"noise of two learners that is correlated by {together:.2g}")
     enough = _RESOLVED * -math.log2(plan.levels.of("conformance", "dependence", 40) / _SIGNED_BITS)
     if on_lattice and plan.close * numbers >= enough:
-        bits = GRID_BITS + math.floor(math.log2(plan.close * numbers / enough))
+        bits = LATTICE_BITS + math.floor(math.log2(plan.close * numbers / enough))
         yield Reach("dependence", bits, f"signs that are any of the first {bits} bits behind their sizes")
     centre = math.sqrt(35.0 / messages)
     yield Reach("dependence", centre, f"centres that are wrong by {centre:.2g} scales in every message")
@@ -372,7 +372,7 @@ def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[Reach
 def _of_worlds(plan: AuditPlan) -> Iterator[Reach]:
     if not plan.paired:
         return
-    if plan.listener.replayable:
+    if plan.listener.can_replay:
         needed = _epsilon_found(plan)
         if math.isfinite(needed):
             yield Reach("whole runs", needed, f"guesses of whole runs that need an epsilon of {needed:.3g}")
@@ -389,7 +389,7 @@ def _epsilon_found(plan: AuditPlan) -> float:
         return math.inf
     for epsilon in np.geomspace(max(plan.epsilon, 1e-3), max(plan.epsilon, 1e-3) + 40.0, 200).tolist():
         usual = int(stats.binom.ppf(1 - _POWER, guesses, special.expit(epsilon)))
-        if epsilon_lower_bound(usual, guesses, share) > plan.epsilon:
+        if compute_epsilon_lower_bound(usual, guesses, share) > plan.epsilon:
             return float(epsilon)
     return math.inf
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.blackbox import number_views
+from sottovoce_core.auditing.blackbox import build_number_views
 
 # ---- conversations ---------------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class Overheard:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class RunTraffic:
     """One run.
 
     Attributes:
@@ -125,7 +125,7 @@ def numbers(values: Any) -> FloatArray:
 
 # ---- features --------------------------------------------------------------------------------------------------------
 
-REPEATED, COLUMNS = 16, 1024
+MAX_ITEMS_PER_KIND, COLUMNS = 16, 1024
 """Of one kind of thing, the first so many in a run are looked at; of a view, at most so many columns."""
 
 _Item = tuple[Hashable, Sequence[float]]
@@ -134,11 +134,11 @@ _Item = tuple[Hashable, Sequence[float]]
 Layout = tuple[tuple[Hashable, int], ...]
 """What the numbers of a run are: the kind of thing, counted within the run, and how many numbers it has."""
 
-_View = Callable[[Conversation], Iterable[_Item]]
+_View = Callable[[RunTraffic], Iterable[_Item]]
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class RunFeatures:
     """A run as one view shows it: all that is kept of it.
 
     Attributes:
@@ -150,25 +150,25 @@ class Features:
     numbers: FloatArray
 
 
-def features_of(run: Conversation, kinds: Mapping[str, _View]) -> dict[str, Features]:
+def build_features_by_view(run: RunTraffic, kinds: Mapping[str, _View]) -> dict[str, RunFeatures]:
     """A run in several views."""
     return {name: features(items(run)) for name, items in kinds.items()}
 
 
-def features(items: Iterable[_Item]) -> Features:
-    """The first `REPEATED` things of every kind."""
+def features(items: Iterable[_Item]) -> RunFeatures:
+    """The first `MAX_ITEMS_PER_KIND` things of every kind."""
     seen: Counter[Hashable] = Counter()
     layout: list[tuple[Hashable, int]] = []
     numbers: list[float] = []
     for kind, values in items:
-        if seen[kind] < REPEATED:
+        if seen[kind] < MAX_ITEMS_PER_KIND:
             layout.append(((kind, seen[kind]), len(values)))
             numbers.extend(values)
         seen[kind] += 1
-    return Features(tuple(layout), np.array(numbers, dtype=np.float64))
+    return RunFeatures(tuple(layout), np.array(numbers, dtype=np.float64))
 
 
-def _table(runs: Sequence[Features]) -> FloatArray:
+def _table(runs: Sequence[RunFeatures]) -> FloatArray:
     """`(runs, features)`: things of the same kind below each other; -1 where a run had fewer.
 
     Kinds that most runs have come first; what does not fit into `COLUMNS` is left out.
@@ -185,7 +185,7 @@ def _table(runs: Sequence[Features]) -> FloatArray:
     return found
 
 
-def _columns(runs: Sequence[Features]) -> dict[Hashable, tuple[int, int]]:
+def _columns(runs: Sequence[RunFeatures]) -> dict[Hashable, tuple[int, int]]:
     """Of every kind of thing that fits, the first column of a table, and how many it has."""
     common = Counter(key for run in runs for key, _ in run.layout)
     widths = {key: width for run in runs for key, width in run.layout}
@@ -198,42 +198,42 @@ def _columns(runs: Sequence[Features]) -> dict[Hashable, tuple[int, int]]:
     return found
 
 
-def thing_at(runs: Sequence[Conversation], view: str, column: int) -> tuple[Hashable, int, int]:
-    """What a column of a view of `CHANNEL` is of: the kind of thing, its count within a run, and which of its numbers."""
-    for key, (first, width) in _columns([features(CHANNEL[view](run)) for run in runs]).items():
+def locate_column(runs: Sequence[RunTraffic], view: str, column: int) -> tuple[Hashable, int, int]:
+    """What a column of a view of `CHANNEL_VIEWS` is of: the kind of thing, its count within a run, and which of its numbers."""
+    for key, (first, width) in _columns([features(CHANNEL_VIEWS[view](run)) for run in runs]).items():
         if first <= column < first + width and isinstance(key, tuple):
             kind, k = key
             return kind, k, column - first
     raise IndexError(column)
 
 
-def tables(runs: Sequence[Mapping[str, Features]]) -> dict[str, FloatArray]:
+def tables(runs: Sequence[Mapping[str, RunFeatures]]) -> dict[str, FloatArray]:
     """Every view of all runs."""
     return {name: _table([run[name] for run in runs]) for name in runs[0]}
 
 
-def views(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
+def views(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
     """All views but timing, by name: finite numbers `(runs, features)`. Those that people understand best come first."""
     found: dict[str, FloatArray] = {}
     said = decoded(runs)
     for field, values in said.items():
         with np.errstate(over="ignore"):  # where most numbers are zero, others are huge in units of their spread
-            found |= {f"{name} of {field}": view for name, view in number_views(values).items()}
+            found |= {f"{name} of {field}": view for name, view in build_number_views(values).items()}
     if len(said) > 1:
         every = np.concatenate([values.reshape(len(runs), -1) for values in said.values()], axis=1)
         found["values of all fields"] = every[:, :COLUMNS]
-    return found | tables([features_of(run, {**CHANNEL, **TAPPED}) for run in runs])
+    return found | tables([build_features_by_view(run, {**CHANNEL_VIEWS, **TAPPED}) for run in runs])
 
 
-def timing(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
+def build_timing_views(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
     """The view `gaps`: the times between whatever passed; and `paces`, of ciphertext."""
-    return tables([features_of(run, {"gaps": _gaps, "paces": _tapped_paces}) for run in runs])
+    return tables([build_features_by_view(run, {"gaps": _gaps, "paces": _tapped_paces}) for run in runs])
 
 
 # ---- decoded numbers -------------------------------------------------------------------------------------------------
 
 
-def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
+def decoded(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
     """Decoded fields as `(runs, messages, numbers)`, in the order in which a run said them; zero where it did not.
 
     A field that stands in several kinds of messages is several fields.
@@ -241,7 +241,7 @@ def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     found = {}
     for field, messages in _decoded_fields(runs).items():
         widest = max(len(values) for them in messages for _, values, _ in them)
-        width = min(widest, max(1, WIDTH * REPEATED // len(messages)))
+        width = min(widest, max(1, WIDTH * MAX_ITEMS_PER_KIND // len(messages)))
         found[field] = dense = np.zeros((len(runs), len(messages), width))
         for t, them in enumerate(messages):
             for k, values, _ in them:
@@ -249,13 +249,13 @@ def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     return found
 
 
-def sources(runs: Sequence[Conversation]) -> dict[str, list[list[tuple[int, Decoded]]]]:
+def sources(runs: Sequence[RunTraffic]) -> dict[str, list[list[tuple[int, Decoded]]]]:
     """Of every field of `decoded`, message by message, the runs that have it, and what was decoded there."""
     fields = _decoded_fields(runs).items()
     return {field: [[(k, each) for k, _, each in them] for them in messages] for field, messages in fields}
 
 
-def _decoded_fields(runs: Sequence[Conversation]) -> dict[str, list[list[tuple[int, FloatArray, Decoded]]]]:
+def _decoded_fields(runs: Sequence[RunTraffic]) -> dict[str, list[list[tuple[int, FloatArray, Decoded]]]]:
     """Of every field, message by message, the runs that have it, its numbers, and what was decoded there."""
     found: dict[str, list[list[tuple[int, FloatArray, Decoded]]]] = {}
     for k, run in enumerate(runs):
@@ -266,7 +266,7 @@ def _decoded_fields(runs: Sequence[Conversation]) -> dict[str, list[list[tuple[i
             for name, values in said.fields.items():
                 field = f"{name} in {message.place}"
                 messages = found.setdefault(field, [])
-                if count[field] < REPEATED:
+                if count[field] < MAX_ITEMS_PER_KIND:
                     if count[field] == len(messages):
                         messages.append([])
                     messages[count[field]].append((k, values, said))
@@ -300,11 +300,11 @@ def _parsed(text: str) -> float:
     return min(max(value, -1e100), 1e100) if math.isfinite(value) else 0.0
 
 
-def _sizes(run: Conversation) -> Iterator[_Item]:
+def _sizes(run: RunTraffic) -> Iterator[_Item]:
     return (((each.kind, each.place), (each.size,)) for each in run.heard)
 
 
-def _counts(run: Conversation) -> Iterator[_Item]:
+def _counts(run: RunTraffic) -> Iterator[_Item]:
     """Streams; things and bytes of every kind; entries of metadata."""
     yield "streams", (len({each.stream for each in run.heard}),)
     things = Counter((each.kind, each.place) for each in run.heard)
@@ -317,31 +317,31 @@ def _counts(run: Conversation) -> Iterator[_Item]:
         yield kind, (count, volume[kind], entries[kind])
 
 
-def _order(run: Conversation) -> Iterator[_Item]:
+def _order(run: RunTraffic) -> Iterator[_Item]:
     """Of either direction by itself: which of two directions is first is a matter of time."""
     return (((each.whose, each.direction), _bits(f"{each.stream} {each.kind} {each.method}")) for each in run.near)
 
 
-def _metadata(run: Conversation) -> Iterator[_Item]:
+def _metadata(run: RunTraffic) -> Iterator[_Item]:
     for each in run.near:
         for key, value in each.entries:
             yield (each.kind, each.place, key), (len(value), _parsed(value), *_bits(value))
 
 
-def _status(run: Conversation) -> Iterator[_Item]:
+def _status(run: RunTraffic) -> Iterator[_Item]:
     for each in run.near:
         if each.kind == "trailers":
             code, text = each.status
             yield each.method, (len(text), *_bits(code), *_bits(text))
 
 
-def _bytes(run: Conversation) -> Iterator[_Item]:
+def _bytes(run: RunTraffic) -> Iterator[_Item]:
     """Of what was looked into."""
     said = (each for each in run.messages if each.head or not each.size)
     return ((each.place, list(each.head.ljust(HEAD, b"\0"))) for each in said)
 
 
-def _said_again(run: Conversation) -> Iterator[_Item]:
+def _said_again(run: RunTraffic) -> Iterator[_Item]:
     """Whether a message has been said before in this run."""
     known: set[bytes] = set()
     for each in run.messages:
@@ -349,7 +349,7 @@ def _said_again(run: Conversation) -> Iterator[_Item]:
         known.add(each.digest)
 
 
-CHANNEL: Mapping[str, _View] = {
+CHANNEL_VIEWS: Mapping[str, _View] = {
     "sizes": _sizes,
     "counts": _counts,
     "order": _order,
@@ -364,11 +364,11 @@ CHANNEL: Mapping[str, _View] = {
 # ---- ciphertext ------------------------------------------------------------------------------------------------------
 
 
-def _tapped(run: Conversation) -> Iterator[Overheard]:
+def _tapped(run: RunTraffic) -> Iterator[Overheard]:
     return (each for each in run.heard if each.kind == "ciphertext")
 
 
-def _in_order(run: Conversation) -> Iterator[_Item]:
+def _in_order(run: RunTraffic) -> Iterator[_Item]:
     """Sizes of the first records of every direction of an edge, one after the other, whatever connection they are on."""
     sizes: dict[str, list[float]] = {}
     for each in _tapped(run):
@@ -377,13 +377,13 @@ def _in_order(run: Conversation) -> Iterator[_Item]:
         yield place, [*own[:WIDTH], *[-1.0] * (WIDTH - len(own))]
 
 
-def _of_each_size(run: Conversation) -> Iterator[_Item]:
+def _of_each_size(run: RunTraffic) -> Iterator[_Item]:
     """How many records have this size: one more among many is seen wherever it stands."""
     for (place, size), count in Counter((each.place, each.size) for each in _tapped(run)).items():
         yield (place, size), (count,)
 
 
-def _connections(run: Conversation) -> Iterator[_Item]:
+def _connections(run: RunTraffic) -> Iterator[_Item]:
     """Of every connection of an edge: records and bytes of either direction, and which side ends first."""
     found: dict[tuple[str, int], list[float]] = {}
     for each in run.heard:
@@ -398,7 +398,7 @@ def _connections(run: Conversation) -> Iterator[_Item]:
         yield edge, own
 
 
-def _bursts(run: Conversation) -> Iterator[_Item]:
+def _bursts(run: RunTraffic) -> Iterator[_Item]:
     """How often one side of a connection sends so many records before the other one does."""
     under_way: dict[tuple[str, int], tuple[str, int]] = {}
     ended = Counter[tuple[str, int]]()
@@ -425,7 +425,7 @@ TAPPED: Mapping[str, _View] = {
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def _gaps(run: Conversation) -> Iterator[_Item]:
+def _gaps(run: RunTraffic) -> Iterator[_Item]:
     """Time since whatever passed before, by its logarithm."""
     before = run.heard[0].seconds if run.heard else 0.0
     for each in run.heard:
@@ -433,13 +433,13 @@ def _gaps(run: Conversation) -> Iterator[_Item]:
         before = each.seconds
 
 
-def _paces(run: Conversation) -> Iterator[_Item]:
+def _paces(run: RunTraffic) -> Iterator[_Item]:
     """Times between the messages that are said in one place: the first ones, and how all of them lie."""
     for place, said in _by_place(run).items():
         yield place, _logs(np.diff(said))
 
 
-def _replies(run: Conversation) -> Iterator[_Item]:
+def _replies(run: RunTraffic) -> Iterator[_Item]:
     """Times from whatever was told last to what is said then, in every place."""
     told = np.sort([each.seconds for each in run.heard if each.kind == "message" and each.whose == "told"])
     for place, said in _by_place(run).items():
@@ -447,7 +447,7 @@ def _replies(run: Conversation) -> Iterator[_Item]:
         yield place, _logs((said - told[before])[before >= 0] if len(told) else np.empty(0))
 
 
-def _tapped_paces(run: Conversation) -> Iterator[_Item]:
+def _tapped_paces(run: RunTraffic) -> Iterator[_Item]:
     """Times between records of a direction, and how long every connection is open."""
     seconds: dict[str, list[float]] = {}
     spans: dict[tuple[str, int], tuple[float, float]] = {}
@@ -463,7 +463,7 @@ def _tapped_paces(run: Conversation) -> Iterator[_Item]:
         yield edge, (math.log(last - first + 1e-6),)
 
 
-def _by_place(run: Conversation) -> dict[str, FloatArray]:
+def _by_place(run: RunTraffic) -> dict[str, FloatArray]:
     places = dict.fromkeys(each.place for each in run.messages)
     return {place: np.array([each.seconds for each in run.messages if each.place == place]) for place in places}
 
@@ -471,11 +471,11 @@ def _by_place(run: Conversation) -> dict[str, FloatArray]:
 def _logs(spans: FloatArray) -> list[float]:
     """Logarithms of times in nanoseconds; -1 where there are fewer."""
     logs = np.log(np.maximum(1e9 * spans, 1.0))
-    first = np.full(REPEATED, -1.0)
-    first[: len(logs)] = logs[:REPEATED]
+    first = np.full(MAX_ITEMS_PER_KIND, -1.0)
+    first[: len(logs)] = logs[:MAX_ITEMS_PER_KIND]
     lie = [*np.quantile(logs, (0.1, 0.5, 0.9, 1.0)), logs.mean()] if len(logs) else [-1.0] * 5
     return [*first.tolist(), *map(float, lie)]
 
 
-PACE: Mapping[str, _View] = {"gaps": _paces, "replies": _replies}
+TIMING_VIEWS: Mapping[str, _View] = {"gaps": _paces, "replies": _replies}
 """When somebody speaks whose clock, machine and neighbours are the same in both worlds."""

@@ -17,14 +17,14 @@ from itertools import islice
 import numpy as np
 
 from sottovoce_core.arrays import Batch, FloatArray, IntArray
-from sottovoce_core.auditing.views import Features
+from sottovoce_core.auditing.views import RunFeatures
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.data.dataset import check_batch
 from sottovoce_core.errors import DataError
 from sottovoce_core.losses import Loss, mean_gradient
-from sottovoce_core.noise import Noise, SeededNoise, no_noise
-from sottovoce_core.privacy.guarantee import Guarantee, joint
-from sottovoce_core.running.replay import Losses, Replay, replay
+from sottovoce_core.noise import NoiseSource, SeededNoise, no_noise
+from sottovoce_core.privacy.guarantee import Guarantee, compose_guarantees
+from sottovoce_core.running.replay import PrivacyLosses, Replay, replay
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
@@ -104,7 +104,7 @@ class Worlds:
     def guarantee(self, run: Run) -> Guarantee:
         """What is promised for this very swap to somebody who hears every holder: their losses added up."""
         counts = np.diff(self.first.offsets)
-        return joint([run.guarantee(i, counts, self.replaced) for i in self.holders(run)])
+        return compose_guarantees([run.guarantee(i, counts, self.replaced) for i in self.holders(run)])
 
     def losses(self, run: Run, transcript: Transcript) -> FloatArray:
         """`(rounds, replicas)` exact privacy loss of every round, `log p(y|first) - log p(y|second)`.
@@ -117,7 +117,7 @@ class Worlds:
         return told(run, transcript, self.holders(run), [self.first, self.second]).realised[:, 0]
 
 
-def told(run: Run, transcript: Transcript, holders: Sequence[int], worlds: Sequence[LearnerData]) -> Losses:
+def told(run: Run, transcript: Transcript, holders: Sequence[int], worlds: Sequence[LearnerData]) -> PrivacyLosses:
     """What the messages of all holders of a record tell, between the first world and each other one: their losses added up.
 
     Raises:
@@ -128,7 +128,7 @@ def told(run: Run, transcript: Transcript, holders: Sequence[int], worlds: Seque
         rounds = min(len(losses.realised) for losses in each)
         realised: FloatArray = np.sum([losses.realised[:rounds] for losses in each], axis=0)
         largest: FloatArray = np.sum([losses.largest[:rounds] for losses in each], axis=0)
-    return Losses(realised, largest)
+    return PrivacyLosses(realised, largest)
 
 
 def chosen(
@@ -166,13 +166,13 @@ def chosen(
 
 # ---- runs on the simulator -------------------------------------------------------------------------------------------
 
-NoiseOf = Callable[[np.random.SeedSequence], Noise]
+NoiseFactory = Callable[[np.random.SeedSequence], NoiseSource]
 """How an audited learner draws its noise."""
 
 Tell = Callable[[float], None]
 """Is told, while something is done, what share of it is done."""
 
-BYTES = 2**27
+MAX_TRANSCRIPT_BYTES = 2**27
 """Of the messages that are held at a time."""
 
 
@@ -190,7 +190,7 @@ class Recording:
     world: int
     transcript: Transcript
     decisions: FloatArray | None = None
-    channel: tuple[Mapping[str, Features], ...] = ()
+    channel: tuple[Mapping[str, RunFeatures], ...] = ()
 
 
 def nobody(done: float) -> None:
@@ -203,7 +203,7 @@ def within(tell: Tell, start: float, stop: float) -> Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RunChunk:
     """Some of the runs to be made.
 
     Attributes:
@@ -226,7 +226,7 @@ def children(seed: np.random.SeedSequence, count: int) -> list[np.random.SeedSeq
     return np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key, pool_size=seed.pool_size).spawn(count)
 
 
-def shares(runs: int, most: int, seed: np.random.SeedSequence, pair: int = 0) -> list[Share]:
+def shares(runs: int, most: int, seed: np.random.SeedSequence, pair: int = 0) -> list[RunChunk]:
     """`2 runs` runs, each in a world that a fair coin chose, at most so many in a share; worlds take turns."""
     coins, *sources = children(seed, 3)
     seconds = int(np.random.default_rng(coins).binomial(2 * runs, 0.5))
@@ -234,7 +234,7 @@ def shares(runs: int, most: int, seed: np.random.SeedSequence, pair: int = 0) ->
     for world, (count, source) in enumerate(zip((2 * runs - seconds, seconds), sources, strict=True)):
         sizes = [min(most, count - done) for done in range(0, count, most)]
         seeds = children(source, len(sizes))
-        by_world.append([Share(world, size, own, pair) for size, own in zip(sizes, seeds, strict=True)])
+        by_world.append([RunChunk(world, size, own, pair) for size, own in zip(sizes, seeds, strict=True)])
     longest = max(map(len, by_world))
     return [own[k] for k in range(longest) for own in by_world if k < len(own)]
 
@@ -243,8 +243,8 @@ def overhear(
     run: Run,
     data: PlacedData,
     worlds: Worlds,
-    share: Share,
-    noise: NoiseOf,
+    share: RunChunk,
+    noise: NoiseFactory,
     *,
     rounds: int | None = None,
     everybody: bool = False,
@@ -286,30 +286,30 @@ def concerned(run: Run, worlds: Worlds) -> list[int]:
     return sorted(heard.union(holders))
 
 
-def numbers_of(run: Run) -> int:
+def count_numbers(run: Run) -> int:
     """Numbers that all learners say in a run."""
     said = sum(math.prod(shape) for shape in run.field_shapes.values())
     return run.spec.rounds * run.spec.n_learners * said
 
 
 def at_a_time(run: Run, *, decisions: bool = False) -> int:
-    """Of how many runs the messages fit into `BYTES`."""
+    """Of how many runs the messages fit into `MAX_TRANSCRIPT_BYTES`."""
     decided = run.spec.rounds * run.spec.n_learners * run.algorithm.dim if decisions else 0
-    return max(1, BYTES // (8 * (numbers_of(run) + decided)))
+    return max(1, MAX_TRANSCRIPT_BYTES // (8 * (count_numbers(run) + decided)))
 
 
 # ---- runs that differ in one record alone ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Twins:
+class CoupledRuns:
     """One number of the learner's messages over all rounds, `(rounds,)` each.
 
     Attributes:
         field, coordinate: which number: the one that the swap moves most where there is no noise.
         swapped: the first round that learns the record.
         first, second: said in either world, with the same noise.
-        bare_first, bare_second: without any noise.
+        noiseless_0, noiseless_1: without any noise.
         scale: of the noise.
     """
 
@@ -318,24 +318,24 @@ class Twins:
     swapped: int
     first: FloatArray
     second: FloatArray
-    bare_first: FloatArray
-    bare_second: FloatArray
+    noiseless_0: FloatArray
+    noiseless_1: FloatArray
     scale: FloatArray
 
     @property
     def telling(self) -> int:
         """The round whose message the swap moves most, against the noise; without noise: most."""
-        moved = np.abs(self.bare_first - self.bare_second)
+        moved = np.abs(self.noiseless_0 - self.noiseless_1)
         known = np.where(self.scale > 0, self.scale, np.inf)
         relative = moved / known if np.isfinite(known).any() else moved
         return int(relative.argmax())
 
 
-def twins(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> Twins:
+def twins(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> CoupledRuns:
     """Simulate both worlds with the same noise, and without any."""
     learner = worlds.learner
     heard = [
-        overhear(run, data, worlds, Share(world, 1, seed), noise).transcript
+        overhear(run, data, worlds, RunChunk(world, 1, seed), noise).transcript
         for noise in (SeededNoise, lambda _: no_noise)
         for world in (0, 1)
     ]
@@ -347,12 +347,12 @@ def twins(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequen
     coordinate = int(moved[field].argmax())
     first, second, *bare = (np.ascontiguousarray(each.fields[field][:, learner, 0, coordinate]) for each in heard)
     scale = np.array([run.algorithm.noise_scale(learner, t) for t in range(run.spec.rounds)])
-    return Twins(field, coordinate, int(worlds.replaced.argmax()), first, second, bare[0], bare[1], scale)
+    return CoupledRuns(field, coordinate, int(worlds.replaced.argmax()), first, second, bare[0], bare[1], scale)
 
 
 # ---- what a learner keeps to itself ----------------------------------------------------------------------------------
 
-QUANTITIES = ("norm of the gradient", "loss", "norm of the decision")
+PRIVATE_QUANTITIES = ("norm of the gradient", "loss", "norm of the decision")
 """Summed over rounds. Numbers of records are the same in both worlds."""
 
 
@@ -364,7 +364,7 @@ def differences(run: Run, worlds: Worlds, transcript: Transcript) -> FloatArray:
     """
     sides = worlds.first, worlds.second
     replay = Replay(run, worlds.learner, transcript.replicas, len(sides))
-    total = np.zeros((transcript.replicas, len(QUANTITIES)))
+    total = np.zeros((transcript.replicas, len(PRIVATE_QUANTITIES)))
     for t in range(transcript.rounds):
         batches = [side.batch(t) for side in sides]
         replay.step(transcript.messages(t, worlds.learner, replay.concerned), *batches)

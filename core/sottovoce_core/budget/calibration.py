@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.budget.composition import dearest_record, record_losses
+from sottovoce_core.budget.composition import worst_case_record_epsilon, group_record_losses
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.errors import SpecError
@@ -56,7 +56,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
+class CalibrationResult:
     """The spec that was found, the factors on its noise, and what each learner then spends."""
 
     spec: RunSpec
@@ -64,7 +64,7 @@ class Calibrated:
     epsilons: tuple[float, ...]
 
 
-def calibrate(spec: RunSpec, data: PlacedData, target: Target) -> Calibrated:
+def calibrate(spec: RunSpec, data: PlacedData, target: Target) -> CalibrationResult:
     """The same spec with as little noise as meets the budget from below, within `_TOLERANCE` of it.
 
     Args:
@@ -89,7 +89,7 @@ def calibrate(spec: RunSpec, data: PlacedData, target: Target) -> Calibrated:
             ratio = np.full_like(ratio, ratio.max())
         met = ratio <= 1.0
         if (met & (ratio >= 1.0 - _TOLERANCE)).all():
-            return Calibrated(found, tuple(factors.tolist()), tuple(spent.tolist()))
+            return CalibrationResult(found, tuple(factors.tolist()), tuple(spent.tolist()))
         if before is not None:
             _insist_on_progress(run, factors / before[0], ratio, before[1], target)
         low, high = np.where(met, low, np.maximum(low, factors)), np.where(met, np.minimum(high, factors), high)
@@ -106,14 +106,14 @@ def _epsilon(run: Run, data: PlacedData, learner: int, horizon: float | None, pe
     own = data.learners[learner]
     event = run.guarantee(learner, np.diff(own.offsets))
     records = (
-        record_losses(run.algorithm.accountant(learner), own, run.attendance(learner).end) if per == "record" else []
+        group_record_losses(run.algorithm.accountant(learner), own, run.attendance(learner).end) if per == "record" else []
     )
     if horizon == math.inf:  # a record that is used again and again has no end to be planned for
         return event.infinite_horizon if all(each.uses == 1 for each in records) else math.inf
     rounds = run.spec.rounds if horizon is None else int(horizon)
     if per == "event":
         return event.epsilon(rounds)
-    return dearest_record([each.until(rounds) for each in records], event.per_round[:rounds])
+    return worst_case_record_epsilon([each.until(rounds) for each in records], event.per_round[:rounds])
 
 
 def _spent(run: Run, data: PlacedData, target: Target) -> FloatArray:
@@ -199,14 +199,14 @@ def _several(values: FloatArray) -> str:
 
 # ---- first spec ------------------------------------------------------------------------------------------------------
 
-ALGORITHM: Mapping[str, Any] = {"name": "pd-ogd", "noise": {"kind": "calibrated"}}
+DEFAULT_ALGORITHM: Mapping[str, Any] = {"name": "pd-ogd", "noise": {"kind": "calibrated"}}
 ROUNDS = 6
 """Where nobody says how many: few rounds have large batches, whose noise is small."""
 _DIGITS = 4
 """Of a noise, for people: rounded towards more noise."""
 
 
-def first_spec(document: Mapping[str, Any], dataset: Dataset, epsilon: float, rounds: int = ROUNDS) -> RunSpec:
+def propose_spec(document: Mapping[str, Any], dataset: Dataset, epsilon: float, rounds: int = ROUNDS) -> RunSpec:
     """The spec with an algorithm, rounds, batches and noise.
 
     Args:
@@ -242,7 +242,7 @@ def first_spec(document: Mapping[str, Any], dataset: Dataset, epsilon: float, ro
 
 def _parsed(document: Mapping[str, Any], rounds: int, batch: int | str) -> RunSpec:
     data = {**document["data"], "batch_size": batch}
-    return parse_spec({**document, "rounds": rounds, "algorithm": dict(ALGORITHM), "data": data}, imports=False)
+    return parse_spec({**document, "rounds": rounds, "algorithm": dict(DEFAULT_ALGORITHM), "data": data}, imports=False)
 
 
 def _readable(algorithm: Any) -> Any:

@@ -32,12 +32,12 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.setting import Caveat
+from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.arrays import FloatArray, IntArray, as_floats
 from sottovoce_core.data import LearnerData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import GRID_BITS
-from sottovoce_core.optional import import_extra
+from sottovoce_core.noise import LATTICE_BITS
+from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.accountant import Accountant
 from sottovoce_core.privacy.guarantee import Event, Mechanism
 from sottovoce_core.running.run import Run
@@ -51,7 +51,7 @@ _INTERVAL, _MOST_POINTS = 1e-4, 50_000
 
 The discretisation is pessimistic, and its error falls with the square of the spacing: below 1e-4 at a total of 50.
 """
-_TRUNCATED = 1e-15
+_TRUNCATED_TAIL_MASS = 1e-15
 """Tail mass that a convolution may move to an infinite loss, which is pessimistic."""
 
 
@@ -59,7 +59,7 @@ _TRUNCATED = 1e-15
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Alike:
+class RecordGroup:
     """Records that are used alike.
 
     Attributes:
@@ -90,7 +90,7 @@ class Alike:
         whole[0] = self.uses * math.fsum(single)
         return whole
 
-    def until(self, rounds: int) -> Alike:
+    def until(self, rounds: int) -> RecordGroup:
         """The same for the first messages."""
         return self if self.losses is None else replace(self, losses=self.losses[:rounds])
 
@@ -103,7 +103,7 @@ def _plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
     return Counter(tuple(uses.tolist()) for uses in np.split(rounds[by_record], first[1:]) if len(uses))
 
 
-def record_losses(accountant: Accountant, own: LearnerData, end: int | None = None) -> list[Alike]:
+def group_record_losses(accountant: Accountant, own: LearnerData, end: int | None = None) -> list[RecordGroup]:
     """What every record of a learner costs in all of its uses, by a fresh meter of its messages.
 
     It says nothing from round `end` on (default: it speaks to the last round).
@@ -114,7 +114,7 @@ def record_losses(accountant: Accountant, own: LearnerData, end: int | None = No
     """
     plans = _plans_of_use(own)
     if accountant.event == Event.LEARNER:
-        return [Alike(sum(plans.values()), 1, None)]
+        return [RecordGroup(sum(plans.values()), 1, None)]
     exact = accountant.follows and sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
     metered: list[tuple[int, tuple[int, ...]]] = []
     bounded = Counter[int]()
@@ -125,22 +125,22 @@ def record_losses(accountant: Accountant, own: LearnerData, end: int | None = No
             bounded[len(plan)] += records
     replaced = np.array([np.bincount(plan, minlength=own.rounds) for _, plan in metered]).reshape(-1, own.rounds)
     losses = _until(end, accountant.losses_of(np.diff(own.offsets), replaced))
-    found = [Alike(records, len(plan), each) for (records, plan), each in zip(metered, losses, strict=True)]
-    return found + [Alike(records, uses, None) for uses, records in bounded.items()]
+    found = [RecordGroup(records, len(plan), each) for (records, plan), each in zip(metered, losses, strict=True)]
+    return found + [RecordGroup(records, uses, None) for uses, records in bounded.items()]
 
 
-def dearest_record(records: Iterable[Alike], event: FloatArray) -> float:
+def worst_case_record_epsilon(records: Iterable[RecordGroup], event: FloatArray) -> float:
     """What the record that costs most costs in all of its uses, given what an event costs `(rounds,)`."""
-    return math.fsum(dearest_losses(records, event))
+    return math.fsum(worst_case_record_losses(records, event))
 
 
-def dearest_losses(records: Iterable[Alike], event: FloatArray) -> FloatArray:
+def worst_case_record_losses(records: Iterable[RecordGroup], event: FloatArray) -> FloatArray:
     """The same message by message, `(rounds,)`; zeros without records."""
     charged = [each.charged(event) for each in records]
     return max(charged, key=lambda losses: math.fsum(losses), default=np.zeros_like(event))
 
 
-def group_loss(records: Iterable[Alike], event: FloatArray, size: int) -> float:
+def group_loss(records: Iterable[RecordGroup], event: FloatArray, size: int) -> float:
     """What the dearest `size` of one learner's records cost together, in all of their uses: the sum of their own losses.
 
     For records that are used once, `[Alike(size, 1, None)]` will do. Of fewer records than that, all are meant.
@@ -189,7 +189,7 @@ def envelope(losses: Sequence[FloatArray] | FloatArray) -> FloatArray:
     return as_floats(np.sort(losses, axis=-1)[:, ::-1].max(axis=0))
 
 
-def epsilon_at(delta: float, losses: FloatArray, mechanism: Mechanism) -> float:
+def epsilon_for_delta(delta: float, losses: FloatArray, mechanism: Mechanism) -> float:
     """Epsilon at which the composed messages are `(epsilon, delta)`-DP; never above the sum of their losses.
 
     Args:
@@ -217,54 +217,54 @@ def _composed(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
     heap: list[tuple[float, int, Any]] = []
     for k, (loss, times) in enumerate(zip(*np.unique(losses, return_counts=True), strict=True)):
         if mechanism == Mechanism.LAPLACE:
-            scale = 1.0 / (loss + 2.0 ** (1 - GRID_BITS))
+            scale = 1.0 / (loss + 2.0 ** (1 - LATTICE_BITS))
             one = library.from_laplace_mechanism(scale, value_discretization_interval=interval)
         else:
             one = library.from_privacy_parameters(parameters(loss, 0.0), value_discretization_interval=interval)
-        several = one if times == 1 else one.self_compose(int(times), tail_mass_truncation=_TRUNCATED)
+        several = one if times == 1 else one.self_compose(int(times), tail_mass_truncation=_TRUNCATED_TAIL_MASS)
         heap.append((float(loss * times), k, several))
     heapq.heapify(heap)
     while len(heap) > 1:
         small, _, one = heapq.heappop(heap)
         large, k, other = heapq.heappop(heap)
-        heapq.heappush(heap, (small + large, k, one.compose(other, tail_mass_truncation=_TRUNCATED)))
+        heapq.heappush(heap, (small + large, k, one.compose(other, tail_mass_truncation=_TRUNCATED_TAIL_MASS)))
     return heap[0][2]
 
 
 def _library(module: str) -> Any:
-    return import_extra(f"dp_accounting.pld.{module}", "dp-accounting", "epsilon at a delta", "accounting")
+    return import_optional(f"dp_accounting.pld.{module}", "dp-accounting", "epsilon at a delta", "accounting")
 
 
 # ---- lattice slack ---------------------------------------------------------------------------------------------------
 
-SHARE = 1e-3
+MAX_LATTICE_SHARE = 1e-3
 """Of epsilon: what rounding may cost without a word."""
 
-_LOOKED = 20_000
+_MAX_EXAMINED_ROUNDS = 20_000
 """Rounds; longer runs are judged by the first so many."""
 _FEW = 100
 """Rounds that are examined first: where their loss is large enough, no later round can make the share of the slack large."""
-_SMALLEST = 0.01
+_MIN_EPSILON = 0.01
 """An epsilon below which nobody goes: a run that is fine with it is not looked at any closer."""
 
 
-def check_lattice(run: Run) -> tuple[Caveat, ...]:
+def check_lattice(run: Run) -> tuple[RunWarning, ...]:
     """LATTICE_SLACK, about the learner with the largest share.
 
     A message of n numbers costs at most `n 2^-40` for rounding. So a run of T messages stays below the share as long as
     `n T <= 1.1e9 epsilon`.
     """
-    message = sum(math.prod(shape) for shape in run.algorithm.field_shapes().values()) * 2.0**-GRID_BITS
-    if run.spec.rounds * message <= SHARE * _SMALLEST:
+    message = sum(math.prod(shape) for shape in run.algorithm.field_shapes().values()) * 2.0**-LATTICE_BITS
+    if run.spec.rounds * message <= MAX_LATTICE_SHARE * _MIN_EPSILON:
         return ()
     shares = [_share(run, learner, message) for learner in range(run.spec.n_learners)]
     share, learner, slack, epsilon = max(shares, key=lambda each: each[0])
-    if share <= SHARE:
+    if share <= MAX_LATTICE_SHARE:
         return ()
     return (
-        Caveat(
+        RunWarning(
             "LATTICE_SLACK",
-            f"rounding to the noise's lattice may cost at most {100 * SHARE:g} % of epsilon unnoticed, got up to {slack:.3g} of "
+            f"rounding to the noise's lattice may cost at most {100 * MAX_LATTICE_SHARE:g} % of epsilon unnoticed, got up to {slack:.3g} of "
             f"{epsilon:.3g} for {run.spec.names[learner]} (it is charged); fewer rounds or parameters, or a larger epsilon, "
             "would do",
         ),
@@ -273,9 +273,9 @@ def check_lattice(run: Run) -> tuple[Caveat, ...]:
 
 def _share(run: Run, learner: int, message: float) -> tuple[float, int, float, float]:
     """Of the slack in a learner's epsilon, the learner, the slack at most, and the epsilon; 0 where nothing is promised."""
-    rounds = min(run.spec.rounds, _LOOKED)
+    rounds = min(run.spec.rounds, _MAX_EXAMINED_ROUNDS)
     losses = run.algorithm.accountant(learner).losses(np.ones(min(rounds, _FEW), np.int64))
-    if SHARE * math.fsum(losses) < rounds * message:
+    if MAX_LATTICE_SHARE * math.fsum(losses) < rounds * message:
         losses = run.algorithm.accountant(learner).losses(np.ones(rounds, np.int64))
     epsilon, slack = math.fsum(losses), int(np.count_nonzero(losses)) * message
     return (slack / epsilon if 0.0 < epsilon < math.inf else 0.0), learner, slack, epsilon

@@ -22,9 +22,9 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 
-_GRID = 2_000
+_GRID_POINTS = 2_000
 """Points of the logarithmic grid."""
 
 
@@ -91,7 +91,7 @@ class Optimum:
     objective: float
     lowest: float
     highest: float
-    interior: bool
+    is_interior: bool
     minima: tuple[float, ...]
 
 
@@ -115,7 +115,7 @@ def solve(curve: AccuracyCurve, utility: Utility, threshold: float, ceiling: flo
     def objective(alpha: Any) -> Any:
         return curve.at(alpha) - utility.at(alpha)
 
-    grid = np.geomspace(lowest, ceiling, _GRID)
+    grid = np.geomspace(lowest, ceiling, _GRID_POINTS)
     values = objective(grid)
     dips = np.flatnonzero((values[1:-1] < values[:-2]) & (values[1:-1] <= values[2:])) + 1
     minima = tuple(_refined(objective, grid[k - 1], grid[k + 1]) for k in dips.tolist())
@@ -171,4 +171,4 @@ def _basis(x: FloatArray, rate: float) -> FloatArray:
 
 
 def _optimize() -> Any:
-    return import_extra("scipy.optimize", "SciPy", "a trade-off")
+    return import_optional("scipy.optimize", "SciPy", "a trade-off")

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from sottovoce_core.errors import DataError
 
-Plain = str | int | float | datetime.date | None
+CellValue = str | int | float | datetime.date | None
 """A value without its library's clothes: text without blanks around it and in Unicode's composed form (NFC), None where there
 is none. A bool is an int, a datetime a date."""
 
@@ -36,7 +36,7 @@ class Flaw(Enum):
     NO_NUMBER = 2
     COMMA = 3
     NOT_FINITE = 4
-    BEYOND = 5
+    OUT_OF_BOUNDS = 5
     NO_CATEGORY = 6
     NO_BOOLEAN = 7
     NO_DATE = 8
@@ -47,13 +47,13 @@ class Flaw(Enum):
         return _WORDS[self]
 
 
-FITS = 0
+NO_FLAW = 0
 _WORDS = {
     Flaw.MISSING: "missing",
     Flaw.NO_NUMBER: "not a number",
     Flaw.COMMA: "a number with a comma, write 1234.5",
     Flaw.NOT_FINITE: "not a finite number",
-    Flaw.BEYOND: "beyond its bounds",
+    Flaw.OUT_OF_BOUNDS: "beyond its bounds",
     Flaw.NO_CATEGORY: "none of its categories",
     Flaw.NO_BOOLEAN: "neither true nor false",
     Flaw.NO_DATE: "not a date, write 2020-01-31",
@@ -72,7 +72,7 @@ def normal(text: str) -> str:
     return unicodedata.normalize("NFC", text).strip()
 
 
-def plain_value(value: Any) -> Plain | Other:
+def to_python_value(value: Any) -> CellValue | Other:
     """A value of a library, or of Python, as Python's own; `OTHER` where no field takes any such."""
     if isinstance(value, np.datetime64):
         value = value.astype("datetime64[us]").item()  # in nanoseconds it would become a number
@@ -93,21 +93,21 @@ def plain_value(value: Any) -> Plain | Other:
 # ---- numbers and dates -----------------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-_WITH_COMMA = re.compile(r"[+-]?[\d.]*,[\d.,]*", re.ASCII)
+_COMMA_NUMBER = re.compile(r"[+-]?[\d.]*,[\d.,]*", re.ASCII)
 _NOT_FINITE = ("nan", "inf", "infinity")
 _DATE = re.compile(
     r"(\d{4}-\d\d-\d\d)(?:[T ]((?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d)?)(?:\.\d+)?(Z|[+-]\d\d:?\d\d)?)?", re.ASCII
 )
 
 
-def number_of(value: Plain | Other) -> float | Flaw:
+def number_of(value: CellValue | Other) -> float | Flaw:
     """A number, or the text of one, as float64; one that float64 cannot hold is the largest that it can."""
     if isinstance(value, str):
         if _NUMBER.fullmatch(value):
             return _held(float(value))
         if value.lstrip("+-").casefold() in _NOT_FINITE:
             return Flaw.NOT_FINITE
-        return Flaw.COMMA if _WITH_COMMA.fullmatch(value) else Flaw.NO_NUMBER
+        return Flaw.COMMA if _COMMA_NUMBER.fullmatch(value) else Flaw.NO_NUMBER
     if isinstance(value, bool) or not isinstance(value, int | float):
         return Flaw.NO_NUMBER
     try:
@@ -121,7 +121,7 @@ def _held(number: float) -> float:
     return min(max(number, -sys.float_info.max), sys.float_info.max)
 
 
-def day_of(value: Plain | Other) -> float | Flaw:
+def parse_day(value: CellValue | Other) -> float | Flaw:
     """The day of a date, or of its text (ISO 8601), counted from the first of the year 1; in UTC where a time zone is given."""
     try:
         if isinstance(value, str):
@@ -140,7 +140,7 @@ def day_of(value: Plain | Other) -> float | Flaw:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingValues:
     """What counts as no value, beside none at all and empty text.
 
     Attributes:
@@ -152,19 +152,19 @@ class Missing:
     numbers: frozenset[float] = frozenset()
 
     @classmethod
-    def of(cls, listed: Iterable[str | int | float]) -> Missing:
+    def of(cls, listed: Iterable[str | int | float]) -> MissingValues:
         """Text and numbers, the latter as numbers or as text."""
         numbers: set[float] = set()
         words: set[str] = set()
         for each in listed:
-            number = number_of(plain_value(each))
+            number = number_of(to_python_value(each))
             if isinstance(number, Flaw):
                 words.add(normal(str(each)).casefold())
             else:
                 numbers.add(number)
         return cls(frozenset(words), frozenset(numbers))
 
-    def has(self, value: Plain | Other) -> bool:
+    def has(self, value: CellValue | Other) -> bool:
         """Whether this is no value. A number that is none (NaN) counts as the word."""
         if value is None or value == "":
             return True
@@ -180,7 +180,7 @@ class Missing:
         return found | np.isnan(numbers) if "nan" in self.words else found
 
 
-def cells_of(column: Any, name: str) -> Cells:
+def extract_cells(column: Any, name: str) -> Cells:
     """A column of any library, as numbers in an array or else as a list.
 
     What pandas takes for no value, NaN among numbers too, is None.
@@ -209,10 +209,10 @@ def cells_of(column: Any, name: str) -> Cells:
 # ---- columns that are no field -----------------------------------------------------------------------------
 
 _INDEX = re.compile(r"(Unnamed: \d+)?|__index_level_\d+__|Unnamed: \d+_level_\d+")
-INDEX = "the index of a pandas table, or a column without a name"
+INDEX_DESCRIPTION = "the index of a pandas table, or a column without a name"
 CODE = r"0\d+|0[xX][\dA-Fa-f]+|[+-]?\d{16,}"
 """Digits that are no number: leading zeros, hexadecimal ones, or more of them than float64 holds."""
-CODES = "digits that are codes: with leading zeros, hexadecimal, or 16 digits and more"
+CODE_DESCRIPTION = "digits that are codes: with leading zeros, hexadecimal, or 16 digits and more"
 
 
 def is_index(name: str) -> bool:

@@ -12,34 +12,34 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, loses_digits
-from sottovoce_core.data.cells import CODE, CODES, INDEX, OTHER, is_index, normal, plain_value
+from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, has_unrepresentable_integers
+from sottovoce_core.data.cells import CODE, CODE_DESCRIPTION, INDEX_DESCRIPTION, OTHER, is_index, normal, to_python_value
 from sottovoce_core.data.files import (
     DIGITS,
     LABELS,
-    PLACEMENT,
-    UNSURE,
+    PLACEMENT_COLUMNS,
+    UNCERTAIN_HEADER_REASON,
     RawTable,
-    column_called,
-    content_of,
+    describe_column,
+    describe_content,
     is_numeric,
     listed,
-    npz_features,
-    why_names,
+    read_npz_features,
+    explain_header,
 )
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_core.yaml_files import format_of
 
 _TOLD = 12
 """Columns of which an error says what is wrong."""
-_DECLARE = "declare its fields in a schema, or ignore them there (`sottovoce init --schema-only` drafts one from public records)"
-_MORE = 2**16
+_DECLARE_ADVICE = "declare its fields in a schema, or ignore them there (`sottovoce init --schema-only` drafts one from public records)"
+_MAX_SNIFFED_BYTES = 2**16
 """Bytes after the first line of a `.csv` file that may tell that it is another format."""
-_LONGEST_LINE = 2**24
+_MAX_HEADER_LINE_BYTES = 2**24
 """Bytes of a header line that are looked at."""
-OTHER_WIDTH = "not as many values as the header"
-_NO_VALUE = (ValueError, OverflowError)  # those of Arrow are ValueErrors, too
+WRONG_VALUE_COUNT_REASON = "not as many values as the header"
+_CONVERSION_ERRORS = (ValueError, OverflowError)  # those of Arrow are ValueErrors, too
 
 
 def read_columns(path: Path, label: str | None) -> RawTable:
@@ -56,7 +56,7 @@ def read_columns(path: Path, label: str | None) -> RawTable:
     """
     label = None if label is None else normal(label)
     file = _named_table(path, label)
-    candidates = [name for name in file.names if name not in PLACEMENT]
+    candidates = [name for name in file.names if name not in PLACEMENT_COLUMNS]
     if not candidates:
         raise SpecError(f"data.label must name a column of {path}, and it has learner and round alone")
     label = choose_label(candidates, label, f"data.label must name a column of {path}", file.header)
@@ -65,7 +65,7 @@ def read_columns(path: Path, label: str | None) -> RawTable:
         alone = "; commas must stand between columns" if len(file.names) == 1 else ""
         raise DataError(f"{path} must have a feature column beside the label, got none{alone}")
     matrix = file.matrix(features)
-    learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT)
+    learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT_COLUMNS)
     own = file.values(label, "; drop these records, or choose another label")
     return RawTable(matrix, own, tuple(features), learner, rounds, label=label, header=file.header)
 
@@ -75,7 +75,7 @@ def read_features(path: Path, wanted: Sequence[str] | None, label: str | None) -
 
     Args:
         path: a `.npz`, `.csv` or `.parquet` file.
-        wanted: names of the features, in their order; None: all columns but the label and those of `PLACEMENT`.
+        wanted: names of the features, in their order; None: all columns but the label and those of `PLACEMENT_COLUMNS`.
         label: of the label column, where there is one; None: `label` or `y`.
 
     Raises:
@@ -83,10 +83,10 @@ def read_features(path: Path, wanted: Sequence[str] | None, label: str | None) -
         SpecError: pyarrow is not installed.
     """
     if path.suffix.lower() == ".npz":
-        return npz_features(path)
+        return read_npz_features(path)
     label = None if label is None else normal(label)
     file = _named_table(path, label)
-    others = {*PLACEMENT, *(LABELS if label is None else (label,))}
+    others = {*PLACEMENT_COLUMNS, *(LABELS if label is None else (label,))}
     if wanted is None:
         wanted = [name for name in file.names if name not in others]
     if lacking := [name for name in wanted if name not in file.names]:
@@ -112,11 +112,11 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
         SpecError: pyarrow is not installed.
     """
     table = _arrow_table(path, as_text=True, ragged=ragged)
-    placing = [name for name in table.column_names if normal(name) in PLACEMENT]
+    placing = [name for name in table.column_names if normal(name) in PLACEMENT_COLUMNS]
     columns = {name: _cells(table.column(name)) for name in table.column_names if name not in placing}
     codes = _codes(path, table.select(placing)) if path.suffix.lower() == ".csv" and not ragged else {}
     file = _File(path, table.select(placing), [*map(normal, placing)], None, codes)
-    learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT)
+    learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT_COLUMNS)
     return columns, learner, rounds
 
 
@@ -137,7 +137,7 @@ def read_names(path: Path, label: str | None = None) -> tuple[dict[str, bool], s
     table = _arrow_table(path)
     kinds = {normal(each.name): each.type in ("string", "large_string", "bool") for each in table.schema}
     is_csv = path.suffix.lower() == ".csv"
-    return kinds, why_names([*kinds], table.column, label, path) if is_csv else None
+    return kinds, explain_header([*kinds], table.column, label, path) if is_csv else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class _File:
 
     def called(self, name: str) -> str:
         """A column in an error."""
-        return column_called(self.names.index(name), name, self.header)
+        return describe_column(self.names.index(name), name, self.header)
 
     def values(self, name: str, advice: str) -> AnyArray:
         """A column as float64 where it holds numbers, else as text.
@@ -183,11 +183,11 @@ class _File:
                 f"{self.path}: row {row} (counted from 0), {self.called(name)} must hold a value, got an empty cell, or a word "
                 f"for one (nan, NA, null){advice}"
             )
-        numeric = is_numeric(column.type) or (column.type == "bool" and name not in PLACEMENT)
+        numeric = is_numeric(column.type) or (column.type == "bool" and name not in PLACEMENT_COLUMNS)
         if numeric and name not in self.codes and not _loses_digits(column):
             return as_floats(column.cast("float64", safe=False).to_numpy())
         values = _values_of_python(self.codes.get(name, column))
-        if any(plain_value(value) is OTHER for value in values):
+        if any(to_python_value(value) is OTHER for value in values):
             raise DataError(f"{self.path}: {self.called(name)} must hold numbers or text, got type {column.type}")
         return np.array(
             [value.strip() for value in values] if name in self.codes else [*map(str, values)], dtype=np.str_
@@ -202,16 +202,16 @@ class _File:
         if wrong := [(name, why) for name in features if (why := self._no_feature(name))]:
             told = " and ".join(f"{self.called(name)} {why}" for name, why in wrong[:_TOLD])
             it = "it" if len(wrong) == 1 else "them"
-            raise DataError(f"{self.path}: {told}; {_DECLARE}, or drop {it}")
-        return as_floats(np.column_stack([self.values(name, f"; or {_DECLARE}") for name in features]))
+            raise DataError(f"{self.path}: {told}; {_DECLARE_ADVICE}, or drop {it}")
+        return as_floats(np.column_stack([self.values(name, f"; or {_DECLARE_ADVICE}") for name in features]))
 
     def _no_feature(self, name: str) -> str:
         """Why a column is nothing to learn from; empty: it is something."""
         if is_index(name):
-            return f"must be a field of the records, and is {INDEX}"
+            return f"must be a field of the records, and is {INDEX_DESCRIPTION}"
         column = self.column(name)
         if name in self.codes:
-            return f"must be numeric, got {CODES}"
+            return f"must be numeric, got {CODE_DESCRIPTION}"
         if is_numeric(column.type) or column.type == "bool":
             return f"must be numeric, got {DIGITS}" if _loses_digits(column) else ""
         return "" if column.type == "null" else f"must be numeric, got type {column.type}"
@@ -221,7 +221,7 @@ def _loses_digits(column: Any) -> bool:
     """Whether float64 cannot hold some of a column's whole numbers."""
     types = _arrow().types
     if types.is_integer(column.type):
-        return loses_digits(column.drop_null().to_numpy())
+        return has_unrepresentable_integers(column.drop_null().to_numpy())
     if not types.is_decimal(column.type):
         return False
     whole = (value for value in column.to_pylist() if value is not None and abs(value) > 2**53)
@@ -239,8 +239,8 @@ def _named_table(path: Path, label: str | None) -> _File:
     names = [*map(normal, table.column_names)]
     is_csv = path.suffix.lower() == ".csv"
     if is_csv and any(each.type == "binary" for each in table.schema):  # what Arrow takes for no text
-        raise DataError(f"{path} must be a readable .csv file: {_AS_UTF_8}{_LATIN}")
-    why = why_names(names, table.column, label, path) if is_csv else None
+        raise DataError(f"{path} must be a readable .csv file: {_UTF_8_REQUIREMENT}{_LATIN_1_HINT}")
+    why = explain_header(names, table.column, label, path) if is_csv else None
     if not table.num_rows:
         raise DataError(f"{path} must hold at least one record, and has column names alone")
     return _File(path, table, names, why, _codes(path, table) if is_csv else {})
@@ -273,7 +273,7 @@ def _require_names(columns: Any, path: Path) -> list[str]:
     try:
         names: list[str] = columns.names
     except UnicodeDecodeError:
-        raise DataError(f"{path} must be a readable {path.suffix} file: {_AS_UTF_8}") from None
+        raise DataError(f"{path} must be a readable {path.suffix} file: {_UTF_8_REQUIREMENT}") from None
     known = dict[str, int]()
     for k, name in enumerate(names):
         if (first := known.setdefault(normal(name), k)) != k:
@@ -298,14 +298,14 @@ def _values_of_python(column: Any) -> list[Any]:
     """A column as a list; `OTHER` where Python has no such value: the year 12020, text that is no UTF-8, nanoseconds."""
     try:
         return list(column.to_pylist())
-    except _NO_VALUE:
+    except _CONVERSION_ERRORS:
         return [_value_of_python(cell) for cell in column]
 
 
 def _value_of_python(cell: Any) -> Any:
     try:
         return cell.as_py()
-    except _NO_VALUE:
+    except _CONVERSION_ERRORS:
         return OTHER
 
 
@@ -315,14 +315,14 @@ def _arrow(what: str = "reading columns") -> Any:
     Raises:
         SpecError: it is not installed; `what` needs it.
     """
-    arrow = import_extra("pyarrow", "pyarrow", what)
+    arrow = import_optional("pyarrow", "pyarrow", what)
     for module in ("pyarrow.csv", "pyarrow.compute", "pyarrow.parquet"):
-        import_extra(module, "pyarrow", what)
+        import_optional(module, "pyarrow", what)
     return arrow
 
 
 def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None = None) -> Any:
-    """The file as a pyarrow table; `as_text`: with the cells of a `.csv` as they stand there, but for those of `PLACEMENT`.
+    """The file as a pyarrow table; `as_text`: with the cells of a `.csv` as they stand there, but for those of `PLACEMENT_COLUMNS`.
 
     Args:
         path, ragged: as of `read_cells`.
@@ -351,7 +351,7 @@ def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None 
 
 def _instead(path: Path) -> str:
     """What a file is that cannot be read as its name says."""
-    found = content_of(path)
+    found = describe_content(path)
     own = path.suffix.lower() == ".csv" if found.startswith("text:") else found.startswith("a Parquet")
     return "it is broken: copy it anew" if own else f"it is {found}"
 
@@ -363,7 +363,7 @@ def _csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
     if as_text:
         with csv.open_csv(path, parse_options=_lines(None if ragged is None else [])) as first:
             names = _require_names(first.schema, path)
-        convert = _as_text([name for name in names if normal(name) not in PLACEMENT])
+        convert = _as_text([name for name in names if normal(name) not in PLACEMENT_COLUMNS])
     try:
         return csv.read_csv(path, parse_options=_lines(), convert_options=convert)
     except arrow.ArrowInvalid as error:
@@ -404,8 +404,8 @@ def _as_text(names: Sequence[str], **options: Any) -> Any:
     return arrow.csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), **options)
 
 
-_AS_UTF_8 = "it must be UTF-8 (spreadsheets call it CSV UTF-8)"
-_LATIN = ", and may be Latin-1 or Windows-1252"
+_UTF_8_REQUIREMENT = "it must be UTF-8 (spreadsheets call it CSV UTF-8)"
+_LATIN_1_HINT = ", and may be Latin-1 or Windows-1252"
 
 
 def _require_csv(path: Path) -> None:
@@ -415,15 +415,15 @@ def _require_csv(path: Path) -> None:
         DataError: it is not UTF-8, or something else than a comma stands between its columns.
     """
     with path.open("rb") as file:
-        line = file.readline(_LONGEST_LINE)
-        found = format_of(line + file.read(_MORE))
+        line = file.readline(_MAX_HEADER_LINE_BYTES)
+        found = format_of(line + file.read(_MAX_SNIFFED_BYTES))
     if found:
-        advice = f": {_AS_UTF_8}" if found.startswith("text in") else ""
+        advice = f": {_UTF_8_REQUIREMENT}" if found.startswith("text in") else ""
         raise DataError(f"{path} must be a .csv file, and looks like {found}{advice}")
     try:
         header = line.decode("utf-8")
     except UnicodeDecodeError:
-        raise DataError(f"{path} must be a readable .csv file: {_AS_UTF_8}{_LATIN}") from None
+        raise DataError(f"{path} must be a readable .csv file: {_UTF_8_REQUIREMENT}{_LATIN_1_HINT}") from None
     if "\0" in header:
         raise DataError(f"{path} must be a readable .csv file: its first line has NUL bytes, which are no text")
     if header.startswith("#") and "," not in header:
@@ -443,7 +443,7 @@ def _unquoted(path: Path, text: str) -> str:
     if "Empty CSV file" in text:
         return "it has no record"
     if "invalid UTF8" in text:
-        return f"{_AS_UTF_8}{_LATIN}"
+        return f"{_UTF_8_REQUIREMENT}{_LATIN_1_HINT}"
     if "straddling object" in text:
         return "a row is longer than 1 MiB: see whether a quote in it is never closed, or drop its long column"
     if (other := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", text)) is None:
@@ -471,5 +471,5 @@ def choose_label(names: Sequence[str], label: str | None, must: str, header: str
     if label in names:
         return label
     near = difflib.get_close_matches(label, names, 1)
-    known = f" ({listed(names)})" if header != UNSURE else f"; did you mean {near[0]!r}?" if near else ""
+    known = f" ({listed(names)})" if header != UNCERTAIN_HEADER_REASON else f"; did you mean {near[0]!r}?" if near else ""
     raise SpecError(f"{must}, got {label!r}{known}")

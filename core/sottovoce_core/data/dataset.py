@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from sottovoce_core.arrays import AnyArray, Batch, FloatArray, IntArray, as_floats, loses_digits
+from sottovoce_core.arrays import AnyArray, Batch, FloatArray, IntArray, as_floats, has_unrepresentable_integers
 from sottovoce_core.data.cells import normal
-from sottovoce_core.data.columns import OTHER_WIDTH, read_cells, read_columns
+from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON, read_cells, read_columns
 from sottovoce_core.data.drafting import require_learnable
-from sottovoce_core.data.encoding import Encoded, Encoder, map_labels, texts_of
-from sottovoce_core.data.files import READABLE, SCHEMA_READS, RawTable, misfit, read_npz
-from sottovoce_core.data.known import KNOWN, VARIABLE, find, nearest
+from sottovoce_core.data.encoding import EncodedRecords, Encoder, map_labels, format_labels
+from sottovoce_core.data.files import READABLE, SCHEMA_FILE_SUFFIXES, RawTable, misfit, read_npz
+from sottovoce_core.data.known import KNOWN, DATA_FOLDER_VARIABLE, find, nearest
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_core.registry import LARGEST
 
 
@@ -56,7 +56,7 @@ def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss:
         )
 
 
-_RECORDS, _HELD_OUT = 75_000, 25_000
+_RECORDS, _TEST_RECORDS = 75_000, 25_000
 _NAMES = ("heart_rate", "breaths", "temperature", "oxygen", "pressure", "age")
 
 
@@ -66,7 +66,7 @@ def _vital_signs() -> RawTable:
     Severity is drawn, rises with age, and drifts with the season; measurements and outcome follow from it, each with noise of its
     own. One year, in the order of time; every fourth record is held out. The same numbers at every call.
     """
-    random, count = np.random.default_rng(20260101), _RECORDS + _HELD_OUT
+    random, count = np.random.default_rng(20260101), _RECORDS + _TEST_RECORDS
     noise = random.normal(size=(count, 6))
     age = np.clip(62 + 16 * random.normal(size=count), 18, 98)
     season = 0.5 * np.sin(2 * np.pi * np.arange(count) / count)
@@ -124,7 +124,7 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), me
     Args:
         data: where records come from.
         loss: what labels are mapped to: 0 and 1, class numbers, or numbers as they are.
-        folders: where the `.npz` files of data sets that have a name are looked for (`data_folders`).
+        folders: where the `.npz` files of data sets that have a name are looked for (`get_data_folders`).
         meant: whether anybody learns from the labels: as of `map_labels`.
 
     Raises:
@@ -140,7 +140,7 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), me
     mapped, classes = map_labels(labels, loss, data.positive, meant=meant)
     n = len(table.features)
     test = None if table.test is None else Batch(table.test[0], mapped[n:])
-    named = () if loss.n_classes is None else tuple(texts_of(np.unique(labels)))
+    named = () if loss.n_classes is None else tuple(format_labels(np.unique(labels)))
     placed = _placement(table.learner, table.round, data.source)
     return Dataset(data.source, table.features, mapped[:n], classes[:n], *placed, test, named)
 
@@ -162,7 +162,7 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     if known is not None and known.made:
         return _vital_signs()
     if known is not None and not known.originals:
-        loaders = import_extra("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
+        loaders = import_optional("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
         features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)
         return RawTable(as_floats(features), as_floats(labels))
     if known is not None:
@@ -173,7 +173,7 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
             f"data.source must be one of {', '.join(KNOWN)}, or a path to a {', '.join(READABLE)} file, got {path}"
             f"{nearest(data.source)}"
         )
-    require_source(path)
+    require_source_file(path)
     return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
 
 
@@ -192,7 +192,7 @@ def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
     return Dataset(data.source, found.features, found.labels, found.classes, *placed, class_names=named)
 
 
-def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None, AnyArray | None]:
+def encode_file(path: Path, encoder: Encoder) -> tuple[EncodedRecords, AnyArray | None, AnyArray | None]:
     """Encode the records of a file, whose columns must be those of the schema; and its columns `learner` and `round`.
 
     Raises:
@@ -200,19 +200,19 @@ def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None,
         DataError: it is unreadable, a field has no column, a column is neither declared nor ignored, or there is no record.
     """
     ragged = list[int]()
-    columns, learner, rounds = read_cells(require_source(path, schema=True), ragged)
+    columns, learner, rounds = read_cells(require_source_file(path, schema=True), ragged)
     schema, there = encoder.schema, {normal(name) for name in columns}
     declared = [*schema.features, schema.label.name]
     wanted = {name: name in there for name in declared}
     if why := misfit(there, wanted, {*declared, *schema.ignored}, "declare it, or name it under ignored"):
         raise DataError(f"{path} {why}")
-    found = encoder.columns(columns).among(dict.fromkeys(ragged, OTHER_WIDTH))
+    found = encoder.columns(columns).among(dict.fromkeys(ragged, WRONG_VALUE_COUNT_REASON))
     if not len(found.fits):
         raise DataError(f"{path} must hold at least one record")
     return found, learner, rounds
 
 
-def require_source(path: Path, *, schema: bool = False) -> Path:
+def require_source_file(path: Path, *, schema: bool = False) -> Path:
     """The path of a file of records, where there is one.
 
     Args:
@@ -222,8 +222,8 @@ def require_source(path: Path, *, schema: bool = False) -> Path:
     Raises:
         SpecError: there is no such file, or it is of another format.
     """
-    if schema and path.suffix.lower() not in SCHEMA_READS:
-        raise SpecError(f"a schema reads {' and '.join(SCHEMA_READS)} files, got {path}")
+    if schema and path.suffix.lower() not in SCHEMA_FILE_SUFFIXES:
+        raise SpecError(f"a schema reads {' and '.join(SCHEMA_FILE_SUFFIXES)} files, got {path}")
     if path.suffix.lower() not in READABLE:
         raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {path}")
     if path.is_dir():
@@ -241,9 +241,9 @@ def _public_file(source: str, folders: Sequence[Path]) -> Path:
     """
     if (path := find(source, folders)) is not None:
         return path
-    places = ", ".join(str(folder / f"{source}.npz") for folder in folders) or f"no folder, for {VARIABLE} is not set"
+    places = ", ".join(str(folder / f"{source}.npz") for folder in folders) or f"no folder, for {DATA_FOLDER_VARIABLE} is not set"
     raise SpecError(
-        f"data.source {source} is not on this machine: `sottovoce data fetch {source}` gets it, or set {VARIABLE} to a folder "
+        f"data.source {source} is not on this machine: `sottovoce data fetch {source}` gets it, or set {DATA_FOLDER_VARIABLE} to a folder "
         f"that has {source}.npz; looked at {places}"
     )
 
@@ -254,7 +254,7 @@ def _plain(table: RawTable, source: str) -> RawTable:
     def plain(labels: AnyArray) -> AnyArray:
         if labels.dtype.kind not in "biufUS":
             raise DataError(f"{source}: labels must be numbers or text, got {labels.dtype}")
-        return labels.astype(np.str_) if labels.dtype.kind in "US" or loses_digits(labels) else as_floats(labels)
+        return labels.astype(np.str_) if labels.dtype.kind in "US" or has_unrepresentable_integers(labels) else as_floats(labels)
 
     test = None if table.test is None else (table.test[0], plain(table.test[1]))
     return replace(table, labels=plain(table.labels), test=test)

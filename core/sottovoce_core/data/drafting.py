@@ -20,52 +20,52 @@ from pydantic import ValidationError
 
 from sottovoce_core.data.cells import (
     CODE,
-    INDEX,
+    INDEX_DESCRIPTION,
     Cells,
     Flaw,
-    Missing,
+    MissingValues,
     Other,
-    Plain,
-    cells_of,
-    day_of,
+    CellValue,
+    extract_cells,
+    parse_day,
     is_index,
     normal,
     number_of,
-    plain_value,
+    to_python_value,
 )
 from sottovoce_core.data.columns import choose_label
 from sottovoce_core.data.encoding import alike
-from sottovoce_core.data.fields import LONGEST, truth_of
-from sottovoce_core.data.files import RawTable, column_called
+from sottovoce_core.data.fields import LONGEST, parse_boolean
+from sottovoce_core.data.files import RawTable, describe_column
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError
 from sottovoce_core.explaining import requirement
 from sottovoce_core.registry import LARGEST
 from sottovoce_core.yaml_files import write_yaml
 
-_MOST_WORDS = 50
+_MAX_CATEGORY_WORDS = 50
 """Different words of a category."""
-_FEW_WORDS, _MOST_CLASSES = 10, 20
-_MOST_BITS = 1023
+_MAX_UNCHECKED_WORDS, _MAX_CLASSES = 10, 20
+_MAX_INTEGER_BITS = 1023
 """Of a whole number that float64 can hold."""
 _ALWAYS: tuple[str, ...] = Schema.model_fields["missing_values"].default
 """What counts as no value in a schema that says nothing of it."""
-_MOSTLY = 0.8
+_MIN_TYPE_SHARE = 0.8
 """Share of a column from which on the others are taken for mistakes."""
 _SMALL = 5
 """Records among which nothing follows from all being different."""
-_NEARLY = 0.9
-_DIFFER = "nearly all values differ: it names records, or is free text"
+_MAX_DISTINCT_SHARE = 0.9
+_NEARLY_UNIQUE_REASON = "nearly all values differ: it names records, or is free text"
 
 _NEVER_WORDS = frozenset({"n/a", "n.a.", "#n/a", "nan", "null", "<na>", "nat"})
 """What means that there is no value, wherever it stands."""
-_AMONG_OTHERS = frozenset({"none", "nil", "-", "--", ".", "unknown"})
+_CONTEXTUAL_MISSING_WORDS = frozenset({"none", "nil", "-", "--", ".", "unknown"})
 """What does so where all others are numbers or dates, and may be a word elsewhere."""
 
 
 _IDENTIFIER = re.compile(r"(?i:(.*[ _.-])?id)|.*[a-z]I[dD]")
 _CODE = re.compile(CODE, re.ASCII)
-_NAMES_RECORDS = "it names records"
+_IDENTIFIER_REASON = "it names records"
 _OTHER_DATE = re.compile(r"(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./-]\d{1,2}[./-]\d{1,2})\b.*", re.ASCII)
 
 _Field = Mapping[str, Any]
@@ -96,12 +96,12 @@ class _Seen:
         gaps: how often there is none.
     """
 
-    values: tuple[Plain | Other, ...]
+    values: tuple[CellValue | Other, ...]
     times: tuple[int, ...]
     gaps: int
 
     @classmethod
-    def of(cls, cells: Cells, missing: Missing) -> _Seen:
+    def of(cls, cells: Cells, missing: MissingValues) -> _Seen:
         counted = Counter((type(value), value) for value in _plainly(cells))  # by type, too: True is 1
         there = {value: times for value, times in counted.items() if not missing.has(value[1])}
         return cls(tuple(value for _, value in there), tuple(there.values()), len(cells) - sum(there.values()))
@@ -111,13 +111,13 @@ class _Seen:
         """How many have a value."""
         return sum(self.times)
 
-    def count(self, holds: Callable[[Plain | Other], bool]) -> int:
+    def count(self, holds: Callable[[CellValue | Other], bool]) -> int:
         """The records for whose value something holds."""
         return sum(times for value, times in zip(self.values, self.times, strict=True) if holds(value))
 
 
-def _plainly(cells: Cells) -> Iterator[Plain | Other]:
-    return map(plain_value, cells.tolist() if isinstance(cells, np.ndarray) else cells)
+def _plainly(cells: Cells) -> Iterator[CellValue | Other]:
+    return map(to_python_value, cells.tolist() if isinstance(cells, np.ndarray) else cells)
 
 
 def _find_gaps(columns: Iterable[Cells], always: tuple[str, ...]) -> list[str]:
@@ -129,22 +129,22 @@ def _find_gaps(columns: Iterable[Cells], always: tuple[str, ...]) -> list[str]:
         found |= words & _NEVER_WORDS
         if any(isinstance(value, float) and np.isnan(value) for _, value in values):
             found.add("nan")
-        if odd := words & _AMONG_OTHERS:
-            missing = Missing.of((*always, *_NEVER_WORDS, *odd))
+        if odd := words & _CONTEXTUAL_MISSING_WORDS:
+            missing = MissingValues.of((*always, *_NEVER_WORDS, *odd))
             others = [value for _, value in values if not missing.has(value)]
             if others and (all(map(_is_number, others)) or all(map(_is_date, others))):
                 found |= odd
     return sorted(found)
 
 
-def _is_number(value: Plain | Other) -> bool:
+def _is_number(value: CellValue | Other) -> bool:
     return not isinstance(number_of(value), Flaw) and not _is_code(value)
 
 
-def _is_code(value: Plain | Other) -> bool:
+def _is_code(value: CellValue | Other) -> bool:
     """Digits that are no number: a postcode, a card's."""
     if isinstance(value, int) and abs(value) > 2**53:
-        return value.bit_length() > _MOST_BITS or int(float(value)) != value
+        return value.bit_length() > _MAX_INTEGER_BITS or int(float(value)) != value
     return isinstance(value, str) and _CODE.fullmatch(value) is not None
 
 
@@ -155,16 +155,16 @@ def _may_identify(name: str) -> bool:
 
 def _is_identifier(distinct: int, records: int) -> bool:
     """Whether whole numbers or words of a column that is called so name records, by how many of them differ."""
-    return distinct == records > 1 or distinct > _MOST_WORDS
+    return distinct == records > 1 or distinct > _MAX_CATEGORY_WORDS
 
 
 def _nearly_all_differ(distinct: int, records: int) -> bool:
     """Whether so many different words among so many records are no categories."""
-    return records >= _SMALL and distinct > _NEARLY * records
+    return records >= _SMALL and distinct > _MAX_DISTINCT_SHARE * records
 
 
-def _is_date(value: Plain | Other) -> bool:
-    return not isinstance(day_of(value), Flaw)
+def _is_date(value: CellValue | Other) -> bool:
+    return not isinstance(parse_day(value), Flaw)
 
 
 # ---- features and labels ---------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def _draft_feature(name: str, seen: _Seen) -> _Drafted:
     """What a column gives to learn from, if anything."""
     if not seen.values:
         return _Drafted(name, None, "no record of the sample has a value")
-    field, why = (None, INDEX) if is_index(name) else _by_name(name, seen) or _taken(seen)
+    field, why = (None, INDEX_DESCRIPTION) if is_index(name) else _by_name(name, seen) or _taken(seen)
     if field is not None and seen.gaps:
         field = {**field, "missing": "flag"}
         why = f"{why}; {_missing(seen)}" if why else _missing(seen)
@@ -221,11 +221,11 @@ def _by_name(name: str, seen: _Seen) -> _Taken | None:
     if not _may_identify(name) or not all(map(_is_whole, seen.values)):
         return None
     if _is_identifier(len(seen.values), seen.records):
-        return None, _NAMES_RECORDS
+        return None, _IDENTIFIER_REASON
     return _classes(seen) or _words(seen)
 
 
-def _is_whole(value: Plain | Other) -> bool:
+def _is_whole(value: CellValue | Other) -> bool:
     number = number_of(value)
     return isinstance(value, str) if isinstance(number, Flaw) else number.is_integer()
 
@@ -238,7 +238,7 @@ def _taken(seen: _Seen) -> _Taken:
 
 
 def _boolean(seen: _Seen) -> _Taken | None:
-    found = set(map(truth_of, seen.values))
+    found = set(map(parse_boolean, seen.values))
     if None in found:
         return None
     return ({"type": "boolean"}, "") if len(found) == 2 or not all(map(_is_number, seen.values)) else None
@@ -247,7 +247,7 @@ def _boolean(seen: _Seen) -> _Taken | None:
 def _classes(seen: _Seen) -> _Taken | None:
     """A few whole numbers, as categories."""
     numbers = [number_of(value) for value in seen.values]
-    few = len(numbers) <= min(_MOST_CLASSES, seen.records / 2)
+    few = len(numbers) <= min(_MAX_CLASSES, seen.records / 2)
     if (
         not few
         or any(map(_is_code, seen.values))
@@ -293,7 +293,7 @@ def _short(number: float) -> float:
 def _date(seen: _Seen) -> _Taken | None:
     if not all(map(_is_date, seen.values)):
         return None
-    days = [int(day) for day in map(day_of, seen.values) if not isinstance(day, Flaw)]
+    days = [int(day) for day in map(parse_day, seen.values) if not isinstance(day, Flaw)]
     low, high = (datetime.date.fromordinal(each) for each in (min(days), max(days)))
     ends = datetime.date(high.year + 1, 1, 1) if high.year < datetime.MAXYEAR else datetime.date.max
     return {"type": "date", "bounds": [datetime.date(low.year, 1, 1), ends]}, f"{low} to {high} in the sample"
@@ -301,22 +301,22 @@ def _date(seen: _Seen) -> _Taken | None:
 
 def _spoilt(seen: _Seen) -> _Taken | None:
     """Numbers or dates, of which some cannot be read as they stand there."""
-    if seen.count(_meant_as_number) >= _MOSTLY * seen.records and not any(map(_is_code, seen.values)):
+    if seen.count(_meant_as_number) >= _MIN_TYPE_SHARE * seen.records and not any(map(_is_code, seen.values)):
         flaws = Counter[str]()
         for value, times in zip(seen.values, seen.times, strict=True):
             if isinstance(found := number_of(value), Flaw):
                 flaws[found.words] += times
         return None, "numbers, but for: " + "; ".join(f"{words} ({n:,})" for words, n in flaws.most_common())
-    if seen.count(_meant_as_date) >= _MOSTLY * seen.records:
+    if seen.count(_meant_as_date) >= _MIN_TYPE_SHARE * seen.records:
         return None, f"dates, but for: {Flaw.NO_DATE.words} ({seen.records - seen.count(_is_date):,})"
     return None
 
 
-def _meant_as_number(value: Plain | Other) -> bool:
+def _meant_as_number(value: CellValue | Other) -> bool:
     return _is_number(value) or number_of(value) in (Flaw.COMMA, Flaw.NOT_FINITE)
 
 
-def _meant_as_date(value: Plain | Other) -> bool:
+def _meant_as_date(value: CellValue | Other) -> bool:
     return _is_date(value) or (isinstance(value, str) and _OTHER_DATE.fullmatch(value) is not None)
 
 
@@ -327,13 +327,13 @@ def _words(seen: _Seen) -> _Taken:
     if max(map(len, words)) > LONGEST:
         return None, f"free text, of more than {LONGEST} characters"
     if _nearly_all_differ(len(words), seen.records):
-        return None, _DIFFER
-    if len(words) > _MOST_WORDS or (len(words) > _FEW_WORDS and 2 * len(words) > seen.records):
+        return None, _NEARLY_UNIQUE_REASON
+    if len(words) > _MAX_CATEGORY_WORDS or (len(words) > _MAX_UNCHECKED_WORDS and 2 * len(words) > seen.records):
         return None, f"{len(words):,} different words in {seen.records:,} records are too many for categories"
     return {"type": "category", "categories": words}, alike(words)
 
 
-def _is_short_code(value: Plain | Other) -> bool:
+def _is_short_code(value: CellValue | Other) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < LONGEST
 
 
@@ -349,9 +349,9 @@ def require_learnable(table: RawTable, source: str) -> None:
     """
     for k, name in enumerate(table.columns or ()):
         values = table.features[:, k]
-        why = INDEX if is_index(name) else ""
+        why = INDEX_DESCRIPTION if is_index(name) else ""
         if _may_identify(name) and (values == np.floor(values)).all():
-            why = _NAMES_RECORDS if _is_identifier(len(np.unique(values)), len(values)) else why
+            why = _IDENTIFIER_REASON if _is_identifier(len(np.unique(values)), len(values)) else why
         if why:
             raise DataError(
                 f"{source}: {table.called(k)} must be a field to learn from, and is none: {why}; drop it, or name it under "
@@ -363,9 +363,9 @@ def require_learnable(table: RawTable, source: str) -> None:
     words = np.unique(labels).tolist()
     if _nearly_all_differ(len(words), len(labels)):
         raise DataError(
-            f"{source}: the label must be one of a few words, or a number, got a column of which {_DIFFER}; choose another label"
+            f"{source}: the label must be one of a few words, or a number, got a column of which {_NEARLY_UNIQUE_REASON}; choose another label"
         )
-    gone = Missing.of((*_ALWAYS, *_NEVER_WORDS))
+    gone = MissingValues.of((*_ALWAYS, *_NEVER_WORDS))
     if gaps := [word for word in words if gone.has(normal(word))]:
         missing = int(np.isin(labels, gaps).sum())
         raise DataError(
@@ -384,7 +384,7 @@ _HEAD = """\
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class SchemaDraft:
     """A schema that was drafted; `text` is its file.
 
     Attributes:
@@ -444,7 +444,7 @@ def _dumped(entry: Any) -> str:
     return write_yaml(entry)
 
 
-def draft(columns: Mapping[str, Any], label: str | None = None, header: str | None = None) -> Draft:
+def draft(columns: Mapping[str, Any], label: str | None = None, header: str | None = None) -> SchemaDraft:
     """Draft a schema from the columns of public records.
 
     Args:
@@ -456,7 +456,7 @@ def draft(columns: Mapping[str, Any], label: str | None = None, header: str | No
         SpecError: there is no such label column.
         DataError: there is no record, nothing to learn from, or the label is none that can be learned.
     """
-    named = {normal(name): cells_of(column, name) for name, column in columns.items()}
+    named = {normal(name): extract_cells(column, name) for name, column in columns.items()}
     if len(named) < len(columns) or len({len(cells) for cells in named.values()}) > 1:
         raise DataError("columns must have names that differ, and equally many values")
     if len(named) < 2 or not all(len(cells) for cells in named.values()):
@@ -470,10 +470,10 @@ def draft(columns: Mapping[str, Any], label: str | None = None, header: str | No
     label = None if label is None else normal(label)
     label = choose_label([*named], label, "the label must be one of the columns", header)
     missing_values = (*_ALWAYS, *_find_gaps(named.values(), _ALWAYS))
-    seen = {name: _Seen.of(cells, Missing.of(missing_values)) for name, cells in named.items()}
+    seen = {name: _Seen.of(cells, MissingValues.of(missing_values)) for name, cells in named.items()}
     drafted = tuple(_draft_feature(name, each) for name, each in seen.items() if name != label)
-    called = {name: column_called(k, name, header).replace("column '", "'") for k, name in enumerate(named)}
-    made = Draft(drafted, _draft_label(label, seen[label], called[label]), missing_values)
+    called = {name: describe_column(k, name, header).replace("column '", "'") for k, name in enumerate(named)}
+    made = SchemaDraft(drafted, _draft_label(label, seen[label], called[label]), missing_values)
     if not made.features:
         why = "; ".join(f"{called[each.name]}: {each.why}" for each in made.ignored)
         raise DataError(f"there must be a column to learn from beside the label, and there is none ({why})")

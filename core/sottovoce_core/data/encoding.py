@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.arrays import AnyArray, BoolArray, FloatArray, IntArray, as_floats
-from sottovoce_core.data.cells import FITS, Cells, Flaw, Missing, cells_of, normal
-from sottovoce_core.data.fields import Feature, Label, truth_of
+from sottovoce_core.data.cells import NO_FLAW, Cells, Flaw, MissingValues, extract_cells, normal
+from sottovoce_core.data.fields import Feature, Label, parse_boolean
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
-from sottovoce_core.text import in_short
+from sottovoce_core.text import abbreviate_names
 
 _FEW = 12
 """Labels that an error may list."""
-_TRUTHS = {"yes", "no", "on", "off", "true", "false"}
+_BOOLEAN_WORDS = {"yes", "no", "on", "off", "true", "false"}
 
 
 def map_labels(
@@ -58,17 +58,17 @@ def map_labels(
             )
         return as_floats(labels), classes
     if loss.binary and len(distinct) < 2:
-        only = texts_of(distinct)[0]
+        only = format_labels(distinct)[0]
         known = meant or positive is not None or only in ("0", "1")
         return np.full(len(labels), _of_one(only, loss, positive, many=len(labels) > 1) if known else 0.0), classes
     few = _told(labels, distinct)
-    return _class_labels(texts_of(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
+    return _class_labels(format_labels(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
 
 
 def _told(labels: AnyArray, distinct: AnyArray) -> str:
     """Labels for an error, where they are a few classes; empty: they may tell of single records, and nothing quotes them."""
     few = len(distinct) <= _FEW and 2 * len(distinct) <= len(labels)
-    return f": {in_short(texts_of(distinct))}" if few else ""
+    return f": {abbreviate_names(format_labels(distinct))}" if few else ""
 
 
 def _core(text: str) -> str:
@@ -107,7 +107,7 @@ def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, ma
     )
 
 
-def class_named(told: str, texts: Sequence[str]) -> str:
+def resolve_class_name(told: str, texts: Sequence[str]) -> str:
     """The label that a word means: itself, else in another case, else of a true and a false one the one that it says.
 
     Args:
@@ -121,8 +121,8 @@ def class_named(told: str, texts: Sequence[str]) -> str:
         return told
     if len(same := [text for text in texts if text.casefold() == told.casefold()]) == 1:
         return same[0]
-    truths = {truth_of(text): text for text in texts} if len(texts) == 2 else {}
-    return truths.get(truth_of(told), told) if truths.keys() == {True, False} else told
+    truths = {parse_boolean(text): text for text in texts} if len(texts) == 2 else {}
+    return truths.get(parse_boolean(told), told) if truths.keys() == {True, False} else told
 
 
 def _class_labels(
@@ -148,7 +148,7 @@ def _class_labels(
     if loss.binary:
         return _is_positive(classes, positive, these, shown=shown)
     if len(classes) > (loss.n_classes or 0):
-        found = f"{len(classes)} labels{f': {in_short(classes)}' if shown else ''}"
+        found = f"{len(classes)} labels{f': {abbreviate_names(classes)}' if shown else ''}"
         raise SpecError(f"loss.classes must be at least the number of labels {these}, got {loss.n_classes} for {found}")
     return np.arange(len(classes), dtype=np.float64)
 
@@ -161,28 +161,28 @@ def _is_positive(
         return as_floats(2 * np.arange(len(texts)) >= len(texts))
     wanted = {str(label) for label in positive}
     if unknown := sorted(wanted - set(texts)):
-        bare = {"0", "1"}.issuperset(unknown) and _TRUTHS & {text.lower() for text in texts}
+        bare = {"0", "1"}.issuperset(unknown) and _BOOLEAN_WORDS & {text.lower() for text in texts}
         advice = "; without quotes YAML takes true and false for 1 and 0: put quotes around them" if bare else ""
-        known = f" ({in_short(texts)})" if shown else ""
-        raise SpecError(f"data.positive must name labels {these}{known}, got {in_short(unknown)}{advice}")
+        known = f" ({abbreviate_names(texts)})" if shown else ""
+        raise SpecError(f"data.positive must name labels {these}{known}, got {abbreviate_names(unknown)}{advice}")
     if not 0 < len(wanted) < len(texts):
-        known = f"labels {in_short(texts)}" if shown else f"{len(texts)} labels"
+        known = f"labels {abbreviate_names(texts)}" if shown else f"{len(texts)} labels"
         raise SpecError(f"data.positive must name some of the {known}, not all, got {list(positive)}")
     return as_floats([text in wanted for text in texts])
 
 
-def texts_of(distinct: AnyArray) -> list[str]:
+def format_labels(distinct: AnyArray) -> list[str]:
     """Labels as a spec writes them: the float 3.0 is `3`."""
     if distinct.dtype.kind != "f":
         return [str(label) for label in distinct]
     return [str(int(label)) if float(label).is_integer() else str(label) for label in distinct]
 
 
-UNDECLARED = "a field that is neither declared nor ignored, or is there twice"
+UNDECLARED_FIELD_REASON = "a field that is neither declared nor ignored, or is there twice"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
+class EncodedRecords:
     """Records as they are learned.
 
     Attributes:
@@ -215,7 +215,7 @@ class Encoded:
         """How many records were refused for which reason, most of them first."""
         return dict(Counter(self.refused.values()).most_common())
 
-    def among(self, others: Mapping[int, str]) -> Encoded:
+    def among(self, others: Mapping[int, str]) -> EncodedRecords:
         """These records among some that could not even be read.
 
         Args:
@@ -267,7 +267,7 @@ class Encoder:
         named = None if positive is None else tuple(_class_named(each, label, label.classes) for each in positive)
         return cls(schema, tuple(_class_labels(label.classes, loss, named).tolist()))
 
-    def columns(self, columns: Mapping[str, Any], *, labelled: bool = True) -> Encoded:
+    def columns(self, columns: Mapping[str, Any], *, labelled: bool = True) -> EncodedRecords:
         """Encode many records.
 
         Args:
@@ -278,7 +278,7 @@ class Encoder:
         Raises:
             DataError: the columns differ in length, or are none.
         """
-        cells = {name: cells_of(column, name) for name, column in columns.items()}
+        cells = {name: extract_cells(column, name) for name, column in columns.items()}
         lengths = {len(column) for column in cells.values()}
         if len(lengths) > 1:
             raise DataError(f"fields must have equally many values, got {sorted(lengths)}")
@@ -286,7 +286,7 @@ class Encoder:
         named, odd = self._named(cells)
         return self._encode({name: cells[own] for name, own in named.items()}, np.full(n, odd), labelled=labelled)
 
-    def records(self, records: Sequence[Mapping[str, Any]], *, labelled: bool = True) -> Encoded:
+    def records(self, records: Sequence[Mapping[str, Any]], *, labelled: bool = True) -> EncodedRecords:
         """Encode records that are mappings of a field's name to its value, such as JSON has; as `columns`.
 
         A field that a record leaves out is missing.
@@ -316,11 +316,11 @@ class Encoder:
             named[name] = given
         return named, odd
 
-    def _encode(self, cells: Mapping[str, Cells], odd: BoolArray, *, labelled: bool) -> Encoded:
+    def _encode(self, cells: Mapping[str, Cells], odd: BoolArray, *, labelled: bool) -> EncodedRecords:
         schema, n = self.schema, len(odd)
         nothing: Cells = [None] * n
         features, nearly = np.zeros((n, schema.width)), dict[str, Sequence[str]]()
-        refused = dict.fromkeys(np.flatnonzero(odd).tolist(), UNDECLARED)
+        refused = dict.fromkeys(np.flatnonzero(odd).tolist(), UNDECLARED_FIELD_REASON)
         for name, feature in schema.features.items():
             flaws = feature.encode(cells.get(name, nothing), schema.missing, features[:, schema.places[name]])
             _refuse(refused, name, flaws)
@@ -337,13 +337,13 @@ class Encoder:
         if labelled and self.values is not None:
             classes = labels.astype(np.int64)
             labels = np.asarray(self.values)[classes]
-        return Encoded(features[fits], labels, classes, fits, dict(sorted(refused.items())), nearly)
+        return EncodedRecords(features[fits], labels, classes, fits, dict(sorted(refused.items())), nearly)
 
 
 def _class_named(told: int | str, label: Label, classes: tuple[str, ...]) -> str:
     """The class that a word or a number means, read as a label's value is, or as a word; itself where it means none."""
-    (place,), (flaw,) = label.read([told], Missing())
-    return class_named(str(told), classes) if flaw != FITS else classes[int(place)]
+    (place,), (flaw,) = label.read([told], MissingValues())
+    return resolve_class_name(str(told), classes) if flaw != NO_FLAW else classes[int(place)]
 
 
 def _near(name: str, of: Feature | Label, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:

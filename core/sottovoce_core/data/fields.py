@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
 from sottovoce_core.arrays import FloatArray, IntArray, as_floats
-from sottovoce_core.data.cells import FITS, Cells, Flaw, Missing, Other, Plain, day_of, normal, number_of, plain_value
+from sottovoce_core.data.cells import NO_FLAW, Cells, Flaw, MissingValues, Other, CellValue, parse_day, normal, number_of, to_python_value
 from sottovoce_core.registry import Finite, Registry, Section
 
 LONGEST = 200
@@ -31,14 +31,14 @@ _Read = tuple[FloatArray, IntArray]
 
 # ---- what a schema file may say --------------------------------------------------------------------------
 
-_QUOTE = "YAML reads true and false as truth values, and 2020-01-31 as a date: put quotes around what is text"
+_QUOTES_ADVICE = "YAML reads true and false as truth values, and 2020-01-31 as a date: put quotes around what is text"
 
 
 def _words(value: object) -> object:
     """Text and numbers, as a file meant them."""
     for each in value if isinstance(value, list | tuple) else ():
         if isinstance(each, bool) or not isinstance(each, str | int | float):
-            raise ValueError(f"must be text or numbers ({_QUOTE})")
+            raise ValueError(f"must be text or numbers ({_QUOTES_ADVICE})")
     return value
 
 
@@ -51,7 +51,7 @@ def _bounds_of_days(value: object) -> object:
 def _is_day(value: object) -> bool:
     """A day without a time, as YAML or JSON has it."""
     return type(value) is datetime.date or (
-        isinstance(value, str) and len(value) == len("2020-01-31") and not isinstance(day_of(value), Flaw)
+        isinstance(value, str) and len(value) == len("2020-01-31") and not isinstance(parse_day(value), Flaw)
     )
 
 
@@ -96,7 +96,7 @@ class _Typed(Section, ABC):
 
     type: str
 
-    def read(self, cells: Cells, missing: Missing) -> _Read:
+    def read(self, cells: Cells, missing: MissingValues) -> _Read:
         """Read a column, and hold it against what is declared.
 
         Args:
@@ -105,7 +105,7 @@ class _Typed(Section, ABC):
         """
         return self._settle(*self._parsed(cells, missing))
 
-    def _parsed(self, cells: Cells, missing: Missing) -> _Read:
+    def _parsed(self, cells: Cells, missing: MissingValues) -> _Read:
         values, flaws = np.zeros(len(cells)), np.zeros(len(cells), dtype=np.int64)
         known: dict[object, float | Flaw] = {}
         for i, cell in enumerate(cells.tolist() if isinstance(cells, np.ndarray) else cells):
@@ -114,7 +114,7 @@ class _Typed(Section, ABC):
             except TypeError:  # a list or the like, that no field takes
                 key, found = None, None
             if found is None:
-                value = plain_value(cell)
+                value = to_python_value(cell)
                 found = known[key] = Flaw.MISSING if missing.has(value) else self.parse(value)
             if isinstance(found, Flaw):
                 flaws[i] = found.value
@@ -123,7 +123,7 @@ class _Typed(Section, ABC):
         return values, flaws
 
     @abstractmethod
-    def parse(self, value: Plain | Other) -> float | Flaw:
+    def parse(self, value: CellValue | Other) -> float | Flaw:
         """What a value is, in the field's own unit."""
 
     def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
@@ -145,7 +145,7 @@ def _scaled(values: FloatArray, flaws: IntArray, low: float, high: float, *, cli
     """Onto [-1, 1]; where a value beyond its bounds does not count as the bound, it is refused."""
     within = np.clip(values, low, high)
     if not clips:
-        flaws = np.where((flaws == FITS) & (within != values), Flaw.BEYOND.value, flaws)
+        flaws = np.where((flaws == NO_FLAW) & (within != values), Flaw.OUT_OF_BOUNDS.value, flaws)
     return np.clip(2.0 * ((within - low) / (high - low)) - 1.0, -1.0, 1.0), flaws
 
 
@@ -160,16 +160,16 @@ class _Number(_Typed):
     type: Literal["number"] = "number"
     bounds: _Bounds
 
-    def _parsed(self, cells: Cells, missing: Missing) -> _Read:
+    def _parsed(self, cells: Cells, missing: MissingValues) -> _Read:
         """An array at once: its values may all differ."""
         if not isinstance(cells, np.ndarray):
             return super()._parsed(cells, missing)
         numbers = as_floats(cells)
         fits = np.isfinite(numbers)
-        flaws = np.where(fits, FITS, Flaw.NOT_FINITE.value)
+        flaws = np.where(fits, NO_FLAW, Flaw.NOT_FINITE.value)
         return np.where(fits, numbers, 0.0), np.where(missing.among(numbers), Flaw.MISSING.value, flaws)
 
-    def parse(self, value: Plain | Other) -> float | Flaw:
+    def parse(self, value: CellValue | Other) -> float | Flaw:
         return number_of(value)
 
     def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
@@ -190,7 +190,7 @@ class _Category(_Typed):
     def _places(self) -> Mapping[object, int]:
         return {each if isinstance(each, str) else float(each): k for k, each in enumerate(self.categories)}
 
-    def parse(self, value: Plain | Other) -> float | Flaw:
+    def parse(self, value: CellValue | Other) -> float | Flaw:
         told: object = value
         if not isinstance(self.categories[0], str):
             told = number_of(value)
@@ -212,7 +212,7 @@ class _Category(_Typed):
 _TRUE, _FALSE = ("true", "t", "yes", "y", "on"), ("false", "f", "no", "n", "off")
 
 
-def truth_of(value: Plain | Other) -> bool | None:
+def parse_boolean(value: CellValue | Other) -> bool | None:
     """What a word or a number says as true or false; None: neither."""
     told, number = value.casefold() if isinstance(value, str) else None, number_of(value)
     if value is True or told in _TRUE or number == 1.0:
@@ -225,8 +225,8 @@ class _Boolean(_Typed):
 
     type: Literal["boolean"] = "boolean"
 
-    def parse(self, value: Plain | Other) -> float | Flaw:
-        told = truth_of(value)
+    def parse(self, value: CellValue | Other) -> float | Flaw:
+        told = parse_boolean(value)
         return Flaw.NO_BOOLEAN if told is None else 1.0 if told else -1.0
 
     @property
@@ -251,7 +251,7 @@ class Feature(_Typed):
     def _names(self, name: str) -> tuple[str, ...]:
         return (name,)
 
-    def encode(self, cells: Cells, missing: Missing, into: FloatArray) -> IntArray:
+    def encode(self, cells: Cells, missing: MissingValues, into: FloatArray) -> IntArray:
         """Write a column's features.
 
         Args:
@@ -264,11 +264,11 @@ class Feature(_Typed):
         """
         values, flaws = self.read(cells, missing)
         gaps = flaws == Flaw.MISSING.value
-        rows = np.flatnonzero(flaws == FITS)
+        rows = np.flatnonzero(flaws == NO_FLAW)
         self._write(values[rows], rows, into)
         if self.missing == "flag":
             into[:, -1] = gaps
-        return flaws if self.missing == "refuse" else np.where(gaps, FITS, flaws)
+        return flaws if self.missing == "refuse" else np.where(gaps, NO_FLAW, flaws)
 
     def _write(self, values: FloatArray, rows: IntArray, into: FloatArray) -> None:
         into[rows, 0] = values
@@ -317,8 +317,8 @@ class Date(_Bounded):
         low, high = (float(day.toordinal()) for day in self.bounds)
         return low, high
 
-    def parse(self, value: Plain | Other) -> float | Flaw:
-        return day_of(value)
+    def parse(self, value: CellValue | Other) -> float | Flaw:
+        return parse_day(value)
 
     def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
         return _scaled(values, flaws, *self._ends, clips=_clips(self))

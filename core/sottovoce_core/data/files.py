@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, loses_digits
+from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, has_unrepresentable_integers
 from sottovoce_core.errors import DataError
-from sottovoce_core.optional import import_extra
-from sottovoce_core.text import in_short
+from sottovoce_core.optional import import_optional
+from sottovoce_core.text import abbreviate_names
 from sottovoce_core.yaml_files import format_of
 
-SCHEMA_READS = (".csv", ".parquet")
-READABLE = (".npz", *SCHEMA_READS)
+SCHEMA_FILE_SUFFIXES = (".csv", ".parquet")
+READABLE = (".npz", *SCHEMA_FILE_SUFFIXES)
 """Suffixes of files of records."""
-PLACEMENT = ("learner", "round")
+PLACEMENT_COLUMNS = ("learner", "round")
 """Columns that say who learns a record, and when."""
-UNSURE = "not most of them are numbers, and none stands below again"
+UNCERTAIN_HEADER_REASON = "not most of them are numbers, and none stands below again"
 """Why the first line of a `.csv` file may hold names, where nothing better is known. It may be a record: no error quotes it."""
 _HEAD = 4096
 """Bytes that a format is known by."""
@@ -57,10 +57,10 @@ class RawTable:
 
     def called(self, column: int) -> str:
         """A feature column in an error: by its place, where it has no name or that may be a value of a record."""
-        return column_called(column, None if self.columns is None else self.columns[column], self.header)
+        return describe_column(column, None if self.columns is None else self.columns[column], self.header)
 
 
-def column_called(place: int, name: str | None, header: str | None) -> str:
+def describe_column(place: int, name: str | None, header: str | None) -> str:
     """A column in an error.
 
     Args:
@@ -68,7 +68,7 @@ def column_called(place: int, name: str | None, header: str | None) -> str:
         name: its name, where it has one.
         header: why the first line of a `.csv` file is taken for names, as `RawTable.header`.
     """
-    return f"column {place} (counted from 0)" if name is None or header == UNSURE else f"column {name!r}"
+    return f"column {place} (counted from 0)" if name is None or header == UNCERTAIN_HEADER_REASON else f"column {name!r}"
 
 
 def read_npz(path: Path) -> RawTable:
@@ -92,7 +92,7 @@ def read_npz(path: Path) -> RawTable:
     return RawTable(found[0], labels, found[1], arrays.get("learner"), arrays.get("round"), held_out)
 
 
-def npz_features(path: Path) -> FloatArray:
+def read_npz_features(path: Path) -> FloatArray:
     """Records of a NumPy archive without their labels, in the layouts of `read_npz`.
 
     Raises:
@@ -142,13 +142,13 @@ def _npz_found(path: Path, error: Exception) -> str:
     """What a file is that is no such archive: NumPy's own words may quote bytes of it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    found = content_of(path)
+    found = describe_content(path)
     if "NumPy archive" not in found and "zip" not in found:
         return found
     return "arrays of Python objects: write numbers or text" if "pickle" in str(error) else "a broken one: copy it anew"
 
 
-def content_of(path: Path) -> str:
+def describe_content(path: Path) -> str:
     """What the content of a file looks like that cannot be read as its name says, with what to do."""
     with path.open("rb") as file:
         content = file.read(_HEAD)
@@ -185,7 +185,7 @@ def _flat(values: AnyArray, path: Path) -> FloatArray:
         raise DataError(
             f"{path}: features must be numbers of the shape (records, features), got {values.dtype} {values.shape}"
         )
-    if loses_digits(values):
+    if has_unrepresentable_integers(values):
         raise DataError(
             f"{path}: features must be numbers, got {DIGITS}: drop identifiers, or write the others as float64"
         )
@@ -255,17 +255,17 @@ def misfit(there: Collection[str], wanted: Mapping[str, bool], allowed: Collecti
 
 def listed(names: Collection[str]) -> str:
     """Names for people, in quotes."""
-    return in_short([*map(repr, names)])
+    return abbreviate_names([*map(repr, names)])
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-_NO_WORD = re.compile(r"#?n/?a|<na>|nan|null|none|[+-]?inf(inity)?")
+_MISSING_WORD = re.compile(r"#?n/?a|<na>|nan|null|none|[+-]?inf(inity)?")
 """In small letters: what stands where a value is missing or endless."""
 LABELS = ("label", "y")
 """What the label column is called where nobody says."""
 
 
-def why_names(names: Sequence[str], column: Callable[[int], Any], label: str | None, path: Path) -> str:
+def explain_header(names: Sequence[str], column: Callable[[int], Any], label: str | None, path: Path) -> str:
     """Why the first line of a file holds names: the first that is so of these.
 
     It has the label's name. A word stands over a column of numbers. One of its names is usual: `label`, `y`, `learner`, `round`.
@@ -288,14 +288,14 @@ def why_names(names: Sequence[str], column: Callable[[int], Any], label: str | N
         return f"a word, {names[over[0]]!r}, stands over a column of numbers"
     if again := [k for k in places if not _NUMBER.fullmatch(names[k].strip()) and _is_there(names[k], column(k))]:
         raise _no_names(path, f"what its first line has in column {again[0]} (counted from 0) stands below it, too")
-    if usual := [name for name in names if name in (*LABELS, *PLACEMENT)]:
+    if usual := [name for name in names if name in (*LABELS, *PLACEMENT_COLUMNS)]:
         return f"one is called {usual[0]!r}"
     numbers = [float(name) for name in names if _NUMBER.fullmatch(name.strip())]
     if len(numbers) > 2 and all(later == one + 1 for one, later in pairwise(numbers)):
         return "they count up by one"
     if 2 * len(numbers) > len(names):
         raise _no_names(path, f"{len(numbers)} of the {len(names)} in its first line are numbers")
-    return UNSURE
+    return UNCERTAIN_HEADER_REASON
 
 
 def _no_names(path: Path, why: str) -> DataError:
@@ -307,18 +307,18 @@ def _no_names(path: Path, why: str) -> DataError:
 
 def _is_word(name: str) -> bool:
     text = name.strip().lower()
-    return any(map(str.isalpha, text)) and not (_NUMBER.fullmatch(text) or _NO_WORD.fullmatch(text))
+    return any(map(str.isalpha, text)) and not (_NUMBER.fullmatch(text) or _MISSING_WORD.fullmatch(text))
 
 
 def is_numeric(kind: Any) -> bool:
     """Whether Arrow's type is one of numbers."""
-    types = import_extra("pyarrow", "pyarrow", "reading .csv files").types
+    types = import_optional("pyarrow", "pyarrow", "reading .csv files").types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
 
 
 def _is_there(name: str, column: Any) -> bool:
     """Is it a value of the column: one of its texts, or a date or truth where all are such?"""
-    arrow = import_extra("pyarrow", "pyarrow", "reading .csv files")
+    arrow = import_optional("pyarrow", "pyarrow", "reading .csv files")
     kinds = arrow.types
     text = kinds.is_string(column.type)
     if not (text or kinds.is_temporal(column.type) or kinds.is_boolean(column.type)):
@@ -329,5 +329,5 @@ def _is_there(name: str, column: Any) -> bool:
         return False
     if not text:
         return True
-    compute = import_extra("pyarrow.compute", "pyarrow", "reading .csv files")
+    compute = import_optional("pyarrow.compute", "pyarrow", "reading .csv files")
     return bool(name.strip() and compute.any(compute.equal(compute.utf8_trim_whitespace(column), value)).as_py())

@@ -27,23 +27,23 @@ class JoinCounts:
     Attributes:
         joined: events whose label came in time.
         expired: that waited for longer than the window, without a label.
-        crowded_out: that had to go before that, for too many waited.
+        evicted_events: that had to go before that, for too many waited.
         repeated: events told again, which were passed over.
-        without_record: labels of events that do not wait: never told, or gone.
-        labelled_again: second labels, which were passed over.
+        unmatched_labels: labels of events that do not wait: never told, or gone.
+        duplicate_labels: second labels, which were passed over.
     """
 
     joined: int = 0
     expired: int = 0
-    crowded_out: int = 0
+    evicted_events: int = 0
     repeated: int = 0
-    without_record: int = 0
-    labelled_again: int = 0
+    unmatched_labels: int = 0
+    duplicate_labels: int = 0
 
     @property
-    def never_labelled(self) -> int:
+    def unlabelled_events(self) -> int:
         """Events that are given up."""
-        return self.expired + self.crowded_out
+        return self.expired + self.evicted_events
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class LabelJoin(Generic[Record]):
     >>> join.expect("order 7", {"amount": 12}, now=0.0)
     >>> join.label("order 7", now=60.0)
     {'amount': 12}
-    >>> join.label("order 8", now=61.0) is None, join.counts.joined, join.counts.without_record
+    >>> join.label("order 8", now=61.0) is None, join.counts.joined, join.counts.unmatched_labels
     (True, 1, 1)
     """
 
@@ -91,13 +91,13 @@ class LabelJoin(Generic[Record]):
             record: what is known of it; `label` gives it back as it is.
             now: when.
         """
-        self.pass_time(now)
+        self.advance_time(now)
         if key in self._waiting or key in self._labelled:
             self.counts.repeated += 1
             return
         if len(self._waiting) >= self.most:
             del self._waiting[next(iter(self._waiting))]
-            self.counts.crowded_out += 1
+            self.counts.evicted_events += 1
         self._waiting[key] = (self._now, record)
 
     def label(self, key: Hashable, now: float) -> Record | None:
@@ -110,13 +110,13 @@ class LabelJoin(Generic[Record]):
         Returns:
             What is known of the event, which has its label now; None: it does not wait, and the label is passed over.
         """
-        self.pass_time(now)
+        self.advance_time(now)
         found = self._waiting.pop(key, None)
         if found is None:
             if key in self._labelled:
-                self.counts.labelled_again += 1
+                self.counts.duplicate_labels += 1
             else:
-                self.counts.without_record += 1
+                self.counts.unmatched_labels += 1
             return None
         if len(self._labelled) >= self.most:
             del self._labelled[next(iter(self._labelled))]
@@ -124,7 +124,7 @@ class LabelJoin(Generic[Record]):
         self.counts.joined += 1
         return found[1]
 
-    def pass_time(self, now: float) -> None:
+    def advance_time(self, now: float) -> None:
         """Give up what waits for too long, where nothing else is told.
 
         Args:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Original:
+class OriginalFile:
     """A file as its owner publishes it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Original:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownSource:
+class CatalogueEntry:
     """A data set that a spec may name as `data.source`.
 
     Attributes:
@@ -69,7 +69,7 @@ class KnownSource:
     page: str
     held_out: int = 0
     download: int = 0
-    originals: tuple[Original, ...] = ()
+    originals: tuple[OriginalFile, ...] = ()
     form: Literal["table", "libsvm", "idx", "cifar"] = "table"
     columns: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -77,12 +77,12 @@ class KnownSource:
     made: bool = False
 
 
-def _read() -> dict[str, KnownSource]:
+def _read() -> dict[str, CatalogueEntry]:
     facts = tomllib.loads(files(__package__).joinpath("known.toml").read_text(encoding="utf-8"))
     found = {}
     for name, fields in facts.items():
-        originals = tuple(Original(**_frozen(each)) for each in fields.pop("originals", ()))
-        found[name] = KnownSource(name, **_frozen(fields), originals=originals)
+        originals = tuple(OriginalFile(**_frozen(each)) for each in fields.pop("originals", ()))
+        found[name] = CatalogueEntry(name, **_frozen(fields), originals=originals)
     return found
 
 
@@ -90,7 +90,7 @@ def _frozen(fields: Mapping[str, object]) -> dict[str, Any]:
     return {field: tuple(value) if isinstance(value, list) else value for field, value in fields.items()}
 
 
-KNOWN: Mapping[str, KnownSource] = _read()
+KNOWN: Mapping[str, CatalogueEntry] = _read()
 """All of them, by name: first those that are shipped."""
 
 
@@ -100,12 +100,12 @@ def nearest(name: str) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-VARIABLE = "SOTTOVOCE_DATA"
+DATA_FOLDER_VARIABLE = "SOTTOVOCE_DATA"
 
 
-def data_folders() -> tuple[Path, ...]:
+def get_data_folders() -> tuple[Path, ...]:
     """Folders with `NAME.npz`, in the order in which they are looked at: $SOTTOVOCE_DATA, where it is set, then the cache."""
-    own, cache = os.environ.get(VARIABLE), _cache_folder()
+    own, cache = os.environ.get(DATA_FOLDER_VARIABLE), _cache_folder()
     return (*([Path(own)] if own else []), *([cache] if cache else []))
 
 

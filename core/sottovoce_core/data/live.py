@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, as_floats
-from sottovoce_core.data.encoding import Encoded, Encoder
+from sottovoce_core.data.encoding import EncodedRecords, Encoder
 from sottovoce_core.data.files import DIGITS
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.registry import LARGEST
 
-NOT_FINITE, NO_LABEL = "a number that is not finite", "the label: none that the loss knows"
-TOO_LARGE = f"a number beyond {LARGEST:g}"
+NOT_FINITE, UNKNOWN_LABEL_REASON = "a number that is not finite", "the label: none that the loss knows"
+TOO_LARGE_REASON = f"a number beyond {LARGEST:g}"
 
 
 @dataclass(frozen=True, slots=True)
-class LiveRecords:
-    """What a live record is in a run. `LiveRecords.of` makes one.
+class LiveRecordEncoder:
+    """What a live record is in a run. `LiveRecordEncoder.of` makes one.
 
     Attributes:
         data: section of the run spec.
@@ -39,7 +39,7 @@ class LiveRecords:
     encoder: Encoder | None
 
     @classmethod
-    def of(cls, data: DataSpec, loss: Loss) -> LiveRecords:
+    def of(cls, data: DataSpec, loss: Loss) -> LiveRecordEncoder:
         """For a run.
 
         Raises:
@@ -51,7 +51,7 @@ class LiveRecords:
             )
         return cls(data, loss, None if data.schema is None else Encoder.of(data.schema, loss, data.positive))
 
-    def encode(self, records: Any, labels: Any = None, *, labelled: bool = True) -> Encoded:
+    def encode(self, records: Any, labels: Any = None, *, labelled: bool = True) -> EncodedRecords:
         """Records as they are learned, with the intercept where the run has one.
 
         Args:
@@ -61,7 +61,7 @@ class LiveRecords:
             labelled: records have labels; False: they are to be predicted.
 
         Raises:
-            DataError: these are no such records. One that does not fit is no error: `Encoded.refused` has it.
+            DataError: these are no such records. One that does not fit is no error: `EncodedRecords.refused` has it.
         """
         if self.encoder is None:
             found = self._numbers(records, labels, labelled=labelled)
@@ -71,7 +71,7 @@ class LiveRecords:
             return found
         return replace(found, features=np.column_stack([found.features, np.ones(len(found.features))]))
 
-    def _fields(self, encoder: Encoder, records: Any, labels: Any, *, labelled: bool) -> Encoded:
+    def _fields(self, encoder: Encoder, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
         name = encoder.schema.label.name
         columns = _columns(records)
         if columns is not None:
@@ -87,7 +87,7 @@ class LiveRecords:
             records = [{**record, name: label} for record, label in zip(records, labels, strict=True)]
         return encoder.records(records, labelled=labelled)
 
-    def _numbers(self, records: Any, labels: Any, *, labelled: bool) -> Encoded:
+    def _numbers(self, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
         wanted = self.data.features
         try:
             features = np.asarray(records, dtype=np.float64)
@@ -104,19 +104,19 @@ class LiveRecords:
             if any(isinstance(each, int) and int(float(each)) != each for each in exact):
                 refused.setdefault(row, DIGITS)
             elif (np.abs(features[row]) > LARGEST).any():
-                refused.setdefault(row, TOO_LARGE)
+                refused.setdefault(row, TOO_LARGE_REASON)
         if labelled:
             classes = self.loss.n_classes
             known = np.isfinite(given) if classes is None else np.isin(given, np.arange(classes))
             for row in np.flatnonzero(~known).tolist():
-                refused.setdefault(row, NO_LABEL)
+                refused.setdefault(row, UNKNOWN_LABEL_REASON)
         fits = np.ones(len(features), dtype=bool)
         fits[list(refused)] = False
-        return Encoded(
+        return EncodedRecords(
             as_floats(features[fits]), given[fits] if labelled else given, None, fits, dict(sorted(refused.items()))
         )
 
-    def fitting(self, records: Any, labels: Any = None, *, labelled: bool = True) -> Encoded:
+    def fitting(self, records: Any, labels: Any = None, *, labelled: bool = True) -> EncodedRecords:
         """As `encode`, of records that all fit.
 
         Raises:

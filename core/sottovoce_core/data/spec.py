@@ -18,12 +18,12 @@ import numpy as np
 from pydantic import BeforeValidator, Field, NonNegativeInt, SerializeAsAny, field_validator, model_validator
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.data.cells import Missing, normal
+from sottovoce_core.data.cells import MissingValues, normal
 from sottovoce_core.data.fields import LONGEST, AnyFeature, AnyLabel, Label, Words
-from sottovoce_core.data.files import PLACEMENT
+from sottovoce_core.data.files import PLACEMENT_COLUMNS
 from sottovoce_core.registry import Count, Positive, Registry, Section
 
-MOST_FEATURES = 2**16
+MAX_FEATURES = 2**16
 
 
 def _name(value: object) -> str:
@@ -33,7 +33,7 @@ def _name(value: object) -> str:
     name = normal(value)
     if not 0 < len(name) <= LONGEST or not name.isprintable():
         raise ValueError(f"a field's name must be 1 to {LONGEST} printable characters")
-    if name in PLACEMENT:
+    if name in PLACEMENT_COLUMNS:
         raise ValueError("learner and round place a record: they are no fields of it, and need not be declared")
     return name
 
@@ -82,8 +82,8 @@ class Schema(Section):
         declared = [*self.features, self.label.name, *self.ignored]
         if twice := [name for name, times in Counter(declared).items() if times > 1]:
             raise ValueError(f"a field is a feature, the label or ignored, and that once: {twice[0]!r} is there twice")
-        if self.width > MOST_FEATURES:
-            raise ValueError(f"there may be {MOST_FEATURES} encoded features, and there are {self.width}")
+        if self.width > MAX_FEATURES:
+            raise ValueError(f"there may be {MAX_FEATURES} encoded features, and there are {self.width}")
         if twice := [name for name, times in Counter(self.names).items() if times > 1]:
             raise ValueError(f"encoded features must differ in name, and two are called {twice[0]!r}: rename a field")
         for name, field in {**self.features, self.label.name: self.label}.items():
@@ -98,9 +98,9 @@ class Schema(Section):
         return hash((tuple(self.features.items()), self.label, self.ignored, self.missing_values))
 
     @cached_property
-    def missing(self) -> Missing:
+    def missing(self) -> MissingValues:
         """What counts as no value."""
-        return Missing.of(self.missing_values)
+        return MissingValues.of(self.missing_values)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ class Schema(Section):
             made[own] = self.features[name].opposite(features[own])
         return made
 
-    def extreme(self) -> FloatArray:
+    def make_max_norm_record(self) -> FloatArray:
         """A record of the largest norm, `(width,)`: upper bounds, true, and first categories."""
         made = np.zeros(self.width)
         made[[own.start for own in self.places.values()]] = 1.0
@@ -176,7 +176,7 @@ PARTITIONS: Registry[Partition] = Registry(
     Partition,  # type: ignore[type-abstract]  # of its subclasses
     {
         "iid": "Iid",
-        "by_label": "ByLabel",
+        "by_label": "LabelPartition",
         "dirichlet": "Dirichlet",
         "paper_40_60": "Paper4060",
         "shared": "Shared",
@@ -197,7 +197,7 @@ class Iid(Partition):
         return np.array_split(rng.permutation(len(labels)), n_learners)
 
 
-class ByLabel(Partition):
+class LabelPartition(Partition):
     """Records are sorted by label and cut into equal parts: most learners see one label only.
 
     `mixed` is the share of each learner's records that is dealt out at random instead (0: the hardest skew).
@@ -217,7 +217,7 @@ class ByLabel(Partition):
         return [np.concatenate(pair) for pair in zip(np.array_split(rest, n_learners), pools, strict=True)]
 
 
-class Dirichlet(Partition):
+class DirichletPartition(Partition):
     """For each label, shares over learners drawn from a symmetric Dirichlet law: small concentration, strong skew."""
 
     kind: Literal["dirichlet"] = "dirichlet"
@@ -242,7 +242,7 @@ _OWN_SHARE = 0.4
 """Share of a class that goes to the learner of that class (Chen & Wang 2025, experiments B and C)."""
 
 
-class Paper4060(Partition):
+class Paper4060Partition(Partition):
     """40 % of class c to learner c mod learners, the rest of it dealt out evenly (Chen & Wang, experiments B and C)."""
 
     kind: Literal["paper_40_60"] = "paper_40_60"
@@ -279,7 +279,7 @@ def _shuffled_classes(classes: IntArray, rng: np.random.Generator) -> list[IntAr
 
 
 LIVE = "live"
-_OF_FILES = ("label", "partition", "order", "reuse", "test_fraction", "scale")
+_FILE_ONLY_FIELDS = ("label", "partition", "order", "reuse", "test_fraction", "scale")
 """Fields that say what becomes of records that are there."""
 
 with warnings.catch_warnings():
@@ -349,7 +349,7 @@ with warnings.catch_warnings():
                     "positive must be left out without a schema: labels of live records are the loss's own"
                 )
             unset = type(self).model_fields
-            odd = [name for name in _OF_FILES if getattr(self, name) != unset[name].get_default()]
+            odd = [name for name in _FILE_ONLY_FIELDS if getattr(self, name) != unset[name].get_default()]
             if odd:
                 raise ValueError(f"{odd[0]} must be left out with source: {LIVE}, whose records are nowhere yet")
             return self

@@ -12,9 +12,9 @@ LOSSES: Registry[Loss] = Registry(
     {
         "logistic": "sottovoce_core.losses.linear:Logistic",
         "ridge": "sottovoce_core.losses.linear:Ridge",
-        "least_squares": "sottovoce_core.losses.linear:LeastSquares",
+        "least_squares": "sottovoce_core.losses.linear:LeastSquaresLoss",
         "hinge": "sottovoce_core.losses.linear:Hinge",
-        "smoothed_hinge": "sottovoce_core.losses.linear:SmoothedHinge",
+        "smoothed_hinge": "sottovoce_core.losses.linear:SmoothedHingeLoss",
         "softmax": "sottovoce_core.losses.linear:Softmax",
         "torch": "sottovoce_core.losses.torch:TorchLoss",
     },

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
-from sottovoce_core.losses.linear import Quadratic
+from sottovoce_core.losses.linear import QuadraticLoss
 from sottovoce_core.losses.loss import Loss, beside, mean_gradient, scores_of
 
 
@@ -111,7 +111,7 @@ class RecordHistory:
 
 
 _ZERO = np.zeros(())
-FOLD = 32
+MAX_PENDING_RECORDS = 32
 """Records that exact statistics keep as they are before adding them in: one update of a large matrix instead of many."""
 
 
@@ -119,11 +119,11 @@ FOLD = 32
 class QuadraticHistory:
     """Exact statistics of an unclipped quadratic loss: of rows `r = (a, phi'(0, b))`, the moments `M = sum r r^T`.
 
-    `d = (c theta, 1) M / count`, but for its last number. `(..., dim + 1, dim + 1)` numbers, and fewer than `FOLD` rows not
+    `d = (c theta, 1) M / count`, but for its last number. `(..., dim + 1, dim + 1)` numbers, and fewer than `MAX_PENDING_RECORDS` rows not
     yet in them: constant time per round.
     """
 
-    loss: Quadratic
+    loss: QuadraticLoss
     moments: FloatArray | None = None
     recent: _Log | None = None
     count: Scalars = 0.0  # (..., 1) where stacked learners have unequal numbers of records
@@ -138,7 +138,7 @@ class QuadraticHistory:
         if batch.present is not None:  # what is padding counts for nothing, and neither do rows of zeros
             new *= batch.present[..., None]
             count = self.count + batch.present.sum(axis=-1, keepdims=True)
-        if recent.length < FOLD:
+        if recent.length < MAX_PENDING_RECORDS:
             return QuadraticHistory(self.loss, self.moments, recent, count)
         rows = recent.rows
         moments = np.matmul(rows.swapaxes(-1, -2), rows)
@@ -163,6 +163,6 @@ class QuadraticHistory:
 
 def start_history(loss: Loss) -> History:
     """The cheapest exact history for a loss."""
-    if isinstance(loss, Quadratic) and loss.clip_norm is None:
+    if isinstance(loss, QuadraticLoss) and loss.clip_norm is None:
         return QuadraticHistory(loss)
     return RecordHistory(loss)

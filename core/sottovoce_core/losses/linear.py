@@ -18,7 +18,7 @@ from sottovoce_core.registry import NonNegative, Positive, Section
 # ---- quadratic -------------------------------------------------------------------------------------------------------
 
 
-class Quadratic(MarginLoss):
+class QuadraticLoss(MarginLoss):
     """Margin losses whose slope is a line, `phi' = c z + phi'(0, b)`. L = c R^2; unclipped, a history needs no records.
 
     With `|phi'(0, b)| <= P`, a gradient has norm at most `R (c R ||theta|| + P)`. Two records' gradients differ by at most
@@ -51,7 +51,7 @@ class Quadratic(MarginLoss):
         return min(natural, 2 * self.clip)
 
 
-class Squared(Quadratic):
+class SquaredLoss(QuadraticLoss):
     """Squared error of labels in [-B, B]: `phi = (b - z)^2`. c = 2, P = 2B."""
 
     label_bound: Positive = 1.0
@@ -85,13 +85,13 @@ class Squared(Quadratic):
         return (scores > 0.5).astype(np.float64)
 
 
-class Ridge(Squared):
+class RidgeLoss(SquaredLoss):
     """Squared error, by default with a ridge."""
 
     kind: Literal["ridge"] = "ridge"
 
 
-class LeastSquares(Squared):
+class LeastSquaresLoss(SquaredLoss):
     """Squared error, by default without ridge."""
 
     kind: Literal["least_squares"] = "least_squares"
@@ -112,14 +112,14 @@ class Logistic(MarginLoss):
 
     @classmethod
     def class_for(cls, fields: Mapping[str, Any]) -> type[Section]:
-        return PassGlm if fields.get("history") == "pass_glm" else cls
+        return PassGlmLoss if fields.get("history") == "pass_glm" else cls
 
     @model_validator(mode="after")
     def _exact(self) -> Self:
         if self.score_bound is not None:
             raise ValueError("score_bound must be given with history pass_glm, and only there")
         if self.history != "exact":
-            raise ValueError("in Python, the loss with history pass_glm is PassGlm")
+            raise ValueError("in Python, the loss with history pass_glm is PassGlmLoss")
         return self
 
     @property
@@ -142,7 +142,7 @@ class Logistic(MarginLoss):
         return np.stack([sigmoid(-scores), sigmoid(scores)], axis=-1)
 
 
-class PassGlm(Quadratic):
+class PassGlmLoss(QuadraticLoss):
     """The logistic loss's quadratic approximation (PASS-GLM: Huggins, Adams & Broderick 2017, with M = 2). P = 1/2.
 
     `phi = k + c z^2 / 2 + z/2 - b z`: Chebyshev's expansion of `log(1 + exp(-s))` up to degree 2 where `|s| <= score_bound`,
@@ -214,7 +214,7 @@ def _chebyshev(bound: float) -> tuple[float, float]:
 # ---- hinge -----------------------------------------------------------------------------------------------------------
 
 
-class Hinge(MarginLoss):
+class HingeLoss(MarginLoss):
     """The support vector machine's loss: `phi = max(0, 1 - y z)`, `y = 2b - 1`.
 
     Not smooth; where `y z = 1` the slope is the subgradient 0.
@@ -230,7 +230,7 @@ class Hinge(MarginLoss):
         return np.maximum(0.0, 1.0 - (2.0 * labels - 1.0) * scores)
 
 
-class SmoothedHinge(MarginLoss):
+class SmoothedHingeLoss(MarginLoss):
     """The hinge with its corner rounded off over a width h. L = R^2/h.
 
     With the shortfall `s = 1 - y z`, `y = 2b - 1`: phi is 0 below s = 0, `s^2 / (2h)` up to s = h, and `s - h/2` from there.
@@ -262,7 +262,7 @@ class SmoothedHinge(MarginLoss):
 # ---- softmax ---------------------------------------------------------------------------------------------------------
 
 
-class Softmax(Loss):
+class SoftmaxLoss(Loss):
     """Multiclass cross-entropy: `log sum_k exp(z_k) - z_b` for labels b in 0 .. classes-1. L = R^2/2, G = sqrt(2) R.
 
     theta is a matrix `(classes, features)`, row by row in one vector; `z = theta a`. A record's gradient is the outer product
@@ -284,7 +284,7 @@ class Softmax(Loss):
         return self.classes
 
     @property
-    def convex_clipped(self) -> bool:
+    def is_convex_when_clipped(self) -> bool:
         """Only where clipping never acts: a clipped gradient need not be the gradient of anything."""
         return self.clip >= math.sqrt(2) * self.feature_bound
 

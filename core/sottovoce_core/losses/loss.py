@@ -58,7 +58,7 @@ class Loss(Section, ABC):
         return math.inf
 
     @property
-    def convex_clipped(self) -> bool:
+    def is_convex_when_clipped(self) -> bool:
         """Are the data gradients, clipped, still those of a convex function? Only then does a step on them contract."""
         return False
 
@@ -114,9 +114,9 @@ class Loss(Section, ABC):
 
 def bounded(loss: Loss, batch: Batch) -> Batch:
     """The batch, made to obey the bounds that the loss declares (`Loss.enforce`)."""
-    if batch.bounded_by is loss:
+    if batch.bounding_loss is loss:
         return batch
-    if batch.bounded is not None and batch.bounded.bounded_by is loss:
+    if batch.bounded is not None and batch.bounded.bounding_loss is loss:
         return batch.bounded
     return Batch.obeying(loss, *loss.enforce(batch.features, batch.labels), batch.present)
 
@@ -189,7 +189,7 @@ class MarginLoss(Loss):
         return self.curvature * self.feature_bound**2
 
     @property
-    def convex_clipped(self) -> bool:
+    def is_convex_when_clipped(self) -> bool:
         return self.convex
 
     def gradient_sum(self, theta: FloatArray, batch: Batch) -> FloatArray:

@@ -17,10 +17,10 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.losses.loss import Loss, scale_rows
-from sottovoce_core.optional import get_extra
-from sottovoce_core.registry import Count, NonNegative, Positive, refuse_code
+from sottovoce_core.optional import format_install_hint
+from sottovoce_core.registry import Count, NonNegative, Positive, require_imports_allowed
 
 if TYPE_CHECKING:
     from sottovoce_core.losses.torch_module import TorchModule
@@ -53,7 +53,7 @@ class TorchLoss(Loss):
     @classmethod
     def _ours_to_import(cls, name: str, info: ValidationInfo) -> str:
         try:
-            refuse_code(name, imports=":" not in name or (info.context or {}).get("imports", True))
+            require_imports_allowed(name, imports=":" not in name or (info.context or {}).get("imports", True))
         except SpecError as error:
             raise PydanticCustomError("kind", "{text}", {"text": str(error)}) from None
         return name
@@ -67,16 +67,16 @@ class TorchLoss(Loss):
         """The module itself. PyTorch takes seconds to import, so it is made when asked for.
 
         Raises:
-            CheckFailed: GRAD_CHANGE, without `clip_norm`.
+            AssumptionViolated: GRAD_CHANGE, without `clip_norm`.
             SpecError: PyTorch is missing, or the module cannot be used.
         """
         if self.clip_norm is None:
             text = "nothing bounds the gradient of a network but clipping: set loss.clip_norm to a positive number"
-            raise CheckFailed("GRAD_CHANGE", f"{text}, got none")
+            raise AssumptionViolated("GRAD_CHANGE", f"{text}, got none")
         try:
             from sottovoce_core.losses.torch_module import make_module
         except ModuleNotFoundError:
-            raise SpecError(f"loss.kind: torch needs PyTorch: {get_extra('torch')}") from None
+            raise SpecError(f"loss.kind: torch needs PyTorch: {format_install_hint('torch')}") from None
         return make_module(self.module, self.options, self.shape, self.classes, self.dtype, self.seed)
 
     def dim(self, n_features: int) -> int:

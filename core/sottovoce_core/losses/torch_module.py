@@ -23,9 +23,9 @@ from sottovoce_core.registry import load
 _SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
 """Shape of a record for the small CNN, by the name that a spec gives."""
 
-LARGEST_PART = 256
+MAX_CHUNK_RECORDS = 256
 """Records that the network takes at once, at most."""
-_PART_NUMBERS = 2**24
+_MAX_CHUNK_NUMBERS = 2**24
 """Numbers in the gradients of those, at most, or one record: 128 MiB in float64."""
 
 
@@ -97,7 +97,7 @@ class TorchModule:
         vectorised = vmap(function, in_dims=(None, 0) if labels is None else (None, 0, 0))
         rows = _beside(features, theta, 2)
         classes = None if labels is None else _beside(labels, theta, 1)
-        size = min(max(1, _PART_NUMBERS // theta.shape[-1]), LARGEST_PART)
+        size = min(max(1, _MAX_CHUNK_NUMBERS // theta.shape[-1]), MAX_CHUNK_RECORDS)
         for at in np.ndindex(theta.shape[:-1]):
             vector = torch.tensor(theta[at], dtype=self.dtype)
             for first in range(0, features.shape[-2], size):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from xml.etree.ElementTree import ParseError
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.text import in_short
+from sottovoce_core.text import abbreviate_names
 from sottovoce_core.yaml_files import format_of, text_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _list(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]
     if not lines:
         raise SpecError(f"{path}: a graph file must have an edge, two learners a line, got none")
     index, numbered = _called(names), _numbered(names)
-    wanted = f"learners of the run ({in_short(names)})"
+    wanted = f"learners of the run ({abbreviate_names(names)})"
     if numbered and not any(_edge(line, index) or not re.match(r"\d+\b", line) for line in lines.values()):
         index, wanted = numbered, f"numbers of learners, counted from 0 to {len(names) - 1}"
     found = dict[int, Edge]()
@@ -212,11 +212,11 @@ def _places(path: Path, graph: nx.Graph[str], names: Sequence[str]) -> Mapping[s
         if known is not None:
             return {node: known[label] for node, label in zip(nodes, plain, strict=True)}
     raise SpecError(
-        f"{path}: nodes must be learners of the run ({in_short(names)}), or the numbers 0 to {len(names) - 1}, by id, name or "
+        f"{path}: nodes must be learners of the run ({abbreviate_names(names)}), or the numbers 0 to {len(names) - 1}, by id, name or "
         f"label, got {_some(nodes, index)}; change the file or the run's learners"
     )
 
 
 def _some(nodes: Iterable[str], index: _Index) -> str:
     """A few nodes, those first that are no learners."""
-    return in_short([repr(node)[:_SHOWN] for node in sorted(nodes, key=lambda node: node in index)])
+    return abbreviate_names([repr(node)[:_SHOWN] for node in sorted(nodes, key=lambda node: node in index)])

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sottovoce_core.network.graph_files import Edge
 from sottovoce_core.network.graphs import GraphSequence
-from sottovoce_core.network.roster import Mask, Roster
+from sottovoce_core.network.roster import Mask, ParticipationSchedule
 from sottovoce_core.network.weights import Mixing, WeightRule, digest_of
 from sottovoce_core.text import called
 
@@ -80,7 +80,7 @@ class PeriodicNetwork(Network):
         return tuple((int(i), int(j)) for i, j in np.argwhere(np.triu(heard | heard.T, k=1)))
 
     def neighbours(self, learner: int) -> frozenset[int]:
-        return frozenset().union(*(mixing.neighbours_of(learner) for mixing in self.mixings))
+        return frozenset().union(*(mixing.all_neighbours(learner) for mixing in self.mixings))
 
     @property
     def horizon(self) -> int:
@@ -147,7 +147,7 @@ class PartialNetwork(Network):
     """
 
     whole: Network
-    roster: Roster
+    roster: ParticipationSchedule
     among: Callable[[int, Mask], Mixing]
     _known: dict[int, Mixing] = field(init=False, repr=False, default_factory=dict)
     """By the first round from which they hold, where the whole network never changes."""
@@ -184,7 +184,7 @@ class PartialNetwork(Network):
         return np.asarray(self.at(t).neighbours[~self.roster.doubtful(t)].any(axis=0))
 
     def _at(self, t: int) -> Mixing:
-        return self.roster.deafened(self.planned(t), t)
+        return self.roster.redistribute_lost_weights(self.planned(t), t)
 
 
 # ---- connectivity ----------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def reached(hears: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 # ---- digests ---------------------------------------------------------------------------------------------------------
 
 
-class Digests:
+class NetworkDigests:
     """By round, each computed once, and kept for a while.
 
     Args:

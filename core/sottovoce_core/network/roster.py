@@ -22,7 +22,7 @@ from sottovoce_core.registry import Count, Section
 Mask = npt.NDArray[np.bool_]
 
 
-class Absence(Section):
+class OfflineInterval(Section):
     """A learner is away from `first_round` on, and there again from `until_round` on (default: it does not come back)."""
 
     learner: str
@@ -32,7 +32,7 @@ class Absence(Section):
     """Of those who heard it for the last time before that: the first round in which each of them did not."""
 
     @model_validator(mode="after")
-    def _some_rounds(self) -> Absence:
+    def _some_rounds(self) -> OfflineInterval:
         if self.until_round is not None and self.until_round <= self.first_round:
             raise ValueError(
                 f"until_round must be above first_round, got {self.until_round} and {self.first_round} for {self.learner}"
@@ -43,7 +43,7 @@ class Absence(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Attendance:
+class Participation:
     """The rounds in which one learner takes part.
 
     Attributes:
@@ -78,7 +78,7 @@ class Attendance:
 
 
 @dataclass(frozen=True, eq=False)
-class Roster:
+class ParticipationSchedule:
     """Who is there in which round.
 
     Attributes:
@@ -87,22 +87,22 @@ class Roster:
     """
 
     names: Sequence[str]
-    absences: Sequence[Absence] = ()
+    absences: Sequence[OfflineInterval] = ()
     _index: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_index", {name: i for i, name in enumerate(self.names)})
 
     @classmethod
-    def of_spec(cls, document: Mapping[str, Any]) -> Roster:
+    def from_spec(cls, document: Mapping[str, Any]) -> ParticipationSchedule:
         """Of a run spec as a document; it was checked before.
 
         Raises:
             ValueError, TypeError, KeyError: it was not.
         """
-        return cls(names_of(document["learners"]), [Absence(**each) for each in document.get("absences", ())])
+        return cls(names_of(document["learners"]), [OfflineInterval(**each) for each in document.get("absences", ())])
 
-    def is_there(self, learner: int, t: int) -> bool:
+    def is_participating(self, learner: int, t: int) -> bool:
         """Does it take part in the round?"""
         return bool(self.there(t)[learner])
 
@@ -140,7 +140,7 @@ class Roster:
 
         def learned(by: str, since: int, end: int) -> bool:
             # Of one that was lost together with another one, nobody knows what it has learned.
-            return t < since and self.is_there(self._index[by], t) and not since == end == lost.get(by)
+            return t < since and self.is_participating(self._index[by], t) and not since == end == lost.get(by)
 
         doubtful = np.zeros(len(self.names), dtype=bool)
         for each in self.absences:
@@ -158,16 +158,16 @@ class Roster:
         there.setflags(write=False)
         return there
 
-    def attendance(self, learner: int, rounds: int) -> Attendance:
+    def attendance(self, learner: int, rounds: int) -> Participation:
         """In which of the planned rounds a learner takes part."""
         starts = [t for t in (0, *self.changes) if t < rounds]
         stretches: list[range] = []
         for first, until in zip(starts, [*starts[1:], rounds], strict=True):
-            if self.is_there(learner, first):
+            if self.is_participating(learner, first):
                 # Where others alone leave or join, its own stretch goes on.
                 goes_on = bool(stretches) and stretches[-1].stop == first
                 stretches.append(range(stretches.pop().start if goes_on else first, until))
-        return Attendance(tuple(stretches), rounds)
+        return Participation(tuple(stretches), rounds)
 
     def check(self, rounds: int) -> None:
         """Refuse absences of nobody, outside the run, twice at a time, or of everybody.
@@ -191,12 +191,12 @@ class Roster:
             if not self.there(t).any():
                 raise ValueError(f"somebody must be there in every round, got nobody in round {t}")
 
-    def lost_to(self, learner: int, t: int) -> frozenset[int]:
+    def lost_senders(self, learner: int, t: int) -> frozenset[int]:
         """Those who were lost, and whom the learner does not hear any more in the round."""
         name = self.names[learner]
         return frozenset(self._index[each.learner] for each in self.absences if each.unheard.get(name, t + 1) <= t)
 
-    def deafened(self, mixing: Mixing, t: int) -> Mixing:
+    def redistribute_lost_weights(self, mixing: Mixing, t: int) -> Mixing:
         """The weights of a round without messages that did not arrive any more: each goes to the hearer's own value."""
         lost = [
             (self._index[hearer], self._index[each.learner])

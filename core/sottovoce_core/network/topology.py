@@ -18,11 +18,11 @@ import numpy.typing as npt
 from pydantic import model_validator
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.network.graph_files import Edge
 from sottovoce_core.network.graphs import AnyGraph, AnyGraphSequence, Graph
 from sottovoce_core.network.network import ChangingNetwork, Network, PartialNetwork, PeriodicNetwork, cut_off, reached
-from sottovoce_core.network.roster import Mask, Roster, names_of
+from sottovoce_core.network.roster import Mask, ParticipationSchedule, names_of
 from sottovoce_core.network.weights import ROUNDING, AnyWeights, MetropolisWeights, Mixing
 from sottovoce_core.registry import ENDLESS, Section
 
@@ -45,7 +45,7 @@ class FixedNetwork(Network):
     def __post_init__(self) -> None:
         _check_entries(self.weights)
         if lacking := cut_off(_off_diagonal(self.weights)):
-            raise CheckFailed("W_DISCONNECTED", f"the communication graph is not connected, got {lacking}")
+            raise AssumptionViolated("W_DISCONNECTED", f"the communication graph is not connected, got {lacking}")
         spectrum: FloatArray = np.linalg.eigvalsh(self.weights).astype(np.float64)
         _check_gap(spectrum)
         object.__setattr__(self, "_spectrum", spectrum)
@@ -56,12 +56,12 @@ class FixedNetwork(Network):
         """The network with this coupling matrix, copied and then read-only.
 
         Raises:
-            CheckFailed: W_SHAPE, W_NEGATIVE, W_ASYMMETRIC, W_ROW_SUM or W_DISCONNECTED, whichever fails first.
+            AssumptionViolated: W_SHAPE, W_NEGATIVE, W_ASYMMETRIC, W_ROW_SUM or W_DISCONNECTED, whichever fails first.
         """
         try:
             weights: FloatArray = np.array(matrix, dtype=np.float64)
         except (TypeError, ValueError) as error:
-            raise CheckFailed("W_SHAPE", f"weights must be a finite square matrix, got {error}") from None
+            raise AssumptionViolated("W_SHAPE", f"weights must be a finite square matrix, got {error}") from None
         weights.setflags(write=False)
         return cls(weights)
 
@@ -80,7 +80,7 @@ class FixedNetwork(Network):
         return tuple(zip(rows.tolist(), columns.tolist(), strict=True))
 
     def neighbours(self, learner: int) -> frozenset[int]:
-        return self._mixing.neighbours_of(learner)
+        return self._mixing.all_neighbours(learner)
 
     @property
     def delta_2(self) -> float:
@@ -119,7 +119,7 @@ def _off_diagonal(weights: FloatArray) -> FloatArray:
 def _check_entries(weights: FloatArray) -> None:
     """W_SHAPE, W_NEGATIVE, W_ASYMMETRIC, W_ROW_SUM."""
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1] or weights.size == 0:
-        raise CheckFailed("W_SHAPE", f"weights must be a finite square matrix, got shape {weights.shape}")
+        raise AssumptionViolated("W_SHAPE", f"weights must be a finite square matrix, got shape {weights.shape}")
     _refuse("W_SHAPE", "weights must be a finite square matrix", weights, ~np.isfinite(weights))
     _refuse("W_NEGATIVE", "coupling weights must be non-negative", weights, _off_diagonal(weights) < 0)
     # Against the largest entry, so that the checks mean the same for weights of any size and cannot overflow.
@@ -143,7 +143,7 @@ def _refuse(code: str, text: str, weights: FloatArray, wrong: npt.NDArray[np.boo
         got += f" but w[{j}][{i}]={float(weights[j, i])!r}"
     if code == "W_ROW_SUM":
         got += f" but neighbour weights that sum to {float(_off_diagonal(weights)[i].sum())!r}"
-    raise CheckFailed(code, f"{text}, got {got}")
+    raise AssumptionViolated(code, f"{text}, got {got}")
 
 
 def _check_gap(spectrum: FloatArray) -> None:
@@ -156,7 +156,7 @@ def _check_gap(spectrum: FloatArray) -> None:
         return
     error = len(spectrum) * float(np.finfo(np.float64).eps) * abs(float(spectrum[0]))
     if spectrum[-2] >= -error:
-        raise CheckFailed(
+        raise AssumptionViolated(
             "W_DISCONNECTED",
             "the communication graph is not connected, "
             f"got delta_2={float(spectrum[-2]):.3g}, which is zero up to rounding ({error:.1g}): "
@@ -187,7 +187,7 @@ class Topology(Section):
             raise ValueError("graph and sequence exclude each other; leave one of them out")
         return self
 
-    def network(self, n_learners: int, rounds: int = 1, roster: Roster | None = None) -> Network:
+    def network(self, n_learners: int, rounds: int = 1, roster: ParticipationSchedule | None = None) -> Network:
         """Who hears whom in which round.
 
         Args:
@@ -197,11 +197,11 @@ class Topology(Section):
 
         Raises:
             SpecError: a graph does not fit the number of learners, or its file cannot be used.
-            CheckFailed: W_DISCONNECTED, W_DIRECTED, W_OWN; or W_SHAPE, if a constant weight is so large that row sums
+            AssumptionViolated: W_DISCONNECTED, W_DIRECTED, W_OWN; or W_SHAPE, if a constant weight is so large that row sums
                 overflow.
         """
         names = names_of(n_learners) if roster is None else roster.names
-        whole = self.without_files(names)._whole(n_learners, rounds, () if roster is None else names)
+        whole = self.inline_files(names)._whole(n_learners, rounds, () if roster is None else names)
         if roster is None or not roster.absences:
             return whole
         partial = self.among(whole, roster)
@@ -209,14 +209,14 @@ class Topology(Section):
             self._require_connected(partial, rounds)
         return partial
 
-    def among(self, whole: Network, roster: Roster) -> PartialNetwork:
+    def among(self, whole: Network, roster: ParticipationSchedule) -> PartialNetwork:
         """The network of those who are there, connected or not.
 
         Args:
             whole: of all learners.
             roster: who is there in which round.
         """
-        return PartialNetwork(whole, roster, self.without_files(roster.names)._among)
+        return PartialNetwork(whole, roster, self.inline_files(roster.names)._among)
 
     def _whole(self, n_learners: int, rounds: int, names: Sequence[str]) -> Network:
         if self.sequence is not None:
@@ -229,10 +229,10 @@ class Topology(Section):
         coupling = self._coupling(adjacency)
         if lacking := cut_off(adjacency, names):  # by name
             text = f"the communication graph is not connected, got {lacking}; {graph.advice}"
-            raise CheckFailed("W_DISCONNECTED", text)
+            raise AssumptionViolated("W_DISCONNECTED", text)
         return FixedNetwork.from_weights(coupling)
 
-    def explicit(self, learners: int | Sequence[str]) -> Topology:
+    def to_edge_list(self, learners: int | Sequence[str]) -> Topology:
         """The same topology with its graphs as lists of edges: a learner elsewhere needs no file and no generator.
 
         A random sequence stays as it is: everybody draws it alone.
@@ -244,9 +244,9 @@ class Topology(Section):
             SpecError: a graph does not fit the number of learners, or its file cannot be used.
         """
         names = names_of(learners)
-        return self.without_files(names)._replaced(lambda part: part.listed(len(names)))
+        return self.inline_files(names)._replaced(lambda part: part.listed(len(names)))
 
-    def without_files(self, learners: int | Sequence[str]) -> Topology:
+    def inline_files(self, learners: int | Sequence[str]) -> Topology:
         """The same topology with what its files say in their place: as it is where it names none.
 
         Args:
@@ -303,7 +303,7 @@ class Topology(Section):
         """Whoever is there must reach everybody who is, in every round.
 
         Raises:
-            CheckFailed: W_DISCONNECTED.
+            AssumptionViolated: W_DISCONNECTED.
         """
         roster = network.roster
         for t in (0, *(change for change in roster.changes if change < rounds)):
@@ -311,7 +311,7 @@ class Topology(Section):
             hears = self._among(t, roster.there(t)).neighbours[np.ix_(there, there)]
             if (lost := np.flatnonzero(~(reached(hears) & reached(hears.T)))).size:
                 first, other = roster.names[there[0]], roster.names[there[lost[0]]]
-                raise CheckFailed(
+                raise AssumptionViolated(
                     "W_DISCONNECTED",
                     f"the communication graph among the {there.size} learners who are there from round {t} on is not connected, "
                     f"got no path both ways between {first} and {other}; {self._one_graph.advice}, or change absences",
@@ -329,7 +329,7 @@ class Topology(Section):
         """The network, if its planned rounds together connect everybody with everybody.
 
         Raises:
-            CheckFailed: W_DISCONNECTED.
+            AssumptionViolated: W_DISCONNECTED.
         """
         union, lacking = np.zeros((network.n_learners, network.n_learners), dtype=bool), ""
         for t in range(min(rounds, network.horizon)):
@@ -339,4 +339,4 @@ class Topology(Section):
         one = network.horizon == 1
         what = "the communication graph is" if one else f"the graphs of rounds 0 to {rounds - 1} together are"
         advice = (self.sequence or self._one_graph).advice
-        raise CheckFailed("W_DISCONNECTED", f"{what} not strongly connected, got {lacking}; {advice}")
+        raise AssumptionViolated("W_DISCONNECTED", f"{what} not strongly connected, got {lacking}; {advice}")

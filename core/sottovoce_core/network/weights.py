@@ -15,15 +15,15 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field, SerializeAsAny
 
-from sottovoce_core.arrays import FloatArray, Scalars, scalars
-from sottovoce_core.errors import CheckFailed
+from sottovoce_core.arrays import FloatArray, Scalars, broadcast_scalars
+from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.registry import Positive, Registry, Section
 
 # ---- mixing ----------------------------------------------------------------------------------------------------------
 
 ROUNDING = 1e-12
 """How far sums of weights may be from what they must be, relative to the largest weight."""
-_GRAIN = 2.0**-24
+_DIGEST_RESOLUTION = 2.0**-24
 """Weights that round to the same multiple of it are the same to a digest: machines may differ in the last bits of theirs."""
 
 
@@ -40,20 +40,20 @@ class Mixing:
     own: FloatArray
     _digests: list[bytes] = field(init=False, repr=False, default_factory=list)
     totals: Scalars = field(init=False, repr=False)
-    """What each learner gives to all others, as `scalars`."""
-    owns: Scalars = field(init=False, repr=False)
-    """`own`, as `scalars`."""
+    """What each learner gives to all others, as `broadcast_scalars`."""
+    own_scalars: Scalars = field(init=False, repr=False)
+    """`own`, as `broadcast_scalars`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "totals", scalars(self.neighbours.sum(axis=1).tolist()))
-        object.__setattr__(self, "owns", scalars(self.own.tolist()))
+        object.__setattr__(self, "totals", broadcast_scalars(self.neighbours.sum(axis=1).tolist()))
+        object.__setattr__(self, "owns", broadcast_scalars(self.own.tolist()))
 
     @property
     def digest(self) -> bytes:
         """SHA-256 of who hears whom with which weight: of all hearers, then of whom they hear, then of the weights."""
         if not self._digests:
             hearers, heard = np.nonzero(self.neighbours)
-            weights = np.rint(self.neighbours[hearers, heard] / _GRAIN)
+            weights = np.rint(self.neighbours[hearers, heard] / _DIGEST_RESOLUTION)
             parts = (hearers.astype("<u4"), heard.astype("<u4"), weights.astype("<f8"))
             self._digests.append(sha256(b"".join(part.tobytes() for part in parts)).digest())
         return self._digests[0]
@@ -68,13 +68,13 @@ class Mixing:
         row = self.neighbours[learner]
         return {int(j): float(row[j]) for j in np.flatnonzero(row)}
 
-    def told_by(self, learner: int) -> tuple[int, ...]:
+    def out_neighbours(self, learner: int) -> tuple[int, ...]:
         """Who hears `learner`, ascending."""
         return tuple(int(i) for i in np.flatnonzero(self.neighbours[:, learner]))
 
-    def neighbours_of(self, learner: int) -> frozenset[int]:
+    def all_neighbours(self, learner: int) -> frozenset[int]:
         """Whom `learner` hears or tells."""
-        return frozenset((*self.heard_by(learner), *self.told_by(learner)))
+        return frozenset((*self.heard_by(learner), *self.out_neighbours(learner)))
 
 
 def digest_of(rounds: Iterable[bytes]) -> bytes:
@@ -121,10 +121,10 @@ class WeightRule(Section, ABC):
             one_way: whether the graph was meant to be directed.
 
         Raises:
-            CheckFailed: W_DIRECTED or W_OWN.
+            AssumptionViolated: W_DIRECTED or W_OWN.
         """
         if one_way and not self.directed:
-            raise CheckFailed(
+            raise AssumptionViolated(
                 "W_DIRECTED",
                 f"{self.kind} weights need undirected graphs, got a directed one; take out_degree weights (columns sum to "
                 "one), in_degree or laplacian weights (rows sum to one)",
@@ -135,7 +135,7 @@ class WeightRule(Section, ABC):
             i = int(np.argmin(own))
             heard = int(adjacency[i].sum())
             limit = (2.0 if self.lazy else 1.0) / heard
-            raise CheckFailed(
+            raise AssumptionViolated(
                 "W_OWN",
                 "every learner must keep a positive weight for its own value, "
                 f"got {float(own[i]):.6g} for a learner that hears {heard} others by {self.kind} weights; "

@@ -4,22 +4,22 @@ Why a lattice. A float64 Laplace number added to a float64 state leaks the state
 the state is rounded to a lattice `Z * grid` first, and the noise is discrete Laplace on that same lattice: every lattice
 point can come from every state, and `log p(x) - log p(x')` is exactly `(|x'| - |x|) / scale`.
 
-A source answers a `Draw` (`draw`). `bitwise` draws what is sent, `opendp` the same law with OpenDP, `simulated` is for simulation
+A source answers a `NoiseRequest` (`draw`). `bitwise` draws what is sent, `opendp` the same law with OpenDP, `simulated` is for simulation
 and replay; `mechanisms` puts noise on a vector.
 """
 
 from sottovoce_core.noise.bitwise import KeyedNoise, OpenDpNoise, SystemNoise
-from sottovoce_core.noise.draw import GRID_BITS, LARGEST_SCALE, SMALLEST_SCALE, Draw, Law, Noise, grid, on_grid
+from sottovoce_core.noise.draw import LATTICE_BITS, MAX_NOISE_SCALE, MIN_NOISE_SCALE, NoiseRequest, Law, NoiseSource, grid, round_to_lattice
 from sottovoce_core.noise.simulated import RecordedNoise, Recorder, SeededNoise, no_noise
 
 __all__ = [
-    "GRID_BITS",
-    "LARGEST_SCALE",
-    "SMALLEST_SCALE",
-    "Draw",
+    "LATTICE_BITS",
+    "MAX_NOISE_SCALE",
+    "MIN_NOISE_SCALE",
+    "NoiseRequest",
     "KeyedNoise",
     "Law",
-    "Noise",
+    "NoiseSource",
     "OpenDpNoise",
     "RecordedNoise",
     "Recorder",
@@ -27,5 +27,5 @@ __all__ = [
     "SystemNoise",
     "grid",
     "no_noise",
-    "on_grid",
+    "round_to_lattice",
 ]

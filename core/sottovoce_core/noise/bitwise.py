@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise.draw import MOST_ROWS, Ahead, Draw, Row
-from sottovoce_core.optional import get_extra
+from sottovoce_core.noise.draw import MOST_ROWS, PrefetchCache, NoiseRequest, Row
+from sottovoce_core.optional import format_install_hint
 
 # ---- bitwise ---------------------------------------------------------------------------------------------------------
 
@@ -42,13 +42,13 @@ class SystemNoise:
     and so is minus zero, else zero counted twice. Every comparison of a random number with a probability is decided by 16
     bits, and by 48 more where those tie.
 
-    Where later scales are known (`Draw.later`), short Laplace vectors of several rounds are drawn together (`ahead`).
+    Where later scales are known (`NoiseRequest.later`), short Laplace vectors of several rounds are drawn together (`ahead`).
     """
 
     def __init__(self, entropy: Callable[[int], bytes] = ssl.RAND_bytes) -> None:
-        self._entropy, self._ahead = entropy, Ahead()
+        self._entropy, self._ahead = entropy, PrefetchCache()
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         match draw.law:
             case "laplace":
                 return self._next(draw)
@@ -59,7 +59,7 @@ class SystemNoise:
             case _:  # a law that is not here must fail, not be taken for another one
                 assert_never(draw.law)
 
-    def _next(self, draw: Draw) -> FloatArray:
+    def _next(self, draw: NoiseRequest) -> FloatArray:
         """Laplace numbers: those that wait, or new ones, and then those of later rounds with them, as many as one pass takes."""
         row, count = Row(draw.round, *draw.of_one(), draw.shape), math.prod(draw.shape)
         if draw.later is None or 2 * count > _AT_ONCE:
@@ -96,13 +96,13 @@ class SystemNoise:
             waiting = waiting[~accepted]
         return drawn
 
-    def _spherical(self, draw: Draw) -> FloatArray:
+    def _spherical(self, draw: NoiseRequest) -> FloatArray:
         """A sum of exponentials, in the direction of a normal vector. In float64, on no lattice.
 
         So it protects a learner against those who look at values, not against those who look at their last bits: which
         floats can come out depends on the state that they are added to (Mironov 2012). No bound on that is known.
         """
-        rate, count, pairs = draw.rate_of_one(), math.prod(draw.shape), -(-math.prod(draw.shape) // 2)
+        rate, count, pairs = draw.require_single_rate(), math.prod(draw.shape), -(-math.prod(draw.shape) // 2)
         bits = np.frombuffer(self._entropy(8 * (count + 2 * pairs)), np.uint64) >> np.uint64(11)
         uniform = np.ldexp(bits + 0.5, -53)
         radius = -np.log(uniform[:count]).reshape(draw.shape).sum(axis=-1, keepdims=True) / rate
@@ -173,7 +173,7 @@ class KeyedNoise:
     run: str
     learner: int
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         calls = itertools.count()
 
         def stream(count: int) -> bytes:
@@ -202,10 +202,10 @@ class OpenDpNoise(SystemNoise):
         try:
             self._opendp: Any = importlib.import_module("opendp.prelude")
         except ImportError:
-            raise SpecError(f"noise from OpenDP needs its package: {get_extra('opendp')}") from None
+            raise SpecError(f"noise from OpenDP needs its package: {format_install_hint('opendp')}") from None
         self._opendp.enable_features("contrib")  # what has a proof, but no audit yet; for the whole process
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         opendp = self._opendp
         match draw.law:
             case "laplace":

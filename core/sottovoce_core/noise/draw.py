@@ -22,10 +22,10 @@ from sottovoce_core.errors import SpecError
 
 # ---- lattice ---------------------------------------------------------------------------------------------------------
 
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-900, 1e90
+MIN_NOISE_SCALE, MAX_NOISE_SCALE = 2.0**-900, 1e90
 """Of noise: beyond them its lattice leaves the range of float64, or its messages what the wire carries (1e100)."""
 
-GRID_BITS = 40
+LATTICE_BITS = 40
 """Lattice points per scale of the noise, as a power of two: rounding moves a state by less than 2^-40 scales."""
 
 
@@ -38,17 +38,17 @@ def grid(scale: Scalars) -> Scalars:
         SpecError: a scale that has no lattice in float64: 0, infinite, not a number, or below about 1e-311.
     """
     if isinstance(scale, float):
-        one = math.ldexp(1.0, math.frexp(scale)[1] - 1 - GRID_BITS)
+        one = math.ldexp(1.0, math.frexp(scale)[1] - 1 - LATTICE_BITS)
         if not 0.0 < one <= scale < math.inf:
             raise SpecError(f"a noise scale must be positive, finite and have a lattice in float64, got {scale}")
         return one
-    spacing: FloatArray = np.ldexp(1.0, np.frexp(scale)[1] - 1 - GRID_BITS)
+    spacing: FloatArray = np.ldexp(1.0, np.frexp(scale)[1] - 1 - LATTICE_BITS)
     if not ((spacing > 0.0) & (spacing <= scale) & (scale < math.inf)).all():
         raise SpecError(f"noise scales must be positive, finite and have a lattice in float64, got {scale}")
     return spacing
 
 
-def on_grid(values: FloatArray, spacing: Scalars) -> FloatArray:
+def round_to_lattice(values: FloatArray, spacing: Scalars) -> FloatArray:
     """`values` rounded to the nearest multiple of `spacing` (a power of two, so scaling is exact)."""
     rounded: FloatArray = values / spacing
     np.rint(rounded, out=rounded)
@@ -68,7 +68,7 @@ Law = Literal["laplace", "gaussian", "spherical"]
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class NoiseRequest:
     """One draw of noise: independent numbers of one law, for one field of one round's message.
 
     Attributes:
@@ -92,7 +92,7 @@ class Draw:
 
     def rounded(self, values: FloatArray) -> FloatArray:
         """`values` on the lattice, if there is one."""
-        return values if self.grid is None else on_grid(values, self.grid)
+        return values if self.grid is None else round_to_lattice(values, self.grid)
 
     def of_one(self) -> tuple[float, float]:
         """Scale and spacing, for a source that serves a single learner and draws on lattices.
@@ -108,7 +108,7 @@ class Draw:
             raise SpecError(f"{text}, got scale {self.scale} on a grid of {self.grid} in round {self.round}")
         return self.scale, self.grid
 
-    def rate_of_one(self) -> float:
+    def require_single_rate(self) -> float:
         """The rate of spherical noise, for a source that serves a single learner.
 
         Raises:
@@ -123,7 +123,7 @@ class Draw:
         return self.scale
 
 
-Noise = Callable[[Draw], FloatArray]
+NoiseSource = Callable[[NoiseRequest], FloatArray]
 """Where the noise of a message comes from: the operating system, a seed, a recording, or nowhere."""
 
 
@@ -162,7 +162,7 @@ class Row(NamedTuple):
         rows, cut = [self], math.frexp(self.rate)[1]
         for t in range(self.round + 1, self.round + most):
             scale = later(t)
-            if not (isinstance(scale, float) and SMALLEST_SCALE <= scale <= LARGEST_SCALE):
+            if not (isinstance(scale, float) and MIN_NOISE_SCALE <= scale <= MAX_NOISE_SCALE):
                 break
             row = Row(t, scale, float(grid(scale)), self.shape)
             if math.frexp(row.rate)[1] != cut:
@@ -171,14 +171,14 @@ class Row(NamedTuple):
         return rows
 
 
-class Ahead:
+class PrefetchCache:
     """What waits, by field. Threads may share it: a row is taken out before it is looked at."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[tuple[object, Row, FloatArray]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Ahead, ()
+        return PrefetchCache, ()
 
     def take(self, field: str, row: Row) -> FloatArray | None:
         """The numbers that wait for this row. If the next ones are for another, all are thrown away."""

@@ -15,14 +15,14 @@ from collections.abc import Callable
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, Scalars
-from sottovoce_core.noise import SMALLEST_SCALE, Draw, Law, Noise, grid, on_grid
+from sottovoce_core.noise import MIN_NOISE_SCALE, NoiseRequest, Law, NoiseSource, grid, round_to_lattice
 
-_FARTHEST, _ROUNDING = 65.0, 1e-9
+_MAX_NOISE_SCALES, _ROUNDING = 65.0, 1e-9
 """Scales that Laplace noise keeps within, with probability above `1 - e^-64`, the lattice included; and of float64, with room."""
 
 
-def say_laplace(
-    noise: Noise,
+def add_laplace_noise(
+    noise: NoiseSource,
     field: str,
     t: int,
     vector: FloatArray,
@@ -37,18 +37,18 @@ def say_laplace(
         t: its round.
         vector: the secret; any leading axes.
         scale: one number, or one per learner; all zero: no noise.
-        later: of a later round, where it is known (`Draw.later`).
+        later: of a later round, where it is known (`NoiseRequest.later`).
     """
     return _said(noise, "laplace", field, t, vector, scale, later)
 
 
-def say_gaussian(noise: Noise, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
-    """As `say_laplace`, with discrete Gaussian noise of standard deviation `scale`."""
+def add_gaussian_noise(noise: NoiseSource, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
+    """As `add_laplace_noise`, with discrete Gaussian noise of standard deviation `scale`."""
     return _said(noise, "gaussian", field, t, vector, scale)
 
 
 def _said(
-    noise: Noise,
+    noise: NoiseSource,
     law: Law,
     field: str,
     t: int,
@@ -59,38 +59,38 @@ def _said(
     if not (scale if isinstance(scale, float) else np.count_nonzero(scale)):
         return vector
     spacing = grid(scale)
-    said = on_grid(vector, spacing)
-    said += noise(Draw(law, field, t, scale, spacing, vector.shape, later))
+    said = round_to_lattice(vector, spacing)
+    said += noise(NoiseRequest(law, field, t, scale, spacing, vector.shape, later))
     return said
 
 
-def lattice_of(field: str, scale: float) -> dict[str, float]:
-    """What `OnLattice.lattice` answers for one field, said by `say_laplace` or `say_gaussian`.
+def field_lattice_spacing(field: str, scale: float) -> dict[str, float]:
+    """What `LatticeAlgorithm.lattice` answers for one field, said by `add_laplace_noise` or `add_gaussian_noise`.
 
     A scale within rounding of a power of two has the finer of the two lattices.
     """
-    return {field: float(grid(scale * (1.0 - 1e-9)))} if SMALLEST_SCALE <= scale < math.inf else {}
+    return {field: float(grid(scale * (1.0 - 1e-9)))} if MIN_NOISE_SCALE <= scale < math.inf else {}
 
 
-def largest_said(largest: float, scale: float) -> float:
-    """What no number of a vector said by `say_laplace` exceeds, but with probability below `e^-64` each.
+def magnitude_bound(largest: float, scale: float) -> float:
+    """What no number of a vector said by `add_laplace_noise` exceeds, but with probability below `e^-64` each.
 
     Args:
         largest: of the vector's own numbers, in absolute value.
         scale: of the noise; 0: none.
     """
-    return largest * (1.0 + _ROUNDING) + _FARTHEST * scale
+    return largest * (1.0 + _ROUNDING) + _MAX_NOISE_SCALES * scale
 
 
-def laplace_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
-    """Log density `(...)` of having said `said (..., dim)` of a `vector`: what `say_laplace` draws from.
+def laplace_log_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
+    """Log density `(...)` of having said `said (..., dim)` of a `vector`: what `add_laplace_noise` draws from.
 
     That of the continuous law: the mass of a lattice point, over `grid^dim`, is less by a factor of `1 - (grid/scale)^2 / 12`
     a coordinate, which is the same in all worlds. Without noise it is 0 where the two are equal, and -inf elsewhere.
     """
     if not np.count_nonzero(scale):
-        return certain_density(said, vector)
-    distance = said - on_grid(vector, grid(scale))
+        return dirac_log_density(said, vector)
+    distance = said - round_to_lattice(vector, grid(scale))
     np.abs(distance, out=distance)
     distance /= scale
     distance += np.log(2.0 * scale)
@@ -98,7 +98,7 @@ def laplace_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> Flo
     return total
 
 
-def certain_density(said: FloatArray, vector: FloatArray) -> FloatArray:
+def dirac_log_density(said: FloatArray, vector: FloatArray) -> FloatArray:
     """Log density `(...)` of what leaves no choice: 0 where `said (..., dim)` is `vector` up to rounding, else -inf.
 
     Rounding, because a replay computes the same in another order: a millionth of a millionth of the largest number.
@@ -118,16 +118,16 @@ def laplace_loss(sensitivity: float, dim: int, scale: float) -> float:
     return (sensitivity + dim * float(grid(scale))) / scale if scale > 0 else math.inf
 
 
-def gaussian_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
-    """Log density `(...)` of having said `said (..., dim)` of a `vector`: what `say_gaussian` draws from."""
+def gaussian_log_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
+    """Log density `(...)` of having said `said (..., dim)` of a `vector`: what `add_gaussian_noise` draws from."""
     if not np.count_nonzero(scale):
-        return certain_density(said, vector)
-    distance = (said - on_grid(vector, grid(scale))) / scale
+        return dirac_log_density(said, vector)
+    distance = (said - round_to_lattice(vector, grid(scale))) / scale
     total: FloatArray = np.sum(-0.5 * distance**2 - np.log(math.sqrt(2.0 * math.pi) * scale), axis=-1)
     return total
 
 
-def gaussian_loss(sensitivity: float, dim: int, scale: float) -> float:
+def gaussian_zcdp_rho(sensitivity: float, dim: int, scale: float) -> float:
     """Zero-concentrated privacy rho of one Gaussian message that one record moves by `sensitivity` in l2 norm.
 
     `(sensitivity + sqrt(dim) grid)^2 / (2 scale^2)`: of the discrete Gaussian (Canonne, Kamath, Steinke 2020, Theorem 14),
@@ -143,7 +143,7 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
     return rho + 2.0 * math.sqrt(rho * math.log(1.0 / delta))
 
 
-def spherical_density(noise: FloatArray, rate: Scalars) -> FloatArray:
+def spherical_log_density(noise: FloatArray, rate: Scalars) -> FloatArray:
     """Log density `(...)` of a noise vector `(..., dim)` under `exp(-rate ||e||_2)`, up to a constant of dim alone."""
     dim = noise.shape[-1]
     total: FloatArray = dim * np.log(rate) - rate * np.linalg.norm(noise, axis=-1, keepdims=True)

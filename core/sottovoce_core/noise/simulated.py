@@ -17,7 +17,7 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise.draw import Draw, Noise
+from sottovoce_core.noise.draw import NoiseRequest, NoiseSource
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
@@ -25,10 +25,10 @@ AHEAD = 2**14
 """Numbers of the first replica that are drawn at a time, at least: small draws are cut from a large one, which is cheaper."""
 _APART = 2**64
 """Numbers between the beginnings of two draws of the others, of the 2^128 of a generator."""
-_REPLICAS = 0x7265706C
+_REPLICA_SPAWN_KEY = 0x7265706C
 """Of a seed's children, those with this word in front are of replicas, and of nothing else."""
 
-Fill = Callable[[np.random.Generator, FloatArray], None]
+ArraySampler = Callable[[np.random.Generator, FloatArray], None]
 """Fills an array, in order, the same in one call as in several."""
 
 
@@ -41,10 +41,10 @@ class Streams:
         fill: draws the numbers.
     """
 
-    def __init__(self, seed: np.random.SeedSequence, law: int, fill: Fill) -> None:
+    def __init__(self, seed: np.random.SeedSequence, law: int, fill: ArraySampler) -> None:
         first, others = (
             np.random.SeedSequence(
-                seed.entropy, spawn_key=(*seed.spawn_key, _REPLICAS, law, k), pool_size=seed.pool_size
+                seed.entropy, spawn_key=(*seed.spawn_key, _REPLICA_SPAWN_KEY, law, k), pool_size=seed.pool_size
             )
             for k in range(2)
         )
@@ -81,7 +81,7 @@ class Streams:
 
 # ---- laws ------------------------------------------------------------------------------------------------------------
 
-_FITTING = 2**14
+_CACHE_BLOCK_NUMBERS = 2**14
 """Numbers that stay in a processor's cache (128 KiB) while several steps work on them."""
 
 
@@ -91,8 +91,8 @@ def laplace(generator: np.random.Generator, numbers: FloatArray) -> None:
     u is a multiple of 2^-53; half a multiple is added to it, which is exact, so that v is never 0.
     """
     flat = numbers.reshape(-1)
-    for start in range(0, flat.size, _FITTING):
-        some = flat[start : start + _FITTING]
+    for start in range(0, flat.size, _CACHE_BLOCK_NUMBERS):
+        some = flat[start : start + _CACHE_BLOCK_NUMBERS]
         generator.random(out=some)
         some *= -2.0
         some += 1.0 - 2.0**-53
@@ -122,7 +122,7 @@ class SeededNoise:
         seed = seed if isinstance(seed, np.random.SeedSequence) else np.random.SeedSequence(seed)
         self._laplace, self._normal = Streams(seed, 0, laplace), Streams(seed, 1, normal)
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         match draw.law:
             case "laplace":
                 drawn = self._laplace.take(draw.shape)
@@ -141,7 +141,7 @@ class SeededNoise:
         drawn *= draw.grid
         return drawn
 
-    def _spherical(self, draw: Draw) -> FloatArray:
+    def _spherical(self, draw: NoiseRequest) -> FloatArray:
         """A normal vector's direction, and the sum of as many exponential numbers as its norm: a gamma number."""
         direction = self._normal.take(draw.shape)
         direction *= 1.0 / np.linalg.norm(direction, axis=-1, keepdims=True)
@@ -149,7 +149,7 @@ class SeededNoise:
         return direction
 
 
-def no_noise(draw: Draw) -> FloatArray:
+def no_noise(draw: NoiseRequest) -> FloatArray:
     """Silence: every number is zero."""
     return np.zeros(draw.shape)
 
@@ -170,7 +170,7 @@ class RecordedNoise:
         """Fields that nobody has asked for."""
         return sorted(self.fields.keys() - self.drawn)
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         self.drawn.add(draw.field)
         rounds = self.fields.get(draw.field, ())
         if draw.round >= len(rounds):
@@ -191,7 +191,7 @@ class RecordedNoise:
 class Recorder:
     """Passes another source's noise on, and keeps it."""
 
-    source: Noise
+    source: NoiseSource
     rounds: dict[str, dict[int, FloatArray]] = field(default_factory=dict)
     """What was drawn, by field and round."""
 
@@ -204,7 +204,7 @@ class Recorder:
             dense[name] = [rounds.get(t, blank) for t in range(max(rounds) + 1)]
         return dense
 
-    def __call__(self, draw: Draw) -> FloatArray:
+    def __call__(self, draw: NoiseRequest) -> FloatArray:
         drawn = self.source(draw)
         self.rounds.setdefault(draw.field, {})[draw.round] = drawn
         return drawn

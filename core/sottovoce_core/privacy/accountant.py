@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from sottovoce_core.arrays import MOST_NUMBERS, FloatArray, IntArray, as_floats
+from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray, IntArray, as_floats
 from sottovoce_core.errors import SpecError
-from sottovoce_core.privacy.guarantee import Event, Grounds, Guarantee, Mechanism
+from sottovoce_core.privacy.guarantee import Event, GuaranteeBasis, Guarantee, Mechanism
 
 
 class Accountant(ABC):
@@ -33,7 +33,7 @@ class Accountant(ABC):
             they are increments of a maximum over records, they are not: a message may tell more than its increment.
         grounds: what the numbers rest on.
         published: a meter of published decisions, where those are promised something of their own; else None.
-        any_messages: the losses hold whatever the learner hears: messages of earlier rounds in place of those of this one, too.
+        is_valid_for_any_messages: the losses hold whatever the learner hears: messages of earlier rounds in place of those of this one, too.
         pauses: they hold where nothing is said in some rounds between others, and what was learned before is said after them:
             where a message may hide what it shows from later ones, they do not.
     """
@@ -43,10 +43,10 @@ class Accountant(ABC):
     shared: bool = False
     follows: bool = False
     dominates: bool = False
-    grounds: Grounds = Grounds()
+    grounds: GuaranteeBasis = GuaranteeBasis()
     published: Accountant | None = None
-    any_messages: bool = False
-    pauses: bool = False
+    is_valid_for_any_messages: bool = False
+    can_pause: bool = False
 
     @abstractmethod
     def next_loss(self) -> float:
@@ -105,7 +105,7 @@ def _events(event: Event, replaced: IntArray) -> int:
     return differ if event is Event.ROUND else min(differ, 1)
 
 
-class FirstRecord(Accountant):
+class FirstRecordAccountant(Accountant):
     """A meter whose dearest event is one of the first round that brings records: no later one costs more in any message."""
 
     follows = True
@@ -120,12 +120,12 @@ class FirstRecord(Accountant):
         """
         if replaced is None:
             replaced = 1 if records and not self._seen else 0
-        require_part(records, replaced)
+        require_replaced_count(records, replaced)
         self._seen += records
         return replaced
 
 
-class ListedLosses(Accountant):
+class PrecomputedAccountant(Accountant):
     """Losses that depend on nothing that comes, read off a list.
 
     Args:
@@ -143,7 +143,7 @@ class ListedLosses(Accountant):
         per_round: FloatArray,
         mechanism: Mechanism = Mechanism.PURE,
         event: Event = Event.RECORD,
-        grounds: Grounds = Accountant.grounds,
+        grounds: GuaranteeBasis = Accountant.grounds,
     ) -> None:
         self.per_round, self.mechanism, self.event, self.grounds = per_round, mechanism, event, grounds
         self.t = 0
@@ -155,7 +155,7 @@ class ListedLosses(Accountant):
         self.t += 1
 
 
-def require_part(records: int, replaced: int) -> None:
+def require_replaced_count(records: int, replaced: int) -> None:
     """Raises `SpecError` unless `0 <= replaced <= records`."""
     if not 0 <= replaced <= records:
         raise SpecError(f"replaced must lie in [0, records={records}], got {replaced}")
@@ -175,8 +175,8 @@ def guarantee(
     Raises:
         SpecError: too many rounds, numbers of another shape, below 0 or not whole, or more replaced than there are.
     """
-    if rounds > MOST_NUMBERS:
-        raise SpecError(f"a guarantee is computed round by round, for at most {MOST_NUMBERS} rounds, got {rounds}")
+    if rounds > MAX_ARRAY_ELEMENTS:
+        raise SpecError(f"a guarantee is computed round by round, for at most {MAX_ARRAY_ELEMENTS} rounds, got {rounds}")
     counts = np.ones(rounds, np.int64) if counts is None else _planned("counts", counts, rounds)
     if replaced is not None:
         replaced = _planned("replaced", replaced, rounds)

@@ -64,7 +64,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class Grounds:
+class GuaranteeBasis:
     """What the numbers of a guarantee rest on.
 
     Attributes:
@@ -105,7 +105,7 @@ class Guarantee:
     per_round: FloatArray
     paper: FloatArray
     infinite_horizon: float
-    grounds: Grounds
+    grounds: GuaranteeBasis
     output: FloatArray | None = None
 
     @property
@@ -121,7 +121,7 @@ class Guarantee:
         return f"{what} of one learner replaced (event level, numbers of records public)"
 
     @property
-    def cumulative(self) -> FloatArray:
+    def cumulative_epsilon(self) -> FloatArray:
         """`(rounds,)` epsilon after the messages of rounds 0..t."""
         return np.cumsum(self.per_round)
 
@@ -143,12 +143,12 @@ class Guarantee:
         return math.fsum(self.per_round[:rounds])
 
 
-def overall(epsilons: Iterable[float], *, shared: bool) -> float:
+def combine_epsilons(epsilons: Iterable[float], *, shared: bool) -> float:
     """Epsilon of one event for who hears all learners: the largest of theirs, or the sum where an event is everybody's."""
     return math.fsum(epsilons) if shared else max(epsilons)
 
 
-def joint(each: Sequence[Guarantee]) -> Guarantee:
+def compose_guarantees(each: Sequence[Guarantee]) -> Guarantee:
     """What is promised to somebody who hears all of these learners about an event at every one of them: the sum.
 
     Given everything said before, learners draw their noise independently, so their losses add up.
@@ -168,7 +168,7 @@ def joint(each: Sequence[Guarantee]) -> Guarantee:
 # ---- regularity ------------------------------------------------------------------------------------------------------
 
 _ENFORCED_BY = {
-    "grad_change": "the loss, on rows scaled to feature_bound (and labels clipped to label_bound), clipped to clip_norm",
+    "gradient_change": "the loss, on rows scaled to feature_bound (and labels clipped to label_bound), clipped to clip_norm",
     "smoothness": "the loss, on rows scaled to feature_bound",
     "clip_norm": "the loss, on rows scaled to feature_bound, and clipping where clip_norm is set",
     "ridge": "the loss, exactly",
@@ -177,7 +177,7 @@ _ENFORCED_BY = {
 }
 
 
-_NUMBERS = ("grad_change", "smoothness", "clip_norm", "ridge", "diameter")
+_NUMBERS = ("gradient_change", "smoothness", "clip_norm", "ridge", "diameter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class Regularity:
     """What is known about every record's loss `l`, without its exact ridge term `r/2 ||theta||^2`, on the decision set.
 
     Attributes:
-        grad_change: C, largest l2 distance between the gradients of two records at one theta.
+        gradient_change: C, largest l2 distance between the gradients of two records at one theta.
         smoothness: L, Lipschitz constant of a record's gradient; infinite: unknown.
         clip_norm: G, bound on a record's gradient norm: by clipping, or for margin losses by nature; infinite: none.
         ridge: r.
@@ -194,7 +194,7 @@ class Regularity:
         margin: whether `l` is a function of `a.theta`. If so, clipped gradients of a convex `l` are those of another.
     """
 
-    grad_change: float
+    gradient_change: float
     smoothness: float
     clip_norm: float
     ridge: float
@@ -213,22 +213,22 @@ class Regularity:
         """What accounting needs to know of a loss on a decision set."""
         radius = decision_set.largest_norm(dim)
         return cls(
-            grad_change=loss.gradient_change(radius),
+            gradient_change=loss.gradient_change(radius),
             smoothness=loss.smoothness,
             clip_norm=loss.gradient_bound(radius),
             ridge=loss.ridge,
             diameter=decision_set.diameter(dim),
             convex=loss.convex,
-            margin=loss.convex_clipped,
+            margin=loss.is_convex_when_clipped,
         )
 
     @property
     def change(self) -> float:
         """C after clipping: two gradients of norm at most G differ by at most 2G."""
-        return min(self.grad_change, 2 * self.clip_norm)
+        return min(self.gradient_change, 2 * self.clip_norm)
 
     @property
-    def convex_step(self) -> bool:
+    def can_use_convex_mode(self) -> bool:
         """Does mode `convex` apply? Clipped gradients are those of a convex function only for margin losses."""
         return self.convex and self.smoothness < math.inf and (self.margin or self.clip_norm == math.inf)
 

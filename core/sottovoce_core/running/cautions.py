@@ -8,25 +8,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from sottovoce_core.algorithms.setting import Caveat
+from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.data.encoding import alike
 from sottovoce_core.data.schedule import PlacedData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.running.run import Run, build_run, first_round_above, format_above
+from sottovoce_core.running.run import Run, build_run, find_first_round_above, format_above
 from sottovoce_core.spec import RunSpec
-from sottovoce_core.text import in_short
+from sottovoce_core.text import abbreviate_names
 
 _FEW = 0.01
 """Share of the rounds that a learner may be without records at the end: so far records that are dealt evenly differ."""
-MAX_PRICED_ROUNDS = 100_000
+MAX_ACCOUNTED_ROUNDS = 100_000
 """Rounds of live records that are priced before they come."""
 BUDGET_ENDS = "BUDGET_ENDS"
 """Code of the caution that a budget ends before the run."""
 
 
-def budget_cautions(run: Run, data: PlacedData) -> Iterator[Caveat]:
+def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
     """The learners that stop speaking before the last planned round, since `privacy.budget` allows no more.
 
     Args:
@@ -36,9 +36,9 @@ def budget_cautions(run: Run, data: PlacedData) -> Iterator[Caveat]:
     spec = run.spec
     if spec.privacy.budget is None or spec.endless:
         return
-    budgets = [spec.budget_of(i) or math.inf for i in range(spec.n_learners)]
+    budgets = [spec.get_budget(i) or math.inf for i in range(spec.n_learners)]
     losses = [_losses(run, data, i) for i in range(spec.n_learners)]
-    found = [first_round_above(each, limit) for each, limit in zip(losses, budgets, strict=True)]
+    found = [find_first_round_above(each, limit) for each, limit in zip(losses, budgets, strict=True)]
     first = {i: t for i, t in enumerate(found) if t is not None}
     if not first:
         return
@@ -49,10 +49,10 @@ def budget_cautions(run: Run, data: PlacedData) -> Iterator[Caveat]:
     fits = [f"rounds: {rounds}"] if _fits(run, data, rounds) else []
     if all(map(math.isfinite, totals)):
         fits.append(f"privacy.budget: {_budget_for(spec, totals)}")
-    yield Caveat(
+    yield RunWarning(
         BUDGET_ENDS,
         f"privacy.budget {budgets[largest]:g} is below what {spec.rounds} rounds cost, epsilon {cost} at "
-        f"{spec.names[largest]}: {in_short(stops)} (rounds count from 0) would exceed it and sends no message; a run of services "
+        f"{spec.names[largest]}: {abbreviate_names(stops)} (rounds count from 0) would exceed it and sends no message; a run of services "
         f"ends there, a simulation goes on; what fits: {', '.join([*fits, 'or more noise'])} (sottovoce budget --target)",
     )
 
@@ -61,7 +61,7 @@ def _losses(run: Run, data: PlacedData, learner: int) -> FloatArray:
     """`(rounds,)` epsilon of each message until the learner's last round."""
     own = data.learners[learner]
     if run.spec.data.live and not own.offsets[-1]:  # nobody knows yet how many come
-        return run.planned_losses(learner, MAX_PRICED_ROUNDS)
+        return run.planned_losses(learner, MAX_ACCOUNTED_ROUNDS)
     return run.algorithm.accountant(learner).losses(np.diff(own.offsets))[: run.attendance(learner).end]
 
 
@@ -76,8 +76,8 @@ def _fits(run: Run, data: PlacedData, rounds: int) -> bool:
     cut = replace(
         data, learners=tuple(replace(own, order=own.order, offsets=own.offsets[: rounds + 1]) for own in data.learners)
     )
-    budgets = [run.spec.budget_of(i) or math.inf for i in range(run.spec.n_learners)]
-    return all(first_round_above(_losses(shorter, cut, i), limit) is None for i, limit in enumerate(budgets))
+    budgets = [run.spec.get_budget(i) or math.inf for i in range(run.spec.n_learners)]
+    return all(find_first_round_above(_losses(shorter, cut, i), limit) is None for i, limit in enumerate(budgets))
 
 
 def _budget_for(spec: RunSpec, totals: Sequence[float]) -> str:
@@ -98,7 +98,7 @@ def _rounded_up(value: float) -> float:
     return float(f"{math.ceil(value / unit) * unit:.3g}")
 
 
-def cautions(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[Caveat]:
+def cautions(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
     """None of them makes a run unsafe, or costs anything.
 
     Args:
@@ -110,7 +110,7 @@ def cautions(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[Cave
     yield from _classes(spec, dataset, data)
 
 
-def _ended(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[Caveat]:
+def _ended(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
     """Learners that are there after their last record has been learned."""
     dealt = dataset.round is None  # by us: else the file says when, and who pauses may do so to the end
     if dealt and spec.data.batch_size == "all":
@@ -128,32 +128,32 @@ def _ended(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[Caveat
         lasting, rounds = f"{least}", "at every learner"
     else:
         told = [f"{spec.names[i]} ({last})" for i, last in sorted(short.items(), key=lambda each: each[1])]
-        lasting, rounds = f"{least}" if least == most else f"{least} to {most}", f"at {in_short(told)}"
+        lasting, rounds = f"{least}" if least == most else f"{least} to {most}", f"at {abbreviate_names(told)}"
     instead = ", take a smaller data.batch_size, or data.reuse: true, which costs more epsilon" if dealt else ""
-    yield Caveat(
+    yield RunWarning(
         "RECORDS_END",
         f"the records last {lasting} of {spec.rounds} rounds {rounds}: after that nothing more is learned from them, and "
         f"average_loss is over the rounds that bring records: set rounds to at most {most}{instead}",
     )
 
 
-def _classes(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[Caveat]:
+def _classes(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
     """Labels that a loss of two classes puts together, and those that are all the same."""
     loss, texts = spec.loss, dataset.class_names
     if loss.n_classes is None or dataset.classes is None or not texts:
         return
     if told := alike(texts):
-        yield Caveat("LABELS_ALIKE", f"labels {told}")
+        yield RunWarning("LABELS_ALIKE", f"labels {told}")
     labels = np.concatenate([*(own.labels for own in data.learners), data.test_labels])
     if (labels == labels[0]).all():
         only = texts[int(dataset.classes[0])]
-        yield Caveat(
+        yield RunWarning(
             "ONE_CLASS",
             f"all records have the same class ({only}): there is nothing to tell apart, and an accuracy near 1 is no merit; "
             "bring records of another class",
         )
     elif loss.binary and spec.data.positive is None and len(texts) > 2:
-        yield Caveat(
+        yield RunWarning(
             "CLASSES_JOINED",
             f"{len(texts)} labels under the {loss.kind} loss, which has two classes: {_read_as(texts, dataset)}; take loss: "
             f"{{kind: softmax, classes: {len(texts)}}}, or name in data.positive those that count as 1",
@@ -165,4 +165,4 @@ def _read_as(texts: Sequence[str], dataset: Dataset) -> str:
     read = [f"{texts[int(k)]} is {dataset.labels[at]:g}" for k, at in zip(found, first, strict=True)]
     if 2 * len(texts) > len(dataset.labels):
         return "as many as there are records, or nearly"
-    return in_short(read)
+    return abbreviate_names(read)

@@ -30,7 +30,7 @@ from sottovoce_core.decision_sets import Box, DecisionSet
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.network.roster import Mask
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import SimulatedRound
 
@@ -102,7 +102,7 @@ class _Objective:
         """
         if not self.loss.convex:
             raise SpecError("the minimiser of a loss that is not convex cannot be computed")
-        minimize = import_extra("scipy.optimize", "SciPy", "regret or tracking error").minimize
+        minimize = import_optional("scipy.optimize", "SciPy", "regret or tracking error").minimize
         mean = _Mean(self)
         bounds = [(decision_set.low, decision_set.high)] * len(start) if isinstance(decision_set, Box) else None
         options = {"maxiter": MOST_STEPS, "maxfun": 2 * MOST_STEPS, "ftol": 1e-15, "gtol": _TOLERANCE, "maxcor": 20}
@@ -227,7 +227,7 @@ class Curves:
     with_records: FloatArray
 
     @property
-    def all_with_records(self) -> bool:
+    def has_records_in_all_rounds(self) -> bool:
         """Whether every measured round brought records to every learner."""
         return bool(np.array_equal(self.with_records, self.rounds))
 

@@ -26,26 +26,26 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from sottovoce_core.algorithms.interface import Algorithm, Clippable, HeardByAll, HeardFromNeighbours, Message
-from sottovoce_core.algorithms.setting import Caveat
+from sottovoce_core.algorithms.interface import Algorithm, Clippable, StackedMessages, LocalMessages, Message
+from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import PlacedData
-from sottovoce_core.errors import CheckFailed, DataError, NotReady, SpecError, require
+from sottovoce_core.errors import AssumptionViolated, DataError, FailedPrecondition, SpecError, require
 from sottovoce_core.explaining import lines_of
 from sottovoce_core.network.network import Network
-from sottovoce_core.network.roster import Absence, Mask, Roster
-from sottovoce_core.noise import Noise, no_noise
-from sottovoce_core.noise.draw import Draw
+from sottovoce_core.network.roster import OfflineInterval, Mask, ParticipationSchedule
+from sottovoce_core.noise import NoiseSource, no_noise
+from sottovoce_core.noise.draw import NoiseRequest
 from sottovoce_core.privacy.accountant import Accountant
 from sottovoce_core.spec import RunSpec
-from sottovoce_core.text import in_short
+from sottovoce_core.text import abbreviate_names
 
 # ---- away ------------------------------------------------------------------------------------------------------------
 
 StateT = TypeVar("StateT")
 
 
-def go_on_alone(algorithm: Algorithm[StateT], state: StateT, nothing: Batch) -> StateT:
+def update_offline_state(algorithm: Algorithm[StateT], state: StateT, nothing: Batch) -> StateT:
     """The state after a round in which the learner was away.
 
     Args:
@@ -54,13 +54,13 @@ def go_on_alone(algorithm: Algorithm[StateT], state: StateT, nothing: Batch) -> 
         nothing: the round's records, of which there are none.
     """
     spoken, _ = algorithm.speak(state, no_noise)
-    return algorithm.listen(spoken, HeardFromNeighbours({}, {}, 1.0), nothing)
+    return algorithm.listen(spoken, LocalMessages({}, {}, 1.0), nothing)
 
 
-def hushed(noise: Noise, there: Mask) -> Noise:
+def mask_offline_noise(noise: NoiseSource, there: Mask) -> NoiseSource:
     """Noise of all learners `(learners, replicas, dim)`, in which those who are away draw none."""
 
-    def of_those(draw: Draw) -> FloatArray:
+    def of_those(draw: NoiseRequest) -> FloatArray:
         return np.where(there.reshape(-1, 1, 1), noise(draw), 0.0)
 
     return of_those
@@ -72,7 +72,7 @@ def unsaid(message: Message, there: Mask) -> Message:
     return Message({name: np.where(said, value, np.nan) for name, value in message.fields.items()})
 
 
-def require_no_records(data: PlacedData, roster: Roster, rounds: int) -> None:
+def require_no_records(data: PlacedData, roster: ParticipationSchedule, rounds: int) -> None:
     """Who is away learns nothing.
 
     Raises:
@@ -85,7 +85,7 @@ def require_no_records(data: PlacedData, roster: Roster, rounds: int) -> None:
             found.append(f"{roster.names[i]} in round {wrong[0]}")
     if found:
         raise DataError(
-            f"learners must have no records in rounds in which they are away, got some of {in_short(found)}: place the data by "
+            f"learners must have no records in rounds in which they are away, got some of {abbreviate_names(found)}: place the data by "
             "the same spec"
         )
 
@@ -103,11 +103,11 @@ def without(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | No
         unheard: where it was lost before: by name, the first round in which each neighbour did not hear it.
 
     Raises:
-        NotReady: it is away already.
+        FailedPrecondition: it is away already.
         SpecError: nobody would be there.
     """
     if spec.roster.attendance(spec.names.index(learner), spec.rounds).end <= t and not unheard:
-        raise NotReady(f"{learner} is away from round {t} on as it is")
+        raise FailedPrecondition(f"{learner} is away from round {t} on as it is")
     others = [each for each in spec.absences if each.learner != learner]
     own = sorted((each for each in spec.absences if each.learner == learner), key=lambda each: each.first_round)
     before = [each for each in own if each.first_round < t]
@@ -115,7 +115,7 @@ def without(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | No
     if before and (before[-1].until_round is None or before[-1].until_round >= t):  # it is away then: it stays so
         first = before.pop().first_round
     last = {name: min(since, first) for name, since in (unheard or {}).items()}
-    return _with(spec, [*others, *before, Absence(learner=learner, first_round=first, unheard=last)])
+    return _with(spec, [*others, *before, OfflineInterval(learner=learner, first_round=first, unheard=last)])
 
 
 def with_learner(spec: RunSpec, learner: str, t: int) -> RunSpec:
@@ -124,19 +124,19 @@ def with_learner(spec: RunSpec, learner: str, t: int) -> RunSpec:
     Not one that was there: its records are placed in the rounds of the spec, and those of rounds to come may have been brought.
 
     Raises:
-        NotReady: it has no place that was kept for it.
+        FailedPrecondition: it has no place that was kept for it.
     """
     if spec.roster.attendance(spec.names.index(learner), spec.rounds).stretches:
-        raise NotReady(
+        raise FailedPrecondition(
             "only who has a place in the spec and no round yet joins a run under way "
             f"(`absences: [{{learner: {learner}}}]`), and {learner} has some: start a new run"
         )
     others = [each for each in spec.absences if each.learner != learner]
-    own = [Absence(learner=learner, until_round=t)] if t else []
+    own = [OfflineInterval(learner=learner, until_round=t)] if t else []
     return _with(spec, [*others, *own])
 
 
-def _with(spec: RunSpec, absences: list[Absence]) -> RunSpec:
+def _with(spec: RunSpec, absences: list[OfflineInterval]) -> RunSpec:
     document = {**spec.model_dump(mode="json"), "absences": [each.model_dump(mode="json") for each in absences]}
     try:
         return RunSpec.model_validate(document, context={"imports": True})
@@ -144,7 +144,7 @@ def _with(spec: RunSpec, absences: list[Absence]) -> RunSpec:
         raise SpecError("; ".join(lines_of(error, document, RunSpec))) from None
 
 
-def require_amendment(before: Roster, after: Roster, learner: int, said: int, done: int) -> None:
+def require_valid_reconfiguration(before: ParticipationSchedule, after: ParticipationSchedule, learner: int, said: int, done: int) -> None:
     """A learner's rounds that are over must be what they were.
 
     Args:
@@ -159,19 +159,19 @@ def require_amendment(before: Roster, after: Roster, learner: int, said: int, do
     for t in sorted({0, *before.changes, *after.changes}):
         if t < done and _heard(before, learner, t) != _heard(after, learner, t):
             raise SpecError(f"round {t} of this learner is over, and would have other neighbours: start a new run")
-    if said > done and before.is_there(learner, done) != after.is_there(learner, done):
+    if said > done and before.is_participating(learner, done) != after.is_participating(learner, done):
         raise SpecError(f"round {done} was said by this learner, which would be away in it: start a new run")
 
 
-def _heard(roster: Roster, learner: int, t: int) -> tuple[object, ...]:
+def _heard(roster: ParticipationSchedule, learner: int, t: int) -> tuple[object, ...]:
     """What the weights that a learner gives in a round follow from."""
     there = roster.there(t)
-    return there.tobytes(), {i for i in roster.lost_to(learner, t) if there[i]}
+    return there.tobytes(), {i for i in roster.lost_senders(learner, t) if there[i]}
 
 
 # ---- late ------------------------------------------------------------------------------------------------------------
 
-USED = "used_rounds"
+USED_ROUNDS_FIELD = "used_rounds"
 """The field: for each neighbour that is heard, by ascending index, the round whose message was used; `NONE` beyond them, and
 before the first update."""
 NONE = -1.0
@@ -182,20 +182,20 @@ def slots(network: Network) -> int:
     return max(int(np.count_nonzero(network.at(0).neighbours, axis=1).max()), 1)
 
 
-def used_field(rounds: Sequence[float], width: int) -> FloatArray:
+def encode_used_rounds(rounds: Sequence[float], width: int) -> FloatArray:
     """The field `(width,)`, where these rounds were used."""
     field = np.full(width, NONE)
     field[: len(rounds)] = rounds
     return field
 
 
-def on_time(network: Network, t: int) -> FloatArray:
+def encode_punctual_rounds(network: Network, t: int) -> FloatArray:
     """`(learners, width)`: what learners say in round t if nobody was late in the one before."""
     heard, width = np.count_nonzero(network.at(0).neighbours, axis=1), slots(network)
-    return np.array([used_field([t - 1.0] * count if t else [], width) for count in heard.tolist()]).reshape(-1, width)
+    return np.array([encode_used_rounds([t - 1.0] * count if t else [], width) for count in heard.tolist()]).reshape(-1, width)
 
 
-def late_caveats(accountant: Accountant, name: str, shapes: Sequence[str], network: Network) -> Iterator[Caveat]:
+def check_bounded_staleness(accountant: Accountant, name: str, shapes: Sequence[str], network: Network) -> Iterator[RunWarning]:
     """Check that a run may go on without late neighbours, and yield what that costs.
 
     Args:
@@ -205,23 +205,23 @@ def late_caveats(accountant: Accountant, name: str, shapes: Sequence[str], netwo
         network: of the run.
 
     Raises:
-        CheckFailed: LATE_GUARANTEE, LATE_NETWORK or LATE_FIELD.
+        AssumptionViolated: LATE_GUARANTEE, LATE_NETWORK or LATE_FIELD.
     """
     instead = "set clock.late to wait, and clock.mode to another than async"
-    if not accountant.any_messages:
+    if not accountant.is_valid_for_any_messages:
         text = (
             "a round may go on without late neighbours only where the guarantee holds whatever messages a learner hears"
         )
-        raise CheckFailed("LATE_GUARANTEE", f"{text}; that of {name} does not say so: {instead}")
+        raise AssumptionViolated("LATE_GUARANTEE", f"{text}; that of {name} does not say so: {instead}")
     if network.horizon > 1:
         text = "a round may go on without late neighbours only in one graph for all rounds, got a network that changes"
-        raise CheckFailed("LATE_NETWORK", f"{text}: {instead}")
-    if USED in shapes:
-        raise CheckFailed(
+        raise AssumptionViolated("LATE_NETWORK", f"{text}: {instead}")
+    if USED_ROUNDS_FIELD in shapes:
+        raise AssumptionViolated(
             "LATE_FIELD",
-            f"no field of the messages of {name} may be called {USED!r} where rounds go on without late neighbours",
+            f"no field of the messages of {name} may be called {USED_ROUNDS_FIELD!r} where rounds go on without late neighbours",
         )
-    yield Caveat(
+    yield RunWarning(
         "LATE_REGRET",
         "rounds may use older messages: the guarantee holds, but bounds on regret are for runs that wait; and what a network "
         "keeps in sum, as ADMM its duals and push-sum its weights, drifts with every late message",
@@ -229,7 +229,7 @@ def late_caveats(accountant: Accountant, name: str, shapes: Sequence[str], netwo
 
 
 @dataclass(frozen=True, slots=True)
-class Lateness:
+class StalenessStatistics:
     """How late messages were.
 
     Attributes:
@@ -241,16 +241,16 @@ class Lateness:
     rounds: int
 
 
-def lateness(said: FloatArray) -> Lateness:
+def measure_staleness(said: FloatArray) -> StalenessStatistics:
     """Of a run, by what learners said of it, `(rounds, learners, replicas, width)`."""
     own = np.arange(-1, len(said) - 1).reshape(-1, 1, 1, 1)
     lags = (own - said)[np.isfinite(said) & (said != NONE)]
-    return Lateness(float((lags > 0).mean()), int(lags.max())) if lags.size else Lateness(0.0, 0)
+    return StalenessStatistics(float((lags > 0).mean()), int(lags.max())) if lags.size else StalenessStatistics(0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class HeardOfOthers(HeardByAll):
-    """`Heard` of all learners, each of which has used messages of other rounds.
+class StaleStackedMessages(StackedMessages):
+    """`ReceivedMessages` of all learners, each of which has used messages of other rounds.
 
     Attributes:
         used: `(learners, width)` rounds, as said.
@@ -289,7 +289,7 @@ class Clipping:
         most = self.bounds(sender, t)
         return Message({name: np.clip(value, -most[name], most[name]) for name, value in message.fields.items()})
 
-    def of_all(self, t: int, message: Message) -> Message:
+    def clip_all(self, t: int, message: Message) -> Message:
         """All learners' messages of a round; fields `(learners, replicas, dim)`."""
         if self.bounds is None:
             return message
@@ -303,7 +303,7 @@ def clipping(spec: RunSpec, algorithm: Algorithm[Any]) -> Clipping:
     """What a run does with its messages.
 
     Raises:
-        CheckFailed: MISCONDUCT_CLIP: it is to clip them, and cannot.
+        AssumptionViolated: MISCONDUCT_CLIP: it is to clip them, and cannot.
     """
     if spec.misconduct != "clip":
         return Clipping()
@@ -311,11 +311,11 @@ def clipping(spec: RunSpec, algorithm: Algorithm[Any]) -> Clipping:
     instead = "set misconduct to stop"
     if not isinstance(algorithm, Clippable):
         text = "messages can be clipped only where they are decisions with noise on them, and those of"
-        raise CheckFailed(code, f"{text} {name} are not: nothing bounds what a correct neighbour may say; {instead}")
+        raise AssumptionViolated(code, f"{text} {name} are not: nothing bounds what a correct neighbour may say; {instead}")
     text = "messages can be clipped only where the guarantee holds whatever is heard, and that of"
-    require(algorithm.accountant(0).any_messages, code, f"{text} {name} does not say so; {instead}")
+    require(algorithm.accountant(0).is_valid_for_any_messages, code, f"{text} {name} does not say so; {instead}")
     bounded = all(map(math.isfinite, algorithm.clip_bounds(0, 0).values()))
     require(bounded, code, f"messages can be clipped only where the decision set is bounded; {instead}")
     text = "rounds may use older messages, of which each has bounds of its own: set clock.late to wait, or another clock.mode"
-    require(spec.clock.hold_s is None, code, text)
+    require(spec.clock.staleness_timeout_s is None, code, text)
     return Clipping(algorithm.clip_bounds)

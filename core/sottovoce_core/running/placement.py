@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.arrays import MOST_NUMBERS, Batch, FloatArray, IntArray
+from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, Batch, FloatArray, IntArray
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.data.schedule import LearnerData, PlacedData
 from sottovoce_core.data.spec import DataSpec
@@ -18,7 +18,7 @@ from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.network.roster import Mask
 from sottovoce_core.registry import LARGEST
 from sottovoce_core.spec import RunSpec
-from sottovoce_core.text import in_short
+from sottovoce_core.text import abbreviate_names
 
 
 def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
@@ -63,7 +63,7 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
     return PlacedData(tuple(learners), prepare(test.features), test.labels)
 
 
-def unplaced(spec: RunSpec) -> PlacedData:
+def create_empty_live_data(spec: RunSpec) -> PlacedData:
     """The data of a run of live records, before there are any."""
     nothing = np.broadcast_to(np.int64(0), spec.rounds + 1)  # however many rounds, in no memory
     return _live(spec, [nothing] * spec.n_learners)
@@ -82,9 +82,9 @@ def foreseen(spec: RunSpec, rate: float) -> PlacedData:
     most = spec.data.batch_size
     if not 0.0 < rate <= (math.inf if most == "all" else most):
         raise SpecError(f"records a round must be above 0 and at most data.batch_size, {most}, got {rate:g}")
-    if spec.rounds * max(rate, 1.0) > MOST_NUMBERS:
+    if spec.rounds * max(rate, 1.0) > MAX_ARRAY_ELEMENTS:
         raise SpecError(
-            f"rounds and records must be at most {MOST_NUMBERS} each: look at fewer rounds, got {spec.rounds}"
+            f"rounds and records must be at most {MAX_ARRAY_ELEMENTS} each: look at fewer rounds, got {spec.rounds}"
         )
     counts = np.diff(np.ceil(np.arange(spec.rounds + 1) * rate)).astype(np.int64)
     parts = [spec.roster.attendance(i, spec.rounds).mask() for i in range(spec.n_learners)]
@@ -118,7 +118,7 @@ def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Preparation:
+class FeatureTransform:
     """From feature rows of a source, `(records, m)`, to rows of a run, `(records, n)`: scaled, then with the intercept.
 
     Attributes:
@@ -142,7 +142,7 @@ class Preparation:
         return _with_intercept(features) if self.intercept else np.asarray(features)
 
 
-def preparation(data: DataSpec, dataset: Dataset) -> Preparation:
+def preparation(data: DataSpec, dataset: Dataset) -> FeatureTransform:
     """How rows of a source are made ready for a run of these records.
 
     Raises:
@@ -153,16 +153,16 @@ def preparation(data: DataSpec, dataset: Dataset) -> Preparation:
     return _preparation(data, _hold_out(dataset, data.test_fraction, split_rng)[1].features)
 
 
-def _preparation(data: DataSpec, public: FloatArray) -> Preparation:
+def _preparation(data: DataSpec, public: FloatArray) -> FeatureTransform:
     """Scaling by constants of the held-out part, then the intercept."""
     if data.scale == "none":
-        return Preparation(data.intercept)
+        return FeatureTransform(data.intercept)
     if not len(public):
         raise SpecError(
             f"data.scale {data.scale} takes its constants from held-out records, and this source has none: give the "
             "file X_test and y_test, or scale the features beforehand and set data.scale to none"
         )
-    return Preparation(data.intercept, *_constants(data.scale, public))
+    return FeatureTransform(data.intercept, *_constants(data.scale, public))
 
 
 def _constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -228,7 +228,7 @@ def _nothing_for(spec: RunSpec, learners: Sequence[int], dataset: Dataset) -> st
         if dataset.learner is not None
         else "take fewer learners, a milder data.partition (iid, a larger concentration), another seed or more data"
     )
-    who, get = in_short([f"{spec.names[i]} (index {i})" for i in learners]), "gets" if len(learners) == 1 else "get"
+    who, get = abbreviate_names([f"{spec.names[i]} (index {i})" for i in learners]), "gets" if len(learners) == 1 else "get"
     return f"every learner must get at least one record, and {who} {get} none: {advice}"
 
 
@@ -258,10 +258,10 @@ def _require_room(spec: RunSpec, dataset: Dataset) -> None:
     data, each = spec.data, spec.n_learners
     if data.reuse and dataset.round is None:
         each = len(dataset.labels) if data.batch_size == "all" else spec.n_learners * data.batch_size
-    if (places := spec.rounds * each) > MOST_NUMBERS:
+    if (places := spec.rounds * each) > MAX_ARRAY_ELEMENTS:
         what = f"{spec.rounds} rounds of {spec.n_learners} learners have {places} places for records"
         raise SpecError(
-            f"there must be at most {MOST_NUMBERS} places for records, and {what}: lower rounds or batch_size"
+            f"there must be at most {MAX_ARRAY_ELEMENTS} places for records, and {what}: lower rounds or batch_size"
         )
 
 

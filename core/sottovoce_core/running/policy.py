@@ -19,18 +19,18 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, PlainSerialize
 from pydantic_core import PydanticCustomError
 
 from sottovoce_core.algorithms import ALGORITHMS
-from sottovoce_core.algorithms.setting import Caveat
+from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.errors import SpecError
 from sottovoce_core.explaining import explain
-from sottovoce_core.privacy.guarantee import Event, Grounds, ThreatModel
+from sottovoce_core.privacy.guarantee import Event, GuaranteeBasis, ThreatModel
 from sottovoce_core.registry import Count, Positive, Section
 from sottovoce_core.running.run import Run, build_run, format_above
-from sottovoce_core.spec import LEARNER_NAME, RunSpec, codes_to_import
-from sottovoce_core.yaml_files import document_of, text_of, write_yaml
+from sottovoce_core.spec import LEARNER_NAME_PATTERN, RunSpec, find_imports
+from sottovoce_core.yaml_files import parse_document, text_of, write_yaml
 
-LONGEST_FILE = 64 * 1024
+MAX_POLICY_BYTES = 64 * 1024
 """Bytes of a policy's file: a few lines, and nobody's records."""
-PRICED = 100_000
+MAX_ACCOUNTED_ROUNDS = 100_000
 """Rounds of a run that are priced before it begins: the limit holds while it goes on in any case."""
 DAYS = 30
 """What a month is: so many days, whichever they are."""
@@ -55,7 +55,7 @@ def _of_role(role: str) -> AfterValidator:
 
     def fits(identity: str) -> bool:
         own, _, name = identity.partition("/")
-        return own == role and re.fullmatch(LEARNER_NAME, name) is not None
+        return own == role and re.fullmatch(LEARNER_NAME_PATTERN, name) is not None
 
     def require(identities: tuple[str, ...]) -> tuple[str, ...]:
         wrong = [each for each in identities if not fits(each)]
@@ -89,7 +89,7 @@ _Ways = Annotated[
 ]
 
 
-class Guarantees(Section):
+class GuaranteeRequirements(Section):
     """What must be promised of a learner's messages."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -123,7 +123,7 @@ class Policy(Section):
     end."""
     epsilon: Positive | None = None
     """Epsilon of all runs that there ever are, by the ledger: as `--budget`. Of both the smaller one holds."""
-    guarantees: Guarantees = Guarantees()
+    guarantees: GuaranteeRequirements = GuaranteeRequirements()
     """What must be promised of the learner's messages."""
     telemetry: tuple[_Telemetry, ...] = ()
     """What may leave the learner outside the guarantee: `accuracy` (prequential, to the coordinator), `predict` (answers of the
@@ -149,14 +149,14 @@ class Policy(Section):
     _source: str = PrivateAttr("the default one")
 
     @classmethod
-    def for_spec(cls, spec: RunSpec) -> Policy:
+    def from_spec(cls, spec: RunSpec) -> Policy:
         """What a spec asks for and no more, at any price: for who starts learners for a spec of one's own."""
         return cls(
             algorithms=(spec.algorithm.name,),
-            imports=tuple(codes_to_import(spec.model_dump(mode="json"))),
+            imports=tuple(find_imports(spec.model_dump(mode="json"))),
             epsilon_per_run=None,
             epsilon_per_month=None,
-            guarantees=Guarantees(threat_model=ThreatModel.OUTPUT),
+            guarantees=GuaranteeRequirements(threat_model=ThreatModel.OUTPUT),
             telemetry=tuple(name for name in get_args(_Telemetry) if getattr(spec.telemetry, name)),
             recorded=() if spec.capture == "none" else (spec.capture,),
             most_features=None,
@@ -174,10 +174,10 @@ class Policy(Section):
         """
         if path is None:
             return cls()
-        text = text_of(path, "a policy", LONGEST_FILE)
+        text = text_of(path, "a policy", MAX_POLICY_BYTES)
         if not text.strip():
-            raise SpecError(f"{path}: a policy must be a mapping of clauses, got an empty file; {_BEGIN}")
-        document = document_of(text, str(path), "a policy")
+            raise SpecError(f"{path}: a policy must be a mapping of clauses, got an empty file; {_DEFAULT_POLICY_HINT}")
+        document = parse_document(text, str(path), "a policy")
         try:
             policy = cls.model_validate(document)
         except ValidationError as error:
@@ -204,7 +204,7 @@ class Policy(Section):
                 f"are: give it one (--identity FOLDER), or take {clauses} out of the policy"
             )
 
-    def require_code(self, document: object) -> None:
+    def require_allowed_imports(self, document: object) -> None:
         """Refuse code before it is imported.
 
         Args:
@@ -251,7 +251,7 @@ class Policy(Section):
         return [*self._sizes(run.spec, n_features), code, *self._terms(run.spec), *self._promises(run, learner)]
 
     def _code(self, document: object) -> _Finding:
-        named = dict.fromkeys(codes_to_import(document))
+        named = dict.fromkeys(find_imports(document))
         fits = self.imports is None or named.keys() <= set(self.imports)
         both = dict.fromkeys([*(self.imports or ()), *named])
         return _Finding("imports", _listed(self.imports), _listed(named), fits, _listed(both))
@@ -281,10 +281,10 @@ class Policy(Section):
         grounds, event = accountant.grounds, accountant.event
         yield _at_least("adjacency", least.adjacency, event, _ADJACENCIES)
         yield _at_least("threat_model", least.threat_model, grounds.threat_model, _THREAT_MODELS)
-        stated = grounds.proof != Grounds().proof
+        stated = grounds.proof != GuaranteeBasis().proof
         yield _Finding("guarantees.proof", str(least.proof).lower(), grounds.proof, stated or not least.proof)
         if (limit := self.epsilon_per_run) is None:
-            yield _Finding("epsilon_per_run", _ANYTHING, "not priced", fits=True)
+            yield _Finding("epsilon_per_run", _NO_LIMIT, "not priced", fits=True)
         else:
             cost = _planned_cost(run, learner, limit)
             yield _Finding("epsilon_per_run", f"{limit:.6g}", format_above(cost, limit), cost <= limit)
@@ -296,11 +296,11 @@ class Policy(Section):
             raise SpecError(f"the owner's policy ({self._source}) allows {told}; {_remedy(refused)}")
 
 
-def default_policy_caution(run: Run) -> Iterator[Caveat]:
+def find_default_policy_warnings(run: Run) -> Iterator[RunWarning]:
     """The refusal to expect of learners whose owners go by the default policy, where a run costs more than that allows."""
     limit = Policy().epsilon_per_run or math.inf
     if (cost := max(_planned_cost(run, i, limit) for i in range(run.spec.n_learners))) > limit:
-        yield Caveat(
+        yield RunWarning(
             "DEFAULT_POLICY",
             f"services started without --policy refuse this run: the default policy allows epsilon_per_run {limit:g}, and the "
             f"spec asks for {format_above(cost, limit)} (sottovoce policy SPEC); `sottovoce up` and simulations do not ask "
@@ -332,7 +332,7 @@ class _Finding:
     enough: str = ""
 
 
-_BEGIN = "`sottovoce policy` prints one to begin with"
+_DEFAULT_POLICY_HINT = "`sottovoce policy` prints one to begin with"
 
 
 def _clauses(section: Section, indent: str) -> Iterator[str]:
@@ -349,12 +349,12 @@ def _clauses(section: Section, indent: str) -> Iterator[str]:
 
 # ---- clauses ---------------------------------------------------------------------------------------------------------
 
-_ANYTHING = "anything"
+_NO_LIMIT = "anything"
 
 
 def _at_most(clause: str, limit: int | None, asked: int, shown: str = "") -> _Finding:
     fits = limit is None or asked <= limit
-    allows, asks = _ANYTHING if limit is None else str(limit), shown or str(asked)
+    allows, asks = _NO_LIMIT if limit is None else str(limit), shown or str(asked)
     return _Finding(clause, allows, asks, fits, "null" if shown else asks)
 
 
@@ -373,12 +373,12 @@ def _at_least(clause: str, least: Any, promised: Any, order: tuple[Any, ...]) ->
 
 
 def _planned_cost(run: Run, learner: int, limit: float) -> float:
-    """Epsilon that a learner spends at most in the first `PRICED` rounds as they are planned; the spec's budget bounds it."""
-    budget = run.spec.budget_of(learner)
+    """Epsilon that a learner spends at most in the first `MAX_ACCOUNTED_ROUNDS` rounds as they are planned; the spec's budget bounds it."""
+    budget = run.spec.get_budget(learner)
     if budget is not None and budget <= limit:
         return budget
-    return min(math.inf if budget is None else budget, run.planned_epsilon(learner, PRICED))
+    return min(math.inf if budget is None else budget, run.planned_epsilon(learner, MAX_ACCOUNTED_ROUNDS))
 
 
 def _listed(names: Iterable[str] | None) -> str:
-    return _ANYTHING if names is None else f"[{', '.join(names)}]"
+    return _NO_LIMIT if names is None else f"[{', '.join(names)}]"

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import HeardFromNeighbours, Message, Who, WithHiddenNoise
+from sottovoce_core.algorithms.interface import LocalMessages, Message, Who, HiddenNoiseAlgorithm
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import LearnerData, stack
 from sottovoce_core.errors import CaptureError
-from sottovoce_core.noise import Noise, no_noise
-from sottovoce_core.running.participation import go_on_alone
+from sottovoce_core.noise import NoiseSource, no_noise
+from sottovoce_core.running.participation import update_offline_state
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.text import called
@@ -76,7 +76,7 @@ class Replay:
         decision = self.run.algorithm.decision(self._state)
         return np.broadcast_to(decision, (*self._shape, decision.shape[-1]))
 
-    def says(self, noise: Noise) -> Message:
+    def says(self, noise: NoiseSource) -> Message:
         """What it would say now with this noise; fields `(worlds, replicas, dim)`."""
         _, message = self.run.algorithm.speak(self._state, noise)
         return message
@@ -102,7 +102,7 @@ class Replay:
         """
         if self.known and self.silent:
             self._spoken = self._state
-            self._state = go_on_alone(self.run.algorithm, self._state, stack(batches))
+            self._state = update_offline_state(self.run.algorithm, self._state, stack(batches))
             self.t += 1
             return np.zeros(self._shape)
         said = messages.get(self.learner)
@@ -116,7 +116,7 @@ class Replay:
         self.known = all(j in messages and _overheard(messages[j]) for j in weights)
         if self.known:
             used = {j: self.run.clipping.of(j, self.t, messages[j]) for j in weights}
-            heard = HeardFromNeighbours(weights, used, float(mixing.own[self.learner]))
+            heard = LocalMessages(weights, used, float(mixing.own[self.learner]))
             self._state = algorithm.listen(self._spoken, heard, stack(batches))
             self.t += 1
         return self._by_world(density)
@@ -138,7 +138,7 @@ def replayed(run: Run, transcript: Transcript, learner: int, own: LearnerData) -
         learner: whose rounds.
         own: its records.
     """
-    if isinstance(run.algorithm, WithHiddenNoise) and run.algorithm.hides_noise:
+    if isinstance(run.algorithm, HiddenNoiseAlgorithm) and run.algorithm.has_hidden_noise:
         return
     machine = Replay(run, learner, transcript.replicas)
     for t in range(min(transcript.rounds, run.attendance(learner).end)):
@@ -153,7 +153,7 @@ def _overheard(message: Message) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Losses:
+class PrivacyLosses:
     """Privacy losses of one learner's messages between world 0 and each other world.
 
     Attributes:
@@ -177,7 +177,7 @@ class Losses:
         return total
 
 
-def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[LearnerData]) -> Losses:
+def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[LearnerData]) -> PrivacyLosses:
     """Replay one learner in several worlds at once; the first one is D, the others are adjacent to it.
 
     Args:
@@ -209,4 +209,4 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
         raise CaptureError(
             f"nobody heard {called(run.spec.names, learner)} in round 0, so what it said later cannot be replayed"
         )
-    return Losses(np.stack(realised), np.stack(largest))
+    return PrivacyLosses(np.stack(realised), np.stack(largest))

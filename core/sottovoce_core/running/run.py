@@ -18,21 +18,21 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.algorithms.contract import require_algorithm
-from sottovoce_core.algorithms.interface import Algorithm, SaysItsModel
-from sottovoce_core.algorithms.setting import Caveat, Setting, spread
+from sottovoce_core.algorithms.interface import Algorithm, PublicModelAlgorithm
+from sottovoce_core.algorithms.setting import RunWarning, Setting, spread
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.network.network import Network, PartialNetwork
-from sottovoce_core.network.roster import Absence, Attendance, Roster
+from sottovoce_core.network.roster import OfflineInterval, Participation, ParticipationSchedule
 from sottovoce_core.privacy.accountant import guarantee
 from sottovoce_core.privacy.guarantee import Guarantee
-from sottovoce_core.running.participation import USED, Clipping, clipping, late_caveats, slots
+from sottovoce_core.running.participation import USED_ROUNDS_FIELD, Clipping, clipping, check_bounded_staleness, slots
 from sottovoce_core.spec import RunSpec
 
 # ---- run -------------------------------------------------------------------------------------------------------------
 
-MOST_PARAMETERS = 2**24
+MAX_PARAMETERS = 2**24
 """Numbers of a model: a message of more is none that services take, or a capture is read with."""
 
 
@@ -47,7 +47,7 @@ class Run:
     spec: RunSpec
     network: Network
     algorithm: Algorithm[Any]
-    warnings: tuple[Caveat, ...]
+    warnings: tuple[RunWarning, ...]
     clipping: Clipping = field(default_factory=Clipping)
 
     @property
@@ -58,9 +58,9 @@ class Run:
     @property
     def late(self) -> bool:
         """Whether a round may go on without a neighbour that is late."""
-        return self.spec.clock.hold_s is not None
+        return self.spec.clock.staleness_timeout_s is not None
 
-    def require_waiting(self, what: str) -> None:
+    def require_synchronous_rounds(self, what: str) -> None:
         """Refuse what follows a run round by round, where a round may go on without late neighbours.
 
         Raises:
@@ -76,9 +76,9 @@ class Run:
     def field_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every field of a message as it crosses the wire, in their order."""
         shapes = self.algorithm.field_shapes()
-        return {**shapes, USED: (slots(self.network),)} if self.late else shapes
+        return {**shapes, USED_ROUNDS_FIELD: (slots(self.network),)} if self.late else shapes
 
-    def attendance(self, learner: int) -> Attendance:
+    def attendance(self, learner: int) -> Participation:
         """The planned rounds in which a learner takes part."""
         return self.spec.roster.attendance(learner, self.spec.rounds)
 
@@ -122,7 +122,7 @@ class Run:
         return math.fsum(self.planned_losses(learner, most_rounds))
 
 
-def first_round_above(losses: FloatArray, limit: float) -> int | None:
+def find_first_round_above(losses: FloatArray, limit: float) -> int | None:
     """The first round whose message would bring the total above a limit, as a learner adds up; None: no round does.
 
     Args:
@@ -143,24 +143,24 @@ def _require_droppable(spec: RunSpec, setting: Setting, algorithm: Algorithm[Any
     """A run that is to go on without a learner that is lost must be one that can; which one it will be is not known.
 
     Raises:
-        CheckFailed: LATE_DROP or MISCONDUCT_DROP.
+        AssumptionViolated: LATE_DROP or MISCONDUCT_DROP.
     """
     code, instead = ("LATE_DROP", "clock.late to wait")
     if spec.misconduct == "drop":
         code, instead = ("MISCONDUCT_DROP", "misconduct to stop")
     network = setting.network
     whole = network.whole if isinstance(network, PartialNetwork) else network
-    gone = Roster(spec.names, [Absence(learner=spec.names[-1], first_round=1)])
+    gone = ParticipationSchedule(spec.names, [OfflineInterval(learner=spec.names[-1], first_round=1)])
     try:
         left, _ = spec.algorithm.build(replace(setting, network=spec.topology.among(whole, gone)))
         if algorithm.accountant(0).shared:
             raise SpecError("all learners have the same records in all rounds")
         require_noise(algorithm, left, spec)
-        if spec.clock.hold_s is not None:
+        if spec.clock.staleness_timeout_s is not None:
             raise SpecError("rounds that go on without late neighbours need one graph for all rounds")
     except SpecError as error:
         text = f"a run of {algorithm.name} cannot go on without a learner that is gone: {error}; set {instead}"
-        raise CheckFailed(code, text) from None
+        raise AssumptionViolated(code, text) from None
 
 
 def require_noise(before: Algorithm[Any], after: Algorithm[Any], spec: RunSpec) -> None:
@@ -179,7 +179,7 @@ def build_run(spec: RunSpec, n_features: int) -> Run:
 
     Raises:
         SpecError: the spec contradicts itself, asks for more memory than there is, or a condition of the algorithm does
-            not hold (`CheckFailed`).
+            not hold (`AssumptionViolated`).
     """
     try:
         return _built(spec, n_features)
@@ -191,8 +191,8 @@ def build_run(spec: RunSpec, n_features: int) -> Run:
 def _built(spec: RunSpec, n_features: int) -> Run:
     network = spec.topology.network(spec.n_learners, spec.rounds, spec.roster)
     setting = Setting(spec.rounds, n_features, spec.loss, spec.decision_set, network, spec.names)
-    if setting.dim > MOST_PARAMETERS:
-        text = f"a model has at most {MOST_PARAMETERS} numbers, which every message carries"
+    if setting.dim > MAX_PARAMETERS:
+        text = f"a model has at most {MAX_PARAMETERS} numbers, which every message carries"
         raise SpecError(
             f"{text}: {n_features} features give {setting.dim} with this loss; take fewer features or classes"
         )
@@ -206,30 +206,30 @@ def _built(spec: RunSpec, n_features: int) -> Run:
     algorithm, warnings = require_algorithm(built, spec.algorithm, setting.dim)
     if spec.absences and algorithm.accountant(0).shared:
         text = "this algorithm needs the same records at all learners in all rounds, got absences: leave them out"
-        raise CheckFailed("ABSENCES_SHARED", text)
+        raise AssumptionViolated("ABSENCES_SHARED", text)
     for i, name in enumerate(spec.names if spec.absences else ()):
         paused = len(spec.roster.attendance(i, spec.rounds).stretches) > 1
-        if paused and not algorithm.accountant(i).pauses:
-            raise CheckFailed(
+        if paused and not algorithm.accountant(i).can_pause:
+            raise AssumptionViolated(
                 "ABSENCES_PAUSE",
                 "a learner may pause only where the guarantee holds for what it says afterwards, and that of "
                 f"{algorithm.name} does not say so, got a pause of {name}: let it join late, or leave for good",
             )
     if spec.absences:
         text = "some learners are away in some rounds: the bounds on regret are for all learners in all rounds"
-        warnings = (*warnings, Caveat("ABSENCES", text))
-    if spec.may_lose:
+        warnings = (*warnings, RunWarning("ABSENCES", text))
+    if spec.can_drop_learners:
         _require_droppable(spec, setting, algorithm)
-    if spec.clock.hold_s is not None:
+    if spec.clock.staleness_timeout_s is not None:
         fields = tuple(algorithm.field_shapes())
-        warnings = (*warnings, *late_caveats(algorithm.accountant(0), algorithm.name, fields, network))
+        warnings = (*warnings, *check_bounded_staleness(algorithm.accountant(0), algorithm.name, fields, network))
     return Run(spec, network, algorithm, warnings, clipping(spec, algorithm))
 
 
 # ---- publication -----------------------------------------------------------------------------------------------------
 
 
-class Cover(StrEnum):
+class PublicationCoverage(StrEnum):
     """By what a model that leaves its owner is covered."""
 
     MESSAGES = "messages"
@@ -249,14 +249,14 @@ class Publication:
         text: why, for people.
     """
 
-    cover: Cover
+    cover: PublicationCoverage
     epsilon: float
     text: str
 
     @property
-    def protected(self) -> bool:
+    def is_protected(self) -> bool:
         """Does any promise hold?"""
-        return self.cover is not Cover.NOTHING
+        return self.cover is not PublicationCoverage.NOTHING
 
 
 def publication(
@@ -274,29 +274,29 @@ def publication(
     name = run.algorithm.name
     if not rounds:
         return Publication(
-            Cover.MESSAGES, 0.0, "no record was learned: it is where learning starts, which everybody knows"
+            PublicationCoverage.MESSAGES, 0.0, "no record was learned: it is where learning starts, which everybody knows"
         )
     if not private:
         return Publication(
-            Cover.NOTHING,
+            PublicationCoverage.NOTHING,
             math.inf,
             "its noise is from a seed or a recording, which protects nobody: no epsilon covers it",
         )
     there = run.attendance(learner).stretches
     if there and there[0].stop < rounds:
         text = "its learner was away after it had learned, and goes on without noise then: no epsilon covers it"
-        return Publication(Cover.NOTHING, math.inf, text)
-    if not isinstance(run.algorithm, SaysItsModel) or not run.algorithm.says_model(rounds):
+        return Publication(PublicationCoverage.NOTHING, math.inf, text)
+    if not isinstance(run.algorithm, PublicModelAlgorithm) or not run.algorithm.is_model_public(rounds):
         return _published(run, learner, rounds)
     if spent is None:
         spent = run.guarantee(learner).epsilon(rounds)
     if spent == math.inf or not _noisy(run, learner):
         text = f"the model of {name} follows from its messages, and these carry no noise: no epsilon covers it"
-        return Publication(Cover.NOTHING, math.inf, text)
+        return Publication(PublicationCoverage.NOTHING, math.inf, text)
     text = f"the model of {name} follows from messages that were charged: it costs nothing more"
     if run.algorithm.accountant(learner).shared:
         text += "; all learners hold the same records, so their epsilons add up"
-    return Publication(Cover.MESSAGES, spent, text)
+    return Publication(PublicationCoverage.MESSAGES, spent, text)
 
 
 def _published(run: Run, learner: int, rounds: int) -> Publication:
@@ -305,12 +305,12 @@ def _published(run: Run, learner: int, rounds: int) -> Publication:
     alone = None if run.spec.endless else run.guarantee(learner).output
     if alone is None:
         text = f"the model of {name} has learned from records in ways that no message shows: no epsilon covers it"
-        return Publication(Cover.NOTHING, math.inf, text)
+        return Publication(PublicationCoverage.NOTHING, math.inf, text)
     if heard := _heard(run.spec):
         text = f"{name} promises to whoever sees decisions and hears no message, and {heard}: no epsilon covers it"
-        return Publication(Cover.NOTHING, math.inf, text)
+        return Publication(PublicationCoverage.NOTHING, math.inf, text)
     text = f"{name} promises this to whoever sees decisions and hears no message; its messages carry no noise"
-    return Publication(Cover.DECISIONS, float(alone[min(rounds, len(alone)) - 1]), text)
+    return Publication(PublicationCoverage.DECISIONS, float(alone[min(rounds, len(alone)) - 1]), text)
 
 
 def _heard(spec: RunSpec) -> str:

@@ -11,14 +11,14 @@ from functools import partial
 
 import numpy as np
 
-from sottovoce_core.algorithms.contract import require_decision, require_spoken
-from sottovoce_core.algorithms.interface import HeardByAll, Message, Who
-from sottovoce_core.arrays import MOST_NUMBERS, Batch, FloatArray
+from sottovoce_core.algorithms.contract import require_decision, require_emitted_message
+from sottovoce_core.algorithms.interface import StackedMessages, Message, Who
+from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, Batch, FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
-from sottovoce_core.noise import Noise
-from sottovoce_core.running.participation import USED, HeardOfOthers, hushed, on_time, require_no_records, unsaid
+from sottovoce_core.noise import NoiseSource
+from sottovoce_core.running.participation import USED_ROUNDS_FIELD, StaleStackedMessages, mask_offline_noise, encode_punctual_rounds, require_no_records, unsaid
 from sottovoce_core.running.run import Run
 
 
@@ -38,14 +38,14 @@ class SimulatedRound:
     before: FloatArray
     after: FloatArray
 
-    def by_sender(self) -> dict[int, Message]:
+    def split_by_sender(self) -> dict[int, Message]:
         """The message of every learner, fields `(1, replicas, dim)`, as whoever overhears it gets it."""
         said, senders = self.message.fields.items(), range(len(self.before))
         return {i: Message({name: value[i : i + 1] for name, value in said}) for i in senders}
 
 
 def simulate(
-    run: Run, data: PlacedData, noise: Noise, replicas: int = 1, used: FloatArray | None = None
+    run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1, used: FloatArray | None = None
 ) -> Iterator[SimulatedRound]:
     """Run all rounds of a spec, one yielded value per round.
 
@@ -55,7 +55,7 @@ def simulate(
         noise: its draws are `(learners, replicas, dim)`.
         replicas: independent repetitions.
         used: where a round may go on without late neighbours, `(rounds, learners, width)`: the rounds of the messages that the
-            update of a round uses, as they are said in the next one (`late.USED`). Default: nobody is late.
+            update of a round uses, as they are said in the next one (`late.USED_ROUNDS_FIELD`). Default: nobody is late.
 
     Raises:
         DataError: a learner has records in a round in which it is away.
@@ -73,24 +73,24 @@ def simulate(
         there = None if always else roster.there(t)
         if there is not None and there.all():
             there = None
-        spoken = algorithm.speak(state, noise if there is None else hushed(noise, there))
+        spoken = algorithm.speak(state, noise if there is None else mask_offline_noise(noise, there))
         if t == 0:
-            require_spoken(algorithm, spoken, lead)
+            require_emitted_message(algorithm, spoken, lead)
         state, message = spoken
         before = algorithm.decision(state)
         if t == 0:
             require_decision(algorithm, before, lead)
         mixing = run.network.at(t)
-        heard = HeardByAll(mixing, run.clipping.of_all(t, message))
+        heard = StackedMessages(mixing, run.clipping.clip_all(t, message))
         if used is not None:
             for name, said in earlier.items():
                 said.append(message[name])
-            heard = HeardOfOthers(mixing, message, used[t], earlier)
+            heard = StaleStackedMessages(mixing, message, used[t], earlier)
         state = algorithm.listen(state, heard, batch)
         if late:
-            last = on_time(run.network, t) if used is None or t == 0 else used[t - 1]
+            last = encode_punctual_rounds(run.network, t) if used is None or t == 0 else used[t - 1]
             field = np.broadcast_to(last[:, None], (len(last), replicas, last.shape[1]))
-            message = Message({**message.fields, USED: field})
+            message = Message({**message.fields, USED_ROUNDS_FIELD: field})
         if there is not None:
             message = unsaid(message, there)
         yield SimulatedRound(t, message, before, algorithm.decision(state))
@@ -102,10 +102,10 @@ def require_size(run: Run, replicas: int) -> None:
     Raises:
         SpecError: they are.
     """
-    if (numbers := run.spec.n_learners * replicas * run.algorithm.dim) > MOST_NUMBERS:
+    if (numbers := run.spec.n_learners * replicas * run.algorithm.dim) > MAX_ARRAY_ELEMENTS:
         text = f"{run.spec.n_learners} learners in {replicas} replicas with {run.algorithm.dim} numbers each"
         raise SpecError(
-            f"a simulation holds at most {MOST_NUMBERS} numbers, and {text} are {numbers}: take fewer replicas"
+            f"a simulation holds at most {MAX_ARRAY_ELEMENTS} numbers, and {text} are {numbers}: take fewer replicas"
         )
 
 

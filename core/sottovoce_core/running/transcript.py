@@ -27,9 +27,9 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import BoolArray, FloatArray
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.network.network import Network
-from sottovoce_core.network.roster import Attendance
-from sottovoce_core.optional import import_extra
-from sottovoce_core.running.participation import USED
+from sottovoce_core.network.roster import Participation
+from sottovoce_core.optional import import_optional
+from sottovoce_core.running.participation import USED_ROUNDS_FIELD
 from sottovoce_core.text import called
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Recent(OrderedDict[K, V], Generic[K, V]):
+class BoundedDict(OrderedDict[K, V], Generic[K, V]):
     """A dictionary that forgets what was set longest ago.
 
     Args:
@@ -63,7 +63,7 @@ class Recent(OrderedDict[K, V], Generic[K, V]):
             self.popitem(last=False)
 
 
-class Assembly(Generic[V]):
+class RoundReassembler(Generic[V]):
     """Rounds of one run.
 
     Args:
@@ -89,7 +89,7 @@ class Assembly(Generic[V]):
         self._names = names
         self.next, self.equivocations = 0, list[tuple[int, int]]()
         self._learners, self._rounds, self._network = learners, rounds, network
-        self._versions: Recent[tuple[int, int], bytes] = Recent(kept)
+        self._versions: BoundedDict[tuple[int, int], bytes] = BoundedDict(kept)
         self._pending: dict[int, dict[int, V]] = {}
         self._last = -1
 
@@ -177,7 +177,7 @@ class Transcript:
         """The first rounds of it."""
         return Transcript({name: values[:rounds] for name, values in self.fields.items()})
 
-    def unbroken(self, learner: int, attendance: Attendance | None = None) -> int:
+    def count_complete_rounds(self, learner: int, attendance: Participation | None = None) -> int:
         """Number of rounds before the first one in which nobody heard this learner: its noise is unknown from there on.
 
         Args:
@@ -205,11 +205,11 @@ class Transcript:
             learner: who said and took in.
             concerned: whose messages are asked for, the learner's own among them.
         """
-        if USED not in self.fields:
+        if USED_ROUNDS_FIELD not in self.fields:
             return {sender: self.message(t, sender) for sender in concerned}
         messages = {learner: self.message(t, learner)}
         if t + 1 < self.rounds:
-            used = self.fields[USED][t + 1, learner]
+            used = self.fields[USED_ROUNDS_FIELD][t + 1, learner]
             others = (sender for sender in sorted(concerned) if sender != learner)
             messages |= {sender: self._said_in(used[:, k], sender) for k, sender in enumerate(others)}
         return messages
@@ -230,7 +230,7 @@ def parquet() -> Any:
     Raises:
         SpecError: pyarrow is not installed.
     """
-    return import_extra("pyarrow.parquet", "pyarrow", "reading and writing Parquet")
+    return import_optional("pyarrow.parquet", "pyarrow", "reading and writing Parquet")
 
 
 class TranscriptWriter:

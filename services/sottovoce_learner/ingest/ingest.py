@@ -9,16 +9,16 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sottovoce_core.errors import NotReady
-from sottovoce_learner.ingest.intake import Intake
-from sottovoce_learner.progress import ROOM_S, Grants, Lifecycle, Room, Waits
+from sottovoce_core.errors import FailedPrecondition
+from sottovoce_learner.ingest.intake import RecordQueue
+from sottovoce_learner.progress import DISK_RETRY_INTERVAL_S, LeaseTracker, Lifecycle, DiskFullWait, WaitTracker
 from sottovoce_learner.role import Role
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_wire.v1 import learner_pb2
 
-COMPANY_S = 0.01
+GROUP_COMMIT_DELAY_S = 0.01
 """How long one waits for others that need a sync, too: about as long as a slow disk takes for it."""
-AHEAD, MOST_HELD = 4096, 64 * 1024 * 1024
+AHEAD, MAX_QUEUED_BYTES = 4096, 64 * 1024 * 1024
 """Rounds of records, and their bytes, that a learner takes in before it lets the feeder wait."""
 
 
@@ -35,11 +35,11 @@ class Ingest:
     """
 
     def __init__(
-        self, role: Role, run_log: RunLog, intake: Intake, life: Lifecycle, grants: Grants, waits: Waits, t: int
+        self, role: Role, run_log: RunLog, intake: RecordQueue, life: Lifecycle, grants: LeaseTracker, waits: WaitTracker, t: int
     ) -> None:
         self._live, self._log, self._intake, self._life, self._round = role.spec.data.live, run_log, intake, life, t
         self._grants, self._waits = grants, waits
-        self._room = Room(role.name, "records wait", "records cannot be kept")
+        self._room = DiskFullWait(role.name, "records wait", "records cannot be kept")
         self._hungry = asyncio.Event()  # there may be room: a feeder that waits looks again
         self.receipts = _Receipts(run_log)
 
@@ -49,14 +49,14 @@ class Ingest:
         Raises:
             DataError: they do not fit the run.
             Unavailable: the run is taken up again: its next session takes them.
-            NotReady: the run is over, and what is live comes to none of its rounds; or they cannot be kept.
+            FailedPrecondition: the run is over, and what is live comes to none of its rounds; or they cannot be kept.
         """
         while self.enough and not self._life.ended:
             self._hungry.clear()
             await self._hungry.wait()
         if self._life.ended and not self._intake.covers(batch):
             if self._live:
-                raise NotReady(self._life.ending)
+                raise FailedPrecondition(self._life.ending)
             # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
             raise await self._life.replaced()
         try:
@@ -66,25 +66,25 @@ class Ingest:
                     try:
                         self._log.keep(new.first, batch.SerializeToString(deterministic=True))
                     except OSError as error:
-                        self._room.require_full(error, self._round)
+                        self._room.require_disk_full(error, self._round)
                     else:
                         self._intake.add(new)
                         break
                     self._waits.wake()
-                    await asyncio.sleep(ROOM_S)
+                    await asyncio.sleep(DISK_RETRY_INTERVAL_S)
         finally:
             self._grants.fill(self._intake.filled)
             self._waits.wake()
 
     @property
-    def lacks_room(self) -> bool:
+    def is_disk_full(self) -> bool:
         """Are records held up by a full disk?"""
         return self._room.lacking
 
     @property
     def enough(self) -> bool:
         """Are there as many as it takes in beforehand?"""
-        return self._intake.filled > self._round + AHEAD or self._intake.held > MOST_HELD
+        return self._intake.filled > self._round + AHEAD or self._intake.held > MAX_QUEUED_BYTES
 
     def next_round(self, t: int) -> None:
         """Round t is next to take its records; or no other one is."""
@@ -96,7 +96,7 @@ class Ingest:
 class _Receipts:
     """Lets what several streams have written down last, all at once.
 
-    A stream waits until all others do, but at most `COMPANY_S`; so one that is alone waits for nobody.
+    A stream waits until all others do, but at most `GROUP_COMMIT_DELAY_S`; so one that is alone waits for nobody.
 
     Args:
         run_log: where it was written down.
@@ -120,14 +120,14 @@ class _Receipts:
         """Wait until what was written down by now lasts; then receipts may go out.
 
         Raises:
-            NotReady: it cannot be kept; or whatever else making it last raises, to all who wait.
+            FailedPrecondition: it cannot be kept; or whatever else making it last raises, to all who wait.
         """
         if self._log.settled:
             return
         if self._settled is None:
             loop = asyncio.get_running_loop()
             self._settled, self._waiting = loop.create_future(), 0
-            loop.call_later(COMPANY_S, self._over, self._settled)
+            loop.call_later(GROUP_COMMIT_DELAY_S, self._over, self._settled)
         settled = self._settled
         self._waiting += 1
         if self._waiting >= self._streams:
@@ -142,7 +142,7 @@ class _Receipts:
         try:
             self._log.settle()
         except OSError as error:
-            settled.set_exception(NotReady(f"records cannot be kept: {error.strerror}"))
+            settled.set_exception(FailedPrecondition(f"records cannot be kept: {error.strerror}"))
         except Exception as error:  # noqa: BLE001 -- whoever waits is told, whatever it is
             settled.set_exception(error)
         else:

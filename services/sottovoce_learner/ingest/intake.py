@@ -17,21 +17,21 @@ import numpy as np
 
 from sottovoce_core.arrays import Batch, FloatArray, IntArray
 from sottovoce_core.data import check_batch
-from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError
+from sottovoce_core.errors import DataError, FailedPrecondition, RemoteProtocolError
 from sottovoce_core.losses.loss import Loss
-from sottovoce_core.network.roster import Attendance
+from sottovoce_core.network.roster import Participation
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_wire.v1 import learner_pb2
 
-_MOST_COUNTS = 65_536
+_MAX_BATCH_ROUNDS = 65_536
 """Rounds of one batch."""
-MOST_SOURCES, _LONGEST_NAME = 1_024, 128
+MAX_SOURCES, _LONGEST_NAME = 1_024, 128
 """Sources that are remembered for as long as the run lasts, and characters of what one calls itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class RecordQueueState:
     """What an intake holds: all that it goes on from.
 
     Attributes:
@@ -60,7 +60,7 @@ class Taken:
         return self.next, self.filled, self.batches, self.rounds, self.sizes, rows, self.last, self.records
 
     @classmethod
-    def unpacked(cls, value: tuple[Any, ...]) -> Taken:
+    def unpacked(cls, value: tuple[Any, ...]) -> RecordQueueState:
         """`packed` backwards."""
         due, filled, count, rounds, sizes, rows, last, records = value
         return cls(due, filled, count, (Batch(*rows),) if rows else (), rounds, sizes, last, records)
@@ -85,7 +85,7 @@ class _New(NamedTuple):
     labels: FloatArray
 
 
-class Intake(ABC):
+class RecordQueue(ABC):
     """Records on their way to rounds.
 
     Args:
@@ -104,7 +104,7 @@ class Intake(ABC):
         """Taken in."""
 
     @staticmethod
-    def of(spec: RunSpec, n_features: int, attendance: Attendance | None = None) -> Intake:
+    def of(spec: RunSpec, n_features: int, attendance: Participation | None = None) -> RecordQueue:
         """The intake of a learner in a run.
 
         Args:
@@ -112,9 +112,9 @@ class Intake(ABC):
             n_features: features of a record, with the intercept.
             attendance: the rounds in which the learner takes part, and learns something (default: all).
         """
-        attendance = attendance or Attendance((range(spec.rounds),), spec.rounds)
+        attendance = attendance or Participation((range(spec.rounds),), spec.rounds)
         if not spec.data.live:
-            return Planned(n_features, spec.loss, spec.rounds, attendance)
+            return PlannedRecordQueue(n_features, spec.loss, spec.rounds, attendance)
         most = spec.data.batch_size
         return Live(n_features, spec.loss, attendance, 1 if most == "all" else most, patient=spec.clock.mode != "paced")
 
@@ -141,7 +141,7 @@ class Intake(ABC):
         """What is new in a batch, checked, and changes nothing; None: all of it was taken in already.
 
         Raises:
-            NotReady: an earlier batch of the source is missing.
+            FailedPrecondition: an earlier batch of the source is missing.
             DataError: the records do not fit the run. The message quotes no record value.
             RemoteProtocolError: a malformed tensor, rounds that have their records already, or more sources or rounds than
                 are kept.
@@ -151,7 +151,7 @@ class Intake(ABC):
             return None
         due = self.next_sequence(batch.source)
         if not batch.positions and batch.sequence > due:
-            raise NotReady(f"source {batch.source!r} must send batch {due} next, got batch {batch.sequence}")
+            raise FailedPrecondition(f"source {batch.source!r} must send batch {due} next, got batch {batch.sequence}")
         features, labels = from_tensor(batch.features), from_tensor(batch.labels)
         check_batch(features, labels, self.n_features, self._loss)
         first, counts = self._rounds_of(batch, len(labels))
@@ -197,10 +197,10 @@ class Intake(ABC):
         """
 
     @abstractmethod
-    def taken(self) -> Taken:
+    def taken(self) -> RecordQueueState:
         """What it holds now."""
 
-    def restore(self, taken: Taken) -> None:
+    def restore(self, taken: RecordQueueState) -> None:
         """Hold what another one held."""
         self._next, self._last = dict(taken.next), dict(taken.last)
         self.batches, self.records = taken.batches, taken.records
@@ -209,10 +209,10 @@ class Intake(ABC):
     def _require_bounds(self, batch: learner_pb2.SampleBatch) -> None:
         if len(batch.source) > _LONGEST_NAME:
             raise RemoteProtocolError(f"a source has at most {_LONGEST_NAME} characters, got {len(batch.source)}")
-        if batch.source not in self._next and len(self._next) >= MOST_SOURCES:
-            raise RemoteProtocolError(f"records must come from at most {MOST_SOURCES} sources, got one more")
-        if len(batch.counts) > _MOST_COUNTS:
-            raise RemoteProtocolError(f"a batch must be of at most {_MOST_COUNTS} rounds, got {len(batch.counts)}")
+        if batch.source not in self._next and len(self._next) >= MAX_SOURCES:
+            raise RemoteProtocolError(f"records must come from at most {MAX_SOURCES} sources, got one more")
+        if len(batch.counts) > _MAX_BATCH_ROUNDS:
+            raise RemoteProtocolError(f"a batch must be of at most {_MAX_BATCH_ROUNDS} rounds, got {len(batch.counts)}")
 
     def _known(self, batch: learner_pb2.SampleBatch, records: int) -> int:
         """How many records of a batch, its first ones, are here already."""
@@ -226,8 +226,8 @@ class Intake(ABC):
         last = self._last.get(batch.source)
         return 0 if last is None else int(np.searchsorted(positions, np.uint64(last), side="right"))
 
-    def _as(self, filled: int, waiting: tuple[Batch, ...], rounds: IntArray, sizes: IntArray) -> Taken:
-        return Taken(dict(self._next), filled, self.batches, waiting, rounds, sizes, dict(self._last), self.records)
+    def _as(self, filled: int, waiting: tuple[Batch, ...], rounds: IntArray, sizes: IntArray) -> RecordQueueState:
+        return RecordQueueState(dict(self._next), filled, self.batches, waiting, rounds, sizes, dict(self._last), self.records)
 
     @abstractmethod
     def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
@@ -276,16 +276,16 @@ class _Fed:
         return Batch(self._records.features[a:], self._records.labels[a:]), self.first + k + rounds, sizes[rounds]
 
 
-class Planned(Intake):
+class PlannedRecordQueue(RecordQueue):
     """Every record is for a round that it names, or the next that has none yet.
 
     Args:
-        n_features, loss: as `Intake`.
+        n_features, loss: as `RecordQueue`.
         rounds: planned rounds of the run.
         attendance: the rounds in which the learner takes part, and learns something.
     """
 
-    def __init__(self, n_features: int, loss: Loss, rounds: int, attendance: Attendance) -> None:
+    def __init__(self, n_features: int, loss: Loss, rounds: int, attendance: Participation) -> None:
         super().__init__(n_features, loss)
         self._rounds, self._attendance = rounds, attendance
         self._fed: deque[_Fed] = deque()
@@ -311,13 +311,13 @@ class Planned(Intake):
         batch.first_round = first
         self.put(batch)
 
-    def taken(self) -> Taken:
+    def taken(self) -> RecordQueueState:
         """What it holds now."""
         held = [part for fed in self._fed if fed.until > self._due and (part := fed.since(self._due))[0].size]
         waiting, rounds, sizes = zip(*held, strict=True) if held else ((), (_NONE,), (_NONE,))
         return self._as(self._filled, waiting, np.concatenate(rounds), np.concatenate(sizes))
 
-    def restore(self, taken: Taken) -> None:
+    def restore(self, taken: RecordQueueState) -> None:
         """Hold what another one held."""
         super().restore(taken)
         self._filled, self._due = taken.filled, 0
@@ -357,17 +357,17 @@ class Planned(Intake):
             self.waiting += len(labels)
 
 
-class Live(Intake):
+class Live(RecordQueue):
     """Records wait in the order in which they came, and a round takes what is there.
 
     Args:
-        n_features, loss: as `Intake`.
+        n_features, loss: as `RecordQueue`.
         attendance: the rounds in which the learner takes part: in others it learns nothing, and records wait.
         most: records that a round takes.
         patient: a round waits for a record; else it takes what is there, if it is nothing.
     """
 
-    def __init__(self, n_features: int, loss: Loss, attendance: Attendance, most: int, *, patient: bool) -> None:
+    def __init__(self, n_features: int, loss: Loss, attendance: Participation, most: int, *, patient: bool) -> None:
         super().__init__(n_features, loss)
         self._attendance, self._most, self._patient = attendance, most, patient
         self._queue: deque[Batch] = deque()
@@ -396,12 +396,12 @@ class Live(Intake):
         self.waiting -= taken.size
         return taken
 
-    def taken(self) -> Taken:
+    def taken(self) -> RecordQueueState:
         """What it holds now."""
         rounds, sizes = ([self._done], [self.waiting]) if self.waiting else ((), ())
         return self._as(self._done, tuple(self._queue), np.array(rounds, np.int64), np.array(sizes, np.int64))
 
-    def restore(self, taken: Taken) -> None:
+    def restore(self, taken: RecordQueueState) -> None:
         """Hold what another one held."""
         super().restore(taken)
         self._queue, self._done = deque(taken.waiting), taken.filled

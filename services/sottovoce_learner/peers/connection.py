@@ -13,18 +13,18 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce_core.errors import RemoteProtocolError, SottovoceError, StrangerError, Unavailable
+from sottovoce_core.errors import RemoteProtocolError, SottovoceError, PermissionDenied, Unavailable
 from sottovoce_core.running.policy import accepted
 from sottovoce_core.text import called
-from sottovoce_learner.peers.in_process import Nearby, NearStream
+from sottovoce_learner.peers.in_process import InProcessTransport, InProcessStream
 from sottovoce_learner.session import Session
-from sottovoce_rpc.access import give_turn_back
+from sottovoce_rpc.access import release_read_slot
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import KnownBy
+from sottovoce_rpc.learner_status import Attribution
 from sottovoce_rpc.principals import Principal, Role
-from sottovoce_rpc.server import AROUND_BYTES, HELLO_S, channel
-from sottovoce_rpc.status import Ending
+from sottovoce_rpc.server import MAX_OVERHEAD_BYTES, HELLO_TIMEOUT_S, channel
+from sottovoce_rpc.status import CallOutcome
 from sottovoce_wire.v1 import learner_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Neighbour
 
@@ -57,13 +57,13 @@ def _greeted(session: Session, payload: bytes, caller: Principal | None = None) 
         caller: who has opened the stream, where that is known.
 
     Raises:
-        StrangerError: of another run, not a neighbour, or an older process of one; or it speaks in another one's name.
+        PermissionDenied: of another run, not a neighbour, or an older process of one; or it speaks in another one's name.
         DataError: it has heard rounds that this learner's log does not have.
         RemoteProtocolError: no Hello, or of another plan or other fields: the same words would mean something else.
     """
     said, told = read_hello(payload), session.role
     if said.run_id != told.run_id:
-        raise StrangerError(f"this learner is in another run than {said.run_id!r}")
+        raise PermissionDenied(f"this learner is in another run than {said.run_id!r}")
     session.inbox.next_round(said.learner)
     _require_itself(session, said.learner, caller)
     name = told.spec.names[said.learner]
@@ -76,12 +76,12 @@ def _greeted(session: Session, payload: bytes, caller: Principal | None = None) 
         raise RemoteProtocolError(f"{name} must say the fields {session.codec.shapes}, got {from_fields(said.fields)}")
     link = session.links[said.learner]
     if said.incarnation < link.incarnation:
-        raise StrangerError(
+        raise PermissionDenied(
             f"{name} has greeted as incarnation {link.incarnation}, got {said.incarnation}: that is an older "
             "process, or runs on a copy of its state"
         )
     link.incarnation = said.incarnation
-    session.require_own_past(said.learner, said.next_round)
+    session.require_log_complete(said.learner, said.next_round)
     return said.learner, said.next_round
 
 
@@ -89,7 +89,7 @@ def _require_itself(session: Session, learner: int, caller: Principal | None) ->
     """A neighbour speaks for itself; a relay that the owner accepts for whoever speaks through it, where the run is overheard so.
 
     Raises:
-        StrangerError: somebody else does.
+        PermissionDenied: somebody else does.
     """
     if caller is None:
         return
@@ -97,14 +97,14 @@ def _require_itself(session: Session, learner: int, caller: Principal | None) ->
     if caller.role is Role.EAVESDROPPER and spec.capture == "relay":
         is_accepted = not caller.is_foreign if accepts is None else caller.is_one_of(*accepts)
         if not is_accepted:
-            raise StrangerError(f"the owner of {session.role.name!r} accepts no recording by {caller}")
+            raise PermissionDenied(f"the owner of {session.role.name!r} accepts no recording by {caller}")
         return
     if not caller.is_one_of(f"{Role.LEARNER}/{spec.names[learner]}"):
-        raise StrangerError(f"{caller} must not speak for {spec.names[learner]}")
+        raise PermissionDenied(f"{caller} must not speak for {spec.names[learner]}")
 
 
 async def accept(
-    session: Session, stream: grpc.aio.ServicerContext[Any, Any] | NearStream, caller: Principal | None = None
+    session: Session, stream: grpc.aio.ServicerContext[Any, Any] | InProcessStream, caller: Principal | None = None
 ) -> None:
     """Serve a stream that a neighbour opened, until it ends.
 
@@ -121,12 +121,12 @@ async def accept(
         raise RemoteProtocolError(
             f"the earlier of two in the spec opens their stream: {called(session.role.spec.names, neighbour)} must wait for us"
         )
-    give_turn_back()
+    release_read_slot()
     await stream.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
     await _hold(session, neighbour, stream, next_round, _known_by(None if caller is None else caller.role))
 
 
-async def keep_open(session: Session, neighbour: Neighbour, credentials: Credentials, nearby: Nearby) -> None:
+async def keep_open(session: Session, neighbour: Neighbour, credentials: Credentials, nearby: InProcessTransport) -> None:
     """Hold the stream to a neighbour open until cancelled.
 
     Args:
@@ -145,13 +145,13 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
         if overheard
         else (Role.LEARNER, (spec.names[index],))
     )
-    most = session.codec.length + AROUND_BYTES
+    most = session.codec.length + MAX_OVERHEAD_BYTES
     while not session.life.silent:
         name = names[attempt % len(names)]
         try:
             if credentials.principal is None and nearby.has(neighbour.address):
                 async with nearby.meet(neighbour.address) as stream:
-                    await _greet(session, index, stream, KnownBy.NAME)
+                    await _greet(session, index, stream, Attribution.NAME)
             else:
                 async with channel(  # a new one: it may be renewed
                     neighbour.address, role, name, credentials=credentials, max_message=most
@@ -164,14 +164,14 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
         await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
 
 
-def _known_by(role: Role | None) -> KnownBy:
+def _known_by(role: Role | None) -> Attribution:
     """How it is known that a neighbour speaks: by the role in the certificate of whoever is there; None: it showed none."""
     if role is None:
-        return KnownBy.NAME
-    return KnownBy.RELAY if role is Role.EAVESDROPPER else KnownBy.CERTIFICATE
+        return Attribution.NAME
+    return Attribution.RELAY if role is Role.EAVESDROPPER else Attribution.CERTIFICATE
 
 
-async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel, known_by: KnownBy) -> None:
+async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel, known_by: Attribution) -> None:
     """One call, from hello to end.
 
     Raises:
@@ -180,7 +180,7 @@ async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel, know
     # No serialisers: bytes as they were journaled.
     method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(_METHOD)
     call = method()
-    ending = Ending(call)
+    ending = CallOutcome(call)
     try:
         await _greet(session, neighbour, call, known_by)
     except grpc.aio.AioRpcError:
@@ -189,7 +189,7 @@ async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel, know
         call.cancel()
 
 
-async def _greet(session: Session, neighbour: int, stream: Any, known_by: KnownBy) -> None:
+async def _greet(session: Session, neighbour: int, stream: Any, known_by: Attribution) -> None:
     """A stream that was opened, from hello to end.
 
     Raises:
@@ -199,7 +199,7 @@ async def _greet(session: Session, neighbour: int, stream: Any, known_by: KnownB
     peer, next_round = _greeted(session, await _first(stream))
     if peer != neighbour:
         names = session.role.spec.names
-        raise StrangerError(f"expected {called(names, neighbour)} at its address, found {called(names, peer)}")
+        raise PermissionDenied(f"expected {called(names, neighbour)} at its address, found {called(names, peer)}")
     await _hold(session, neighbour, stream, next_round, known_by)
 
 
@@ -210,17 +210,17 @@ async def _first(stream: Any) -> bytes:
         RemoteProtocolError: none does.
     """
     try:
-        async with asyncio.timeout(HELLO_S):
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
             payload = await stream.read()
     except TimeoutError:
-        raise RemoteProtocolError(f"expected a Hello within {HELLO_S:g} s, got nothing") from None
+        raise RemoteProtocolError(f"expected a Hello within {HELLO_TIMEOUT_S:g} s, got nothing") from None
     if payload is grpc.aio.EOF:
         raise RemoteProtocolError("expected a Hello first, got the end of the stream")
     first: bytes = payload
     return first
 
 
-async def _hold(session: Session, neighbour: int, stream: Any, next_round: int, known_by: KnownBy) -> None:
+async def _hold(session: Session, neighbour: int, stream: Any, next_round: int, known_by: Attribution) -> None:
     """Use a stream until it ends.
 
     Another stream in this neighbour's name takes its place, and it must end then: the neighbour would wait on it for ever

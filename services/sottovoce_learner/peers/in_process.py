@@ -40,7 +40,7 @@ class _Turns:
         wake()
 
 
-class NearStream:
+class InProcessStream:
     """One end of a stream, read and written as a call of grpc.aio is.
 
     What was written and not read yet is bounded as what a link has due is: a reader takes what comes at once, and refuses more.
@@ -54,7 +54,7 @@ class NearStream:
         self._come = deque[bytes]()
         self._awaited: asyncio.Future[None] | None = None
         self._over = False
-        self._other: NearStream | None = None
+        self._other: InProcessStream | None = None
 
     @classmethod
     def pair(cls, turns: _Turns) -> tuple[Self, Self]:
@@ -95,15 +95,15 @@ class NearStream:
             self._awaited.set_result(None)
 
 
-Accept = Callable[[NearStream], Coroutine[Any, Any, None]]
+Accept = Callable[[InProcessStream], Coroutine[Any, Any, None]]
 """Serves a stream that a neighbour opened, until it ends."""
 
 
-class Nearby:
+class InProcessTransport:
     """The learners of a process that others of it may meet without a channel, by their addresses."""
 
     def __init__(self) -> None:
-        self._learners: dict[str, tuple[Accept, set[NearStream]]] = {}
+        self._learners: dict[str, tuple[Accept, set[InProcessStream]]] = {}
         self._turns = _Turns()
 
     def add(self, address: str, accept: Accept) -> None:
@@ -120,14 +120,14 @@ class Nearby:
         return address in self._learners
 
     @asynccontextmanager
-    async def meet(self, address: str) -> AsyncIterator[NearStream]:
+    async def meet(self, address: str) -> AsyncIterator[InProcessStream]:
         """A stream to a learner that is there, for as long as the block lasts.
 
         Raises:
             SottovoceError: the other side erred: what it says.
         """
         accept, streams = self._learners[address]
-        ours, theirs = NearStream.pair(self._turns)
+        ours, theirs = InProcessStream.pair(self._turns)
         streams.add(theirs)
         try:
             async with beside(accept(theirs)):

@@ -18,18 +18,18 @@ from typing import Generic, NamedTuple, TypeVar
 import structlog
 
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_core.errors import EquivocationError, RemoteProtocolError, Rule, StrangerError
+from sottovoce_core.errors import EquivocationError, RemoteProtocolError, Rule, PermissionDenied
 from sottovoce_core.text import called
 from sottovoce_learner.role import Role
 from sottovoce_rpc import principals
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import KnownBy
-from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
+from sottovoce_rpc.learner_status import Attribution
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, SignedStatement, Statement, digest, is_signature
 from sottovoce_wire.v1.coordinator_pb2 import Violation
 from sottovoce_wire.v1.coordinator_pb2 import ViolationKind as RuleNumber
 
-REMEMBERED = 1_024
+MAX_REMEMBERED_ROUNDS = 1_024
 """Rounds of a neighbour after which it is still noticed that it says another thing of one."""
 
 log = structlog.get_logger()
@@ -73,10 +73,10 @@ class Inbox(Generic[V]):
         """The first round whose message of this neighbour is due, as far as it may be ahead.
 
         Raises:
-            StrangerError: not a neighbour.
+            PermissionDenied: not a neighbour.
         """
         if neighbour not in self._next:
-            raise StrangerError(f"{called(self._names, neighbour)} is not a neighbour")
+            raise PermissionDenied(f"{called(self._names, neighbour)} is not a neighbour")
         due, beyond = self._next[neighbour], self.round + self._ahead
         if self._late:
             return due if neighbour in self._heard_in(self.round) else beyond
@@ -98,7 +98,7 @@ class Inbox(Generic[V]):
         if t != due or t >= self.round + self._ahead:
             raise RemoteProtocolError(
                 f"{called(self._names, neighbour)} must say round {due} next, got round {t} (we are in round {self.round})",
-                None if t < due else Rule.TURN,
+                None if t < due else Rule.ROUND,
             )
         self._next[neighbour] = t + 1
         if t < self.round:
@@ -159,7 +159,7 @@ class _Unsigned:
             RemoteProtocolError: the neighbour has not signed what it said in the blocks before.
         """
         waiting = self._heard[neighbour]
-        if waiting and (first := next(iter(waiting))) // BLOCK < t // BLOCK:
+        if waiting and (first := next(iter(waiting))) // ROUNDS_PER_BLOCK < t // ROUNDS_PER_BLOCK:
             raise RemoteProtocolError(
                 f"{called(self._names, neighbour)} must sign what it said from round {first} on before it says round {t}: is it "
                 "older than this learner?",
@@ -172,7 +172,7 @@ class _Unsigned:
 
     def waits(self, neighbour: int, block: int) -> bool:
         """Was anything of a block heard that is not signed yet? Else its signature says nothing new, and need not be checked."""
-        return any(t // BLOCK == block for t in self._heard[neighbour])
+        return any(t // ROUNDS_PER_BLOCK == block for t in self._heard[neighbour])
 
     @property
     def owing(self) -> set[int]:
@@ -191,7 +191,7 @@ class _Unsigned:
             text = f"{name} signed in the name of {called(self._names, statement.sender)}"
             raise RemoteProtocolError(text, Rule.NAME)
         waiting = self._heard[neighbour]
-        of_block = {t: own for t, own in waiting.items() if t // BLOCK == statement.block}
+        of_block = {t: own for t, own in waiting.items() if t // ROUNDS_PER_BLOCK == statement.block}
         for t, own in of_block.items():
             if (said := statement[t]) is None:
                 text = f"{name} did not sign what it said in round {t}"
@@ -205,7 +205,7 @@ class _Unsigned:
             del waiting[t]
 
 
-class Received(NamedTuple):
+class DecodedFrame(NamedTuple):
     """A neighbour's message: of which round, as it came, and what it says."""
 
     round: int
@@ -213,7 +213,7 @@ class Received(NamedTuple):
     message: Message
 
 
-class Hearing:
+class MessageReceiver:
     """What a learner hears in a run.
 
     Args:
@@ -223,12 +223,12 @@ class Hearing:
         credentials: of the learner: with an identity its neighbours must sign what they say.
     """
 
-    def __init__(self, role: Role, codec: RoundCodec, inbox: Inbox[Received], credentials: Credentials) -> None:
+    def __init__(self, role: Role, codec: RoundCodec, inbox: Inbox[DecodedFrame], credentials: Credentials) -> None:
         self._role, self._codec, self.inbox, self._credentials = role, codec, inbox, credentials
         self._said = dict[tuple[int, int], tuple[int, int]]()
         self._unsigned = None if credentials.principal is None else _Unsigned(role.spec.names)
         self._misconduct = dict[int, Violation]()
-        self.rules_broken = 0
+        self.violation_count = 0
         """Messages that broke one, of whomever."""
         self.messages = 0
         """Messages that were taken in."""
@@ -243,34 +243,34 @@ class Hearing:
         Raises:
             EquivocationError: the neighbour has said something else in this round: two noisy copies of one state.
             RemoteProtocolError: it is not what is due from this neighbour.
-            StrangerError: it is signed by somebody else.
+            PermissionDenied: it is signed by somebody else.
         """
         if self._unsigned is not None and is_signature(payload):
-            self._check(self._unsigned, neighbour, Signed.decode(self._role.run_id, payload))
+            self._check(self._unsigned, neighbour, SignedStatement.decode(self._role.run_id, payload))
             return False
         t, sender, message = self._codec.decode(payload)
         if self._unsigned is not None:
             self._unsigned.require_signed(neighbour, t)
         said = hash(payload)  # by a key of this process
         try:
-            complete = self.inbox.put(neighbour, t, sender, Received(t, payload, message))
+            complete = self.inbox.put(neighbour, t, sender, DecodedFrame(t, payload, message))
         except RemoteProtocolError:
-            before = self._said.get((neighbour, t % REMEMBERED))
+            before = self._said.get((neighbour, t % MAX_REMEMBERED_ROUNDS))
             if sender == neighbour and before is not None and before[0] == t and before[1] != said:
                 name = called(self._role.spec.names, neighbour)
                 raise EquivocationError(f"{name} said two different things in round {t}") from None
             raise
-        self._said[neighbour, t % REMEMBERED] = t, said
+        self._said[neighbour, t % MAX_REMEMBERED_ROUNDS] = t, said
         self.messages += 1
         if self._unsigned is not None:
             self._unsigned.heard(neighbour, t, digest(payload))
         return complete
 
-    def _check(self, unsigned: _Unsigned, neighbour: int, signed: Signed) -> None:
+    def _check(self, unsigned: _Unsigned, neighbour: int, signed: SignedStatement) -> None:
         """A neighbour signs for itself, and what it said.
 
         Raises:
-            StrangerError: somebody else does.
+            PermissionDenied: somebody else does.
             RemoteProtocolError: it signs something else.
         """
         if not unsigned.waits(neighbour, signed.statement.block):
@@ -278,7 +278,7 @@ class Hearing:
         signer, name = self._credentials.signer(signed), self._role.spec.names[neighbour]
         if not signer.is_one_of(f"{principals.Role.LEARNER}/{name}"):
             text = f"what {name} says must be signed by itself, got a signature of {signer}"
-            raise StrangerError(text, Rule.NAME)
+            raise PermissionDenied(text, Rule.NAME)
         unsigned.signed(neighbour, signed.statement)
 
     @property
@@ -286,9 +286,9 @@ class Hearing:
         """Neighbours that have not signed all that was heard of them; where nothing is signed, nobody."""
         return set() if self._unsigned is None else self._unsigned.owing
 
-    def notice(self, neighbour: int, rule: Rule, known_by: KnownBy, *, ended: bool) -> bool:
+    def notice(self, neighbour: int, rule: Rule, known_by: Attribution, *, ended: bool) -> bool:
         """A neighbour broke a rule; True the first time, as long as the run goes on: what it says later tells nothing new."""
-        self.rules_broken += 1
+        self.violation_count += 1
         if ended or neighbour in self._misconduct:
             return False
         number = RuleNumber.Value(f"RULE_{rule.name}")

@@ -20,16 +20,16 @@ from typing import Protocol
 
 import grpc
 
-from sottovoce_core.network.roster import Attendance, Roster
+from sottovoce_core.network.roster import Participation, ParticipationSchedule
 from sottovoce_learner.peers.plan import Plan
 from sottovoce_learner.role import Role
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Statement
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, DIGEST_BYTES, EMPTY_DIGESTS, Statement
 from sottovoce_rpc.tasks import Tasks
 
-_QUIET_S = 1.0
+_IDLE_TIMEOUT_S = 1.0
 """How long a write to a stream that has ended is waited for."""
-_BREAKS = (
+_STREAM_END_ERRORS = (
     grpc.RpcError,
     grpc.aio.BaseError,
     grpc.aio.UsageError,
@@ -57,15 +57,15 @@ class Own:
 
     def said(self, t: int, digest: bytes, told: Iterable[int]) -> None:
         """A round was said, to some neighbours."""
-        block, k = divmod(t, BLOCK)
+        block, k = divmod(t, ROUNDS_PER_BLOCK)
         for j in told:
             if block not in (before := self.recipients.get(j, ())):
                 self.recipients[j] = (*before, block)[-_signatures_kept(self.keep) :]
         if block not in self.digests:
             needed = set(chain.from_iterable(self.recipients.values()))
             self.digests = {each: known for each, known in self.digests.items() if each in needed}
-        known = self.digests.get(block, UNSAID)
-        self.digests[block] = known[: DIGEST * k] + digest + known[DIGEST * (k + 1) :]
+        known = self.digests.get(block, EMPTY_DIGESTS)
+        self.digests[block] = known[: DIGEST_BYTES * k] + digest + known[DIGEST_BYTES * (k + 1) :]
 
     def statement(self, run_id: str, sender: int, block: int) -> Statement:
         """What is signed of a block."""
@@ -180,7 +180,7 @@ class Link:
     async def quiet(self) -> None:
         """Wait for a moment until nothing is being written: a call that ends meanwhile does not end on the other side."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_QUIET_S):
+            async with asyncio.timeout(_IDLE_TIMEOUT_S):
                 await self._idle.wait()
 
     async def close(self) -> None:
@@ -206,7 +206,7 @@ class Link:
                 if self._due:
                     try:
                         await stream.write(self._due.popleft())
-                    except _BREAKS:
+                    except _STREAM_END_ERRORS:
                         self.detach(stream)
                 else:
                     self._idle.set()
@@ -216,7 +216,7 @@ class Link:
             self._idle.set()
 
 
-class Telling:
+class Outbox:
     """What is said in a run, and to whom.
 
     Args:
@@ -234,26 +234,26 @@ class Telling:
         self,
         role: Role,
         plan: Plan,
-        attendance: Attendance,
+        attendance: Participation,
         own: Own,
         links: Mapping[int, Link],
         credentials: Credentials,
         mirror: Callable[[bytes, list[int]], None] | None,
-        roster: Roster,
+        roster: ParticipationSchedule,
     ) -> None:
         self._role, self._plan, self._attendance, self._own, self.roster = role, plan, attendance, own, roster
         self.links, self._credentials, self._mirror = links, credentials, mirror
 
     def met(self, t: int) -> dict[int, Link]:
         """The links to those who are there in a round, and not lost."""
-        there, lost = self.roster.there(t), self.roster.lost_to(self._role.index, t)
+        there, lost = self.roster.there(t), self.roster.lost_senders(self._role.index, t)
         return {j: link for j, link in self.links.items() if there[j] and j not in lost}
 
-    def hand_out(self, t: int, frame: bytes) -> None:
+    def send_round(self, t: int, frame: bytes) -> None:
         """Hand a round's message to everybody who is told.
 
         Raises:
-            NotReady: a signature is due, and the identity cannot sign.
+            FailedPrecondition: a signature is due, and the identity cannot sign.
         """
         told = self._plan.part(t).told
         for j in told:
@@ -271,13 +271,13 @@ class Telling:
             said: rounds that were said.
 
         Raises:
-            NotReady: the identity cannot sign.
+            FailedPrecondition: the identity cannot sign.
         """
         for t, frame in frames:
             for j in self._plan.part(t).told:
                 self.links[j].queue(t, frame)
         for block in sorted(self._own.digests):
-            t = min(BLOCK * (block + 1), said) - 1
+            t = min(ROUNDS_PER_BLOCK * (block + 1), said) - 1
             if self._ends_block(t):
                 self._sign(t)
 
@@ -285,7 +285,7 @@ class Telling:
         """Sign what was said last: nothing more follows.
 
         Raises:
-            NotReady: the identity cannot sign.
+            FailedPrecondition: the identity cannot sign.
         """
         if said and not self._ends_block(said - 1):
             self._sign(said - 1)
@@ -301,13 +301,13 @@ class Telling:
 
     def _ends_block(self, t: int) -> bool:
         """Is a round followed by a signature, once it was said?"""
-        return t % BLOCK == BLOCK - 1 or t + 1 not in self._attendance
+        return t % ROUNDS_PER_BLOCK == ROUNDS_PER_BLOCK - 1 or t + 1 not in self._attendance
 
     def _sign(self, t: int) -> None:
         """Tell whoever was told anything of the block of round t what was said in it, signed."""
         if self._credentials.principal is None:
             return
-        block = t // BLOCK
+        block = t // ROUNDS_PER_BLOCK
         statement, told = self._own.statement(self._role.run_id, self._role.index, block), self._own.told(block)
         signature = _signature_of(statement, self._credentials)
         for j in told:
@@ -318,7 +318,7 @@ class Telling:
 
 def _signatures_kept(keep: int) -> int:
     """Signatures that a neighbour may lack which may lack so many rounds."""
-    return keep // BLOCK + 2
+    return keep // ROUNDS_PER_BLOCK + 2
 
 
 def _signature_of(statement: Statement, credentials: Credentials) -> Callable[[], bytes]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sottovoce_core.errors import RemoteProtocolError
-from sottovoce_core.network.network import Digests, Network
+from sottovoce_core.network.network import NetworkDigests, Network
 from sottovoce_core.text import called
 
 _ROUNDING = 1e-9
@@ -42,11 +42,11 @@ class Plan:
         names: of the learners, by index, for errors.
     """
 
-    def __init__(self, network: Network, index: int, digests: Digests, names: Sequence[str] = ()) -> None:
+    def __init__(self, network: Network, index: int, digests: NetworkDigests, names: Sequence[str] = ()) -> None:
         self._network, self.index, self._digests, self._names = network, index, digests, names
         self.neighbours = network.neighbours(index)
         """Everybody whom the learner hears or tells in some round."""
-        self.announced = 0
+        self.announced_rounds = 0
         """Rounds below this one are as the coordinator says."""
         self._over = 0
         self._parts: dict[int, _Part] = {}
@@ -93,7 +93,7 @@ class Plan:
         Raises:
             RemoteProtocolError: it is not what the run spec says.
         """
-        if first_round < self.announced:
+        if first_round < self.announced_rounds:
             return
         self.require(first_round)
         part, heard = self.part(first_round), {j: weight for j, weight in weights.items() if weight != 0}
@@ -109,8 +109,8 @@ class Plan:
                 f"{self._called(weights)}"
             )
         # What a learner did before it died was announced then, and needs no epochs again, but for the first, with the addresses.
-        self.announced = max(first_round + 1, self._over)
-        self._last = self.part(self.announced - 1)
+        self.announced_rounds = max(first_round + 1, self._over)
+        self._last = self.part(self.announced_rounds - 1)
 
     def agree(self, since: int, until: int, network_hash: bytes) -> None:
         """A digest of the coordinator's, in place of epochs for rounds `since` to `until - 1`; empty: epochs say it.
@@ -118,7 +118,7 @@ class Plan:
         Raises:
             RemoteProtocolError: it is not of what the run spec says, or rounds before them are missing.
         """
-        if not network_hash or until <= self.announced:  # known already
+        if not network_hash or until <= self.announced_rounds:  # known already
             return
         self.require(max(since, 1))
         if self._digests.of(since, until) != network_hash:
@@ -126,7 +126,7 @@ class Plan:
                 f"in rounds {since} to {until - 1} everybody must hear whom the run spec says, with its weights, and the "
                 "coordinator's digest of them is another one: do both run the same version, with the same code of your own?"
             )
-        self.announced = until
+        self.announced_rounds = until
         self._last = self.part(until - 1)
 
     def require(self, until: int) -> None:
@@ -135,14 +135,14 @@ class Plan:
         Raises:
             RemoteProtocolError: something changes in one of them.
         """
-        if self._always is not None and self.announced:
-            self.announced = max(self.announced, until)
-        looked_at = min(until, self.announced + self._network.horizon)  # later rounds repeat these
-        while self.announced < looked_at:
-            if self.announced == 0 or self.part(self.announced) != self._last:
-                raise RemoteProtocolError(f"an epoch for round {self.announced} must come first, and it did not")
-            self.announced += 1
-        self.announced = max(self.announced, until)
+        if self._always is not None and self.announced_rounds:
+            self.announced_rounds = max(self.announced_rounds, until)
+        looked_at = min(until, self.announced_rounds + self._network.horizon)  # later rounds repeat these
+        while self.announced_rounds < looked_at:
+            if self.announced_rounds == 0 or self.part(self.announced_rounds) != self._last:
+                raise RemoteProtocolError(f"an epoch for round {self.announced_rounds} must come first, and it did not")
+            self.announced_rounds += 1
+        self.announced_rounds = max(self.announced_rounds, until)
 
     def forget(self, t: int) -> None:
         """Round t is over."""
@@ -157,4 +157,4 @@ class Plan:
 
     def _part(self, t: int) -> _Part:
         mixing, i = self._network.at(t), self.index
-        return _Part(mixing.heard_by(i), mixing.told_by(i), float(mixing.own[i]))
+        return _Part(mixing.heard_by(i), mixing.out_neighbours(i), float(mixing.own[i]))

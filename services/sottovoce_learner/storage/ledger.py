@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.network.roster import Roster
+from sottovoce_core.network.roster import ParticipationSchedule
 from sottovoce_core.privacy.guarantee import Guarantee
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.storage.run_log import NO_RUN, Mark
-from sottovoce_learner.storage.state_folder import FORMAT, Files, chained, content, hashed, host, require_format
+from sottovoce_learner.storage.state_folder import FORMAT, Files, extend_chain, content, hash_text, host, require_format
 from sottovoce_learner.storage.wal import Reading, read_log
 
 OPENED, CLOSED, REPAIRED = "opened", "closed", "repaired"
-_CHAIN = 16
+_CHAIN_BYTES = 16
 
 Facts = Mapping[str, Any]
 
@@ -57,14 +57,14 @@ class Line:
         return datetime.fromisoformat(self.facts["at"])
 
     @classmethod
-    def all_in(cls, raw: bytes) -> tuple[Line, ...]:
+    def parse_all(cls, raw: bytes) -> tuple[Line, ...]:
         """All lines, up to the first that is not right."""
         found: list[Line] = []
-        at, chain = 0, bytes(_CHAIN)
+        at, chain = 0, bytes(_CHAIN_BYTES)
         while (end := raw.find(b"\n", at) + 1) > 0:
-            text = raw[at + 2 * _CHAIN + 1 : end - 1]
-            chain = chained(chain, text)
-            if raw[at : at + 2 * _CHAIN + 1] != chain.hex().encode() + b" ":
+            text = raw[at + 2 * _CHAIN_BYTES + 1 : end - 1]
+            chain = extend_chain(chain, text)
+            if raw[at : at + 2 * _CHAIN_BYTES + 1] != chain.hex().encode() + b" ":
                 break
             found.append(cls(json.loads(text), chain, end))
             at = end
@@ -84,11 +84,11 @@ class Line:
             )
 
     @staticmethod
-    def encode(facts: Facts, chain: bytes = bytes(_CHAIN)) -> bytes:
+    def encode(facts: Facts, chain: bytes = bytes(_CHAIN_BYTES)) -> bytes:
         """A line behind `chain`, with the time, by which it is known what was spent lately."""
         now = {"at": datetime.now(UTC).isoformat(timespec="seconds")}
         text = json.dumps({**facts, **now}, separators=(",", ":")).encode()
-        return chained(chain, text).hex().encode() + b" " + text + b"\n"
+        return extend_chain(chain, text).hex().encode() + b" " + text + b"\n"
 
     @classmethod
     def first(cls, learner: str, store: str = "") -> bytes:
@@ -98,7 +98,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerLine:
+class LedgerEntry:
     """One run of one learner.
 
     Attributes:
@@ -161,23 +161,23 @@ class LedgerLine:
         return price if self.budget is None else min(price, self.budget)
 
     @property
-    def but_absences(self) -> dict[str, Any]:
+    def fixed_spec(self) -> dict[str, Any]:
         """The spec without what may change in a run, and without what nobody set: another version may know more fields."""
         document: dict[str, Any] = _set(json.loads(self.spec))
         return {key: value for key, value in document.items() if key != "absences"}
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> ParticipationSchedule:
         """Who takes part in which round."""
-        return Roster.of_spec(json.loads(self.spec))
+        return ParticipationSchedule.from_spec(json.loads(self.spec))
 
     @classmethod
-    def of(cls, facts: Facts, learner: str) -> LedgerLine:
+    def of(cls, facts: Facts, learner: str) -> LedgerEntry:
         """A run that a line has opened."""
         return cls(learner, facts["run_id"], facts["index"], facts["n_features"], facts["spec"])
 
     @classmethod
-    def unknown(cls, learner: str, run_id: str) -> LedgerLine:
+    def unknown(cls, learner: str, run_id: str) -> LedgerEntry:
         """A run of which only its price is known."""
         return cls(learner, run_id or "repaired", 0, 1, json.dumps({"learners": 1, "algorithm": {"name": "unknown"}}))
 
@@ -216,7 +216,7 @@ class Standing:
             DataError: it is of a newer format, or a copy.
         """
         mark = Mark.read(files.mark, copied=copied)  # before the rest: whatever it says must be in them by then
-        standing = cls(files, mark, Line.all_in(content(files.runs)), None)
+        standing = cls(files, mark, Line.parse_all(content(files.runs)), None)
         if (opened := standing.opened) is None:
             return standing
         return replace(standing, log=read_log(files.log(opened.run_id)))
@@ -242,38 +242,38 @@ class Standing:
                     raise
 
     @property
-    def opened(self) -> LedgerLine | None:
+    def opened(self) -> LedgerEntry | None:
         """The run that was opened last, where it was not closed."""
         last = self.lines[-1].facts if self.lines else {}
-        return LedgerLine.of(last, self.files.learner) if last.get("kind") == OPENED else None
+        return LedgerEntry.of(last, self.files.learner) if last.get("kind") == OPENED else None
 
     @property
     def begun(self) -> bool:
         """Was the log of the open run made? Before, nothing can have been said in it."""
         opened, mark = self.opened, self.mark
-        return opened is not None and mark is not None and mark.run == hashed(opened.run_id)
+        return opened is not None and mark is not None and mark.run == hash_text(opened.run_id)
 
     @property
     def elsewhere(self) -> float:
         """Epsilon of all runs that are closed."""
         return math.fsum(line.facts["spent"] for line in self.lines if line.kind in (CLOSED, REPAIRED))
 
-    def runs(self) -> Iterator[LedgerLine]:
+    def runs(self) -> Iterator[LedgerEntry]:
         """Every run, with what it has cost."""
-        about: dict[str, LedgerLine] = {}
+        about: dict[str, LedgerEntry] = {}
         for line in self.lines:
             if line.kind == OPENED:
-                about[line.facts["run_id"]] = LedgerLine.of(line.facts, self.files.learner)
+                about[line.facts["run_id"]] = LedgerEntry.of(line.facts, self.files.learner)
             elif line.kind in (CLOSED, REPAIRED):
                 run_id = line.facts["run_id"]
-                known = about.get(run_id) or LedgerLine.unknown(self.files.learner, run_id)
+                known = about.get(run_id) or LedgerEntry.unknown(self.files.learner, run_id)
                 about[run_id] = replace(known, said=line.facts["said"], spent=known.spent + line.facts["spent"])
         if (opened_now := self.opened) is not None and self.log is not None:
             about[opened_now.run_id] = replace(opened_now, said=self.log.said, spent=self.log.spent)
         yield from about.values()
 
     @property
-    def under_way(self) -> tuple[LedgerLine, bool] | None:
+    def under_way(self) -> tuple[LedgerEntry, bool] | None:
         """The run that is open, with what was said in it, and whether all of that was learned, too; None: there is none."""
         if self.opened is None or self.log is None:
             return None
@@ -283,7 +283,7 @@ class Standing:
         """Epsilon of all runs but one."""
         return math.fsum(run.spent for run in self.runs() if run.run_id != but)
 
-    def spent_since(self, moment: datetime, but: str) -> float:
+    def sum_epsilon_since(self, moment: datetime, but: str) -> float:
         """Epsilon of all runs but one that were charged since a moment: a run counts whole, as of its end."""
         opened, log = self.opened, self.log
         charges = [log.spent] if opened is not None and opened.run_id != but and log is not None else []
@@ -291,7 +291,7 @@ class Standing:
         return math.fsum([*charges, *(each.facts["spent"] for each in lines if each.facts["run_id"] != but)])
 
     @property
-    def most_spent(self) -> float | None:
+    def max_epsilon_spent(self) -> float | None:
         """The most epsilon that all runs can have cost, whatever one part of the files has lost; None: that cannot be known."""
         mark, lines, log = self.mark, self.lines, self.log
         known = self.elsewhere
@@ -324,7 +324,7 @@ class Standing:
             self._require_log(mark, self.log, self.opened)
         return self
 
-    def _require_log(self, mark: Mark, log: Reading, opened: LedgerLine) -> None:
+    def _require_log(self, mark: Mark, log: Reading, opened: LedgerEntry) -> None:
         """The log holds all that the mark says, of this run and learner."""
         folder = self.files.log(opened.run_id)
         if log.about is None:
@@ -360,7 +360,7 @@ class Standing:
 
     def _damaged(self, what: str) -> NoReturn:
         name = self.files.learner
-        most = self.most_spent
+        most = self.max_epsilon_spent
         figure = "at most what its owner allows in all" if most is None else f"at most {most:.6g} in all"
         raise DataError(
             f"{what}: nothing is said. Put the state folder of {name!r} back as it was after its last message; where that is "

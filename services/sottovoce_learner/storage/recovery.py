@@ -10,13 +10,13 @@ from pathlib import Path
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import DataError
 from sottovoce_core.spec import RunSpec
-from sottovoce_learner.ingest.intake import Intake
+from sottovoce_learner.ingest.intake import RecordQueue
 from sottovoce_learner.storage.state_folder import KEPT, Files
 from sottovoce_learner.storage.wal import Kind, Reading, Said, read_log
 from sottovoce_wire.v1 import learner_pb2
 
 
-class Learned:
+class LoggedRecords:
     """Records of a learner, round by round. Each round's are known as soon as the learner has said the next one, or ended.
 
     Args:
@@ -34,7 +34,7 @@ class Learned:
         log = Files(folder, learner).log(run_id)
         self._folders: tuple[Path, ...] = (folder / KEPT / log.name, log)
         attendance = spec.roster.attendance(spec.names.index(learner), spec.rounds)
-        self._intake, self._attendance = Intake.of(spec, n_features, attendance), attendance
+        self._intake, self._attendance = RecordQueue.of(spec, n_features, attendance), attendance
         self._known: dict[int, Batch] = {}
         self.rounds = 0
         """Rounds below this one are known."""
@@ -79,7 +79,7 @@ class Learned:
             self.rounds += 1
 
 
-def learners_in(folder: Path, run_id: str) -> list[str]:
+def find_learners(folder: Path, run_id: str) -> list[str]:
     """Names of those whose log of a run stands in a state folder, still or kept."""
     found = (*folder.glob(f"{KEPT}/*@*"), *folder.glob("*@*"))
     return sorted({each.name.partition("@")[2] for each in found if each.name.partition("@")[0] == run_id})

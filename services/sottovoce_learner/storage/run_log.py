@@ -26,21 +26,21 @@ from typing import NamedTuple
 import structlog
 
 from sottovoce_core.errors import DataError, LocalProtocolError, Unavailable
-from sottovoce_learner.storage.snapshot import Image, Unpackable, pack, packs_as, unpack
-from sottovoce_learner.storage.state_folder import FORMAT, Held, replace_file, require_format
-from sottovoce_learner.storage.wal import NOTHING, Durability, Grant, Kind, Log, Reading, Said, Snapshot
+from sottovoce_learner.storage.snapshot import LearnerSnapshot, UnpackableError, pack, is_packed_as, unpack
+from sottovoce_learner.storage.state_folder import FORMAT, FileGuard, replace_file, require_format
+from sottovoce_learner.storage.wal import NOTHING, Durability, Reservation, Kind, Log, Reading, Said, SnapshotPointer
 from sottovoce_rpc.logs import failure
 
 log = structlog.get_logger()
 
 _SLOT = struct.Struct("<8sI4xQQ16s16sQ16sd16sQ16sdQd")
 _MAGIC = b"sotto.m\0"
-SLOT = 512
+SLOT_BYTES = 512
 NO_RUN = bytes(16)
-SNAPSHOT_AFTER = 4 * 1024 * 1024
-SNAPSHOT_ROUNDS = 1_000
+SNAPSHOT_AFTER_BYTES = 4 * 1024 * 1024
+SNAPSHOT_AFTER_ROUNDS = 1_000
 """A snapshot takes the place of a log that has grown by so many bytes, or so many rounds: each is replayed after a death."""
-_A_ROUND = 2_048
+_SNAPSHOT_BYTES_PER_ROUND = 2_048
 """Bytes of snapshots that a round may cost, where rounds make one due: small beside what replaying it costs."""
 
 
@@ -72,7 +72,7 @@ class Mark(NamedTuple):
     sequence: int = 0
     chain: bytes = bytes(16)
     spent: float = 0.0
-    reserved: Grant = NOTHING
+    reserved: Reservation = NOTHING
     turn: int = 0
     inode: int = 0
 
@@ -103,11 +103,11 @@ class Mark(NamedTuple):
 
     def write(self, path: Path) -> None:
         """Make it in both slots of a file, and let it last."""
-        with closing(MarkFile(path)) as file:
+        with closing(HighWaterMarkFile(path)) as file:
             file.settle(self)
 
 
-class MarkFile:
+class HighWaterMarkFile:
     """The mark of one learner, open for writing.
 
     Args:
@@ -117,9 +117,9 @@ class MarkFile:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            found = _newest(os.pread(self._file, 2 * SLOT, 0), path)
+            found = _newest(os.pread(self._file, 2 * SLOT_BYTES, 0), path)
             self._inode = os.fstat(self._file).st_ino
-            self._held = Held(path, self._file)
+            self._held = FileGuard(path, self._file)
         except BaseException:
             self.close()
             raise
@@ -131,7 +131,7 @@ class MarkFile:
         Raises:
             OSError: it could not be written.
         """
-        os.pwrite(self._file, _encode(mark, self._turn, self._inode), self._turn % 2 * SLOT)
+        os.pwrite(self._file, _encode(mark, self._turn, self._inode), self._turn % 2 * SLOT_BYTES)
         self._turn += 1
 
     def settle(self, mark: Mark, *, sync: bool = True) -> None:
@@ -143,7 +143,7 @@ class MarkFile:
 
     def require_in_place(self) -> None:
         """Raise `DataError` unless the file is still there; once settled it has both slots."""
-        self._held.require_in_place(SLOT + 1)
+        self._held.require_in_place(SLOT_BYTES + 1)
 
     def close(self) -> None:
         """Close the file; it stays on disk."""
@@ -157,7 +157,7 @@ def _encode(mark: Mark, turn: int, inode: int) -> bytes:
 
 
 def _newest(raw: bytes, path: Path) -> Mark | None:
-    slots = (_decode(raw[k * SLOT : (k + 1) * SLOT], path) for k in range(2))
+    slots = (_decode(raw[k * SLOT_BYTES : (k + 1) * SLOT_BYTES], path) for k in range(2))
     return max((mark for mark in slots if mark is not None), key=lambda mark: mark.turn, default=None)
 
 
@@ -168,7 +168,7 @@ def _decode(raw: bytes, path: Path) -> Mark | None:
         return None
     _, form, inode, turn, *known, until, reserved = _SLOT.unpack_from(raw)
     require_format(path, form)
-    return Mark._make((*known, Grant(until, reserved), turn, inode))
+    return Mark._make((*known, Reservation(until, reserved), turn, inode))
 
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
@@ -209,12 +209,12 @@ class RunLog:
     def __init__(
         self,
         log: Log,
-        mark_file: MarkFile,
+        mark_file: HighWaterMarkFile,
         mark: Mark,
         elsewhere: float,
         terms: Terms,
         reading: Reading | None,
-        ledger: Held,
+        ledger: FileGuard,
     ) -> None:
         self._log, self._mark_file, self._mark, self._ledger = log, mark_file, mark, ledger
         self._elsewhere, self._terms, self.reading = elsewhere, terms, reading
@@ -261,12 +261,12 @@ class RunLog:
         """Has it grown so much that a snapshot should take its place?
 
         By bytes, snapshots write at most half of what the log does, and replay reads at most twice a snapshot. By rounds,
-        they write `_A_ROUND` bytes a round, and replay takes in a round for as many of a snapshot's, or `SNAPSHOT_ROUNDS`.
+        they write `_SNAPSHOT_BYTES_PER_ROUND` bytes a round, and replay takes in a round for as many of a snapshot's, or `SNAPSHOT_AFTER_ROUNDS`.
         """
-        by_bytes = self._grown > max(SNAPSHOT_AFTER, 2 * self._last_size)
-        return by_bytes or self._since > max(SNAPSHOT_ROUNDS, self._last_size // _A_ROUND)
+        by_bytes = self._grown > max(SNAPSHOT_AFTER_BYTES, 2 * self._last_size)
+        return by_bytes or self._since > max(SNAPSHOT_AFTER_ROUNDS, self._last_size // _SNAPSHOT_BYTES_PER_ROUND)
 
-    def turn(self) -> Snapshot:
+    def turn(self) -> SnapshotPointer:
         """Begin a segment; what stands before it may be replaced by a snapshot, whose file is not written yet.
 
         Raises:
@@ -274,9 +274,9 @@ class RunLog:
         """
         self._log.turn()
         self._grown = self._since = 0
-        return Snapshot(self._log.sequence - 1, self._log.chain, b"", 0, self._mark.reserved)
+        return SnapshotPointer(self._log.sequence - 1, self._log.chain, b"", 0, self._mark.reserved)
 
-    def write_snapshot(self, place: Snapshot, raw: bytes) -> Snapshot:
+    def write_snapshot(self, place: SnapshotPointer, raw: bytes) -> SnapshotPointer:
         """A snapshot's file, whole or not at all; in any thread.
 
         Raises:
@@ -285,7 +285,7 @@ class RunLog:
         replace_file(self._log.folder / place.name, raw)
         return place._replace(digest=hashlib.sha256(raw).digest(), size=len(raw))
 
-    def covered(self, snapshot: Snapshot) -> None:
+    def covered(self, snapshot: SnapshotPointer) -> None:
         """A snapshot is written: what it stands in place of is deleted.
 
         Raises:
@@ -345,7 +345,7 @@ class RunLog:
         most = spent + (self._terms.window - 1) * more
         if self._terms.budget is not None:
             most = max(min(most, self._terms.budget), spent)
-        grant = Grant(min(t + self._terms.window, self._terms.rounds), most)
+        grant = Reservation(min(t + self._terms.window, self._terms.rounds), most)
         self._append(Kind.GRANT, t, self.spent, grant.encode())
         self._log.sync()
         self._mark = self._mark._replace(reserved=grant, sequence=self._log.sequence - 1, chain=self._log.chain)
@@ -356,7 +356,7 @@ class RunLog:
         self._grown += len(body)
 
 
-class Snapshots:
+class SnapshotWriter:
     """Takes a learner's snapshots, while its rounds go on.
 
     Args:
@@ -367,7 +367,7 @@ class Snapshots:
 
     def __init__(self, learner: str, run_log: RunLog, names: Mapping[str, object]) -> None:
         self._learner, self._log, self._names = learner, run_log, names
-        self._begun: tuple[Image, Snapshot] | None = None
+        self._begun: tuple[LearnerSnapshot, SnapshotPointer] | None = None
         self._wanted, self._possible = asyncio.Event(), True
 
     @property
@@ -375,7 +375,7 @@ class Snapshots:
         """Should one be taken?"""
         return self._possible and self._begun is None and self._log.due
 
-    def begin(self, image: Image) -> None:
+    def begin(self, image: LearnerSnapshot) -> None:
         """Hold on to what the learner is, right after a round was said: its values never change, so it may go on at once."""
         try:
             self._begun = image, self._log.turn()
@@ -397,7 +397,7 @@ class Snapshots:
             return
         try:
             self._log.covered(await asyncio.to_thread(self._write, *self._begun))
-        except Unpackable as error:
+        except UnpackableError as error:
             self._possible = False
             log.warning("no snapshots: the log stays whole", learner=self._learner, reason=str(error))
         except OSError as error:
@@ -408,7 +408,7 @@ class Snapshots:
         finally:
             self._begun = None
 
-    def _write(self, image: Image, place: Snapshot) -> Snapshot:
+    def _write(self, image: LearnerSnapshot, place: SnapshotPointer) -> SnapshotPointer:
         """In a thread: bytes of which the same image can be made. What they stand in place of is then deleted.
 
         Raises:
@@ -417,9 +417,9 @@ class Snapshots:
         """
         raw = pack(image, self._names)
         try:
-            same = packs_as(raw, unpack(raw, self._names), self._names)
+            same = is_packed_as(raw, unpack(raw, self._names), self._names)
         except DataError as error:
-            raise Unpackable(str(error)) from None
+            raise UnpackableError(str(error)) from None
         if not same:
-            raise Unpackable("a state must be what its fields say, and this one comes back as another")
+            raise UnpackableError("a state must be what its fields say, and this one comes back as another")
         return self._log.write_snapshot(place, raw)

@@ -19,18 +19,18 @@ import numpy as np
 
 from sottovoce_core.errors import DataError
 from sottovoce_core.running.run import Run
-from sottovoce_learner.ingest.intake import Taken
+from sottovoce_learner.ingest.intake import RecordQueueState
 from sottovoce_learner.peers.outbox import Own
 from sottovoce_learner.storage.state_folder import FORMAT, require_format
 from sottovoce_learner.storage.wal import Reading
 
 _MAGIC = b"sotto.s\0"
 _HEAD, _FLOAT = struct.Struct("<8sII"), struct.Struct("<d")
-_ALIGNED = 64
+_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class LearnerSnapshot:
     """A learner right after it has said a round.
 
     Attributes:
@@ -48,7 +48,7 @@ class Image:
     state: Any
     spent: float
     counts: bytes
-    taken: Taken
+    taken: RecordQueueState
     frames: tuple[tuple[int, bytes], ...]
     judged: tuple[int, int]
     own: Own
@@ -61,7 +61,7 @@ class Image:
         return {"loss": run.loss, "algorithm": run.algorithm}
 
     @classmethod
-    def of(cls, log: Reading, names: Mapping[str, object]) -> Image | None:
+    def of(cls, log: Reading, names: Mapping[str, object]) -> LearnerSnapshot | None:
         """What a log goes on from; None: from the start.
 
         Args:
@@ -82,7 +82,7 @@ class Image:
 # ---- values as bytes -------------------------------------------------------------------------------------------------
 
 
-class Unpackable(TypeError):
+class UnpackableError(TypeError):
     """A value is made of something that has no bytes of its own."""
 
 
@@ -113,7 +113,7 @@ def pack(value: Any, named: Mapping[str, object]) -> bytes:
     return b"".join(_parts(value, named))
 
 
-def packs_as(raw: bytes, value: Any, named: Mapping[str, object]) -> bool:
+def is_packed_as(raw: bytes, value: Any, named: Mapping[str, object]) -> bool:
     """Would `pack` make these bytes of a value? Without making them anew: a state may fill half of the memory.
 
     Raises:
@@ -132,9 +132,9 @@ def _parts(value: Any, named: Mapping[str, object]) -> list[bytes | memoryview]:
     tree = writing.node(value)
     head = json.dumps({"tree": tree, "sizes": [len(raw) for raw in writing.arrays]}, separators=(",", ":")).encode()
     parts: list[bytes | memoryview] = [_HEAD.pack(_MAGIC, FORMAT, len(head)), head]
-    parts.append(bytes(-(_HEAD.size + len(head)) % _ALIGNED))
+    parts.append(bytes(-(_HEAD.size + len(head)) % _ALIGNMENT_BYTES))
     for raw in writing.arrays:
-        parts += raw, bytes(-len(raw) % _ALIGNED)
+        parts += raw, bytes(-len(raw) % _ALIGNMENT_BYTES)
     return parts
 
 
@@ -150,9 +150,9 @@ def unpack(raw: bytes, named: Mapping[str, object]) -> Any:
     require_format("a snapshot", form)
     head = json.loads(raw[_HEAD.size : _HEAD.size + length])
     at = _HEAD.size + length
-    starts = [at + -at % _ALIGNED]
+    starts = [at + -at % _ALIGNMENT_BYTES]
     for size in head["sizes"]:
-        starts.append(starts[-1] + size + -size % _ALIGNED)
+        starts.append(starts[-1] + size + -size % _ALIGNMENT_BYTES)
     arrays = [memoryview(raw)[a:b] for a, b in pairwise(starts)]
     return _Reading(named, arrays).value(head["tree"])
 
@@ -187,11 +187,11 @@ class _Writing:
                 "d": _name(type(value)),
                 "v": {each.name: self.node(getattr(value, each.name)) for each in fields(value)},
             }
-        raise Unpackable(f"a state must be made of dataclasses, tuples, numbers and arrays, got {type(value).__name__}")
+        raise UnpackableError(f"a state must be made of dataclasses, tuples, numbers and arrays, got {type(value).__name__}")
 
     def _array(self, value: np.ndarray[Any, Any] | np.generic) -> dict[str, Any]:
         if value.dtype.hasobject:
-            raise Unpackable("a state must be made of numbers, got an array of objects")
+            raise UnpackableError("a state must be made of numbers, got an array of objects")
         # A product of matrices may round by their order in memory.
         turned = isinstance(value, np.ndarray) and value.flags.f_contiguous and not value.flags.c_contiguous
         # The array's own memory, where that is one piece: a copy of a large state may not fit beside it.

@@ -20,7 +20,7 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sottovoce_core.errors import DataError, NotReady
+from sottovoce_core.errors import DataError, FailedPrecondition
 
 FORMAT = 1
 """Format of all files of a state folder."""
@@ -58,7 +58,7 @@ class Files:
         """The folder of a run's log. A run's id has no @, so no two share one."""
         return self.folder / f"{run_id}@{self.learner}"
 
-    def put_away(self, segment: Path) -> None:
+    def retire_segment(self, segment: Path) -> None:
         """Of a log delete what is no longer needed to go on, or keep it in a folder of the same disk."""
         if not self.keep_log:
             segment.unlink()
@@ -83,7 +83,7 @@ class DiskFull(OSError):
         super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class Held:
+class FileGuard:
     """A file that this process relies on, and where it must stay.
 
     Args:
@@ -189,19 +189,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def chained(chain: bytes, raw: bytes) -> bytes:
+def extend_chain(chain: bytes, raw: bytes) -> bytes:
     """The chain behind an entry, or a line of the ledger: `SHA-256(chain before it | its bytes)[:16]`."""
     return hashlib.sha256(chain + raw).digest()[:16]
 
 
-def hashed(text: str) -> bytes:
+def hash_text(text: str) -> bytes:
     """16 bytes that stand for a text."""
-    return chained(b"", text.encode())
+    return extend_chain(b"", text.encode())
 
 
 def host() -> bytes:
     """The machine since its start: what was written without a sync is there as long as it is the same."""
-    return hashed(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+    return hash_text(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
 
 
 # ---- who may use it --------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class Claim:
         learner: its name.
 
     Raises:
-        NotReady: another process is this learner.
+        FailedPrecondition: another process is this learner.
     """
 
     def __init__(self, folder: Path, learner: str) -> None:
@@ -226,10 +226,10 @@ class Claim:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise NotReady(
+            raise FailedPrecondition(
                 f"another process is learner {learner!r} on the state folder {folder}: stop it, or take another name or folder"
             ) from None
-        self._lock = Held(Path(self._file.name), self._file.fileno())
+        self._lock = FileGuard(Path(self._file.name), self._file.fileno())
         self._held = [self._lock]
 
     def __enter__(self) -> Claim:
@@ -241,7 +241,7 @@ class Claim:
     def renew(self) -> None:
         """Note which files stand there now: from now on they must stay."""
         there = [path for path in (self._files.runs, self._files.mark) if path.exists()]
-        self._held = [self._lock, *map(Held, there)]
+        self._held = [self._lock, *map(FileGuard, there)]
 
     def require_in_place(self) -> None:
         """Raise an error unless the files are still there: another folder in their place is another ledger.

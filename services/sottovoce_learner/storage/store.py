@@ -15,21 +15,21 @@ from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
 from pathlib import Path
 
-from sottovoce_core.errors import DataError, NotReady, SpecError
-from sottovoce_core.running.participation import require_amendment
+from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
+from sottovoce_core.running.participation import require_valid_reconfiguration
 from sottovoce_learner.storage.ledger import (
     CLOSED,
     OPENED,
     REPAIRED,
     Facts,
-    LedgerLine,
+    LedgerEntry,
     Line,
     Standing,
 )
-from sottovoce_learner.storage.run_log import NO_RUN, Mark, MarkFile, RunLog, Terms
-from sottovoce_learner.storage.snapshot import Image
-from sottovoce_learner.storage.state_folder import Claim, Files, Held, hashed, host, replace_file, sync_folder, write_at
-from sottovoce_learner.storage.wal import About, Kind, Log, Reading, Said
+from sottovoce_learner.storage.run_log import NO_RUN, Mark, HighWaterMarkFile, RunLog, Terms
+from sottovoce_learner.storage.snapshot import LearnerSnapshot
+from sottovoce_learner.storage.state_folder import Claim, Files, FileGuard, hash_text, host, replace_file, sync_folder, write_at
+from sottovoce_learner.storage.wal import LogHeader, Kind, Log, Reading, Said
 from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
 
 _SECOND = timedelta(seconds=1)
@@ -53,7 +53,7 @@ class Store:
         standing = Standing.of(self._files)
         self.standing = self._founded(standing) if standing is None or standing.mark is None else standing
 
-    def open_run(self, line: LedgerLine, terms: Terms, elsewhere: float) -> RunLog:
+    def open_run(self, line: LedgerEntry, terms: Terms, elsewhere: float) -> RunLog:
         """The log of a run: a new one, or the one that this learner was in. Any other run is closed by this.
 
         Args:
@@ -62,7 +62,7 @@ class Store:
             elsewhere: epsilon of all other runs.
 
         Raises:
-            NotReady: the run was closed: this learner has been in another one since.
+            FailedPrecondition: the run was closed: this learner has been in another one since.
             DataError: what stands there is about another spec.
         """
         standing, opened = self.standing, self.standing.opened
@@ -72,7 +72,7 @@ class Store:
                 self._open(line)
         else:
             if any(run.run_id == line.run_id for run in standing.runs()):
-                raise NotReady(
+                raise FailedPrecondition(
                     f"learner {line.learner!r} has been in another run since run {line.run_id!r}, which is closed for it: "
                     "start a new run"
                 )
@@ -81,16 +81,16 @@ class Store:
             reading = None
         return self._opened(line, terms, elsewhere, reading)
 
-    def _open(self, line: LedgerLine) -> None:
+    def _open(self, line: LedgerEntry) -> None:
         facts = {"kind": OPENED, "run_id": line.run_id, "index": line.index, "n_features": line.n_features}
         self._note({**facts, "spec": line.spec})
 
-    def _opened(self, line: LedgerLine, terms: Terms, elsewhere: float, reading: Reading | None) -> RunLog:
+    def _opened(self, line: LedgerEntry, terms: Terms, elsewhere: float, reading: Reading | None) -> RunLog:
         folder, standing = self._files.log(line.run_id), self.standing
         if reading is None:
             shutil.rmtree(folder, ignore_errors=True)  # begun, and nothing said in it
             folder.mkdir(mode=0o700)
-        about = About(standing.lines[0].facts["store"], line.learner, line.run_id, terms.durability)
+        about = LogHeader(standing.lines[0].facts["store"], line.learner, line.run_id, terms.durability)
         with ExitStack() as opened:
             log = opened.enter_context(closing(Log(self._files, about, reading)))
             if reading is None:
@@ -99,13 +99,13 @@ class Store:
                 sync_folder(self._files.folder)
             else:  # what a snapshot that was under way has left
                 log.forget(-1 if reading.snapshot is None else reading.snapshot.covers)
-            mark = self._base()._replace(run=hashed(line.run_id), sequence=log.sequence - 1, chain=log.chain)
+            mark = self._base()._replace(run=hash_text(line.run_id), sequence=log.sequence - 1, chain=log.chain)
             if reading is not None and standing.mark is not None:
                 mark = mark._replace(spent=reading.entries[-1].spent, reserved=standing.mark.reserved)
-            mark_file = opened.enter_context(closing(MarkFile(self._files.mark)))
+            mark_file = opened.enter_context(closing(HighWaterMarkFile(self._files.mark)))
             mark_file.settle(mark)
             self._forget_logs(but=folder)
-            ledger = Held(self._files.runs)
+            ledger = FileGuard(self._files.runs)
             opened.pop_all()
         return RunLog(log, mark_file, mark, elsewhere, terms, reading, ledger)
 
@@ -120,10 +120,10 @@ class Store:
             if other != but:
                 if self._files.keep_log:
                     for segment in sorted(other.glob("*.log")):
-                        self._files.put_away(segment)
+                        self._files.retire_segment(segment)
                 shutil.rmtree(other)
 
-    def _close(self, opened: LedgerLine | None) -> None:
+    def _close(self, opened: LedgerEntry | None) -> None:
         if opened is not None:
             now = next(run for run in self.standing.runs() if run.run_id == opened.run_id)
             self._note({"kind": CLOSED, "run_id": now.run_id, "said": now.said, "spent": now.spent})
@@ -133,7 +133,7 @@ class Store:
         self._files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if standing is None:
             write_at(self._files.runs, Line.first(self._files.learner), 0)
-        lines = Line.all_in(self._files.runs.read_bytes())
+        lines = Line.parse_all(self._files.runs.read_bytes())
         lines[0].require_readable(self._files.learner, self._files.runs)
         mark = Mark(bytes.fromhex(lines[0].facts["store"]), host(), 1, lines[0].chain)
         mark.write(self._files.mark)
@@ -144,7 +144,7 @@ class Store:
         """One more line, which lasts; the mark follows when the run is open. What a torn one left behind the last goes."""
         last = self.standing.lines[-1]
         write_at(self._files.runs, Line.encode(facts, last.chain), last.end)
-        self.standing = replace(self.standing, lines=Line.all_in(self._files.runs.read_bytes()))
+        self.standing = replace(self.standing, lines=Line.parse_all(self._files.runs.read_bytes()))
 
     def _base(self) -> Mark:
         """A mark of the ledger as it is, without a run."""
@@ -153,7 +153,7 @@ class Store:
         return Mark(store, host(), len(lines), lines[-1].chain, self.standing.elsewhere, NO_RUN)
 
 
-def _amended(found: LedgerLine, line: LedgerLine, reading: Reading | None, path: Path) -> bool:
+def _amended(found: LedgerEntry, line: LedgerEntry, reading: Reading | None, path: Path) -> bool:
     """Whether learners of the run have left or joined since.
 
     Raises:
@@ -163,9 +163,9 @@ def _amended(found: LedgerLine, line: LedgerLine, reading: Reading | None, path:
         return False
     rounds = (0, 0) if reading is None else (reading.said, reading.done)
     try:
-        if (found.index, found.n_features, found.but_absences) != (line.index, line.n_features, line.but_absences):
+        if (found.index, found.n_features, found.fixed_spec) != (line.index, line.n_features, line.fixed_spec):
             raise SpecError("a run cannot change but for its absences: start a new run")
-        require_amendment(found.roster, line.roster, line.index, *rounds)
+        require_valid_reconfiguration(found.roster, line.roster, line.index, *rounds)
     except SpecError as error:
         raise DataError(
             f"the ledger {path} has run {line.run_id!r} with another spec, index or number of features than was told now: {error}"
@@ -220,7 +220,7 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def lines(self, learner: str | None = None) -> list[LedgerLine]:
+    def lines(self, learner: str | None = None) -> list[LedgerEntry]:
         """Every run (of one learner), by run id.
 
         Raises:
@@ -273,7 +273,7 @@ class Ledger:
 
     # ---- what its owner can do about it -----------------------------------------------------------------------
 
-    def verify(self, learner: str, *, imports: bool) -> list[LedgerLine]:
+    def verify(self, learner: str, *, imports: bool) -> list[LedgerEntry]:
         """Hold every line and entry against the others, and every charge of the open run against its spec.
 
         Args:
@@ -303,7 +303,7 @@ class Ledger:
             charge: epsilon that is charged at least, beside what the ledger still knows; needed where the most cannot be known.
 
         Raises:
-            NotReady: the learner is running.
+            FailedPrecondition: the learner is running.
             DataError: what may have been spent cannot be known, and no charge was given.
         """
         files = Files(self.folder, learner)
@@ -320,7 +320,7 @@ class Ledger:
         """This copy of a state folder is whole, and the only one that is left in use.
 
         Raises:
-            NotReady: the learner is running.
+            FailedPrecondition: the learner is running.
             DataError: it is not whole.
         """
         files = Files(self.folder, learner)
@@ -331,20 +331,20 @@ class Ledger:
             standing.mark.write(files.mark)
 
 
-def _require_charges(line: LedgerLine, log: Reading, *, imports: bool) -> None:
+def _require_charges(line: LedgerEntry, log: Reading, *, imports: bool) -> None:
     """Raises `DataError` where a round was charged another price than its spec asks for."""
     try:
         run = line.run(imports=imports)
     except SpecError:  # of an algorithm that is not installed here, or may not be imported
         return
     accountant = run.algorithm.accountant(line.index)
-    image, spent = Image.of(log, Image.names(run)), 0.0
+    image, spent = LearnerSnapshot.of(log, LearnerSnapshot.names(run)), 0.0
     if image is not None:
         for records in array("I", image.counts):
             spent += accountant.next_loss()
             accountant.advance(records)
         spent += accountant.next_loss()
-    for entry in log.uncovered:
+    for entry in log.entries_after_snapshot:
         if entry.kind in (Kind.ROUND, Kind.CLOSE) and entry.round > 0:
             accountant.advance(Said.decode(entry.body).records)
         if entry.kind is Kind.ROUND:
@@ -357,7 +357,7 @@ def _require_charges(line: LedgerLine, log: Reading, *, imports: bool) -> None:
 
 
 def _repaired(files: Files, standing: Standing, why: str, charge: float | None) -> Repair:
-    most = standing.most_spent
+    most = standing.max_epsilon_spent
     if most is None and charge is None:
         raise DataError(
             f"what {files.learner!r} has spent cannot be known from {files.folder}: say what it was at most with --charge "
@@ -380,9 +380,9 @@ def _repaired(files: Files, standing: Standing, why: str, charge: float | None) 
         raw = files.runs.read_bytes()[: standing.lines[-1].end]
     else:
         raw = Line.first(files.learner, "" if mark is None else mark.store.hex())
-    raw += Line.encode(facts, Line.all_in(raw)[-1].chain)
+    raw += Line.encode(facts, Line.parse_all(raw)[-1].chain)
     replace_file(files.runs, raw)  # the ledger first: from then on the charge stands, whatever dies
-    lines = Line.all_in(raw)
+    lines = Line.parse_all(raw)
     draft = files.mark.with_name(f"{files.mark.name}.draft")
     draft.unlink(missing_ok=True)
     store = bytes.fromhex(lines[0].facts["store"])

@@ -31,8 +31,8 @@ from sottovoce_learner.storage.state_folder import (
     FORMAT,
     DiskFull,
     Files,
-    Held,
-    chained,
+    FileGuard,
+    extend_chain,
     content,
     ending,
     require_format,
@@ -43,14 +43,14 @@ Durability = Literal["process", "power"]
 
 _MAGIC = b"sotto.l\0"
 PAGE = 4096
-AHEAD, SEGMENT = 256 * 1024, 64 * 1024 * 1024
+AHEAD, MAX_SEGMENT_BYTES = 256 * 1024, 64 * 1024 * 1024
 """Bytes allocated at a time, and those of a segment, unless one entry is longer."""
 _HEADER = struct.Struct("<IB3xQQddI4x")
 _GRANT = struct.Struct("<Qd")
 _INPUTS = struct.Struct("<QIIII")
 _SNAPSHOT = struct.Struct("<Q16s32sQQd")
-CHAIN = 16
-START = bytes(CHAIN)
+CHAIN_BYTES = 16
+START_CHAIN = bytes(CHAIN_BYTES)
 """What the first entry of all stands behind."""
 
 
@@ -80,7 +80,7 @@ class Entry(NamedTuple):
         round: that it is about.
         spent: epsilon of the run, with what this entry charges.
         in_all: epsilon of all runs of the learner, this one included.
-        body: by its kind: `Grant`, `Said`, `Snapshot`, records, or the spec.
+        body: by its kind: `Reservation`, `Said`, `SnapshotPointer`, records, or the spec.
         chain: behind it, where it was read.
         end: first byte behind it, where it was read.
     """
@@ -98,20 +98,20 @@ class Entry(NamedTuple):
         """Its bytes behind `chain`, and the chain behind it."""
         kind, sequence, t, spent, in_all, body, *_ = self
         header = _HEADER.pack(len(body), kind, sequence, t, spent, in_all, zlib.crc32(body))
-        after = chained(chain, header)
+        after = extend_chain(chain, header)
         return b"".join((header, body, bytes(-len(body) % 8), after)), after
 
 
-def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = START) -> list[Entry]:
+def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = START_CHAIN) -> list[Entry]:
     """All entries from a place on, up to the first that is not right: the next in number, whole, and behind `chain`."""
     found: list[Entry] = []
     while (body_at := at + _HEADER.size) <= len(raw):
         length, kind, number, t, spent, in_all, checksum = _HEADER.unpack_from(raw, at)
         chain_at = body_at + length + -length % 8
-        end = chain_at + CHAIN
+        end = chain_at + CHAIN_BYTES
         if kind not in _KINDS or number != sequence or end > len(raw):
             break
-        body, chain = raw[body_at : body_at + length], chained(chain, raw[at:body_at])
+        body, chain = raw[body_at : body_at + length], extend_chain(chain, raw[at:body_at])
         # The bytes without a meaning are zero, and under the chain or compared here: no bit may be another one.
         if raw[chain_at:end] != chain or any(raw[body_at + length : chain_at]) or zlib.crc32(body) != checksum:
             break
@@ -120,7 +120,7 @@ def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = STAR
     return found
 
 
-class Grant(NamedTuple):
+class Reservation(NamedTuple):
     """What may be said before the next entry of its kind, reserved beforehand.
 
     Attributes:
@@ -136,15 +136,15 @@ class Grant(NamedTuple):
         return _GRANT.pack(*self)
 
     @classmethod
-    def decode(cls, body: bytes) -> Grant:
+    def decode(cls, body: bytes) -> Reservation:
         """`encode` backwards."""
         return cls(*_GRANT.unpack(body))
 
 
-NOTHING = Grant(0, 0.0)
+NOTHING = Reservation(0, 0.0)
 
 
-class Snapshot(NamedTuple):
+class SnapshotPointer(NamedTuple):
     """Names a file that stands in place of all entries up to one, and is deleted when the next such file is there.
 
     Attributes:
@@ -159,7 +159,7 @@ class Snapshot(NamedTuple):
     chain: bytes
     digest: bytes
     size: int
-    reserved: Grant
+    reserved: Reservation
 
     @property
     def name(self) -> str:
@@ -172,10 +172,10 @@ class Snapshot(NamedTuple):
         return _SNAPSHOT.pack(*facts, *reserved)
 
     @classmethod
-    def decode(cls, body: bytes) -> Snapshot:
+    def decode(cls, body: bytes) -> SnapshotPointer:
         """`encode` backwards."""
         covers, chain, digest, size, until, epsilon = _SNAPSHOT.unpack(body)
-        return cls(covers, chain, digest, size, Grant(until, epsilon))
+        return cls(covers, chain, digest, size, Reservation(until, epsilon))
 
 
 class Said(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
@@ -218,7 +218,7 @@ class Said(NamedTuple):  # made in every round: a frozen dataclass takes four ti
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class LogHeader:
     """Whose log it is.
 
     Attributes:
@@ -247,7 +247,7 @@ class Reading:
         end: first byte of it behind the last right entry.
     """
 
-    about: About | None
+    about: LogHeader | None
     first: int
     base: bytes
     entries: tuple[Entry, ...]
@@ -272,7 +272,7 @@ class Reading:
         return self.entries[at].chain if 0 <= at < len(self.entries) else None
 
     @property
-    def uncovered(self) -> tuple[Entry, ...]:
+    def entries_after_snapshot(self) -> tuple[Entry, ...]:
         """Entries that no snapshot stands in place of."""
         return self.entries if self.snapshot is None else self.entries[self.snapshot.covers + 1 - self.first :]
 
@@ -280,10 +280,10 @@ class Reading:
         return next((entry for entry in reversed(self.entries) if entry.kind in kinds), None)
 
     @property
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> SnapshotPointer | None:
         """The newest; None: nothing is missing before the first entry."""
         newest = self._newest(Kind.SNAPSHOT)
-        return None if newest is None else Snapshot.decode(newest.body)
+        return None if newest is None else SnapshotPointer.decode(newest.body)
 
     @property
     def said(self) -> int:
@@ -303,10 +303,10 @@ class Reading:
         return self.entries[-1].spent if self.entries else 0.0
 
     @property
-    def reserved(self) -> Grant:
+    def reserved(self) -> Reservation:
         """The last reservation."""
         if (newest := self._newest(Kind.GRANT)) is not None:
-            return Grant.decode(newest.body)
+            return Reservation.decode(newest.body)
         return NOTHING if self.snapshot is None else self.snapshot.reserved
 
 
@@ -320,7 +320,7 @@ def read_log(*folders: Path, after: Reading | None = None) -> Reading:
     Raises:
         DataError: a segment is of a newer format.
     """
-    before = after or Reading(None, 0, START, (), folders[-1] / "none", 0)
+    before = after or Reading(None, 0, START_CHAIN, (), folders[-1] / "none", 0)
     about, path, end = before.about, before.path, before.end
     first = due = before.next, before.entries[-1].chain if before.entries else before.base
     entries = list[Entry]()
@@ -335,7 +335,7 @@ def read_log(*folders: Path, after: Reading | None = None) -> Reading:
                 break
             begin = facts["sequence"], bytes.fromhex(facts["chain"])
             if about is None:
-                about, first, due = About(**facts["about"]), begin, begin
+                about, first, due = LogHeader(**facts["about"]), begin, begin
             if begin != due:
                 break
         path, end = segments[name], known or PAGE
@@ -370,9 +370,9 @@ class Log:
         reading: what it holds already; None: it begins here.
     """
 
-    def __init__(self, files: Files, about: About, reading: Reading | None = None) -> None:
+    def __init__(self, files: Files, about: LogHeader, reading: Reading | None = None) -> None:
         self.folder, self._about, self._files = files.log(about.run_id), about, files
-        self.sequence, self.chain = 0, START
+        self.sequence, self.chain = 0, START_CHAIN
         self._unsynced, self._doubtful = False, False
         if reading is None or reading.about is None:
             self._begin(0)
@@ -382,7 +382,7 @@ class Log:
         self._file = os.open(reading.path, os.O_RDWR | os.O_CLOEXEC)
         self._at = reading.end
         try:
-            self._held = Held(reading.path, self._file)
+            self._held = FileGuard(reading.path, self._file)
             self._wipe()
         except BaseException:
             self.close()
@@ -395,7 +395,7 @@ class Log:
             DiskFull: there is no room for it.
         """
         raw, after = Entry(kind, self.sequence, t, spent, in_all, body).encode(self.chain)
-        if self._at > PAGE and self._at + len(raw) > SEGMENT:
+        if self._at > PAGE and self._at + len(raw) > MAX_SEGMENT_BYTES:
             self.turn()
         self._allocate(self._at + len(raw))
         with _disk_space:
@@ -431,7 +431,7 @@ class Log:
         for segment, after in pairwise(segments):  # oldest first, so that what is left hangs together
             if (_facts(content(after, size=PAGE), after) or {"sequence": 0})["sequence"] > covers + 1:
                 break
-            self._files.put_away(segment)
+            self._files.retire_segment(segment)
         for other in self.folder.glob("*.snapshot*"):
             if other.name != f"{covers:016d}.snapshot":
                 other.unlink()
@@ -457,7 +457,7 @@ class Log:
                 os.pwrite(file, _header(self._about, self.sequence, self.chain), 0)
             os.fsync(file)
             sync_folder(self.folder)
-            held = Held(path, file)
+            held = FileGuard(path, file)
         except BaseException:
             os.close(file)
             path.unlink(missing_ok=True)
@@ -489,7 +489,7 @@ def _path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.log"
 
 
-def _header(about: About, sequence: int, chain: bytes) -> bytes:
+def _header(about: LogHeader, sequence: int, chain: bytes) -> bytes:
     facts = {"about": asdict(about), "sequence": sequence, "chain": chain.hex()}
     text = json.dumps(facts, separators=(",", ":")).encode()
     head = _MAGIC + FORMAT.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text

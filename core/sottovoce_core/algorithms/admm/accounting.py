@@ -36,17 +36,17 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray, Scalars
 from sottovoce_core.noise import grid
-from sottovoce_core.privacy.accountant import FirstRecord
-from sottovoce_core.privacy.guarantee import Constant, Grounds
+from sottovoce_core.privacy.accountant import FirstRecordAccountant
+from sottovoce_core.privacy.guarantee import Constant, GuaranteeBasis
 
 # ---- from public numbers and a loss alpha to the noise of an iteration ------------------------------------------------
 
 Rule = Literal["balanced", "printed"]
-Scale = Literal["tight", "printed"]
-Variant = Literal["public", "own_clean", "literal"]
+ScaleRule = Literal["tight", "printed"]
+CentreVariant = Literal["public", "own_clean", "literal"]
 _Perturbed = Literal["nothing", "objective", "minimiser"]
 
-_CARRIED: dict[Variant, float] = {"public": 0.0, "own_clean": 1.0, "literal": 2.0}
+_CARRY_FACTORS: dict[CentreVariant, float] = {"public": 0.0, "own_clean": 1.0, "literal": 2.0}
 """s: how often the clean minimiser stands in a node's own part of the centre, in place of what it said."""
 
 
@@ -117,27 +117,27 @@ class Perturbation:
         sensitivity: Delta, by which the clean minimiser moves if one record is replaced; 0 where nobody needs it.
     """
 
-    perturbed: _Perturbed
+    target: _Perturbed
     rate: Scalars = math.inf
     extra_ridge: Scalars = 0.0
-    carried: float = 0.0
+    carry_factor: float = 0.0
     sensitivity: Scalars = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Unperturbed:
+class NoCalibration:
     """ADMM as it is."""
 
     mode: str = "none"
     """The name of a calibration in a guarantee."""
 
-    def step(self, node: Node, count: Scalars, carried_in: Scalars, last: bool) -> Perturbation:
+    def step(self, node: Node, count: Scalars, previous_sensitivity: Scalars, last: bool) -> Perturbation:
         """The next iteration of a node, with so many records so far.
 
         Args:
             node: whose.
             count: B.
-            carried_in: `Perturbation.sensitivity` of the iteration before.
+            previous_sensitivity: `Perturbation.sensitivity` of the iteration before.
             last: is it the last one of the run?
         """
         return Perturbation("nothing")
@@ -157,13 +157,13 @@ class DualCalibration:
 
     rule: Rule = "balanced"
     jacobian: Literal[1, 2] = 1
-    scale: Scale = "tight"
+    scale: ScaleRule = "tight"
 
     @property
     def mode(self) -> str:
         return f"dvp, rule {self.rule}, jacobian {self.jacobian}, scale {self.scale}"
 
-    def step(self, node: Node, count: Scalars, carried_in: Scalars, last: bool) -> Perturbation:
+    def step(self, node: Node, count: Scalars, previous_sensitivity: Scalars, last: bool) -> Perturbation:
         weight, alpha, k = node.weight(count), node.final_alpha if last else node.alpha, float(self.jacobian)
         for_noise = alpha - k * np.log1p(node.curvature * weight / node.stiffness)
         enough = for_noise > 0.0 if self.rule == "printed" else for_noise >= alpha / 2.0
@@ -186,8 +186,8 @@ class PrimalCalibration:
         last: of another kind, if any.
     """
 
-    variant: Variant = "public"
-    scale: Scale = "tight"
+    variant: CentreVariant = "public"
+    scale: ScaleRule = "tight"
     last: DualCalibration | None = None
 
     @property
@@ -195,19 +195,19 @@ class PrimalCalibration:
         ending = "" if self.last is None else f", last {self.last.mode}"
         return f"pvp, variant {self.variant}, scale {self.scale}{ending}"
 
-    def step(self, node: Node, count: Scalars, carried_in: Scalars, last: bool) -> Perturbation:
+    def step(self, node: Node, count: Scalars, previous_sensitivity: Scalars, last: bool) -> Perturbation:
         if last and self.last is not None:
             return self.last.step(node, count, 0.0, last)
-        s = _CARRIED[self.variant]
-        delta = node.shift(count, s, carried_in, (np.asarray(count) > 0).astype(np.float64))
+        s = _CARRY_FACTORS[self.variant]
+        delta = node.shift(count, s, previous_sensitivity, (np.asarray(count) > 0).astype(np.float64))
         alpha = node.final_alpha if last else node.alpha
         tight = alpha / np.where(delta > 0.0, delta, 1.0)
         printed = alpha * node.ridge / (2.0 * node.lipschitz * node.weight(count))
         rate = np.where(delta > 0.0, tight if self.scale == "tight" else printed, np.inf)[()]
-        return Perturbation("minimiser", rate, carried=s, sensitivity=delta)
+        return Perturbation("minimiser", rate, carry_factor=s, sensitivity=delta)
 
 
-Calibration = Unperturbed | DualCalibration | PrimalCalibration
+Calibration = NoCalibration | DualCalibration | PrimalCalibration
 
 
 # ---- accounting -------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ _ENFORCED_BY = {
     "tolerance": "the solver, which goes on until the gradient is as short, as float64 computes it",
 }
 _EXACT = "nothing: without output noise the promise is that of an exact solver"
-_HIDDEN = "the lattice of the noise"
+_LATTICE_TEXT = "the lattice of the noise"
 
 
 def _output_loss(node: Node, stiffness: float) -> float:
@@ -232,7 +232,7 @@ def _output_loss(node: Node, stiffness: float) -> float:
     return 2.0 * apart / node.output_noise
 
 
-class AdmmAccountant(FirstRecord):
+class AdmmAccountant(FirstRecordAccountant):
     """Running meter of one learner. A record stays in use in all later iterations.
 
     Args:
@@ -241,23 +241,23 @@ class AdmmAccountant(FirstRecord):
         rounds: planned.
     """
 
-    any_messages = True
+    is_valid_for_any_messages = True
 
     def __init__(self, calibration: Calibration, node: Node, rounds: int) -> None:
         self._calibration, self._node, self._rounds = calibration, node, rounds
         self._round = self._replaced = 0
         self._calibrated: Scalars = 0.0  # Delta as the noise assumes it, and below as it is
         self._shift: Scalars = 0.0
-        self.grounds = Grounds(calibration.mode, _proof(calibration), _constants(calibration, node))
+        self.grounds = GuaranteeBasis(calibration.mode, _proof(calibration), _constants(calibration, node))
 
     def next_loss(self) -> float:
         """Of the message of the current round: 0 before the first record that differs was learned."""
         node, step = self._node, self.step
         if self._replaced == 0:
             return 0.0
-        if step.perturbed == "nothing":
+        if step.target == "nothing":
             return math.inf
-        if step.perturbed == "minimiser":
+        if step.target == "minimiser":
             return float(step.rate * float(self._moved(step)))
         stiffness = node.stiffness + step.extra_ridge
         once = 2.0 * node.lipschitz * step.rate + np.log1p(node.curvature * node.weight(float(self._seen)) / stiffness)
@@ -279,9 +279,9 @@ class AdmmAccountant(FirstRecord):
         return _paper_epsilon(self._node, rounds)
 
     def _moved(self, step: Perturbation) -> Scalars:
-        if step.perturbed != "minimiser":
+        if step.target != "minimiser":
             return 0.0
-        return self._node.shift(float(self._seen), step.carried, self._shift, float(self._replaced))
+        return self._node.shift(float(self._seen), step.carry_factor, self._shift, float(self._replaced))
 
 
 def _paper_epsilon(node: Node, rounds: int) -> FloatArray:
@@ -293,7 +293,7 @@ def _paper_epsilon(node: Node, rounds: int) -> FloatArray:
 
 
 def _proof(calibration: Calibration) -> str:
-    if isinstance(calibration, Unperturbed):
+    if isinstance(calibration, NoCalibration):
         return "none: messages carry no noise"
     theorem = "Theorem 5 (DVP)" if isinstance(calibration, DualCalibration) else "Theorem 6 (PVP)"
     return f"Zhang & Zhu 2017, {theorem}, corrected and summed over the iterations; sottovoce_core.algorithms.admm"
@@ -301,11 +301,11 @@ def _proof(calibration: Calibration) -> str:
 
 def _constants(calibration: Calibration, node: Node) -> dict[str, Constant]:
     """What enforces the numbers that the calibration uses."""
-    if isinstance(calibration, Unperturbed):
+    if isinstance(calibration, NoCalibration):
         return {}
     enforced_by = dict(_ENFORCED_BY)
     if isinstance(calibration, PrimalCalibration) and calibration.last is None:
         del enforced_by["curvature"]
     else:
-        enforced_by["output_noise"] = _HIDDEN if node.output_noise else _EXACT
+        enforced_by["output_noise"] = _LATTICE_TEXT if node.output_noise else _EXACT
     return {name: Constant(float(getattr(node, name)), text) for name, text in enforced_by.items()}

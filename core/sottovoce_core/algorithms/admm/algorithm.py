@@ -24,17 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce_core.algorithms.admm.accounting import AdmmAccountant, Calibration, Node, Perturbation, PrimalCalibration
-from sottovoce_core.algorithms.interface import Heard, Message, Who
+from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars, as_floats
 from sottovoce_core.losses import MarginLoss, beside, bounded
 from sottovoce_core.losses.history import RecordHistory
 from sottovoce_core.losses.loss import scores_of
-from sottovoce_core.noise import Draw, Noise
-from sottovoce_core.noise.mechanisms import say_laplace, spherical_density
+from sottovoce_core.noise import NoiseRequest, NoiseSource
+from sottovoce_core.noise.mechanisms import add_laplace_noise, spherical_log_density
 
 # ---- the problem that a node solves in every iteration, and a solver that always gets there ---------------------------
 
-_TRIALS = 60
+_MAX_LINE_SEARCH_TRIALS = 60
 """Lengths tried for a Newton step before a gradient step is taken instead."""
 
 MOST_STEPS = 10_000
@@ -119,7 +119,7 @@ class _LocalProblem:
         steepness, length = _along(gradient, newton), unfinished.astype(np.float64)
         low, high = np.zeros_like(length), np.full_like(length, np.inf)
         wrong = unfinished
-        for _ in range(_TRIALS):
+        for _ in range(_MAX_LINE_SEARCH_TRIALS):
             trial = point - length * newton
             after, enough = self.gradient(trial)
             left = _along(after, newton)
@@ -250,23 +250,23 @@ class Admm:
         zero = np.zeros((*who.lead, self.dim))
         return _State(who, node, 0, zero, zero, zero, zero, 0.0, RecordHistory(self.loss), 0.0)
 
-    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
+    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         step, problem = self._iteration(state)
-        if step.perturbed == "nothing":
+        if step.target == "nothing":
             primal = said = problem.minimise(state.primal)
         else:
             drawn = _drawn(noise, state, step.rate)
-            in_objective = step.perturbed == "objective"
+            in_objective = step.target == "objective"
             exact = (problem.tilted(problem.weight * drawn) if in_objective else problem).minimise(state.primal)
             # In every round, if only the last one needs it: so a recording has one for each.
-            hidden = say_laplace(noise, "output", state.t, exact, state.node.output_noise)
+            hidden = add_laplace_noise(noise, "output", state.t, exact, state.node.output_noise)
             if in_objective:
                 primal = said = np.where(np.isinf(step.rate), exact, hidden)
             else:
                 primal, said = exact, exact + drawn
         return replace(state, primal=primal, said=said, sensitivity=step.sensitivity), Message({"y": said})
 
-    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
+    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
         node, around = state.node, heard.total("y")
         return replace(
             state,
@@ -288,14 +288,14 @@ class Admm:
         step, problem = self._iteration(state)
         said = np.broadcast_to(message["y"], state.primal.shape)
         gradient, enough = problem.gradient(said)
-        if step.perturbed == "minimiser":
+        if step.target == "minimiser":
             primal = problem.minimise(state.primal)
             noise, rate = said - primal, step.rate
         else:  # (29), with both sides times C/B
             primal, noise, rate = said, -gradient, step.rate / problem.weight
         silent = np.isinf(rate)
-        density = spherical_density(noise, np.where(silent, 1.0, rate))
-        if step.perturbed == "objective":
+        density = spherical_log_density(noise, np.where(silent, 1.0, rate))
+        if step.target == "objective":
             density = density + problem.hessian(said).log_determinant()
         free = np.where(_norm(gradient) <= 2.0 * enough, 0.0, -np.inf)
         density = np.where(silent, free, density[..., None])[..., 0]
@@ -305,7 +305,7 @@ class Admm:
     def accountant(self, learner: int) -> AdmmAccountant:
         return AdmmAccountant(self.calibration, self.nodes[learner], self.rounds)
 
-    def says_model(self, rounds: int) -> bool:
+    def is_model_public(self, rounds: int) -> bool:
         """It is the last message, but where the noise is added to the minimiser as it is said."""
         if isinstance(self.calibration, PrimalCalibration):
             return self.calibration.last is not None and rounds == self.rounds
@@ -322,10 +322,10 @@ class Admm:
         """How this round is perturbed, and the problem before that."""
         node, count = state.node, state.count
         step = self.calibration.step(node, count, state.sensitivity, last=state.t == self.rounds - 1)
-        own = state.said + step.carried * (state.primal - state.said)
+        own = state.said + step.carry_factor * (state.primal - state.said)
         linear = 2.0 * state.dual - node.penalty * (node.degree * own + state.around)
         stiffness = node.stiffness + step.extra_ridge
-        if step.perturbed != "nothing":
+        if step.target != "nothing":
             linear = _cut(linear, _longest(node, stiffness))
         problem = _LocalProblem(
             loss=self.loss,
@@ -339,14 +339,14 @@ class Admm:
         return step, problem
 
 
-def _drawn(noise: Noise, state: _State, rate: Scalars) -> FloatArray:
+def _drawn(noise: NoiseSource, state: _State, rate: Scalars) -> FloatArray:
     """The round's e. Where many are stacked, the silent ones among them (rate infinite) are asked for, too, and get zero.
 
     A learner alone asks nobody then: no source of real noise serves a rate that is not finite.
     """
     if state.primal.ndim == 1 and np.isinf(rate):
         return np.zeros_like(state.primal)
-    return noise(Draw("spherical", "y", state.t, rate, None, state.primal.shape))
+    return noise(NoiseRequest("spherical", "y", state.t, rate, None, state.primal.shape))
 
 
 def _longest(node: Node, stiffness: Scalars) -> Scalars:

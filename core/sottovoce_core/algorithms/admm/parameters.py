@@ -18,15 +18,15 @@ from sottovoce_core.algorithms.admm.accounting import (
     Node,
     PrimalCalibration,
     Rule,
-    Scale,
-    Unperturbed,
-    Variant,
+    ScaleRule,
+    NoCalibration,
+    CentreVariant,
 )
 from sottovoce_core.algorithms.admm.algorithm import ROUNDING, Admm
-from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, divided, require_scales
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, PerLearner, Setting, divided, require_scales
 from sottovoce_core.errors import SpecError, require
 from sottovoce_core.losses import Loss, MarginLoss
-from sottovoce_core.registry import LARGEST, SMALLEST, NonNegative
+from sottovoce_core.registry import LARGEST, MIN_MAGNITUDE, NonNegative
 from sottovoce_core.text import called
 
 
@@ -41,8 +41,8 @@ class AdmmSpec(AlgorithmSpec):
     tolerance: float = 1e-10
     """tau: norm of the gradient at which the local solver stops."""
 
-    def build(self, setting: Setting) -> tuple[Admm, tuple[Caveat, ...]]:
-        return _build(self, setting, Unperturbed())
+    def build(self, setting: Setting) -> tuple[Admm, tuple[RunWarning, ...]]:
+        return _build(self, setting, NoCalibration())
 
     def noisier(self, factors: tuple[float, ...]) -> AdmmSpec:
         raise SpecError("admm has no noise; take dvp or pvp")
@@ -56,11 +56,11 @@ class DvpSpec(AdmmSpec):
     """Privacy loss of an iteration."""
     rule: Rule = "balanced"
     jacobian: Literal[1, 2] = 1
-    scale: Scale = "tight"
+    scale: ScaleRule = "tight"
     output_noise: float = 1e-6
     """Laplace scale; 0: the minimiser is said as it is, and must be exact."""
 
-    def build(self, setting: Setting) -> tuple[Admm, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[Admm, tuple[RunWarning, ...]]:
         objective = DualCalibration(self.rule, self.jacobian, self.scale)
         return _build(self, setting, objective, self.alpha, self.alpha, self.output_noise)
 
@@ -74,8 +74,8 @@ class PvpSpec(AdmmSpec):
     name: Literal["pvp"]  # type: ignore[assignment]
     alpha: PerLearner = 0.1
     """Privacy loss of an iteration."""
-    variant: Variant = "public"
-    scale: Scale = "tight"
+    variant: CentreVariant = "public"
+    scale: ScaleRule = "tight"
     final: Literal["none", "dvp"] = "none"
     """Is the last iteration one of DVP?"""
     final_alpha: PerLearner | None = None
@@ -83,7 +83,7 @@ class PvpSpec(AdmmSpec):
     output_noise: NonNegative = 1e-6
     """Of the last iteration, if that is one of DVP."""
 
-    def build(self, setting: Setting) -> tuple[Admm, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[Admm, tuple[RunWarning, ...]]:
         calibration = PrimalCalibration(self.variant, self.scale, DualCalibration() if self.final == "dvp" else None)
         final = self.alpha if self.final_alpha is None else self.final_alpha
         output_noise = self.output_noise if self.final == "dvp" else 0.0
@@ -101,7 +101,7 @@ def _build(
     alpha: PerLearner = float("inf"),
     final_alpha: PerLearner = float("inf"),
     output_noise: float = 0.0,
-) -> tuple[Admm, tuple[Caveat, ...]]:
+) -> tuple[Admm, tuple[RunWarning, ...]]:
     coupling = setting.fixed_network.at(0).neighbours
     degrees = tuple(float(degree) for degree in np.count_nonzero(coupling, axis=1))
     alphas = setting.per_learner(alpha, "algorithm.alpha")
@@ -131,20 +131,20 @@ def _build(
 
 # ---- conditions -------------------------------------------------------------------------------------------------------
 
-_FLATTEST = 2.0**-40
+_MIN_CURVATURE_RATIO = 2.0**-40
 """Of the curvature of all records: the local problem must have as much of its own."""
 
-_LARGE_LOSS = 10.0
+_WARNING_EPSILON = 10.0
 """Cumulative epsilon from which a user is told."""
 
 
 def _checked(
     calibration: Calibration, nodes: Sequence[Node], loss: Loss, setting: Setting
-) -> tuple[MarginLoss, tuple[Caveat, ...]]:
+) -> tuple[MarginLoss, tuple[RunWarning, ...]]:
     """The loss, known to be one of the score, and what the user is told; what has no guarantee or no solution is refused.
 
     Raises:
-        CheckFailed: GRAPH, PENALTY, RIDGE, LOSS_WEIGHT, CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, ALPHA, NOISE_SCALE or
+        AssumptionViolated: GRAPH, PENALTY, RIDGE, LOSS_WEIGHT, CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, ALPHA, NOISE_SCALE or
             SOLVER, whichever fails first.
     """
     node = nodes[0]
@@ -155,10 +155,10 @@ def _checked(
         ("RIDGE", "loss.ridge", node.ridge),
         ("LOSS_WEIGHT", "loss_weight", node.loss_weight),
     ):
-        text = f"eta, rho and C_R must be positive, and within [{SMALLEST:g}, {LARGEST:g}]"
-        require(SMALLEST <= value <= LARGEST, code, f"{text}, got {name}={value}")
+        text = f"eta, rho and C_R must be positive, and within [{MIN_MAGNITUDE:g}, {LARGEST:g}]"
+        require(MIN_MAGNITUDE <= value <= LARGEST, code, f"{text}, got {name}={value}")
     _require_loss(calibration, node, loss)
-    if not isinstance(calibration, Unperturbed):
+    if not isinstance(calibration, NoCalibration):
         for each in nodes:
             for alpha in (each.alpha, each.final_alpha):
                 require(bool(0 < alpha < math.inf), "ALPHA", f"alpha must be positive and finite, got {alpha}")
@@ -213,40 +213,40 @@ def _require_solvable(node: Node) -> None:
     """SOLVER: what keeps the local problem curved is not lost beside the records' own curvature, in float64."""
     stiffness, most = float(node.stiffness), node.curvature * node.loss_weight
     text = (
-        f"ridge and penalty must give the local problem a curvature (rho + 2 eta N) of at least {_FLATTEST * most:.3g}"
+        f"ridge and penalty must give the local problem a curvature (rho + 2 eta N) of at least {_MIN_CURVATURE_RATIO * most:.3g}"
     )
-    require(stiffness >= _FLATTEST * most, "SOLVER", f"{text}: float64 solves nothing flatter, got {stiffness:.3g}")
+    require(stiffness >= _MIN_CURVATURE_RATIO * most, "SOLVER", f"{text}: float64 solves nothing flatter, got {stiffness:.3g}")
 
 
-def _findings(calibration: Calibration, nodes: Sequence[Node], setting: Setting) -> Iterator[Caveat]:
+def _findings(calibration: Calibration, nodes: Sequence[Node], setting: Setting) -> Iterator[RunWarning]:
     """LOSS_WEIGHT_RANGE, EXTRA_RIDGE, SOLVER, BUDGET."""
     node, rounds = nodes[0], setting.rounds
-    if isinstance(calibration, Unperturbed):
+    if isinstance(calibration, NoCalibration):
         return
     if node.loss_weight > 1:
         text = f"C_R > B_p while a learner has fewer than {math.ceil(node.loss_weight)} records"
-        yield Caveat("LOSS_WEIGHT_RANGE", f"{text}: outside the paper's range (privacy unaffected)")
+        yield RunWarning("LOSS_WEIGHT_RANGE", f"{text}: outside the paper's range (privacy unaffected)")
     objective = calibration if isinstance(calibration, DualCalibration) else getattr(calibration, "last", None)
     if objective is not None:
         yield from _objective_findings(objective, nodes, setting.names)
     largest = max((rounds - 2) * each.alpha + each.final_alpha for each in nodes) if rounds > 1 else 0.0
-    if largest > _LARGE_LOSS:
+    if largest > _WARNING_EPSILON:
         text = f"cumulative loss {largest:.6g} over {rounds - 1} iterations"
-        yield Caveat("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
+        yield RunWarning("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
 
 
-def _objective_findings(objective: DualCalibration, nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Caveat]:
+def _objective_findings(objective: DualCalibration, nodes: Sequence[Node], names: Sequence[str]) -> Iterator[RunWarning]:
     """EXTRA_RIDGE, SOLVER."""
     for i, node in enumerate(nodes):
         if (phi := float(objective.step(node, 1.0, 0.0, last=True).extra_ridge)) > 0:
             least = _records_without_extra_ridge(objective, node)
             text = f"alpha too small for {called(names, i)} while it has fewer than {least} records"
             got = f"extra regularisation biases the classifier, got Phi = {phi:.6g} with one record"
-            yield Caveat("EXTRA_RIDGE", f"{text}: {got}")
+            yield RunWarning("EXTRA_RIDGE", f"{text}: {got}")
             break
     if nodes[0].output_noise == 0:
         text = "output_noise is 0: the guarantee is that of exact minimisation"
-        yield Caveat("SOLVER", f"{text}, got a solver with tolerance {nodes[0].tolerance:g}")
+        yield RunWarning("SOLVER", f"{text}, got a solver with tolerance {nodes[0].tolerance:g}")
 
 
 def _records_without_extra_ridge(objective: DualCalibration, node: Node) -> int:

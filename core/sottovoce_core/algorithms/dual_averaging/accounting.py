@@ -32,13 +32,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.errors import CheckFailed
-from sottovoce_core.noise import GRID_BITS
+from sottovoce_core.errors import AssumptionViolated
+from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.noise.mechanisms import laplace_loss
-from sottovoce_core.privacy.accountant import Accountant, require_part
-from sottovoce_core.privacy.guarantee import Constant, Event, Grounds, Mechanism
+from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
+from sottovoce_core.privacy.guarantee import Constant, Event, GuaranteeBasis, Mechanism
 
-Carry = Callable[[int], float]
+LipschitzSchedule = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ class DualSensitivity:
     smoothness: float
     ridge: float
     diameter: float
-    carry: Carry
+    carry: LipschitzSchedule
     grows: bool
     later: float
 
@@ -94,7 +94,7 @@ class DualAveragingAccountant(Accountant):
     mechanism = Mechanism.LAPLACE
     event = Event.ROUND
     follows = True
-    any_messages = True
+    is_valid_for_any_messages = True
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class DualAveragingAccountant(Accountant):
         self._t, self._seen = 0, 0
         self._followed = [(0.0, 0.0)]  # of no round yet
         proof = "Cheng, Liao & Li 2023, Theorem 2, corrected: conditional on the past; sottovoce_core.algorithms.dual_averaging"
-        self.grounds = Grounds(mode, proof, _constants(sensitivity))
+        self.grounds = GuaranteeBasis(mode, proof, _constants(sensitivity))
 
     @property
     def difference(self) -> float:
@@ -130,7 +130,7 @@ class DualAveragingAccountant(Accountant):
         of, t = self._of, self._t
         starts = replaced is None and records > 0 and (of.grows or not self._seen)
         if replaced is not None:
-            require_part(records, replaced)
+            require_replaced_count(records, replaced)
         self._followed = [
             (of.step(t, difference, bool(replaced)), total + self._cost(difference))
             for difference, total in self._followed
@@ -161,25 +161,25 @@ class _WithoutLattice(DualAveragingAccountant):
         return math.sqrt(self._of.block) * difference / self._sigma
 
 
-def sigma_for(sensitivities: list[DualSensitivity], rounds: int, epsilon: float) -> float:
+def calibrate_sigma(sensitivities: list[DualSensitivity], rounds: int, epsilon: float) -> float:
     """The noise scale at which one replaced loss costs `epsilon` in total, over all rounds and these learners together.
 
     Raises:
-        CheckFailed: EPSILON, if the lattice alone costs that much.
+        AssumptionViolated: EPSILON, if the lattice alone costs that much.
     """
     total = slack = 0.0
     for each in sensitivities:
         meter = _WithoutLattice(each, 1.0)
         for _ in range(rounds):
             total += meter.next_loss()
-            slack += math.ldexp(each.block, -GRID_BITS) if meter.difference else 0.0
+            slack += math.ldexp(each.block, -LATTICE_BITS) if meter.difference else 0.0
             meter.advance(1)
     if epsilon <= slack:
-        raise CheckFailed("EPSILON", f"epsilon must be above what rounding costs ({slack:.3g}), got {epsilon}")
+        raise AssumptionViolated("EPSILON", f"epsilon must be above what rounding costs ({slack:.3g}), got {epsilon}")
     return total / (epsilon - slack)
 
 
-NEGLIGIBLE = 2.0**-40
+NEGLIGIBLE_DIFFERENCE_RATIO = 2.0**-40
 """Part of the largest difference below which rounds are followed as one."""
 FRONTIER = 512
 """Rounds that a meter follows at most."""
@@ -196,7 +196,7 @@ def _frontier(followed: list[tuple[float, float]]) -> list[tuple[float, float]]:
     for difference, total in sorted(followed, reverse=True):
         if not kept or total > kept[-1][1]:
             kept.append((difference, total))
-    while len(kept) > 2 and (kept[-2][0] <= NEGLIGIBLE * kept[0][0] or len(kept) > FRONTIER):
+    while len(kept) > 2 and (kept[-2][0] <= NEGLIGIBLE_DIFFERENCE_RATIO * kept[0][0] or len(kept) > FRONTIER):
         kept[-2:] = [(kept[-2][0], kept[-1][1])]
     return kept
 

@@ -26,13 +26,13 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce_core.algorithms.dual_averaging.accounting import Carry, DualAveragingAccountant, DualSensitivity
-from sottovoce_core.algorithms.interface import Heard, Message, Who
+from sottovoce_core.algorithms.dual_averaging.accounting import LipschitzSchedule, DualAveragingAccountant, DualSensitivity
+from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.decision_sets import Box, DecisionSet
 from sottovoce_core.losses import Loss, bounded, mean_gradient
-from sottovoce_core.noise import Noise
-from sottovoce_core.noise.mechanisms import laplace_density, say_laplace
+from sottovoce_core.noise import NoiseSource
+from sottovoce_core.noise.mechanisms import laplace_log_density, add_laplace_noise
 
 Mask = npt.NDArray[np.bool_]
 
@@ -107,18 +107,18 @@ class DualAveraging:
         ones = np.ones((*who.lead, 1))
         return _State(who, 0, origin, origin, ones, origin, first, _rows(self.owned, who), _rows(noisy, who))
 
-    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
-        drawn = say_laplace(noise, "h", state.t, state.fresh, self.sigma, lambda t: self.sigma)
+    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
+        drawn = add_laplace_noise(noise, "h", state.t, state.fresh, self.sigma, lambda t: self.sigma)
         said = state.known + np.where(_perturbed(state), drawn, state.fresh)
         return self._decide(state, said), Message({"h": said, "w": state.push_weight} if self.push else {"h": said})
 
-    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
+    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
         known = heard.weighted_sum("h") + heard.own_weight * state.said
         fresh = self.factor * self._block_gradient(state, batch)
         weight = self._next_weight(state, heard)
         return replace(state, t=state.t + 1, known=known, fresh=fresh, push_weight=weight)
 
-    def _next_weight(self, state: _State, heard: Heard) -> FloatArray:
+    def _next_weight(self, state: _State, heard: ReceivedMessages) -> FloatArray:
         """w_{t+1}, at least what follows from the network: a neighbour that lies about w must not make decisions move more."""
         if not self.push:
             return state.push_weight
@@ -132,7 +132,7 @@ class DualAveraging:
 
     def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         said, dual = message["h"], state.dual
-        alone = laplace_density((said - state.known)[..., None], state.fresh[..., None], self.sigma)
+        alone = laplace_log_density((said - state.known)[..., None], state.fresh[..., None], self.sigma)
         largest = np.abs(dual).max(axis=-1, keepdims=True)
         same = np.abs(said - dual) <= _SAME * (largest + self.sigma)
         density: FloatArray = np.where(_perturbed(state), alone, np.where(same, 0.0, -np.inf)).sum(axis=-1)
@@ -176,7 +176,7 @@ class DualAveraging:
     def noise_scale(self, learner: int, t: int) -> float:
         return self.sigma if t else 0.0
 
-    def says_model(self, rounds: int) -> bool:
+    def is_model_public(self, rounds: int) -> bool:
         return self.noised
 
     def accountant(self, learner: int) -> DualAveragingAccountant:
@@ -207,7 +207,7 @@ class DualAveraging:
             later=0.0 if self.noised else beyond,
         )
 
-    def _carry(self, learner: int) -> tuple[Carry, bool]:
+    def _carry(self, learner: int) -> tuple[LipschitzSchedule, bool]:
         """c_t, by round; and whether it ever grows, after round 0, in which nothing differs yet."""
         if self.noised:
             return _nothing, False

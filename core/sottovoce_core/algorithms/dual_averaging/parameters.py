@@ -13,40 +13,40 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.dual_averaging.accounting import sigma_for
+from sottovoce_core.algorithms.dual_averaging.accounting import calibrate_sigma
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging, Mask
-from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, Setting, require_scales
-from sottovoce_core.arrays import MOST_NUMBERS, FloatArray
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, Setting, require_scales
+from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray
 from sottovoce_core.decision_sets import Box, DecisionSet
 from sottovoce_core.errors import SpecError, require
 from sottovoce_core.losses import Loss
 from sottovoce_core.network.network import cut_off
 from sottovoce_core.network.weights import Mixing
-from sottovoce_core.registry import LARGEST, SMALLEST
+from sottovoce_core.registry import LARGEST, MIN_MAGNITUDE
 
 # ---- conditions -------------------------------------------------------------------------------------------------------
 
-Stochastic = Literal["doubly", "columns"]
+StochasticAxes = Literal["doubly", "columns"]
 """What the weights of every round must sum to one along: rows and columns, or columns only."""
 
-_LONGEST_LOOK = 4096
+_MAX_CHECKED_ROUNDS = 4096
 """Rounds whose weights are checked: a period of a changing network is shorter, and drawn graphs follow a rule."""
 
 _ROUNDING = 1e-9
 """How far sums of weights may be from one."""
 
 
-def _check_network(setting: Setting, kind: Stochastic, *, rows_suffice: bool) -> Iterator[Caveat]:
+def _check_network(setting: Setting, kind: StochasticAxes, *, rows_suffice: bool) -> Iterator[RunWarning]:
     """W_SHAPE, W_NEGATIVE, SELF_WEIGHT, DOUBLY_STOCHASTIC or COLUMN_STOCHASTIC; reports ROW_STOCHASTIC, CONNECTIVITY.
 
     Args:
-        setting: with the network whose weights are checked, up to `_LONGEST_LOOK` of the planned rounds.
+        setting: with the network whose weights are checked, up to `_MAX_CHECKED_ROUNDS` of the planned rounds.
         kind: what the weights must be.
         rows_suffice: report weights of which only the rows sum to one, instead of refusing them.
     """
     network, rounds = setting.network, setting.rounds
     hears, only_rows = np.zeros((network.n_learners, network.n_learners), dtype=bool), None
-    for t in range(min(rounds, network.horizon, _LONGEST_LOOK)):
+    for t in range(min(rounds, network.horizon, _MAX_CHECKED_ROUNDS)):
         mixing = network.planned(t)
         _check_entries(mixing, network.n_learners, t)
         if not _check_sums(mixing, t, kind, rows_suffice) and only_rows is None:
@@ -54,10 +54,10 @@ def _check_network(setting: Setting, kind: Stochastic, *, rows_suffice: bool) ->
         hears |= mixing.neighbours > 0
     if only_rows is not None:
         text = "weights are row-stochastic only: every block gets a step size of its own, and no regret bound holds"
-        yield Caveat("ROW_STOCHASTIC", f"{text}, got columns that do not sum to one in round {only_rows}")
+        yield RunWarning("ROW_STOCHASTIC", f"{text}, got columns that do not sum to one in round {only_rows}")
     if lost := cut_off(hears, setting.names):
         text = "what some learners say never reaches others: the regret bounds do not apply"
-        yield Caveat("CONNECTIVITY", f"{text}, got {lost} in all rounds")
+        yield RunWarning("CONNECTIVITY", f"{text}, got {lost} in all rounds")
 
 
 def _check_entries(mixing: Mixing, n: int, t: int) -> None:
@@ -71,7 +71,7 @@ def _check_entries(mixing: Mixing, n: int, t: int) -> None:
     require(own > 0, "SELF_WEIGHT", f"every learner needs a positive self weight, got {own:.6g} in round {t}")
 
 
-def _check_sums(mixing: Mixing, t: int, kind: Stochastic, rows_suffice: bool) -> bool:
+def _check_sums(mixing: Mixing, t: int, kind: StochasticAxes, rows_suffice: bool) -> bool:
     """Whether the weights are as they must be; False where that is only reported."""
     rows, columns = (float(np.abs(mixing.matrix.sum(axis=axis) - 1.0).max()) for axis in (1, 0))
     got = f"got rows off one by {rows:.3g} and columns by {columns:.3g} in round {t}"
@@ -88,7 +88,7 @@ def _check_sums(mixing: Mixing, t: int, kind: Stochastic, rows_suffice: bool) ->
 
 def _method_findings(
     loss: Loss, decision_set: DecisionSet, *, split: bool, noised: bool, sigma: float
-) -> Iterator[Caveat]:
+) -> Iterator[RunWarning]:
     """NOT_CONVEX, PRODUCT_SET, CLEAN_PRIMAL, NO_NOISE.
 
     Args:
@@ -98,17 +98,17 @@ def _method_findings(
         sigma: noise scale.
     """
     if not loss.convex:
-        yield Caveat("NOT_CONVEX", f"no regret bound holds for a loss that is not convex, got {type(loss).__name__}")
+        yield RunWarning("NOT_CONVEX", f"no regret bound holds for a loss that is not convex, got {type(loss).__name__}")
     if split and not isinstance(decision_set, Box):
         text = "decision_set is no product of the learners' blocks (a box is): the decision put together of all blocks"
-        yield Caveat("PRODUCT_SET", f"{text} can lie outside while learners disagree, got {decision_set}")
+        yield RunWarning("PRODUCT_SET", f"{text} can lie outside while learners disagree, got {decision_set}")
     if not noised and sigma > 0:
         text = (
             "primal: clean promises nothing once decisions are seen: with the messages, a decision gives its gradient"
         )
-        yield Caveat("CLEAN_PRIMAL", f"{text} exactly; primal: noised covers both")
+        yield RunWarning("CLEAN_PRIMAL", f"{text} exactly; primal: noised covers both")
     if sigma == 0:
-        yield Caveat("NO_NOISE", "sigma is 0: messages are said as they are, and nothing is promised")
+        yield RunWarning("NO_NOISE", "sigma is 0: messages are said as they are, and nothing is promised")
 
 
 # ---- parameters -------------------------------------------------------------------------------------------------------
@@ -149,12 +149,12 @@ class _DualAveragingSpec(AlgorithmSpec):
         require(finite, "SIGMA", f"sigma must be finite and positive, or 0 for no noise, got {sigma}")
         positive = epsilon is None or 0 < epsilon < math.inf
         require(positive, "EPSILON", f"epsilon must be positive and finite, got {epsilon}")
-        text = f"clip must be positive, and within [{SMALLEST:g}, {LARGEST:g}]"
-        require(clip is None or SMALLEST <= clip <= LARGEST, "CLIP", f"{text}, got {clip}")
+        text = f"clip must be positive, and within [{MIN_MAGNITUDE:g}, {LARGEST:g}]"
+        require(clip is None or MIN_MAGNITUDE <= clip <= LARGEST, "CLIP", f"{text}, got {clip}")
 
     def _build(
-        self, setting: Setting, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
-    ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+        self, setting: Setting, owned: Mask, noisy: Mask, shared: bool, kind: StochasticAxes, allow_rows: bool
+    ) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
         self._require_numbers()
         rounds, push = setting.rounds, kind == "columns"
         findings = [*_check_network(setting, kind, rows_suffice=allow_rows)]
@@ -181,11 +181,11 @@ class _DualAveragingSpec(AlgorithmSpec):
         require(unscaled.sigma == 0 or bound < math.inf, "CLIP", f"{text}, {got}")
         algorithm = unscaled
         if self.epsilon is not None:
-            setting.require_end("noise that follows from the epsilon of all rounds (give sigma instead)")
+            setting.require_finite_rounds("noise that follows from the epsilon of all rounds (give sigma instead)")
             # Losses of all learners add up where they hold the same loss; elsewhere they are all alike up to w.
             parts = [unscaled.sensitivity(i) for i in range(setting.n_learners)]
             groups = [parts] if shared else [[part] for part in parts]
-            algorithm = replace(unscaled, sigma=max(sigma_for(group, rounds, self.epsilon) for group in groups))
+            algorithm = replace(unscaled, sigma=max(calibrate_sigma(group, rounds, self.epsilon) for group in groups))
         require_scales([algorithm.sigma], "SIGMA")
         split = shared and setting.n_learners > 1
         noised, sigma = algorithm.noised, algorithm.sigma
@@ -200,8 +200,8 @@ class _BlocksSpec(_DualAveragingSpec):
     """Other blocks of a message are sums of earlier messages: noise there protects nothing. `all`: the paper."""
 
     def _build_blocks(
-        self, setting: Setting, kind: Stochastic, allow_rows: bool
-    ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+        self, setting: Setting, kind: StochasticAxes, allow_rows: bool
+    ) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
         n, dim = setting.n_learners, setting.dim
         require(dim >= n, "BLOCKS", f"every learner needs a coordinate of its own, got {dim} for {n} learners")
         owned = _blocks(dim, n)
@@ -216,7 +216,7 @@ class DpsdaCSpec(_BlocksSpec):
     allow_row_stochastic: bool = False
     """Only report weights of which rows alone sum to one. For boxes; on other sets they lead to a wrong point."""
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
         allowed = self.allow_row_stochastic and isinstance(setting.decision_set, Box)
         return self._build_blocks(setting, "doubly", allowed)
 
@@ -226,7 +226,7 @@ class DpsdaPsSpec(_BlocksSpec):
 
     name: Literal["dpsda-ps"]
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
         return self._build_blocks(setting, "columns", False)
 
 
@@ -235,7 +235,7 @@ class DpcdaSpec(_DualAveragingSpec):
 
     name: Literal["dpcda"]
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
         n = setting.n_learners
         require(n == 1, "ONE_LEARNER", f"dpcda is for one learner, got {n}; dpsda-c is the same for several")
         everything = np.ones((1, setting.dim), dtype=bool)
@@ -248,7 +248,7 @@ class DppsSpec(_DualAveragingSpec):
     name: Literal["dpps"]
     primal: Literal["noised", "clean"] = "clean"
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
         everything = np.ones((setting.n_learners, setting.dim), dtype=bool)
         return self._build(setting, everything, everything, False, "columns", False)
 
@@ -263,9 +263,9 @@ def _blocks(dim: int, n_learners: int) -> Mask:
 
 def _push_weights(setting: Setting) -> FloatArray:
     """`(rounds, learners)`: `w_t` of push-sum, which depends on the network alone."""
-    setting.require_end("push-sum, whose weights are those of all rounds,")
+    setting.require_finite_rounds("push-sum, whose weights are those of all rounds,")
     network, rounds = setting.network, setting.rounds
-    if rounds * network.n_learners > MOST_NUMBERS:
+    if rounds * network.n_learners > MAX_ARRAY_ELEMENTS:
         raise MemoryError  # build_run says so in words
     weights = np.ones((rounds, network.n_learners))
     for t in range(rounds - 1):

@@ -25,10 +25,10 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import GRID_BITS
+from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.noise.mechanisms import laplace_loss
-from sottovoce_core.privacy.accountant import Accountant, require_part
-from sottovoce_core.privacy.guarantee import Grounds, Mechanism
+from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
+from sottovoce_core.privacy.guarantee import GuaranteeBasis, Mechanism
 
 # ---- tree ------------------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class OpenNodes:
         total: FloatArray = sum(self.noise[kept:], np.zeros(()))
         return total
 
-    def with_leaf(self, leaf: int, noise: FloatArray) -> OpenNodes:
+    def add_leaf(self, leaf: int, noise: FloatArray) -> OpenNodes:
         """The open nodes after `leaf`, whose node has this noise."""
         kept = len(self.noise) - lowbit(leaf).bit_length() + 1
         return OpenNodes((*self.noise[:kept], noise))
@@ -66,7 +66,7 @@ class OpenNodes:
 
 # ---- accounting ------------------------------------------------------------------------------------------------------
 
-NodeCost = Callable[[float], float]
+TreeNodeCost = Callable[[float], float]
 """Loss of one node above a leaf in which records of weight `share` are replaced: a record alone in its round has weight 1."""
 
 _MARGIN = 1e-9
@@ -74,7 +74,7 @@ _MARGIN = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockSchedule:
     """Which round does what. Rounds and blocks count from 0, leaves from 1: leaf z is the sum of block z-1, said in block z.
 
     Attributes:
@@ -128,7 +128,7 @@ class LeafSensitivity:
         """
         if epsilon == math.inf or not leaves:
             return 0.0
-        slack = levels(leaves) * trees * self.dim * 2.0**-GRID_BITS
+        slack = levels(leaves) * trees * self.dim * 2.0**-LATTICE_BITS
         spendable = epsilon * (1.0 - _MARGIN) - slack
         if spendable <= 0.0:
             raise SpecError(
@@ -155,9 +155,9 @@ class TreeAccountant(Accountant):
 
     def __init__(
         self,
-        blocks: Blocks,
-        cost: NodeCost,
-        grounds: Grounds = Accountant.grounds,
+        blocks: BlockSchedule,
+        cost: TreeNodeCost,
+        grounds: GuaranteeBasis = Accountant.grounds,
         paper: float = math.inf,
         published: TreeAccountant | None = None,
     ) -> None:
@@ -171,7 +171,7 @@ class TreeAccountant(Accountant):
         return self._due
 
     def advance(self, records: int, replaced: int | None = None) -> None:
-        require_part(records, replaced or 0)
+        require_replaced_count(records, replaced or 0)
         if records:
             told = replaced is not None
             self._share = self._share + (replaced or 0) / records if told else max(self._share, 1.0 / records)

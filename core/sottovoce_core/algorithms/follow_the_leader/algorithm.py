@@ -26,20 +26,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sottovoce_core.algorithms.follow_the_leader.accounting import (
-    Blocks,
+    BlockSchedule,
     LeafSensitivity,
-    NodeCost,
+    TreeNodeCost,
     OpenNodes,
     TreeAccountant,
 )
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
-from sottovoce_core.algorithms.interface import Heard, Message, Who
+from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.losses import Loss, bounded, mean_gradient
-from sottovoce_core.noise import Noise, grid, on_grid
-from sottovoce_core.noise.mechanisms import certain_density, laplace_density, lattice_of, say_laplace
-from sottovoce_core.privacy.guarantee import Constant, Grounds
+from sottovoce_core.noise import NoiseSource, grid, round_to_lattice
+from sottovoce_core.noise.mechanisms import dirac_log_density, laplace_log_density, field_lattice_spacing, add_laplace_noise
+from sottovoce_core.privacy.guarantee import Constant, GuaranteeBasis
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class PdFtgl:
 
     name: str
     dim: int
-    blocks: Blocks
+    blocks: BlockSchedule
     gossip: Gossip
     momentum: float
     regularization: float
     scales: tuple[float, ...]
-    before_gossip: bool
+    has_noise_before_gossip: bool
     delay: int
     paper_cost: float
     """Epsilon times Laplace scale in the paper's Theorem 3.6."""
@@ -104,7 +104,7 @@ class PdFtgl:
 
     # ---- what goes on the wire ---------------------------------------------------------------------------------------
 
-    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
+    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         t, leaf = state.t, self.blocks.leaf(state.t)
         if not leaf:
             return state, Message({"y": np.zeros_like(state.decision)})
@@ -112,12 +112,12 @@ class PdFtgl:
             return state, Message({"y": state.current})
         if not self._noisy:
             state = replace(state, previous=state.current)
-        elif self.before_gossip:
-            said = say_laplace(noise, "y", t, state.current, state.scale) - state.nodes.merged(leaf)
+        elif self.has_noise_before_gossip:
+            said = add_laplace_noise(noise, "y", t, state.current, state.scale) - state.nodes.merged(leaf)
             state = self._having_said(state, leaf, said)
         else:
-            drawn = say_laplace(noise, "y", t, np.zeros_like(state.current), state.scale)
-            held, nodes = drawn - state.nodes.merged(leaf), state.nodes.with_leaf(leaf, drawn)
+            drawn = add_laplace_noise(noise, "y", t, np.zeros_like(state.current), state.scale)
+            held, nodes = drawn - state.nodes.merged(leaf), state.nodes.add_leaf(leaf, drawn)
             state = replace(state, previous=state.current, held=held, nodes=nodes)
         return state, Message({"y": state.current})
 
@@ -129,22 +129,22 @@ class PdFtgl:
         said = np.broadcast_to(message["y"], state.decision.shape)
         leaf, opens = self.blocks.leaf(state.t), self.blocks.opens(state.t)
         if not leaf:
-            return state, certain_density(said, np.zeros_like(said))
-        if opens and self._noisy and self.before_gossip:
-            density = laplace_density(said + state.nodes.merged(leaf), state.current, state.scale)
+            return state, dirac_log_density(said, np.zeros_like(said))
+        if opens and self._noisy and self.has_noise_before_gossip:
+            density = laplace_log_density(said + state.nodes.merged(leaf), state.current, state.scale)
             return self._having_said(state, leaf, said), density
         open_end = opens and self._noisy and leaf > self.delay
-        density = certain_density(said, said if open_end else state.current)
+        density = dirac_log_density(said, said if open_end else state.current)
         return replace(state, current=said, previous=said if opens else state.previous), density
 
     def _having_said(self, state: _State, leaf: int, said: FloatArray) -> _State:
         """After the first message of a leaf's gossip, with the noise that it implies for the leaf's node."""
-        node = said + state.nodes.merged(leaf) - on_grid(state.current, grid(state.scale))
-        return replace(state, current=said, previous=said, nodes=state.nodes.with_leaf(leaf, node))
+        node = said + state.nodes.merged(leaf) - round_to_lattice(state.current, grid(state.scale))
+        return replace(state, current=said, previous=said, nodes=state.nodes.add_leaf(leaf, node))
 
     @property
-    def hides_noise(self) -> bool:
-        return self._noisy and not self.before_gossip
+    def has_hidden_noise(self) -> bool:
+        return self._noisy and not self.has_noise_before_gossip
 
     @property
     def _projection_free(self) -> bool:
@@ -156,7 +156,7 @@ class PdFtgl:
 
     # ---- the update --------------------------------------------------------------------------------------------------
 
-    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
+    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
         t, theta = state.t, self.momentum
         current, previous, ahead = state.current, state.previous, state.ahead
         seen = mean_gradient(self.loss, state.decision, bounded(self.loss, batch))
@@ -192,9 +192,9 @@ class PdFtgl:
 
     def _leaf_sum(self, state: _State) -> FloatArray:
         """What the counter takes in. Noise that comes now is on a lattice, so the sum must be, too."""
-        if self.before_gossip or not self._noisy:
+        if self.has_noise_before_gossip or not self._noisy:
             return state.current
-        return on_grid(state.current, grid(state.scale)) + state.held
+        return round_to_lattice(state.current, grid(state.scale)) + state.held
 
     def _curvature(self, leaves: int) -> float:
         """Of what a decision that rests on so many leaves minimises: `alpha L leaves + 2h`."""
@@ -217,47 +217,47 @@ class PdFtgl:
 
     def lattice(self, learner: int, t: int) -> dict[str, float]:
         """Where a leaf is first said, before gossip: later rounds mix it by weights."""
-        return lattice_of("y", self.noise_scale(learner, t)) if self.blocks.opens(t) else {}
+        return field_lattice_spacing("y", self.noise_scale(learner, t)) if self.blocks.opens(t) else {}
 
     def noise_scale(self, learner: int, t: int) -> float:
         """Of the tree node whose noise a message carries; 0 in rounds without gossip, and always after gossip."""
-        return self.scales[learner] if self.before_gossip and self.blocks.leaf(t) else 0.0
+        return self.scales[learner] if self.has_noise_before_gossip and self.blocks.leaf(t) else 0.0
 
-    def says_model(self, rounds: int) -> bool:
+    def is_model_public(self, rounds: int) -> bool:
         """A decision follows from what gossip made of messages; noise after gossip is in none of them."""
-        return not self.hides_noise
+        return not self.has_hidden_noise
 
     def accountant(self, learner: int) -> TreeAccountant:
-        published = None if self.before_gossip else TreeAccountant(self.blocks, self._output_cost(learner))
+        published = None if self.has_noise_before_gossip else TreeAccountant(self.blocks, self._output_cost(learner))
         scale = self.scales[learner]
         # Theorem 3.6 solved for epsilon.
         paper = self.paper_cost / scale if scale else math.inf
         return TreeAccountant(self.blocks, self._wire_cost(learner), self._grounds(learner), paper, published)
 
-    def _wire_cost(self, learner: int) -> NodeCost:
-        scale = self.scales[learner] if self.before_gossip else 0.0
+    def _wire_cost(self, learner: int) -> TreeNodeCost:
+        scale = self.scales[learner] if self.has_noise_before_gossip else 0.0
         return lambda share: self.sensitivity.loss(share, scale)
 
-    def _output_cost(self, learner: int) -> NodeCost:
+    def _output_cost(self, learner: int) -> TreeNodeCost:
         ways = list(zip(self.reach[:, learner].tolist(), self.scales, strict=True))
         return lambda share: math.fsum(self.sensitivity.loss(weight * share, scale) for weight, scale in ways)
 
-    def _grounds(self, learner: int) -> Grounds:
+    def _grounds(self, learner: int) -> GuaranteeBasis:
         where, covers = "after", "; of published decisions alone"
-        if self.before_gossip:
+        if self.has_noise_before_gossip:
             where, covers = "before", " and noise before gossip"
         proof = f"Wang et al. 2025, Theorem 3.6, with the exact sensitivity{covers}; sottovoce_core.algorithms.follow_the_leader"
-        return Grounds(f"tree noise, {where} gossip", proof, self._constants(learner))
+        return GuaranteeBasis(f"tree noise, {where} gossip", proof, self._constants(learner))
 
     def _constants(self, learner: int) -> dict[str, Constant]:
         constants = {
-            "grad_change": Constant(self.sensitivity.change, "the loss, on rows scaled to feature_bound, and clipping"),
+            "gradient_change": Constant(self.sensitivity.change, "the loss, on rows scaled to feature_bound, and clipping"),
             "noise_scale": Constant(
                 self.scales[learner], "the learner, which draws one noise for each node of its tree"
             ),
             "levels": Constant(self.blocks.leaves.bit_length(), "the schedule of blocks, which is public"),
         }
-        if not self.before_gossip:
+        if not self.has_noise_before_gossip:
             reach = float(self.reach[:, learner].sum())
             constants["reach"] = Constant(reach, "all learners, where they gossip as agreed: nothing enforces it")
         return constants

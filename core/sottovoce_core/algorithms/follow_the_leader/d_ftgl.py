@@ -17,18 +17,18 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip, Lazy
+from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip, LazyMode
 from sottovoce_core.algorithms.follow_the_leader.parameters import Problem
-from sottovoce_core.algorithms.interface import Heard, Message, Who
-from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, Setting
+from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, Setting
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss, bounded, mean_gradient
-from sottovoce_core.noise import Noise
-from sottovoce_core.noise.mechanisms import certain_density
-from sottovoce_core.privacy.accountant import ListedLosses
-from sottovoce_core.privacy.guarantee import Grounds
+from sottovoce_core.noise import NoiseSource
+from sottovoce_core.noise.mechanisms import dirac_log_density
+from sottovoce_core.privacy.accountant import PrecomputedAccountant
+from sottovoce_core.privacy.guarantee import GuaranteeBasis
 from sottovoce_core.registry import Positive
 
 
@@ -40,17 +40,17 @@ class DFtglSpec(AlgorithmSpec):
     """h. The default is what a regret bound is least for, which is cautious."""
     multiplier: Positive = 1.0
     """Factor on h, given or not."""
-    lazy: Lazy = False
+    lazy: LazyMode = False
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
-    def build(self, setting: Setting) -> tuple[_DFtgl, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[_DFtgl, tuple[RunWarning, ...]]:
         gossip, problem = Gossip.of(setting.fixed_network, self.lazy), Problem.of(setting)
         # Plain gossip keeps all z within sqrt(n) G / rho of their mean: the error of a prefix sum in the bound.
         error = math.sqrt(gossip.n_learners) * problem.lipschitz / gossip.gap
         h = self.multiplier * (self.regularization or problem.regularization(1, 2.0, error))
         algorithm = _DFtgl(setting.dim, setting.rounds, gossip, h, setting.loss, setting.decision_set)
         text = "d-ftgl says sums of gradients without noise: on the wire epsilon is infinite; for privacy take pd-ftgl"
-        return algorithm, (Caveat("WIRE_EXPOSED", text),)
+        return algorithm, (RunWarning("WIRE_EXPOSED", text),)
 
     def noisier(self, factors: tuple[float, ...]) -> DFtglSpec:
         raise SpecError("d-ftgl has no noise; take pd-ftgl")
@@ -85,10 +85,10 @@ class _DFtgl:
         # A regulariser h ||x - x_0||^2 in place of h ||x||^2: a network of neurons cannot start from zero.
         return self._deciding(0, -2.0 * self.regularization * initial)
 
-    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
+    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         return state, Message({"y": state.sum})
 
-    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
+    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
         seen = mean_gradient(self.loss, state.decision, bounded(self.loss, batch))
         total = self.gossip.mix(state.sum, heard.weighted_sum("y"), heard.own_weight) + seen
         return self._deciding(state.t + 1, total)
@@ -98,7 +98,7 @@ class _DFtgl:
 
     def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         said = np.broadcast_to(message["y"], state.decision.shape)
-        return self._deciding(state.t, said), certain_density(said, state.sum)
+        return self._deciding(state.t, said), dirac_log_density(said, state.sum)
 
     def _deciding(self, t: int, total: FloatArray) -> _State:
         """The state before round t, a function of the sum alone."""
@@ -108,12 +108,12 @@ class _DFtgl:
     def noise_scale(self, learner: int, t: int) -> float:
         return 0.0
 
-    def says_model(self, rounds: int) -> bool:
+    def is_model_public(self, rounds: int) -> bool:
         """Not the last gradients, which are in the sum before it is said."""
         return False
 
-    def accountant(self, learner: int) -> ListedLosses:
+    def accountant(self, learner: int) -> PrecomputedAccountant:
         """Nothing in the first message, which is zero; everything after it."""
         losses = np.full(self.rounds, math.inf)
         losses[0] = 0.0
-        return ListedLosses(losses, grounds=Grounds("none", "nothing is promised"))
+        return PrecomputedAccountant(losses, grounds=GuaranteeBasis("none", "nothing is promised"))

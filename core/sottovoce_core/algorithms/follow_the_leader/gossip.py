@@ -18,13 +18,13 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, Scalars
-from sottovoce_core.errors import CheckFailed
+from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.network.topology import FixedNetwork
 
 ROUNDING = 1e-12
 """How far an eigenvalue of P may be from its place."""
 
-Lazy = bool | Literal["auto"]
+LazyMode = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +44,7 @@ class Gossip:
     smallest: float
 
     @classmethod
-    def of(cls, network: FixedNetwork, lazy: Lazy) -> Gossip:
+    def of(cls, network: FixedNetwork, lazy: LazyMode) -> Gossip:
         """The gossip matrix of a network.
 
         Args:
@@ -52,21 +52,21 @@ class Gossip:
             lazy: take `(I+P)/2`; auto: only where P has a negative eigenvalue.
 
         Raises:
-            CheckFailed: P_NEGATIVE or P_DISCONNECTED.
+            AssumptionViolated: P_NEGATIVE or P_DISCONNECTED.
         """
         matrix, share = network.at(0).matrix, 1.0
         if lazy is True or (lazy == "auto" and np.linalg.eigvalsh(matrix)[0] < -ROUNDING):
             matrix, share = (np.eye(len(matrix)) + matrix) / 2.0, 0.5
         if matrix.min() < 0.0:
             text = "the mixing matrix must be doubly stochastic, with no negative weight"
-            raise CheckFailed(
+            raise AssumptionViolated(
                 "P_NEGATIVE", f"{text}, got {matrix.min():g}; lower the coupling weights, or take metropolis"
             )
         eigenvalues = np.linalg.eigvalsh(matrix)
         sigma_2 = float(np.abs(np.delete(eigenvalues, -1)).max(initial=0.0))
         if sigma_2 >= 1.0 - ROUNDING:
             text = "sigma_2 of the mixing matrix must be below 1, else learners never agree"
-            raise CheckFailed("P_DISCONNECTED", f"{text}, got {sigma_2:g}; connect the graph, or set lazy to true")
+            raise AssumptionViolated("P_DISCONNECTED", f"{text}, got {sigma_2:g}; connect the graph, or set lazy to true")
         return cls(matrix, share, sigma_2, float(eigenvalues[0]))
 
     @property

@@ -14,17 +14,17 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from sottovoce_core.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity, levels
+from sottovoce_core.algorithms.follow_the_leader.accounting import BlockSchedule, LeafSensitivity, levels
 from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
-from sottovoce_core.algorithms.follow_the_leader.gossip import ROUNDING, Gossip, Lazy
-from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, divided, require_scales, times
-from sottovoce_core.arrays import MOST_NUMBERS, FloatArray
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.algorithms.follow_the_leader.gossip import ROUNDING, Gossip, LazyMode
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, PerLearner, Setting, divided, require_scales, times
+from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.registry import Count, Positive
 
 # ---- conditions -------------------------------------------------------------------------------------------------------
 
-_BISECTIONS = 64
+_MAX_BISECTIONS = 64
 """Between any two numbers of float64 forty suffice: the ratio's logarithm, at most 1500, is halved down to 1e-9."""
 MOST_STEPS = 2**20
 """Of gossip in a block: each is a product of two matrices before the run begins."""
@@ -51,11 +51,11 @@ class Problem:
         """Read off the setting.
 
         Raises:
-            CheckFailed: ORIGIN or ENDLESS.
+            AssumptionViolated: ORIGIN or ENDLESS.
         """
-        setting.require_end("an algorithm whose regularization follows from the number of rounds")
+        setting.require_finite_rounds("an algorithm whose regularization follows from the number of rounds")
         if not setting.decision_set.contains_origin:
-            raise CheckFailed(
+            raise AssumptionViolated(
                 "ORIGIN", "the decision set must contain the origin (Assumption 3.1), got one that does not"
             )
         radius = setting.decision_set.largest_norm(setting.dim)
@@ -78,20 +78,20 @@ class Problem:
             error: E, expected l2 distance of the learner's prefix sum from the exact mean.
 
         Raises:
-            CheckFailed: GRADIENT_BOUND or REGULARIZATION.
+            AssumptionViolated: GRADIENT_BOUND or REGULARIZATION.
         """
         G, R, L, alpha = _require_bound(self.lipschitz, "the default regularization"), self.radius, length, self.alpha
         lagging, noisy = lag * G * L * (G + 2.0 * alpha * R), 3.0 * G * error
         low, high = alpha * L, math.sqrt(self.rounds * (lagging + noisy) / 2.0) / R
         if not math.isfinite(high):
             text = "the default regularization must be a finite number, got one beyond float64"
-            raise CheckFailed("REGULARIZATION", f"{text}; take less noise or a smaller loss, or set regularization")
+            raise AssumptionViolated("REGULARIZATION", f"{text}; take less noise or a smaller loss, or set regularization")
         if not low:
             return high
         blocks = math.ceil(self.rounds / L)
-        if blocks >= MOST_NUMBERS:
-            text = f"the default regularization is found for fewer than {MOST_NUMBERS} blocks, got {blocks}"
-            raise CheckFailed("REGULARIZATION", f"{text}; set regularization, or a longer block")
+        if blocks >= MAX_ARRAY_ELEMENTS:
+            text = f"the default regularization is found for fewer than {MAX_ARRAY_ELEMENTS} blocks, got {blocks}"
+            raise AssumptionViolated("REGULARIZATION", f"{text}; set regularization, or a longer block")
         grown = alpha * L * np.arange(blocks + 1)
 
         def falling(h: float) -> bool:
@@ -101,7 +101,7 @@ class Problem:
 
         if not falling(low):
             return low
-        for _ in range(_BISECTIONS):
+        for _ in range(_MAX_BISECTIONS):
             if high / low <= 1.0 + 1e-9:
                 break
             middle = math.sqrt(low) * math.sqrt(high)
@@ -113,15 +113,15 @@ def _require_bound(lipschitz: float, what: str) -> float:
     """G, if there is one.
 
     Raises:
-        CheckFailed: GRADIENT_BOUND.
+        AssumptionViolated: GRADIENT_BOUND.
     """
     if lipschitz == math.inf:
         text = f"{what} rests on a bound of a record's gradient, got none"
-        raise CheckFailed("GRADIENT_BOUND", f"{text}; set loss.clip_norm")
+        raise AssumptionViolated("GRADIENT_BOUND", f"{text}; set loss.clip_norm")
     return lipschitz
 
 
-def _plan_blocks(rounds: int, length: int, steps: int, delay: int, advice: int) -> Blocks:
+def _plan_blocks(rounds: int, length: int, steps: int, delay: int, advice: int) -> BlockSchedule:
     """The schedule.
 
     Args:
@@ -132,24 +132,24 @@ def _plan_blocks(rounds: int, length: int, steps: int, delay: int, advice: int) 
         advice: a shorter block that would do.
 
     Raises:
-        CheckFailed: BLOCK_LENGTH or GOSSIP_STEPS.
+        AssumptionViolated: BLOCK_LENGTH or GOSSIP_STEPS.
     """
     enough = f"rounds of at least {2 * length + 1}"
     hint = f"set {enough}, or block_length to {advice}" if 2 * advice < rounds else f"set {enough}, or a shorter block"
     if not 1 <= length <= rounds:
-        raise CheckFailed("BLOCK_LENGTH", f"block_length must be in 1..horizon={rounds}, got {length}; {hint}")
+        raise AssumptionViolated("BLOCK_LENGTH", f"block_length must be in 1..horizon={rounds}, got {length}; {hint}")
     if 2 * length >= rounds:
         text = f"block_length must be below half the horizon ({rounds} rounds), else no decision ever moves"
-        raise CheckFailed("BLOCK_LENGTH", f"{text}, got {length}; {hint}")
+        raise AssumptionViolated("BLOCK_LENGTH", f"{text}, got {length}; {hint}")
     if steps > length:
         text = f"gossip_steps must not exceed block_length={length}, got {steps}"
-        raise CheckFailed("GOSSIP_STEPS", f"{text}; raise block_length or lower gossip_steps")
+        raise AssumptionViolated("GOSSIP_STEPS", f"{text}; raise block_length or lower gossip_steps")
     if steps > MOST_STEPS:
-        raise CheckFailed("GOSSIP_STEPS", f"gossip_steps must be at most {MOST_STEPS}, got {steps}; set it")
-    return Blocks(rounds, length, steps, max(math.ceil(rounds / length) - delay, 0))
+        raise AssumptionViolated("GOSSIP_STEPS", f"gossip_steps must be at most {MOST_STEPS}, got {steps}; set it")
+    return BlockSchedule(rounds, length, steps, max(math.ceil(rounds / length) - delay, 0))
 
 
-def _prefix_error(scale: float, dim: int, blocks: Blocks, gossip: Gossip, momentum: float, *, before: bool) -> float:
+def _prefix_error(scale: float, dim: int, blocks: BlockSchedule, gossip: Gossip, momentum: float, *, before: bool) -> float:
     """Bound on E, the l2 size of the noise in a prefix sum: `b sqrt(2 d levels)`, of which gossip before averages n copies."""
     noise = scale * math.sqrt(2.0 * dim * levels(blocks.leaves))
     n = gossip.n_learners
@@ -157,32 +157,32 @@ def _prefix_error(scale: float, dim: int, blocks: Blocks, gossip: Gossip, moment
 
 
 def _caveats(
-    blocks: Blocks, gossip: Gossip, sensitivity: LeafSensitivity, *, exposed: bool, paper_scale: bool
-) -> Iterator[Caveat]:
+    blocks: BlockSchedule, gossip: Gossip, sensitivity: LeafSensitivity, *, exposed: bool, paper_scale: bool
+) -> Iterator[RunWarning]:
     """What the run's user is told."""
     sharp, paper = gossip.sharp_steps(blocks.rounds), gossip.paper_steps(blocks.rounds)
     if not blocks.leaves:
         count = math.ceil(blocks.rounds / blocks.length)
-        yield Caveat(
+        yield RunWarning(
             "NO_MOVE", f"no decision ever moves: there must be one block more, got {count}; shorten block_length"
         )
     if blocks.steps < sharp:
         text = "learners agree less than Theorems 3.6 and 3.9 assume: gossip_steps should be at least"
-        yield Caveat(
+        yield RunWarning(
             "GOSSIP_SHORT", f"{text} {sharp}, got {blocks.steps}; the regret bounds do not apply, privacy does"
         )
     if paper_scale and blocks.steps < paper:
         text = "the paper's noise scale rests on gossip_steps of at least"
-        yield Caveat("PAPER_SCALE", f"{text} {paper}, got {blocks.steps}; the claim is computed from the steps taken")
+        yield RunWarning("PAPER_SCALE", f"{text} {paper}, got {blocks.steps}; the claim is computed from the steps taken")
     if exposed:
         text = "noise_placement after_gossip says sums of gradients without noise: on the wire epsilon is infinite"
-        hint = "only published decisions are protected; take before_gossip"
-        yield Caveat("WIRE_EXPOSED", f"{text}, and {hint} (a record moves a sum by up to {sensitivity.change:g})")
+        hint = "only published decisions are protected; take has_noise_before_gossip"
+        yield RunWarning("WIRE_EXPOSED", f"{text}, and {hint} (a record moves a sum by up to {sensitivity.change:g})")
 
 
 # ---- parameters -------------------------------------------------------------------------------------------------------
 
-_Placement = Literal["before_gossip", "after_gossip"]
+_Placement = Literal["has_noise_before_gossip", "after_gossip"]
 _Rule = Literal["tight", "paper"]
 
 
@@ -198,7 +198,7 @@ class _BlockSpec(AlgorithmSpec):
     """Target for a whole run: noise is made to fit. Infinite: no noise."""
     noise_scale: PerLearner | None = None
     """Laplace scale of a coordinate of a tree node, in place of `epsilon`. 0: no noise."""
-    noise_placement: _Placement = "before_gossip"
+    noise_placement: _Placement = "has_noise_before_gossip"
     """after_gossip, as published, protects published decisions only: what is said is not protected at all."""
     scale_rule: _Rule = "tight"
     """How `epsilon` becomes a scale: tight, or the paper's formula (more noise than needed)."""
@@ -212,14 +212,14 @@ class _BlockSpec(AlgorithmSpec):
     """h. The default is what the regret bound is least for, which is cautious."""
     multiplier: Positive = 1.0
     """Factor on h, given or not."""
-    lazy: Lazy = "auto"
+    lazy: LazyMode = "auto"
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
-    def build(self, setting: Setting) -> tuple[PdFtgl, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[PdFtgl, tuple[RunWarning, ...]]:
         gossip = Gossip.of(setting.fixed_network, self.lazy)
         if gossip.smallest < -ROUNDING:  # accelerated gossip has no bound then
             text = "mixing matrix has a negative eigenvalue: use (I+P)/2, that is, set lazy to true or auto"
-            raise CheckFailed("P_EIGENVALUE", f"{text}, got {gossip.smallest:g}")
+            raise AssumptionViolated("P_EIGENVALUE", f"{text}, got {gossip.smallest:g}")
         problem, sharp = Problem.of(setting), gossip.sharp_steps(setting.rounds)
         length = self.block_length or self._default_length(problem, gossip)
         steps = self.gossip_steps or self._default_steps(length, sharp)
@@ -227,7 +227,7 @@ class _BlockSpec(AlgorithmSpec):
         momentum = gossip.momentum if self.momentum is None else self.momentum
         reach = np.abs(gossip.polynomial(steps, momentum))
         sensitivity = LeafSensitivity(setting.dim, setting.loss.gradient_change(problem.radius))
-        before = self.noise_placement == "before_gossip"
+        before = self.noise_placement == "has_noise_before_gossip"
         scales = self._scales(setting, problem, blocks, sensitivity, reach)
         error = _prefix_error(max(scales), setting.dim, blocks, gossip, momentum, before=before)
         algorithm = PdFtgl(
@@ -238,7 +238,7 @@ class _BlockSpec(AlgorithmSpec):
             momentum=momentum,
             regularization=self.multiplier * (self.regularization or problem.regularization(length, self.lag, error)),
             scales=scales,
-            before_gossip=before,
+            has_noise_before_gossip=before,
             delay=self.delay,
             paper_cost=problem.paper_numerator(setting.dim),
             sensitivity=sensitivity,
@@ -263,20 +263,20 @@ class _BlockSpec(AlgorithmSpec):
         return length
 
     def _scales(
-        self, setting: Setting, problem: Problem, blocks: Blocks, sensitivity: LeafSensitivity, reach: FloatArray
+        self, setting: Setting, problem: Problem, blocks: BlockSchedule, sensitivity: LeafSensitivity, reach: FloatArray
     ) -> tuple[float, ...]:
         """Laplace scale of every learner; zeros: no noise."""
         if self.noise_scale is not None and self.epsilon is None:
             scales = setting.per_learner(self.noise_scale, "algorithm.noise_scale")
             if not all(0 <= scale < math.inf for scale in scales) or (not all(scales) and any(scales)):
                 text = "noise_scale must be finite, and above 0 for all learners or 0 for all"
-                raise CheckFailed("NOISE_SCALE", f"{text}, got {self.noise_scale}")
+                raise AssumptionViolated("NOISE_SCALE", f"{text}, got {self.noise_scale}")
         elif self.epsilon is not None and self.noise_scale is None:
             scales = self._calibrated(self.epsilon, setting, problem, blocks, sensitivity, reach)
         else:
             text = "exactly one of algorithm.epsilon and algorithm.noise_scale must be given"
             given = "neither" if self.epsilon is None else "both"
-            raise CheckFailed("NOISE", f"{text}, got {given}; for no noise at all set noise_scale to 0")
+            raise AssumptionViolated("NOISE", f"{text}, got {given}; for no noise at all set noise_scale to 0")
         if any(scales):
             _require_bound(problem.lipschitz, "noise")
         require_scales(scales)
@@ -287,21 +287,21 @@ class _BlockSpec(AlgorithmSpec):
         epsilon: PerLearner,
         setting: Setting,
         problem: Problem,
-        blocks: Blocks,
+        blocks: BlockSchedule,
         sensitivity: LeafSensitivity,
         reach: FloatArray,
     ) -> tuple[float, ...]:
         """Laplace scales at which the worst record costs `epsilon`; infinite where gradients have no bound."""
         targets = setting.per_learner(epsilon, "algorithm.epsilon")
         if not all(target > 0 for target in targets):
-            raise CheckFailed("EPSILON", f"epsilon must be above 0 (infinite: no noise), got {epsilon}")
+            raise AssumptionViolated("EPSILON", f"epsilon must be above 0 (infinite: no noise), got {epsilon}")
         mixed = math.inf in targets and min(targets) < math.inf
         if mixed or (self.noise_placement == "after_gossip" and len(set(targets)) > 1):
             text = "epsilon must be one number for all where noise comes after gossip, and infinite for all or for none"
-            raise CheckFailed("EPSILON_ONE", f"{text}, got {epsilon}")
+            raise AssumptionViolated("EPSILON_ONE", f"{text}, got {epsilon}")
         if self.scale_rule == "paper":
             return tuple(problem.paper_numerator(setting.dim) / target for target in targets)
-        across, trees = (1.0, 1) if self.noise_placement == "before_gossip" else (reach.sum(axis=0).max(), len(reach))
+        across, trees = (1.0, 1) if self.noise_placement == "has_noise_before_gossip" else (reach.sum(axis=0).max(), len(reach))
         return tuple(sensitivity.scale(target, blocks.leaves, float(across), trees) for target in targets)
 
 

@@ -33,10 +33,10 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.noise import grid
-from sottovoce_core.privacy.accountant import Accountant, require_part
-from sottovoce_core.privacy.guarantee import Event, Grounds, Mechanism, Regularity
+from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
+from sottovoce_core.privacy.guarantee import Event, GuaranteeBasis, Mechanism, Regularity
 
-Adjacency = Literal["record", "learner"]
+DescentAdjacency = Literal["record", "learner"]
 """Worlds differ in one record of a learner, or in all of them (a whole fixed objective)."""
 
 Schedule = Callable[[int], float]
@@ -83,7 +83,7 @@ class DescentAccountant(Accountant):
 
     mechanism = Mechanism.LAPLACE
     follows = True
-    any_messages = True
+    is_valid_for_any_messages = True
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class DescentAccountant(Accountant):
     ) -> None:
         self._known, self._update, self.event = known, update, event
         self.dominates = event is Event.LEARNER
-        self.grounds = Grounds(
+        self.grounds = GuaranteeBasis(
             "best", "sottovoce_core.algorithms.gradient_descent.accounting", known.constants(own_weight)
         )
         self._t = 0
@@ -118,7 +118,7 @@ class DescentAccountant(Accountant):
                 parted, totals = np.concatenate([newest, parted]), np.concatenate([np.zeros(1), totals])
             parted, totals = _frontier(parted, totals)
         else:
-            require_part(records, replaced)
+            require_replaced_count(records, replaced)
             parted = self._step(self._t, self._parted, replaced / records if replaced else 0.0)
         self._parted, self._totals = parted, totals
         self._t += 1
@@ -161,7 +161,7 @@ class DescentAccountant(Accountant):
         jolt = share * c.change if c.change < math.inf else np.where(np.asarray(share) > 0.0, math.inf, 0.0)
         pull = c.smoothness * base if c.smoothness < math.inf else np.where(base > 0.0, math.inf, 0.0)
         moved = abs(s) * base + step * np.minimum(pull + jolt, 2.0 * c.clip_norm)
-        if c.convex_step:
+        if c.can_use_convex_mode:
             moved = np.minimum(moved, max(abs(s), abs(s - step * c.smoothness)) * base + step * jolt)
         return np.minimum(moved, c.diameter)
 

@@ -37,14 +37,14 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.gradient_descent.accounting import Adjacency, DescentAccountant, LearnerUpdate, Schedule
-from sottovoce_core.algorithms.interface import Heard, Message, Who
+from sottovoce_core.algorithms.gradient_descent.accounting import DescentAdjacency, DescentAccountant, LearnerUpdate, Schedule
+from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.losses import Loss, bounded, mean_gradient
 from sottovoce_core.network.network import Network
-from sottovoce_core.noise import Noise
-from sottovoce_core.noise.mechanisms import certain_density, laplace_density, largest_said, lattice_of, say_laplace
+from sottovoce_core.noise import NoiseSource
+from sottovoce_core.noise.mechanisms import dirac_log_density, laplace_log_density, magnitude_bound, field_lattice_spacing, add_laplace_noise
 from sottovoce_core.privacy.guarantee import Event, Regularity
 
 # ---- algorithm -------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class GossipDescent:
     own_value: OwnValue
     gradient_at: Point
     play: Point
-    adjacency: Adjacency
+    adjacency: DescentAdjacency
     loss: Loss
     decision_set: DecisionSet
     network: Network
@@ -93,14 +93,14 @@ class GossipDescent:
         first = self.decision_set.project(np.broadcast_to(self.loss.initial(self.dim), (*who.lead, self.dim)))
         return _State(who, 0, first, first, first)
 
-    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
-        said = say_laplace(noise, "y", state.t, state.x, self._scale(state), partial(_picked, state.who, self.noise))
+    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
+        said = add_laplace_noise(noise, "y", state.t, state.x, self._scale(state), partial(_picked, state.who, self.noise))
         return _State(state.who, state.t, state.x, said, state.played), Message({"y": said})
 
-    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
+    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
         return self.descend(state, heard, batch, _picked(state.who, self.step, state.t))
 
-    def descend(self, state: _State, heard: Heard, batch: Batch, step: Scalars) -> _State:
+    def descend(self, state: _State, heard: ReceivedMessages, batch: Batch, step: Scalars) -> _State:
         """`listen` with a step size of one's own."""
         own = state.said if self.own_value == "said" else state.x
         mixed = heard.own_weight * own
@@ -119,18 +119,18 @@ class GossipDescent:
 
     def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         said = message["y"]
-        return replace(state, said=said), laplace_density(said, state.x, self._scale(state))
+        return replace(state, said=said), laplace_log_density(said, state.x, self._scale(state))
 
     def lattice(self, learner: int, t: int) -> dict[str, float]:
-        return lattice_of("y", self.noise_scale(learner, t))
+        return field_lattice_spacing("y", self.noise_scale(learner, t))
 
     def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
-        return {"y": largest_said(self.decision_set.largest_norm(self.dim), self.noise_scale(learner, t))}
+        return {"y": magnitude_bound(self.decision_set.largest_norm(self.dim), self.noise_scale(learner, t))}
 
     def noise_scale(self, learner: int, t: int) -> float:
         return self.noise[learner](t)
 
-    def says_model(self, rounds: int) -> bool:
+    def is_model_public(self, rounds: int) -> bool:
         """The mix of what was said is; a clean value in it, or a step from it on the newest records, is in no message."""
         return self.own_value == "said" and self.play == "mixed"
 
@@ -148,7 +148,7 @@ class GossipDescent:
         if self.gradient_at == "own":
             return known
         change, bound = self.loss.gradient_change(np.inf), self.loss.gradient_bound(np.inf)
-        return replace(known, grad_change=change, clip_norm=bound)
+        return replace(known, gradient_change=change, clip_norm=bound)
 
     def _clean_weight(self, learner: int) -> Callable[[int], float]:
         """Weight by round of what enters the mix without noise."""
@@ -206,11 +206,11 @@ class Dpsr:
         place = np.broadcast_to(unit, (*who.lead, self.n_learners))
         return _RescaledState(self.descent.start(who), place, place)
 
-    def speak(self, state: _RescaledState, noise: Noise) -> tuple[_RescaledState, Message]:
+    def speak(self, state: _RescaledState, noise: NoiseSource) -> tuple[_RescaledState, Message]:
         descent, message = self.descent.speak(state.descent, noise)
         return replace(state, descent=descent), Message({**message.fields, "e": state.e})
 
-    def listen(self, state: _RescaledState, heard: Heard, batch: Batch) -> _RescaledState:
+    def listen(self, state: _RescaledState, heard: ReceivedMessages, batch: Batch) -> _RescaledState:
         who, t = state.descent.who, state.descent.t
         share = (state.e * state.place).sum(axis=-1, keepdims=True)
         planned = _picked(who, self.descent.step, t)
@@ -223,20 +223,20 @@ class Dpsr:
 
     def overheard(self, state: _RescaledState, message: Message) -> tuple[_RescaledState, FloatArray]:
         descent, density = self.descent.overheard(state.descent, message)
-        return replace(state, descent=descent), density + certain_density(message["e"], state.e)
+        return replace(state, descent=descent), density + dirac_log_density(message["e"], state.e)
 
     def lattice(self, learner: int, t: int) -> dict[str, float]:
         return self.descent.lattice(learner, t)
 
     def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
         """A share lies between 0 and 1."""
-        return {**self.descent.clip_bounds(learner, t), "e": largest_said(1.0, 0.0)}
+        return {**self.descent.clip_bounds(learner, t), "e": magnitude_bound(1.0, 0.0)}
 
     def noise_scale(self, learner: int, t: int) -> float:
         return self.descent.noise_scale(learner, t)
 
-    def says_model(self, rounds: int) -> bool:
-        return self.descent.says_model(rounds)
+    def is_model_public(self, rounds: int) -> bool:
+        return self.descent.is_model_public(rounds)
 
     def accountant(self, learner: int) -> DescentAccountant:
         return self.descent.accountant(learner)

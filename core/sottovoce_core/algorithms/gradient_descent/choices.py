@@ -12,7 +12,7 @@ from pydantic import Field
 from sottovoce_core.algorithms.gradient_descent.accounting import Schedule
 from sottovoce_core.algorithms.setting import PerLearner, Setting, divided, times
 from sottovoce_core.errors import SpecError, require
-from sottovoce_core.noise import GRID_BITS
+from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.privacy.guarantee import Regularity
 from sottovoce_core.registry import Positive, Section
 
@@ -136,7 +136,7 @@ class CalibratedNoise(Section):
     charged: Literal["once", "every_round"] = "once"
 
     def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        require_change(known.change)
+        require_gradient_change(known.change)
         targets = setting.per_learner(self.epsilon, "algorithm.noise.epsilon")
         factors = [self._factor(each, setting, known.change) for each in targets]
         return _each(_following, steps, factors)
@@ -144,8 +144,8 @@ class CalibratedNoise(Section):
     def _factor(self, epsilon: float, setting: Setting, change: float) -> float:
         """`sqrt(n) C / epsilon`, less what the lattice costs."""
         if self.charged == "every_round":
-            setting.require_end("noise that shares its epsilon among all rounds (charged: every_round)")
-        messages, lattice = setting.rounds if self.charged == "every_round" else 1, setting.dim * 2.0**-GRID_BITS
+            setting.require_finite_rounds("noise that shares its epsilon among all rounds (charged: every_round)")
+        messages, lattice = setting.rounds if self.charged == "every_round" else 1, setting.dim * 2.0**-LATTICE_BITS
         share = epsilon / messages - lattice
         text = f"noise.epsilon must be finite and above {messages * lattice:.3g}, what rounding to the lattice costs"
         require(0 < share < math.inf, "NOISE_EPSILON", f"{text}, got {epsilon}")
@@ -162,7 +162,7 @@ NoiseScale = Annotated[
 multiplied. Refuses by SIGMA, VARSIGMA_RANGE, GRAD_CHANGE or NOISE_EPSILON."""
 
 
-def require_change(change: float) -> None:
+def require_gradient_change(change: float) -> None:
     """GRAD_CHANGE."""
     text = (
         "a privacy budget needs a finite bound on the per-record gradient change where the gradient is taken (a mix of"

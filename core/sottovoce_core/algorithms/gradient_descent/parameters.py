@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.gradient_descent.accounting import Adjacency, Schedule
+from sottovoce_core.algorithms.gradient_descent.accounting import DescentAdjacency, Schedule
 from sottovoce_core.algorithms.gradient_descent.algorithm import Dpsr, GossipDescent, OwnValue, Point
 from sottovoce_core.algorithms.gradient_descent.choices import (
     CalibratedNoise,
@@ -26,11 +26,11 @@ from sottovoce_core.algorithms.gradient_descent.choices import (
     PowerStep,
     StepSize,
     ZeroNoise,
-    require_change,
+    require_gradient_change,
 )
-from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, Setting, require_scales
-from sottovoce_core.arrays import MOST_NUMBERS, FloatArray
-from sottovoce_core.errors import CheckFailed, SpecError, require
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, Setting, require_scales
+from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray
+from sottovoce_core.errors import AssumptionViolated, SpecError, require
 
 
 class DsgdSpec(AlgorithmSpec):
@@ -45,7 +45,7 @@ class DsgdSpec(AlgorithmSpec):
     step: StepSize = PowerStep(scale=1.0, exponent=0.77)
     noise: NoiseScale = PowerNoise()
 
-    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         point: Point = "own" if self.form == "consensus" else "mixed"
         play: Point = "mixed" if self.form == "adapt_then_combine" else "own"
         algorithm = _descent(setting, self.name, self.step, self.noise, "clean", point, play)
@@ -62,9 +62,9 @@ class _NoisyDescentSpec(AlgorithmSpec):
     noise: NoiseScale = ZeroNoise()
     gradient_at: Point = "mixed"
     play: Point = "own"
-    adjacency: Adjacency = "record"
+    adjacency: DescentAdjacency = "record"
 
-    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         algorithm = _descent(
             setting, self.name, self.step, self.noise, "said", self.gradient_at, self.play, self.adjacency
         )
@@ -94,7 +94,7 @@ class PdopSpec(_NoisyDescentSpec):
     name: Literal["pdop"]
     step: StepSize = GeometricStep(kind="geometric", ratio=0.95)
     noise: NoiseScale = GeometricNoise(scale=0.5, ratio=0.98)
-    adjacency: Adjacency = "learner"
+    adjacency: DescentAdjacency = "learner"
 
 
 class PdOgdSpec(_NoisyDescentSpec):
@@ -112,7 +112,7 @@ class DOgdSpec(AlgorithmSpec):
     name: Literal["d-ogd"]
     step: StepSize = PowerStep()
 
-    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         algorithm = _descent(setting, self.name, self.step, ZeroNoise(), "clean", "own", "own")
         return algorithm, _checked(algorithm, setting)
 
@@ -128,12 +128,12 @@ def _descent(
     own_value: OwnValue,
     gradient_at: Point,
     play: Point,
-    adjacency: Adjacency = "record",
+    adjacency: DescentAdjacency = "record",
 ) -> GossipDescent:
     """The algorithm that a spec describes, not yet checked.
 
     Raises:
-        CheckFailed: STEP_SCALE, STEP_MU, SIGMA, VARSIGMA_RANGE, GRAD_CHANGE or NOISE_EPSILON.
+        AssumptionViolated: STEP_SCALE, STEP_MU, SIGMA, VARSIGMA_RANGE, GRAD_CHANGE or NOISE_EPSILON.
         SpecError: a list of another length than the number of learners.
     """
     silent = GossipDescent(
@@ -162,12 +162,12 @@ class DpsrSpec(AlgorithmSpec):
     step: StepSize = PowerStep(scale=1.0)
     noise: NoiseScale = PowerNoise(sigma=math.sqrt(2.0), varsigma=0.0)
 
-    def build(self, setting: Setting) -> tuple[Dpsr, tuple[Caveat, ...]]:
+    def build(self, setting: Setting) -> tuple[Dpsr, tuple[RunWarning, ...]]:
         plain = _descent(setting, self.name, self.step, self.noise, "said", "own", "own")
         shares = _own_shares(setting)
         if (shares <= 0).any():
             text = "every learner needs a positive self weight, or its step is divided by 0"
-            raise CheckFailed("SELF_WEIGHT", f"{text}, got a share of {shares.min()}")
+            raise AssumptionViolated("SELF_WEIGHT", f"{text}, got a share of {shares.min()}")
         steps = tuple(
             partial(_divided, each, tuple(column)) for each, column in zip(plain.step, shares.T.tolist(), strict=True)
         )
@@ -175,7 +175,7 @@ class DpsrSpec(AlgorithmSpec):
         findings = _checked(rescaled, setting, doubly_stochastic=False)
         if min(setting.rounds, setting.network.horizon) > 1:
             text = "the weights change from round to round: rescaling by e corrects those of a fixed network only"
-            findings = (*findings, Caveat("NETWORK_FIXED", text))
+            findings = (*findings, RunWarning("NETWORK_FIXED", text))
         return Dpsr(rescaled, plain.step, setting.n_learners), findings
 
     def noisier(self, factors: tuple[float, ...]) -> DpsrSpec:
@@ -189,8 +189,8 @@ def _divided(schedule: Schedule, divisors: tuple[float, ...], t: int) -> float:
 
 def _own_shares(setting: Setting) -> FloatArray:
     """`[e_t]_i` of every round and learner, `(rounds, learners)`: the diagonal of `W_{t-1} … W_0`."""
-    setting.require_end("dpsr, which divides the steps of all rounds beforehand,")
-    if setting.rounds * setting.n_learners > MOST_NUMBERS:
+    setting.require_finite_rounds("dpsr, which divides the steps of all rounds beforehand,")
+    if setting.rounds * setting.n_learners > MAX_ARRAY_ELEMENTS:
         raise MemoryError  # build_run says so in words
     product, shares = np.eye(setting.n_learners), np.empty((setting.rounds, setting.n_learners))
     for t in range(setting.rounds):
@@ -209,14 +209,14 @@ _ROUNDING = 1e-9
 """How far sums of mixing weights may be from 1."""
 
 
-def _checked(algorithm: GossipDescent, setting: Setting, *, doubly_stochastic: bool = True) -> tuple[Caveat, ...]:
+def _checked(algorithm: GossipDescent, setting: Setting, *, doubly_stochastic: bool = True) -> tuple[RunWarning, ...]:
     """Refuse what has no guarantee or no meaning, and report the rest.
 
     Args:
         doubly_stochastic: whether the method converges to the common optimum only if columns of weights sum to 1, too.
 
     Raises:
-        CheckFailed: NOISE_SOME, NOISE_SCALE, GRAD_CHANGE or ROW_SUM.
+        AssumptionViolated: NOISE_SOME, NOISE_SCALE, GRAD_CHANGE or ROW_SUM.
     """
     last = algorithm.rounds - 1
     smallest = [min(noise(0), noise(last)) for noise in algorithm.noise]
@@ -229,14 +229,14 @@ def _checked(algorithm: GossipDescent, setting: Setting, *, doubly_stochastic: b
     looked_at = (0, last) if doubly_stochastic else range(algorithm.rounds)
     require_scales(noise(t) for noise in algorithm.noise for t in looked_at)
     if noisy:
-        require_change(algorithm.regularity().change)
+        require_gradient_change(algorithm.regularity().change)
     findings = [*_weight_findings(setting, doubly_stochastic)]
     if noisy:
         findings += _noise_findings(algorithm, min(smallest))
     return tuple(findings)
 
 
-def _weight_findings(setting: Setting, doubly_stochastic: bool) -> Iterator[Caveat]:
+def _weight_findings(setting: Setting, doubly_stochastic: bool) -> Iterator[RunWarning]:
     """ROW_SUM is refused; NOT_DOUBLY_STOCHASTIC and OWN_WEIGHT are reported, for the first round in which they hold."""
     columns, own = 0.0, 0.0
     for t in range(min(setting.rounds, setting.network.horizon)):
@@ -249,21 +249,21 @@ def _weight_findings(setting: Setting, doubly_stochastic: bool) -> Iterator[Cave
         own = min(own, float(mixing.own.min()))
     if doubly_stochastic and columns > _ROUNDING:
         text = "mixing weights are not doubly stochastic: learners agree on an optimum that weighs them unequally"
-        yield Caveat("NOT_DOUBLY_STOCHASTIC", f"{text}, got column sums up to {columns:.3g} away from 1")
+        yield RunWarning("NOT_DOUBLY_STOCHASTIC", f"{text}, got column sums up to {columns:.3g} away from 1")
     if own < 0:
         text = "a negative own weight: mixing may amplify instead of averaging; lower the coupling weights"
-        yield Caveat("OWN_WEIGHT", f"{text}, got {own:.6g}")
+        yield RunWarning("OWN_WEIGHT", f"{text}, got {own:.6g}")
 
 
-def _noise_findings(algorithm: GossipDescent, smallest: float) -> Iterator[Caveat]:
+def _noise_findings(algorithm: GossipDescent, smallest: float) -> Iterator[RunWarning]:
     """NOISE_FADES, NOISE_RESOLUTION."""
     last, step, noise = algorithm.rounds - 1, algorithm.step[0], algorithm.noise[0]
     if last > 1 and step(last - 1) / noise(last) > step(0) / noise(1) * (1 + _ROUNDING):
         text = "the noise fades faster than the steps: later records cost more, without a bound for ever longer runs"
-        yield Caveat("NOISE_FADES", f"{text}, got step/noise {step(last - 1) / noise(last):.3g} in the last round")
+        yield RunWarning("NOISE_FADES", f"{text}, got step/noise {step(last - 1) / noise(last):.3g} in the last round")
     radius = algorithm.decision_set.largest_norm(algorithm.dim)
     if smallest < _RESOLUTION * radius:
         text = (
             "the noise falls near float64's resolution of messages, where the exact loss of a transcript is unreliable"
         )
-        yield Caveat("NOISE_RESOLUTION", f"{text}, got scale {smallest:.3g} for radius {radius}; stop earlier")
+        yield RunWarning("NOISE_RESOLUTION", f"{text}, got scale {smallest:.3g} for radius {radius}; stop earlier")

@@ -34,20 +34,20 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.noise import grid
-from sottovoce_core.optional import get_extra
-from sottovoce_core.privacy.accountant import FirstRecord
-from sottovoce_core.privacy.guarantee import Grounds, Mechanism, Regularity
+from sottovoce_core.optional import format_install_hint
+from sottovoce_core.privacy.accountant import FirstRecordAccountant
+from sottovoce_core.privacy.guarantee import GuaranteeBasis, Mechanism, Regularity
 
 # ---- sensitivity ------------------------------------------------------------------------------------------------------
 
-Mode = Literal["loose", "smooth", "convex", "clip", "best"]
+AccountingMode = Literal["loose", "smooth", "convex", "clip", "best"]
 _SQRT2 = math.sqrt(2.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Schedules:
+class SharedSchedules:
     """The numbers that all learners share."""
 
     lam0: float
@@ -78,20 +78,20 @@ class LearnerScales:
         return self.sigma / _SQRT2 * math.pow(t + 1.0, self.varsigma)
 
 
-def require_mode(mode: Mode, known: Regularity) -> None:
+def require_mode(mode: AccountingMode, known: Regularity) -> None:
     """Refuse a mode whose proof does not cover this loss. `best` falls back to what applies, so it never fails.
 
     Raises:
-        CheckFailed: SMOOTHNESS, NOT_CONVEX or CONVEX_CLIPPED.
+        AssumptionViolated: SMOOTHNESS, NOT_CONVEX or CONVEX_CLIPPED.
     """
     if mode in ("smooth", "convex") and known.smoothness == math.inf:
         text = 'this accounting mode needs a known smoothness constant; use mode "clip"'
-        raise CheckFailed("SMOOTHNESS", f'{text}, got mode "{mode}" with smoothness inf')
+        raise AssumptionViolated("SMOOTHNESS", f'{text}, got mode "{mode}" with smoothness inf')
     if mode == "convex" and not known.convex:
-        raise CheckFailed("NOT_CONVEX", 'this loss is not convex; mode "convex" does not apply')
-    if mode == "convex" and not known.convex_step:
+        raise AssumptionViolated("NOT_CONVEX", 'this loss is not convex; mode "convex" does not apply')
+    if mode == "convex" and not known.can_use_convex_mode:
         text = 'clipped gradients of this loss are not gradients of a convex function; mode "convex" does not apply'
-        raise CheckFailed("CONVEX_CLIPPED", f"{text}, got clip_norm={known.clip_norm}")
+        raise AssumptionViolated("CONVEX_CLIPPED", f"{text}, got clip_norm={known.clip_norm}")
 
 
 class _SensitivityRecursion:
@@ -104,11 +104,11 @@ class _SensitivityRecursion:
         own_weight: `a = |w_ii|`; by round, where it changes.
 
     Raises:
-        CheckFailed: the mode does not apply to the loss (`require_mode`).
+        AssumptionViolated: the mode does not apply to the loss (`require_mode`).
     """
 
     def __init__(
-        self, mode: Mode, known: Regularity, schedules: Schedules, own_weight: float | Callable[[int], float]
+        self, mode: AccountingMode, known: Regularity, schedules: SharedSchedules, own_weight: float | Callable[[int], float]
     ) -> None:
         require_mode(mode, known)
         self._mode, self._known, self._schedules = mode, known, schedules
@@ -137,7 +137,7 @@ class _SensitivityRecursion:
         if mode == "smooth":
             return abs(s) * phi + lam * (moved + share * known.change)
         clip = abs(s) * phi + lam * min(moved + share * known.change, 2 * known.clip_norm)  # never above `smooth`
-        if mode == "clip" or (mode == "best" and not known.convex_step):
+        if mode == "clip" or (mode == "best" and not known.can_use_convex_mode):
             return clip
         convex = max(abs(s), abs(s - lam * known.smoothness)) * phi + lam * share * known.change
         return convex if mode == "convex" else min(clip, convex)
@@ -156,11 +156,11 @@ def _first_record(
 
 # ---- accounting -------------------------------------------------------------------------------------------------------
 
-_LONGEST_HEAD = 2**20
+_MAX_HEAD_ROUNDS = 2**20
 """Rounds after which `_infinite_horizon` gives up looking for the start of its tail."""
 
 
-class LdpDolAccountant(FirstRecord):
+class LdpDolAccountant(FirstRecordAccountant):
     """Running meter of one learner: O(1) a round.
 
     Args:
@@ -172,18 +172,18 @@ class LdpDolAccountant(FirstRecord):
         own_weight_at: `|w_ii|` by round, where it changes (default: always the learner's own weight).
 
     Raises:
-        CheckFailed: the mode does not apply to the loss (`require_mode`).
+        AssumptionViolated: the mode does not apply to the loss (`require_mode`).
     """
 
     mechanism = Mechanism.LAPLACE
-    any_messages = True
-    pauses = True
+    is_valid_for_any_messages = True
+    can_pause = True
 
     def __init__(
         self,
-        mode: Mode,
+        mode: AccountingMode,
         known: Regularity,
-        schedules: Schedules,
+        schedules: SharedSchedules,
         learner: LearnerScales,
         smallest_own_weight: float | None = None,
         own_weight_at: Callable[[int], float] | None = None,
@@ -196,7 +196,7 @@ class LdpDolAccountant(FirstRecord):
         proof = (
             "Chen & Wang 2025, Theorem 5 with (17)-(22) and the learner's own |w_ii|; sottovoce_core.algorithms.ldp_dol"
         )
-        self.grounds = Grounds(mode, proof, known.constants(learner.own_weight))
+        self.grounds = GuaranteeBasis(mode, proof, known.constants(learner.own_weight))
 
     @property
     def sensitivity(self) -> float:
@@ -239,32 +239,32 @@ class LdpDolAccountant(FirstRecord):
 
 
 def _infinite_horizon(
-    mode: Mode, known: Regularity, schedules: Schedules, learner: LearnerScales, batch_size: int = 1
+    mode: AccountingMode, known: Regularity, schedules: SharedSchedules, learner: LearnerScales, batch_size: int = 1
 ) -> float:
     """Bound on epsilon over infinitely many rounds, each bringing at least `batch_size` records, one of all replaced.
 
     Infinite where there is no such bound or it is out of reach: `u >= v`, mode `loose`, an unknown L, or T1 above
-    `_LONGEST_HEAD`. It leaves out the lattice term of a loss, about `n 2^-40` a round at most, whose sum diverges.
+    `_MAX_HEAD_ROUNDS`. It leaves out the lattice term of a loss, about `n 2^-40` a round at most, whose sum diverges.
 
     Raises:
-        CheckFailed: the mode does not apply to the loss.
+        AssumptionViolated: the mode does not apply to the loss.
         SpecError: SciPy is missing.
     """
     require_mode(mode, known)
     if schedules.u >= schedules.v or mode == "loose" or known.smoothness == math.inf:
         return math.inf
-    tails = (True, False) if mode == "best" and known.convex_step else (mode == "convex",)
+    tails = (True, False) if mode == "best" and known.can_use_convex_mode else (mode == "convex",)
     return min(_head_and_tail(mode, known, schedules, learner, batch_size, tail) for tail in tails)
 
 
 def _head_and_tail(
-    mode: Mode, known: Regularity, schedules: Schedules, learner: LearnerScales, batch_size: int, convex: bool
+    mode: AccountingMode, known: Regularity, schedules: SharedSchedules, learner: LearnerScales, batch_size: int, convex: bool
 ) -> float:
     """The bound of `_infinite_horizon` with the tail of mode `convex`, or of `smooth`."""
     try:
         from scipy.special import zeta
     except ImportError:
-        raise SpecError(f"an infinite-horizon bound needs SciPy: {get_extra('audit')}") from None
+        raise SpecError(f"an infinite-horizon bound needs SciPy: {format_install_hint('audit')}") from None
     start = _tail_start(known, schedules, learner.own_weight, convex)
     if start is None:
         return math.inf
@@ -277,15 +277,15 @@ def _head_and_tail(
 
 @lru_cache
 def _head(
-    mode: Mode, known: Regularity, schedules: Schedules, learner: LearnerScales, batch_size: int, rounds: int
+    mode: AccountingMode, known: Regularity, schedules: SharedSchedules, learner: LearnerScales, batch_size: int, rounds: int
 ) -> tuple[float, float]:
     """The privacy loss of the first `rounds` rounds, up to a million, and `Phi` after them; most learners of a run share it."""
     sensitivity = _SensitivityRecursion(mode, known, schedules, learner.own_weight)
     return math.fsum(_first_record(sensitivity, learner, rounds, batch_size)), sensitivity.phi
 
 
-def _tail_start(known: Regularity, schedules: Schedules, a: float, convex: bool) -> tuple[int, float] | None:
-    """First power of two T1 with `c' >= a gamma_0 / 2`, and `c'`; None if there is none up to `_LONGEST_HEAD`.
+def _tail_start(known: Regularity, schedules: SharedSchedules, a: float, convex: bool) -> tuple[int, float] | None:
+    """First power of two T1 with `c' >= a gamma_0 / 2`, and `c'`; None if there is none up to `_MAX_HEAD_ROUNDS`.
 
     From T1 on, a step must shrink Phi by `1 - c (t+1)^-u`. That needs `|s_t| <= 1 - a gamma_t` (for `convex`, of
     `s_t - lambda_t L` too), so coupling and ridge must have become small enough not to overshoot.
@@ -293,7 +293,7 @@ def _tail_start(known: Regularity, schedules: Schedules, a: float, convex: bool)
     growth = 0.0 if convex else known.smoothness * schedules.lam0
     push = 2 * known.ridge + known.smoothness if convex else known.ridge
     t1 = 1
-    while t1 <= _LONGEST_HEAD:
+    while t1 <= _MAX_HEAD_ROUNDS:
         c = a * schedules.gam0 - growth * (t1 + 1.0) ** (schedules.u - schedules.v)
         margin = c - (1.0 + schedules.v - schedules.u) * (t1 + 1.0) ** (schedules.u - 1.0)
         steady = schedules.step_size(t1) * push <= 2.0 * (1.0 - a * schedules.coupling(t1))

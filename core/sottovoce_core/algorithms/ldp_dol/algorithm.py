@@ -19,15 +19,15 @@ from functools import partial
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import Heard, Message, Who
-from sottovoce_core.algorithms.ldp_dol.accounting import LdpDolAccountant, LearnerScales, Mode, Schedules
+from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
+from sottovoce_core.algorithms.ldp_dol.accounting import LdpDolAccountant, LearnerScales, AccountingMode, SharedSchedules
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.losses import Loss, bounded
 from sottovoce_core.losses.history import History, start_history
 from sottovoce_core.network.network import Network
-from sottovoce_core.noise import Noise
-from sottovoce_core.noise.mechanisms import laplace_density, largest_said, lattice_of, say_laplace
+from sottovoce_core.noise import NoiseSource
+from sottovoce_core.noise.mechanisms import laplace_log_density, magnitude_bound, field_lattice_spacing, add_laplace_noise
 from sottovoce_core.privacy.guarantee import Regularity
 
 
@@ -49,14 +49,14 @@ class LdpDol:
 
     dim: int
     rounds: int
-    schedules: Schedules
+    schedules: SharedSchedules
     sigma: tuple[float, ...]
     varsigma: tuple[float, ...]
     network: Network
     """Whose weights the guarantee rests on."""
     loss: Loss
     decision_set: DecisionSet
-    accounting: Mode = "best"
+    accounting: AccountingMode = "best"
     name: str = "ldp-dol"
 
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -67,11 +67,11 @@ class LdpDol:
         origin = self.decision_set.project(initial)
         return _State(who, 0, origin, start_history(self.loss), who.pick(self.sigma), who.pick(self.varsigma))
 
-    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
+    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         scale, later = _laplace_scale(state, state.t), partial(_laplace_scale, state)
-        return state, Message({"y": say_laplace(noise, "y", state.t, state.theta, scale, later)})
+        return state, Message({"y": add_laplace_noise(noise, "y", state.t, state.theta, scale, later)})
 
-    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
+    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
         t, theta, ridge = state.t, state.theta, self.loss.ridge
         coupling, step = self.schedules.coupling(t), self.schedules.step_size(t)
         history = state.history.observe(bounded(self.loss, batch))
@@ -90,7 +90,7 @@ class LdpDol:
         return state.theta
 
     def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
-        return state, laplace_density(message["y"], state.theta, _laplace_scale(state, state.t))
+        return state, laplace_log_density(message["y"], state.theta, _laplace_scale(state, state.t))
 
     def accountant(self, learner: int) -> LdpDolAccountant:
         known = Regularity.of(self.loss, self.decision_set, self.dim)
@@ -106,10 +106,10 @@ class LdpDol:
         )
 
     def lattice(self, learner: int, t: int) -> dict[str, float]:
-        return lattice_of("y", self.noise_scale(learner, t))
+        return field_lattice_spacing("y", self.noise_scale(learner, t))
 
     def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
-        return {"y": largest_said(self.decision_set.largest_norm(self.dim), self.noise_scale(learner, t))}
+        return {"y": magnitude_bound(self.decision_set.largest_norm(self.dim), self.noise_scale(learner, t))}
 
     def noise_scale(self, learner: int, t: int) -> float:
         return self._scales(learner).laplace_scale(t)

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from sottovoce_core.algorithms.ldp_dol.accounting import Mode, Schedules, require_mode
+from sottovoce_core.algorithms.ldp_dol.accounting import AccountingMode, SharedSchedules, require_mode
 from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, require_scales, times
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, PerLearner, Setting, require_scales, times
 from sottovoce_core.errors import require
 from sottovoce_core.losses import Loss
 from sottovoce_core.losses.history import QuadraticHistory, start_history
@@ -30,14 +30,14 @@ class LdpDolSpec(AlgorithmSpec):
     u: float = 0.65
     sigma: PerLearner = 1.0
     varsigma: PerLearner = 0.1
-    accounting: Mode = "best"
+    accounting: AccountingMode = "best"
 
-    def build(self, setting: Setting) -> tuple[LdpDol, tuple[Caveat, ...]]:
-        topology = setting.fixed_whole
+    def build(self, setting: Setting) -> tuple[LdpDol, tuple[RunWarning, ...]]:
+        topology = setting.full_fixed_network
         algorithm = LdpDol(
             dim=setting.dim,
             rounds=setting.rounds,
-            schedules=Schedules(self.lam0, self.v, self.gam0, self.u),
+            schedules=SharedSchedules(self.lam0, self.v, self.gam0, self.u),
             sigma=setting.per_learner(self.sigma, "algorithm.sigma"),
             varsigma=setting.per_learner(self.varsigma, "algorithm.varsigma"),
             network=setting.network,
@@ -69,21 +69,21 @@ _LARGE = 2**28
 
 
 def _check_ldp_dol(
-    schedules: Schedules,
-    mode: Mode,
+    schedules: SharedSchedules,
+    mode: AccountingMode,
     sigma: tuple[float, ...],
     varsigma: tuple[float, ...],
     topology: FixedNetwork,
     known: Regularity,
     strong_convexity: float,
-) -> tuple[Caveat, ...]:
+) -> tuple[RunWarning, ...]:
     """Refuse parameters without a guarantee, and report those outside a convergence theorem.
 
     Args:
         strong_convexity: mu of every expected loss, ridge included; 0: convex only.
 
     Raises:
-        CheckFailed: LAMBDA0, GAMMA0, EXPONENT_RANGE, SIGMA, VARSIGMA_RANGE, GRAD_CHANGE, SMOOTHNESS, NOT_CONVEX or
+        AssumptionViolated: LAMBDA0, GAMMA0, EXPONENT_RANGE, SIGMA, VARSIGMA_RANGE, GRAD_CHANGE, SMOOTHNESS, NOT_CONVEX or
             CONVEX_CLIPPED, whichever fails first.
     """
     _require_schedules(schedules)
@@ -103,7 +103,7 @@ def _check_ldp_dol(
 # ---- refused ---------------------------------------------------------------------------------------------
 
 
-def _require_schedules(schedules: Schedules) -> None:
+def _require_schedules(schedules: SharedSchedules) -> None:
     """LAMBDA0, GAMMA0, EXPONENT_RANGE."""
     positive = "lam0 and gam0 must be positive and finite"
     require(0 < schedules.lam0 < math.inf, "LAMBDA0", f"{positive}, got lam0={schedules.lam0}")
@@ -123,27 +123,27 @@ def _require_noise(sigma: tuple[float, ...], varsigma: tuple[float, ...]) -> Non
 # ---- reported --------------------------------------------------------------------------------------------
 
 
-def _network_findings(schedules: Schedules, varsigma: tuple[float, ...], topology: FixedNetwork) -> Iterator[Caveat]:
+def _network_findings(schedules: SharedSchedules, varsigma: tuple[float, ...], topology: FixedNetwork) -> Iterator[RunWarning]:
     """U_NOT_BELOW_V, NOISE_GROWTH, GAMMA0_LARGE, COUPLING_OVERSHOOT."""
     if schedules.u >= schedules.v:
-        yield Caveat("U_NOT_BELOW_V", f"u >= v: learners do not reach agreement, got u={schedules.u}, v={schedules.v}")
+        yield RunWarning("U_NOT_BELOW_V", f"u >= v: learners do not reach agreement, got u={schedules.u}, v={schedules.v}")
     if max(varsigma) + 0.5 >= schedules.u:
         text = "noise grows too fast for Theorems 1-4 (max varsigma + 0.5 must be below u)"
-        yield Caveat("NOISE_GROWTH", f"{text}, got {max(varsigma)} + 0.5 against u={schedules.u}")
+        yield RunWarning("NOISE_GROWTH", f"{text}, got {max(varsigma)} + 0.5 against u={schedules.u}")
     if -3 * topology.delta_m * schedules.gam0 > 1:
         text = "gam0 exceeds 1/(3 |delta_m|): only the large-time theorems apply"
-        yield Caveat("GAMMA0_LARGE", f"{text}, got gam0={schedules.gam0}, delta_m={topology.delta_m:.6g}")
+        yield RunWarning("GAMMA0_LARGE", f"{text}, got gam0={schedules.gam0}, delta_m={topology.delta_m:.6g}")
     largest = max(topology.own_weight(i) for i in range(topology.n_learners))
     if schedules.gam0 * largest > 1:
         text = "gam0*|w_ii| > 1: first rounds overshoot; accounting uses |1 - |w_ii| gamma_t|"
-        yield Caveat("COUPLING_OVERSHOOT", f"{text}, got {schedules.gam0 * largest:.6g}")
+        yield RunWarning("COUPLING_OVERSHOOT", f"{text}, got {schedules.gam0 * largest:.6g}")
 
 
-def _large_statistics(loss: Loss, dim: int) -> Iterator[Caveat]:
+def _large_statistics(loss: Loss, dim: int) -> Iterator[RunWarning]:
     """STATISTICS: what takes so much memory that a machine may lack it."""
     size = 8 * (dim + 1) ** 2
     if isinstance(start_history(loss), QuadraticHistory) and size >= _LARGE:
-        yield Caveat(
+        yield RunWarning(
             "STATISTICS",
             f"a learner keeps exact statistics of this loss in place of records, {dim + 1} x {dim + 1} numbers: "
             f"{size / 2**30:.2g} GiB, and up to four times that while it writes a snapshot; with loss.clip_norm, or "
@@ -152,8 +152,8 @@ def _large_statistics(loss: Loss, dim: int) -> Iterator[Caveat]:
 
 
 def _strongly_convex_findings(
-    schedules: Schedules, topology: FixedNetwork, known: Regularity, mu: float
-) -> Iterator[Caveat]:
+    schedules: SharedSchedules, topology: FixedNetwork, known: Regularity, mu: float
+) -> Iterator[RunWarning]:
     """LAMBDA0_LARGE of Theorem 1: `lambda_0 <= -gamma_0 delta_2 mu / (mu^2 + 8 L^2)`."""
     smoothness = known.smoothness + known.ridge  # the theorem's L is that of the whole loss
     excess = (mu * mu + 8 * smoothness * smoothness) * schedules.lam0 / (-topology.delta_2 * mu * schedules.gam0)
@@ -161,7 +161,7 @@ def _strongly_convex_findings(
         yield _late(1, _transient(schedules, topology, excess, schedules.v - schedules.u))
 
 
-def _convex_findings(schedules: Schedules, topology: FixedNetwork, known: Regularity) -> Iterator[Caveat]:
+def _convex_findings(schedules: SharedSchedules, topology: FixedNetwork, known: Regularity) -> Iterator[RunWarning]:
     """V_TOO_SMALL, and LAMBDA0_LARGE of Theorem 2: `lambda_0 <= -delta_2 gamma_0 / (2 (L^2 + kappa^2 + D^2))`.
 
     Of kappa, the standard deviation of a record's gradient, it is known that C allows no more than `C / sqrt(2)`; of D, the bound
@@ -169,7 +169,7 @@ def _convex_findings(schedules: Schedules, topology: FixedNetwork, known: Regula
     """
     if (1 + 2 * schedules.u) / 3 >= schedules.v:
         text = f"v too small for Theorem 2/4, got v={schedules.v} against (1 + 2u)/3 = {(1 + 2 * schedules.u) / 3:.6g}"
-        yield Caveat("V_TOO_SMALL", text)
+        yield RunWarning("V_TOO_SMALL", text)
     smoothness = known.smoothness + known.ridge
     deviation = known.change / math.sqrt(2)
     slope = known.clip_norm + (known.ridge * known.diameter if known.ridge else 0.0)
@@ -179,7 +179,7 @@ def _convex_findings(schedules: Schedules, topology: FixedNetwork, known: Regula
         yield _late(2, _transient(schedules, topology, excess, (3 * schedules.v - 2 * schedules.u - 1) / 2))
 
 
-def _transient(schedules: Schedules, topology: FixedNetwork, excess: float, gap: float) -> float:
+def _transient(schedules: SharedSchedules, topology: FixedNetwork, excess: float, gap: float) -> float:
     """t0, the round after which the step sizes are small enough: the theorems' large-time versions (Theorems 3, 4)."""
     coupling = -3 * topology.delta_m * schedules.gam0
     return max(0.0, _root(coupling, schedules.u) - 1, _root(excess, gap) - 1)
@@ -195,7 +195,7 @@ def _root(base: float, degree: float) -> float:
         return math.inf
 
 
-def _late(theorem: int, t0: float) -> Caveat:
+def _late(theorem: int, t0: float) -> RunWarning:
     shown = f"{math.ceil(t0)}" if t0 < 1e6 else f"{t0:.0e}"
     text = f"lam0 above the Theorem {theorem} limit; guarantee starts after round t0 = {shown}"
-    return Caveat("LAMBDA0_LARGE", text)
+    return RunWarning("LAMBDA0_LARGE", text)

@@ -1,7 +1,7 @@
 """All tests of conformance: they look at runs some at a time, keep little of them, and what they keep adds up.
 
-What is tested, and how it can be refuted, class by class: docs/audit.md. To add a class of tests, write an `Instrument` and list
-it in `INSTRUMENTS`.
+What is tested, and how it can be refuted, class by class: docs/audit.md. To add a class of tests, write an `ConformanceTest` and list
+it in `CONFORMANCE_TESTS`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import ClassVar, Self
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.bounds import Levels, Part, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
+from sottovoce_core.auditing.bounds import AlphaAllocation, Part, Test
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 from sottovoce_core.auditing.conformance.freshness import Freshness
 from sottovoce_core.auditing.conformance.lags import Lags
 from sottovoce_core.auditing.conformance.lattice import Lattice
 from sottovoce_core.auditing.conformance.marginal import Marginal
-from sottovoce_core.auditing.conformance.pairs import Pairs
+from sottovoce_core.auditing.conformance.pairs import Correlations
 from sottovoce_core.auditing.conformance.regressors import Regressors, Relations
 from sottovoce_core.auditing.conformance.residuals import Schedule, residuals
 from sottovoce_core.auditing.conformance.uniforms import Uniforms
-from sottovoce_core.auditing.worlds import Tell, Worlds, nobody, numbers_of, within
+from sottovoce_core.auditing.worlds import Tell, Worlds, nobody, count_numbers, within
 from sottovoce_core.data import PlacedData
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
@@ -31,7 +31,7 @@ from sottovoce_core.running.transcript import Transcript
 # ---- dependence ------------------------------------------------------------------------------------------------------
 
 
-class Dependence(Instrument):
+class Dependence(ConformanceTest):
     """Noise depends on no other noise, and on nothing before it.
 
     It looks at blocks that are `close`: what it does costs more per number than all other tests together.
@@ -41,8 +41,8 @@ class Dependence(Instrument):
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         super().__init__(layout, share)
-        self._parts: tuple[Instrument, ...] = tuple(
-            kind(layout) for kind in (Lags, Pairs, Regressors, Relations, Uniforms)
+        self._parts: tuple[ConformanceTest, ...] = tuple(
+            kind(layout) for kind in (Lags, Correlations, Regressors, Relations, Uniforms)
         )
 
     def add(self, block: Block) -> None:
@@ -60,7 +60,7 @@ class Dependence(Instrument):
 
 # ---- the battery -----------------------------------------------------------------------------------------------------
 
-INSTRUMENTS: tuple[type[Instrument], ...] = (Marginal, Lattice, Dependence, Freshness)
+CONFORMANCE_TESTS: tuple[type[ConformanceTest], ...] = (Marginal, Lattice, Dependence, Freshness)
 
 _NEAR, _FAR = 2**21, 2**22
 """Numbers in a block that is looked at for dependence, too, some 100 bytes each; and in any other, some 30."""
@@ -89,7 +89,7 @@ class Battery:
         self._most = [_SHOWN if i == audited else _SHOWN // learners for i in range(learners)]
         # Of a share of all runs twice as much as will be shown of it.
         self._rooms = [min(each, math.ceil(2.0 * share * each)) for each in self._most]
-        self._instruments = tuple(kind(layout, share) for kind in INSTRUMENTS)
+        self._instruments = tuple(kind(layout, share) for kind in CONFORMANCE_TESTS)
 
     def add(self, block: Block, tell: Tell = nobody) -> None:
         """Look at some more runs, and tell how far that is."""
@@ -111,7 +111,7 @@ class Battery:
         for mine, its in zip(self._instruments, other._instruments, strict=True):
             mine.merge(its)
 
-    def tests(self, levels: Levels) -> tuple[Test, ...]:
+    def tests(self, levels: AlphaAllocation) -> tuple[Test, ...]:
         """All tests, each with its level."""
         return tuple(test for each in self._instruments for test in levels.judged(each.part, each.tests()))
 
@@ -142,7 +142,7 @@ def examine_noise(
     layout = Layout(run.spec.names, transcript.rounds, fields)
     found, schedule = Battery(layout, worlds.learner, share), Schedule()
     lived, holders = worlds.data(data, world), worlds.holders(run)
-    parts = list(_slices(transcript, numbers_of(run), close))
+    parts = list(_slices(transcript, count_numbers(run), close))
     # Memory that is new to a process costs more than what is done with it.
     memory = Block.blank(layout, max(part.replicas for part, _ in parts))
     looked = 0
@@ -155,7 +155,7 @@ def examine_noise(
             its = other if i in holders else None
             taken.append(residuals(run, part, lived, i, close=near, other=its, room=room.of(i), schedule=schedule))
         if any(taken):
-            found.add(room.with_past(taken), within(tell, start, looked / transcript.replicas))
+            found.add(room.add_past(taken), within(tell, start, looked / transcript.replicas))
     return found
 
 

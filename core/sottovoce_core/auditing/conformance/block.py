@@ -15,7 +15,7 @@ from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Part, Test
-from sottovoce_core.auditing.conformance.residuals import OF_SCALES, UNKNOWN, ByteArray, Residuals, unknown
+from sottovoce_core.auditing.conformance.residuals import RUN_INDEPENDENT_NAMES, UNKNOWN, ByteArray, Residuals, unknown
 
 # ---- places ----------------------------------------------------------------------------------------------------------
 
@@ -70,13 +70,13 @@ class Layout:
             found[f :: len(self.fields), ..., : part.stop - part.start] = numbers[..., part]
         return found
 
-    def voice(self, v: int) -> str:
+    def name_sequence(self, v: int) -> str:
         """The learner, and the field where there are several."""
         i, f = divmod(v, len(self.fields))
         return f"{self.learners[i]}, field {self.fields[f][0]!r}" if len(self.fields) > 1 else self.learners[i]
 
     @property
-    def field_voices(self) -> list[str]:
+    def sequence_names(self) -> list[str]:
         """Of every voice the learner and the field, in words."""
         return [f"{learner}, field {name!r}" for learner in self.learners for name, _ in self.fields]
 
@@ -100,7 +100,7 @@ class Layout:
 _PIECE = 2**17
 """Numbers of a piece, at most, or those of one run: a megabyte of each array."""
 
-FARTHEST = 38.0
+MAX_NORMAL_SCORE = 38.0
 """Of a normal score: what lies farther has a probability that no double holds."""
 
 
@@ -155,12 +155,12 @@ class Block:
     def room(self, runs: int) -> Block:
         """The same memory for so many runs or fewer, to be filled anew (`residuals`): it still holds what was known of others."""
         shape = (*self.values.shape[:2], runs, self.values.shape[3])
-        rows = {part: getattr(self, part) for part in OF_SCALES}
+        rows = {part: getattr(self, part) for part in RUN_INDEPENDENT_NAMES}
         for part in UNKNOWN.keys() - rows.keys():
             rows[part] = getattr(self, part).reshape(-1)[: math.prod(shape)].reshape(shape)
         return Block(self.layout, **rows, past={})
 
-    def with_past(self, found: Sequence[Sequence[Residuals]]) -> Block:
+    def add_past(self, found: Sequence[Sequence[Residuals]]) -> Block:
         """The same noise, and what the learners had before they drew it, which is taken out of what was found: it is large."""
         learners, rounds, _, numbers = self.values.shape
         runs: dict[str, int] = {}
@@ -182,13 +182,13 @@ class Block:
         Memory is slower than what is done with a number, so each piece fits into a processor's cache.
         """
         for i in range(len(self.values)):
-            for some, piece in self.by_runs(slice(i, i + 1)):
+            for some, piece in self.iterate_run_pieces(slice(i, i + 1)):
                 yield i, some, piece
 
-    def by_runs(self, learners: slice = slice(None)) -> Iterator[tuple[slice, Block]]:
+    def iterate_run_pieces(self, learners: slice = slice(None)) -> Iterator[tuple[slice, Block]]:
         """The same of these learners together: as many runs at a time as fit, or one; which, and their noise."""
-        by_scale = {part: getattr(self, part)[learners] for part in OF_SCALES}
-        own = {part: getattr(self, part)[learners] for part in UNKNOWN if part not in OF_SCALES}
+        by_scale = {part: getattr(self, part)[learners] for part in RUN_INDEPENDENT_NAMES}
+        own = {part: getattr(self, part)[learners] for part in UNKNOWN if part not in RUN_INDEPENDENT_NAMES}
         runs = self.values.shape[2]
         step = max(1, _PIECE * runs // own["values"].size)
         for start in range(0, runs, step):
@@ -241,13 +241,13 @@ class Block:
         return self._scores(0.5 * self.tail, self.values)
 
     @cached_property
-    def normal_sizes(self) -> FloatArray:
+    def normal_size_scores(self) -> FloatArray:
         """Normal scores of the sizes, m: standard normal, and independent of the signs; 0 where unknown."""
         return self._scores(self.tail, 1.0)
 
     def _scores(self, above: FloatArray, signs: FloatArray | float) -> FloatArray:
         """The normal number that is exceeded as often as this; no infinity for what is exceeded never, or always."""
-        scores: FloatArray = np.clip(-special.ndtri(above), -FARTHEST, FARTHEST)
+        scores: FloatArray = np.clip(-special.ndtri(above), -MAX_NORMAL_SCORE, MAX_NORMAL_SCORE)
         scores *= np.sign(signs)
         scores[~self.known] = 0.0
         return scores
@@ -262,7 +262,7 @@ class Block:
 # ---- instruments -----------------------------------------------------------------------------------------------------
 
 
-class Instrument(ABC):
+class ConformanceTest(ABC):
     """One class of tests: sees every run once, in whole runs, and keeps what adds up.
 
     Args:

@@ -20,7 +20,7 @@ from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Part, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ _WHOLE = 2**64
 _COLLISION = 2.0**-63
 """Two different keys have equal hashes, but for the last bit, with about this probability."""
 
-COPIES = 32
+MAX_COPIES = 32
 """Of one key, at most, are kept: where every number is the same there would be no end of them."""
 
 _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -181,7 +181,7 @@ class _Keys:
         return inside
 
     def _thin(self) -> None:
-        """Halve the limit until few enough keys are left; where that hardly helps, drop copies beyond `COPIES` first."""
+        """Halve the limit until few enough keys are left; where that hardly helps, drop copies beyond `MAX_COPIES` first."""
         words, places = np.concatenate([*self._kept, _NONE]), np.concatenate([*self._places, _NOWHERE])
         if self._limit < _WHOLE:
             words, places = _below(self._limit, words, places)
@@ -232,7 +232,7 @@ def _few_copies(words: Words, places: _Places) -> tuple[Words, _Places]:
     order = np.argsort(words)
     words, places = words[order], places[order]
     few = np.ones(len(words), np.bool_)
-    few[COPIES:] = words[COPIES:] != words[:-COPIES]
+    few[MAX_COPIES:] = words[MAX_COPIES:] != words[:-MAX_COPIES]
     return words[few], places[few]
 
 
@@ -242,16 +242,16 @@ _NOWHERE: _Places = np.empty(0, np.uint32)
 
 # ---- repeats ---------------------------------------------------------------------------------------------------------
 
-_SOME_REPEATS, _SINGLE, _PAIR = 2**17, 2**19, 2**20
+_MAX_FIRST_KEYS, _MAX_SINGLE_KEYS, _MAX_PAIR_KEYS = 2**17, 2**19, 2**20
 """Keys that are kept, at most, of some numbers of the first runs, of numbers and of pairs; 12 bytes each."""
 
-_OF_A_RUN = 256
+_MAX_FIRST_KEYS_PER_RUN = 256
 """Numbers of a run that are among the former, at most."""
 
 _CELL = 2.0**34
 """Cells per scale, 64 spacings wide: a replay that rounds by one spacing loses a tie with probability 1/32."""
 
-EQUAL = 1.0 / (2.0 * _CELL)
+SIZE_TIE_PROBABILITY = 1.0 / (2.0 * _CELL)
 """Two sizes are in one cell with this probability; with equal signs half as often."""
 
 _LEADING = 33
@@ -267,20 +267,20 @@ LARGEST = 2.0**-70
 lesser one is squared and summed to a quarter at most."""
 
 _SINGLES = ("numbers", "numbers as they are", "low words")
-_PAIR_CHANCES = {"pairs": EQUAL**2, "pairs as they are": _RAW**2}
+_PAIR_CHANCES = {"pairs": SIZE_TIE_PROBABILITY**2, "pairs as they are": _RAW**2}
 _PAIRS = (*_PAIR_CHANCES, "largest", "messages")
 _LOW = np.int64(2**32 - 1)
 
 
-class Freshness(Instrument):
+class Freshness(ConformanceTest):
     """Every draw is fresh: nothing is said twice, in a run or across runs."""
 
     part: ClassVar[Part] = "freshness"
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         super().__init__(layout, share)
-        self._some = _Keys(_SOME_REPEATS, first=True)
-        mosts = {**dict.fromkeys(_SINGLES, _SINGLE), **dict.fromkeys(_PAIRS, _PAIR)}
+        self._some = _Keys(_MAX_FIRST_KEYS, first=True)
+        mosts = {**dict.fromkeys(_SINGLES, _MAX_SINGLE_KEYS), **dict.fromkeys(_PAIRS, _MAX_PAIR_KEYS)}
         self._keys = {kind: _Keys(most, share=share) for kind, most in mosts.items()}
         self._said = 0
 
@@ -317,7 +317,7 @@ class Freshness(Instrument):
         """Numbers at a few places of every run: one size that is said often is seen here, whatever its hash."""
         if self._some.full:
             return
-        every = -(-self._layout.places // _OF_A_RUN)
+        every = -(-self._layout.places // _MAX_FIRST_KEYS_PER_RUN)
         _, t, k = np.nonzero(seen.places[:, :, 0] % every == 0)
         known = None if seen.resolved is None else seen.resolved[0, t, :, k]
         self._some.add(hashes[0, t, :, k], seen.places[0, t, :, k], known)
@@ -349,10 +349,10 @@ class Freshness(Instrument):
             return
         numbers, raw, words = (self._keys[kind] for kind in _SINGLES)
         either = [
-            ("numbers", numbers.ties(EQUAL / 2.0, with_bit=True)),
-            ("sizes", numbers.ties(EQUAL)),
+            ("numbers", numbers.ties(SIZE_TIE_PROBABILITY / 2.0, with_bit=True)),
+            ("sizes", numbers.ties(SIZE_TIE_PROBABILITY)),
             ("sizes as they are", raw.ties(_RAW)),
-            ("sizes at some places", self._some.ties(EQUAL)),
+            ("sizes at some places", self._some.ties(SIZE_TIE_PROBABILITY)),
         ]
         yield from self._fewest("ties", "no noise is said again", either, primary=True)
         pairs = [(kind, self._keys[kind].ties(chance)) for kind, chance in _PAIR_CHANCES.items()]

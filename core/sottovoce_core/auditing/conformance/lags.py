@@ -15,13 +15,13 @@ from scipy import fft, special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Part, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
-from sottovoce_core.auditing.conformance.p_values import LOG_2, log_signs
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
+from sottovoce_core.auditing.conformance.p_values import LOG_2, compute_log_sign_p_values
 
 KEPT = 2**22
 """Sums that are kept, at most, 8 bytes each: where there are more, the largest distances are left out."""
 
-AT_ONCE = 2**23
+MAX_COMPLEX_NUMBERS = 2**23
 """Complex numbers of spectra, and of their products, that are held at once, about."""
 
 _KINDS = ((0, 0), (1, 1), (2, 2), (2, 1), (1, 2))
@@ -31,7 +31,7 @@ _VALUES, _SIZES, _SIGNS, _SIGN_SIZE, _SIZE_SIGN = range(5)
 _Log = Callable[[FloatArray, FloatArray, bool], FloatArray]
 
 
-class Lags(Instrument):
+class Lags(ConformanceTest):
     """Sums of products of scores over all pairs of places that are equally far apart.
 
     The sums are `(kinds, pairs of voices, lags in rounds, lags in coordinates)`; a pair `i <= j` at lag `(tau, kappa)` is
@@ -58,7 +58,7 @@ class Lags(Instrument):
         scores = np.stack(
             [
                 layout.by_voice(each[:, noisy]).astype(np.float32)
-                for each in (block.normal, block.normal_sizes, block.signs)
+                for each in (block.normal, block.normal_size_scores, block.signs)
             ]
         )
         known = layout.by_voice(block.known[:, noisy])
@@ -135,7 +135,7 @@ class Lags(Instrument):
         first, second = (int(each[pair]) for each in self._voices)
         tau, kappa = (each.ravel() for each in self._lags())
         lag = f"{tau[tau_at]} noisy rounds and {kappa[kappa_at]} coordinates on"
-        return f"{self._layout.voice(first)}, and {self._layout.voice(second)} {lag}"
+        return f"{self._layout.name_sequence(first)}, and {self._layout.name_sequence(second)} {lag}"
 
 
 _DISTANCES = {"near": "next to each other", "far": "at every distance"}
@@ -175,7 +175,7 @@ def _log_products(total: FloatArray, count: FloatArray, shared: bool = False) ->
 
 def _fair(total: FloatArray, count: FloatArray, shared: bool) -> FloatArray:
     """Products of fair signs are fair signs, and independent of each other, one sequence or two."""
-    return log_signs(total, count)
+    return compute_log_sign_p_values(total, count)
 
 
 def _exact(total: FloatArray, count: FloatArray, shared: bool) -> FloatArray:
@@ -202,9 +202,9 @@ def _correlated(scores: npt.NDArray[Any], kinds: tuple[tuple[int, int], ...], re
     each, voices, rounds, runs, numbers = scores.shape
     size = fft.next_fast_len(rounds + reach[0] - 1), fft.next_fast_len(numbers + reach[1] - 1, real=True)
     frequencies = size[0] * (size[1] // 2 + 1)
-    together = max(1, int((AT_ONCE / frequencies) ** 0.5) // each)
+    together = max(1, int((MAX_COMPLEX_NUMBERS / frequencies) ** 0.5) // each)
     groups = [slice(v, v + together) for v in range(0, voices, together)]
-    step = max(1, AT_ONCE // (frequencies * voices * each))
+    step = max(1, MAX_COMPLEX_NUMBERS // (frequencies * voices * each))
     index = {pair: k for k, pair in enumerate(itertools.combinations_with_replacement(range(voices), 2))}
     found = np.zeros((len(kinds), len(index), 2 * reach[0] - 1, 2 * reach[1] - 1))
     for start in range(0, runs, step):

@@ -23,11 +23,11 @@ from scipy import stats
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Part, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
-from sottovoce_core.auditing.conformance.p_values import Judged, binomial, dyadic, even, pooled, worst
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
+from sottovoce_core.auditing.conformance.p_values import StatisticsAndPValues, binomial, judge_dyadic_counts, even, pooled, worst
 from sottovoce_core.auditing.conformance.residuals import ByteArray
 
-_MOST_LOST = 4
+_MAX_LOST_BITS = 4
 """Numbers with more unresolved bits than this are left out: the 32 bits above those are not uniform any more."""
 
 _STARTS = (0, 4, 8, 12, 16, 20, 24, 32)
@@ -36,15 +36,15 @@ _STARTS = (0, 4, 8, 12, 16, 20, 24, 32)
 _UNIFORM = 7
 """Bytes that are uniform, also in the message: those below 2^32."""
 
-_ZEROS = 32
+_MAX_TRAILING_ZEROS = 32
 """Most trailing zeros that are tested."""
 
 _PRECISIONS = range(6, 38)
 """Lengths of mantissas that are tested, in bits."""
 
-_SHORT = 4
+_MIN_TRAILING_ZEROS = 4
 """Mantissas are looked at where a number has so many trailing zeros or more, as one in 16 has."""
-_LOW = 2**_SHORT - 1
+_LOW = 2**_MIN_TRAILING_ZEROS - 1
 _LONG = range(38, 54)
 """And where it has so many bits, as nine in ten have: shorter ones end in few bits too often by chance."""
 _WORD = 64
@@ -69,9 +69,9 @@ class _Words:
     """
 
     def __init__(self, layout: Layout, starts: Sequence[int]) -> None:
-        self._places, self._starts = layout.field_voices, starts
+        self._places, self._starts = layout.sequence_names, starts
         self.bytes = np.zeros((layout.voices, len(_STARTS), 256), np.int64)
-        self.zeros = np.zeros((layout.voices, _ZEROS + 1), np.int64)
+        self.zeros = np.zeros((layout.voices, _MAX_TRAILING_ZEROS + 1), np.int64)
         self.messages = np.zeros((layout.numbers + 1, _WORD + 1), np.int64)
         self.coarsest = (0, "")
 
@@ -86,15 +86,15 @@ class _Words:
         """A piece of one of the places."""
         counted, ending = _counted(own.chosen, self._starts), _trailing(own.ends)
         self.bytes[place] += counted
-        zeros = np.bincount(np.minimum(ending, _ZEROS), minlength=_ZEROS + 1)[::-1].cumsum()[::-1]
-        zeros[:_SHORT] = [counted[0, :: 2**j].sum() for j in range(_SHORT)]
+        zeros = np.bincount(np.minimum(ending, _MAX_TRAILING_ZEROS), minlength=_MAX_TRAILING_ZEROS + 1)[::-1].cumsum()[::-1]
+        zeros[:_MIN_TRAILING_ZEROS] = [counted[0, :: 2**j].sum() for j in range(_MIN_TRAILING_ZEROS)]
         self.zeros[place] += zeros
         # Zeros that all numbers of a message share are those of their union; what is not judged is 0 and adds no bit.
         fewest = _trailing(np.bitwise_or.reduce(own.words, axis=-1))
         numbers = np.broadcast_to(own.numbers, fewest.shape)
         cells = (numbers * (_WORD + 1) + fewest).reshape(-1)
         self.messages += np.bincount(cells, minlength=self.messages.size).reshape(self.messages.shape)
-        bits = numbers * np.minimum(fewest, _ZEROS)
+        bits = numbers * np.minimum(fewest, _MAX_TRAILING_ZEROS)
         t = int(np.unravel_index(int(bits.argmax()), bits.shape)[0])
         self.coarsest = max(self.coarsest, (int(bits.max()), f"{self._places[place]}, round {t}"))
 
@@ -107,7 +107,7 @@ class _Judged:
         words: `(rounds, runs, numbers)`; 0 where nothing is judged.
         numbers: `(rounds, runs)` how many of a message are judged, or one number for all.
         chosen: those that are judged, in one row.
-        ends: of these, those that have `_SHORT` trailing zeros or more.
+        ends: of these, those that have `_MIN_TRAILING_ZEROS` trailing zeros or more.
     """
 
     words: IntArray
@@ -128,14 +128,14 @@ def _without_lost(words: IntArray, lost: ByteArray) -> tuple[IntArray, BoolArray
     """Words without their lost bits, 0 where nothing is judged; and where something is, None: everywhere."""
     if not lost.any():
         return np.ascontiguousarray(words), None
-    judged = lost <= _MOST_LOST
+    judged = lost <= _MAX_LOST_BITS
     return np.where(judged, words >> np.where(judged, lost, 0).astype(np.int64), 0), judged
 
 
 def _together(block: Block) -> IntArray:
     """`(5, 8, 256)` as `_Words.bytes`: the bits of K' and its sign, added modulo two over `_TOGETHER`."""
     found = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
-    for _, part in block.by_runs():
+    for _, part in block.iterate_run_pieces():
         own, judged = _without_lost(part.steps, part.lost)
         words = own & (2**_SIGN - 1) | (own < 0).astype(np.int64) << _SIGN
         for _, field in block.layout.parts():
@@ -210,7 +210,7 @@ def _trailing(words: IntArray) -> IntArray:
     return np.where(words == 0, _WORD, lowest)
 
 
-class Lattice(Instrument):
+class Lattice(ConformanceTest):
     """The lattice: messages are on it, and cover it evenly, down to the last bit."""
 
     part: ClassVar[Part] = "lattice"
@@ -228,7 +228,7 @@ class Lattice(Instrument):
     def add(self, block: Block) -> None:
         parts = [part for _, part in block.layout.parts()]
         off = np.array([np.count_nonzero(each[..., part]) for each in block.off for part in parts])
-        if not off.any() and (block.lost > _MOST_LOST).all():
+        if not off.any() and (block.lost > _MAX_LOST_BITS).all():
             return
         self._off += off
         self._judged += 1
@@ -250,7 +250,7 @@ class Lattice(Instrument):
     def _every(self) -> Iterator[Test]:
         if not self._judged:
             return
-        off, at = int(self._off.sum()), self._layout.field_voices[int(self._off.argmax())]
+        off, at = int(self._off.sum()), self._layout.sequence_names[int(self._off.argmax())]
         what = "all noise is on its lattice"
         yield Test("lattice", what, float(off), float(off == 0), at if off else "", primary=False)
         yield from self._covered("", "the noise", self._steps, _bits)
@@ -258,20 +258,20 @@ class Lattice(Instrument):
         yield from _precise(self._mantissas)
         yield from _independent(self._together)
 
-    def _covered(self, prefix: str, of: str, words: _Words, bits: Callable[[IntArray], Judged]) -> Iterator[Test]:
+    def _covered(self, prefix: str, of: str, words: _Words, bits: Callable[[IntArray], StatisticsAndPValues]) -> Iterator[Test]:
         """That all of the lattice is used: of K', or of a."""
-        ending, zeros = partial(dyadic, most=_ZEROS), lambda k: f"{k + 1} zeros or more"
-        kinds: tuple[tuple[str, str, Callable[[IntArray], Judged], IntArray, Callable[[int], str], bool], ...] = (
+        ending, zeros = partial(judge_dyadic_counts, most=_MAX_TRAILING_ZEROS), lambda k: f"{k + 1} zeros or more"
+        kinds: tuple[tuple[str, str, Callable[[IntArray], StatisticsAndPValues], IntArray, Callable[[int], str], bool], ...] = (
             ("bits", f"every bit of {of} is fair", bits, words.bytes, "bit {}".format, True),
             ("trailing zeros", f"{of} ends in zeros by chance", ending, words.zeros, zeros, not prefix),
             ("low bytes", f"low bits of {of} are uniform together", _bytes, words.bytes, _digits, False),
         )
         for name, what, judge, counts, detail, primary in kinds:
-            yield from pooled(prefix + name, what, judge, counts, detail, self._layout.field_voices, primary=primary)
+            yield from pooled(prefix + name, what, judge, counts, detail, self._layout.sequence_names, primary=primary)
         yield from _coarse(prefix + "coarse messages", f"no message of {of} is coarser", words)
 
 
-def _bits(counts: IntArray) -> Judged:
+def _bits(counts: IntArray) -> StatisticsAndPValues:
     """Ones among 40 bits of `bytes`."""
     ones = np.einsum("pbv,vk->pbk", counts[:, [0, 2, 4, 6, 7]], _DIGITS).reshape(len(counts), -1)
     tries = counts[:, 0].sum(axis=-1)[:, None]
@@ -288,13 +288,13 @@ def _independent(counts: IntArray) -> list[Test]:
     return worst("bits together", "bits of the noise are independent from number to number", (share, p_values), where)
 
 
-def _uniform_bits(counts: IntArray) -> Judged:
+def _uniform_bits(counts: IntArray) -> StatisticsAndPValues:
     """The first 32 of them."""
     share, p_values = _bits(counts)
     return share[:, :32], p_values[:, :32]
 
 
-def _bytes(counts: IntArray) -> Judged:
+def _bytes(counts: IntArray) -> StatisticsAndPValues:
     """Of numbers below 2^32: every four bits, and every eight."""
     low = counts[:, :_UNIFORM].reshape(len(counts), _UNIFORM, 16, 16)
     nibbles = np.concatenate([low.sum(axis=2), low[:, -1:].sum(axis=3)], axis=1)
@@ -311,7 +311,7 @@ def _coarse(name: str, what: str, words: _Words) -> list[Test]:
     """Messages all of whose numbers end in zeros, of n numbers with probability `2^-jn`: too many, for the worst j."""
     if not words.messages[2:].any():
         return []  # a message of one number is that number
-    numbers, levels = np.arange(1, len(words.messages)), np.arange(1, _ZEROS + 1)
+    numbers, levels = np.arange(1, len(words.messages)), np.arange(1, _MAX_TRAILING_ZEROS + 1)
     expected = words.messages[1:].sum(axis=1) @ np.exp2(-np.outer(numbers, levels))
     found = words.messages[1:].sum(axis=0)[::-1].cumsum()[::-1][levels]
     where = words.coarsest[1]
@@ -323,7 +323,7 @@ def _precise(mantissas: IntArray) -> list[Test]:
     lengths, precisions = np.array(_LONG), np.array(_PRECISIONS)
     if not mantissas[lengths, -1].any():
         return []
-    expected = mantissas[lengths, -1] @ np.exp2(-np.maximum(lengths[:, None] - precisions, _SHORT))
+    expected = mantissas[lengths, -1] @ np.exp2(-np.maximum(lengths[:, None] - precisions, _MIN_TRAILING_ZEROS))
     found = mantissas[lengths, :-1].sum(axis=0).cumsum()[precisions]
     what = "no number was rounded to a short mantissa"
     judged = found[None], _too_many(found, expected)[None]

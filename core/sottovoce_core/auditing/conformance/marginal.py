@@ -15,12 +15,12 @@ from scipy import stats
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Part, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 from sottovoce_core.auditing.conformance.p_values import (
-    Judged,
+    StatisticsAndPValues,
     Scales,
     binomial,
-    dyadic,
+    judge_dyadic_counts,
     even,
     gamma,
     pooled,
@@ -35,8 +35,8 @@ Standard Laplace numbers are so close to any given number with a probability bel
 
 _CLOSE = 2.0**-5
 """Sizes below this are looked at one by one for how close to zero they are."""
-_CLOSEST = 34
-_FURTHEST = 64
+_MAX_NEAR_ZERO_LEVEL = 34
+_MAX_TAIL_LEVEL = 64
 
 _BINS = 2**14
 """Of a histogram: the first bits of a float32 number. Sign, exponent, and 5 bits of the mantissa."""
@@ -49,12 +49,12 @@ _CELLS = np.concatenate([127 - _CELL, _CELL])
 def _above(histograms: IntArray) -> IntArray:
     """`(places, 64)` how many of the uniform numbers are below `2^-j`; all of them at 0."""
     octaves = histograms.reshape(-1, 2, 256, 32).sum(axis=(1, 3)).cumsum(axis=1)
-    below: IntArray = octaves[:, 126 - np.arange(_FURTHEST)]  # float32's exponent 127 is that of 1
+    below: IntArray = octaves[:, 126 - np.arange(_MAX_TAIL_LEVEL)]  # float32's exponent 127 is that of 1
     below[:, 0] = octaves[:, -1]
     return below
 
 
-class Marginal(Instrument):
+class Marginal(ConformanceTest):
     """Single numbers: scale, tails, support, signs, shape. Places are learners, each field by itself."""
 
     part: ClassVar[Part] = "marginal"
@@ -69,9 +69,9 @@ class Marginal(Instrument):
         self._runs = 0
         self._histogram = np.zeros(_BINS, np.int64)
         """Of `exp(-size)`, with the sign of the number."""
-        self._tails = np.zeros((places, _FURTHEST), np.int64)
+        self._tails = np.zeros((places, _MAX_TAIL_LEVEL), np.int64)
         """Numbers of sizes above `j ln 2`; of all at 0."""
-        self._near = np.zeros((places, _CLOSEST + 1), np.int64)
+        self._near = np.zeros((places, _MAX_NEAR_ZERO_LEVEL + 1), np.int64)
         """Numbers with `1 - exp(-size)` below `2^-j`; of all at 0."""
         self._cells = np.zeros((places, 128), np.int64)
         """Numbers in equal cells of `F(r)`."""
@@ -126,8 +126,8 @@ class Marginal(Instrument):
     def _look(self, place: int, sizes: FloatArray, negative: BoolArray) -> IntArray:
         """At some numbers of a place: their sizes, and which are below zero; their histogram."""
         close = sizes[sizes < _CLOSE]
-        level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), _NEAR / 2.0))[1], 0, _CLOSEST)
-        self._near[place, 1:] += np.bincount(level, minlength=_CLOSEST + 1)[::-1].cumsum()[::-1][1:]
+        level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), _NEAR / 2.0))[1], 0, _MAX_NEAR_ZERO_LEVEL)
+        self._near[place, 1:] += np.bincount(level, minlength=_MAX_NEAR_ZERO_LEVEL + 1)[::-1].cumsum()[::-1][1:]
         self._zeros[place] += np.count_nonzero(close < _NEAR)
         self._largest[place] = max(self._largest[place], sizes.max(initial=0.0))
         # Rounded to float32, an edge moves by 2^-25 of itself: less than chance does by far.
@@ -158,7 +158,7 @@ class Marginal(Instrument):
         total, count = float(self._sums.sum()), int(self._counts.sum())
         yield Test("scale", "the mean size is the scale", total / count, gamma(total, count), "")
         layout = self._layout
-        learners, numbers, places = layout.learners, layout.coordinates, layout.field_voices
+        learners, numbers, places = layout.learners, layout.coordinates, layout.sequence_names
         several = len(learners) > 1
         starts = [part.start for _, part in layout.parts()]
         by_field = np.add.reduceat(self._sums, starts, axis=1), np.add.reduceat(self._counts, starts, axis=1)
@@ -197,15 +197,15 @@ class Marginal(Instrument):
 
     def _sizes(self) -> Iterator[Test]:
         """How many are large, or small; the largest; the shape of the law."""
-        places, what = self._layout.field_voices, "as many numbers are large as the law says"
-        beyond = [f"sizes above {math.log(2.0) * j:.3g}" for j in range(_FURTHEST)]
-        yield from pooled("tails", what, dyadic, self._tails, lambda k: beyond[k + 1], places, primary=True)
+        places, what = self._layout.sequence_names, "as many numbers are large as the law says"
+        beyond = [f"sizes above {math.log(2.0) * j:.3g}" for j in range(_MAX_TAIL_LEVEL)]
+        yield from pooled("tails", what, judge_dyadic_counts, self._tails, lambda k: beyond[k + 1], places, primary=True)
         count, largest = int(self._counts.sum()), float(self._largest.max())
         at = places[int(self._largest.argmax())]
         yield Test("largest", "the largest number is as large as it should be", largest, _maximum(largest, count), at)
         what = "as many numbers are close to zero as the law says"
         yield from pooled(
-            "near zero", what, lambda counts: dyadic(counts, _NEAREST), self._near, lambda k: f"2^-{k + _NEAREST}"
+            "near zero", what, lambda counts: judge_dyadic_counts(counts, _MIN_NEAR_ZERO_LEVEL), self._near, lambda k: f"2^-{k + _MIN_NEAR_ZERO_LEVEL}"
         )
         zeros, place = int(self._zeros.sum()), places[int(self._zeros.argmax())]
         chance = float(stats.binom.sf(zeros - 1, count, _NEAR))
@@ -218,7 +218,7 @@ class Marginal(Instrument):
         yield Test("law", "the noise has its law", distance, p_value, "", primary=False)
 
 
-_NEAREST = 1 - int(math.log2(_CLOSE))
+_MIN_NEAR_ZERO_LEVEL = 1 - int(math.log2(_CLOSE))
 """Wider intervals about zero are left to `shape`."""
 
 
@@ -241,7 +241,7 @@ def _maximum(size: float, count: int) -> float:
     return min(1.0, 2.0 * min(math.exp(exponent), -math.expm1(exponent)))
 
 
-def _halves(counts: IntArray) -> Judged:
+def _halves(counts: IntArray) -> StatisticsAndPValues:
     """The first of `counts`, `(groups, 2)`, is half of the second."""
     share = counts[:, :1] / np.maximum(counts[:, 1:], 1)
     return share, np.where(counts[:, 1:] > 0, binomial(counts[:, :1], counts[:, 1:], 0.5), np.nan)

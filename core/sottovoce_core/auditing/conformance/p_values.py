@@ -17,14 +17,14 @@ from scipy import special, stats
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Test
-from sottovoce_core.auditing.conformance.block import FARTHEST
+from sottovoce_core.auditing.conformance.block import MAX_NORMAL_SCORE
 
 # ---- sums of products, correlations, spectra -------------------------------------------------------------------------
 
 LOG_2 = math.log(2.0)
 
 
-def log_signs(total: FloatArray | float, square: FloatArray | float) -> FloatArray:
+def compute_log_sign_p_values(total: FloatArray | float, square: FloatArray | float) -> FloatArray:
     """Of a sum of fair signs times known numbers whose squares add up to `square` (Hoeffding's bound)."""
     found: FloatArray = np.minimum(0.0, LOG_2 - np.square(total) / (2.0 * np.maximum(square, 1e-300)))
     return found
@@ -35,7 +35,7 @@ def log_signs(total: FloatArray | float, square: FloatArray | float) -> FloatArr
 _LEAST = 8
 """Numbers that chi-square wants in every cell."""
 
-Judged = tuple[FloatArray, FloatArray]
+StatisticsAndPValues = tuple[FloatArray, FloatArray]
 """Statistics and their p-values, `(groups, tests)`; NaN where there are too few numbers."""
 
 
@@ -51,7 +51,7 @@ def binomial(count: IntArray, tries: IntArray, chance: FloatArray | float) -> Fl
     return np.asarray(np.minimum(1.0, 2.0 * np.minimum(below, above)))
 
 
-def dyadic(counts: IntArray, first: int = 1, most: int | None = None) -> Judged:
+def judge_dyadic_counts(counts: IntArray, first: int = 1, most: int | None = None) -> StatisticsAndPValues:
     """The j-th of `counts`, `(groups, levels)`, is `2^-j` of the first, which is that of all numbers.
 
     Args:
@@ -66,7 +66,7 @@ def dyadic(counts: IntArray, first: int = 1, most: int | None = None) -> Judged:
     return share, np.where((level <= furthest) & (tries > 0), p_values, np.nan)
 
 
-def even(counts: IntArray) -> Judged:
+def even(counts: IntArray) -> StatisticsAndPValues:
     """All cells of `counts`, `(groups, tests, cells)`, are as likely: chi-square, both sides; NaN below `_LEAST` to a cell."""
     cells = counts.shape[-1]
     tries = counts.sum(axis=-1)
@@ -77,7 +77,7 @@ def even(counts: IntArray) -> Judged:
 
 
 def worst(
-    name: str, what: str, judged: Judged, where: Callable[[tuple[int, ...]], str], *, primary: bool = False
+    name: str, what: str, judged: StatisticsAndPValues, where: Callable[[tuple[int, ...]], str], *, primary: bool = False
 ) -> list[Test]:
     """The test of the least p-value, times how many there are; none if none has enough numbers."""
     statistics, p_values = judged
@@ -92,7 +92,7 @@ def worst(
 def pooled(
     name: str,
     what: str,
-    judge: Callable[[IntArray], Judged],
+    judge: Callable[[IntArray], StatisticsAndPValues],
     counts: IntArray,
     detail: Callable[[int], str] = lambda _: "",
     places: Sequence[str] = (),
@@ -150,7 +150,7 @@ class Scales:
         low = total < count
         tail[low] = special.gammainc(count[low], total[low])
         tail[~low] = special.gammaincc(count[~low], total[~low])
-        scores = np.clip(special.ndtri(tail), -FARTHEST, FARTHEST)  # Of the small probability, never of one minus it.
+        scores = np.clip(special.ndtri(tail), -MAX_NORMAL_SCORE, MAX_NORMAL_SCORE)  # Of the small probability, never of one minus it.
         k = int(tail.argmin())
         return cls(
             len(total),

@@ -18,7 +18,7 @@ from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Part, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 
 # ---- laws ----------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def _smallest_p(square: float, samples: int, columns: int) -> float:
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
-_SAMPLES = 16
+_MIN_GAMMA_SAMPLES = 16
 """Below so many, correlations of all pairs together have no gamma law."""
 
 _Singles = npt.NDArray[np.float32]
@@ -117,7 +117,7 @@ class _Gram:
 
     def all_pairs(self, score: int) -> tuple[float, float, float, int]:
         """Sum of squared correlations, what it is on average and its variance under the claim (exact), and pairs."""
-        above = np.triu(self.counts >= _SAMPLES, 1)
+        above = np.triu(self.counts >= _MIN_GAMMA_SAMPLES, 1)
         n = self.counts[above].astype(np.float64)
         squares = self._rho(score)[above] ** 2
         return float(squares.sum()), float((1.0 / n).sum()), float((2.0 * (n - 1.0) / (n**2 * (n + 2.0))).sum()), n.size
@@ -192,7 +192,7 @@ class _Columns:
 
     def gram(self, layout: Layout, block: Block) -> _Gram:
         """Of the runs of a block."""
-        scores = np.stack([self.of(layout, each).astype(np.float32) for each in (block.normal, block.normal_sizes)])
+        scores = np.stack([self.of(layout, each).astype(np.float32) for each in (block.normal, block.normal_size_scores)])
         return _Gram(scores, self.of(layout, block.known).astype(np.bool_))
 
 
@@ -206,14 +206,14 @@ def _learner_round(layout: Layout, at: int) -> str:
     return f"{layout.learners[i]}, round {t}"
 
 
-_LEARNERS = _Columns("learners", (1, 2, 3), lambda layout, at: layout.voice(at), by_voice=True)
+_LEARNERS = _Columns("learners", (1, 2, 3), lambda layout, at: layout.name_sequence(at), by_voice=True)
 _COORDINATES = _Columns("coordinates of learners", (1, 2), _learner_coordinate)
 _ROUNDS = _Columns("rounds of learners", (2, 3), _learner_round)
 _PLACES = _Columns("places", (2,), lambda layout, at: layout.place(at))
 _RUNS = _Columns("runs", (0, 1, 3), lambda layout, at: f"run {at} of a block")
 
 
-class Pairs(Instrument):
+class Correlations(ConformanceTest):
     """Matrices of scores of values and of sizes.
 
     Sums over runs are kept for learners, coordinates, rounds and places. Runs themselves are columns within a block only;
@@ -261,7 +261,7 @@ def _kept(layout: Layout) -> list[_Columns]:
 
 _WORST, _ALL, _SIZES, _SPECTRUM = "pairs of", "all pairs of", "all pairs of sizes of", "spectrum of"
 
-_SAYS = {
+_DESCRIPTIONS = {
     _WORST: "no two {} are correlated",
     _ALL: "all pairs of {} together are not correlated",
     _SIZES: "sizes of all pairs of {} together are not correlated",
@@ -275,13 +275,13 @@ def _judged(what: str, found: Mapping[str, list[_Found]]) -> Iterator[Test]:
         if each:
             least = _least(each)
             p_value = min(1.0, least.p_value * len(each))
-            says, primary = _SAYS[statistic].format(what), what == _COORDINATES.what and statistic == _SIZES
+            says, primary = _DESCRIPTIONS[statistic].format(what), what == _COORDINATES.what and statistic == _SIZES
             yield Test(f"{statistic} {what}", says, least.statistic, p_value, least.where, primary)
 
 
 def _of(gram: _Gram, columns: _Columns, layout: Layout) -> dict[str, list[_Found]]:
     """What a matrix comes to, by statistic."""
-    found: dict[str, list[_Found]] = {statistic: [] for statistic in _SAYS}
+    found: dict[str, list[_Found]] = {statistic: [] for statistic in _DESCRIPTIONS}
     for p_value, _, rho, score, first, second in gram.worst_pair():
         where = f"{_SCORES[score]} of {columns.name(layout, first)}, and of {columns.name(layout, second)}"
         found[_WORST].append(_Found(p_value, rho, where))
@@ -337,4 +337,4 @@ class _Runs:
         if self._together > len(_SCORES) * _PAIRS:
             for statistic, (total, mean, variance) in zip((_ALL, _SIZES), self._all, strict=True):
                 found[statistic] = [_Found(_all_pairs_p(total, mean, variance), total / mean, "runs of one block")]
-        return {statistic: found[statistic] for statistic in _SAYS if statistic in found}
+        return {statistic: found[statistic] for statistic in _DESCRIPTIONS if statistic in found}

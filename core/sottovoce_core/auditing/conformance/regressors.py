@@ -14,8 +14,8 @@ from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Part, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
-from sottovoce_core.auditing.conformance.p_values import LOG_2, log_signs
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
+from sottovoce_core.auditing.conformance.p_values import LOG_2, compute_log_sign_p_values
 from sottovoce_core.auditing.conformance.residuals import ALL
 
 # ---- linear relations ------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ _RELATIONS: tuple[_Relation, ...] = tuple(
 )
 
 
-class Relations(Instrument):
+class Relations(ConformanceTest):
     """How many sums are almost zero, among how many."""
 
     part: ClassVar[Part] = "dependence"
@@ -53,7 +53,7 @@ class Relations(Instrument):
         units = [np.ones_like(block.scale)]
         if np.nanmax(block.scale, initial=0.0) > np.nanmin(block.scale, initial=np.inf):
             units.append(np.nan_to_num(block.scale))
-        for _, part in block.by_runs():
+        for _, part in block.iterate_run_pieces():
             for scale in units:  # in scales, and as they are
                 noise = part.values * scale[:, :, None]
                 if not part.resolved.all():
@@ -101,7 +101,7 @@ def _chance(zeros: int, tried: int) -> float:
 
 # ---- functions of the past -------------------------------------------------------------------------------------------
 
-TYPICAL = 5.0
+MAX_RELATIVE_SIZE = 5.0
 """Regressors are clipped at so many times their usual size until then: else their largest number rules the p-value."""
 
 _OTHERS = 8
@@ -129,7 +129,7 @@ class _Sums:
         return _Sums(self.signed + other.signed, self.square + other.square, self.sized + other.sized, largest)
 
 
-class Regressors(Instrument):
+class Regressors(ConformanceTest):
     """Signs are fair whatever was before, and sizes are one scale on average: so no sum of them times X is far from zero."""
 
     part: ClassVar[Part] = "dependence"
@@ -141,7 +141,7 @@ class Regressors(Instrument):
     def add(self, block: Block) -> None:
         noisy = np.asarray(block.known.any(axis=(0, 2, 3)))
         learners = len(self._layout.learners)
-        for runs, part in block.by_runs():
+        for runs, part in block.iterate_run_pieces():
             noise = _Noise(part)
             last = _last(part, block.normal[:, :, runs], noisy)
             for name, values in {**_own(part, last), **part.past}.items():
@@ -176,7 +176,7 @@ class Regressors(Instrument):
 def _signs(name: str, sums: _Sums) -> Test:
     total, square = float(sums.signed.sum()), float(sums.square.sum())
     what = f"signs of the noise do not follow what was before: {name}"
-    return Test(f"signs on {name}", what, total / square**0.5, float(np.exp(log_signs(total, square))), name)
+    return Test(f"signs on {name}", what, total / square**0.5, float(np.exp(compute_log_sign_p_values(total, square))), name)
 
 
 def _others(name: str, each: Mapping[int, _Sums], layout: Layout) -> Iterator[Test]:
@@ -186,7 +186,7 @@ def _others(name: str, each: Mapping[int, _Sums], layout: Layout) -> Iterator[Te
     for kind in (signed, square):
         kind[np.arange(len(each)), list(each)] = 0.0  # its own is a regressor of its own
     if square.any():
-        logs = np.where(square > 0.0, log_signs(signed, square), np.inf)
+        logs = np.where(square > 0.0, compute_log_sign_p_values(signed, square), np.inf)
         j, i = (int(at) for at in np.unravel_index(int(logs.argmin()), logs.shape))
         p_value = min(1.0, float(np.exp(logs[j, i])) * int(np.count_nonzero(square)))
         where = f"signs of {layout.learners[i]} on {name} of {layout.learners[list(each)[j]]}"
@@ -200,7 +200,7 @@ def _by_place(own: Mapping[str, _Sums], layout: Layout) -> Test:
     for name, sums in own.items():
         for axis, place in ((1, layout.learners.__getitem__), (0, layout.number)):
             signed, square = sums.signed.sum(axis=axis), sums.square.sum(axis=axis)
-            logs = np.where(square > 0.0, log_signs(signed, square), 0.0)
+            logs = np.where(square > 0.0, compute_log_sign_p_values(signed, square), 0.0)
             at = int(logs.argmin())
             count += int(np.count_nonzero(square))
             found.append((float(logs[at]), float(signed[at] / max(square[at], 1e-300) ** 0.5), f"{name}, {place(at)}"))
@@ -284,7 +284,7 @@ def _finite(values: FloatArray) -> FloatArray:
 
 
 def _clipped(values: FloatArray) -> FloatArray:
-    """A regressor clipped at `TYPICAL` times its usual size, `(learners, rounds, runs, numbers)` or 1 along any axis.
+    """A regressor clipped at `MAX_RELATIVE_SIZE` times its usual size, `(learners, rounds, runs, numbers)` or 1 along any axis.
 
     The usual size is the geometric mean, over the rounds so far, of `mean(|X|^(1/2))^2` over what is not zero in a round: few
     large numbers move it little. It follows from the past and from nothing else, and from a run's own alone.
@@ -295,7 +295,7 @@ def _clipped(values: FloatArray) -> FloatArray:
     usual = np.sqrt(sizes).sum(axis=(0, 3)) / np.maximum(some, 1)
     logs = np.where(usual > 0.0, 2.0 * np.log(np.maximum(usual, 1e-150)), 0.0)
     so_far = np.maximum(np.cumsum(usual > 0.0, axis=0), 1)
-    limit = TYPICAL * np.exp(np.cumsum(logs, axis=0) / so_far)[None, :, :, None]
+    limit = MAX_RELATIVE_SIZE * np.exp(np.cumsum(logs, axis=0) / so_far)[None, :, :, None]
     found: FloatArray = np.clip(values, -limit, limit)
     return found
 

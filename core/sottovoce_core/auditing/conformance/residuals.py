@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from sottovoce_core.algorithms.interface import Message, OnLattice
+from sottovoce_core.algorithms.interface import Message, LatticeAlgorithm
 from sottovoce_core.arrays import Batch, BoolArray, FloatArray, IntArray, Scalars, as_floats
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.losses import mean_gradient
-from sottovoce_core.noise import GRID_BITS, Draw, Law, grid, no_noise
+from sottovoce_core.noise import LATTICE_BITS, NoiseRequest, Law, grid, no_noise
 from sottovoce_core.running.replay import Replay
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
@@ -54,7 +54,7 @@ class Residuals:
         values: `(rounds, replicas, dim)`; independent standard Laplace numbers if the learner does what it says. NaN
             where there should be no noise, and after the first round in which nobody heard the learner, or somebody
             whom it heard. Laplace noise is divided by its scale; other noise is mapped to Laplace numbers of the same
-            probability (`as_laplace`).
+            probability (`convert_to_laplace`).
         steps: `(rounds, replicas, dim)` the noise in lattice spacings, K'. A replay rounds elsewhere than the learner did,
             so it may be one off; to which side follows from the past alone, so low bits stay as evenly spread as they
             were. 0 where `lost` is `ALL`.
@@ -100,13 +100,13 @@ UNKNOWN: Mapping[str, np.generic] = {
 }
 """The arrays of `Residuals`, and what stands in them where nothing is known."""
 
-OF_SCALES = ("scale", "grid")
+RUN_INDEPENDENT_NAMES = ("scale", "grid")
 """Those that are the same in all runs."""
 
 
 def unknown(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> dict[str, Any]:
     """These arrays, nothing of them known: of the shape of `values`, and, `scale` and `grid`, of that of `scale`."""
-    return {name: np.full(of_scales if name in OF_SCALES else shape, nothing) for name, nothing in UNKNOWN.items()}
+    return {name: np.full(of_scales if name in RUN_INDEPENDENT_NAMES else shape, nothing) for name, nothing in UNKNOWN.items()}
 
 
 def _blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
@@ -178,14 +178,14 @@ def _noisy(replay: Replay, centre: Message) -> dict[str, _Noisy]:
     """
     steps: dict[str, tuple[Law, Scalars]] = {}
 
-    def probe(draw: Draw) -> FloatArray:
+    def probe(draw: NoiseRequest) -> FloatArray:
         # On the lattice, so that no sum is rounded; about one scale.
-        step = 1.0 / draw.scale if draw.grid is None else draw.grid * 2.0**GRID_BITS
+        step = 1.0 / draw.scale if draw.grid is None else draw.grid * 2.0**LATTICE_BITS
         steps[draw.field] = draw.law, step
         return np.zeros(draw.shape) + step
 
     moved, algorithm = replay.says(probe), replay.run.algorithm
-    on_lattice = algorithm.lattice(replay.learner, replay.t) if isinstance(algorithm, OnLattice) else ()
+    on_lattice = algorithm.lattice(replay.learner, replay.t) if isinstance(algorithm, LatticeAlgorithm) else ()
     found = {}
     for name in sorted(steps.keys() & centre.fields.keys()):
         law, step = steps[name]
@@ -291,7 +291,7 @@ def _take_off(into: Residuals, noisy: _Noisy, said: FloatArray, centre: FloatArr
     into.scale[:] = noisy.scale
     if noisy.law == "spherical":
         into.steps[:], into.said[:], into.lost[:], into.off[:], into.grid[:] = 0, 0, ALL, False, np.nan
-        into.values[:] = np.where(noisy.where, as_laplace(noisy.law, (said - centre) / noisy.scale), np.nan)
+        into.values[:] = np.where(noisy.where, convert_to_laplace(noisy.law, (said - centre) / noisy.scale), np.nan)
         return
     spacing = float(grid(noisy.scale * (1.0 - _TIE)))  # the finer one where it may be either
     into.grid[:] = spacing
@@ -311,7 +311,7 @@ def _take_off(into: Residuals, noisy: _Noisy, said: FloatArray, centre: FloatArr
         message = steps + whole
     np.multiply(steps, spacing / noisy.scale, out=into.values)
     if noisy.law != "laplace":
-        into.values[:] = as_laplace(noisy.law, into.values)
+        into.values[:] = convert_to_laplace(noisy.law, into.values)
     if not noisy.where.all():
         into.values[:] = np.where(noisy.where, into.values, np.nan)
     # Not-a-number where nobody heard the message: then no comparison holds.
@@ -328,7 +328,7 @@ def _take_off(into: Residuals, noisy: _Noisy, said: FloatArray, centre: FloatArr
     into.lost[:] = np.where(judged, np.maximum(unresolved, either), ALL)
 
 
-def as_laplace(law: Law, noise: FloatArray) -> FloatArray:
+def convert_to_laplace(law: Law, noise: FloatArray) -> FloatArray:
     """Noise `(..., dim)` of scale 1 as independent standard Laplace numbers, with the signs of the noise.
 
     Gaussian noise coordinate by coordinate. A spherical vector e is taken apart into what is independent (Rosenblatt

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from sottovoce_core.arrays import IntArray
 from sottovoce_core.auditing.bounds import Part, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
-from sottovoce_core.auditing.conformance.p_values import Judged, binomial, worst
-from sottovoce_core.noise import GRID_BITS
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
+from sottovoce_core.auditing.conformance.p_values import StatisticsAndPValues, binomial, worst
+from sottovoce_core.noise import LATTICE_BITS
 
 _WORD = 64
 _BITS = _WORD - 1
@@ -41,12 +41,12 @@ _MAX_NUMBERS = 2**16
 _SMALL = 2.0**-6
 """Own signs of smaller u are judged in all of a block: they resolve bits that most numbers do not."""
 
-_MAX_LOST = 1
+_MAX_LOST_BITS = 1
 """Maximum count of unresolved low bits of a judged number."""
 
 _BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
-_ADDED_WORDS = 96
+_MIN_PARALLEL_WORDS = 96
 """Minimum count of words whose bits are added in parallel."""
 
 Singles = npt.NDArray[np.float32]
@@ -58,7 +58,7 @@ _NEXT_ONES = tuple(f"the next {kind}" for kind, _ in _NEIGHBOURS)
 _PREVIOUS_ONES = tuple(f"the previous {kind}" for kind, _ in _NEIGHBOURS)
 
 
-class Uniforms(Instrument):
+class Uniforms(ConformanceTest):
     """Tests of the bits of the uniform numbers behind the noise.
 
     Signs are compared with each bit, and with the sum modulo two of each two adjacent bits: if words are multiples of `2^-b`, u
@@ -81,7 +81,7 @@ class Uniforms(Instrument):
         """Sums of products of two bits, each +1 or -1; the 0 in front of all others is always +1."""
 
     def add(self, block: Block) -> None:
-        if not (block.lost <= _MAX_LOST).any():
+        if not (block.lost <= _MAX_LOST_BITS).any():
             return
         small = _Words.of(block, np.nonzero(block.tail < _SMALL))
         self._own_signs[0] += _unequal_signs(small, small)
@@ -118,7 +118,7 @@ class Uniforms(Instrument):
         what = "bits of uniform numbers are fair and independent"
         yield from worst("pairs of bits", what, self._judged_pairs(), _pair)
 
-    def _judged_pairs(self) -> Judged:
+    def _judged_pairs(self) -> StatisticsAndPValues:
         numbers = self._pairs[:, :1, :1]
         p_values = np.where(numbers > 0, binomial((numbers - self._pairs) // 2, numbers, 0.5), np.nan)
         p_values[0][np.tril_indices(_PAIRED + 1)] = np.nan  # within a number, each pair once
@@ -133,7 +133,7 @@ def _pair(at: tuple[int, ...]) -> str:
     return f"bit {first} of exp(-size), and bit {second}" + (f" of {_NEXT_ONES[kind - 1]}" if kind else "")
 
 
-def _halves(counts: IntArray) -> Judged:
+def _halves(counts: IntArray) -> StatisticsAndPValues:
     """Each of `counts (kinds, rows, 64)` is half of that in the last row; by bit of u, from the first one on."""
     ordered = counts[..., :_BITS][..., ::-1]
     unequal, all_of_them = ordered[:, :-1], ordered[:, -1:]
@@ -160,11 +160,11 @@ class _Words:
     @classmethod
     def of(cls, block: Block, at: tuple[IntArray, ...]) -> Self:
         """Of the numbers at an index of a block."""
-        judged = block.lost[at] <= _MAX_LOST
+        judged = block.lost[at] <= _MAX_LOST_BITS
         u = np.where(judged, np.minimum(block.tail[at], _BELOW_ONE), 0.5)
-        # u is at least 2^(exponent - 1023), so bits are resolved up to bit GRID_BITS + 1022 - exponent.
+        # u is at least 2^(exponent - 1023), so bits are resolved up to bit LATTICE_BITS + 1022 - exponent.
         exponent = u.view(np.int64) >> 52
-        unresolved = np.clip(exponent + (_BITS - GRID_BITS - 1022), 0, _BITS)
+        unresolved = np.clip(exponent + (_BITS - LATTICE_BITS - 1022), 0, _BITS)
         known, negative = -judged.astype(np.int64), -(block.values[at] < 0.0).astype(np.int64)
         return cls((u * 2.0**_BITS).astype(np.int64), known << unresolved, known, negative)
 
@@ -210,7 +210,7 @@ def _ones(words: IntArray) -> IntArray:
     found, weight, left = np.zeros(_WORD, np.int64), 1, words.reshape(-1)
     while left.size:
         carries = []
-        while left.size > _ADDED_WORDS:
+        while left.size > _MIN_PARALLEL_WORDS:
             third = left.size // 3
             one, two, three = left[:third], left[third : 2 * third], left[2 * third : 3 * third]
             total = one ^ two

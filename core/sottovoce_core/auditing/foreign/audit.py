@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.blackbox import TESTED, attack, level, split, tested
-from sottovoce_core.auditing.bounds import BLIND, OF_NOISE, Bound, Levels, epsilon_lower_bound, runs_to_show
-from sottovoce_core.auditing.foreign.repeats import Sign, signs
-from sottovoce_core.auditing.foreign.views import Leak, answer_views, leaks
+from sottovoce_core.auditing.blackbox import GUESSED_FRACTION, attack, level, split, tested
+from sottovoce_core.auditing.bounds import BLIND, NOISE_ALLOCATION, Bound, AlphaAllocation, compute_epsilon_lower_bound, compute_min_runs
+from sottovoce_core.auditing.foreign.repeats import Anomaly, signs
+from sottovoce_core.auditing.foreign.views import Leak, build_answer_views, leaks
 from sottovoce_core.auditing.verdict import Findings, Verdict, decide
-from sottovoce_core.auditing.views import Conversation, decoded, timing, views
+from sottovoce_core.auditing.views import RunTraffic, decoded, build_timing_views, views
 from sottovoce_core.errors import CaptureError
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 
 if TYPE_CHECKING:
-    from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFound
+    from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFindings
 
 
-_UNFAIR = 1e-3
+_MIN_COIN_P_VALUE = 1e-3
 """Coins that a fair one gives less often than this are doubted."""
 
 
@@ -53,10 +53,10 @@ class ForeignAudit:
     left_out: int
     in_turns: bool
     timed: tuple[Bound, ...]
-    signs: tuple[Sign, ...]
+    signs: tuple[Anomaly, ...]
     messages: int
     leaks: tuple[Leak, ...]
-    noise: NoiseFound | None
+    noise: NoiseFindings | None
     found: Findings
     verdict: Verdict
 
@@ -66,15 +66,15 @@ class ForeignAudit:
         return self.found.most
 
 
-def audit_conversations(
-    runs: Sequence[Conversation],
+def audit_traffic(
+    runs: Sequence[RunTraffic],
     *,
     claim: float = math.inf,
     delta: float = 0.0,
     noise: Mapping[str, NoiseClaim] | None = None,
     confidence: float = 0.95,
     seed: int = 0,
-    one_machine: bool = False,
+    same_processes: bool = False,
     void: str = "",
     say: Callable[[str], None] = lambda what: None,
 ) -> ForeignAudit:
@@ -87,7 +87,7 @@ def audit_conversations(
         noise: what is claimed of the noise in decoded fields, by name; empty: nothing is.
         confidence: with which a claim that holds is not refuted.
         seed: of the split and the classifiers.
-        one_machine: the same processes lived in both worlds, in turns: times are judged, too, and what tells the worlds apart
+        same_processes: the same processes lived in both worlds, in turns: times are judged, too, and what tells the worlds apart
             at all is a sign, for numbers alone need do so, and nobody sees them.
         void: why the coins are none; empty: they may be fair.
         say: told what is being done.
@@ -97,11 +97,11 @@ def audit_conversations(
         SpecError: scipy or scikit-learn are not installed; or noise is claimed of a field that there is not.
     """
     for extra, package in (("scipy.stats", "scipy"), ("sklearn", "scikit-learn")):
-        import_extra(extra, package, "an audit")
+        import_optional(extra, package, "an audit")
     from sottovoce_core.auditing.foreign.noise import examine
     from sottovoce_core.auditing.foreign.power import messages_of
 
-    levels = Levels(1.0 - confidence, OF_NOISE if noise else BLIND)
+    levels = AlphaAllocation(1.0 - confidence, NOISE_ALLOCATION if noise else BLIND)
     dropped, boxed, clocked, spread = np.random.SeedSequence(seed).spawn(4)
     kept = _balanced(sorted(runs, key=lambda run: run.began), np.random.default_rng(dropped))
     worlds = np.array([run.world for run in kept], dtype=np.int64)
@@ -114,9 +114,9 @@ def audit_conversations(
         noised = examine(kept, noise, levels, np.random.default_rng(spread), claim, delta)
     say("black box")
     learnt, _ = split(len(kept), boxed)
-    clocks, answers = timing(kept), answer_views(kept, learnt)
+    clocks, answers = build_timing_views(kept), build_answer_views(kept, learnt)
     seen_in = views(kept) | _spread_views(kept, learnt) | {name: view for name, (view, _) in answers.items()}
-    seen_in |= clocks if one_machine else {}
+    seen_in |= clocks if same_processes else {}
     bounds = [each.bound for each in attack(seen_in, worlds, levels, claim, boxed, delta)]
     shown = leaks(kept, seen_in, worlds, bounds, {name: names for name, (_, names) in answers.items()})
     guesses = tested(len(kept))
@@ -128,19 +128,19 @@ def audit_conversations(
         tests=() if noised is None else noised.tests,
         bounds=tuple(_named(bound, shown) for bound in bounds),
         signs=tuple(map(str, seen)),
-        needed=0 if decided or math.isinf(claim) else runs_to_show(claim, level(levels), TESTED, delta),
-        proviso="" if in_turns else ", if nothing but the world changed between them",
+        needed=0 if decided or math.isinf(claim) else compute_min_runs(claim, level(levels), GUESSED_FRACTION, delta),
+        assumption="" if in_turns else ", if nothing but the world changed between them",
         void=void,
-        most=epsilon_lower_bound(guesses, guesses, level(levels), delta, guesses),
+        most=compute_epsilon_lower_bound(guesses, guesses, level(levels), delta, guesses),
         delta=delta,
     )
     messages = messages_of(kept)
-    if one_machine:
+    if same_processes:
         found = replace(found, signs=(*found.signs, *_apart(found)))
     elif 0.0 < claim < math.inf:
         found = _with_power(found, len(kept), messages, noised)
     timed = (
-        () if one_machine else tuple(each.bound for each in attack(clocks, worlds, levels, math.inf, clocked, delta))
+        () if same_processes else tuple(each.bound for each in attack(clocks, worlds, levels, math.inf, clocked, delta))
     )
     counts = (int((worlds == 0).sum()), int((worlds == 1).sum()))
     return ForeignAudit(
@@ -148,7 +148,7 @@ def audit_conversations(
     )
 
 
-def _spread_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, FloatArray]:
+def _spread_views(runs: Sequence[RunTraffic], learnt: IntArray) -> dict[str, FloatArray]:
     """Views that see how far numbers lie from their middle: noise of another size tells a world, too.
 
     Args:
@@ -176,7 +176,7 @@ def _named(bound: Bound, shown: Sequence[Leak]) -> Bound:
     return replace(bound, where=where) if where and bound.value > 0.0 else bound
 
 
-def _with_power(found: Findings, runs: int, messages: int, noised: NoiseFound | None) -> Findings:
+def _with_power(found: Findings, runs: int, messages: int, noised: NoiseFindings | None) -> Findings:
     """With what would have been found, and the plainest violation that would not."""
     from sottovoce_core.auditing.foreign import power
 
@@ -187,11 +187,11 @@ def _with_power(found: Findings, runs: int, messages: int, noised: NoiseFound | 
         reaches = reach, *reaches
         if noised.decides:
             return replace(found, reaches=reaches, blind="" if halved else "a service with half of its noise")
-    if found.needed > found.runs or guesser.finds(2.0, runs):
+    if found.needed > found.runs or guesser.can_detect(2.0, runs):
         return replace(found, reaches=reaches)
-    blind, many = "a service with half of its noise", guesser.runs_for(2.0)
+    blind, many = "a service with half of its noise", guesser.find_needed_runs(2.0)
     if noised is not None:
-        moved = f"numbers of {', '.join(noised.undecided)}" if noised.undecided else "messages"
+        moved = f"numbers of {', '.join(noised.undecided_fields)}" if noised.undecided_fields else "messages"
         blind = f"a record that moves {moved} twice as far"
     needed = "more runs than anybody makes" if math.isinf(many) else f"about {many:,} runs of each world"
     return replace(found, reaches=reaches, blind=f"{blind} (the best of guessers needs {needed})")
@@ -207,7 +207,7 @@ def _apart(found: Findings) -> tuple[str, ...]:
     )
 
 
-def _balanced(runs: Sequence[Conversation], generator: np.random.Generator) -> list[Conversation]:
+def _balanced(runs: Sequence[RunTraffic], generator: np.random.Generator) -> list[RunTraffic]:
     """Runs as a fair coin would have them: of a world that is too frequent, a random part.
 
     Raises:
@@ -217,8 +217,8 @@ def _balanced(runs: Sequence[Conversation], generator: np.random.Generator) -> l
     ones, total = int(worlds.sum()), len(runs)
     if ones in (0, total):
         raise CaptureError(f"an audit needs runs of both worlds, got {total - ones} of world 0 and {ones} of world 1")
-    stats = import_extra("scipy.stats", "scipy", "an audit")
-    if 2.0 * float(stats.binom.cdf(min(ones, total - ones), total, 0.5)) >= _UNFAIR:
+    stats = import_optional("scipy.stats", "scipy", "an audit")
+    if 2.0 * float(stats.binom.cdf(min(ones, total - ones), total, 0.5)) >= _MIN_COIN_P_VALUE:
         return list(runs)
     common = int(2 * ones > total)
     share = min(ones, total - ones) / max(ones, total - ones)
@@ -235,5 +235,5 @@ def _in_turns(worlds: IntArray) -> bool:
     mean = 1.0 + 2.0 * ones * zeros / total
     spread = math.sqrt((mean - 1.0) * (mean - 2.0) / (total - 1.0))
     changes = 1 + int((worlds[1:] != worlds[:-1]).sum())
-    norm = import_extra("scipy.stats", "scipy", "an audit").norm
-    return spread == 0.0 or float(norm.sf(abs(changes - mean) / spread)) * 2.0 >= _UNFAIR
+    norm = import_optional("scipy.stats", "scipy", "an audit").norm
+    return spread == 0.0 or float(norm.sf(abs(changes - mean) / spread)) * 2.0 >= _MIN_COIN_P_VALUE

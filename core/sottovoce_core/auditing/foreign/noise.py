@@ -17,20 +17,20 @@ import numpy as np
 from scipy import stats
 
 from sottovoce_core.arrays import FloatArray, IntArray, as_floats
-from sottovoce_core.auditing.bounds import Levels, Test
+from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.battery import Dependence
-from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
+from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 from sottovoce_core.auditing.conformance.marginal import Marginal
-from sottovoce_core.auditing.conformance.residuals import as_laplace
-from sottovoce_core.auditing.foreign.power import gaussian_epsilon
+from sottovoce_core.auditing.conformance.residuals import convert_to_laplace
+from sottovoce_core.auditing.foreign.power import compute_gaussian_epsilon
 from sottovoce_core.auditing.foreign.repeats import resolution
-from sottovoce_core.auditing.views import Conversation, Decoded, sources
+from sottovoce_core.auditing.views import RunTraffic, Decoded, sources
 from sottovoce_core.errors import SpecError
 
-_COARSE = 1.0 / 64.0
+_MAX_ROUNDING_SCALES = 1.0 / 64.0
 """Scales that numbers may be rounded to: the law of what is rounded more coarsely depends on how that is done."""
 
-_SLICE = 2**20
+_MAX_SLICE_NUMBERS = 2**20
 """Numbers that the tests of conformance look at together: about 100 MB."""
 
 Centre = Callable[[int, Decoded, Sequence[Decoded]], Any]
@@ -53,7 +53,7 @@ class NoiseClaim:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NoiseFound:
+class NoiseFindings:
     """What came of the claimed noise.
 
     Attributes:
@@ -70,12 +70,12 @@ class NoiseFound:
     shown: FloatArray
     epsilon: float
     left_out: tuple[str, ...]
-    undecided: tuple[str, ...]
+    undecided_fields: tuple[str, ...]
 
     @property
     def decides(self) -> bool:
         """Whether the tested noise tells what a run loses, without a guess."""
-        return not math.isnan(self.epsilon) and not self.undecided
+        return not math.isnan(self.epsilon) and not self.undecided_fields
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,13 +97,13 @@ class _Field:
 
 
 def examine(
-    runs: Sequence[Conversation],
+    runs: Sequence[RunTraffic],
     claims: Mapping[str, NoiseClaim],
-    levels: Levels,
+    levels: AlphaAllocation,
     generator: np.random.Generator,
     claim: float = math.inf,
     delta: float = 0.0,
-) -> NoiseFound:
+) -> NoiseFindings:
     """Test whether the fields of all messages have the noise that is claimed.
 
     Args:
@@ -130,17 +130,17 @@ def examine(
     ties = levels.judged("freshness", [_ties(fields, worlds)]) if numbers else ()
     shown = np.concatenate([np.empty(0), *(values[np.isfinite(values)] for values, _ in noise.values())])
     decided = {name for name, field in fields.items() if field.centres is not None}
-    return NoiseFound(
+    return NoiseFindings(
         tests=(*tests, *ties),
         numbers=numbers,
         shown=shown,
         epsilon=epsilon,
         left_out=tuple(left_out),
-        undecided=tuple(name for name in _varying(runs) if name not in decided),
+        undecided_fields=tuple(name for name in _varying(runs) if name not in decided),
     )
 
 
-def _varying(runs: Sequence[Conversation]) -> Iterator[str]:
+def _varying(runs: Sequence[RunTraffic]) -> Iterator[str]:
     """Decoded fields of what the service answers whose numbers are not the same in all runs."""
     answers = {id(each.decoded) for run in runs for each in run.messages if each.direction == "back"}
     for name, messages in sources(runs).items():
@@ -153,7 +153,7 @@ def _varying(runs: Sequence[Conversation]) -> Iterator[str]:
 # ---- from messages to noise ------------------------------------------------------------------------------------------
 
 
-def _gathered(runs: Sequence[Conversation], name: str, claim: NoiseClaim) -> _Field:
+def _gathered(runs: Sequence[RunTraffic], name: str, claim: NoiseClaim) -> _Field:
     known = sources(runs)
     if name not in known:
         names = ", ".join(known) or "none: a decoder gives them"
@@ -180,7 +180,7 @@ def _gathered(runs: Sequence[Conversation], name: str, claim: NoiseClaim) -> _Fi
     return _Field(claim, said, both, scales, step)
 
 
-def _before(runs: Sequence[Conversation]) -> dict[int, tuple[Sequence[Decoded], int]]:
+def _before(runs: Sequence[RunTraffic]) -> dict[int, tuple[Sequence[Decoded], int]]:
     """Of every decoded message, by identity, those of its run, and how many come before it."""
     found: dict[int, tuple[Sequence[Decoded], int]] = {}
     for run in runs:
@@ -205,7 +205,7 @@ def _coarse(field: _Field) -> float:
     """The step of the rounding in scales where it is too coarse to test the noise; else 0."""
     steps = (field.step / field.scale)[np.isfinite(field.said)]
     largest = float(np.median(steps)) if len(steps) else 0.0
-    return largest if largest > _COARSE else 0.0
+    return largest if largest > _MAX_ROUNDING_SCALES else 0.0
 
 
 def _standard(field: _Field, worlds: IntArray, generator: np.random.Generator) -> tuple[FloatArray, FloatArray]:
@@ -217,11 +217,11 @@ def _standard(field: _Field, worlds: IntArray, generator: np.random.Generator) -
     said = field.said + jitter
     if field.centres is not None:
         own = np.where((worlds == 1)[:, None, None], field.centres[1], field.centres[0])
-        return as_laplace(field.claim.law, (said - own) / field.scale), _signs(worlds)
+        return convert_to_laplace(field.claim.law, (said - own) / field.scale), _signs(worlds)
     first, second = _pairs(worlds)
     difference = (said[first] - said[second]) / field.scale
     if field.claim.law == "gaussian":
-        return as_laplace("gaussian", difference / math.sqrt(2.0)), _signs(worlds[first])
+        return convert_to_laplace("gaussian", difference / math.sqrt(2.0)), _signs(worlds[first])
     # Of two standard Laplace numbers: P(|D| > t) = exp(-t) (1 + t/2).
     sizes = np.abs(difference)
     return as_floats(np.copysign(sizes - np.log1p(sizes / 2.0), difference)), _signs(worlds[first])
@@ -245,14 +245,14 @@ def _pairs(worlds: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _conformance(
-    noise: Mapping[str, tuple[FloatArray, FloatArray]], levels: Levels, beside: list[Test]
+    noise: Mapping[str, tuple[FloatArray, FloatArray]], levels: AlphaAllocation, beside: list[Test]
 ) -> tuple[tuple[Test, ...], int]:
     """All tests of conformance that need no lattice, others beside those of single numbers, and how many numbers they saw."""
     numbers, single, dependent = 0, list[Test](), list[Test]()
     if noise:
         rounds = max(values.shape[1] for values, _ in noise.values())
         layout = Layout(("the service",), rounds, tuple((name, each.shape[2]) for name, (each, _) in noise.items()))
-        instruments: tuple[Instrument, ...] = (Marginal(layout), Dependence(layout))
+        instruments: tuple[ConformanceTest, ...] = (Marginal(layout), Dependence(layout))
         for block in _blocks(noise, layout):
             numbers += block.count
             for each in instruments:
@@ -265,7 +265,7 @@ def _conformance(
 def _blocks(noise: Mapping[str, tuple[FloatArray, FloatArray]], layout: Layout) -> Iterator[Block]:
     """Some runs at a time, fields side by side; fields whose centres are not known have half as many."""
     total = max(len(values) for values, _ in noise.values())
-    step = max(2, _SLICE // layout.places)
+    step = max(2, _MAX_SLICE_NUMBERS // layout.places)
     for start in range(0, total, step):
         runs = min(step, total - start)
         block = Block.blank(layout, runs)
@@ -328,7 +328,7 @@ def _epsilon(fields: Mapping[str, _Field], delta: float) -> float:
         shift = np.abs(first - second) / field.scale
         power = 1 if field.claim.law == "laplace" else 2
         moved[field.claim.law] += np.nansum(shift**power, axis=(1, 2))
-    return float(moved["laplace"].max()) + gaussian_epsilon(math.sqrt(float(moved["gaussian"].min())), delta)
+    return float(moved["laplace"].max()) + compute_gaussian_epsilon(math.sqrt(float(moved["gaussian"].min())), delta)
 
 
 def _fits(epsilon: float, claim: float, delta: float) -> Iterator[Test]:

@@ -15,9 +15,9 @@ from scipy import optimize, special, stats
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.blackbox import level, tested
-from sottovoce_core.auditing.bounds import Levels, epsilon_lower_bound
+from sottovoce_core.auditing.bounds import AlphaAllocation, compute_epsilon_lower_bound
 from sottovoce_core.auditing.verdict import Reach
-from sottovoce_core.auditing.views import Conversation
+from sottovoce_core.auditing.views import RunTraffic
 
 _POWER = 0.9
 """The probability with which what is named would have been found."""
@@ -35,7 +35,7 @@ _MOST_RUNS = 2**20
 """Of each world; with more nobody makes an audit."""
 
 
-def messages_of(runs: Sequence[Conversation]) -> int:
+def messages_of(runs: Sequence[RunTraffic]) -> int:
     """Count the messages of a run among which epsilon may be divided: those of one direction that vary, of the median run."""
     first: dict[tuple[str, int], bytes] = {}
     varied = set[tuple[str, int]]()
@@ -47,7 +47,7 @@ def messages_of(runs: Sequence[Conversation]) -> int:
     return max(1, int(np.median([max(each.values(), default=0) for each in counts])))
 
 
-def _places(run: Conversation) -> Iterator[tuple[tuple[str, int], bytes]]:
+def _places(run: RunTraffic) -> Iterator[tuple[tuple[str, int], bytes]]:
     count = Counter[str]()
     for each in run.messages:
         yield (each.place, count[each.place]), each.digest
@@ -61,7 +61,7 @@ class Power:
     has Gaussian noise, for which it is all the same how many messages there are.
     """
 
-    def __init__(self, claim: float, delta: float, messages: int, levels: Levels) -> None:
+    def __init__(self, claim: float, delta: float, messages: int, levels: AlphaAllocation) -> None:
         """Of audits of this claim.
 
         Args:
@@ -85,7 +85,7 @@ class Power:
         shift = factor * self._claim / self._messages
         return np.asarray((np.abs(self._noise + shift) - np.abs(self._noise)).sum(axis=1))
 
-    def finds(self, factor: float, runs: int) -> bool:
+    def can_detect(self, factor: float, runs: int) -> bool:
         """Whether the best guesser shows, nine times in ten, more than the claim of such noise; runs of both worlds."""
         return self.shown(factor, runs) > self._claim
 
@@ -98,19 +98,19 @@ class Power:
             guessed = sizes >= least
             made = int(guesses * guessed.mean())
             right = int(stats.binom.ppf(1.0 - _POWER, made, float((losses[guessed] > 0.0).mean()))) if made else 0
-            best = max(best, epsilon_lower_bound(right, made, self._level, self._delta, guesses))
+            best = max(best, compute_epsilon_lower_bound(right, made, self._level, self._delta, guesses))
         return best
 
     def least(self, runs: int) -> float:
         """The smallest factor that is found; infinite: none up to 1,000 is."""
         factors = np.geomspace(1.02, 1000.0, 200).tolist()
-        found = bisect_left(factors, True, key=lambda factor: self.finds(factor, runs))
+        found = bisect_left(factors, True, key=lambda factor: self.can_detect(factor, runs))
         return factors[found] if found < len(factors) else math.inf
 
-    def runs_for(self, factor: float) -> float:
+    def find_needed_runs(self, factor: float) -> float:
         """Runs of each world with which such a factor is found, to a tenth; infinite: more than anybody makes."""
         runs = 16.0
-        while not self.finds(factor, 2 * int(runs)):
+        while not self.can_detect(factor, 2 * int(runs)):
             runs *= 1.1
             if runs > _MOST_RUNS:
                 return math.inf
@@ -127,7 +127,7 @@ class Power:
             yield Reach("classifiers", factor, f"a service with {part} (by the best of guessers)")
         guesses = tested(runs)
         for right in range(1, guesses + 1):
-            if epsilon_lower_bound(right, right, self._level, self._delta, guesses) > self._claim:
+            if compute_epsilon_lower_bound(right, right, self._level, self._delta, guesses) > self._claim:
                 # So many right guesses, nine times in ten, of runs of world 1 that have the mark.
                 share = float(stats.beta.ppf(_POWER, right, guesses - right + 1)) * 2.0
                 if share < 1.0:
@@ -141,7 +141,7 @@ def _gaussian_shift(epsilon: float, delta: float) -> float:
     return float(optimize.brentq(lambda shift: _gaussian_delta(shift, epsilon) - delta, 1e-9, 1e3 + 10.0 * epsilon))
 
 
-def gaussian_epsilon(shift: float, delta: float) -> float:
+def compute_gaussian_epsilon(shift: float, delta: float) -> float:
     """Epsilon at a delta of Gaussian noise whose worlds are so many standard deviations apart; infinite at delta 0."""
     if shift == 0.0 or _gaussian_delta(shift, 0.0) <= delta:
         return 0.0
@@ -156,7 +156,7 @@ def _gaussian_delta(shift: float, epsilon: float) -> float:
     return float(special.ndtr(shift / 2.0 - epsilon / shift)) - math.exp(min(epsilon + far, 700.0))
 
 
-def of_noise(numbers: int, levels: Levels) -> tuple[Reach, bool]:
+def of_noise(numbers: int, levels: AlphaAllocation) -> tuple[Reach, bool]:
     """The smallest error of the scale of claimed noise that is found in so many numbers, and whether half of the noise is."""
     level = levels.of("conformance", "marginal", _MAIN) / 2.0
     error = float(stats.norm.isf(level) + stats.norm.isf(1.0 - _POWER)) / math.sqrt(numbers)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.foreign.views import message_names
-from sottovoce_core.auditing.views import Conversation, Overheard, decoded
-from sottovoce_core.optional import import_extra
-from sottovoce_core.running.transcript import Recent
+from sottovoce_core.auditing.foreign.views import name_messages
+from sottovoce_core.auditing.views import RunTraffic, Overheard, decoded
+from sottovoce_core.optional import import_optional
+from sottovoce_core.running.transcript import BoundedDict
 
 # ---- resolution ------------------------------------------------------------------------------------------------------
 
@@ -118,13 +118,13 @@ def _divides(step: float, gaps: FloatArray, finest: float) -> BoolArray:
 
 # ---- repeats ---------------------------------------------------------------------------------------------------------
 
-_CHANCE = 1e-6
+_MAX_P_VALUE = 1e-6
 """Coincidences less likely than this are reported."""
 
 _LEAST = 16
 """Of fewer numbers, or of messages with fewer bytes, nothing is concluded."""
 
-_OFTEN = 8
+_MAX_CONSTANT_COUNT = 8
 """What both worlds say more often than this is a constant of the protocol, and no noise."""
 
 _ALONE = 24
@@ -135,7 +135,7 @@ _ALWAYS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Anomaly:
     """Something that no correct mechanism does.
 
     Attributes:
@@ -154,12 +154,12 @@ class Sign:
         return f"{self.text} ({self.where})"
 
 
-def signs(runs: Sequence[Conversation]) -> tuple[Sign, ...]:
+def signs(runs: Sequence[RunTraffic]) -> tuple[Anomaly, ...]:
     """All of them."""
     return (*_constant(runs), *_numbers_again(runs), *_bytes_again(runs), *_equivocations(runs))
 
 
-def _constant(runs: Sequence[Conversation]) -> list[Sign]:
+def _constant(runs: Sequence[RunTraffic]) -> list[Anomaly]:
     """Numbers that are the same in all runs of a world, and others in the other one: without noise, or always with the same."""
     worlds = np.array([run.world for run in runs])
     if min(np.count_nonzero(worlds == world) for world in (0, 1)) < _ALWAYS:
@@ -170,17 +170,17 @@ def _constant(runs: Sequence[Conversation]) -> list[Sign]:
         same = (first == first[:1]).all(axis=0) & (second == second[:1]).all(axis=0) & (first[0] != second[0])
         if same.any():
             t, number = (int(axis[0]) for axis in np.nonzero(same))
-            place = f"number {number} of {field}, {message_names(runs)[field][t]}"
+            place = f"number {number} of {field}, {name_messages(runs)[field][t]}"
             more = int(same.sum()) - 1
             also = f", as {more:,} more of {field} {'are' if more > 1 else 'is'}" if more else ""
             text = f"{place} is the same in all runs of a world, without noise or always with the same{also}"
             where = f"{first[0, t, number]:.6g} in world 0, {second[0, t, number]:.6g} in world 1"
-            found.append(Sign("said again", text, len(runs) * (more + 1), where))
+            found.append(Anomaly("said again", text, len(runs) * (more + 1), where))
     return found
 
 
-def _numbers_again(runs: Sequence[Conversation]) -> list[Sign]:
-    poisson = import_extra("scipy.stats", "scipy", "an audit").poisson
+def _numbers_again(runs: Sequence[RunTraffic]) -> list[Anomaly]:
+    poisson = import_optional("scipy.stats", "scipy", "an audit").poisson
     worlds = np.array([run.world for run in runs])
     found = []
     for field, values in decoded(runs).items():
@@ -190,11 +190,11 @@ def _numbers_again(runs: Sequence[Conversation]) -> list[Sign]:
         said = values[place]
         distinct, counts = np.unique(said, return_counts=True)
         ties = len(said) - len(distinct)
-        if len(said) < _LEAST or not ties or poisson.sf(ties - 1, _by_chance(distinct, counts)) >= _CHANCE:
+        if len(said) < _LEAST or not ties or poisson.sf(ties - 1, _by_chance(distinct, counts)) >= _MAX_P_VALUE:
             continue
         first, again = (tuple(int(axis[k]) for axis in place) for k in _pair(said))
         where = f"{_position(runs, first)} and {_position(runs, again)}"
-        found.append(Sign("said again", f"{ties:,} of {len(said):,} numbers of {field} are repeated", ties, where))
+        found.append(Anomaly("said again", f"{ties:,} of {len(said):,} numbers of {field} are repeated", ties, where))
     return found
 
 
@@ -202,7 +202,7 @@ def _noisy(said: FloatArray, worlds: IntArray) -> BoolArray:
     """Which numbers may be noise: not the ends, to which numbers are cut off, and no constant that both worlds say often."""
     _, inverse = np.unique(said, return_inverse=True)
     counts = [np.bincount(inverse[worlds == world], minlength=int(inverse.max(initial=-1)) + 1) for world in (0, 1)]
-    constant = (counts[0] > 0) & (counts[1] > 0) & (counts[0] + counts[1] > _OFTEN)
+    constant = (counts[0] > 0) & (counts[1] > 0) & (counts[0] + counts[1] > _MAX_CONSTANT_COUNT)
     noisy: BoolArray = ~constant[inverse]
     if len(said):
         noisy &= (said != said.min()) & (said != said.max())
@@ -234,14 +234,14 @@ def _pair(said: FloatArray) -> tuple[int, int]:
     raise AssertionError("there is one")
 
 
-def _position(runs: Sequence[Conversation], place: tuple[int, ...]) -> str:
+def _position(runs: Sequence[RunTraffic], place: tuple[int, ...]) -> str:
     run, message, number = place
     return f"{runs[run].name}, message {message}, number {number}"
 
 
-def _bytes_again(runs: Sequence[Conversation]) -> list[Sign]:
+def _bytes_again(runs: Sequence[RunTraffic]) -> list[Anomaly]:
     """Whole messages, where nobody decoded them and most differ."""
-    places: dict[str, list[tuple[Conversation, int, Overheard]]] = defaultdict(list)
+    places: dict[str, list[tuple[RunTraffic, int, Overheard]]] = defaultdict(list)
     for run in runs:
         count = Counter[str]()
         for each in run.messages:
@@ -261,11 +261,11 @@ def _bytes_again(runs: Sequence[Conversation]) -> list[Sign]:
             known.setdefault(each.digest, where)
         if repeated and (2 * len(known) > len(varied) or _of_one_world(varied)):
             text = f"{len(repeated):,} of {len(varied):,} messages of {place} are said again, byte for byte"
-            found.append(Sign("said again", text, len(repeated), repeated[0]))
+            found.append(Anomaly("said again", text, len(repeated), repeated[0]))
     return found
 
 
-def _of_one_world(said: Sequence[tuple[Conversation, int, Overheard]]) -> bool:
+def _of_one_world(said: Sequence[tuple[RunTraffic, int, Overheard]]) -> bool:
     """Whether some message is said so often, and in one world alone, that no coin does that."""
     places = {(each.digest, run.world, run.name) for run, _, each in said}
     runs = Counter((message, world) for message, world, _ in places)
@@ -273,17 +273,17 @@ def _of_one_world(said: Sequence[tuple[Conversation, int, Overheard]]) -> bool:
 
 
 def _varied(
-    said: Sequence[tuple[Conversation, int, Overheard]], runs: int
-) -> list[tuple[Conversation, int, Overheard]]:
+    said: Sequence[tuple[RunTraffic, int, Overheard]], runs: int
+) -> list[tuple[RunTraffic, int, Overheard]]:
     """Messages long enough to be no coincidence, without those that are the same in all runs."""
     counts = Counter((k, each.digest) for _, k, each in said)
     return [(run, k, each) for run, k, each in said if each.size >= _LEAST and counts[k, each.digest] < runs]
 
 
-def _equivocations(runs: Sequence[Conversation]) -> list[Sign]:
+def _equivocations(runs: Sequence[RunTraffic]) -> list[Anomaly]:
     found = []
     for run in runs:
-        versions = Recent[tuple[object, ...], bytes]()
+        versions = BoundedDict[tuple[object, ...], bytes]()
         for each in run.messages:
             if each.decoded is None or each.decoded.round is None:
                 continue
@@ -296,4 +296,4 @@ def _equivocations(runs: Sequence[Conversation]) -> list[Sign]:
     sender = "" if each.decoded is None or each.decoded.sender is None else f"{each.decoded.sender} says "
     t = None if each.decoded is None else each.decoded.round
     text = f"{sender or 'one sender says '}different things in one round, {len(found):,} times"
-    return [Sign("equivocation", text, len(found), f"{run.name}, {each.place}, round {t}")]
+    return [Anomaly("equivocation", text, len(found), f"{run.name}, {each.place}, round {t}")]

@@ -22,23 +22,23 @@ import numpy as np
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Bound
 from sottovoce_core.auditing.views import (
-    CHANNEL,
+    CHANNEL_VIEWS,
     COLUMNS,
-    REPEATED,
-    Conversation,
+    MAX_ITEMS_PER_KIND,
+    RunTraffic,
     Overheard,
     decoded,
     sources,
-    thing_at,
+    locate_column,
 )
-from sottovoce_core.optional import import_extra
+from sottovoce_core.optional import import_optional
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
-_ASKED, _ANSWERED = 32, 64
+_ASKED, _MAX_ANSWER_NUMBERS = 32, 64
 """Of a request and of an answer, so many numbers are looked at."""
 
-_DEGREE, _TERMS, _ROWS_A_TERM = 4, 500, 5
+_MAX_DEGREE, _MAX_TERMS, _MIN_ROWS_PER_TERM = 4, 500, 5
 """Polynomials of the request: their degree and their number of terms at most, and how many answers each term needs at least."""
 
 _NUMBERS = 2**24
@@ -64,7 +64,7 @@ class _Answers:
     names: tuple[str, ...]
 
 
-def answer_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, tuple[FloatArray, tuple[str, ...]]]:
+def build_answer_views(runs: Sequence[RunTraffic], learnt: IntArray) -> dict[str, tuple[FloatArray, tuple[str, ...]]]:
     """A view for each method whose requests and answers are decoded and vary: finite numbers `(runs, features)`, and their names.
 
     Args:
@@ -79,12 +79,12 @@ def answer_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, tu
         (asked, _), (answered, kept) = (_varying(part, own) for part in (answers.asked, answers.answered))
         if asked.shape[1] and answered.shape[1]:
             names = tuple(name for name, here in zip(answers.names, kept.tolist(), strict=True) if here)
-            varying = _Answers(answers.run, asked[:, :_ASKED], answered[:, :_ANSWERED], names[:_ANSWERED])
+            varying = _Answers(answers.run, asked[:, :_ASKED], answered[:, :_MAX_ANSWER_NUMBERS], names[:_MAX_ANSWER_NUMBERS])
             found[f"answers of {method} beside their requests"] = _view(varying, learnt, len(runs))
     return found
 
 
-def _pairs(runs: Sequence[Conversation]) -> dict[str, _Answers]:
+def _pairs(runs: Sequence[RunTraffic]) -> dict[str, _Answers]:
     """Answers by method, each beside the last request of its stream; of a method those of the commonest lengths."""
     rows: dict[str, list[tuple[int, FloatArray, FloatArray]]] = defaultdict(list)
     names: dict[tuple[str, int], tuple[str, ...]] = {}
@@ -92,7 +92,7 @@ def _pairs(runs: Sequence[Conversation]) -> dict[str, _Answers]:
         count = Counter[str]()
         for request, answer in _asked(run):
             count[answer.method] += 1
-            if count[answer.method] <= REPEATED:
+            if count[answer.method] <= MAX_ITEMS_PER_KIND:
                 rows[answer.method].append((k, _numbers(request), _numbers(answer)))
                 names.setdefault((answer.method, len(rows[answer.method][-1][2])), _names(answer))
     found = {}
@@ -105,7 +105,7 @@ def _pairs(runs: Sequence[Conversation]) -> dict[str, _Answers]:
     return found
 
 
-def _asked(run: Conversation) -> Iterator[tuple[Overheard, Overheard]]:
+def _asked(run: RunTraffic) -> Iterator[tuple[Overheard, Overheard]]:
     """Every decoded answer, and the request before it."""
     last: dict[int, Overheard] = {}
     for each in run.messages:
@@ -166,8 +166,8 @@ def _left(answers: _Answers, learnt: IntArray) -> FloatArray:
 def _terms(asked: FloatArray, rows: int) -> FloatArray:
     """Polynomials of as high a degree as so many rows can tell."""
     numbers = asked.shape[1]
-    most = min(_TERMS, rows // _ROWS_A_TERM, _NUMBERS // len(asked))
-    degree = max([n for n in range(1, _DEGREE + 1) if math.comb(numbers + n, n) <= most], default=1)
+    most = min(_MAX_TERMS, rows // _MIN_ROWS_PER_TERM, _NUMBERS // len(asked))
+    degree = max([n for n in range(1, _MAX_DEGREE + 1) if math.comb(numbers + n, n) <= most], default=1)
     columns = [np.ones(len(asked))]
     for n in range(1, degree + 1):
         columns += [
@@ -226,7 +226,7 @@ class Leak:
 
 
 def leaks(
-    runs: Sequence[Conversation],
+    runs: Sequence[RunTraffic],
     seen: Mapping[str, FloatArray],
     worlds: IntArray,
     bounds: Sequence[Bound],
@@ -255,7 +255,7 @@ def _telling(view: FloatArray, worlds: IntArray) -> list[tuple[int, float]]:
     """Columns that clearly differ, the clearest first, and their AUC."""
     ones = int(worlds.sum())
     zeros = len(worlds) - ones
-    rankdata = import_extra("scipy.stats", "scipy", "an audit").rankdata
+    rankdata = import_optional("scipy.stats", "scipy", "an audit").rankdata
     ranks = rankdata(view, axis=0)
     aucs = (ranks[worlds == 1].sum(axis=0) - ones * (ones + 1) / 2.0) / (ones * zeros)
     # Of the ranks as they are: where most are equal, an AUC near 1/2 says as much as another one far from it.
@@ -268,22 +268,22 @@ def _telling(view: FloatArray, worlds: IntArray) -> list[tuple[int, float]]:
 class _Naming:
     """Names of the columns of all views."""
 
-    def __init__(self, runs: Sequence[Conversation], answers: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, runs: Sequence[RunTraffic], answers: Mapping[str, Sequence[str]]) -> None:
         self._runs, self._columns = runs, dict(answers)
 
     def name(self, view: str, column: int) -> str:
         """What a column is, in words."""
-        if view in CHANNEL:
-            return _thing(view, *thing_at(self._runs, view, column))
+        if view in CHANNEL_VIEWS:
+            return _thing(view, *locate_column(self._runs, view, column))
         if view not in self._columns:
             self._columns[view] = _columns_of(self._runs, view)
         columns = self._columns[view]
         return columns[column] if columns else view
 
 
-def _columns_of(runs: Sequence[Conversation], view: str) -> list[str]:
+def _columns_of(runs: Sequence[RunTraffic], view: str) -> list[str]:
     """Names of the columns of a view of decoded numbers, in the order in which the view has them; none: it is another view."""
-    numbers, messages = {}, message_names(runs)
+    numbers, messages = {}, name_messages(runs)
     for field, values in decoded(runs).items():
         places = range(values.shape[2])
         numbers[field] = [[f"number {k} of {field}, {name}" for k in places] for name in messages[field]]
@@ -316,7 +316,7 @@ _OF_FIELDS = ("values", "low bits", "repeats", "lengths", "mean spread", "spread
 """Views of a decoded field."""
 
 
-def message_names(runs: Sequence[Conversation]) -> dict[str, tuple[str, ...]]:
+def name_messages(runs: Sequence[RunTraffic]) -> dict[str, tuple[str, ...]]:
     """Of every decoded field, `message 3 (round 3, from clinic)`: round and sender where all runs have the same ones."""
     found = {}
     for field, messages in sources(runs).items():

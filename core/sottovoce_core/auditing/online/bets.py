@@ -21,12 +21,12 @@ import numpy as np
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.online.seen import CHANCE, LAGS, NEAR, SHIFTS, Seen
+from sottovoce_core.auditing.online.seen import KEY_MATCH_PROBABILITY, LAGS, NEAR, SHIFTS, RoundObservation
 
 # ---- e-values --------------------------------------------------------------------------------------------------------
 
 
-def mixture(e_values: FloatArray, weights: FloatArray | None = None) -> FloatArray:
+def mix_e_values(e_values: FloatArray, weights: FloatArray | None = None) -> FloatArray:
     """Logarithm of the weighted mean of e-values: an e-value again, whatever their dependence.
 
     Args:
@@ -69,7 +69,7 @@ class _Bet(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         """What a round adds, `(learners, width)`."""
 
     @abstractmethod
@@ -113,7 +113,7 @@ class _Scale(_Bet):
     name = "scale"
     shape = 20.0
 
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         return np.stack([seen.sizes.sum(axis=1), seen.known.sum(axis=1)], axis=-1)
 
     def e(self, sums: FloatArray) -> FloatArray:
@@ -135,7 +135,7 @@ class _Histogram(_Bet):
     name = "histogram"
     cells = 16
 
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         below = np.where(seen.signs > 0, 1.0 - 0.5 * seen.tail, 0.5 * seen.tail)
         cell = np.minimum((below * self.cells).astype(np.int64), self.cells - 1)
         return _counts(len(cell), self.cells, cell, seen.known)
@@ -144,7 +144,7 @@ class _Histogram(_Bet):
         half = self.cells // 2
         folded = sums[..., half:] + sums[..., half - 1 :: -1]
         both = [_krichevsky_trofimov(each, np.full(each.shape[-1], 1.0 / each.shape[-1])) for each in (sums, folded)]
-        return mixture(np.stack(both, axis=-1))
+        return mix_e_values(np.stack(both, axis=-1))
 
 
 class _LowBits(_Bet):
@@ -161,7 +161,7 @@ class _LowBits(_Bet):
     even = 34
     """So many low bits are evenly spread, to 1e-8 (`(2^even h)^4/720`, h = 2^-40)."""
 
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         rows, lost = len(seen.lost), np.minimum(seen.lost, self.even).astype(np.int64)[:, None]
         whole = np.stack([seen.steps, seen.said], axis=1) >> lost  # learners, 2, numbers
         first = 4 * np.arange(self.nibbles)
@@ -186,7 +186,7 @@ class _LowBits(_Bet):
             _krichevsky_trofimov(zeros, self.law),
             _too_many(sums[..., -4:-2], sums[..., -2:]),
         )
-        return mixture(np.stack([mixture(e) for e in each], axis=-1))
+        return mix_e_values(np.stack([mix_e_values(e) for e in each], axis=-1))
 
 
 # ---- whether a number is new -----------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class _Repeats(_Bet):
 
     name = "repeats"
 
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         heard, summed = seen.heard, seen.summed
         return np.stack(
             [seen.twice, seen.exact, heard.again, heard.known, heard.expected, summed.before, summed.expected], axis=-1
@@ -215,8 +215,8 @@ class _Repeats(_Bet):
     def e(self, sums: FloatArray) -> FloatArray:
         twice, exact, again, known, expected, summed, by_chance = np.moveaxis(sums, -1, 0)
         near = _hits(twice, exact, (1 + 2 * LAGS) * NEAR)
-        heard = _hits(again, known, CHANCE), _too_many(known, expected)
-        return mixture(np.stack([near, *heard, _too_many(summed, by_chance)], axis=-1))
+        heard = _hits(again, known, KEY_MATCH_PROBABILITY), _too_many(known, expected)
+        return mix_e_values(np.stack([near, *heard, _too_many(summed, by_chance)], axis=-1))
 
 
 class _Shared(_Bet):
@@ -224,16 +224,16 @@ class _Shared(_Bet):
 
     name = "copies"
 
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         heard, summed = seen.heard, seen.summed
         return np.stack(
-            [heard.again_now, heard.known_now, seen.cancelled, seen.exact, summed.now, summed.expected_now], axis=-1
+            [heard.same_round_followed_counts, heard.same_round_repeat_counts, seen.cancelled, seen.exact, summed.now, summed.expected_same_round_counts], axis=-1
         ).astype(np.float64)
 
     def e(self, sums: FloatArray) -> FloatArray:
         again, known, cancelled, exact, summed, by_chance = np.moveaxis(sums, -1, 0)
-        either = _hits(again, known, CHANCE), _hits(cancelled, exact, NEAR)
-        return mixture(np.stack([*either, _too_many(summed, by_chance)], axis=-1))
+        either = _hits(again, known, KEY_MATCH_PROBABILITY), _hits(cancelled, exact, NEAR)
+        return mix_e_values(np.stack([*either, _too_many(summed, by_chance)], axis=-1))
 
 
 # ---- dependence ------------------------------------------------------------------------------------------------------
@@ -266,15 +266,15 @@ class _Dependence(_Bet):
     """Of the stake on signs, and on sizes."""
 
     @abstractmethod
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         """S and V of signs, S and V of sizes: each `(learners, X)`, one after another."""
 
     def e(self, sums: FloatArray) -> FloatArray:
         s, v, size, spread = np.split(sums, 4, axis=-1)
         signs = [_on_signs(s, v, variance) for variance in self.variances]
         sizes = [_on_sizes(size, spread, rate) for rate in self.rates]
-        both = [mixture(np.concatenate(each, axis=-1)) for each in (signs, sizes)]
-        return mixture(np.stack(both, axis=-1), np.array(self.shares))
+        both = [mix_e_values(np.concatenate(each, axis=-1)) for each in (signs, sizes)]
+        return mix_e_values(np.stack(both, axis=-1), np.array(self.shares))
 
 
 class _Lag(_Dependence):
@@ -282,7 +282,7 @@ class _Lag(_Dependence):
 
     name = "lag"
 
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         found = (seen.now @ seen.before.swapaxes(1, 2)).swapaxes(0, 1)
         return found.reshape(len(found), 4, LAGS, -1)[:, :, seen.order].reshape(len(found), -1)
 
@@ -293,12 +293,12 @@ class _FarLag(_Bet):
     name = "lag"
     variance = 0.03
 
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         return np.concatenate([seen.signs @ seen.far.T, np.abs(seen.signs) @ (seen.far**2).T], axis=1)
 
     def e(self, sums: FloatArray) -> FloatArray:
         s, v = np.split(sums, 2, axis=-1)
-        return mixture(_on_signs(s, v, self.variance))
+        return mix_e_values(_on_signs(s, v, self.variance))
 
 
 class _OwnLag(_Dependence):
@@ -306,7 +306,7 @@ class _OwnLag(_Dependence):
 
     name = "lag"
 
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         before = seen.before.reshape(4, LAGS, len(SHIFTS), *seen.known.shape)
         found: FloatArray = np.einsum("klsid,kid->ikls", before, seen.now)[:, :, seen.order]
         return found.reshape(len(found), -1)
@@ -317,7 +317,7 @@ class _Past(_Dependence):
 
     name = "past"
 
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         found = (seen.past @ seen.now[..., None])[..., 0].swapaxes(0, 1)
         return found.reshape(len(found), -1)
 
@@ -327,7 +327,7 @@ class _Copies(_Dependence):
 
     name = "copies"
 
-    def sums(self, seen: Seen) -> FloatArray:
+    def sums(self, seen: RoundObservation) -> FloatArray:
         found = (seen.now @ seen.beside.swapaxes(1, 2)).swapaxes(0, 1)
         earlier = np.tile(np.tri(len(found), k=-1), len(SHIFTS))
         return (found * earlier[:, None]).reshape(len(found), -1)
@@ -362,7 +362,7 @@ _SHARED: tuple[tuple[_Bet, float], ...] = ((_Copies(), 0.25), (_Shared(), 0.1))
 """Bets on every learner beside those before it in the same round: the mean over learners; shares as in `_POOLED`."""
 
 
-class Stakes:
+class EProcesses:
     """The sums of all bets, and their e-values now: of all learners together, and of every learner.
 
     Args:
@@ -384,7 +384,7 @@ class Stakes:
         self.e, self.change = np.zeros((2, 1 + learners))
         self.tests = self.changed = ("scale",) * (1 + learners)
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: RoundObservation) -> None:
         """A round more."""
         self._begin_blocks()
         for bet in self._bets:
@@ -394,11 +394,11 @@ class Stakes:
         self._rounds += 1
         own = [bet.e(self._sums[type(bet)]) for bet, _ in _OWN]
         pooled = [bet.e(self._sums[type(bet)].sum(axis=1)) for bet, _ in _POOLED]
-        shared = [mixture(bet.e(self._sums[type(bet)])) for bet, _ in _SHARED]
+        shared = [mix_e_values(bet.e(self._sums[type(bet)])) for bet, _ in _SHARED]
         on_all, on_each = np.stack([*pooled, *shared], axis=-1), np.stack(own, axis=-1)
-        together, apart = mixture(on_all, _shares(*_POOLED, *_SHARED)), mixture(on_each, _shares(*_OWN))
+        together, apart = mix_e_values(on_all, _shares(*_POOLED, *_SHARED)), mix_e_values(on_each, _shares(*_OWN))
         self._now = np.concatenate([together[:, None], apart], axis=1)
-        self.e, self.change = self._now[0], mixture(_detected(self._before, self._now[1:]).T)
+        self.e, self.change = self._now[0], mix_e_values(_detected(self._before, self._now[1:]).T)
         self.tests = self._strongest(on_all[0], on_each[0])
         self.changed = self._strongest(on_all[1:].max(axis=0), on_each[1:].max(axis=0))
 

@@ -28,7 +28,7 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.bounds import threshold
 from sottovoce_core.auditing.online.watch import Alarm
-from sottovoce_core.auditing.swaps import as_placed, mirrored
+from sottovoce_core.auditing.swaps import add_intercept, mirrored
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
@@ -36,8 +36,8 @@ from sottovoce_core.running.replay import Replay
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import simulate
 
-_LONGEST_WINDOW = 16
-_REHEARSED = 2000
+_MAX_WINDOW_ROUNDS = 16
+_MIN_REHEARSAL_COINS = 2000
 """Coins in simulated runs, at least, from which tau is found."""
 
 
@@ -81,7 +81,7 @@ class Canaries:
         record[k % n_features] = -self.size if coin else self.size
         return record
 
-    def in_data(self, data: PlacedData) -> PlacedData:
+    def insert_into(self, data: PlacedData) -> PlacedData:
         """All records, with the canaries in their places."""
         by_learner: dict[int, list[int]] = {}
         for k, place in enumerate(self.places):
@@ -115,7 +115,7 @@ def draw(run: Run, data: PlacedData, count: int, generator: np.random.Generator)
         SpecError: a canary would not be one event, nothing finite is promised, or there are not so many places; the run does not
             wait for late neighbours, or its schema allows one record only.
     """
-    run.require_waiting("guessing canaries")
+    run.require_synchronous_rounds("guessing canaries")
     _require_events(run, data)
     window = _window(run, data, count)
     free = _free(run, data, window)
@@ -146,7 +146,7 @@ def _require_events(run: Run, data: PlacedData) -> None:
 
 def _window(run: Run, data: PlacedData, count: int) -> int:
     """The longest one that leaves enough places."""
-    for window in range(min(_LONGEST_WINDOW, run.spec.rounds - 1), 1, -1):
+    for window in range(min(_MAX_WINDOW_ROUNDS, run.spec.rounds - 1), 1, -1):
         if len(_free(run, data, window)) >= count:
             return window
     return 1
@@ -178,7 +178,7 @@ def _pair(run: Run) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """Two records that a schema allows, far from each other; None: there is no schema."""
     if (schema := run.spec.data.schema) is None:
         return None
-    first = as_placed(run, schema.extreme())
+    first = add_intercept(run, schema.make_max_norm_record())
     if (first == (second := mirrored(first, schema))).all():
         raise SpecError("canaries are two different records, and data.schema allows one only")
     return tuple(first.tolist()), tuple(second.tolist())
@@ -186,12 +186,12 @@ def _pair(run: Run) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
 
 def _rehearsed(run: Run, data: PlacedData, canaries: Canaries, seed: int) -> float:
     """Tau: from which loss on guesses give the largest bound, if all is as claimed."""
-    replicas = -(-_REHEARSED // len(canaries.places))
-    known = canaries.in_data(data)
+    replicas = -(-_MIN_REHEARSAL_COINS // len(canaries.places))
+    known = canaries.insert_into(data)
     scorer, strengths = _Scorer(run, known, canaries, replicas), []
     last = canaries.places[-1].round + canaries.window + 1
     for step in islice(simulate(run, known, SeededNoise(seed), replicas), last):
-        strengths += [np.abs(loss) for _, loss in scorer.take(step.t, step.by_sender())]
+        strengths += [np.abs(loss) for _, loss in scorer.take(step.t, step.split_by_sender())]
     known_strengths, guesses = np.nan_to_num(np.concatenate(strengths)), len(canaries.places)
     tau = threshold(known_strengths, guesses, 0.05)
     while tau > known_strengths.max() * (1.0 - 1e-6) and guesses < 2**20:  # so few coins show nothing: as if of more
@@ -287,7 +287,7 @@ class EpsilonBound:
 
     def __init__(self, epsilons: FloatArray | None = None) -> None:
         self.epsilons = np.linspace(0.0, 10.0, 1001) if epsilons is None else epsilons
-        self.log_stakes: FloatArray = np.zeros(len(self.epsilons))
+        self.log_e_values: FloatArray = np.zeros(len(self.epsilons))
         """`(claims,)` e-values now."""
         self._highest: FloatArray = np.zeros(len(self.epsilons))
         self._right, self._count = 0.0, 0
@@ -303,8 +303,8 @@ class EpsilonBound:
         lost = special.log_expit(-odds) - special.log_expit(-epsilons)  # where 1 - p is too small for float64, too
         stakes = np.cumsum(np.where(right > 0, gained, lost), axis=1)
         if len(right):
-            self._highest = np.maximum(self._highest, self.log_stakes + stakes.max(axis=1))
-            self.log_stakes = self.log_stakes + stakes[:, -1]
+            self._highest = np.maximum(self._highest, self.log_e_values + stakes.max(axis=1))
+            self.log_e_values = self.log_e_values + stakes[:, -1]
         self._right, self._count = self._right + float(right.sum()), self._count + len(right)
 
     def lower(self, alpha: float) -> float:
@@ -328,7 +328,7 @@ class CanaryTest:
 
     def __init__(self, run: Run, data: PlacedData, canaries: Canaries, alpha: float) -> None:
         self.canaries = canaries
-        self.scored = self.guessed = self.right = 0
+        self.scored_count = self.guessed = self.right = 0
         self._alpha, self._alarmed = alpha, False
         self._scorer = _Scorer(run, data, canaries)
         self._claim, self._bound = EpsilonBound(np.array([canaries.claim])), EpsilonBound()
@@ -336,7 +336,7 @@ class CanaryTest:
     @property
     def e(self) -> float:
         """Logarithm of the e-value of the claim."""
-        return float(self._claim.log_stakes[0])
+        return float(self._claim.log_e_values[0])
 
     @property
     def bound(self) -> float:
@@ -355,7 +355,7 @@ class CanaryTest:
         return alarms
 
     def _guess(self, k: int, loss: float) -> None:
-        self.scored += 1
+        self.scored_count += 1
         if math.isnan(loss) or loss == 0.0 or abs(loss) < self.canaries.tau:
             return
         right = (loss < 0.0) == bool(self.canaries.coins[k])

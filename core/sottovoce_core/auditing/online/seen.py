@@ -6,7 +6,7 @@ learner had when it drew, and of the same round the noise of learners that come 
 The table of keys has a constant size, and may be kept from run to run. A key is a number of noise, rounded so that a replay's
 slip hardly ever moves it. The numbers of a learner, message after message, are one stream, and the table keeps for a key which
 one came after it. If a key is heard again, up to its sign, what comes next should still be new: the table's guess is right with
-probability below `CHANCE`.
+probability below `KEY_MATCH_PROBABILITY`.
 
 A sum is of noise at the same coordinate, of the last rounds or of the same one. Of all sums and differences of one number or
 two none is kept: a table has the numbers, and a number that is looked up is one of them if something in the table is what is
@@ -22,16 +22,16 @@ import numpy as np
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.conformance.block import FARTHEST
+from sottovoce_core.auditing.conformance.block import MAX_NORMAL_SCORE
 from sottovoce_core.auditing.conformance.residuals import ALL, ByteArray, Residuals
-from sottovoce_core.noise import GRID_BITS
+from sottovoce_core.noise import LATTICE_BITS
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 _WINDOW_BITS = 6
 """A key is 64 lattice points wide: of equal numbers, one slip of a lattice point parts less than one in sixteen."""
 
-CHANCE = (2.0**_WINDOW_BITS + 1.0) * 2.0 ** -(GRID_BITS + 1)
+KEY_MATCH_PROBABILITY = (2.0**_WINDOW_BITS + 1.0) * 2.0 ** -(LATTICE_BITS + 1)
 """Of any given key, at most: so many points, each with a probability of at most half the finest spacing."""
 
 SIZE = 2**20 - 3
@@ -41,26 +41,26 @@ SIZE = 2**20 - 3
 def _keys_of(values: FloatArray) -> IntArray:
     """The keys of standard Laplace numbers."""
     half = 1 << (_WINDOW_BITS - 1)
-    keys: IntArray = (np.rint(values * 2.0**GRID_BITS).astype(np.int64) + half) >> _WINDOW_BITS
+    keys: IntArray = (np.rint(values * 2.0**LATTICE_BITS).astype(np.int64) + half) >> _WINDOW_BITS
     return keys
 
 
 @dataclass(frozen=True, slots=True)
-class _Novelty:
+class _KeyRepeats:
     """How new the numbers of a round are, `(learners,)` each.
 
     Attributes:
         known: numbers that were heard before, up to their sign, and were followed by another.
         expected: how many of these are expected at most.
-        again: of those which followed, how many are as they were; by chance a share `CHANCE` of `known`.
-        known_now, again_now: the same for what another learner said in this very round. Who copied whom is not known.
+        again: of those which followed, how many are as they were; by chance a share `KEY_MATCH_PROBABILITY` of `known`.
+        same_round_repeat_counts, same_round_followed_counts: the same for what another learner said in this very round. Who copied whom is not known.
     """
 
     known: IntArray
     expected: FloatArray
     again: IntArray
-    known_now: IntArray
-    again_now: IntArray
+    same_round_repeat_counts: IntArray
+    same_round_followed_counts: IntArray
 
 
 class Keys:
@@ -96,7 +96,7 @@ class Keys:
         """The table is kept; the streams of learners begin anew."""
         self._last = {}
 
-    def hear(self, values: FloatArray, exact: BoolArray) -> _Novelty:
+    def hear(self, values: FloatArray, exact: BoolArray) -> _KeyRepeats:
         """Take the numbers of a round.
 
         Args:
@@ -108,17 +108,17 @@ class Keys:
         slots = before % SIZE
         known = self._keys[slots] == before
         again = known & (self._next[slots] == after)
-        chance = 2.0 * CHANCE * (self.kept + len(slots))  # those of this round may be said twice, too
-        found = _Novelty(
+        chance = 2.0 * KEY_MATCH_PROBABILITY * (self.kept + len(slots))  # those of this round may be said twice, too
+        found = _KeyRepeats(
             known=np.bincount(owner[known], minlength=n),
             expected=np.bincount(owner, minlength=n).astype(np.float64) * chance,
             again=np.bincount(owner[again], minlength=n),
-            known_now=np.zeros(n, dtype=np.int64),
-            again_now=np.zeros(n, dtype=np.int64),
+            same_round_repeat_counts=np.zeros(n, dtype=np.int64),
+            same_round_followed_counts=np.zeros(n, dtype=np.int64),
         )
         for i, j, same in _twice(before[~known], after[~known], owner[~known]):
-            (found.known if i == j else found.known_now)[i] += 1
-            (found.again if i == j else found.again_now)[i] += same
+            (found.known if i == j else found.same_round_repeat_counts)[i] += 1
+            (found.again if i == j else found.same_round_followed_counts)[i] += same
         self._keys[slots], self._next[slots] = before, after
         self.kept = min(self.kept + len(slots), SIZE)
         return found
@@ -159,19 +159,19 @@ _ROOM = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Summed:
+class _SumRepeats:
     """Numbers of a round that are 0, or one or two others, added or taken off, `(learners,)` each.
 
     Attributes:
         before: numbers that are so by noise of earlier rounds alone.
         expected: how many of these are expected at most.
-        now, expected_now: the same of those that need noise of learners before them in this round. Who follows whom is not known.
+        now, expected_same_round_counts: the same of those that need noise of learners before them in this round. Who follows whom is not known.
     """
 
     before: IntArray
     expected: FloatArray
     now: IntArray
-    expected_now: FloatArray
+    expected_same_round_counts: FloatArray
 
 
 class _Sums:
@@ -187,7 +187,7 @@ class _Sums:
         self._learners = learners
         self._kept = np.zeros((rounds * learners, numbers))  # the oldest first; 0 where none is known
 
-    def hear(self, values: FloatArray, scale: FloatArray, exact: BoolArray) -> _Summed:
+    def hear(self, values: FloatArray, scale: FloatArray, exact: BoolArray) -> _SumRepeats:
         """Take the numbers of a round.
 
         Args:
@@ -204,13 +204,13 @@ class _Sums:
         found = np.array([table.summed(first + i, first) for i in range(self._learners)]) & exact[:, None]
         earlier = np.count_nonzero(self._kept, axis=0)
         others: IntArray = np.cumsum(exact, axis=0) - exact
-        chance = np.where(exact, CHANCE * unit / scale, 0.0)
+        chance = np.where(exact, KEY_MATCH_PROBABILITY * unit / scale, 0.0)
         self._kept = np.concatenate([self._kept, noise])[self._learners :]
-        return _Summed(
+        return _SumRepeats(
             before=np.count_nonzero(found[:, 0], axis=1),
             expected=(chance * (1 + 2 * earlier) ** 2).sum(axis=1),
             now=np.count_nonzero(found[:, 1], axis=1),
-            expected_now=(chance * 2 * others * (1 + 2 * (earlier + others))).sum(axis=1),
+            expected_same_round_counts=(chance * 2 * others * (1 + 2 * (earlier + others))).sum(axis=1),
         )
 
 
@@ -245,7 +245,7 @@ class _Table:
 LAGS = 8
 """Rounds before that noise is compared with."""
 
-_FARTHEST_LAG = 64
+_MAX_LAG_ROUNDS = 64
 """Rounds before whose noise signs are compared with, at the same coordinate alone."""
 
 SHIFTS = (-1, 0, 1)
@@ -265,7 +265,7 @@ _EXACT = 2.0**-38
 _RESOLVED = 2.0**-12
 """Resolution, in scales, beyond which nothing is said of a number."""
 
-_OUTLIER = 5.0
+_MAX_RELATIVE_PAST = 5.0
 """No value of the past counts for more than so many times its root mean square."""
 
 
@@ -311,7 +311,7 @@ class RoundNoise:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RoundObservation:
     """A round; arrays `(learners, numbers)`, 0 where no noise is known.
 
     Attributes:
@@ -352,8 +352,8 @@ class Seen:
     twice: IntArray
     cancelled: IntArray
     exact: IntArray
-    heard: _Novelty
-    summed: _Summed
+    heard: _KeyRepeats
+    summed: _SumRepeats
 
 
 def _shifted(values: FloatArray) -> FloatArray:
@@ -381,7 +381,7 @@ class Memory:
     keys: Keys
     _at: int = 0
     _rounds: int = 0
-    _last: Seen | None = None
+    _last: RoundObservation | None = None
     _values: FloatArray = field(init=False)
     _before: FloatArray = field(init=False)
     _order: IntArray = field(init=False)
@@ -395,20 +395,20 @@ class Memory:
         self._before = np.zeros((4, rows, self.numbers))
         self._order = np.arange(LAGS)[::-1].copy()
         self._squares = np.zeros((self.learners, len(_PAST), 1))
-        self._far = np.zeros((_FARTHEST_LAG * self.learners, self.numbers))
+        self._far = np.zeros((_MAX_LAG_ROUNDS * self.learners, self.numbers))
         self._sums = _Sums(LAGS, self.learners, self.numbers)
         self.keys.begin_run()
 
-    def see(self, said: RoundNoise) -> Seen:
+    def see(self, said: RoundNoise) -> RoundObservation:
         """What there is to see of the next round, until the one after it (`before` and `far` are the memory itself)."""
         self._keep_last()
         known = np.isfinite(said.values)
         values = np.where(known, said.values, 0.0)
         sizes, signs = np.abs(values), np.sign(values)
         tail = np.exp(-sizes)
-        normal, past = np.minimum(-special.ndtri(0.5 * tail), FARTHEST) * signs, self._even_past(said.past)
+        normal, past = np.minimum(-special.ndtri(0.5 * tail), MAX_NORMAL_SCORE) * signs, self._even_past(said.past)
         exact = known & (said.resolution < _EXACT)
-        self._last = seen = Seen(
+        self._last = seen = RoundObservation(
             known=known.astype(np.float64),
             tail=tail,
             sizes=sizes,
@@ -456,7 +456,7 @@ class Memory:
         self._squares += np.mean(past**2, axis=-1, keepdims=True)
         self._rounds += 1
         size = np.sqrt(self._squares / self._rounds)
-        return np.clip(np.divide(past, size, out=np.zeros_like(past), where=size > 0.0), -_OUTLIER, _OUTLIER)
+        return np.clip(np.divide(past, size, out=np.zeros_like(past), where=size > 0.0), -_MAX_RELATIVE_PAST, _MAX_RELATIVE_PAST)
 
 
 def _cancelled(said: RoundNoise, exact: BoolArray) -> BoolArray:

@@ -1,9 +1,9 @@
 """The watch over a run while it goes on: is every learner's noise, round after round, what is claimed?
 
-Every round of every learner is replayed, its noise taken off (`residuals.noise_of`), and bet on (`bets.Stakes`). May be looked at
+Every round of every learner is replayed, its noise taken off (`residuals.noise_of`), and bet on (`bets.EProcesses`). May be looked at
 after every round. Of `alpha`, half is for either question; while all claims hold,
 
-1. *Was the noise ever wrong?* Every learner has an e-process, and all of them together have another one (`bets.Stakes`). Half the
+1. *Was the noise ever wrong?* Every learner has an e-process, and all of them together have another one (`bets.EProcesses`). Half the
    learners' mean plus half that of all is one again, so neither half reaches `2/alpha` but with probability at most `alpha/2`,
    in however many rounds (Ville). Who is to blame is named by e-BH at that level, which names nobody before the mean is there:
    k e-values above `4n/(k alpha)`, of n learners, have a mean above `4/alpha`.
@@ -28,7 +28,7 @@ import numpy as np
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.conformance.residuals import learned, noise_of
-from sottovoce_core.auditing.online.bets import Stakes, mixture
+from sottovoce_core.auditing.online.bets import EProcesses, mix_e_values
 from sottovoce_core.auditing.online.seen import Keys, Memory, RoundNoise
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.running.replay import Replay
@@ -63,7 +63,7 @@ class Alarm:
     change: bool = False
 
 
-class _Stake:
+class _EProcess:
     """How the bets on one learner stand, or those on all together.
 
     Attributes:
@@ -77,13 +77,13 @@ class _Stake:
         self.e = self.change = 0.0
         self.test = self.changed = "scale"
 
-    def update(self, stakes: Stakes, k: int) -> None:
+    def update(self, stakes: EProcesses, k: int) -> None:
         """After another round."""
         self.e, self.change = float(stakes.e[k]), float(stakes.change[k])
         self.test, self.changed = stakes.tests[k], stakes.changed[k]
 
 
-class _Watched(_Stake):
+class _WatchedLearner(_EProcess):
     """One learner under watch.
 
     Args:
@@ -113,7 +113,7 @@ class _Watched(_Stake):
         self._impossible = self._impossible or test
         self.e, self.test = math.inf, self._impossible
 
-    def update(self, stakes: Stakes, k: int) -> None:
+    def update(self, stakes: EProcesses, k: int) -> None:
         super().update(stakes, k)
         if self._impossible:
             self.refute(self._impossible)
@@ -163,20 +163,20 @@ class Watch:
         learners: Sequence[int],
         keys: Keys | None = None,
     ) -> None:
-        run.require_waiting("a watch")
+        run.require_synchronous_rounds("a watch")
         self.round = 0
-        self.together = _Stake()
+        self.together = _EProcess()
         self.keys = keys or Keys()
-        self.learners = tuple(_Watched(run, i) for i in learners)
+        self.learners = tuple(_WatchedLearner(run, i) for i in learners)
         self.threshold = math.log(2.0 / alpha)
-        self.change_threshold = math.log(2.0 * run.spec.rounds / alpha)
+        self.change_log_threshold = math.log(2.0 * run.spec.rounds / alpha)
         self._records, self._level = records, alpha / 2.0
         self._alarmed: set[tuple[int | None, bool]] = set()
         widths = {name: math.prod(shape) for name, shape in run.field_shapes.items()}
         self._starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
         self._numbers = sum(widths.values())
         self._memory = Memory(len(self.learners), self._numbers, self.keys)
-        self._stakes = Stakes(len(self.learners))
+        self._stakes = EProcesses(len(self.learners))
 
     @property
     def e(self) -> float:
@@ -194,7 +194,7 @@ class Watch:
         return math.log(2.0 * len(self.learners))
 
     def _mean(self, what: str) -> float:
-        return float(mixture(np.array([getattr(each, what) for each in self.learners])))
+        return float(mix_e_values(np.array([getattr(each, what) for each in self.learners])))
 
     def take(self, t: int, messages: Mapping[int, Message]) -> list[Alarm]:
         """Take the messages of the next round.
@@ -220,7 +220,7 @@ class Watch:
         self.round += 1
         return self._new_alarms(t)
 
-    def equivocated(self, learner: int, t: int) -> list[Alarm]:
+    def report_equivocation(self, learner: int, t: int) -> list[Alarm]:
         """A learner said two different things in round t: a message is drawn once."""
         for watched in self.learners:
             if watched.learner == learner:
@@ -247,12 +247,12 @@ class Watch:
 
     def _of_late(self, t: int) -> list[Alarm]:
         """Who is to blame: those whose share of the mean is enough; a correct one of n is, with probability alpha/(4 n)."""
-        if self.change < self.change_threshold:
+        if self.change < self.change_log_threshold:
             return []
-        alone = self.change_threshold + self.alone
+        alone = self.change_log_threshold + self.alone
         guilty = [watched for watched in self.learners if watched.change >= alone]
         if not guilty:
-            return [Alarm(self._all, t, self._strongest("change").changed, self.change, self.change_threshold, True)]
+            return [Alarm(self._all, t, self._strongest("change").changed, self.change, self.change_log_threshold, True)]
         return [Alarm(watched.learner, t, watched.changed, watched.change, alone, True) for watched in guilty]
 
     @property
@@ -260,11 +260,11 @@ class Watch:
         """All that are watched together, if they are several."""
         return None if len(self.learners) > 1 else self.learners[0].learner
 
-    def _strongest(self, what: str) -> _Stake:
+    def _strongest(self, what: str) -> _EProcess:
         """Who has lifted the whole over its line."""
         if getattr(self.together, what) >= self._mean(what):
             return self.together
-        worst: _Stake = max(self.learners, key=lambda watched: getattr(watched, what))
+        worst: _EProcess = max(self.learners, key=lambda watched: getattr(watched, what))
         return worst
 
 
