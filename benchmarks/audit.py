@@ -72,7 +72,7 @@ def main() -> int:
     runs = 200 if options.quick else options.runs
     console = Console(highlight=False)
     began = time.perf_counter()
-    run = build_run(parse_spec(SPEC, imports=True), DIM)
+    run = build_run(parse_spec(SPEC, allow_imports=True), DIM)
     stages: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as folder, console.status("auditing") as status:
 
@@ -82,7 +82,7 @@ def main() -> int:
 
         plan = plan_audit(run, data_of(ROUNDS), 0, runs=runs)
         with open_mapper("processes", options.jobs) as mapper:
-            done = audit_simulated(plan, mapper=mapper, say=say)
+            done = audit_simulated(plan, mapper=mapper, on_stage=say)
         say("report")
         build_audit_page(done, "learner-0", 0).write(Path(folder) / "audit.html")
         size = (Path(folder) / "audit.html").stat().st_size

@@ -28,12 +28,12 @@ import nats
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce_client.feeding.broker import opened
+from sottovoce_client.feeding.broker import open_source
 from sottovoce_client.feeding.nats import NATS
 from sottovoce_client.feeding.progress import FeedCounters
-from sottovoce_client.feeding.pump import Target, Terms, feed
+from sottovoce_client.feeding.pump import FeedOptions, FeedTarget, feed
 from sottovoce_client.running.local import LocalServices
-from sottovoce_client.running.operate import run_on
+from sottovoce_client.running.operate import run_on_services
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
 
@@ -83,7 +83,7 @@ async def bare(address: str, learners: int, messages: int) -> None:
 
     async with AsyncExitStack() as stack:
         urls = [f"nats://{address}/wards?subject=wards.{k}&group=bench-{k}" for k in range(learners)]
-        parts = [(await stack.enter_async_context(opened(NATS.source(url))))[0] for url in urls]
+        parts = [(await stack.enter_async_context(open_source(NATS.parse_url(url))))[0] for url in urls]
         await asyncio.gather(*map(one, parts))
 
 
@@ -92,11 +92,11 @@ async def into_learners(address: str, names: Sequence[str], services: LocalServi
     stop, accounts = asyncio.Event(), [FeedCounters() for _ in names]
 
     async def one(k: int, name: str) -> None:
-        async with opened(NATS.source(f"nats://{address}/wards?subject=wards.{k}&group={name}")) as parts:
-            await feed(parts, Target(services.learners[name]), Terms(), accounts[k], stop)
+        async with open_source(NATS.parse_url(f"nats://{address}/wards?subject=wards.{k}&group={name}")) as parts:
+            await feed(parts, FeedTarget(services.learner_addresses[name]), FeedOptions(), accounts[k], stop)
 
     feeding = [asyncio.ensure_future(one(k, name)) for k, name in enumerate(names)]
-    while sum(each.fed for each in accounts) < messages:  # noqa: ASYNC110 - counts are no events
+    while sum(each.records_fed for each in accounts) < messages:  # noqa: ASYNC110 - counts are no events
         await asyncio.sleep(0.01)
     stop.set()
     await asyncio.gather(*feeding)
@@ -141,10 +141,10 @@ async def with_learners(address: str, learners: int, messages: int, folder: Path
         "data": {"source": "live", "batch_size": 10_000, "schema": SCHEMA},
         "clock": {"mode": "paced", "period_s": 1.0},
     }
-    spec = parse_spec(document, imports=False)
-    async with LocalServices(spec, folder, per_process=-(-learners // MOST_PROCESSES)) as services:
+    spec = parse_spec(document, allow_imports=False)
+    async with LocalServices(spec, folder, learners_per_process=-(-learners // MOST_PROCESSES)) as services:
         data = prepare(spec, live=True).data
-        running = asyncio.ensure_future(run_on(services.coordinator, spec, data, lambda *_: None, stop))
+        running = asyncio.ensure_future(run_on_services(services.coordinator, spec, data, lambda *_: None, stop))
         process, began = published(address, learners, messages), time.monotonic()
         try:
             await into_learners(address, names, services, messages)

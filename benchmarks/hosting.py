@@ -36,12 +36,12 @@ from rich.table import Table
 
 from sottovoce_client.running.feeder import feed
 from sottovoce_coordinator.service import CoordinatorConfig, serve
-from sottovoce_coordinator.starting import MOST_LEARNERS
+from sottovoce_coordinator.starting import MAX_LEARNERS_PER_RUN
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SottovoceError
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_rpc.logs import configure_logs
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
@@ -127,7 +127,7 @@ def spec_of(case: Case) -> RunSpec:
         probability = min(4 / case.learners, 1.0)
         document["topology"] = {"sequence": {"kind": "random", "probability": probability, "seed": 1}}
         document["algorithm"] = {"name": "dpsda-c"}
-    return parse_spec(document, imports=True)
+    return parse_spec(document, allow_imports=True)
 
 
 def names_of(learners: int) -> list[str]:
@@ -236,18 +236,18 @@ async def measure(case: Case, folder: Path) -> Sample:
             for _ in names_of(case.learners)[k :: case.hosts]:
                 await host.said()
         listening = time.monotonic() - began
-        to = await stack.enter_async_context(channel(address))
+        to = await stack.enter_async_context(open_channel(address))
         request = coordinator_pb2.StartRunRequest(spec=spec_to_wire(spec), n_features=data.n_features)
         run = await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=CALL_S)
         joined = time.monotonic() - began
         feeding = asyncio.gather(
             *(
-                feed(i.address, run.run_id, d, patience_s=CALL_S)
+                feed(i.address, run.run_id, d, timeout_s=CALL_S)
                 for i, d in zip(run.learners, data.learners, strict=True)
             )
         )
         stack.push_async_callback(cancelled, feeding)
-        first = await stack.enter_async_context(channel(run.learners[0].address))
+        first = await stack.enter_async_context(open_channel(run.learners[0].address))
         stub = learner_pb2_grpc.LearnerStub(first)
         await reach(stub, 1, feeding)
         running = time.monotonic() - began
@@ -343,8 +343,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.learners = options.learners or list(LEARNERS)
     if min(options.learners) < 3 or options.hosts < 1:
         parser.error("there must be at least 3 learners, and one host")
-    if (most := max(options.learners)) > MOST_LEARNERS:
-        parser.error(f"a run has at most {MOST_LEARNERS:,} learners, got {most:,}")
+    if (most := max(options.learners)) > MAX_LEARNERS_PER_RUN:
+        parser.error(f"a run has at most {MAX_LEARNERS_PER_RUN:,} learners, got {most:,}")
     return options
 
 

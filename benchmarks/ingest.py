@@ -32,7 +32,7 @@ from rich.table import Table
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.running.local import LocalServices
-from sottovoce_client.running.operate import run_on
+from sottovoce_client.running.operate import run_on_services
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.codec import to_tensor
@@ -55,7 +55,7 @@ def spec_of(period_s: float) -> Any:
         "telemetry": {"predict": True},
         "durability": "process",
     }
-    return parse_spec(document, imports=False)
+    return parse_spec(document, allow_imports=False)
 
 
 @asynccontextmanager
@@ -65,9 +65,9 @@ async def learner(period_s: float) -> AsyncIterator[tuple[ConnectedLearner, Loca
     with tempfile.TemporaryDirectory() as folder:
         async with LocalServices(spec, Path(folder)) as services:
             data = prepare(spec, live=True).data
-            running = asyncio.ensure_future(run_on(services.coordinator, spec, data, lambda *_: None, stop))
+            running = asyncio.ensure_future(run_on_services(services.coordinator, spec, data, lambda *_: None, stop))
             try:
-                async with connect_learner(services.learners["one"], source="bench") as one:
+                async with connect_learner(services.learner_addresses["one"], source="bench") as one:
                     yield one, services
             finally:
                 stop.set()
@@ -156,7 +156,7 @@ async def predictions(seconds: float) -> float:
 
     async with learner(0.01) as (one, _):
         began, answered = time.monotonic(), 0
-        async for _ in one.predictions(coming()):
+        async for _ in one.predict_each(coming()):
             answered += 1
         return answered / (time.monotonic() - began)
 

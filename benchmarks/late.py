@@ -21,10 +21,10 @@ from rich.table import Table
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.dataset import load_dataset
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.participation import NONE, USED_ROUNDS_FIELD, measure_staleness, encode_punctual_rounds
-from sottovoce_core.running.placement import place
+from sottovoce_core.running.participation import NO_ROUND, USED_ROUNDS_FIELD, encode_punctual_rounds, measure_staleness
+from sottovoce_core.running.placement import place_data
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 
 FIELD: dict[str, Any] = yaml.safe_load(
@@ -41,7 +41,7 @@ def lags(run: Run, most: int, seed: int) -> FloatArray:
     """`(rounds, learners, width)`: whose message an update uses, of which round; never older than the one before it."""
     generator = np.random.default_rng(seed)
     own = np.stack([encode_punctual_rounds(run.network, t + 1) for t in range(run.spec.rounds)])
-    late = np.where(own == NONE, NONE, np.maximum(own - generator.integers(0, most + 1, own.shape), 0.0))
+    late = np.where(own == NO_ROUND, NO_ROUND, np.maximum(own - generator.integers(0, most + 1, own.shape), 0.0))
     return np.asarray(np.maximum.accumulate(late, axis=0), dtype=np.float64)
 
 
@@ -51,19 +51,27 @@ def rows(name: str, replicas: int) -> Iterator[tuple[str, ...]]:
     document = {**FIELD["common"], **changes, "clock": {"mode": "async"}}
     if document["data"].get("partition") == "iid":
         document["data"] = {**document["data"], "partition": {"kind": "by_label", "mixed": 0.3}}
-    spec = parse_spec(document, imports=False)
-    data = place(spec, load_dataset(spec.data, spec.loss))
+    spec = parse_spec(document, allow_imports=False)
+    data = place_data(spec, load_dataset(spec.data, spec.loss))
     run = build_run(spec, data.n_features)
     for most in LAGS:
         right, apart, said = list[float](), list[float](), list[FloatArray]()
-        for step in simulate(run, data, SeededNoise(1), replicas, lags(run, most, 2)):
+        for step in simulate_rounds(run, data, SeededNoise(1), replicas, lags(run, most, 2)):
             said.append(step.message[USED_ROUNDS_FIELD])
             if step.t >= 0.9 * spec.rounds:
-                found = run.loss.classify(run.loss.predict(step.after, data.test_features))
+                found = run.loss.classify(run.loss.predict(step.decisions_after, data.test_features))
                 right.append(float((found == data.test_labels).mean()))
-                apart.append(float(np.linalg.norm(step.after - step.after.mean(axis=0), axis=-1).mean()))
+                apart.append(
+                    float(np.linalg.norm(step.decisions_after - step.decisions_after.mean(axis=0), axis=-1).mean())
+                )
         late = measure_staleness(np.stack(said))
-        yield name, str(most), f"{100 * late.share:.0f} %", f"{100 * np.mean(right):.1f} %", f"{np.mean(apart):.3g}"
+        yield (
+            name,
+            str(most),
+            f"{100 * late.stale_share:.0f} %",
+            f"{100 * np.mean(right):.1f} %",
+            f"{np.mean(apart):.3g}",
+        )
 
 
 def main() -> None:

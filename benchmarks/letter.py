@@ -20,17 +20,17 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce_core.arrays import Batch
-from sottovoce_core.data.known import get_data_folders, find
+from sottovoce_core.data.known import find_dataset_file, get_data_folders
 from sottovoce_core.errors import SottovoceError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec, parse_spec
 
 
 def source() -> tuple[str, int, int]:
     """Data set, its classes and its features."""
-    return ("letter", 26, 16) if find("letter", get_data_folders()) else ("digits", 10, 64)
+    return ("letter", 26, 16) if find_dataset_file("letter", get_data_folders()) else ("digits", 10, 64)
 
 
 def spec_of(algorithm: str, rounds: int) -> RunSpec:
@@ -47,7 +47,7 @@ def spec_of(algorithm: str, rounds: int) -> RunSpec:
             "topology": {"graph": "complete"},
             "data": {"source": name, "scale": "range", "intercept": False, "reuse": True},
         },
-        imports=True,
+        allow_imports=True,
     )
 
 
@@ -56,13 +56,13 @@ def run(algorithm: str, rounds: int) -> tuple[float, float, float]:
     prepared = prepare(spec_of(algorithm, rounds), folders=get_data_folders())
     data, loss = prepared.data, prepared.run.loss
     total, seconds, began, decision = 0.0, 0.0, time.perf_counter(), None
-    for step in simulate(prepared.run, data, SeededNoise(0)):
+    for step in simulate_rounds(prepared.run, data, SeededNoise(0)):
         seconds += time.perf_counter() - began
         if step.t % 100 == 0:
-            batch = data.stacked(step.t)
-            records = Batch(*loss.enforce(batch.features, batch.labels), batch.present)
-            total += 100 * float(loss.values(step.before, records).mean())
-            decision = step.after
+            batch = data.stack_round(step.t)
+            records = Batch(*loss.enforce_bounds(batch.features, batch.labels), batch.mask)
+            total += 100 * float(loss.values(step.decisions_before, records).mean())
+            decision = step.decisions_after
         began = time.perf_counter()
     scores = loss.predict(decision[0], data.test_features)  # type: ignore[index]
     return seconds, total / rounds, float(np.mean(loss.classify(scores)[0] == data.test_labels))

@@ -30,7 +30,7 @@ from sottovoce_core.errors import SottovoceError
 from sottovoce_core.optional import format_install_hint
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
@@ -245,14 +245,16 @@ async def ring_of(case: Case, rounds: int, folder: Path) -> AsyncIterator[Ring]:
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(on_loop(case.loops, folder))
         services = await stack.enter_async_context(
-            LocalServices(spec, folder, per_process=case.per_process, tls=case.tls)
+            LocalServices(spec, folder, learners_per_process=case.per_process, tls=case.tls)
         )
         own = services.credentials
-        to = await stack.enter_async_context(channel(services.coordinator, Role.COORDINATOR, credentials=own))
+        to = await stack.enter_async_context(open_channel(services.coordinator, Role.COORDINATOR, credentials=own))
         try:
             started = await _start(to, spec, data)
             joined = time.monotonic() - began
-            first = await stack.enter_async_context(channel(started.learners[0].address, Role.LEARNER, credentials=own))
+            first = await stack.enter_async_context(
+                open_channel(started.learners[0].address, Role.LEARNER, credentials=own)
+            )
             feeders = asyncio.gather(
                 *(
                     feed(i.address, started.run_id, d, credentials=own)
@@ -334,7 +336,7 @@ def spec_of(case: Case, rounds: int) -> RunSpec:
             "capture": case.capture,
             "durability": case.durability,
         },
-        imports=True,
+        allow_imports=True,
     )
 
 

@@ -21,11 +21,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce_core.noise import NoiseRequest, KeyedNoise, Law, NoiseSource, OpenDpNoise, SeededNoise, SystemNoise, grid
+from sottovoce_core.noise import (
+    Distribution,
+    KeyedNoise,
+    NoiseRequest,
+    NoiseSource,
+    OpenDpNoise,
+    SeededNoise,
+    SystemNoise,
+    lattice_spacing,
+)
 from sottovoce_core.optional import format_install_hint
 
 SCALE = 1.37
-SPACING = grid(SCALE)
+SPACING = lattice_spacing(SCALE)
 Sample = Callable[[int], object]
 """Draws so many numbers."""
 
@@ -52,7 +61,7 @@ def opendp_alone(law: str, dims: list[int]) -> Sample:
     return lambda dim: measurements[dim](zeros[dim])
 
 
-def of(source: NoiseSource, law: Law = "laplace") -> Sample:
+def of(source: NoiseSource, law: Distribution = "laplace") -> Sample:
     """One of our sources, asked for one message's noise."""
     spacing = None if law == "spherical" else SPACING
     return lambda dim: source(NoiseRequest(law, "y", 0, SCALE, spacing, (dim,)))

@@ -22,10 +22,15 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.audit import rehearsed
-from sottovoce_core.auditing.blackbox import ROUNDS, attack, build_number_views
-from sottovoce_core.auditing.bounds import BLIND, AlphaAllocation, compute_epsilon_lower_bound, threshold
-from sottovoce_core.noise import NoiseRequest, SeededNoise, grid, round_to_lattice
+from sottovoce_core.auditing.audit import count_rehearsal_runs
+from sottovoce_core.auditing.blackbox import MAX_ROUNDS, attack, build_number_views
+from sottovoce_core.auditing.bounds import (
+    BLACK_BOX_ALLOCATION,
+    AlphaAllocation,
+    choose_threshold,
+    compute_epsilon_lower_bound,
+)
+from sottovoce_core.noise import NoiseRequest, SeededNoise, lattice_spacing, round_to_lattice
 
 ALPHA = 0.05
 RUNS = (1_000, 10_000, 100_000)
@@ -49,9 +54,9 @@ class Mechanism:
         worlds = generator.integers(0, 2, count)
         # On a lattice: the low bits of a float64 sum give the world away, and the black box sees it.
         noise = SeededNoise(generator.integers(2**63))(
-            NoiseRequest("laplace", "y", 0, 1.0, grid(1.0), (count, len(self.epsilons)))
+            NoiseRequest("laplace", "y", 0, 1.0, lattice_spacing(1.0), (count, len(self.epsilons)))
         )
-        return worlds, round_to_lattice(worlds[:, None] * self.epsilons, grid(1.0)) + noise
+        return worlds, round_to_lattice(worlds[:, None] * self.epsilons, lattice_spacing(1.0)) + noise
 
     def losses(self, said: FloatArray) -> FloatArray:
         """`(runs,)` exact privacy losses."""
@@ -70,10 +75,10 @@ MECHANISMS = (Mechanism("one number", np.ones(1)), Mechanism("decay", _decaying(
 def likelihood(mechanism: Mechanism, runs: int, seed: int) -> float:
     """Guess by the sign of the loss; the threshold is fixed on other runs."""
     before, audited = np.random.default_rng(seed).spawn(2)
-    claimed = mechanism.losses(mechanism.runs(2 * rehearsed(runs), before)[1])
+    claimed = mechanism.losses(mechanism.runs(2 * count_rehearsal_runs(runs), before)[1])
     worlds, said = mechanism.runs(2 * runs, audited)
     losses = mechanism.losses(said)
-    guessed = np.abs(losses) >= threshold(np.abs(claimed), 2 * runs, ALPHA)
+    guessed = np.abs(losses) >= choose_threshold(np.abs(claimed), 2 * runs, ALPHA)
     right = (losses < 0) == (worlds == 1)
     return compute_epsilon_lower_bound(int((guessed & right).sum()), int(guessed.sum()), ALPHA)
 
@@ -81,8 +86,10 @@ def likelihood(mechanism: Mechanism, runs: int, seed: int) -> float:
 def black_box(mechanism: Mechanism, runs: int, seed: int) -> float:
     """The better of the classifiers, at their share of alpha."""
     worlds, said = mechanism.runs(2 * runs, np.random.default_rng(seed))
-    views = build_number_views(said[:, :ROUNDS, None])
-    attacks = attack(views, worlds, AlphaAllocation(ALPHA, BLIND), math.inf, np.random.SeedSequence(seed))
+    views = build_number_views(said[:, :MAX_ROUNDS, None])
+    attacks = attack(
+        views, worlds, AlphaAllocation(ALPHA, BLACK_BOX_ALLOCATION), math.inf, np.random.SeedSequence(seed)
+    )
     return max(each.bound.value for each in attacks)
 
 

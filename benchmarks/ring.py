@@ -246,8 +246,8 @@ class Bench:
             async with ring_of(case, rounds + 2 * margin, Path(folder)) as ring:
                 begin, end = await ring.reach(margin), await ring.reach(margin + rounds)
             (capture,) = find_captures(open_folder(Path(folder) / "captures"))
-            messages, said = capture.totals()
-            stored = sum(capture.place.size(name) for name in capture.place.names())
+            messages, said = capture.count_messages()
+            stored = sum(capture.folder.get_size(name) for name in capture.folder.list_names())
         passed = end.round - begin.round
         used = {role: 1e6 * (end.cpu_s[role] - begin.cpu_s[role]) / case.messages(passed) for role in end.cpu_s}
         rate = passed / (end.at - begin.at)

@@ -27,7 +27,7 @@ from rich.table import Table
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 
 FLOOR = Path(__file__).resolve().with_name("bare_simulation.py")
@@ -94,10 +94,10 @@ def work(case: Case, rounds: int) -> dict[str, float]:
     data = data_of(rounds)
     sections = {"algorithm": case.algorithm, "loss": case.loss, "decision_set": {"kind": "l2_ball", "radius": 1e5}}
     topology = {"graph": "ring", "weights": {"kind": "constant", "value": 0.3}}
-    spec = parse_spec({"rounds": rounds, "learners": LEARNERS, "topology": topology, **sections}, imports=True)
+    spec = parse_spec({"rounds": rounds, "learners": LEARNERS, "topology": topology, **sections}, allow_imports=True)
     run = build_run(spec, DIM)
     wall, cpu = time.perf_counter(), time.process_time()
-    done = sum(1 for _ in simulate(run, data, SeededNoise(1), case.replicas))
+    done = sum(1 for _ in simulate_rounds(run, data, SeededNoise(1), case.replicas))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     assert done == rounds
     units = case.replicas * rounds

@@ -11,15 +11,15 @@ import sottovoce as sv
 class Stingy(Gossip):
     """Draws a twentieth of the noise that its meter counts on: the kind of mistake that an audit is for."""
 
-    def speak(self, state, noise):
-        return Gossip.speak(replace(self, scale=self.scale / 20), state, noise)
+    def emit(self, state, noise):
+        return Gossip.emit(replace(self, scale=self.scale / 20), state, noise)
 
 
 class StingySpec(GossipSpec):
     """Its parameters: the same."""
 
-    def build(self, setting):
-        return Stingy(self.name, setting.dim, setting, self.step, self.scale), ()
+    def build(self, context):
+        return Stingy(self.name, context.dim, context, self.step, self.scale), ()
 
 
 def main():

@@ -28,12 +28,12 @@ def events(n):
 
 
 async def main(address):
-    join = sv.LabelJoin(window_s=7 * DAY_S, most=10_000)
-    judged = sv.Prequential()
+    join = sv.LabelJoin(window_s=7 * DAY_S, max_waiting=10_000)
+    judged = sv.PrequentialEvaluation()
     async with sv.connect_learner(address, source="outcomes") as learner:
         for position, (now, kind, patient, told) in enumerate(events(40)):
             if kind == "admitted":
-                join.expect(patient, (told, await learner.predict([told])), now)
+                join.add_event(patient, (told, await learner.predict([told])), now)
             elif (known := join.label(patient, now)) is not None:
                 record, prediction = known
                 if await learner.feed([record], [told], positions=[position]):  # 0: it was fed before

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_core.algorithms.setting import AlgorithmSpec, Setting
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunContext
 from sottovoce_core.arrays import Batch
 from sottovoce_core.losses import mean_gradient
-from sottovoce_core.noise.mechanisms import laplace_log_density, laplace_loss, add_laplace_noise
+from sottovoce_core.noise.mechanisms import add_laplace_noise, laplace_log_density, laplace_loss
 from sottovoce_core.privacy.accountant import PrecomputedAccountant
 from sottovoce_core.privacy.guarantee import Mechanism
 
@@ -16,12 +16,12 @@ from sottovoce_core.privacy.guarantee import Mechanism
 class GossipSpec(AlgorithmSpec):
     step: float = 0.2
     scale: float = 1.0
-    one_noise = True  # one scale for all learners
+    has_shared_noise_scale = True  # one scale for all learners
 
-    def build(self, setting):
-        return Gossip(self.name, setting.dim, setting, self.step, self.scale), ()
+    def build(self, context):
+        return Gossip(self.name, context.dim, context, self.step, self.scale), ()
 
-    def noisier(self, factors):
+    def scale_noise(self, factors):
         return self.model_copy(update={"scale": self.scale * factors[0]})
 
 
@@ -36,31 +36,31 @@ class State:
 class Gossip:
     name: str
     dim: int
-    setting: Setting
+    setting: RunContext
     step: float
     scale: float
 
     def field_shapes(self):
         return {"y": (self.dim,)}
 
-    def start(self, who):
-        return State(0, np.zeros((*who.lead, self.dim)), np.zeros((*who.lead, self.dim)))
+    def init(self, axes):
+        return State(0, np.zeros((*axes.lead, self.dim)), np.zeros((*axes.lead, self.dim)))
 
-    def speak(self, state, noise):
+    def emit(self, state, noise):
         said = add_laplace_noise(noise, "y", state.t, state.x, self.scale)
         return replace(state, said=said), Message({"y": said})
 
-    def listen(self, state, heard, batch):
+    def update(self, state, received, batch):
         loss, project = self.setting.loss, self.setting.decision_set.project
-        b = project(heard.own_weight * state.said + heard.weighted_sum("y"))
-        records = Batch(*loss.enforce(batch.features, batch.labels), batch.present)
+        b = project(received.own_weight * state.said + received.weighted_sum("y"))
+        records = Batch(*loss.enforce_bounds(batch.features, batch.labels), batch.present)
         x = project(b - self.step * mean_gradient(loss, b, records))
         return State(state.t + 1, x, state.said)
 
     def decision(self, state):
         return state.x
 
-    def overheard(self, state, message):
+    def replay(self, state, message):
         return replace(state, said=message["y"]), laplace_log_density(message["y"], state.x, self.scale)
 
     def noise_scale(self, learner, t):

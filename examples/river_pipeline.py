@@ -25,7 +25,7 @@ def main(address):
         print(evaluate.progressive_val_score(admissions(50, seed=1), model, metrics.Accuracy()))
 
         # The same in larger steps: one call predicts a hundred records, and one feeds them.
-        judged = sv.Prequential(metrics.Accuracy(), metrics.ROCAUC(), drift=drift.ADWIN())
+        judged = sv.PrequentialEvaluation(metrics.Accuracy(), metrics.ROCAUC(), drift=drift.ADWIN())
         coming = [({"age": x["age"], "ward": x["ward"]}, y) for x, y in admissions(1000, seed=2)]
         for at in range(0, len(coming), 100):
             records, outcomes = zip(*coming[at : at + 100], strict=True)

@@ -23,7 +23,7 @@ async def main(address: str) -> None:
         started = await deployment.start(experiment)  # its records are streamed from here
         async for progress in started.watch():
             print(f"round {min(progress.rounds)}, epsilon {max(progress.epsilon):.4g}")
-        outcome = await started.outcome()
+        outcome = await started.wait_for_outcome()
     print(outcome.state)
 
 

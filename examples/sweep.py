@@ -15,7 +15,7 @@ experiment = sv.Experiment(
 def main() -> None:
     """Worked on by processes of their own, which import this file: so nothing starts while it is imported."""
     changes = {"algorithm.sigma": [0.5, 1.0, 2.0, 4.0], "topology.graph": ["ring", "complete"]}
-    table = sv.sweep(experiment, changes, seeds=20, metrics=[METRIC]).summary()
+    table = sv.sweep(experiment, changes, replicas=20, metrics=[METRIC]).summary()
     print(table)
     table.to_csv("sweep.csv")
     table.to_latex("sweep.tex")

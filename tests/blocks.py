@@ -13,8 +13,8 @@ from scipy import special
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
-from sottovoce_core.auditing.conformance.residuals import ALL
-from sottovoce_core.noise import grid
+from sottovoce_core.auditing.conformance.residuals import ALL_BITS
+from sottovoce_core.noise import lattice_spacing
 
 SCALE = 1.5
 """Of the noise, where a test does not say another one; spacings are `1.5 * 2^40` of a scale apart."""
@@ -24,7 +24,7 @@ MID = (5, 16, 20, 17)
 
 
 def discrete_laplace(
-    rng: np.random.Generator, shape: tuple[int, ...], rate: float = float(grid(SCALE)) / SCALE
+    rng: np.random.Generator, shape: tuple[int, ...], rate: float = float(lattice_spacing(SCALE)) / SCALE
 ) -> IntArray:
     """Whole numbers K with `P(K = k) = tanh(h/2) exp(-h |k|)`, h the `rate`; every bit of them is random.
 
@@ -47,7 +47,9 @@ def discrete_laplace(
 
 def gaussian(rng: np.random.Generator, shape: tuple[int, ...], deviation: float = 2.0**0.5) -> IntArray:
     """Gaussian numbers of so many scales (of `SCALE`), by default with the variance of Laplace noise; low bits drawn apart."""
-    coarse = np.floor(rng.normal(0.0, deviation * SCALE / float(grid(SCALE)) / 2**16, shape)).astype(np.int64)
+    coarse = np.floor(rng.normal(0.0, deviation * SCALE / float(lattice_spacing(SCALE)) / 2**16, shape)).astype(
+        np.int64
+    )
     return (coarse << 16) + rng.integers(0, 2**16, shape)
 
 
@@ -78,7 +80,7 @@ def block_of(
     """
     n_learners, rounds, _, numbers = steps.shape
     scales = np.broadcast_to(np.asarray(scale, dtype=float), (n_learners, rounds, numbers)).copy()
-    spacing = np.asarray(grid(scales))
+    spacing = np.asarray(lattice_spacing(scales))
     everywhere = np.broadcast_to(True if known is None else known, steps.shape)
     resolved = everywhere & np.broadcast_to(True if judged is None else judged, steps.shape)
     values = steps * (spacing / scales)[:, :, None]
@@ -90,9 +92,9 @@ def block_of(
         ),
         values=np.where(everywhere, values, np.nan),
         steps=np.where(resolved, steps, 0),
-        said=np.where(resolved, steps + centre, 0),
-        lost=np.where(resolved, lost, ALL).astype(np.int8),
-        off=np.zeros(steps.shape, np.bool_),
+        message_steps=np.where(resolved, steps + centre, 0),
+        lost_bits=np.where(resolved, lost, ALL_BITS).astype(np.int8),
+        is_off_lattice=np.zeros(steps.shape, np.bool_),
         scale=scales,
         grid=spacing,
         past=past or {},
@@ -150,12 +152,12 @@ def judged(kind: type[ConformanceTest], *blocks: Block) -> dict[str, Test]:
     instrument = kind(blocks[0].layout)
     for block in blocks:
         instrument.add(closely(block))
-    return {test.name: test for test in AlphaAllocation(0.01).judged(kind.part, instrument.tests())}
+    return {test.name: test for test in AlphaAllocation(0.01).assign_levels(kind.part, instrument.compute_tests())}
 
 
 def refuted(kind: type[ConformanceTest], *blocks: Block) -> set[str]:
     """The tests of an instrument that correct noise would hardly ever fail, and these blocks do."""
-    return {name for name, test in judged(kind, *blocks).items() if test.rejects}
+    return {name for name, test in judged(kind, *blocks).items() if test.is_significant}
 
 
 def require_right_p_values(kind: type[ConformanceTest], rng: np.random.Generator) -> None:
@@ -184,7 +186,7 @@ def require_adds_up(kind: type[ConformanceTest], rng: np.random.Generator, rel: 
     others.add(parts[2])
     first.merge(others)
     whole = judged(kind, block_of(noise, known=heard))
-    assert [test.name for test in first.tests()] == list(whole)
-    for test in first.tests():
+    assert [test.name for test in first.compute_tests()] == list(whole)
+    for test in first.compute_tests():
         assert test.p_value == pytest.approx(whole[test.name].p_value, rel=rel), test.name
-        assert test.where == whole[test.name].where
+        assert test.location == whole[test.name].location

@@ -25,8 +25,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from sottovoce_client.feeding.broker import Feed, feeds, opened
-from sottovoce_client.feeding.records import Message, Part
+from sottovoce_client.feeding.broker import Feed, load_feeds, open_source
+from sottovoce_client.feeding.records import SourceMessage, SourcePartition
 
 PATIENCE_S = 100.0
 
@@ -109,16 +109,16 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def take(part: Part, count: int, after: int = -1, *, keep: bool = True) -> list[Message]:
+async def take(part: SourcePartition, count: int, after: int = -1, *, keep: bool = True) -> list[SourceMessage]:
     """So many messages, kept like those that a learner has; fewer where it ends."""
-    found = list[Message]()
+    found = list[SourceMessage]()
     messages = part.read(after)
     async with asyncio.timeout(PATIENCE_S):
         try:
             async for each in messages:
                 found += each
                 if keep:
-                    await part.keep(found[-1].position)
+                    await part.acknowledge(found[-1].position)
                 if len(found) >= count:
                     break
         finally:
@@ -134,11 +134,11 @@ def options_of(scheme: str, port: int, names: str, **more: Any) -> dict[str, Any
 
 
 def feed_of(url: str) -> Feed:
-    return next(each for each in feeds() if url.partition("://")[0] in each.schemes)
+    return next(each for each in load_feeds() if url.partition("://")[0] in each.schemes)
 
 
-def open_url(url: str, **more: Any) -> AbstractAsyncContextManager[list[Part]]:
-    return opened(feed_of(url).source(url, **more))
+def open_url(url: str, **more: Any) -> AbstractAsyncContextManager[list[SourcePartition]]:
+    return open_source(feed_of(url).parse_url(url, **more))
 
 
 def certificate_in(folder: Path) -> tuple[Path, Path]:
@@ -195,7 +195,7 @@ async def _feed(options: dict[str, Any], kept: Path) -> None:
     async with open_url(**options) as parts:
         with kept.open("a") as file:
 
-            async def one(part: Part) -> None:
+            async def one(part: SourcePartition) -> None:
                 async for messages in part.read(last.get(part.name, -1)):
                     for each in messages:
                         if each.position > last.get(part.name, -1):  # as a learner does
@@ -203,7 +203,7 @@ async def _feed(options: dict[str, Any], kept: Path) -> None:
                             body = each.body.decode() if isinstance(each.body, bytes) else dict(each.body)
                             file.write(json.dumps([part.name, each.position, body]) + "\n")
                     file.flush()
-                    await part.keep(messages[-1].position)
+                    await part.acknowledge(messages[-1].position)
 
             await asyncio.gather(*map(one, parts))
 

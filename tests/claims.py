@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import LocalMessages, Message, Who
+from sottovoce_core.algorithms.interface import LocalMessages, Message, StateAxes
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 
@@ -45,7 +45,7 @@ class Setup:
     def build(self) -> Run:
         common = {"learners": 3, "loss": LOGISTIC, "decision_set": BALL, "topology": RING, "durability": "process"}
         document = {**common, "rounds": self.rounds, "algorithm": self.algorithm, **self.sections}
-        return build_run(parse_spec(document, imports=True), self.n_features)
+        return build_run(parse_spec(document, allow_imports=True), self.n_features)
 
 
 LOGISTIC = {"kind": "logistic", "ridge": 0.05}
@@ -241,8 +241,8 @@ class Times:
     factor: float
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
-        finer = None if draw.grid is None else draw.grid / min(self.factor or 1.0, 1.0)
-        return self.factor * self.source(replace(draw, grid=finer))
+        finer = None if draw.spacing is None else draw.spacing / min(self.factor or 1.0, 1.0)
+        return self.factor * self.source(replace(draw, spacing=finer))
 
 
 def adversary(
@@ -266,12 +266,12 @@ def overhear(
 ) -> Transcript:
     """Drive one learner by itself; whatever its neighbours say is made up."""
     algorithm, shapes = run.algorithm, run.algorithm.field_shapes()
-    state, n = algorithm.start(Who((learner,), replicas)), run.spec.n_learners
+    state, n = algorithm.init(StateAxes((learner,), replicas)), run.spec.n_learners
     said = {name: np.zeros((run.spec.rounds, n, replicas, *shape)) for name, shape in shapes.items()}
     for t in range(run.spec.rounds):
-        state, message = algorithm.speak(state, noise)
-        mixing = run.network.at(t)
-        weights = mixing.heard_by(learner)
+        state, message = algorithm.emit(state, noise)
+        mixing = run.network.mixing(t)
+        weights = mixing.in_neighbour_weights(learner)
         messages = {
             j: Message(
                 {name: adversary(name, (1, replicas, *shape), generator, loudest) for name, shape in shapes.items()}
@@ -284,7 +284,7 @@ def overhear(
                 said[name][t, j] = messages[j][name][0]
         batch = own.batch(t)
         stacked = replace(batch, features=batch.features[None], labels=batch.labels[None])
-        state = algorithm.listen(state, LocalMessages(weights, messages, float(mixing.own[learner])), stacked)
+        state = algorithm.update(state, LocalMessages(weights, messages, float(mixing.own_weights[learner])), stacked)
     return Transcript(said)
 
 
@@ -374,7 +374,7 @@ def told(run: Run, attack: Attack, generator: np.random.Generator, loudest: floa
     transcript = overhear(run, attack.own, attack.learner, noise, 4, generator, loudest)
     losses = replay(run, transcript, attack.learner, [attack.own, attack.other])
     claim = run.guarantee(attack.learner, attack.counts, attack.replaced).cumulative_epsilon
-    return max(ratio(np.cumsum(each, axis=0), claim) for each in (losses.largest, losses.realised))
+    return max(ratio(np.cumsum(each, axis=0), claim) for each in (losses.max_losses, losses.realised_losses))
 
 
 def search(setup: Setup, generator: np.random.Generator, *, starts: int, steps: int) -> tuple[float, Attack]:
@@ -411,7 +411,7 @@ def undercharged(setup: Setup, run: Run, attack: Attack) -> float:
 
 def shared(run: Run) -> bool:
     """Do all learners hold the same records?"""
-    return run.algorithm.accountant(0).shared
+    return run.algorithm.accountant(0).has_shared_records
 
 
 def placed(setup: Setup, run: Run, attack: Attack, generator: np.random.Generator) -> PlacedData:
@@ -432,11 +432,11 @@ def losses_of(
     """
     first = attacks[0]
     data = placed(setup, run, first, generator)
-    transcript = Transcript.of(step.message for step in simulate(run, data, noise, replicas))
+    transcript = Transcript.from_rounds(step.message for step in simulate_rounds(run, data, noise, replicas))
     learners = range(run.spec.n_learners) if shared(run) else [first.learner]
     worlds = [first.own, *(attack.other for attack in attacks)]
     parts = [replay(run, transcript, i, worlds) for i in learners]
-    return np.sum([part.realised for part in parts], axis=0), np.sum([part.largest for part in parts], axis=0)
+    return np.sum([part.realised_losses for part in parts], axis=0), np.sum([part.max_losses for part in parts], axis=0)
 
 
 def counted(losses: FloatArray, largest: FloatArray, most: float) -> FloatArray:

@@ -17,9 +17,9 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from sottovoce_client.entry import settle
+from sottovoce_client.entry import set_environment_defaults
 
-settle()  # before a test imports NumPy
+set_environment_defaults()  # before a test imports NumPy
 
 # Services flush to disk before they speak, and their tests would mostly wait for that: in memory a flush costs nothing.
 MEMORY, ROOM = "/dev/shm", 2**31  # noqa: S108 - each session has a folder of its own there

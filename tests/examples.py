@@ -23,7 +23,7 @@ def small_spec(
     """A spec that needs no file; `algorithm` changes single parameters, `sections` whole sections."""
     chosen = {"name": "ldp-dol", "sigma": 1.0, "varsigma": 0.1, **(algorithm or {})}
     document = {"rounds": rounds, "learners": learners, "algorithm": chosen, "durability": "process", **sections}
-    return parse_spec(document, imports=True)
+    return parse_spec(document, allow_imports=True)
 
 
 def small_run(rounds: int = 20, learners: Any = 3, n_features: int = 3, **more: Any) -> Run:
@@ -50,7 +50,7 @@ def made_up(
     for i in range(spec.n_learners):
         features = generator.normal(size=(own, n_features))
         labels = (generator.random(own) < 0.5).astype(np.float64)
-        part = spec.roster.attendance(i, spec.rounds).mask()
+        part = spec.participation.learner_participation(i, spec.rounds).mask()
         offsets = np.concatenate([[0], np.cumsum(part * batch)]).astype(np.int64)
         order = (np.arange(offsets[-1]) % own).astype(np.int64)
         learners.append(LearnerData(features, labels, order, offsets))

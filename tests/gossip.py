@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, Setting
+from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunContext, RunWarning
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.noise import NoiseSource
-from sottovoce_core.noise.mechanisms import laplace_log_density, add_laplace_noise
+from sottovoce_core.noise.mechanisms import add_laplace_noise, laplace_log_density
 from sottovoce_core.privacy.accountant import PrecomputedAccountant
 from sottovoce_core.spec import RunSpec, parse_spec
 
@@ -24,8 +24,8 @@ class GossipSpec(AlgorithmSpec):
     scale: float = 1.0
     step: float = 0.1
 
-    def build(self, setting: Setting) -> tuple[Gossip, tuple[RunWarning, ...]]:
-        return Gossip(setting.n_features, setting.rounds, self.scale, self.step), ()
+    def build(self, context: RunContext) -> tuple[Gossip, tuple[RunWarning, ...]]:
+        return Gossip(context.n_features, context.rounds, self.scale, self.step), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class Gossip:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> State:
-        return State(0, np.zeros((*who.lead, self.dim)))
+    def init(self, axes: StateAxes) -> State:
+        return State(0, np.zeros((*axes.leading_shape, self.dim)))
 
-    def speak(self, state: State, noise: NoiseSource) -> tuple[State, Message]:
+    def emit(self, state: State, noise: NoiseSource) -> tuple[State, Message]:
         return state, Message({"y": add_laplace_noise(noise, "y", state.t, state.value, self.scale)})
 
-    def listen(self, state: State, heard: ReceivedMessages, batch: Batch) -> State:
-        mixed = heard.own_weight * state.value + heard.weighted_sum("y")
+    def update(self, state: State, received: ReceivedMessages, batch: Batch) -> State:
+        mixed = received.own_weight * state.value + received.weighted_sum("y")
         pulled = batch.features.mean(axis=-2)[..., : self.dim]
         if pulled.ndim < mixed.ndim:
             pulled = pulled[:, None]
@@ -63,7 +63,7 @@ class Gossip:
     def decision(self, state: State) -> FloatArray:
         return state.value
 
-    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+    def replay(self, state: State, message: Message) -> tuple[State, FloatArray]:
         return state, laplace_log_density(message["y"], state.value, self.scale)
 
     def noise_scale(self, learner: int, t: int) -> float:
@@ -77,4 +77,4 @@ class Gossip:
 def gossip_spec(topology: dict[str, Any], rounds: int, learners: Any, **sections: Any) -> RunSpec:
     """A run of it."""
     document = {"rounds": rounds, "learners": learners, "topology": topology, "durability": "process", **sections}
-    return parse_spec({**document, "algorithm": {"name": GOSSIP}}, imports=True)
+    return parse_spec({**document, "algorithm": {"name": GOSSIP}}, allow_imports=True)

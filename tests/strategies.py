@@ -9,7 +9,15 @@ from hypothesis.extra import numpy as hnp
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.decision_sets import Box, DecisionSet, L2Ball, _Block, _L1Ball, _Product, _Simplex, _TraceNorm
 from sottovoce_core.losses import MarginLoss
-from sottovoce_core.losses.linear import HingeLoss, Logistic, PassGlmLoss, RidgeLoss, SmoothedHingeLoss, SoftmaxLoss, SquaredLoss
+from sottovoce_core.losses.linear import (
+    HingeLoss,
+    LogisticLoss,
+    PassGlmLoss,
+    RidgeLoss,
+    SmoothedHingeLoss,
+    SoftmaxLoss,
+    SquaredLoss,
+)
 
 positive = st.floats(0.01, 100.0)
 """Scales, norms, radii."""
@@ -47,7 +55,7 @@ CLASSES = 3
 
 bounds = st.floats(0.1, 5.0)
 exact = st.just(0.0)
-logistic_losses = st.builds(Logistic, feature_bound=bounds, ridge=exact, clip_norm=clip_norms)
+logistic_losses = st.builds(LogisticLoss, feature_bound=bounds, ridge=exact, clip_norm=clip_norms)
 hinges = st.builds(HingeLoss, feature_bound=bounds, ridge=exact, clip_norm=clip_norms)
 smoothed_hinges = st.builds(SmoothedHingeLoss, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, width=bounds)
 squared_losses = st.builds(RidgeLoss, feature_bound=bounds, label_bound=bounds, ridge=exact, clip_norm=clip_norms)

@@ -78,7 +78,7 @@ async def test_a_learner_of_live_records_learns_from_a_script(name: str, tmp_pat
         pytest.importorskip(needs[name])
     page = (CHECKOUT / "docs" / "live.md").read_text(encoding="utf-8")
     document = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
-    spec = parse_spec(document, imports=False)
+    spec = parse_spec(document, allow_imports=False)
     async with network(tmp_path, list(spec.names)) as up:
         await up.start(spec, spec.data.width or 0)
         said = await _output(tmp_path, name, up.addresses["north"])

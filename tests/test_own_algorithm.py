@@ -17,11 +17,11 @@ import yaml
 from sottovoce_client.cli import main
 from sottovoce_core.budget.composition import epsilon_for_delta, message_losses
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.privacy.accountant import PrecomputedAccountant, guarantee
-from sottovoce_core.privacy.guarantee import Event, Mechanism
+from sottovoce_core.privacy.accountant import PrecomputedAccountant, compute_guarantee
+from sottovoce_core.privacy.guarantee import Adjacency, Mechanism
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.logs import describe_user_code_error
@@ -50,10 +50,10 @@ def test_the_example_is_short() -> None:
 def test_the_example_keeps_its_guarantee(folder: Path) -> None:
     """500 adjacent data sets, many records far out: no loss above the claim, and some near it."""
     document = {**yaml.safe_load(SPEC), "rounds": 6, "learners": 3}
-    run = build_run(parse_spec({**document, "loss": {"kind": "logistic", "ridge": 0.0}}, imports=True), 2)
+    run = build_run(parse_spec({**document, "loss": {"kind": "logistic", "ridge": 0.0}}, allow_imports=True), 2)
     data = made_up(run.spec, 2)
-    transcript = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), 200))
-    own, claim = data.learners[0], run.guarantee(0).per_round
+    transcript = Transcript.from_rounds(step.message for step in simulate_rounds(run, data, SeededNoise(1), 200))
+    own, claim = data.learners[0], run.guarantee(0).round_losses
     corner = np.array([1.0, 1.0]) / np.sqrt(2)
     worlds = [own.with_use(t, sign * corner, label) for t in range(5) for sign in (-1, 1) for label in (0.0, 1.0)]
     losses = replay(run, transcript, 0, [own, *worlds])
@@ -64,11 +64,11 @@ def test_the_example_keeps_its_guarantee(folder: Path) -> None:
 
 def test_the_example_composes_as_laplace_noise(folder: Path) -> None:
     """What its author says about its messages reaches every place that adds losses up."""
-    run = build_run(parse_spec({**yaml.safe_load(SPEC), "rounds": 6, "learners": 3}, imports=True), 2)
+    run = build_run(parse_spec({**yaml.safe_load(SPEC), "rounds": 6, "learners": 3}, allow_imports=True), 2)
     promise = run.guarantee(0)
     three = np.array([1, 0, 2, 0, 0, 0])
 
-    assert (promise.mechanism, promise.event) == (Mechanism.LAPLACE, Event.RECORD)
+    assert (promise.mechanism, promise.adjacency) == (Mechanism.LAPLACE, Adjacency.RECORD)
     assert run.guarantee(0, np.full(6, 2), three).epsilon() == 3 * promise.epsilon() > 0.0  # a list follows no record
 
 
@@ -79,7 +79,7 @@ def test_the_mechanism_that_is_stated_decides_what_a_delta_saves(mechanism: Mech
     single = message_losses(meter, np.ones(100, np.int64))
 
     assert single is not None
-    assert epsilon_for_delta(1e-6, single, guarantee(meter, 100).mechanism) == pytest.approx(expected, abs=0.05)
+    assert epsilon_for_delta(1e-6, single, compute_guarantee(meter, 100).mechanism) == pytest.approx(expected, abs=0.05)
     assert f"{expected}" in PAGE.read_text(encoding="utf-8")
 
 
@@ -174,7 +174,7 @@ def test_an_installed_package_offers_its_own_under_a_short_name(folder: Path) ->
     metadata.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: gossip\nVersion: 1.0\n", encoding="utf-8")
     point = re.findall(r"^gossip = \"(.+)\"$", ENTRY_POINT, re.MULTILINE)[0]
     metadata.joinpath("entry_points.txt").write_text(f"[sottovoce.algorithms]\ngossip = {point}\n", encoding="utf-8")
-    spec = parse_spec({"rounds": 3, "algorithm": {"name": "gossip", "step": 0.1}}, imports=True)
+    spec = parse_spec({"rounds": 3, "algorithm": {"name": "gossip", "step": 0.1}}, allow_imports=True)
 
     assert type(spec.algorithm).__name__ == "GossipSpec"
     assert spec.model_dump()["algorithm"]["step"] == 0.1

@@ -14,9 +14,9 @@ from sottovoce_core.arrays import Batch
 from sottovoce_core.data import load_dataset
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.placement import place
+from sottovoce_core.running.placement import place_data
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import find_first_import, parse_spec
 
 PAGE = (Path(__file__).parent.parent / "docs" / "own-kinds.md").read_text(encoding="utf-8")
@@ -37,21 +37,21 @@ def document(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def test_sections_of_ones_own_run(document: dict[str, object]) -> None:
-    spec = parse_spec(document, imports=True)
-    assert parse_spec(spec.model_dump(mode="json"), imports=True) == spec
-    data = place(spec, load_dataset(spec.data, spec.loss))
+    spec = parse_spec(document, allow_imports=True)
+    assert parse_spec(spec.model_dump(mode="json"), allow_imports=True) == spec
+    data = place_data(spec, load_dataset(spec.data, spec.loss))
     run = build_run(spec, data.n_features)
     assert run.guarantee(0).epsilon() < np.inf
-    last = list(simulate(run, data, SeededNoise(1), 2))[-1].after
+    last = list(simulate_rounds(run, data, SeededNoise(1), 2))[-1].decisions_after
     assert last.shape == (5, 2, data.n_features)
     np.testing.assert_allclose(last, last[..., :1] + np.zeros_like(last), atol=1e-12)  # on the segment
     assert sorted(run.network.edges) == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 4), (2, 3), (3, 4)]
 
 
 def test_a_loss_of_ones_own_says_the_truth_about_itself(document: dict[str, object]) -> None:
-    loss = parse_spec(document, imports=True).loss
+    loss = parse_spec(document, allow_imports=True).loss
     generator = np.random.default_rng(3)
-    features, labels = loss.enforce(generator.normal(size=(40, 3)), generator.integers(0, 2, 40).astype(float))
+    features, labels = loss.enforce_bounds(generator.normal(size=(40, 3)), generator.integers(0, 2, 40).astype(float))
     theta, step = generator.normal(size=3), 1e-6
     for row, label in zip(features, labels, strict=True):
         batch = Batch(row[None], np.array([label]))
@@ -62,10 +62,10 @@ def test_a_loss_of_ones_own_says_the_truth_about_itself(document: dict[str, obje
 
 
 def test_what_is_told_to_learners_needs_no_code_for_the_graph(document: dict[str, object]) -> None:
-    spec = parse_spec(document, imports=True)
+    spec = parse_spec(document, allow_imports=True)
     told = spec.model_copy(update={"topology": spec.topology.to_edge_list(5)}).model_dump(mode="json")
     assert told["topology"]["graph"]["kind"] == "edges"
     assert find_first_import(told["topology"]["graph"]) is None
     assert find_first_import(told) is not None
     with pytest.raises(SpecError, match="imports no code"):
-        parse_spec(told, imports=False)
+        parse_spec(told, allow_imports=False)

@@ -14,12 +14,12 @@ import numpy as np
 from scipy import stats
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.online.seen import Keys
+from sottovoce_core.auditing.online.seen import KeyTable
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.data import PlacedData
 from sottovoce_core.noise import NoiseRequest, SeededNoise
 from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from tests.examples import made_up, small_run
 
 LEARNERS, NUMBERS, ALPHA = 5, 17, 1e-3
@@ -39,11 +39,11 @@ class Changed:
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
         drawn = self._source(draw)
-        if self._change is None or draw.grid is None:
+        if self._change is None or draw.spacing is None:
             return drawn
-        self._drawn.append((drawn / draw.grid)[:, 0])
-        points = round(float(np.max(np.asarray(draw.scale) / draw.grid)))
-        return np.asarray(np.rint(self._change(np.stack(self._drawn), self._seed, points))[:, None] * draw.grid)
+        self._drawn.append((drawn / draw.spacing)[:, 0])
+        points = round(float(np.max(np.asarray(draw.scale) / draw.spacing)))
+        return np.asarray(np.rint(self._change(np.stack(self._drawn), self._seed, points))[:, None] * draw.spacing)
 
 
 @cache
@@ -59,13 +59,13 @@ def alarms(
     *,
     learners: int = LEARNERS,
     numbers: int = NUMBERS,
-    keys: Keys | None = None,
+    keys: KeyTable | None = None,
     alpha: float = ALPHA,
 ) -> Iterator[Alarm]:
     """All alarms of a run."""
     run, data = a_run(rounds, learners, numbers)
     watch = Watch(run, data.learners, alpha, range(learners), keys)
-    for step in simulate(run, data, noise):
+    for step in simulate_rounds(run, data, noise):
         yield from watch.take(step.t, step.split_by_sender())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sottovoce_client.deployment import connect as connect
     from sottovoce_client.live.connecting import connect_learner as connect_learner
-    from sottovoce_client.live.prequential import Prequential as Prequential
+    from sottovoce_client.live.prequential import PrequentialEvaluation as PrequentialEvaluation
     from sottovoce_client.running.compare import compare as compare
     from sottovoce_client.running.sweep import sweep as sweep
     from sottovoce_core.auditing.audit import Audit as Audit
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "sottovoce_client.deployment": ("connect",),
     "sottovoce_client.live.connecting": ("connect_learner",),
-    "sottovoce_client.live.prequential": ("Prequential",),
+    "sottovoce_client.live.prequential": ("PrequentialEvaluation",),
     "sottovoce_client.running.compare": ("compare",),
     "sottovoce_client.running.sweep": ("sweep",),
     "sottovoce_core.auditing.audit": ("Audit",),
@@ -44,7 +44,7 @@ _MODULES = {
     "sottovoce_core.errors": ("DataError", "SottovoceError", "SpecError"),
     "sottovoce_core.experiment": ("Experiment", "load"),
     "sottovoce_core.privacy.guarantee": ("Guarantee",),
-    "sottovoce_core.results": ("Results", "read_results"),
+    "sottovoce_core.results": ("ResultListing", "read_results"),
     "sottovoce_core.table": ("Table",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -17,10 +17,10 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from sottovoce_client.documents import scratch
+from sottovoce_client.documents import create_scratch_folder
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.optional import import_optional
-from sottovoce_rpc.addresses import place_of
+from sottovoce_rpc.addresses import parse_address
 
 Backend = str
 """`processes`, `ray`, `dask`, or the address of a cluster: `ray://HOST:PORT`, `dask://HOST:PORT`."""
@@ -29,15 +29,15 @@ Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 """As `map`: works on pieces, one after the other or side by side; results come in order."""
 
 _CONNECT_TIMEOUT_S = 20
-_LOOK_S = 0.2
+_PARENT_CHECK_PERIOD_S = 0.2
 """Between two looks of a worker, whether whoever started it is still there."""
 _MAX_RETRIES = 3
 """Of a piece on Ray whose worker dies."""
-_AHEAD = 4
+_MAX_TASKS_PER_CORE = 4
 """Pieces that are on their way for each core of a cluster of Ray."""
 
 
-def named(backend: Backend) -> tuple[str, str]:
+def parse_backend(backend: Backend) -> tuple[str, str]:
     """What works, `processes`, `ray` or `dask`, and at which address; empty: the one that the environment names, or none.
 
     Raises:
@@ -47,7 +47,7 @@ def named(backend: Backend) -> tuple[str, str]:
     if engine not in ("processes", "ray", "dask") or (scheme and (engine == "processes" or not address)):
         raise SpecError(f"a backend must be processes, ray, dask, ray://HOST:PORT or dask://HOST:PORT, got {backend!r}")
     if address:
-        place_of(address.rpartition("://")[2], f"--backend {engine}://")  # Dask's own begin with tcp:// or tls://
+        parse_address(address.rpartition("://")[2], f"--backend {engine}://")  # Dask's own begin with tcp:// or tls://
     elif engine != "processes":
         address = os.environ.get({"ray": "RAY_ADDRESS", "dask": "DASK_SCHEDULER_ADDRESS"}[engine], "")
         return engine, address
@@ -67,7 +67,7 @@ def open_mapper(backend: Backend, jobs: int | None = None) -> Iterator[Mapper]:
         SpecError: no such backend, or the extra is not installed.
         Unavailable: nobody answers at the address; or, while pieces are worked on, workers died again and again.
     """
-    engine, address = named(backend)
+    engine, address = parse_backend(backend)
     with {"processes": _processes, "ray": _ray, "dask": _dask}[engine](address, jobs) as mapper:
         yield mapper
 
@@ -110,7 +110,7 @@ def _end_with(parent: int) -> None:
 
     def look() -> None:
         while os.getppid() == parent:
-            time.sleep(_LOOK_S)
+            time.sleep(_PARENT_CHECK_PERIOD_S)
         os._exit(1)
 
     threading.Thread(target=look, name="parent", daemon=True).start()
@@ -162,7 +162,7 @@ def _ray(address: str, jobs: int | None) -> Iterator[Mapper]:
             raise error.cause from None
 
     try:
-        most = jobs or _AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        most = jobs or _MAX_TASKS_PER_CORE * max(int(ray.cluster_resources().get("CPU", 1)), 1)
         task = ray.remote(_done).options(max_retries=_MAX_RETRIES)
         with _dying("Ray", ray.exceptions.RayError):
             yield lambda work, pieces: _in_order(pieces, most, lambda piece: task.remote(work, piece), result)
@@ -220,11 +220,11 @@ _READ_PERIOD_S = 0.3
 """Whoever waits is told anew after so long."""
 _SHARE = struct.Struct("=d")
 
-Count = Callable[[int, int], None]
+CountCallback = Callable[[int, int], None]
 """Is told how much is done, and of how much."""
 
 
-def counted(mapper: Mapper, size: Callable[[Any], int], count: Count) -> Mapper:
+def map_with_progress(mapper: Mapper, size: Callable[[Any], int], on_count: CountCallback) -> Mapper:
     """The same mapper; while it works, `count` is told how much of all pieces is done, from a thread of its own.
 
     Args:
@@ -237,12 +237,12 @@ def counted(mapper: Mapper, size: Callable[[Any], int], count: Count) -> Mapper:
         sizes = [size(piece) for piece in pieces]
         with contextlib.ExitStack() as files:
             try:
-                path = files.enter_context(scratch("sottovoce-count-")) / "done"
+                path = files.enter_context(create_scratch_folder("sottovoce-count-")) / "done"
                 path.write_bytes(bytes(_SHARE.size * len(pieces)))
             except OSError:  # work does not depend on whether it can be counted
                 yield from mapper(work, pieces)
                 return
-            files.enter_context(_watched(path, sizes, count))
+            files.enter_context(_watched(path, sizes, on_count))
             tells = [_Tell(path, k) for k in range(len(pieces))]
             told = [replace(piece, tell=tell) for piece, tell in zip(pieces, tells, strict=True)]
             for tell, result in zip(tells, mapper(work, told), strict=True):
@@ -276,7 +276,7 @@ class _Tell:
 
 
 @contextlib.contextmanager
-def _watched(path: Path, sizes: Sequence[int], count: Count) -> Iterator[None]:
+def _watched(path: Path, sizes: Sequence[int], count: CountCallback) -> Iterator[None]:
     """Tell what is written down: at once, now and then, and in the end."""
     over = threading.Event()
 

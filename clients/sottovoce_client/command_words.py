@@ -15,7 +15,7 @@ OPTIONS_WITH_VALUE = (
 """Common options, which may stand before the command, that take a value."""
 
 
-def command_words(words: Sequence[str]) -> list[str]:
+def strip_common_options(words: Sequence[str]) -> list[str]:
     """Return a command line from its command on, without the common options before it.
 
     Args:

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from sottovoce_client.running.operate import Outcome, run_on
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.operate import Outcome, run_on_services
+from sottovoce_client.running.summary import RunProgress
 from sottovoce_core.data import PlacedData
 from sottovoce_core.experiment import Experiment, prepare
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel, reach
+from sottovoce_rpc.server import open_channel, wait_until_reachable
 from sottovoce_rpc.tasks import Tasks
 
 CONNECT_TIMEOUT_S = 10.0
@@ -21,7 +21,7 @@ _STOP_TIMEOUT_S = 20.0
 """How long runs that are told to stop may take to end, when the block that they were started in is left."""
 
 
-class Started:
+class RunHandle:
     """An experiment under way on services, as `Deployment.start` gives it.
 
     Attributes:
@@ -34,26 +34,28 @@ class Started:
     ) -> None:
         self.experiment, self.state, self._data = experiment, "connecting", data
         # A few looks a second; the outcome holds all of them anyway. None: there will be no more.
-        self._looks: asyncio.Queue[Progress | None] = asyncio.Queue()
+        self._looks: asyncio.Queue[RunProgress | None] = asyncio.Queue()
         self._begun, self._stop = asyncio.Event(), asyncio.Event()
         self._task = tasks.start(self._run(coordinator, credentials))
 
     async def _run(self, coordinator: str, credentials: Credentials) -> Outcome:
         own = self.experiment
         try:
-            outcome = await run_on(coordinator, own, self._data, self._look, self._stop, credentials=credentials)
+            outcome = await run_on_services(
+                coordinator, own, self._data, self._look, self._stop, credentials=credentials
+            )
             self.state = outcome.state
             return outcome
         finally:
             self._looks.put_nowait(None)
             self._begun.set()
 
-    def _look(self, progress: Progress, state: str) -> None:
+    def _look(self, progress: RunProgress, state: str) -> None:
         self.state = state
         self._looks.put_nowait(progress)
         self._begun.set()
 
-    async def begin(self) -> None:
+    async def wait_for_start(self) -> None:
         """Wait until the learners have the run.
 
         Raises:
@@ -63,13 +65,13 @@ class Started:
         if self._task.done():
             self._task.result()
 
-    async def watch(self) -> AsyncIterator[Progress]:
+    async def watch(self) -> AsyncIterator[RunProgress]:
         """A few looks a second until the run is over: rounds done, epsilon spent and messages sent, by learner."""
         while (progress := await self._looks.get()) is not None:
             yield progress
         self._looks.put_nowait(None)  # for who watches after the end
 
-    async def outcome(self) -> Outcome:
+    async def wait_for_outcome(self) -> Outcome:
         """How the run went, when it is over.
 
         Its state, final statuses, all looks, and predictions on the held-out records, `(test records,)` by learner, where the
@@ -83,11 +85,11 @@ class Started:
     async def stop(self) -> Outcome:
         """End the run before its last round; what there is comes back, as `outcome`."""
         self._stop.set()
-        return await self.outcome()
+        return await self.wait_for_outcome()
 
 
 def _records_of(experiment: Experiment) -> PlacedData:
-    return prepare(experiment, live=True).data if experiment.data.live else experiment.records
+    return prepare(experiment, live=True).data if experiment.data.is_live else experiment.records
 
 
 class Deployment:
@@ -99,10 +101,10 @@ class Deployment:
 
     def __init__(self, coordinator: str, credentials: Credentials = NO_IDENTITY) -> None:
         self.coordinator, self._credentials = coordinator, credentials
-        self._started: list[Started] = []
+        self._started: list[RunHandle] = []
         self._tasks = Tasks()
 
-    async def start(self, experiment: Experiment) -> Started:
+    async def start(self, experiment: Experiment) -> RunHandle:
         """Start an experiment, and stream its records from this process into the learners, but for live ones.
 
         Args:
@@ -116,14 +118,14 @@ class Deployment:
         """
         # Reading files would hold up whoever else uses the loop.
         data = await asyncio.to_thread(_records_of, experiment)
-        started = Started(self.coordinator, experiment, data, self._tasks, self._credentials)
+        started = RunHandle(self.coordinator, experiment, data, self._tasks, self._credentials)
         self._started.append(started)
-        await started.begin()
+        await started.wait_for_start()
         return started
 
     async def run(self, experiment: Experiment) -> Outcome:
         """Start an experiment and wait for its end; errors as `start` and `Started.outcome`."""
-        return await (await self.start(experiment)).outcome()
+        return await (await self.start(experiment)).wait_for_outcome()
 
     async def close(self) -> None:
         """Stop what was started here and is not over: without this process nobody would bring its records."""
@@ -162,8 +164,8 @@ async def connect(
     finished
     """
     credentials = Credentials(None if identity is None else Path(identity), insecure)
-    async with channel(address, Role.COORDINATOR, credentials=credentials) as to:
-        await reach(to, f"the coordinator at {address}", CONNECT_TIMEOUT_S)
+    async with open_channel(address, Role.COORDINATOR, credentials=credentials) as to:
+        await wait_until_reachable(to, f"the coordinator at {address}", CONNECT_TIMEOUT_S)
     deployment = Deployment(address, credentials)
     try:
         yield deployment

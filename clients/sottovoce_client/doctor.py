@@ -24,26 +24,26 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.feeding.broker import feeds
-from sottovoce_client.wording import count
+from sottovoce_client.feeding.broker import load_feeds
+from sottovoce_client.wording import format_count
 from sottovoce_core.errors import DataError, SottovoceError
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc.access import UNTRUSTED_CALLER_TEXT
 from sottovoce_rpc.addresses import is_loopback
-from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, REVOCATION_FILE
-from sottovoce_rpc.credentials import SOON, Credentials
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, REVOCATION_FILE
+from sottovoce_rpc.credentials import EXPIRY_WARNING_PERIOD, Credentials
 from sottovoce_rpc.logs import is_open_to_others
 from sottovoce_rpc.metrics import MetricsEndpoint
 from sottovoce_rpc.principals import Principal, Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.status import convert_status_error, explain_handshake_failure
-from sottovoce_rpc.tasks import answered
+from sottovoce_rpc.tasks import await_answer
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 State = Literal["well", "warning", "wrong"]
 _SIGNS: Mapping[State, tuple[str, str]] = {"well": ("✓", "green"), "warning": ("!", "yellow"), "wrong": ("✗", "red")}
-_REACH_S = 10.0
+_REQUEST_TIMEOUT_S = 10.0
 _MAX_CLOCK_SKEW_S = 30.0
 """Between two clocks: certificates begin a few minutes before they are issued, and times of runs are compared by people."""
 _MAX_METRICS_BYTES = 16 * 1024**2
@@ -70,7 +70,7 @@ class Finding:
         text: what was found; where that is not well, also what to do.
     """
 
-    what: str
+    subject: str
     state: State
     text: str
 
@@ -88,31 +88,33 @@ class CheckTargets:
 
     credentials: Credentials
     services: Sequence[tuple[Role, str]] = ()
-    states: Sequence[Path] = ()
-    metrics: Sequence[str] = ()
+    state_folders: Sequence[Path] = ()
+    metrics_addresses: Sequence[str] = ()
 
 
-async def examine(patient: CheckTargets) -> list[Finding]:
+async def run_checks(targets: CheckTargets) -> list[Finding]:
     """Look at everything that was given."""
-    found = [*_installed(), *_identity(patient.credentials)]
-    for folder in patient.states:
+    found = [*_installed(), *_identity(targets.credentials)]
+    for folder in targets.state_folders:
         found += await asyncio.to_thread(lambda own: list(_state(own)), folder)
-    services = [_service(*each, patient.credentials) for each in patient.services]
-    asked = await asyncio.gather(*services, *(_metrics(each, patient.credentials) for each in patient.metrics))
+    services = [_service(*each, targets.credentials) for each in targets.services]
+    asked = await asyncio.gather(
+        *services, *(_metrics(each, targets.credentials) for each in targets.metrics_addresses)
+    )
     return found + [finding for findings in asked for finding in findings]
 
 
-def show(findings: Sequence[Finding], console: Console) -> int:
+def print_findings(findings: Sequence[Finding], console: Console) -> int:
     """Print what was found.
 
     Returns:
         The exit code: 1 if anything is wrong.
     """
-    table = terminal.table()
+    table = terminal.create_table()
     for head in ("", "what", "found"):
         table.add_column(head, overflow="fold")
     for each in findings:
-        table.add_row(Text(*_SIGNS[each.state]), Text(each.what), Text(each.text))
+        table.add_row(Text(*_SIGNS[each.state]), Text(each.subject), Text(each.text))
     console.print(table)
     wrong, warned = (sum(each.state == state for each in findings) for state in ("wrong", "warning"))
     console.print("all is well" if not wrong + warned else f"{wrong} wrong, {warned} to look at")
@@ -126,7 +128,7 @@ def _installed() -> Iterator[Finding]:
     own, grpcio = (importlib.metadata.version(name) for name in ("sottovoce", "grpcio"))
     yield Finding("versions", "well", f"sottovoce {own}, Python {platform.python_version()}, grpcio {grpcio}")
     extras = {extra: [*names] for extra, names in _EXTRAS.items()}
-    for feed in feeds():
+    for feed in load_feeds():
         extras.setdefault(feed.extra, []).extend(feed.modules)
     lacking = [extra for extra, names in extras.items() if not all(map(_there, names))]
     there = [extra for extra in extras if extra not in lacking]
@@ -146,7 +148,7 @@ def _there(module: str) -> bool:
 def _identity(credentials: Credentials) -> Iterator[Finding]:
     folder = credentials.folder
     try:
-        own = credentials.identity()
+        own = credentials.load_identity()
     except SottovoceError as error:
         yield Finding("identity", "wrong", str(error))
         return
@@ -159,9 +161,9 @@ def _identity(credentials: Credentials) -> Iterator[Finding]:
         text = f"{principal} of {principal.domain} was revoked, by {REVOCATION_FILE}: no service believes it; have another one issued"
         yield Finding("identity", "wrong", text)
     else:
-        yield _certificate("identity", principal, own.expires)
+        yield _certificate("identity", principal, own.expiry)
     if not own.is_rooted:
-        text = f"{CERTIFICATE} leads to no authority of {AUTHORITIES_FILE}: others may refuse it; are those between missing from it?"
+        text = f"{CERTIFICATE_FILE} leads to no authority of {AUTHORITIES_FILE}: others may refuse it; are those between missing from it?"
         yield Finding("chain", "warning", text)
     yield from _authorities({domain: pem.count(b"BEGIN") for domain, pem in own.bundles.items()})
     if not (folder / REVOCATION_FILE).exists():
@@ -171,17 +173,17 @@ def _identity(credentials: Credentials) -> Iterator[Finding]:
 def _authorities(domains: Mapping[str, int]) -> Iterator[Finding]:
     """For which trust domains authorities are believed, where there are several."""
     if len(domains) > 1:
-        told = ", ".join(f"{count(number)} of {domain}" for domain, number in domains.items() if domain)
+        told = ", ".join(f"{format_count(number)} of {domain}" for domain, number in domains.items() if domain)
         yield Finding("authorities", "well", f"{told}: each is believed for its own trust domain alone")
     if "" in domains:
-        text = f"{AUTHORITIES_FILE} has {count(domains[''])} that name no trust domain, and are believed for nobody, for others do"
+        text = f"{AUTHORITIES_FILE} has {format_count(domains[''])} that name no trust domain, and are believed for nobody, for others do"
         yield Finding("authorities", "warning", text)
 
 
 def _certificate(what: str, principal: Principal, expires: datetime) -> Finding:
     """Whose it is, and whether it ends soon."""
     text = f"{principal} of {principal.domain}, until {expires:%Y-%m-%d %H:%M} UTC"
-    if expires - datetime.now(UTC) < SOON:
+    if expires - datetime.now(UTC) < EXPIRY_WARNING_PERIOD:
         return Finding(what, "warning", f"{text}: renew it")
     return Finding(what, "well", text)
 
@@ -199,7 +201,7 @@ def _state(folder: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     state: State = "well" if free >= _MIN_FREE_BYTES else "warning"
     yield Finding(f"{what}: disk", state, f"{free / 1e9:.1f} GB free")
-    for name in Ledger(folder).learners():
+    for name in Ledger(folder).list_learners():
         try:
             runs = Ledger(folder).verify(name, imports=False)
             yield Finding(f"{what}: {name}", "well", f"{len(runs)} runs in its ledger: nothing is lost")
@@ -213,10 +215,10 @@ def _state(folder: Path) -> Iterator[Finding]:
 async def _service(role: Role, address: str, credentials: Credentials) -> list[Finding]:
     what = f"{role} {address}"
     try:
-        async with channel(address, role, credentials=credentials) as to:
+        async with open_channel(address, role, credentials=credentials) as to:
             stub: Any = health_pb2_grpc.HealthStub(to)
-            call = stub.Check(health_pb2.HealthCheckRequest(), timeout=_REACH_S)
-            answer = await answered(call, to, f"the {role} at {address}", terminal.say)
+            call = stub.Check(health_pb2.HealthCheckRequest(), timeout=_REQUEST_TIMEOUT_S)
+            answer = await await_answer(call, to, f"the {role} at {address}", terminal.print_notice)
             found = [_health(what, answer.status)]
             if role is Role.COORDINATOR:
                 found += await _clock(what, to)
@@ -241,7 +243,7 @@ async def _clock(what: str, to: grpc.aio.Channel) -> list[Finding]:
     before = datetime.now(UTC)
     try:
         request = coordinator_pb2.ListRunsRequest(page_size=1)
-        answer = await coordinator_pb2_grpc.CoordinatorStub(to).ListRuns(request, timeout=_REACH_S)
+        answer = await coordinator_pb2_grpc.CoordinatorStub(to).ListRuns(request, timeout=_REQUEST_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.PERMISSION_DENIED:
             return []
@@ -280,7 +282,7 @@ async def _metrics(address: str, credentials: Credentials) -> list[Finding]:
         found = [_told(what, answer)]
         if answer.certificate:
             shown = x509.load_der_x509_certificate(answer.certificate)
-            principal = credentials.known(ssl.DER_cert_to_PEM_cert(answer.certificate).encode())
+            principal = credentials.authenticate_certificate(ssl.DER_cert_to_PEM_cert(answer.certificate).encode())
             found.append(_certificate(f"{what}: certificate", principal, shown.not_valid_after_utc))
         elif not is_loopback(address):
             text = (
@@ -301,11 +303,11 @@ def _asked(address: str, tls: ssl.SSLContext | None) -> _Answer:
         SpecError: this is no address.
         OSError: nobody answers in time, or one of the two does not believe the other.
     """
-    host, port = MetricsEndpoint(address).place()
-    answer = _said(HTTPConnection(host, port, timeout=_REACH_S))
+    host, port = MetricsEndpoint(address).parse_listen_address()
+    answer = _said(HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S))
     if answer.status or tls is None:
         return answer
-    return _said(HTTPSConnection(host, port, timeout=_REACH_S, context=tls))
+    return _said(HTTPSConnection(host, port, timeout=_REQUEST_TIMEOUT_S, context=tls))
 
 
 def _said(connection: HTTPConnection) -> _Answer:
@@ -327,7 +329,7 @@ def _told(what: str, answer: _Answer) -> Finding:
         series = sum(bool(line) and not line.startswith("#") for line in answer.body.splitlines())
         return Finding(what, "well", f"it answers: {series} series")
     if answer.status == 403:
-        return Finding(what, "warning", f"it answers, and tells nothing: {plain(answer.body.strip())}")
+        return Finding(what, "warning", f"it answers, and tells nothing: {escape_control(answer.body.strip())}")
     if not answer.status and not answer.certificate:
         text = "it says nothing in the clear: its channel may be encrypted, and this process shows no identity (--identity)"
         return Finding(what, "wrong", text)
@@ -336,7 +338,12 @@ def _told(what: str, answer: _Answer) -> Finding:
 
 def _unanswered(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return explain_handshake_failure(str(error)) or f"the handshake failed: {plain(error.reason or str(error))}"
+        return (
+            explain_handshake_failure(str(error))
+            or f"the handshake failed: {escape_control(error.reason or str(error))}"
+        )
     if isinstance(error, TimeoutError):
-        return f"no answer within {_REACH_S:g} s"
-    return f"it cannot be reached ({plain(str(error))}): is it running with --metrics, and is the address right?"
+        return f"no answer within {_REQUEST_TIMEOUT_S:g} s"
+    return (
+        f"it cannot be reached ({escape_control(str(error))}): is it running with --metrics, and is the address right?"
+    )

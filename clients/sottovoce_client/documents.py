@@ -69,7 +69,7 @@ def create_file(out: Path) -> Iterator[BinaryIO]:
         raise SpecError(f"cannot write {out}: {error.strerror or error}") from None
 
 
-def private(path: str, flags: int) -> int:
+def open_private(path: str, flags: int) -> int:
     """What opens a file that its user alone may read: `open(path, "w", opener=private)`."""
     descriptor = os.open(path, flags, 0o600)
     os.fchmod(descriptor, 0o600)  # a file that was there keeps its mode
@@ -106,7 +106,7 @@ _MARK = ".sottovoce-scratch"
 
 
 @contextmanager
-def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
+def create_scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """A folder that is removed in the end; before, those that were left behind under the same prefix.
 
     Args:
@@ -116,12 +116,12 @@ def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
     Raises:
         OSError: it cannot be made.
     """
-    where = where or Path(tempfile.gettempdir())
-    for each in where.glob(f"{prefix}*/{_MARK}"):
+    parent = parent or Path(tempfile.gettempdir())
+    for each in parent.glob(f"{prefix}*/{_MARK}"):
         with suppress(OSError):  # another user's, or another process has been faster
             _clear(each)
     with (
-        tempfile.TemporaryDirectory(prefix=prefix, dir=where) as made,
+        tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as made,
         (Path(made) / f"{_MARK}.new").open("xb") as mark,
     ):
         fcntl.flock(mark, fcntl.LOCK_EX)

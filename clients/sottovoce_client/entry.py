@@ -11,13 +11,13 @@ import signal
 import sys
 from types import FrameType
 
-from sottovoce_client.command_words import command_words
+from sottovoce_client.command_words import strip_common_options
 
 _UNTOUCHED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 """What asks a command to end, as Python begins with it. A shell's background job ignores Ctrl-C, what nohup starts SIGHUP."""
 
 
-def settle() -> None:
+def set_environment_defaults() -> None:
     """Set what is read at import, unless the user did; inherited by processes that this one starts."""
     # Our matrices are small and learners share the cores: with two threads a round costs nearly twice.
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
@@ -31,7 +31,7 @@ _SERVICES = ("coordinator", "learner", "eavesdropper")
 
 def _serves(words: list[str]) -> bool:
     """Whether the words of a command line start a service."""
-    command = command_words(words)
+    command = strip_common_options(words)
     # `eavesdropper audit` ends by itself.
     return bool(command) and command[0] in _SERVICES and "audit" not in command
 
@@ -67,7 +67,7 @@ def main() -> None:
     serves = _serves(sys.argv[1:])
     for number in heeded:  # while there is nothing yet that could end well, they just end it
         signal.signal(number, _stop if serves else _leave)
-    settle()
+    set_environment_defaults()
     from sottovoce_client.cli import main as command
 
     told = list[int]()

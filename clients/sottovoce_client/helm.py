@@ -19,7 +19,9 @@ HEADER = """\
 """
 
 
-def derive_chart_values(specs: Sequence[RunSpec], own: Collection[str] = (), *, coordinator: bool = False) -> dict[str, Any]:
+def derive_chart_values(
+    specs: Sequence[RunSpec], release_learners: Collection[str] = (), *, coordinator: bool = False
+) -> dict[str, Any]:
     """What a release needs to know of the runs that are to be started on it.
 
     Args:
@@ -35,12 +37,12 @@ def derive_chart_values(specs: Sequence[RunSpec], own: Collection[str] = (), *, 
         AssumptionViolated: a network's own conditions.
     """
     names = list(dict.fromkeys(name for spec in specs for name in spec.names))
-    if unknown := [name for name in own if name not in names]:
+    if unknown := [name for name in release_learners if name not in names]:
         raise SpecError(
             f"learners of the release must be of the run spec, got {unknown[0]!r}; there are {', '.join(names)}"
         )
-    whole = not own and not coordinator
-    here = set(names if whole else own)
+    whole = not release_learners and not coordinator
+    here = set(names if whole else release_learners)
     edges = [edge for edge in _edges(specs) if coordinator or here.intersection(edge)]
     near = {name for edge in edges for name in edge} | (set(names) if coordinator else set())
     others = [name for name in names if name in near - here]
@@ -63,7 +65,7 @@ def _edges(specs: Sequence[RunSpec]) -> list[list[str]]:
     """`[caller, callee]`, each once, in the order of the specs."""
     found: dict[tuple[str, str], None] = {}
     for spec in specs:
-        network = spec.topology.network(spec.n_learners, spec.rounds, spec.roster)
+        network = spec.topology.build_network(spec.n_learners, spec.rounds, spec.participation)
         found |= {(spec.names[i], spec.names[j]): None for i, j in network.edges}
     return [list(edge) for edge in found]
 

@@ -24,20 +24,20 @@ from sottovoce_client import terminal
 from sottovoce_core.errors import FailedPrecondition, SpecError
 from sottovoce_rpc.certificates import (
     AUTHORITIES_FILE,
-    CERTIFICATE,
-    KEY,
+    CERTIFICATE_FILE,
+    KEY_FILE,
     REVOCATION_FILE,
-    parse_certificates,
-    read_trust_domain,
-    has_signed_list,
-    parse_private_key,
     has_chain_to_root,
+    has_signed_list,
+    parse_certificates,
+    parse_private_key,
     parse_revocation_lists,
-    named,
-    number_of,
+    read_issuer_and_serial,
+    read_principal,
+    read_trust_domain,
     require_key_type,
 )
-from sottovoce_rpc.credentials import SOON
+from sottovoce_rpc.credentials import EXPIRY_WARNING_PERIOD
 from sottovoce_rpc.principals import Principal, Role, build_host_name
 
 AUTHORITY_KEY, REQUEST = "ca.key", "tls.csr"
@@ -68,17 +68,27 @@ class Authority:
             raise FailedPrecondition(
                 f"no authority in {folder}: {Path(error.filename).name}: {error.strerror}; make one with `sottovoce pki init`"
             ) from None
-        believed, key = parse_certificates(raw, str(folder / AUTHORITIES_FILE)), parse_private_key(raw_key, str(folder / AUTHORITY_KEY))
+        believed, key = (
+            parse_certificates(raw, str(folder / AUTHORITIES_FILE)),
+            parse_private_key(raw_key, str(folder / AUTHORITY_KEY)),
+        )
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise FailedPrecondition(f"the authority in {folder} must have a key of an elliptic curve")
         own = [each for each in believed if each.public_key() == key.public_key()]
         if not own:
-            raise FailedPrecondition(f"{folder / AUTHORITIES_FILE} must hold the certificate of {AUTHORITY_KEY}, got only others")
+            raise FailedPrecondition(
+                f"{folder / AUTHORITIES_FILE} must hold the certificate of {AUTHORITY_KEY}, got only others"
+            )
         self._certificate, self._key = max(own, key=_begins), key
 
     @classmethod
     def init(
-        cls, folder: Path, domain: str, days: int = DEFAULT_AUTHORITY_DAYS, *, replaces: Authority | None = None
+        cls,
+        folder: Path,
+        domain: str,
+        days: int = DEFAULT_AUTHORITY_DAYS,
+        *,
+        replaced_authority: Authority | None = None,
     ) -> Authority:
         """Make an authority for a trust domain.
 
@@ -93,9 +103,11 @@ class Authority:
             SpecError: the domain is none, or not that of the authority that is replaced.
             FailedPrecondition: there is one already, or the folder cannot be written.
         """
-        Principal.of(domain, f"{Role.OPERATOR}/any")
-        if replaces is not None and replaces.domain != domain:
-            raise SpecError(f"the authority that is replaced must be of {domain}, got one of {replaces.domain}")
+        Principal.parse(domain, f"{Role.OPERATOR}/any")
+        if replaced_authority is not None and replaced_authority.domain != domain:
+            raise SpecError(
+                f"the authority that is replaced must be of {domain}, got one of {replaced_authority.domain}"
+            )
         if (folder / AUTHORITIES_FILE).exists():  # written last: what died before it is begun again
             raise FailedPrecondition(f"there is an authority in {folder} already")
         key = ec.generate_private_key(ec.SECP256R1())
@@ -108,13 +120,16 @@ class Authority:
         _make(folder)
         _write(folder / AUTHORITY_KEY, _pem(key), 0o600)
         listed, believed = _list_of((), name, key), [certificate]
-        if replaces is not None:
-            believed += replaces._believed()
-            listed += _as_file(_lists(replaces.folder / REVOCATION_FILE))
+        if replaced_authority is not None:
+            believed += replaced_authority._believed()
+            listed += _as_file(_lists(replaced_authority.folder / REVOCATION_FILE))
             _make(folder / _ISSUED)
-            for path in (replaces.folder / _ISSUED).glob("*.crt"):
+            for path in (replaced_authority.folder / _ISSUED).glob("*.crt"):
                 _write(folder / _ISSUED / path.name, path.read_bytes())
-            _write(replaces.folder / AUTHORITIES_FILE, _as_file(_merged([*replaces._believed(), certificate])))
+            _write(
+                replaced_authority.folder / AUTHORITIES_FILE,
+                _as_file(_merged([*replaced_authority._believed(), certificate])),
+            )
         _write(folder / REVOCATION_FILE, listed)
         _write(folder / AUTHORITIES_FILE, _as_file(believed))
         return cls(folder)
@@ -134,7 +149,13 @@ class Authority:
         return found
 
     def issue(
-        self, whom: str, folder: Path, *, days: int = DEFAULT_VALIDITY_DAYS, hosts: Sequence[str] = (), request: Path | None = None
+        self,
+        principal_name: str,
+        folder: Path,
+        *,
+        days: int = DEFAULT_VALIDITY_DAYS,
+        hosts: Sequence[str] = (),
+        request: Path | None = None,
     ) -> x509.Certificate:
         """Issue a certificate to a principal, in a folder of its own, with a new key unless a request names one.
 
@@ -154,27 +175,27 @@ class Authority:
             SpecError: it is no principal.
             FailedPrecondition: the folder has an identity already, or cannot be written, or the request cannot be used.
         """
-        principal = Principal.of(self.domain, whom)
+        principal = Principal.parse(self.domain, principal_name)
         if principal.domain != self.domain:
             raise SpecError(
-                f"{whom} must be of {self.domain}, the trust domain of this authority: have its own one issue it"
+                f"{principal_name} must be of {self.domain}, the trust domain of this authority: have its own one issue it"
             )
         if request is None:
-            if (folder / CERTIFICATE).exists():  # written last: what died before it is begun again
+            if (folder / CERTIFICATE_FILE).exists():  # written last: what died before it is begun again
                 before = read_certificate(folder)
-                if named(before) != principal or not self._is_revoked(before, folder):
+                if read_principal(before) != principal or not self._is_revoked(before, folder):
                     raise FailedPrecondition(
                         f"there is an identity in {folder} already: renew it with `sottovoce pki issue {folder}`"
                     )
             return self._issue(principal, folder, days, hosts, None)
-        if (folder / CERTIFICATE).exists() and (known := named(read_certificate(folder))) != principal:
+        if (folder / CERTIFICATE_FILE).exists() and (known := read_principal(read_certificate(folder))) != principal:
             raise FailedPrecondition(
-                f"the identity in {folder} must be of {whom}, got {known or 'another one'}: take another folder"
+                f"the identity in {folder} must be of {principal_name}, got {known or 'another one'}: take another folder"
             )
         public = read_request(request).public_key()
-        if (folder / KEY).exists() and parse_private_key((folder / KEY).read_bytes()).public_key() != public:
+        if (folder / KEY_FILE).exists() and parse_private_key((folder / KEY_FILE).read_bytes()).public_key() != public:
             raise FailedPrecondition(
-                f"{folder / KEY} must be the key of the request {request}, and is another one: take another folder"
+                f"{folder / KEY_FILE} must be the key of the request {request}, and is another one: take another folder"
             )
         return self._issue(principal, folder, days, hosts, public)
 
@@ -188,19 +209,21 @@ class Authority:
                 authority's `ca.crt` holds, or it was revoked.
         """
         before = read_certificate(folder)
-        if not (folder / KEY).exists():
+        if not (folder / KEY_FILE).exists():
             raise FailedPrecondition(
                 f"the key of {folder} is kept elsewhere: have another request made there, and issue by it "
                 "(`sottovoce pki issue --csr`)"
             )
-        principal = named(before)
+        principal = read_principal(before)
         roots = [each for each in self._believed() if read_trust_domain(each) == self.domain]
         if principal is None or principal.domain != self.domain or not has_chain_to_root(before, (), roots):
             raise FailedPrecondition(
                 f"the identity in {folder} must be of this authority, or of one of its domain in its {AUTHORITIES_FILE}"
             )
         if self._is_revoked(before, folder):
-            raise FailedPrecondition(f"the identity in {folder} was revoked: issue another one with `sottovoce pki issue`")
+            raise FailedPrecondition(
+                f"the identity in {folder} was revoked: issue another one with `sottovoce pki issue`"
+            )
         hosts = before.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         own = {principal.host, build_host_name(principal.domain, principal.role)}
         more = [each for each in hosts.get_values_for_type(x509.DNSName) if each not in own]
@@ -210,7 +233,7 @@ class Authority:
         hosts_kept = [*more, *map(str, hosts.get_values_for_type(x509.IPAddress))]
         return self._issue(principal, folder, days, hosts_kept, None)
 
-    def revoke(self, whom: str) -> list[x509.Certificate]:
+    def revoke(self, principal_name: str) -> list[x509.Certificate]:
         """Take back all certificates of a principal that are still valid; what is not listed yet is listed now.
 
         An authority that has taken the place of another one takes back those of that one, too: both have one name, and lists
@@ -219,14 +242,18 @@ class Authority:
         Raises:
             SpecError: it is no principal, or has no certificate that is still valid.
         """
-        principal, now = Principal.of(self.domain, whom), datetime.now(UTC)
-        revoked = self.revoked
-        valid = [each for each in self.issued() if each.not_valid_after_utc > now and number_of(each) not in revoked]
-        own = [each for each in valid if named(each) == principal]
+        principal, now = Principal.parse(self.domain, principal_name), datetime.now(UTC)
+        revoked = self.revoked_serials
+        valid = [
+            each
+            for each in self.list_issued()
+            if each.not_valid_after_utc > now and read_issuer_and_serial(each) not in revoked
+        ]
+        own = [each for each in valid if read_principal(each) == principal]
         if not own:
-            known = sorted({str(named(each)) for each in valid})
+            known = sorted({str(read_principal(each)) for each in valid})
             raise SpecError(
-                f"{whom} has no certificate that is valid; there are those of {', '.join(known) or 'nobody'}"
+                f"{principal_name} has no certificate that is valid; there are those of {', '.join(known) or 'nobody'}"
             )
         serials = [*(serial for _, serial in revoked), *(each.serial_number for each in own)]
         listed = x509.load_pem_x509_crl(_list_of(serials, self._certificate.subject, self._key))
@@ -235,13 +262,15 @@ class Authority:
         return own
 
     @property
-    def others(self) -> list[x509.Certificate]:
+    def other_authorities(self) -> list[x509.Certificate]:
         """Authorities of its domain that its `ca.crt` holds besides, and of which it has no record of what they issued."""
-        issued = self.issued()
+        issued = self.list_issued()
         own = [each for each in self._believed() if read_trust_domain(each) == self.domain and not self._is_own(each)]
         return [each for each in own if not any(has_chain_to_root(one, (), [each]) for one in issued)]
 
-    def spread(self, identities: Path, *, replaced: Authority | None = None) -> tuple[list[Path], dict[Path, str]]:
+    def distribute_revocations(
+        self, identities: Path, *, replaced_authority: Authority | None = None
+    ) -> tuple[list[Path], dict[Path, str]]:
         """Give the identities that believe this authority its list of revoked certificates; lists of others stay.
 
         Args:
@@ -252,15 +281,17 @@ class Authority:
             The folders that have it now, and those that do not, with the reason.
         """
         given, skipped = list[Path](), dict[Path, str]()
-        folders = {path.parent for name in (CERTIFICATE, AUTHORITIES_FILE) for path in identities.glob(f"*/{name}")}
+        folders = {
+            path.parent for name in (CERTIFICATE_FILE, AUTHORITIES_FILE) for path in identities.glob(f"*/{name}")
+        }
         for folder in sorted(each for each in folders if not (each / AUTHORITY_KEY).exists()):
             try:
                 believed = parse_certificates((folder / AUTHORITIES_FILE).read_bytes(), AUTHORITIES_FILE)
-                if not any(map((replaced or self)._is_own, believed)):
-                    which = "this authority" if replaced is None else "the authority that is replaced"
+                if not any(map((replaced_authority or self)._is_own, believed)):
+                    which = "this authority" if replaced_authority is None else "the authority that is replaced"
                     skipped[folder] = f"its {AUTHORITIES_FILE} does not hold {which}"
                     continue
-                if replaced is not None:
+                if replaced_authority is not None:
                     believed = _merged([*believed, self._certificate])
                     _write(folder / AUTHORITIES_FILE, _as_file(believed))
                 _write(folder / REVOCATION_FILE, self._lists_for(folder, believed))
@@ -271,13 +302,13 @@ class Authority:
                 )
         return given, skipped
 
-    def issued(self) -> list[x509.Certificate]:
+    def list_issued(self) -> list[x509.Certificate]:
         """All that were issued, the oldest first."""
         found = [x509.load_pem_x509_certificate(path.read_bytes()) for path in (self.folder / _ISSUED).glob("*.crt")]
-        return sorted(found, key=lambda each: (_begins(each), each.not_valid_after_utc, str(named(each))))
+        return sorted(found, key=lambda each: (_begins(each), each.not_valid_after_utc, str(read_principal(each))))
 
     @property
-    def revoked(self) -> set[tuple[bytes, int]]:
+    def revoked_serials(self) -> set[tuple[bytes, int]]:
         """Issuers and serial numbers of what it has taken back."""
         return _revoked_by(each for each in _lists(self.folder / REVOCATION_FILE) if self._has_signed(each))
 
@@ -305,15 +336,15 @@ class Authority:
         _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.crt", content)
         _make(folder)
         if key is not None:
-            _write(folder / KEY, _pem(key), 0o600)
+            _write(folder / KEY_FILE, _pem(key), 0o600)
         _write(folder / AUTHORITIES_FILE, _as_file(believed))
         _write(folder / REVOCATION_FILE, lists)
-        _write(folder / CERTIFICATE, content)
+        _write(folder / CERTIFICATE_FILE, content)
         return certificate
 
     def _is_revoked(self, certificate: x509.Certificate, folder: Path) -> bool:
         listed = _revoked_by([*_lists(self.folder / REVOCATION_FILE), *_lists(folder / REVOCATION_FILE)])
-        return number_of(certificate) in listed
+        return read_issuer_and_serial(certificate) in listed
 
     def _signed(self, certificate: x509.Certificate) -> bool:
         return has_chain_to_root(certificate, (), [self._certificate])
@@ -335,7 +366,7 @@ class Authority:
             FailedPrecondition: a list is of no authority in `ca.crt`: services would refuse the file.
         """
         here, there = _lists(self.folder / REVOCATION_FILE), _lists(folder / REVOCATION_FILE)
-        signers = [*believed, *_certificates(folder / CERTIFICATE)[1:]]
+        signers = [*believed, *_certificates(folder / CERTIFICATE_FILE)[1:]]
         newest = dict[tuple[bytes, bytes], x509.CertificateRevocationList]()
         for each in (*here, *there):
             signer = next((_authority_of(one) for one in signers if has_signed_list(one, each)), None)
@@ -421,10 +452,10 @@ def read_certificate(folder: Path) -> x509.Certificate:
         FailedPrecondition: there is none.
     """
     try:
-        return x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
+        return x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is none"
-        raise FailedPrecondition(f"no certificate in {folder / CERTIFICATE}: {why}") from None
+        raise FailedPrecondition(f"no certificate in {folder / CERTIFICATE_FILE}: {why}") from None
 
 
 def read_request(path: Path) -> x509.CertificateSigningRequest:
@@ -441,7 +472,9 @@ def read_request(path: Path) -> x509.CertificateSigningRequest:
     except OSError as error:
         raise FailedPrecondition(f"no certificate signing request in {path}: {error.strerror}") from None
     except (ValueError, UnsupportedAlgorithm):
-        raise FailedPrecondition(f"{path} must hold a certificate signing request in PEM or DER, got something else") from None
+        raise FailedPrecondition(
+            f"{path} must hold a certificate signing request in PEM or DER, got something else"
+        ) from None
     if not holds:
         raise FailedPrecondition(
             f"{path} must be signed by the key that it asks a certificate for, and is not: have another one made"
@@ -460,20 +493,20 @@ def list_requested_names(request: x509.CertificateSigningRequest) -> list[str]:
     return uris or [str(each.value) for each in request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
 
 
-def request(whom: str, folder: Path) -> Path:
+def create_request(principal_name: str, folder: Path) -> Path:
     """Make a key, where a folder has none, and a request to certify it for a principal; returns the request's file.
 
     Raises:
         SpecError: it is no principal.
         FailedPrecondition: the folder cannot be written, or its key cannot be used.
     """
-    Principal.of("any", whom)
+    Principal.parse("any", principal_name)
     _make(folder)
-    if not (folder / KEY).exists():
-        _write(folder / KEY, _pem(ec.generate_private_key(ec.SECP256R1())), 0o600)
-    key = parse_private_key((folder / KEY).read_bytes())
-    require_key_type(key.public_key(), str(folder / KEY))
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, whom[:64])])
+    if not (folder / KEY_FILE).exists():
+        _write(folder / KEY_FILE, _pem(ec.generate_private_key(ec.SECP256R1())), 0o600)
+    key = parse_private_key((folder / KEY_FILE).read_bytes())
+    require_key_type(key.public_key(), str(folder / KEY_FILE))
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, principal_name[:64])])
     made = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())  # type: ignore[arg-type]
     _write(folder / REQUEST, made.public_bytes(serialization.Encoding.PEM))
     return folder / REQUEST
@@ -578,7 +611,7 @@ def _host(text: str) -> x509.GeneralName:
         raise SpecError(f"a host must be a name in plain letters or an address, got {text[:100]!r}") from None
 
 
-def shown(folder: Path, console: Console) -> int:
+def print_certificates(folder: Path, console: Console) -> int:
     """Print who has certificates, and until when.
 
     Returns:
@@ -589,17 +622,20 @@ def shown(folder: Path, console: Console) -> int:
     """
     if (folder / AUTHORITY_KEY).exists():
         authority = Authority(folder)
-        issued, revoked = authority.issued(), authority.revoked
+        issued, revoked = authority.list_issued(), authority.revoked_serials
     else:
         issued, revoked = [read_certificate(folder)], _revoked_by(_lists(folder / REVOCATION_FILE))
-    newest = {named(each): each for each in issued if number_of(each) not in revoked}
-    table, late, now = terminal.table(), 0, datetime.now(UTC)
+    newest = {read_principal(each): each for each in issued if read_issuer_and_serial(each) not in revoked}
+    table, late, now = terminal.create_table(), 0, datetime.now(UTC)
     told = []
     for head in ("identity", "from", "until", "serial", ""):
         table.add_column(head, overflow="fold")
     for each in issued:
-        principal, ends, serial = named(each), each.not_valid_after_utc, f"{each.serial_number:x}"
-        taken_back, soon = number_of(each) in revoked, ends - now < SOON and newest.get(principal) == each
+        principal, ends, serial = read_principal(each), each.not_valid_after_utc, f"{each.serial_number:x}"
+        taken_back, soon = (
+            read_issuer_and_serial(each) in revoked,
+            ends - now < EXPIRY_WARNING_PERIOD and newest.get(principal) == each,
+        )
         state = "revoked" if taken_back else "ended" if ends < now else "ends soon" if soon else ""
         late += soon and not taken_back
         style = "yellow" if soon else "dim" if state else ""
@@ -607,5 +643,5 @@ def shown(folder: Path, console: Console) -> int:
         told.append({"identity": who, "from": _begins(each), "until": ends, "serial": serial, "state": state})
         table.add_row(who, f"{_begins(each):%Y-%m-%d}", f"{ends:%Y-%m-%d}", serial[:12], state, style=style)
     console.print(table if issued else "no certificates")
-    terminal.tell(lambda: told)
+    terminal.print_json_if_requested(lambda: told)
     return 1 if late else 0

@@ -13,22 +13,22 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sottovoce_client.data.catalogue import count_classes, describe_constant_features
-from sottovoce_client.wording import ALONE, count, number, pluralize
-from sottovoce_core.budget.calibration import ROUNDS, epsilons, propose_spec
+from sottovoce_client.wording import SINGLE_LEARNER_NOTE, format_count, format_number, pluralize
+from sottovoce_core.budget.calibration import DEFAULT_ROUNDS, compute_epsilons, propose_spec
 from sottovoce_core.data.columns import choose_label, read_names
 from sottovoce_core.data.dataset import Dataset, load_dataset, read_source, require_source_file
-from sottovoce_core.data.encoding import alike, resolve_class_name, format_labels
+from sottovoce_core.data.encoding import describe_similar_labels, format_labels, resolve_class_name
 from sottovoce_core.data.files import PLACEMENT_COLUMNS, RawTable
 from sottovoce_core.data.schedule import PlacedData
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SpecError
-from sottovoce_core.running.placement import place
+from sottovoce_core.running.placement import place_data
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, load_schema, parse_spec
 from sottovoce_core.text import abbreviate_names
 from sottovoce_core.yaml_files import write_yaml
 
-Ask = Callable[[str, str], str]
+QuestionCallback = Callable[[str, str], str]
 """What somebody answers to a question; the second text is the answer of whoever only presses Enter."""
 T = TypeVar("T")
 
@@ -97,11 +97,11 @@ class _Begun:
     text: str
     epsilon: float
     records: int
-    left: int
+    unused_records: int
     notes: tuple[str, ...] = ()
 
 
-def begin(wishes: InitOptions, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> _Begun:
+def draft_spec(options: InitOptions, folder: Path, ask: QuestionCallback | None, say: Callable[[str], None]) -> _Begun:
     """Choose what was not said, by asking or as the file suggests, and make the spec.
 
     Args:
@@ -114,52 +114,54 @@ def begin(wishes: InitOptions, folder: Path, ask: Ask | None, say: Callable[[str
         SpecError: an option does not fit, or no spec keeps the wish.
         DataError: the records cannot be used.
     """
-    require_source_file(wishes.file)
+    require_source_file(options.file)
     asking = _Asking(ask, say)
-    data, loss, table = _reading(wishes, asking)
-    document: dict[str, Any] = {"name": _name(wishes), "loss": loss, "data": data}
+    data, loss, table = _reading(options, asking)
+    document: dict[str, Any] = {"name": _name(options), "loss": loss, "data": data}
     document |= {"decision_set": {"kind": "l2_ball", "radius": _radius(loss)}}
     dataset = _loaded(document)
-    document["learners"] = _learners(wishes, dataset, asking)
+    document["learners"] = _learners(options, dataset, asking)
     placed, unscaled = dataset.learner is not None or dataset.round is not None, ""
     if dataset.learner is None:
         told = asking.one(
-            "how records are dealt to learners", wishes.partition, "iid", tuple(PARTITIONS), "--partition"
+            "how records are dealt to learners", options.partition, "iid", tuple(PARTITIONS), "--partition"
         )
         data["partition"] = dict(PARTITIONS[told])
-    elif wishes.partition is not None:
+    elif options.partition is not None:
         raise SpecError("--partition must be left out: the column learner of the file says who has which records")
-    if wishes.schema is None and (not placed or dataset.test is not None):
+    if options.schema is None and (not placed or dataset.test is not None):
         data["scale"] = asking.one(
             "how features are scaled: by mean and deviation (standard) or range of held-out records, which nothing protects, or "
             "not at all (none)",
-            wishes.scale,
+            options.scale,
             "standard",
             SCALES,
             "--scale",
         )
-    elif wishes.scale not in (None, "none"):
-        why = "a schema scales by its bounds" if wishes.schema else "no record of this file is held out"
-        raise SpecError(f"--scale must be left out or none, for {why}, got {wishes.scale}")
-    elif wishes.schema is None:
+    elif options.scale not in (None, "none"):
+        why = "a schema scales by its bounds" if options.schema else "no record of this file is held out"
+        raise SpecError(f"--scale must be left out or none, for {why}, got {options.scale}")
+    elif options.schema is None:
         unscaled = _UNSCALED
-    epsilon = asking.number("epsilon per record: 1 is strict, 4 is loose", wishes.epsilon, _EPSILON, "--epsilon")
+    epsilon = asking.number("epsilon per record: 1 is strict, 4 is loose", options.epsilon, _EPSILON, "--epsilon")
     rounds = int(
-        asking.number("rounds: fewer have larger batches, and cost less accuracy", wishes.rounds, ROUNDS, "--rounds")
+        asking.number(
+            "rounds: fewer have larger batches, and cost less accuracy", options.rounds, DEFAULT_ROUNDS, "--rounds"
+        )
     )
     document |= {"topology": {"graph": _graph(_many(document))}, "privacy": {"budget": epsilon}}
     document |= {"capture": "relay"} if _many(document) > 1 else {"capture": "none", "telemetry": {"predict": True}}
     spec = propose_spec(document, dataset, epsilon, rounds)
-    shares = place(spec, dataset)
-    spent = max(epsilons(build_run(spec, shares.n_features), shares, per="record"))
+    shares = place_data(spec, dataset)
+    spent = max(compute_epsilons(build_run(spec, shares.n_features), shares, unit="record"))
     left = max(len(own.labels) - int(own.offsets[-2]) for own in shares.learners)
-    text = "\n".join(_lines(spec, wishes, folder, table, shares, (spent, left, unscaled))) + "\n"
-    told = alike(dataset.class_names)
+    text = "\n".join(_lines(spec, options, folder, table, shares, (spent, left, unscaled))) + "\n"
+    told = describe_similar_labels(dataset.class_names)
     notes = (
         unscaled,
         f"labels {told}" if told else "",
         "" if table is None else describe_constant_features(table),
-        ALONE if spec.n_learners == 1 else "",
+        SINGLE_LEARNER_NOTE if spec.n_learners == 1 else "",
     )
     return _Begun(spec, text, spent, sum(len(own.labels) for own in shares.learners), left, tuple(filter(None, notes)))
 
@@ -171,7 +173,7 @@ def begin(wishes: InitOptions, folder: Path, ask: Ask | None, say: Callable[[str
 class _Asking:
     """Whoever answers, or nobody."""
 
-    ask: Ask | None
+    ask: QuestionCallback | None
     say: Callable[[str], None]
 
     def settle(self, question: str, given: T | None, default: str, parsed: Callable[[str], T]) -> T:
@@ -242,7 +244,9 @@ def _reading(wishes: InitOptions, asking: _Asking) -> tuple[dict[str, Any], dict
     asking.say(f"{pluralize(len(table.labels), 'record')} of {pluralize(table.features.shape[1], 'feature')}")
     found = count_classes(table)
     asking.say(
-        "labels are numbers" if found is None else f"labels: {abbreviate_names([f'{name} ({count(n)})' for name, n in found])}"
+        "labels are numbers"
+        if found is None
+        else f"labels: {abbreviate_names([f'{name} ({format_count(n)})' for name, n in found])}"
     )
     guess = "regress" if found is None else "classify"
     task = asking.one("task", wishes.task, guess, TASKS, "--task")
@@ -312,7 +316,7 @@ def _columns(path: Path, label: str | None) -> tuple[list[str], str, str | None]
 
 
 def _loaded(document: Mapping[str, Any]) -> Dataset:
-    spec = parse_spec({"rounds": 1, "algorithm": "ldp-dol", **document}, imports=False)
+    spec = parse_spec({"rounds": 1, "algorithm": "ldp-dol", **document}, allow_imports=False)
     return load_dataset(spec.data, spec.loss)
 
 
@@ -324,7 +328,7 @@ def _learners(wishes: InitOptions, dataset: Dataset, asking: _Asking) -> int | l
         if all(names) and not names[0].isdigit():
             return names
         raise SpecError(
-            f"--learners must be how many, at most one for each of {count(len(dataset.labels))} records, or names with commas "
+            f"--learners must be how many, at most one for each of {format_count(len(dataset.labels))} records, or names with commas "
             f"between them, got {text!r}"
         )
 
@@ -386,9 +390,9 @@ def _lines(
     noise = document["algorithm"]["noise"]["epsilon"] if "noise" in document["algorithm"] else 1.0
     own = [len(each.labels) for each in shares.learners]
     least, most = min(own), max(own)
-    have = count(least) if least == most else f"{count(least)} to {count(most)}"
+    have = format_count(least) if least == most else f"{format_count(least)} to {format_count(most)}"
     yield f"# Written by `sottovoce init` for {wishes.file.name}. What each field means: docs/spec.md."
-    yield f"# One record, which is learned once, costs epsilon {number(spent)} at most, of {wished:g} that were wished."
+    yield f"# One record, which is learned once, costs epsilon {format_number(spent)} at most, of {wished:g} that were wished."
     yield "# The promise is pure: it holds at delta 0, and so at any other delta."
     yield "#"
     yield "# Next:"
@@ -427,10 +431,10 @@ def _lines(
     if not (table is not None and table.round is not None):
         yield f"  batch_size: {batch}  # all batches are full, for one of few records would cost more"
         if left:
-            yield f"  # so of a learner's records up to {count(left)} are not learned"
+            yield f"  # so of a learner's records up to {format_count(left)} are not learned"
     yield "  reuse: false  # each record once"
     if held:
-        yield f"  # {count(held)} records are held out, for accuracy and the constants of scale. Nothing protects these."
+        yield f"  # {format_count(held)} records are held out, for accuracy and the constants of scale. Nothing protects these."
     if unscaled:
         yield f"  # {unscaled}"
     if wishes.schema is None:

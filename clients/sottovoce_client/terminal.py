@@ -30,7 +30,7 @@ WAIT_NOTICE_DELAY_S = 1.5
 """After which whoever waits is told for what."""
 
 
-def console(**look: Any) -> Console:
+def create_console(**look: Any) -> Console:
     """The terminal, or wherever standard output goes; `look` is Rich's.
 
     Names, details and captures come from others: no text is taken for markup, and what would steer the terminal is shown escaped.
@@ -82,27 +82,27 @@ def is_json_requested() -> bool:
     return _APART.get() is not None
 
 
-def tell(result: Callable[[], Any]) -> None:
+def print_json_if_requested(build_document: Callable[[], Any]) -> None:
     """What a command came to, as JSON, where that was asked for; in words it was said before."""
     if is_json_requested():
-        print_json(result())
+        print_json(build_document())
 
 
 def print_json_file_if_requested(path: Path, **more: Any) -> None:
     """The same, where it has been written to a file; with its folder, and what else there is."""
-    tell(lambda: {"folder": path.parent, **json.loads(path.read_bytes()), **more})
+    print_json_if_requested(lambda: {"folder": path.parent, **json.loads(path.read_bytes()), **more})
 
 
-def say(text: str) -> None:
+def print_notice(text: str) -> None:
     """A line for whoever waits: on standard error, beside what the command came for."""
     print(escape_control_lines(text), file=sys.stderr, flush=True)
 
 
-INCOMPLETE = 3
+INCOMPLETE_EXIT_CODE = 3
 """Exit code of a command whose results are there, but for a page or a figure of them that could not be made."""
 
 
-def attempt(what: str, make: Callable[[], object]) -> int:
+def attempt(file_name: str, make: Callable[[], object]) -> int:
     """Make something of results that are written down already: whatever it raises, they are not lost.
 
     Args:
@@ -112,13 +112,15 @@ def attempt(what: str, make: Callable[[], object]) -> int:
     Returns:
         The exit code: 0, or `INCOMPLETE`, after a line on standard error that says why.
     """
-    from sottovoce_rpc.logs import reason_of
+    from sottovoce_rpc.logs import describe_reason
 
     try:
         make()
     except Exception as error:  # noqa: BLE001 - drawing, and code of a user's own, may raise anything
-        say(f"sottovoce: {what} could not be made: {reason_of(error)}. All other results are complete.")
-        return INCOMPLETE
+        print_notice(
+            f"sottovoce: {file_name} could not be made: {describe_reason(error)}. All other results are complete."
+        )
+        return INCOMPLETE_EXIT_CODE
     return 0
 
 
@@ -134,20 +136,20 @@ def print_if_slow(text: str) -> Iterator[None]:
         timer.cancel()
 
 
-class Say(Protocol):
+class ProgressReporter(Protocol):
     """Reports progress: `say("simulating", 40, 500, "rounds")` fills a bar; without numbers the bar moves."""
 
-    def __call__(self, what: str, done: int = 0, of: int = 0, unit: str = "") -> None: ...
+    def __call__(self, activity: str, done: int = 0, total: int = 0, unit: str = "") -> None: ...
 
 
-def ignore_progress(what: str, done: int = 0, of: int = 0, unit: str = "") -> None:
+def ignore_progress(activity: str, done: int = 0, total: int = 0, unit: str = "") -> None:
     """Report nothing."""
 
 
 @contextmanager
-def bar(what: str) -> Iterator[Say]:
+def show_progress_bar(what: str) -> Iterator[ProgressReporter]:
     """Show a progress bar with the time left on standard error until the block ends; nothing where that is no terminal."""
-    shown = console(stderr=True)
+    shown = create_console(stderr=True)
     if not shown.is_terminal:
         yield ignore_progress
         return
@@ -155,24 +157,31 @@ def bar(what: str) -> Iterator[Say]:
     with Progress(*columns, console=shown, transient=True, redirect_stdout=False) as progress:
         task, due = progress.add_task(what, total=None), 0.0
 
-        def say(what: str, done: int = 0, of: int = 0, unit: str = "") -> None:
+        def report(activity: str, done: int = 0, total: int = 0, unit: str = "") -> None:
             nonlocal due
-            if not of:
-                progress.reset(task, total=None, description=what)
-            elif time.monotonic() >= due or done == of:
+            if not total:
+                progress.reset(task, total=None, description=activity)
+            elif time.monotonic() >= due or done == total:
                 due = time.monotonic() + _REDRAW_PERIOD_S
-                progress.update(task, completed=done, total=of, description=f"{what}: {done:,} of {of:,} {unit}")
+                progress.update(
+                    task, completed=done, total=total, description=f"{activity}: {done:,} of {total:,} {unit}"
+                )
 
-        yield say
+        yield report
 
 
-def table(*heads: str, **look: Any) -> Table:
+def create_table(*heads: str, **look: Any) -> Table:
     """A table with these columns, to which more may be added; `look` is Rich's."""
     return Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", **look)
 
 
-def fitted(
-    width: int, heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Container[str], spare: Sequence[str]
+def fit_table(
+    width: int,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right_aligned: Container[str],
+    optional_columns: Sequence[str],
 ) -> tuple[Table, list[str]]:
     """A table that the terminal is wide enough for: text and heads break between words, and nothing else does.
 
@@ -185,20 +194,20 @@ def fitted(
     Returns:
         The table, and the heads that were left out.
     """
-    columns = dict(zip(heads, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(heads, ())
-    least = {head: max(map(cell_len, _whole(head, columns[head], head in right))) for head in heads}
+    columns = dict(zip(headings, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(headings, ())
+    least = {head: max(map(cell_len, _whole(head, columns[head], head in right_aligned))) for head in headings}
     left_out: list[str] = []
-    for head in spare:
+    for head in optional_columns:
         if _room(width, least) < 0:
             left_out.append(head)
             del least[head]
     most = {head: max(map(cell_len, (head, *columns[head]))) for head in least}
-    made = table()
-    for head in sorted(least, key=lambda each: each in right):  # words gain more by room than heads of numbers
+    made = create_table()
+    for head in sorted(least, key=lambda each: each in right_aligned):  # words gain more by room than heads of numbers
         wanted, room = most[head] - least[head], max(_room(width, least), 0)
         least[head] += min(wanted, room)
     for head, wide in least.items():
-        made.add_column(head, justify="right" if head in right else "left", overflow="fold", width=wide)
+        made.add_column(head, justify="right" if head in right_aligned else "left", overflow="fold", width=wide)
     for cells in zip(*(columns[head] for head in least), strict=True):
         made.add_row(*cells)
     return made, left_out
@@ -214,7 +223,7 @@ def _room(width: int, columns: Mapping[str, int]) -> int:
     return width - sum(columns.values()) - 2 * len(columns)
 
 
-def facts() -> Table:
+def create_fact_grid() -> Table:
     """Rows of a name and what there is to say."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)

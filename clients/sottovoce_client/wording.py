@@ -9,19 +9,21 @@ from sottovoce_core.auditing.bounds import MIN_PRINTED_P_VALUE
 from sottovoce_core.network.roster import OfflineInterval
 from sottovoce_core.running.participation import StalenessStatistics
 
-NOTHING = "–"
-ALONE = "one learner has no neighbours: it sends nothing to anybody and learns from its own records alone"
+MISSING_VALUE = "–"
+SINGLE_LEARNER_NOTE = "one learner has no neighbours: it sends nothing to anybody and learns from its own records alone"
 NO_ACCURACY_NOTE = (
     "not known: it is measured here where all messages were captured (capture: relay or mirror); learners answer only with "
     "telemetry: {predict: true} in the spec, and where their owners allow it"
 )
-NO_TEST_RECORDS_NOTE = "not known: no record is held out to measure it on (where a file places its records, only its test part is)"
+NO_TEST_RECORDS_NOTE = (
+    "not known: no record is held out to measure it on (where a file places its records, only its test part is)"
+)
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def format_number(value: float | None, digits: int = 4) -> str:
     """To significant digits; thousands separated, powers of ten only where digits would not help."""
     if value is None or math.isnan(value):
-        return NOTHING
+        return MISSING_VALUE
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
     rounded = float(f"{value:.{digits}g}")
@@ -33,31 +35,31 @@ def number(value: float | None, digits: int = 4) -> str:
     return text.replace("-", "−")
 
 
-def chance(p_value: float) -> str:
+def format_p_value(p_value: float) -> str:
     """A p-value; one that no number is small enough for is below the least."""
-    return f"< {number(MIN_PRINTED_P_VALUE, 1)}" if p_value < MIN_PRINTED_P_VALUE else number(p_value, 2)
+    return f"< {format_number(MIN_PRINTED_P_VALUE, 1)}" if p_value < MIN_PRINTED_P_VALUE else format_number(p_value, 2)
 
 
 def format_with_error(value: float, error: float, digits: int = 4) -> str:
     """`0.1234 ± 0.0012`; the error only where there is one, beyond rounding."""
     if math.isnan(error) or error <= 1e-9 * abs(value):
-        return number(value, digits)
-    return f"{number(value, digits)} ± {number(error, 2)}"
+        return format_number(value, digits)
+    return f"{format_number(value, digits)} ± {format_number(error, 2)}"
 
 
-def count(value: int) -> str:
+def format_count(value: int) -> str:
     """`5,000`."""
     return f"{value:,}"
 
 
-def planned(rounds: int | None) -> str:
+def format_planned_rounds(rounds: int | None) -> str:
     """`5,000 rounds`; None: no end is planned."""
     return "rounds until it is stopped" if rounds is None else pluralize(rounds, "round")
 
 
 def format_rounds_done(done: int, rounds: int | None) -> str:
     """`40 of 500 rounds`; None: no end was planned."""
-    return pluralize(done, "round") if rounds is None else f"{count(done)} of {pluralize(rounds, 'round')}"
+    return pluralize(done, "round") if rounds is None else f"{format_count(done)} of {pluralize(rounds, 'round')}"
 
 
 def describe_detections(findings: int, first: Sequence[str]) -> str:
@@ -65,7 +67,9 @@ def describe_detections(findings: int, first: Sequence[str]) -> str:
     if not findings:
         return ""
     more = " …" if findings > 1 else ""
-    return f"The eavesdropper noticed {pluralize(findings, 'thing')} that must never happen: {'; '.join(first[:1])}{more}"
+    return (
+        f"The eavesdropper noticed {pluralize(findings, 'thing')} that must never happen: {'; '.join(first[:1])}{more}"
+    )
 
 
 def describe_offline_interval(absence: OfflineInterval) -> str:
@@ -81,10 +85,10 @@ def describe_staleness(late: StalenessStatistics | None) -> str:
     """How late messages were, on one line; empty where a run waits for them."""
     if late is None:
         return ""
-    if not late.rounds:
+    if not late.max_lag_rounds:
         return "every update used the messages of its own round"
-    told = f"{share(late.share)} of the messages that updates used were of an earlier round"
-    return f"{told}, by up to {pluralize(late.rounds, 'round')}"
+    told = f"{format_percent(late.stale_share)} of the messages that updates used were of an earlier round"
+    return f"{told}, by up to {pluralize(late.max_lag_rounds, 'round')}"
 
 
 def describe_measurement(cost: str) -> str:
@@ -96,17 +100,19 @@ def describe_measurement(cost: str) -> str:
     return "" if not cost else f"measured here, by records and capture, and no learner was asked; to publish it: {cost}"
 
 
-def describe_recorded_rounds(whole: int, done: int) -> str:
+def describe_recorded_rounds(recorded: int, done: int) -> str:
     """Name the rounds that a capture recorded completely, on one line; empty where it recorded all of them."""
-    return "" if whole >= done else f"rounds 0 to {whole - 1} were recorded completely, and the losses are of these"
+    return (
+        "" if recorded >= done else f"rounds 0 to {recorded - 1} were recorded completely, and the losses are of these"
+    )
 
 
 def describe_ciphertext(connections: int, records: int, n_bytes: int) -> str:
     """What a wiretap noted, on one line."""
-    return f"{pluralize(records, 'record')} of ciphertext, {size(n_bytes)}, in {pluralize(connections, 'connection')}"
+    return f"{pluralize(records, 'record')} of ciphertext, {format_bytes(n_bytes)}, in {pluralize(connections, 'connection')}"
 
 
-def describe_max_epsilon(most: float, needed: float, claim: float) -> str:
+def describe_max_epsilon(max_epsilon: float, needed: float, claim: float) -> str:
     """The most that so many runs show, and what fewer cannot.
 
     Args:
@@ -114,32 +120,32 @@ def describe_max_epsilon(most: float, needed: float, claim: float) -> str:
         needed: runs of each world with which the claim could be refuted at all; 0: any number.
         claim: the claimed epsilon.
     """
-    told = f"At best so many runs show ε {number(most, 3)}."
+    told = f"At best so many runs show ε {format_number(max_epsilon, 3)}."
     if not needed:
         return told
     if math.isinf(needed):
-        return f"{told} No number of runs that anybody makes could refute ε {number(claim)}."
-    return f"{told} With fewer than {pluralize(int(needed), 'run')} of each world, ε {number(claim)} could not be refuted."
+        return f"{told} No number of runs that anybody makes could refute ε {format_number(claim)}."
+    return f"{told} With fewer than {pluralize(int(needed), 'run')} of each world, ε {format_number(claim)} could not be refuted."
 
 
 def pluralize(value: int, noun: str) -> str:
     """`1 message`, `5,000 messages`."""
-    return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"
+    return f"{format_count(value)} {noun}" if value == 1 else f"{format_count(value)} {noun}s"
 
 
-def share(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """`94.2 %`."""
-    return NOTHING if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+    return MISSING_VALUE if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
 
 
 def format_percent_range(values: Iterable[float | None]) -> str:
     """Smallest to largest: `91.2–95.0 %`."""
     known = [value for value in values if value is not None and math.isfinite(value)]
-    low, high = share(min(known, default=None)), share(max(known, default=None))
-    return low if low == high else f"{low.removesuffix(' %')}{NOTHING}{high}"
+    low, high = format_percent(min(known, default=None)), format_percent(max(known, default=None))
+    return low if low == high else f"{low.removesuffix(' %')}{MISSING_VALUE}{high}"
 
 
-def size(n_bytes: int) -> str:
+def format_bytes(n_bytes: int) -> str:
     """`1.4 MB`, in powers of a thousand."""
     if n_bytes < 1000:
         return pluralize(n_bytes, "byte")
@@ -151,7 +157,7 @@ def size(n_bytes: int) -> str:
     return f"{value / 1000:,.3g} TB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`1.2 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.3g} s"

@@ -22,7 +22,7 @@ from sottovoce_core.noise import NoiseSource, SeededNoise
 from sottovoce_lab.catalogue import CATALOGUE
 from sottovoce_lab.mutants import MethodOverride
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.role import Role
+from sottovoce_learner.role import RunAssignment
 from sottovoce_learner.service import Learner
 from sottovoce_learner.servicer import LearnerServicer
 from sottovoce_rpc.access import Context, release_read_slot
@@ -69,20 +69,20 @@ class ServiceMutant:
     """
 
     name: str
-    what: str
-    noise: Callable[[AuditPlan], _NoiseOf] | None = None
-    takes: Callable[[Batch, int, int], None] | None = None
-    greets: Callable[[_Known], _Metadata] | None = None
+    description: str
+    build_noise: Callable[[AuditPlan], _NoiseOf] | None = None
+    update_hook: Callable[[Batch, int, int], None] | None = None
+    build_initial_metadata: Callable[[_Known], _Metadata] | None = None
     compute_hello_padding: Callable[[_Known], int] | None = None
-    ends: Callable[[_Known], _Ending | None] | None = None
+    choose_stream_end: Callable[[_Known], _Ending | None] | None = None
     count_extra_connections: Callable[[_Known], int] | None = None
-    lost: Callable[[int], bool] | None = None
-    sure: bool = True
+    is_capture_lost: Callable[[int], bool] | None = None
+    must_be_found: bool = True
 
     @property
-    def correct(self) -> bool:
+    def is_correct(self) -> bool:
         """Nothing is wrong."""
-        return self == ServiceMutant(self.name, self.what)
+        return self == ServiceMutant(self.name, self.description)
 
 
 # ---- the learner -----------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class CustomNoiseLearner(Learner):
         self.world = 0  # of the run, as whoever makes it says
         self._other = noise
 
-    def _noise(self, role: Role) -> NoiseSource:
+    def _noise(self, role: RunAssignment) -> NoiseSource:
         return super()._noise(role) if self._other is None else self._other(role.run_id, role.index)
 
 
@@ -121,11 +121,11 @@ class _Leaking(CustomNoiseLearner):
         return self._session is not None and self._session.plan.announced_rounds > 0
 
     def _take(self, batch: Batch) -> None:
-        if self.broken.takes is not None:
-            self.broken.takes(batch, self._taken, self.world)
+        if self.broken.update_hook is not None:
+            self.broken.update_hook(batch, self._taken, self.world)
         self._taken += 1
         assert self._session is not None  # noqa: S101 - it is its round
-        rounds = self._session.role.spec.rounds
+        rounds = self._session.assignment.spec.rounds
         if 2 * self._taken >= rounds:
             self.halfway.set()
         if self.broken.count_extra_connections is not None and self._taken == rounds:
@@ -143,7 +143,7 @@ class _LeakingFace(LearnerServicer):
     """What it answers to feeders and neighbours."""
 
     def __init__(self, learner: _Leaking) -> None:
-        super().__init__(learner.config, learner.in_run, lambda: learner.status)
+        super().__init__(learner.config, learner.require_session, lambda: learner.status)
         self._learner, self._broken = learner, learner.broken
 
     async def ingest(
@@ -167,13 +167,17 @@ class _LeakingFace(LearnerServicer):
         if learner.introduced:
             if broken.compute_hello_padding is not None:
                 context = _padded(context, broken.compute_hello_padding(await learner.first))
-            if broken.ends is not None and not learner.ended and (ending := broken.ends(await learner.first)):
+            if (
+                broken.choose_stream_end is not None
+                and not learner.ended
+                and (ending := broken.choose_stream_end(await learner.first))
+            ):
                 await self._end_halfway(requests, context, ending)
                 return
         await super().exchange(requests, context)
 
     async def _open(self, context: Context) -> None:
-        greets = self._broken.greets
+        greets = self._broken.build_initial_metadata
         greeting = () if greets is None else greets(await self._learner.first)
         await context.send_initial_metadata(greeting)
 
@@ -193,11 +197,11 @@ class _LeakingFace(LearnerServicer):
 def _taking(algorithm: Any, take: Callable[[Batch], None]) -> MethodOverride:
     """An algorithm whose records are seen before it learns them."""
 
-    def listen(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
+    def update(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
         take(batch)
-        return algorithm.listen(state, heard, batch)
+        return algorithm.update(state, heard, batch)
 
-    return MethodOverride(algorithm, listen=listen)
+    return MethodOverride(algorithm, update=update)
 
 
 def _padded(context: Context, size: int) -> Context:
@@ -210,7 +214,9 @@ def _padded(context: Context, size: int) -> Context:
     return cast(Context, MethodOverride(context, write=write))
 
 
-def build_learners(broken: ServiceMutant, plan: AuditPlan, config: Callable[[str], LearnerConfig]) -> list[CustomNoiseLearner]:
+def build_learners(
+    broken: ServiceMutant, plan: AuditPlan, config: Callable[[str], LearnerConfig]
+) -> list[CustomNoiseLearner]:
     """All learners of a run; what is wrong beside the noise is wrong with the audited one.
 
     Args:
@@ -218,9 +224,11 @@ def build_learners(broken: ServiceMutant, plan: AuditPlan, config: Callable[[str
         plan: the audit.
         config: of the learner of a name.
     """
-    noise = None if broken.noise is None else broken.noise(plan)
+    noise = None if broken.build_noise is None else broken.build_noise(plan)
     return [
-        _Leaking(config(name), noise, broken) if index == plan.worlds.learner else CustomNoiseLearner(config(name), noise)
+        _Leaking(config(name), noise, broken)
+        if index == plan.worlds.learner
+        else CustomNoiseLearner(config(name), noise)
         for index, name in enumerate(plan.run.spec.names)
     ]
 
@@ -233,7 +241,7 @@ def _as_simulated(name: str) -> Callable[[AuditPlan], _NoiseOf]:
     mutant = next(each for each in CATALOGUE if each.name == name)
 
     def noise(plan: AuditPlan) -> _NoiseOf:
-        source = mutant.breaks(plan).noise
+        source = mutant.build_fault(plan).noise
         return lambda run_id, learner: source(np.random.SeedSequence())
 
     return noise
@@ -273,43 +281,55 @@ _CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 NETWORK_MUTANTS = (
     ServiceMutant("correct", "nothing"),
-    ServiceMutant("half the noise", "noise of half its scale", noise=_as_simulated("half the noise")),
-    ServiceMutant("0.9 of the scale", "noise of another scale", noise=_as_simulated("0.9 of the scale")),
-    ServiceMutant("float32", "noise of 24 significant bits", noise=_as_simulated("float32")),
-    ServiceMutant("two rounds later", "noise said again two rounds later", noise=_as_simulated("two rounds later")),
-    ServiceMutant("one seed", "a learner draws what its neighbour draws", noise=_one_seed),
-    ServiceMutant("20 ms a norm", "rounds last longer by a record's norm", takes=_waits(20.0, _norm), sure=False),
-    ServiceMutant("5 ms a norm", "rounds last longer by a record's norm", takes=_waits(5.0, _norm), sure=False),
+    ServiceMutant("half the noise", "noise of half its scale", build_noise=_as_simulated("half the noise")),
+    ServiceMutant("0.9 of the scale", "noise of another scale", build_noise=_as_simulated("0.9 of the scale")),
+    ServiceMutant("float32", "noise of 24 significant bits", build_noise=_as_simulated("float32")),
+    ServiceMutant(
+        "two rounds later", "noise said again two rounds later", build_noise=_as_simulated("two rounds later")
+    ),
+    ServiceMutant("one seed", "a learner draws what its neighbour draws", build_noise=_one_seed),
+    ServiceMutant(
+        "20 ms a norm", "rounds last longer by a record's norm", update_hook=_waits(20.0, _norm), must_be_found=False
+    ),
+    ServiceMutant(
+        "5 ms a norm", "rounds last longer by a record's norm", update_hook=_waits(5.0, _norm), must_be_found=False
+    ),
     ServiceMutant(
         "20 ms a label",
         "rounds last longer by a record's label",
-        takes=_waits(20.0, lambda batch: float(batch.labels.max())),
-        sure=False,
+        update_hook=_waits(20.0, lambda batch: float(batch.labels.max())),
+        must_be_found=False,
     ),
-    ServiceMutant("metadata", "a norm in tenths before the answers", greets=_in_tenths),
-    ServiceMutant("length", "a hello is longer by a record's norm", compute_hello_padding=lambda known: int(10.0 * known.norm)),
+    ServiceMutant("metadata", "a norm in tenths before the answers", build_initial_metadata=_in_tenths),
+    ServiceMutant(
+        "length", "a hello is longer by a record's norm", compute_hello_padding=lambda known: int(10.0 * known.norm)
+    ),
     ServiceMutant(
         "trailers",
         "a norm in tenths behind a stream that ends",
-        ends=lambda known: _Ending(trailers=_in_tenths(known)),
+        choose_stream_end=lambda known: _Ending(trailers=_in_tenths(known)),
     ),
     ServiceMutant(
-        "status", "a stream ends with another code in one world", ends=lambda known: _Ending(_CODES[known.world])
+        "status",
+        "a stream ends with another code in one world",
+        choose_stream_end=lambda known: _Ending(_CODES[known.world]),
     ),
     ServiceMutant(
-        "reconnect", "a stream ends early in one world", ends=lambda known: _Ending() if known.world == 1 else None
+        "reconnect",
+        "a stream ends early in one world",
+        choose_stream_end=lambda known: _Ending() if known.world == 1 else None,
     ),
-    ServiceMutant("50 % fail", "runs of one world fail", takes=_raises(RuntimeError, 0.5)),
-    ServiceMutant("20 % fail", "runs of one world fail", takes=_raises(RuntimeError, 0.2)),
+    ServiceMutant("50 % fail", "runs of one world fail", update_hook=_raises(RuntimeError, 0.5)),
+    ServiceMutant("20 % fail", "runs of one world fail", update_hook=_raises(RuntimeError, 0.2)),
     ServiceMutant(
         "50 % end early",
         "a learner of one world falls silent",
-        takes=_raises(lambda: BudgetExhausted("the next message would be too dear"), 0.5),
+        update_hook=_raises(lambda: BudgetExhausted("the next message would be too dear"), 0.5),
     ),
     ServiceMutant(
         "20 % are lost",
         "captures of one world are missing",
-        lost=lambda world: world == 1 and random.random() < 0.2,  # noqa: S311 - no secret
+        is_capture_lost=lambda world: world == 1 and random.random() < 0.2,  # noqa: S311 - no secret
     ),
 )
 """Learners of real services, a correct one among them."""

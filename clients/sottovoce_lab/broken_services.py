@@ -22,14 +22,19 @@ import numpy as np
 from structlog.testing import capture_logs
 
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import audit_of
-from sottovoce_client.auditing.captures import find as captures_in
+from sottovoce_client.auditing.captures import audit_captures
+from sottovoce_client.auditing.captures import list_captures as captures_in
 from sottovoce_client.auditing.foreign_runs import read_runs
-from sottovoce_client.auditing.network import audit_ciphertext, coins, interleave_pairs, plan_ciphertext_audit
-from sottovoce_client.auditing.started import Started, started
-from sottovoce_client.auditing.worlds import Entry, Way, prepare_audit_spec
+from sottovoce_client.auditing.network import (
+    audit_ciphertext,
+    draw_seeded_coins,
+    interleave_pairs,
+    plan_ciphertext_audit,
+)
+from sottovoce_client.auditing.started import AuditRuns, collect_runs
+from sottovoce_client.auditing.worlds import CaptureMethod, RunLedgerEntry, prepare_audit_spec
 from sottovoce_client.running.local import issue_local_identities
-from sottovoce_client.running.operate import run_on
+from sottovoce_client.running.operate import run_on_services
 from sottovoce_client.terminal import ignore_progress
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.arrays import FloatArray
@@ -38,12 +43,12 @@ from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.running.policy import Policy
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.relay import StandaloneProxyConfig, StandaloneProxy
+from sottovoce_eavesdropper.relay import StandaloneProxy, StandaloneProxyConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_lab.broken_learners import ServiceMutant, CustomNoiseLearner, build_learners
+from sottovoce_lab.broken_learners import CustomNoiseLearner, ServiceMutant, build_learners
 from sottovoce_lab.mutants import BASE_RUNS, BaseRun
-from sottovoce_lab.trial import CONFIDENCE, Power, ServiceKind, find, find_refuting_part
+from sottovoce_lab.trial import CONFIDENCE, PowerMeasurement, ServiceKind, find_refuting_part, search_run_count
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.server import listen_on
@@ -58,31 +63,35 @@ SERVICE_AUDIT_COUNT = 3
 """With each number of runs, all of runs of their own."""
 
 _BASE = BASE_RUNS["ldp-dol, epsilon 1"]
-BASE = replace(_BASE, sections={**_BASE.sections, "learners": 2})
+SERVICE_BASE_RUN = replace(_BASE, sections={**_BASE.sections, "learners": 2})
 """What runs: the fewer edges there are, the faster."""
 
 _ACCEPTING, _CALLING = 1, 0
 """The learner that is audited by what relays hear, and by what wiretaps note: the one accepts streams, so it can end them; the
 other one opens them, so it can open more."""
 
-_LISTENING: dict[Way, tuple[ServiceKind, int]] = {
+_LISTENING: dict[CaptureMethod, tuple[ServiceKind, int]] = {
     "relay": ("on real services", _ACCEPTING),
     "wiretap": ("by wiretap", _CALLING),
 }
 
 
-def _blank(broken: ServiceMutant | _ForeignBreak, kind: ServiceKind, rungs: Sequence[int], audits: int) -> Power:
-    return Power(broken.name, broken.what, kind, max(rungs), audits, correct=broken.correct, sure=broken.sure)
+def _blank(
+    broken: ServiceMutant | _ForeignBreak, kind: ServiceKind, rungs: Sequence[int], audits: int
+) -> PowerMeasurement:
+    return PowerMeasurement(
+        broken.name, broken.description, kind, max(rungs), audits, correct=broken.is_correct, sure=broken.must_be_found
+    )
 
 
 def measure_service_power(
     broken: ServiceMutant,
-    capture: Way,
+    capture: CaptureMethod,
     *,
-    rungs: Sequence[int] = SERVICE_RUN_COUNTS,
+    run_counts: Sequence[int] = SERVICE_RUN_COUNTS,
     audits: int = SERVICE_AUDIT_COUNT,
     seed: int = 0,
-) -> Power:
+) -> PowerMeasurement:
     """Run real services in two worlds, and audit what relays heard, or what wiretaps noted of encrypted channels.
 
     Args:
@@ -95,14 +104,14 @@ def measure_service_power(
     kind, learner = _LISTENING[capture]
 
     def found_by(runs: int, each: int) -> str:
-        plan = _plan_beside_numbers(BASE, runs, each, learner=learner)
+        plan = _plan_beside_numbers(SERVICE_BASE_RUN, runs, each, learner=learner)
         with _made_with(broken, plan, capture) as made:
             if capture == "relay":
-                done = audit_of(plan, made, ignore_progress)
-                return find_refuting_part(done.found) if done.verdict.kind == "refuted" else ""
+                done = audit_captures(plan, made, ignore_progress)
+                return find_refuting_part(done.findings) if done.verdict.kind == "refuted" else ""
             return _found_in_calls(audit_ciphertext(plan, made, each, ignore_progress))
 
-    return find(_blank(broken, kind, rungs, audits), found_by, rungs, seed)
+    return search_run_count(_blank(broken, kind, run_counts, audits), found_by, run_counts, seed)
 
 
 def _plan_beside_numbers(
@@ -123,39 +132,43 @@ def _plan_beside_numbers(
 
 
 @contextmanager
-def _made_with(broken: ServiceMutant, plan: AuditPlan, capture: Way) -> Iterator[Started]:
+def _made_with(broken: ServiceMutant, plan: AuditPlan, capture: CaptureMethod) -> Iterator[AuditRuns]:
     """All runs, as `sottovoce audit --on network` or `--on wiretap` makes them."""
     with tempfile.TemporaryDirectory() as folder, capture_logs():  # broken services have much to say
         pairs = interleave_pairs(plan)
         ledger = asyncio.run(_make_runs(broken, plan, pairs, Path(folder), capture))
         captures = captures_in(open_folder(Path(folder) / "captures"))
-        yield started(captures, plan.run, ledger, lambda replica: pairs[int(str(replica))])
+        yield collect_runs(captures, plan.run, ledger, lambda replica: pairs[int(str(replica))])
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
 async def _make_runs(
-    broken: ServiceMutant, plan: AuditPlan, pairs: Sequence[int], folder: Path, capture: Way
-) -> dict[int, Entry]:
+    broken: ServiceMutant, plan: AuditPlan, pairs: Sequence[int], folder: Path, capture: CaptureMethod
+) -> dict[int, RunLedgerEntry]:
     """All runs, one after the other, and what became of them."""
-    spec, ledger = prepare_audit_spec(plan.run.spec, capture), dict[int, Entry]()
-    data = [[pair.worlds.data(plan.data, world) for world in (0, 1)] for pair in plan.pairs]
+    spec, ledger = prepare_audit_spec(plan.run.spec, capture), dict[int, RunLedgerEntry]()
+    data = [[pair.worlds.build_data(plan.data, world) for world in (0, 1)] for pair in plan.pairs]
     identities = folder / "identities" if capture == "wiretap" else None
     if identities is not None:
         await asyncio.to_thread(issue_local_identities, identities, spec.names)
     own = _identity(identities, "operator-local")
     async with _services(broken, plan, spec, folder, identities) as (coordinator, learners):
-        for k, (pair, world) in enumerate(zip(pairs, coins(plan).tolist(), strict=True)):
+        for k, (pair, world) in enumerate(zip(pairs, draw_seeded_coins(plan).tolist(), strict=True)):
             for learner in learners:
                 learner.world = world
             records = data[pair][world]
-            outcome = await run_on(
+            outcome = await run_on_services(
                 coordinator, spec, records, lambda *seen: None, world=world, replica=k, credentials=own
             )
-            ledger[k] = Entry(run_id=outcome.run_id, outcome=outcome.state, world=world)
-            if broken.lost is not None and broken.lost(world) and outcome.capture is not None:
-                shutil.rmtree(outcome.capture)
+            ledger[k] = RunLedgerEntry(run_id=outcome.run_id, outcome=outcome.state, world=world)
+            if (
+                broken.is_capture_lost is not None
+                and broken.is_capture_lost(world)
+                and outcome.capture_location is not None
+            ):
+                shutil.rmtree(outcome.capture_location)
     return ledger
 
 
@@ -253,12 +266,12 @@ class _ForeignBreak:
     """
 
     name: str
-    what: str
+    description: str
     says: Callable[[_Answer], bytes] = lambda answer: answer.said.tobytes()
     trailers: Callable[[_Answer], str] = lambda answer: ""
     refuses: Callable[[_Answer], bool] = lambda answer: False
-    correct: bool = False
-    sure: bool = True
+    is_correct: bool = False
+    must_be_found: bool = True
 
 
 class _Clinic(grpc.GenericRpcHandler):
@@ -302,8 +315,12 @@ def _decode(method: str, direction: str, payload: bytes) -> dict[str, FloatArray
 
 
 def measure_foreign_power(
-    broken: _ForeignBreak, *, rungs: Sequence[int] = FOREIGN_RUN_COUNTS, audits: int = FOREIGN_AUDIT_COUNT, seed: int = 0
-) -> Power:
+    broken: _ForeignBreak,
+    *,
+    run_counts: Sequence[int] = FOREIGN_RUN_COUNTS,
+    audits: int = FOREIGN_AUDIT_COUNT,
+    seed: int = 0,
+) -> PowerMeasurement:
     """Call a service in two worlds through relays, and audit what they heard.
 
     Args:
@@ -312,21 +329,21 @@ def measure_foreign_power(
         audits: with each number of runs.
         seed: of coins, parameters, noise and audits.
     """
-    blank = _blank(broken, "foreign services", rungs, audits)
+    blank = _blank(broken, "foreign services", run_counts, audits)
 
     def found_by(runs: int, each: int) -> str:
         with tempfile.TemporaryDirectory() as folder, capture_logs():
             asyncio.run(_make_calls(broken, 2 * runs, Path(folder), each))
             heard = read_runs(folder, _decode, "stream").runs
         done = audit_traffic(heard, claim=_EPSILON, confidence=CONFIDENCE, seed=each)
-        return _found_in_calls(done) or next((sign.test for sign in done.signs), "")
+        return _found_in_calls(done) or next((sign.test for sign in done.anomalies), "")
 
-    return find(blank, found_by, rungs, seed)
+    return search_run_count(blank, found_by, run_counts, seed)
 
 
 def _found_in_calls(done: ForeignAudit) -> str:
     """The view that refutes the claim; empty: none does."""
-    return max(done.found.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
+    return max(done.findings.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
 
 
 async def _make_calls(broken: _ForeignBreak, runs: int, folder: Path, seed: int) -> None:
@@ -372,17 +389,19 @@ def _scaled(answer: _Answer, factor: float) -> bytes:
 
 
 FOREIGN_SERVICE_MUTANTS = (
-    _ForeignBreak("correct", "nothing", correct=True),
+    _ForeignBreak("correct", "nothing", is_correct=True),
     _ForeignBreak(
         "six digits",
         "nothing: answers are rounded",
         says=lambda answer: np.array([float(f"{number:.6g}") for number in answer.said]).tobytes(),
-        correct=True,
+        is_correct=True,
     ),
     _ForeignBreak("no noise", "the gradient and its loss as they are", says=_without_noise_on(0, 1, 2, 3)),
     _ForeignBreak("exact loss", "a noised gradient beside a loss without noise", says=_without_noise_on(3)),
     _ForeignBreak("a quarter of the noise", "epsilon 4, where 1 is claimed", says=partial(_scaled, factor=0.25)),
-    _ForeignBreak("half the noise", "epsilon 2, where 1 is claimed", says=partial(_scaled, factor=0.5), sure=False),
+    _ForeignBreak(
+        "half the noise", "epsilon 2, where 1 is claimed", says=partial(_scaled, factor=0.5), must_be_found=False
+    ),
     _ForeignBreak(
         "said again",
         "one answer in ten is that of the call before",

@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.wording import number
+from sottovoce_client.wording import format_number
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.bounds import compute_epsilon_lower_bound, interval
+from sottovoce_core.auditing.bounds import compute_confidence_interval, compute_epsilon_lower_bound
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.privacy.guarantee import compose_guarantees
 from sottovoce_core.running.replay import Replay, replay
 from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
-from sottovoce_lab.rebuild import Reconstruction, rebuild
+from sottovoce_lab.rebuild import Reconstruction, reconstruct_records
 
 # ---- membership ------------------------------------------------------------------------------------------------------
 
@@ -68,8 +68,10 @@ def _simulate_worlds(run: Run, data: PlacedData, pair: _Pair, runs: int, seed: i
 
 def _world(run: Run, data: PlacedData, own: LearnerData, runs: int, seed: np.random.SeedSequence) -> _HeardRuns:
     shared = PlacedData((own,) * run.spec.n_learners, data.test_features, data.test_labels)
-    steps = list(simulate(run, shared, SeededNoise(seed), runs))
-    return _HeardRuns(Transcript.of(step.message for step in steps), np.stack([step.before for step in steps]))
+    steps = list(simulate_rounds(run, shared, SeededNoise(seed), runs))
+    return _HeardRuns(
+        Transcript.from_rounds(step.message for step in steps), np.stack([step.decisions_before for step in steps])
+    )
 
 
 # ---- scores: above 0 speaks for world 0, below for world 1 -----------------------------------------------------------
@@ -91,7 +93,7 @@ def _from_decisions(run: Run, algorithm: DualAveraging, decisions: FloatArray, p
     pushed = np.broadcast_to(algorithm.push_weights, (len(decisions), decisions.shape[1]))[:, :, None, None]
     duals = -decisions * pushed / alphas[:, None, None, None]
     weights = np.broadcast_to(pushed, (*decisions.shape[:3], 1))
-    return _from_messages(run, Transcript({"h": duals, "w": weights} if algorithm.push else {"h": duals}), pair)
+    return _from_messages(run, Transcript({"h": duals, "w": weights} if algorithm.has_push_sum else {"h": duals}), pair)
 
 
 def _from_both(run: Run, heard: _HeardRuns, pair: _Pair) -> FloatArray:
@@ -110,7 +112,7 @@ def _decided(run: Run, transcript: Transcript, learner: int, pair: _Pair) -> Ite
     """By round, `(worlds, replicas, dim)`: what the learner would have decided in each world, given what was said."""
     machine = Replay(run, learner, transcript.replicas, len(pair))
     for t in range(transcript.rounds):
-        machine.step(transcript.messages(t, learner, machine.concerned), *(own.batch(t) for own in pair))
+        machine.step(transcript.messages(t, learner, machine.required_senders), *(own.batch(t) for own in pair))
         yield machine.decision
 
 
@@ -151,7 +153,7 @@ def _guess(scores: Sequence[FloatArray], seed: int) -> _GuessingRate:
     coins = [generator.random(len(each)) < 0.5 for each in scores]
     right = (first > 0) | ((first == 0) & coins[0]), (second < 0) | ((second == 0) & coins[1])
     runs, correct = len(first) + len(second), int(sum(each.sum() for each in right))
-    low, high = interval(correct, runs, _CONFIDENCE)
+    low, high = compute_confidence_interval(correct, runs, _CONFIDENCE)
     return _GuessingRate(
         runs, correct, low, high, compute_epsilon_lower_bound(correct, runs, 1.0 - _CONFIDENCE), *_roc(first, second)
     )
@@ -188,7 +190,7 @@ _NETWORK = {
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class MembershipInference:
     """Guesses whether a record was learned.
 
     Attributes:
@@ -202,10 +204,10 @@ class Membership:
 
     algorithm: str
     record: str
-    seen: str
+    view: str
     claim: float
-    covered: bool
-    guessed: _GuessingRate
+    is_covered: bool
+    guesses: _GuessingRate
 
 
 AttackResults = Mapping[str, Reconstruction]
@@ -223,7 +225,7 @@ class Gallery:
     """
 
     attacks: Mapping[str, AttackResults]
-    memberships: tuple[Membership, ...] = ()
+    memberships: tuple[MembershipInference, ...] = ()
     source: str = ""
 
 
@@ -298,23 +300,25 @@ def _gossip(epsilons: Sequence[float], seed: int) -> AttackResults:
     smallest = min(epsilons)
     published = _attacked(spec(smallest, "after_gossip"), seed)
     noised = {_label(each): _attacked(spec(each, "has_noise_before_gossip"), seed) for each in epsilons}
-    return {f"as published, ε = {number(smallest)} for decisions": published, **noised}
+    return {f"as published, ε = {format_number(smallest)} for decisions": published, **noised}
 
 
 def _label(epsilon: float) -> str:
-    return "no noise" if math.isinf(epsilon) else f"ε = {number(epsilon)}"
+    return "no noise" if math.isinf(epsilon) else f"ε = {format_number(epsilon)}"
 
 
 def _prepared(document: Mapping[str, Any]) -> PreparedRun:
     data = {"source": "digits", **document.get("data", {})}
-    return prepare(parse_spec({**_COMMON, **document, "data": data}, source="gallery", imports=True))
+    return prepare(parse_spec({**_COMMON, **document, "data": data}, source="gallery", allow_imports=True))
 
 
 def _attacked(document: Mapping[str, Any], seed: int, rounds: int = 8) -> Reconstruction:
     """Simulate, overhear, attack."""
     prepared = _prepared(document)
-    heard = Transcript.of(step.message for step in simulate(prepared.run, prepared.data, SeededNoise(seed)))
-    return rebuild(prepared.run, prepared.data, heard, rounds=rounds, seed=seed)
+    heard = Transcript.from_rounds(
+        step.message for step in simulate_rounds(prepared.run, prepared.data, SeededNoise(seed))
+    )
+    return reconstruct_records(prepared.run, prepared.data, heard, max_rounds=rounds, seed=seed)
 
 
 # ---- membership ------------------------------------------------------------------------------------------------------
@@ -333,7 +337,9 @@ _MEMBERSHIPS = (
 """Algorithm, where decisions come from, epsilon of all learners together, the pair of records, what is seen."""
 
 
-def _guessed(name: str, primal: str, epsilon: float, record: str, seen: str, runs: int, seed: int) -> Membership:
+def _guessed(
+    name: str, primal: str, epsilon: float, record: str, seen: str, runs: int, seed: int
+) -> MembershipInference:
     document: dict[str, Any] = {
         "rounds": 4,
         "learners": 4,
@@ -354,7 +360,7 @@ def _guessed(name: str, primal: str, epsilon: float, record: str, seen: str, run
         scores = [_from_both(run, world, pair) for world in worlds]
     promised = compose_guarantees([run.guarantee(i) for i in range(run.spec.n_learners)]).epsilon()
     covered = primal == "noised" or seen == "messages"
-    return Membership(f"{name}, {primal}", record, seen, promised, covered, _guess(scores, seed))
+    return MembershipInference(f"{name}, {primal}", record, seen, promised, covered, _guess(scores, seed))
 
 
 def _pair(prepared: PreparedRun, record: str) -> _Pair:

@@ -9,15 +9,15 @@ import typer
 
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
-    MOST,
+    MAX_COUNT,
     MAX_JOBS,
     BackendName,
     make_results_folder,
-    levels,
-    prepare_run,
     make_results_option,
+    parse_privacy_levels,
+    prepare_run,
 )
-from sottovoce_client.cli.common_options import CommandApp, common
+from sottovoce_client.cli.common_options import CommandApp, get_common_options
 
 lab_app = CommandApp(
     no_args_is_help=True,
@@ -49,14 +49,17 @@ def self_test(
         ),
     ] = None,
     mutant: _Mutants = None,
-    alarms: Annotated[int, typer.Option(min=0, max=MOST, help="Audits of every correct algorithm.")] = 5,
+    alarms: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Audits of every correct algorithm.")] = 5,
     learner: Annotated[
         str | None, typer.Option(help="Whose messages.", show_default="the one with the largest epsilon")
     ] = None,
     runs: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST, help="Runs of each of the two worlds, at most.", show_default="each mutant's own limit"
+            min=1,
+            max=MAX_COUNT,
+            help="Runs of each of the two worlds, at most.",
+            show_default="each mutant's own limit",
         ),
     ] = None,
     backend: BackendName = "processes",
@@ -74,11 +77,11 @@ def self_test(
     if out is not None:
         make_results_folder("audit", out, ["selftest.json"])
     broken = None if spec is None else prepare_run(load_spec(spec))
-    code = selftest.self_test(
+    code = selftest.run_self_test(
         broken,
         learner=learner,
         mutants=mutant or [],
-        alarms=alarms,
+        audits=alarms,
         runs=runs,
         backend=backend,
         jobs=jobs,
@@ -92,7 +95,8 @@ def self_test(
 def power(
     mutant: _Mutants = None,
     runs: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Runs of each of the two worlds, at most.", show_default="2000")
+        int | None,
+        typer.Option(min=1, max=MAX_COUNT, help="Runs of each of the two worlds, at most.", show_default="2000"),
     ] = None,
     backend: BackendName = "processes",
     jobs: _Jobs = None,
@@ -110,7 +114,7 @@ def power(
     raise typer.Exit(code)
 
 
-@lab_app.command(uses=("as_json", "allow_imports"))
+@lab_app.command(common_options=("as_json", "allow_imports"))
 def gallery(
     capture: Annotated[
         Path | None,
@@ -121,7 +125,9 @@ def gallery(
     epsilons: Annotated[
         str, typer.Option(metavar="E,E,...", help="Noise of the pictures: epsilon of a record over the whole run.")
     ] = "100000,10000,1000,100,1",
-    runs: Annotated[int, typer.Option(min=10, max=MOST, help="Simulated runs in which membership is guessed.")] = 4000,
+    runs: Annotated[
+        int, typer.Option(min=10, max=MAX_COUNT, help="Simulated runs in which membership is guessed.")
+    ] = 4000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
     out: Annotated[Path | None, make_results_option("gallery")] = None,
 ) -> None:
@@ -131,13 +137,15 @@ def gallery(
     """
     from sottovoce_client import terminal
     from sottovoce_core.data.known import get_data_folders
-    from sottovoce_lab.gallery import gallery as show
     from sottovoce_lab.gallery import write_capture_gallery
+    from sottovoce_lab.gallery import write_simulated_gallery as show
 
     folder = make_results_folder("gallery", out, ["gallery.json", "gallery.html"])
     if capture is None:
-        code = show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
+        code = show(folder, parse_privacy_levels(epsilons)[::-1], runs, seed)  # from little noise to much
     else:
-        code = write_capture_gallery(capture, folder, seed, get_data_folders(), allow_imports=common().allow_imports)
+        code = write_capture_gallery(
+            capture, folder, seed, get_data_folders(), allow_imports=get_common_options().allow_imports
+        )
     terminal.print_json_file_if_requested(folder / "gallery.json")
     raise typer.Exit(code)

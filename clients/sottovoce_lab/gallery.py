@@ -16,11 +16,20 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import private, write_json
+from sottovoce_client.documents import open_private, write_json
 from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import FAINT, PALETTE, RULE, Axis, View, line, rule, select_evenly
-from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.wording import NOTHING, number, share
+from sottovoce_client.reports.marks import (
+    FAINT,
+    PALETTE,
+    RULE,
+    Axis,
+    PlotView,
+    make_line,
+    make_reference_line,
+    select_evenly,
+)
+from sottovoce_client.reports.page import Page, PageColumn, PageTable
+from sottovoce_client.wording import MISSING_VALUE, format_number, format_percent
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import CaptureError, SpecError
@@ -29,12 +38,12 @@ from sottovoce_core.optional import format_install_hint
 from sottovoce_core.spec import parse_spec
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_lab.cases import AttackResults, Gallery, Membership, simulate_gallery
-from sottovoce_lab.rebuild import Reconstruction, rebuild
+from sottovoce_lab.cases import AttackResults, Gallery, MembershipInference, simulate_gallery
+from sottovoce_lab.rebuild import Reconstruction, reconstruct_records
 
 # ---- exhibits --------------------------------------------------------------------------------------------------------
 
-SHOWN = 8
+MAX_PICTURES_PER_ROW = 8
 """Pictures in a row."""
 _MIN_ERROR = 1e-9
 """A mean squared error below it is rounding."""
@@ -65,9 +74,9 @@ def _gallery_page(shown: Gallery) -> Page:
         "attacked": [(name, list(_rows(made)), _faded_at(made)) for name, made in shown.attacks.items()],
         "titles": _TITLES,
         "total": sum(len(each.pictures) for each in first),
-        "right": round(sum(each.found * len(each.pictures) for each in first)),
+        "right": round(sum(each.recognised_share * len(each.pictures) for each in first)),
         "get_torch": _GET_TORCH,
-        "runs": shown.memberships[0].guessed.runs if shown.memberships else 0,
+        "runs": shown.memberships[0].guesses.runs if shown.memberships else 0,
     }
     return Page("gallery.html.j2", [_guesses(shown.memberships), _roc(shown.memberships)], values)
 
@@ -77,7 +86,7 @@ def _gallery_page(shown: Gallery) -> Page:
 
 def _faded_at(attacked: AttackResults) -> tuple[str, Reconstruction] | None:
     """The first transcript after the plain one whose pictures are gone."""
-    return next(((label, made) for label, made in list(attacked.items())[1:] if made.found < 0.05), None)
+    return next(((label, made) for label, made in list(attacked.items())[1:] if made.recognised_share < 0.05), None)
 
 
 def _rows(attacked: AttackResults) -> Iterator[tuple[str, list[_Image], Sequence[str], Reconstruction]]:
@@ -85,8 +94,13 @@ def _rows(attacked: AttackResults) -> Iterator[tuple[str, list[_Image], Sequence
     for k, (label, made) in enumerate(attacked.items()):
         if k == 0:
             yield "the true records", _images(made.originals, "the true records"), ("",) * 4, made
-        error = number(made.error, 2) if made.error >= _MIN_ERROR else "< 1e−9"
-        figures = error, number(made.alike, 2), share(made.found), share(made.told)
+        error = format_number(made.mean_squared_error, 2) if made.mean_squared_error >= _MIN_ERROR else "< 1e−9"
+        figures = (
+            error,
+            format_number(made.similarity, 2),
+            format_percent(made.recognised_share),
+            format_percent(made.identified_share),
+        )
         yield label, _images(made.pictures, label), figures, made
 
 
@@ -95,7 +109,10 @@ def _images(pictures: FloatArray, label: str) -> list[_Image]:
     side = math.isqrt(pictures.shape[1])
     square = side * side == pictures.shape[1]
     shape, size = ((side, side), (56, 56)) if square else ((1, pictures.shape[1]), (72, 28))
-    return [_Image(base64.b64encode(_png(each.reshape(shape))).decode(), *size, label) for each in pictures[:SHOWN]]
+    return [
+        _Image(base64.b64encode(_png(each.reshape(shape))).decode(), *size, label)
+        for each in pictures[:MAX_PICTURES_PER_ROW]
+    ]
 
 
 def _png(values: FloatArray) -> bytes:
@@ -115,46 +132,46 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 # ---- membership ------------------------------------------------------------------------------------------------------
 
 
-def _guesses(rows: Sequence[Membership]) -> PageTable:
+def _guesses(rows: Sequence[MembershipInference]) -> PageTable:
     texts = ("algorithm, decisions", "records", "seen")
-    columns = [Column(head, kind="text") for head in texts]
-    columns += [Column(head) for head in ("right guesses", "95 % interval", "ε at least", "ε claimed", "allows")]
+    columns = [PageColumn(head, kind="text") for head in texts]
+    columns += [PageColumn(head) for head in ("right guesses", "95 % interval", "ε at least", "ε claimed", "allows")]
     cells = [
         (
             each.algorithm,
             each.record,
-            each.seen,
-            share(each.guessed.rate),
-            f"{share(each.guessed.low).removesuffix(' %')}{NOTHING}{share(each.guessed.high)}",
-            number(each.guessed.bound, 3),
-            number(each.claim) if each.covered else "none",
-            share(1.0 / (1.0 + math.exp(-each.claim))) if each.covered else "100.0 %",
+            each.view,
+            format_percent(each.guesses.rate),
+            f"{format_percent(each.guesses.low).removesuffix(' %')}{MISSING_VALUE}{format_percent(each.guesses.high)}",
+            format_number(each.guesses.bound, 3),
+            format_number(each.claim) if each.is_covered else "none",
+            format_percent(1.0 / (1.0 + math.exp(-each.claim))) if each.is_covered else "100.0 %",
         )
         for each in rows
     ]
     return PageTable("guesses", "Was this record learned?", columns, cells)
 
 
-def _roc(rows: Sequence[Membership]) -> Figure:
+def _roc(rows: Sequence[MembershipInference]) -> Figure:
     """Every row's ROC, and the regions that the claims leave."""
     title = "Guesses of membership"
-    marks = [rule([0, 1], [0, 1], "a coin", RULE, "solid")]
-    claims = sorted({round(each.claim, 6) for each in rows if each.covered})
+    marks = [make_reference_line([0, 1], [0, 1], "a coin", RULE, "solid")]
+    claims = sorted({round(each.claim, 6) for each in rows if each.is_covered})
     for claim, dash in zip(claims, ("dot", "dash", "dashdot"), strict=False):
-        corner, most = 1.0 / (1.0 + math.exp(claim)), f"most that ε = {number(claim)} allows"
-        marks.append(rule([0, corner, 1], [0, 1 - corner, 1], most, FAINT, dash))
+        corner, most = 1.0 / (1.0 + math.exp(claim)), f"most that ε = {format_number(claim)} allows"
+        marks.append(make_reference_line([0, corner, 1], [0, 1 - corner, 1], most, FAINT, dash))
     for each, colour in zip(rows, PALETTE, strict=False):
-        kept = select_evenly(len(each.guessed.false_alarms))
-        name = f"{each.algorithm}, ε = {number(each.claim)}: {each.record}, from {each.seen}"
-        marks.append(line(each.guessed.false_alarms[kept], each.guessed.detections[kept], name, colour))
-    axes = (Axis(what, low=0.0, high=1.005, form="share") for what in ("false alarms", "detections"))
-    return Figure("roc", title, marks if rows else (), (View("", *axes),), height=420)
+        kept = select_evenly(len(each.guesses.false_alarms))
+        name = f"{each.algorithm}, ε = {format_number(each.claim)}: {each.record}, from {each.view}"
+        marks.append(make_line(each.guesses.false_alarms[kept], each.guesses.detections[kept], name, colour))
+    axes = (Axis(what, low=0.0, high=1.005, value_format="share") for what in ("false alarms", "detections"))
+    return Figure("roc", title, marks if rows else (), (PlotView("", *axes),), height=420)
 
 
 # ---- gallery ---------------------------------------------------------------------------------------------------------
 
 
-def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int) -> int:
+def write_simulated_gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int) -> int:
     """Run every attack on simulated runs, print figures, write `gallery.json` and `gallery.html`; returns the exit code.
 
     Args:
@@ -164,7 +181,7 @@ def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int) -> in
     Raises:
         SpecError: scikit-learn, scipy or Jinja2 are not installed.
     """
-    console = terminal.console()
+    console = terminal.create_console()
     return _publish(simulate_gallery(epsilons, runs, seed, console.status), folder, console)
 
 
@@ -192,23 +209,23 @@ def write_capture_gallery(
         SpecError: no attack fits its algorithm, or what the attack needs is not installed.
         DataError: the spec's data cannot be used.
     """
-    console, below = console or terminal.console(), list(find_captures(open_folder(str(capture))))
+    console, below = console or terminal.create_console(), list(find_captures(open_folder(str(capture))))
     if not below:
         raise CaptureError(f"{capture} must be a capture, or a folder with one: there is no capture.json")
     found = below[-1]
-    if not found.facts.get("spec"):
+    if not found.metadata.get("spec"):
         raise CaptureError(f"the capture {capture} must have a run spec to be attacked, and has none")
-    spec = parse_spec(found.facts["spec"], source=str(capture), imports=allow_imports)
+    spec = parse_spec(found.metadata["spec"], source=str(capture), allow_imports=allow_imports)
     prepared = prepare(spec, folders=folders)
     run = prepared.run
     if isinstance(run.algorithm, DualAveraging):
         raise SpecError("membership is guessed over many runs, a capture is one; see sottovoce audit")
-    heard = found.transcript(run.field_shapes, run.spec.n_learners, run.network)
+    heard = found.read_transcript(run.field_shapes, run.spec.n_learners, run.network)
     epsilon = max(run.guarantee(i).epsilon() for i in range(run.spec.n_learners))
-    label = f"claimed ε = {number(epsilon)}" if math.isfinite(epsilon) else "nothing is promised"
+    label = f"claimed ε = {format_number(epsilon)}" if math.isfinite(epsilon) else "nothing is promised"
     with console.status("attacking"):
-        made = rebuild(run, prepared.data, heard, seed=seed)
-    where = found.place.name.rpartition("/")[2]
+        made = reconstruct_records(run, prepared.data, heard, seed=seed)
+    where = found.folder.name.rpartition("/")[2]
     source = f"{run.spec.algorithm.name}, {run.spec.data.source}, {heard.rounds:,} rounds overheard in {where}"
     return _publish(Gallery({"capture": {label: made}}, source=source), folder, console)
 
@@ -217,7 +234,7 @@ def write_capture_gallery(
 
 
 def _publish(shown: Gallery, folder: Path, console: Console) -> int:
-    opener = private if shown.source else None  # of a capture: they hold its learners' records
+    opener = open_private if shown.source else None  # of a capture: they hold its learners' records
     write_json(folder / "gallery.json", _document(shown), opener=opener)
     _print(shown, console)
     page = folder / "gallery.html"
@@ -238,13 +255,13 @@ def _document(shown: Gallery) -> dict[str, Any]:
             {
                 "algorithm": each.algorithm,  # and where its decisions come from
                 "record": each.record,
-                "seen": each.seen,  # by the guesser
+                "seen": each.view,  # by the guesser
                 "claim": each.claim,  # epsilon of all learners together
-                "covered": each.covered,  # whether all that is seen is part of the claim
-                "runs": each.guessed.runs,
-                "correct": each.guessed.correct,
-                "interval": (each.guessed.low, each.guessed.high),  # 95 %, of the share of right guesses
-                "epsilon_at_least": each.guessed.bound,
+                "covered": each.is_covered,  # whether all that is seen is part of the claim
+                "runs": each.guesses.runs,
+                "correct": each.guesses.correct,
+                "interval": (each.guesses.low, each.guesses.high),  # 95 %, of the share of right guesses
+                "epsilon_at_least": each.guesses.bound,
             }
             for each in shown.memberships
         ],
@@ -256,26 +273,30 @@ def _document_of(protection: str, made: Reconstruction) -> dict[str, Any]:
     return {
         "protection": protection,
         "records": len(made.pictures),  # rebuilt
-        "mean_squared_error": made.error,
-        "similarity": made.alike,  # 1 if equal, about 0 if unrelated
-        "recognised": made.found,  # the share that is nearest its own record
-        "recognised_among": made.pool,  # so many records
-        "told_from_one_other": made.told,  # the share; null: messages do not tell where a gradient was taken
-        "originals": np.round(made.originals[:SHOWN], 4),  # the first true records, as pictures
-        "pictures": np.round(made.pictures[:SHOWN], 4),  # what was made of them
+        "mean_squared_error": made.mean_squared_error,
+        "similarity": made.similarity,  # 1 if equal, about 0 if unrelated
+        "recognised": made.recognised_share,  # the share that is nearest its own record
+        "recognised_among": made.pool_size,  # so many records
+        "told_from_one_other": made.identified_share,  # the share; null: messages do not tell where a gradient was taken
+        "originals": np.round(made.originals[:MAX_PICTURES_PER_ROW], 4),  # the first true records, as pictures
+        "pictures": np.round(made.pictures[:MAX_PICTURES_PER_ROW], 4),  # what was made of them
     }
 
 
 def _print(shown: Gallery, console: Console) -> None:
-    table = terminal.table("attack", "protection")
+    table = terminal.create_table("attack", "protection")
     for head in ("similarity", "recognised", "told from\nanother"):
         table.add_column(head, justify="right")
     for name, attacked in shown.attacks.items():
         for k, (label, made) in enumerate(attacked.items()):
-            figures = number(made.alike, 2), share(made.found), share(made.told)
+            figures = (
+                format_number(made.similarity, 2),
+                format_percent(made.recognised_share),
+                format_percent(made.identified_share),
+            )
             table.add_row("" if k else _TITLES[name], label, *figures, end_section=k == len(attacked) - 1)
         if not attacked:
-            table.add_row(_TITLES[name], Text("needs PyTorch", style="yellow"), *[NOTHING] * 3, end_section=True)
+            table.add_row(_TITLES[name], Text("needs PyTorch", style="yellow"), *[MISSING_VALUE] * 3, end_section=True)
     console.print(table)
     if not all(shown.attacks.values()):
         console.print(Text(f"The search needs PyTorch: {_GET_TORCH}"))
@@ -283,13 +304,18 @@ def _print(shown: Gallery, console: Console) -> None:
         console.print(_guesses_table(shown.memberships))
 
 
-def _guesses_table(rows: Sequence[Membership]) -> Table:
-    table = terminal.table("was it learned?", "records", "seen")
+def _guesses_table(rows: Sequence[MembershipInference]) -> Table:
+    table = terminal.create_table("was it learned?", "records", "seen")
     for head in ("right guesses", "ε at\nleast", "ε\nclaimed"):
         table.add_column(head, justify="right")
     for each in rows:
-        claim = number(each.claim) if each.covered else "none"
+        claim = format_number(each.claim) if each.is_covered else "none"
         table.add_row(
-            each.algorithm, each.record, each.seen, share(each.guessed.rate), number(each.guessed.bound, 3), claim
+            each.algorithm,
+            each.record,
+            each.view,
+            format_percent(each.guesses.rate),
+            format_number(each.guesses.bound, 3),
+            claim,
         )
     return table

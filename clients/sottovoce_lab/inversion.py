@@ -56,7 +56,13 @@ class _Inverted:
 
 
 def invert(
-    loss: TorchLoss, at: FloatArray, gradient: FloatArray, seed: int, *, starts: int = 2, iterations: int = 100
+    loss: TorchLoss,
+    at: FloatArray,
+    gradient: FloatArray,
+    seed: int,
+    *,
+    max_searches: int = 2,
+    max_iterations: int = 100,
 ) -> _Inverted:
     """The record and label whose gradient fits best.
 
@@ -72,8 +78,8 @@ def invert(
     mismatch = _mismatch(loss, theta, target)
     generator, best = np.random.default_rng(seed), _Inverted(np.zeros(0), 0, np.inf)
     with _one_thread():
-        for _ in range(starts):
-            found = _search(loss, mismatch, generator, iterations)
+        for _ in range(max_searches):
+            found = _search(loss, mismatch, generator, max_iterations)
             best = min(best, found, key=lambda each: each.mismatch)
             if best.mismatch < _FITS:
                 break
@@ -93,16 +99,16 @@ def _one_thread() -> Iterator[None]:
 
 def _mismatch(loss: TorchLoss, theta: Tensor, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """How badly the gradient of a dummy fits."""
-    network, size = FlatModule(loss.made.module), target.square().sum()
+    network, size = FlatModule(loss.loaded_module.module), target.square().sum()
 
     def dummy_loss(parameters: Tensor, record: Tensor, logits: Tensor) -> Tensor:
-        scores = network.scores(parameters, record.reshape(loss.made.shape))
+        scores = network.scores(parameters, record.reshape(loss.loaded_module.shape))
         value: Tensor = nn.functional.cross_entropy(scores, torch.softmax(logits, 0))
         return value
 
     def mismatch(record: Tensor, logits: Tensor) -> Tensor:
         dummy = grad(dummy_loss)(theta, record, logits)
-        dummy = dummy * torch.clamp(loss.clip / dummy.norm(), max=1.0)
+        dummy = dummy * torch.clamp(loss.clip_threshold / dummy.norm(), max=1.0)
         return (dummy - target).square().sum() / size
 
     return mismatch
@@ -112,7 +118,9 @@ def _search(
     loss: TorchLoss, mismatch: Callable[[Tensor, Tensor], Tensor], generator: np.random.Generator, iterations: int
 ) -> _Inverted:
     """One search from a random dummy."""
-    record = torch.tensor(generator.random(int(np.prod(loss.made.shape))), dtype=torch.float64, requires_grad=True)
+    record = torch.tensor(
+        generator.random(int(np.prod(loss.loaded_module.shape))), dtype=torch.float64, requires_grad=True
+    )
     logits = torch.tensor(generator.standard_normal(loss.classes), dtype=torch.float64, requires_grad=True)
     search = torch.optim.LBFGS(
         [record, logits],

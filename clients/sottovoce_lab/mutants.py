@@ -21,12 +21,12 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worlds import NoiseFactory, RunChunk, Worlds, children, count_numbers
+from sottovoce_core.auditing.worlds import NoiseFactory, RunChunk, Worlds, count_numbers, spawn_seeds
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import NoiseRequest, Law, NoiseSource, SeededNoise, no_noise
+from sottovoce_core.noise import Distribution, NoiseRequest, NoiseSource, SeededNoise, no_noise
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ Kind = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class Fault:
     """What a learner really does; what is left out is as it should be.
 
     Attributes:
@@ -63,19 +63,19 @@ class Broken:
     """
 
     noise: NoiseFactory = SeededNoise
-    actual: Run | None = None
+    actual_run: Run | None = None
     claim_factor: float = 1.0
-    leak: Callable[[AuditPlan, RunChunk], FloatArray] | None = None
-    noticed: Callable[[AuditPlan], Mapping[Family, str]] | None = None
+    compute_leak: Callable[[AuditPlan, RunChunk], FloatArray] | None = None
+    detect: Callable[[AuditPlan], Mapping[Family, str]] | None = None
 
 
-Breaks = Callable[[AuditPlan], Broken]
-Swap = Callable[[Run, PlacedData, int], Worlds]
+FaultFactory = Callable[[AuditPlan], Fault]
+WorldsFactory = Callable[[Run, PlacedData, int], Worlds]
 
 MinRunsEstimator = Callable[[Run, float], float]
 """From a run and a level to the runs of each world that carry enough evidence; conformance looks at both worlds."""
 
-MAX_QUICK_RUNS, MOST = 20, 2000
+MAX_QUICK_RUNS, MAX_RUNS = 20, 2000
 """Runs of each world in which conformance sees what is gross, and in which it must see whatever it can see."""
 
 
@@ -97,24 +97,30 @@ class Mutant:
     """
 
     name: str
-    what: str
-    breaks: Breaks
+    description: str
+    build_fault: FaultFactory
     family: Family
-    runs: int
+    max_runs: int
     base: str = "ldp-dol"
-    swap: Swap | None = None
+    build_worlds: WorldsFactory | None = None
     kind: Kind | None = None
-    limit: MinRunsEstimator | None = None
+    estimate_min_runs: MinRunsEstimator | None = None
     quick: bool = True
 
 
-def faults(kind: Kind) -> Callable[..., Mutant]:
+def make_mutant_factory(kind: Kind) -> Callable[..., Mutant]:
     """Return a constructor of mutants of one class, which conformance must find unless more is given."""
 
     def fault(
-        name: str, what: str, breaks: Breaks, limit: MinRunsEstimator | None = None, *, quick: bool = False, **more: Any
+        name: str,
+        what: str,
+        breaks: FaultFactory,
+        limit: MinRunsEstimator | None = None,
+        *,
+        quick: bool = False,
+        **more: Any,
     ) -> Mutant:
-        usual: dict[str, Any] = {"family": "conformance", "runs": MAX_QUICK_RUNS if quick else MOST, "limit": limit}
+        usual: dict[str, Any] = {"family": "conformance", "runs": MAX_QUICK_RUNS if quick else MAX_RUNS, "limit": limit}
         return Mutant(name, what, breaks, kind=kind, quick=quick, **{**usual, **more})
 
     return fault
@@ -122,19 +128,25 @@ def faults(kind: Kind) -> Callable[..., Mutant]:
 
 def make_noise_mutant_factory(kind: Kind) -> Callable[..., Mutant]:
     """The same of mutants whose noise is changed, Laplace noise unless more is given."""
-    fault = faults(kind)
+    fault = make_mutant_factory(kind)
 
     def of_noise(
-        name: str, what: str, change: Change, limit: MinRunsEstimator | None = None, *, on: On = "laplace", **more: Any
+        name: str,
+        what: str,
+        change: NoiseMutation,
+        limit: MinRunsEstimator | None = None,
+        *,
+        noise_kind: NoiseKind = "laplace",
+        **more: Any,
     ) -> Mutant:
-        return fault(name, what, noisy(change, on), limit, **more)
+        return fault(name, what, mutate_noise(change, noise_kind), limit, **more)
 
     return of_noise
 
 
 # ---- evidence --------------------------------------------------------------------------------------------------------
 
-FOUND = 0.9
+TARGET_POWER = 0.9
 """The probability with which something is to be found."""
 
 
@@ -155,11 +167,11 @@ def estimate_from_runs(nats: float, share: float = 1.0) -> MinRunsEstimator:
 
 def _enough(alpha: float, nats: float, share: float, count: int) -> float:
     """Runs of each world; there are two. What is seldom must happen once at all."""
-    happens = math.log(1.0 / (1.0 - FOUND)) / share if share < 1.0 else 0.0
+    happens = math.log(1.0 / (1.0 - TARGET_POWER)) / share if share < 1.0 else 0.0
     return max(math.log(1.0 / alpha) / nats, happens) / (2.0 * count)
 
 
-def event(broken: float, claimed: float) -> float:
+def compute_bernoulli_kl(broken: float, claimed: float) -> float:
     """Nats of whether something happens: its probability, and the claimed one."""
     return _term(broken, claimed) + _term(1.0 - broken, 1.0 - claimed)
 
@@ -168,7 +180,7 @@ def _term(broken: float, claimed: float) -> float:
     return 0.0 if broken == 0.0 else broken * math.log(broken / claimed)
 
 
-def rescaled(factor: float) -> float:
+def compute_scale_kl(factor: float) -> float:
     """Nats of a number whose scale is another one."""
     return factor - 1.0 - math.log(factor)
 
@@ -177,7 +189,7 @@ def rescaled(factor: float) -> float:
 
 
 @dataclass(slots=True)
-class Source:
+class NoiseMutationState:
     """What a broken source of noise has beside the correct noise.
 
     Attributes:
@@ -186,82 +198,82 @@ class Source:
     """
 
     generator: np.random.Generator
-    kept: dict[Any, Any] = field(default_factory=dict)
+    memory: dict[Any, Any] = field(default_factory=dict)
 
-    def last(self, draw: NoiseRequest, now: Any) -> Any:
+    def replace_previous(self, draw: NoiseRequest, now: Any) -> Any:
         """What was kept of the same field in the round before; None: nothing, or of other runs. Keep `now` in its place."""
-        before, self.kept[draw.field] = self.kept.get(draw.field), now
+        before, self.memory[draw.field] = self.memory.get(draw.field), now
         return before if before is not None and before.shape == now.shape else None
 
 
-Change = Callable[[FloatArray, NoiseRequest, Source], FloatArray]
+NoiseMutation = Callable[[FloatArray, NoiseRequest, NoiseMutationState], FloatArray]
 """From correct noise to what is said in its place."""
 
-On = Literal["laplace", "lattice", "any"]
+NoiseKind = Literal["laplace", "lattice", "any"]
 """Noise that a change is one of: of the Laplace law, on a lattice, or any."""
 
 
-def require_noise(plan: AuditPlan, on: On) -> None:
+def require_noise(plan: AuditPlan, noise_kind: NoiseKind) -> None:
     """Refuse an algorithm that asks for other noise.
 
     Raises:
         SpecError: it does, or it asks for none.
     """
-    laws = set[Law]()
+    laws = set[Distribution]()
 
     def note(draw: NoiseRequest) -> FloatArray:
-        laws.add(draw.law)
+        laws.add(draw.distribution)
         return no_noise(draw)
 
-    for _ in simulate(plan.run, plan.data, note):
+    for _ in simulate_rounds(plan.run, plan.data, note):
         pass
     if not laws:
         raise SpecError(f"{plan.run.algorithm.name} draws no noise")
-    if on == "laplace" and laws != {"laplace"}:
+    if noise_kind == "laplace" and laws != {"laplace"}:
         raise SpecError("its noise is no Laplace noise")
-    if on == "lattice" and "spherical" in laws:
+    if noise_kind == "lattice" and "spherical" in laws:
         raise SpecError("its noise is on no lattice in the first place")
 
 
-def noisy(change: Change, on: On = "any") -> Breaks:
+def mutate_noise(mutation: NoiseMutation, noise_kind: NoiseKind = "any") -> FaultFactory:
     """Other noise, of a learner whose noise is of this kind."""
 
     def source(seed: np.random.SeedSequence) -> NoiseSource:
-        correct, other = children(seed, 2)
-        noise, own = SeededNoise(correct), Source(np.random.default_rng(other))
-        return lambda draw: change(noise(draw), draw, own)
+        correct, other = spawn_seeds(seed, 2)
+        noise, own = SeededNoise(correct), NoiseMutationState(np.random.default_rng(other))
+        return lambda draw: mutation(noise(draw), draw, own)
 
-    def breaks(plan: AuditPlan) -> Broken:
-        require_noise(plan, on)
-        return Broken(noise=source)
+    def breaks(plan: AuditPlan) -> Fault:
+        require_noise(plan, noise_kind)
+        return Fault(noise=source)
 
     return breaks
 
 
-def apply_in_scale_units(change: Callable[[FloatArray, Source], FloatArray]) -> Change:
+def apply_in_scale_units(change: Callable[[FloatArray, NoiseMutationState], FloatArray]) -> NoiseMutation:
     """A change of noise in units of its scale; what comes of it is on the lattice again."""
-    return lambda noise, draw, source: draw.rounded(change(noise / draw.scale, source) * draw.scale)
+    return lambda noise, draw, source: draw.round_to_lattice(change(noise / draw.scale, source) * draw.scale)
 
 
-def scaled(noise: FloatArray, factor: float | FloatArray, draw: NoiseRequest) -> FloatArray:
+def scale_on_lattice(noise: FloatArray, factor: float | FloatArray, draw: NoiseRequest) -> FloatArray:
     """Noise times a factor, on the lattice.
 
     Half of an odd number is always rounded to an even one, so a factor of few digits would show in low bits: it gets some more.
     """
     factors = np.where(np.asarray(factor) == 1.0, 1.0, np.asarray(factor) * (1.0 - 1e-9))
-    return draw.rounded(factors * noise)
+    return draw.round_to_lattice(factors * noise)
 
 
-def times(factor: float) -> Change:
+def scale_noise(factor: float) -> NoiseMutation:
     """Noise of another scale."""
-    return lambda noise, draw, source: scaled(noise, factor, draw)
+    return lambda noise, draw, source: scale_on_lattice(noise, factor, draw)
 
 
-def apply_randomly(change: Change, share: float, *, messages: bool = False) -> Change:
+def apply_randomly(change: NoiseMutation, share: float, *, per_message: bool = False) -> NoiseMutation:
     """A change of some numbers only, or of some messages, at random."""
 
-    def partly(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
-        shape = (*noise.shape[:-1], 1) if messages else noise.shape
+    def partly(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
+        shape = (*noise.shape[:-1], 1) if per_message else noise.shape
         return np.where(source.generator.random(shape) < share, change(noise, draw, source), noise)
 
     return partly
@@ -270,9 +282,9 @@ def apply_randomly(change: Change, share: float, *, messages: bool = False) -> C
 # ---- algorithms and losses -------------------------------------------------------------------------------------------
 
 
-def altered(change: Callable[[Any], Any]) -> Breaks:
+def mutate_algorithm(change: Callable[[Any], Any]) -> FaultFactory:
     """Another algorithm."""
-    return lambda plan: Broken(actual=replace(plan.run, algorithm=change(plan.run.algorithm)))
+    return lambda plan: Fault(actual_run=replace(plan.run, algorithm=change(plan.run.algorithm)))
 
 
 class MethodOverride:
@@ -284,20 +296,20 @@ class MethodOverride:
     """
 
     def __init__(self, correct: Any, **methods: Callable[..., Any]) -> None:
-        self.correct = correct
+        self.original = correct
         self.__dict__.update(methods)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "correct"), name)
 
 
-def where(breaks: Breaks, fits: Callable[[AuditPlan], bool], why: str) -> Breaks:
+def restrict_fault(build_fault: FaultFactory, is_applicable: Callable[[AuditPlan], bool], reason: str) -> FaultFactory:
     """A break that refuses the runs that it does not fit, and says why."""
 
-    def checked(plan: AuditPlan) -> Broken:
-        if not fits(plan):
-            raise SpecError(why)
-        return breaks(plan)
+    def checked(plan: AuditPlan) -> Fault:
+        if not is_applicable(plan):
+            raise SpecError(reason)
+        return build_fault(plan)
 
     return checked
 
@@ -305,7 +317,7 @@ def where(breaks: Breaks, fits: Callable[[AuditPlan], bool], why: str) -> Breaks
 # ---- worlds ----------------------------------------------------------------------------------------------------------
 
 
-def mirrored(times: float, other: float) -> Swap:
+def build_spike_worlds(times: float, other: float) -> WorldsFactory:
     """The first record with all weight in one feature, so many times the loss's bound, against another multiple."""
 
     def swap(run: Run, data: PlacedData, learner: int) -> Worlds:
@@ -313,7 +325,7 @@ def mirrored(times: float, other: float) -> Swap:
         bound = run.loss.feature_bound if np.isfinite(run.loss.feature_bound) else 1.0
         spike, label = bound * np.eye(data.n_features)[0], float(own.labels.max())
         what = f"a first record of {times:g} times the bound, against one of {other:g} times"
-        shared = run.algorithm.accountant(learner).shared
+        shared = run.algorithm.accountant(learner).has_shared_records
         first, second = (own.with_use(0, factor * spike, label) for factor in (times, other))
         return Worlds(learner, first, second, what, shared)
 
@@ -338,22 +350,22 @@ class BaseRun:
     algorithm: Mapping[str, Any]
     sections: Mapping[str, Any] = field(default_factory=dict)
     n_features: int = 3
-    batch: int = 1
+    batch_size: int = 1
     epsilon: float | None = None
 
-    def lasting(self, rounds: int) -> BaseRun:
+    def with_rounds(self, rounds: int) -> BaseRun:
         """The same for more rounds, or for fewer."""
         return replace(self, sections={**self.sections, "rounds": rounds})
 
     def build(self) -> tuple[Run, PlacedData]:
         """The run and its data."""
-        spec = parse_spec({**_COMMON, "algorithm": dict(self.algorithm), **self.sections}, imports=True)
+        spec = parse_spec({**_COMMON, "algorithm": dict(self.algorithm), **self.sections}, allow_imports=True)
         run = build_run(spec, self.n_features)
         if self.epsilon is not None:
             factor = run.guarantee(0).epsilon() / self.epsilon
-            louder = spec.algorithm.noisier((factor,) * spec.n_learners)
+            louder = spec.algorithm.scale_noise((factor,) * spec.n_learners)
             run = build_run(spec.model_copy(update={"algorithm": louder}), self.n_features)
-        return run, _made_up(run, self.n_features, self.batch)
+        return run, _made_up(run, self.n_features, self.batch_size)
 
 
 _COMMON: dict[str, Any] = {
@@ -374,7 +386,7 @@ def _private(name: str, sections: Mapping[str, Any] = {}, **parameters: Any) -> 
     return BaseRun({"name": name, **parameters}, sections, epsilon=0.3)
 
 
-ALGORITHMS: dict[str, BaseRun] = {
+ALGORITHM_RUNS: dict[str, BaseRun] = {
     "ldp-dol": _private("ldp-dol"),
     "dsgd": _private("dsgd"),
     "dola": _private("dola"),
@@ -403,7 +415,7 @@ BASE_RUNS: dict[str, BaseRun] = {
     "ldp-dol, epsilon 1": BaseRun({"name": "ldp-dol"}, epsilon=1.0),
     "ldp-dol, budget": BaseRun({"name": "ldp-dol"}, {**_LONG, "privacy": {"budget": 4.0}}, epsilon=10.0),
     "dola": BaseRun({"name": "dola"}),
-    "dola, batches of 4": BaseRun({"name": "dola"}, batch=4),
+    "dola, batches of 4": BaseRun({"name": "dola"}, batch_size=4),
     "dola, 9 features": BaseRun({"name": "dola"}, n_features=9),
     "dola, 1 feature": BaseRun({"name": "dola"}, _HINGE, n_features=1, epsilon=3.0),
     "dvp": BaseRun({"name": "dvp", "alpha": 1.0}, {"rounds": 3}),
@@ -420,6 +432,6 @@ def _made_up(run: Run, n_features: int, batch: int) -> PlacedData:
     labels = (generator.random((n, rounds * batch)) < 0.5).astype(np.float64)
     order = np.arange(rounds * batch)
     learners = [LearnerData(features[i], labels[i], order, offsets) for i in range(n)]
-    if run.algorithm.accountant(0).shared:
+    if run.algorithm.accountant(0).has_shared_records:
         learners = learners[:1] * n
     return PlacedData(tuple(learners), features[0], labels[0])

@@ -15,8 +15,8 @@ from rich.text import Text
 from sottovoce_client import terminal
 from sottovoce_client.backends import Backend
 from sottovoce_client.documents import write_json, write_text
-from sottovoce_client.wording import NOTHING, count
-from sottovoce_lab.broken_learners import WIRETAP_MUTANTS, NETWORK_MUTANTS
+from sottovoce_client.wording import MISSING_VALUE, format_count
+from sottovoce_lab.broken_learners import NETWORK_MUTANTS, WIRETAP_MUTANTS
 from sottovoce_lab.broken_services import (
     FOREIGN_AUDIT_COUNT,
     FOREIGN_RUN_COUNTS,
@@ -27,9 +27,16 @@ from sottovoce_lab.broken_services import (
     measure_service_power,
 )
 from sottovoce_lab.catalogue import CATALOGUE
-from sottovoce_lab.mutants import FOUND
-from sottovoce_lab.selftest import load_mutant, side_by_side
-from sottovoce_lab.trial import CONFIDENCE, POWER_RUN_COUNTS, WATCHED, Power, ServiceKind, measure
+from sottovoce_lab.mutants import TARGET_POWER
+from sottovoce_lab.selftest import load_mutant, run_in_parallel
+from sottovoce_lab.trial import (
+    CONFIDENCE,
+    MAX_WATCHED_ROUNDS,
+    POWER_RUN_COUNTS,
+    PowerMeasurement,
+    ServiceKind,
+    measure_mutant_power,
+)
 
 _HEADS = "broken learner", "what is wrong", "found by", "runs", "limit", "rounds"
 _SERVICES = "broken service", *_HEADS[1:4], "audits"
@@ -88,20 +95,20 @@ def measure_power(
     Raises:
         SpecError: a mutant cannot be imported, or does not fit its run, or an extra is not installed.
     """
-    console, most = console or terminal.console(), runs or POWER_RUN_COUNTS[-1]
+    console, most = console or terminal.create_console(), runs or POWER_RUN_COUNTS[-1]
     chosen = [*CATALOGUE, *map(load_mutant, mutants)]
-    work: list[Callable[[], Power]] = [
-        partial(measure, mutant, audits=audits, seed=seed, most=most) for mutant in chosen
+    work: list[Callable[[], PowerMeasurement]] = [
+        partial(measure_mutant_power, mutant, audits=audits, seed=seed, max_runs=most) for mutant in chosen
     ]
-    results = side_by_side([*work, *_serving(most, seed)], backend, jobs)
+    results = run_in_parallel([*work, *_serving(most, seed)], backend, jobs)
     found, services = results[: len(work)], results[len(work) :]
     console.print(_table(_HEADS, found))
     if services:
         console.print(_table(_SERVICES, services))
-    missed = [each.name if each.base else f"{each.name} ({each.kind})" for each in results if each.missed]
+    missed = [each.name if each.base else f"{each.name} ({each.kind})" for each in results if each.is_missed]
     console.print(_summary(found, services, missed))
     told = {"seed": seed, "runs": most, "confidence": CONFIDENCE, "found": found, "services": services}
-    terminal.tell(lambda: {"folder": out, **told})
+    terminal.print_json_if_requested(lambda: {"folder": out, **told})
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "power.md", _page(found, services, most, seed))
@@ -110,39 +117,57 @@ def measure_power(
     return int(bool(missed))
 
 
-def _serving(most: int, seed: int) -> Iterator[Callable[[], Power]]:
+def _serving(most: int, seed: int) -> Iterator[Callable[[], PowerMeasurement]]:
     """The work on services, with as many runs as there may be."""
     wired, called = ([rung for rung in rungs if rung <= most] for rungs in (SERVICE_RUN_COUNTS, FOREIGN_RUN_COUNTS))
     if wired:
-        yield from (partial(measure_service_power, broken, "relay", rungs=wired, seed=seed) for broken in NETWORK_MUTANTS)
-        yield from (partial(measure_service_power, broken, "wiretap", rungs=wired, seed=seed) for broken in WIRETAP_MUTANTS)
+        yield from (
+            partial(measure_service_power, broken, "relay", run_counts=wired, seed=seed) for broken in NETWORK_MUTANTS
+        )
+        yield from (
+            partial(measure_service_power, broken, "wiretap", run_counts=wired, seed=seed) for broken in WIRETAP_MUTANTS
+        )
     if called:
-        yield from (partial(measure_foreign_power, broken, rungs=called, seed=seed) for broken in FOREIGN_SERVICE_MUTANTS)
+        yield from (
+            partial(measure_foreign_power, broken, run_counts=called, seed=seed) for broken in FOREIGN_SERVICE_MUTANTS
+        )
 
 
-def _row(each: Power) -> tuple[str, ...]:
+def _row(each: PowerMeasurement) -> tuple[str, ...]:
     """In the order of `_HEADS`, or of `_SERVICES`."""
-    needed = count(each.needed) if each.needed is not None else _NEVER if each.correct else f"> {count(each.most)}"
-    cells = each.name, each.what, each.found_by or NOTHING, needed
+    needed = (
+        format_count(each.needed)
+        if each.needed is not None
+        else _NEVER
+        if each.correct
+        else f"> {format_count(each.most)}"
+    )
+    cells = each.name, each.what, each.found_by or MISSING_VALUE, needed
     if not each.base:
-        return *cells, f"{each.found} of {each.audits}" if each.correct or each.needed is not None else NOTHING
-    limit = NOTHING if each.limit is None else "< 1" if each.limit < 1.0 else count(math.ceil(each.limit))
-    rounds = NOTHING if not each.watched else f"> {WATCHED}" if each.rounds is None else count(each.rounds)
+        return *cells, f"{each.found} of {each.audits}" if each.correct or each.needed is not None else MISSING_VALUE
+    limit = MISSING_VALUE if each.limit is None else "< 1" if each.limit < 1.0 else format_count(math.ceil(each.limit))
+    rounds = (
+        MISSING_VALUE
+        if not each.watched
+        else f"> {MAX_WATCHED_ROUNDS}"
+        if each.rounds is None
+        else format_count(each.rounds)
+    )
     return *cells, limit, rounds
 
 
-def _table(heads: Sequence[str], found: Sequence[Power]) -> Table:
-    shown = terminal.table("class", *heads[:3])
+def _table(heads: Sequence[str], found: Sequence[PowerMeasurement]) -> Table:
+    shown = terminal.create_table("class", *heads[:3])
     for head in heads[3:]:
         shown.add_column(head, justify="right")
     for each in found:
-        style = "bold red" if each.missed else "green" if each.correct or each.needed is not None else "yellow"
+        style = "bold red" if each.is_missed else "green" if each.correct or each.needed is not None else "yellow"
         name, *rest = _row(each)
-        shown.add_row(Text(each.kind or NOTHING, "dim"), Text(name, style), *map(Text, rest))
+        shown.add_row(Text(each.kind or MISSING_VALUE, "dim"), Text(name, style), *map(Text, rest))
     return shown
 
 
-def _summary(found: Sequence[Power], services: Sequence[Power], missed: Sequence[str]) -> Text:
+def _summary(found: Sequence[PowerMeasurement], services: Sequence[PowerMeasurement], missed: Sequence[str]) -> Text:
     text = f"{sum(each.needed is not None for each in found)} of {len(found)} broken learners found"
     broken, correct = ([each for each in services if each.correct is right] for right in (False, True))
     if services:
@@ -154,9 +179,9 @@ def _summary(found: Sequence[Power], services: Sequence[Power], missed: Sequence
     return Text(f"{text}; missed: {', '.join(missed)}.", "bold red")
 
 
-def _page(found: Sequence[Power], services: Sequence[Power], most: int, seed: int) -> str:
+def _page(found: Sequence[PowerMeasurement], services: Sequence[PowerMeasurement], most: int, seed: int) -> str:
     """All classes as Markdown, a table each."""
-    tried = ", ".join(count(rung) for rung in POWER_RUN_COUNTS if rung <= most)
+    tried = ", ".join(format_count(rung) for rung in POWER_RUN_COUNTS if rung <= most)
     audits = found[0].audits
     least = "" if most == POWER_RUN_COUNTS[-1] else f" --runs {most}"
     lines = [
@@ -165,17 +190,17 @@ def _page(found: Sequence[Power], services: Sequence[Power], most: int, seed: in
         f"Made by `sottovoce lab power{least} --seed {seed} --out docs`; do not edit.",
         "[What this is](selftest.md#the-catalogue).",
         "",
-        f"*runs*: of {tried} runs of each world, the fewest with which at least {100 * FOUND:g} % of {audits} audits",
+        f"*runs*: of {tried} runs of each world, the fewest with which at least {100 * TARGET_POWER:g} % of {audits} audits",
         f"find it at a confidence of {100 * CONFIDENCE:g} %. *found by*: the part of the audit that found it most often, there.",
         f"*limit*: runs of each world that carry the evidence that it takes, ln {1.0 / (1.0 - CONFIDENCE):.0f} nats;",
-        f"{NOTHING} where that is not known. *rounds*: within which as many of {audits} runs under watch raise an alarm;",
-        f"{NOTHING} where one run, or its numbers, show nothing.",
+        f"{MISSING_VALUE} where that is not known. *rounds*: within which as many of {audits} runs under watch raise an alarm;",
+        f"{MISSING_VALUE} where one run, or its numbers, show nothing.",
     ]
     for named, some in groupby(found, key=lambda each: each.kind or "of one's own"):
         lines += ["", f"## {named.capitalize()}", "", *_lines(_HEADS, some)]
     for kind, own in groupby(services, key=lambda each: each.kind):
         rungs, audits, told = _AUDITED[kind]
-        tried, share = ", ".join(count(rung) for rung in rungs if rung <= most), f"{100 * FOUND:g} %"
+        tried, share = ", ".join(format_count(rung) for rung in rungs if rung <= most), f"{100 * TARGET_POWER:g} %"
         lines += [
             "",
             f"## {kind.capitalize()}",
@@ -189,7 +214,7 @@ def _page(found: Sequence[Power], services: Sequence[Power], most: int, seed: in
     return "\n".join(lines) + "\n"
 
 
-def _lines(heads: Sequence[str], found: Iterable[Power]) -> list[str]:
+def _lines(heads: Sequence[str], found: Iterable[PowerMeasurement]) -> list[str]:
     """A table as Markdown."""
     head, *rows = [f"| {' | '.join(cells)} |" for cells in (heads, *map(_row, found))]
     return [head, f"|{'---|' * 3}{'---:|' * (len(heads) - 3)}", *rows]

@@ -68,7 +68,7 @@ def _added(run: Run, transcript: Transcript, learner: int) -> _Added:
     algorithm, rounds = run.algorithm, transcript.count_complete_rounds(learner)
     if rounds < 2:
         raise SpecError(f"what a learner added shows in two of its messages, heard one after the other, got {rounds}")
-    heard = transcript.until(rounds)
+    heard = transcript.truncate(rounds)
     match algorithm:
         case GossipDescent():
             return _descended(run, algorithm, heard, learner)
@@ -90,7 +90,9 @@ def _said(heard: Transcript, learner: int) -> FloatArray:
 def _descended(run: Run, algorithm: GossipDescent, heard: Transcript, learner: int) -> _Added:
     said = _said(heard, learner)
     ts, own = range(len(said) - 1), said[:-1]
-    mixed = np.stack([_heard(run, heard, learner, t) + run.network.at(t).own[learner] * said[t] for t in ts])
+    mixed = np.stack(
+        [_heard(run, heard, learner, t) + run.network.mixing(t).own_weights[learner] * said[t] for t in ts]
+    )
     at = mixed if algorithm.gradient_at == "mixed" else own
     steps = np.array([algorithm.step[learner](t) for t in ts])
     gradients = (mixed - said[1:]) / steps[:, None] - run.loss.ridge * at
@@ -100,7 +102,9 @@ def _descended(run: Run, algorithm: GossipDescent, heard: Transcript, learner: i
 def _pulled(run: Run, algorithm: LdpDol, heard: Transcript, learner: int) -> _Added:
     said = _said(heard, learner)
     ts, own, plan = range(len(said) - 1), said[:-1], algorithm.schedules
-    drift = [_heard(run, heard, learner, t) - run.network.at(t).neighbours[learner].sum() * own[t] for t in ts]
+    drift = [
+        _heard(run, heard, learner, t) - run.network.mixing(t).neighbour_weights[learner].sum() * own[t] for t in ts
+    ]
     coupling, steps = (np.array([one(t) for t in ts])[:, None] for one in (plan.coupling, plan.step_size))
     gradients = (own + coupling * np.stack(drift) - said[1:]) / steps - run.loss.ridge * own
     return _Added(np.arange(len(own)), own, gradients, so_far=True)
@@ -109,18 +113,18 @@ def _pulled(run: Run, algorithm: LdpDol, heard: Transcript, learner: int) -> _Ad
 def _block_sums(algorithm: PdFtgl, said: FloatArray) -> _Added:
     """Decisions are public in the blocks before any sum has reached them."""
     blocks = algorithm.blocks
-    openings = [t for t in range(len(said)) if blocks.leaf(t) and blocks.opens(t)]
+    openings = [t for t in range(len(said)) if blocks.leaf(t) and blocks.is_block_start(t)]
     if not openings:
         raise SpecError("no sum of gradients was overheard: the first is said in the second block of rounds")
     sums = said[openings]
     at = np.full_like(sums, np.nan)
-    at[: algorithm.delay] = algorithm.decision_set.project(algorithm.loss.initial(algorithm.dim))
+    at[: algorithm.delay] = algorithm.decision_set.project(algorithm.loss.initial_parameters(algorithm.dim))
     return _Added(np.array(openings) - blocks.length, at, sums, length=blocks.length)
 
 
 def _heard(run: Run, heard: Transcript, learner: int, t: int) -> FloatArray:
     """`(dim,)`: `sum_j w_ij y_t^j` over the neighbours, who alone are sure to have been heard."""
-    weights = run.network.at(t).heard_by(learner)
+    weights = run.network.mixing(t).in_neighbour_weights(learner)
     said = heard.messages(t, learner, {learner, *weights})
     own = np.zeros_like(said[learner]["y"][0, 0])
     total: FloatArray = sum((weight * said[j]["y"][0, 0] for j, weight in weights.items()), own)
@@ -137,7 +141,7 @@ def _fits_better(loss: Loss, at: FloatArray, gradient: FloatArray, record: Batch
         record, other: one record each.
     """
     first, second = (
-        np.abs(gradient - loss.gradient_sum(at, Batch(*loss.enforce(each.features, each.labels)))).sum()
+        np.abs(gradient - loss.gradient_sum(at, Batch(*loss.enforce_bounds(each.features, each.labels)))).sum()
         for each in (record, other)
     )
     return bool(first < second)
@@ -197,7 +201,7 @@ def _read_stream(
     for t in range(count):
         gradient = (t + 1) * found.gradients[t]
         if t:
-            gradient = gradient - loss.gradient_sum(found.at[t], Batch(*loss.enforce(rows[:t], labels[:t])))
+            gradient = gradient - loss.gradient_sum(found.at[t], Batch(*loss.enforce_bounds(rows[:t], labels[:t])))
         rows[t], labels[t] = _read(gradient, loss, intercept=intercept, nonnegative=nonnegative)
     return rows, labels
 
@@ -263,14 +267,16 @@ class Reconstruction:
 
     originals: FloatArray
     pictures: FloatArray
-    error: float
-    alike: float
-    found: float
-    told: float
-    pool: int
+    mean_squared_error: float
+    similarity: float
+    recognised_share: float
+    identified_share: float
+    pool_size: int
 
 
-def rebuild(run: Run, data: PlacedData, transcript: Transcript, *, rounds: int = 8, seed: int = 0) -> Reconstruction:
+def reconstruct_records(
+    run: Run, data: PlacedData, transcript: Transcript, *, max_rounds: int = 8, seed: int = 0
+) -> Reconstruction:
     """Attack every learner's first records: in closed form, or by a search where the loss is a network.
 
     Args:
@@ -289,7 +295,7 @@ def rebuild(run: Run, data: PlacedData, transcript: Transcript, *, rounds: int =
     generator = np.random.default_rng(seed)
     rows, truth, told = [], [], []
     for i, own in enumerate(data.learners):
-        seen = _single(_added(run, transcript, i), own, run.loss, rounds)
+        seen = _single(_added(run, transcript, i), own, run.loss, max_rounds)
         rows.append(_rows(run, seen, i, nonnegative, seed + i))
         batches = [own.batch(int(t)) for t in seen.rounds]
         truth.append(np.concatenate([batch.features for batch in batches]))
@@ -302,11 +308,11 @@ def rebuild(run: Run, data: PlacedData, transcript: Transcript, *, rounds: int =
     return Reconstruction(
         originals,
         pictures,
-        error=float(((pictures - originals) ** 2).mean()),
-        alike=float(_similarity(pictures, originals).mean()),
-        found=float(_recognised(pictures, originals, pool).mean()),
-        told=float(np.mean(told)) if told else np.nan,
-        pool=len(np.unique(pool, axis=0)),
+        mean_squared_error=float(((pictures - originals) ** 2).mean()),
+        similarity=float(_similarity(pictures, originals).mean()),
+        recognised_share=float(_recognised(pictures, originals, pool).mean()),
+        identified_share=float(np.mean(told)) if told else np.nan,
+        pool_size=len(np.unique(pool, axis=0)),
     )
 
 
@@ -318,9 +324,9 @@ def _single(found: _Added, own: LearnerData, loss: Loss, most: int) -> _Added:
     """
     if found.length > 1:
         raise SpecError(f"a message must be of one record to be read, got a sum over {found.length} rounds")
-    most = 1 if found.so_far and loss.heavy else most
+    most = 1 if found.so_far and loss.has_slow_gradient else most
     sizes = np.diff(own.offsets)[found.rounds[:most]]
-    fit = (sizes == 1) & (~np.bool_(loss.heavy) | np.isfinite(found.at[: len(sizes)]).all(axis=-1))
+    fit = (sizes == 1) & (~np.bool_(loss.has_slow_gradient) | np.isfinite(found.at[: len(sizes)]).all(axis=-1))
     count = len(fit) if fit.all() else int(fit.argmin())
     if count == 0:
         raise SpecError(f"a message must be of one record to be read, got {sizes[0]} in the first round")
@@ -329,7 +335,7 @@ def _single(found: _Added, own: LearnerData, loss: Loss, most: int) -> _Added:
 
 def _rows(run: Run, seen: _Added, learner: int, nonnegative: bool, seed: int) -> FloatArray:
     """The records, `(k, features)`."""
-    if not run.loss.heavy:
+    if not run.loss.has_slow_gradient:
         return _read_stream(seen, run.loss, intercept=run.spec.data.intercept, nonnegative=nonnegative)[0]
     from sottovoce_core.losses.torch import TorchLoss
     from sottovoce_lab.inversion import invert  # PyTorch takes seconds to import
@@ -339,7 +345,9 @@ def _rows(run: Run, seen: _Added, learner: int, nonnegative: bool, seed: int) ->
     # Nothing fits exactly where there is noise: to search for longer finds nothing better.
     starts, iterations = (1, 50) if run.algorithm.noise_scale(learner, int(seen.rounds[0]) + 1) else (2, 100)
     pairs = zip(seen.at, seen.gradients, strict=True)
-    found = [invert(run.loss, at, gradient, seed, starts=starts, iterations=iterations) for at, gradient in pairs]
+    found = [
+        invert(run.loss, at, gradient, seed, max_searches=starts, max_iterations=iterations) for at, gradient in pairs
+    ]
     return np.stack([each.record for each in found])
 
 

@@ -13,24 +13,24 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.auditing.audit import find_learner_index
+from sottovoce_client.auditing.audit import choose_audited_learner
 from sottovoce_client.backends import Backend, open_mapper
 from sottovoce_client.documents import write_json
-from sottovoce_client.wording import NOTHING, count
-from sottovoce_core.auditing.bounds import interval
+from sottovoce_client.wording import MISSING_VALUE, format_count
+from sottovoce_core.auditing.bounds import compute_confidence_interval
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.registry import load
+from sottovoce_core.registry import import_object
 from sottovoce_lab.catalogue import QUICK_MUTANTS
-from sottovoce_lab.mutants import ALGORITHMS, Mutant
+from sottovoce_lab.mutants import ALGORITHM_RUNS, Mutant
 from sottovoce_lab.trial import (
-    LEVEL,
+    AUDIT_LEVEL,
     WATCH_LEVEL,
     FalseAlarmCounts,
     MutantOutcome,
-    added,
-    attempt,
-    false_alarms,
+    measure_false_alarms,
+    sum_false_alarms,
+    try_mutant,
 )
 
 _LOT = 5
@@ -40,12 +40,12 @@ _Result = TypeVar("_Result")
 _Task = Callable[[], MutantOutcome | FalseAlarmCounts]
 
 
-def self_test(
+def run_self_test(
     prepared: PreparedRun | None = None,
     *,
     learner: str | None = None,
     mutants: Sequence[str] = (),
-    alarms: int = _LOT,
+    audits: int = _LOT,
     runs: int | None = None,
     backend: Backend = "processes",
     jobs: int | None = None,
@@ -73,21 +73,23 @@ def self_test(
     Raises:
         SpecError: a mutant cannot be imported, or an extra is not installed.
     """
-    console = console or terminal.console()
+    console = console or terminal.create_console()
     chosen = [*QUICK_MUTANTS, *map(load_mutant, mutants)]
-    work = [*_breaking(chosen, prepared, learner, runs, seed), *_correct(prepared, learner, alarms, seed)]
-    results = side_by_side(work, backend, jobs)
+    work = [*_breaking(chosen, prepared, learner, runs, seed), *_correct(prepared, learner, audits, seed)]
+    results = run_in_parallel(work, backend, jobs)
     outcomes = [result for result in results if isinstance(result, MutantOutcome)]
     lots = [result for result in results if isinstance(result, FalseAlarmCounts)]
-    found = [added([lot for lot in lots if lot.name == name]) for name in dict.fromkeys(lot.name for lot in lots)]
+    found = [
+        sum_false_alarms([lot for lot in lots if lot.name == name]) for name in dict.fromkeys(lot.name for lot in lots)
+    ]
     _print(outcomes, found, console)
     document = _document(outcomes, found, seed)
-    terminal.tell(lambda: {"folder": out, **document})
+    terminal.print_json_if_requested(lambda: {"folder": out, **document})
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "selftest.json", document)
         console.out(f"{out}: selftest.json", highlight=False)
-    return int(any(outcome.missed for outcome in outcomes) or _too_many(found))
+    return int(any(outcome.is_missed for outcome in outcomes) or _too_many(found))
 
 
 def load_mutant(name: str) -> Mutant:
@@ -96,7 +98,7 @@ def load_mutant(name: str) -> Mutant:
     Raises:
         SpecError: there is none.
     """
-    found = load(name, "--mutant")
+    found = import_object(name, "--mutant")
     if not isinstance(found, Mutant):
         raise SpecError(f"--mutant: {name} must be a sottovoce_lab.mutants.Mutant, got {type(found).__name__}")
     return found
@@ -110,30 +112,30 @@ def _breaking(
 ) -> Iterator[_Task]:
     given, own = None, 0
     if prepared is not None:
-        given, own = (prepared.run, prepared.data), find_learner_index(prepared, learner)
+        given, own = (prepared.run, prepared.data), choose_audited_learner(prepared, learner)
     for mutant in mutants:
-        yield partial(attempt, mutant, given, learner=own, most=runs, seed=seed)
+        yield partial(try_mutant, mutant, given, learner=own, max_runs=runs, seed=seed)
 
 
 def _correct(prepared: PreparedRun | None, learner: str | None, alarms: int, seed: int) -> Iterator[_Task]:
     for start in range(0, alarms, _LOT):
         seeds = [seed + 1 + k for k in range(start, min(start + _LOT, alarms))]
         if prepared is None:
-            for k, name in enumerate(ALGORITHMS):  # with the same coins, one false alarm would be several
+            for k, name in enumerate(ALGORITHM_RUNS):  # with the same coins, one false alarm would be several
                 yield partial(_alarms_of, name, [100_000 * k + each for each in seeds])
         else:
-            name, own = prepared.run.spec.algorithm.name, find_learner_index(prepared, learner)
-            yield partial(false_alarms, prepared.run, prepared.data, seeds, name=name, learner=own)
+            name, own = prepared.run.spec.algorithm.name, choose_audited_learner(prepared, learner)
+            yield partial(measure_false_alarms, prepared.run, prepared.data, seeds, name=name, learner=own)
 
 
 def _alarms_of(name: str, seeds: Sequence[int]) -> FalseAlarmCounts:
-    return false_alarms(*ALGORITHMS[name].build(), seeds, name=name)
+    return measure_false_alarms(*ALGORITHM_RUNS[name].build(), seeds, name=name)
 
 
-def side_by_side(work: Sequence[Callable[[], _Result]], backend: Backend, jobs: int | None) -> list[_Result]:
+def run_in_parallel(work: Sequence[Callable[[], _Result]], backend: Backend, jobs: int | None) -> list[_Result]:
     """Do all pieces of work, some at a time, and return their results in order; a bar shows how many are done."""
     results: list[_Result] = []
-    with terminal.bar("auditing") as say, open_mapper(backend, jobs) as over:
+    with terminal.show_progress_bar("auditing") as say, open_mapper(backend, jobs) as over:
         for result in over(operator.call, work):
             results.append(result)
             say("auditing", len(results), len(work), "pieces")
@@ -141,43 +143,49 @@ def side_by_side(work: Sequence[Callable[[], _Result]], backend: Backend, jobs: 
 
 
 def _too_many(found: Sequence[FalseAlarmCounts]) -> bool:
-    return any(each.is_excessive for each in found) or (bool(found) and added(found).is_excessive)
+    return any(each.is_excessive for each in found) or (bool(found) and sum_false_alarms(found).is_excessive)
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
 def _print(outcomes: Sequence[MutantOutcome], found: Sequence[FalseAlarmCounts], console: Console) -> None:
-    broken = terminal.table("broken learner", "what is wrong", "seen by")
+    broken = terminal.create_table("broken learner", "what is wrong", "seen by")
     broken.add_column("runs", justify="right")
     broken.add_column("of", justify="right", header_style="dim")
     for outcome in outcomes:
         broken.add_row(*_outcome_row(outcome))
     console.print(broken)
     if found:
-        correct = terminal.table("correct learner")
+        correct = terminal.create_table("correct learner")
         for head in ("audits", "refuted", "95 % interval", "watched", "alarms", "95 % interval"):
             correct.add_column(head, justify="right")
-        for each in (*found, added(found)) if len(found) > 1 else found:
+        for each in (*found, sum_false_alarms(found)) if len(found) > 1 else found:
             correct.add_row(*_alarms_row(each, each.name if each in found else "all"))
         console.print(correct)
     console.print(_summary(outcomes, found))
 
 
 def _outcome_row(outcome: MutantOutcome) -> tuple[Text, ...]:
-    allowed = Text(count(outcome.allowed), style="dim")
+    allowed = Text(format_count(outcome.allowed), style="dim")
     if outcome.unfit:
         return (
             Text(outcome.name, "dim"),
             Text(f"does not fit: {outcome.unfit}", "dim"),
-            Text(NOTHING),
-            Text(NOTHING),
+            Text(MISSING_VALUE),
+            Text(MISSING_VALUE),
             allowed,
         )
-    if outcome.missed:
-        return Text(outcome.name, "bold red"), Text(outcome.what), Text("MISSED", "bold red"), Text(NOTHING), allowed
+    if outcome.is_missed:
+        return (
+            Text(outcome.name, "bold red"),
+            Text(outcome.what),
+            Text("MISSED", "bold red"),
+            Text(MISSING_VALUE),
+            allowed,
+        )
     style = "green" if outcome.expected in outcome.families else "yellow"  # yellow: by another family than expected
-    seen, needed = Text(", ".join(outcome.families), style), Text(count(outcome.needed or 0), style)
+    seen, needed = Text(", ".join(outcome.families), style), Text(format_count(outcome.needed or 0), style)
     return Text(outcome.name, style), Text(outcome.what), seen, needed, allowed
 
 
@@ -187,23 +195,23 @@ def _alarms_row(each: FalseAlarmCounts, name: str) -> tuple[Text, ...]:
     style = "bold red" if each.is_excessive else "green"
     cells = [Text(name, style)]
     for trials, alarms in ((each.audits, each.refuted), (each.watched, each.alarmed)):
-        cells += [Text(count(trials)), Text(count(alarms), style), Text(_interval(alarms, trials))]
+        cells += [Text(format_count(trials)), Text(format_count(alarms), style), Text(_interval(alarms, trials))]
     return tuple(cells)
 
 
 def _interval(alarms: int, trials: int) -> str:
-    low, high = interval(alarms, trials)
-    return f"{100 * low:.1f}{NOTHING}{100 * high:.1f} %"
+    low, high = compute_confidence_interval(alarms, trials)
+    return f"{100 * low:.1f}{MISSING_VALUE}{100 * high:.1f} %"
 
 
 def _summary(outcomes: Sequence[MutantOutcome], found: Sequence[FalseAlarmCounts]) -> Text:
     fitting = [outcome for outcome in outcomes if not outcome.unfit]
-    missed = [outcome.name for outcome in fitting if outcome.missed]
+    missed = [outcome.name for outcome in fitting if outcome.is_missed]
     names = f"; missed: {', '.join(missed)}" if missed else ""
     caught = f"{len(fitting) - len(missed)} of {len(fitting)} broken learners caught{names}."
     text = Text(caught, "bold red" if missed else "bold green")
-    if found and (total := added(found)).audits:
-        expected = f"{100 * LEVEL:g} % are expected to", f"{100 * WATCH_LEVEL:g} %"
+    if found and (total := sum_false_alarms(found)).audits:
+        expected = f"{100 * AUDIT_LEVEL:g} % are expected to", f"{100 * WATCH_LEVEL:g} %"
         said = (
             f" {total.refuted} of {total.audits:,} audits of correct learners refuted them; at most {expected[0]}. "
             f"{total.alarmed} of {total.watched:,} runs under watch raised an alarm; at most {expected[1]}."
@@ -217,9 +225,12 @@ def _document(outcomes: Sequence[MutantOutcome], found: Sequence[FalseAlarmCount
     return {
         "seed": seed,
         # `missed`: it fits, and was not caught.
-        "broken": [{**asdict(outcome), "missed": outcome.missed} for outcome in outcomes],
+        "broken": [{**asdict(outcome), "missed": outcome.is_missed} for outcome in outcomes],
         "correct": [{**asdict(each), **_intervals(each)} for each in found],
-        "levels": {"audit": LEVEL, "watch": WATCH_LEVEL},  # of false alarms: of an audit, and of a run under watch
+        "levels": {
+            "audit": AUDIT_LEVEL,
+            "watch": WATCH_LEVEL,
+        },  # of false alarms: of an audit, and of a run under watch
     }
 
 
@@ -228,7 +239,7 @@ def _intervals(each: FalseAlarmCounts) -> dict[str, Any]:
     if not each.audits:
         return {}
     return {
-        "refuted_interval": interval(each.refuted, each.audits),
-        "alarmed_interval": interval(each.alarmed, each.watched),
+        "refuted_interval": compute_confidence_interval(each.refuted, each.audits),
+        "alarmed_interval": compute_confidence_interval(each.alarmed, each.watched),
         "is_excessive": each.is_excessive,  # hardly any correct audit, or watch, would accuse it so often
     }

@@ -18,27 +18,27 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.auditing.audit import Audit, ChunkStatistics, Work, audit_simulated
+from sottovoce_core.auditing.audit import Audit, ChunkStatistics, ChunkTask, audit_simulated
 from sottovoce_core.auditing.bounds import ALPHA_ALLOCATION, Test
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.swaps import worst
+from sottovoce_core.auditing.swaps import find_worst_worlds
 from sottovoce_core.auditing.verdict import Findings, decide
-from sottovoce_core.auditing.views import features
-from sottovoce_core.auditing.worlds import NoiseFactory, RunChunk, at_a_time, overhear, shares
+from sottovoce_core.auditing.views import build_features
+from sottovoce_core.auditing.worlds import NoiseFactory, RunChunk, count_runs_in_memory, plan_chunks, simulate_runs
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.optional import import_optional
 from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate
-from sottovoce_lab.mutants import BASE_RUNS, FOUND, BaseRun, Broken, Family, Kind, Mutant, mirrored
+from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_lab.mutants import BASE_RUNS, TARGET_POWER, BaseRun, Family, Fault, Kind, Mutant, build_spike_worlds
 
 # ---- trial -----------------------------------------------------------------------------------------------------------
 
 _SELF_TEST_RUN_COUNTS = (20, 100, 500, 2000)
 """Runs of each world that are tried, one after the other, up to a mutant's own limit."""
 
-LEVEL, WATCH_LEVEL = 0.05, 0.001
+AUDIT_LEVEL, WATCH_LEVEL = 0.05, 0.001
 """Of false alarms: of an audit, and of a run under watch."""
 
 _WATCHED_RUNS_PER_AUDIT = 4
@@ -77,7 +77,7 @@ class MutantOutcome:
     unfit: str = ""
 
     @property
-    def missed(self) -> bool:
+    def is_missed(self) -> bool:
         """It fits, and was not caught."""
         return self.needed is None and not self.unfit
 
@@ -93,12 +93,12 @@ def _base_of(mutant: Mutant) -> BaseRun:
     return BASE_RUNS[mutant.base]
 
 
-def attempt(
+def try_mutant(
     mutant: Mutant,
     given: tuple[Run, PlacedData] | None = None,
     *,
     learner: int = 0,
-    most: int | None = None,
+    max_runs: int | None = None,
     seed: int = 0,
 ) -> MutantOutcome:
     """Break a run, and look for who notices.
@@ -115,51 +115,56 @@ def attempt(
     """
     run, data = given or _base_of(mutant).build()
     base = run.spec.algorithm.name if given else mutant.base
-    blank = MutantOutcome(mutant.name, mutant.what, mutant.family, most or mutant.runs, base)
+    blank = MutantOutcome(mutant.name, mutant.description, mutant.family, max_runs or mutant.max_runs, base)
     try:
-        worlds = None if mutant.swap is None else mutant.swap(run, data, learner)
+        worlds = None if mutant.build_worlds is None else mutant.build_worlds(run, data, learner)
         plan = plan_audit(run, data, learner, runs=_SELF_TEST_RUN_COUNTS[0], seed=seed, worlds=worlds)
-        broken = mutant.breaks(plan)
-        seen = {} if broken.noticed is None else broken.noticed(plan)
+        broken = mutant.build_fault(plan)
+        seen = {} if broken.detect is None else broken.detect(plan)
     except SpecError as error:
         return replace(blank, unfit=str(error))
-    if broken.noticed is not None:
+    if broken.detect is not None:
         evidence = next(iter(seen.values()), "")
         return replace(blank, needed=1 if seen else None, families=tuple(seen), evidence=evidence)
-    if broken.leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
+    if broken.compute_leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
         worlds = plan.worlds
-    for runs in (*(rung for rung in _SELF_TEST_RUN_COUNTS if rung < blank.allowed), max(blank.allowed, _SELF_TEST_RUN_COUNTS[0])):
-        done = audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds), broken)
-        blank = replace(blank, numbers=done.numbers)
+    for runs in (
+        *(rung for rung in _SELF_TEST_RUN_COUNTS if rung < blank.allowed),
+        max(blank.allowed, _SELF_TEST_RUN_COUNTS[0]),
+    ):
+        done = audit_mutant(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds), broken)
+        blank = replace(blank, numbers=done.noise_count)
         if done.verdict.kind == "refuted":
-            return replace(blank, needed=runs, families=_seen_by(done.found), evidence=done.verdict.evidence[0])
+            return replace(blank, needed=runs, families=_seen_by(done.findings), evidence=done.verdict.evidence[0])
     return blank
 
 
-def audited(plan: AuditPlan, broken: Broken) -> Audit:
+def audit_mutant(plan: AuditPlan, broken: Fault) -> Audit:
     """An audit on the simulator of what a broken learner says and gives away."""
     if (factor := broken.claim_factor) != 1.0:
-        output = None if plan.guarantee.output is None else factor * plan.guarantee.output
-        smaller = replace(plan.guarantee, per_round=factor * plan.guarantee.per_round, output=output)
+        output = None if plan.guarantee.output_epsilon is None else factor * plan.guarantee.output_epsilon
+        smaller = replace(plan.guarantee, round_losses=factor * plan.guarantee.round_losses, output_epsilon=output)
         plan = replace(plan, claim=factor * plan.claim, guarantee=smaller)
 
-    def over(work: Work, shares: Sequence[RunChunk]) -> Iterator[ChunkStatistics]:
+    def over(work: ChunkTask, shares: Sequence[RunChunk]) -> Iterator[ChunkStatistics]:
         for share in shares:
             part = work(share)
-            leaked = () if broken.leak is None else broken.leak(plan, share)
-            yield replace(part, channel=tuple({"channel": features([("leak", told)])} for told in leaked))
+            leaked = () if broken.compute_leak is None else broken.compute_leak(plan, share)
+            yield replace(
+                part, channel_features=tuple({"channel": build_features([("leak", told)])} for told in leaked)
+            )
 
-    return audit_simulated(plan, noise=broken.noise, actual=broken.actual, mapper=over)
+    return audit_simulated(plan, noise=broken.noise, actual_run=broken.actual_run, mapper=over)
 
 
 def _seen_by(found: Findings) -> tuple[Family, ...]:
     """The families whose findings refute the claim by themselves."""
-    return tuple(family for family in ALPHA_ALLOCATION if decide(found.of(family)).kind == "refuted")
+    return tuple(family for family in ALPHA_ALLOCATION if decide(found.select_family(family)).kind == "refuted")
 
 
 def _strongest(tests: Iterable[Test]) -> str:
     """The part of an audit whose p-value is furthest below its level; empty: none rejects."""
-    rejecting = [test for test in tests if test.rejects]
+    rejecting = [test for test in tests if test.is_significant]
     return str(min(rejecting, key=lambda test: test.p_value / test.level).part) if rejecting else ""
 
 
@@ -192,15 +197,20 @@ class FalseAlarmCounts:
     @property
     def is_excessive(self) -> bool:
         """Hardly any correct audit, or watch, would accuse it so often."""
-        return _too_many(self.refuted, self.audits, LEVEL) or _too_many(self.alarmed, self.watched, WATCH_LEVEL)
+        return _too_many(self.refuted, self.audits, AUDIT_LEVEL) or _too_many(self.alarmed, self.watched, WATCH_LEVEL)
 
 
 def _too_many(count: int, trials: int, level: float) -> bool:
     """Whether hardly any chance, at this level, explains so many accusations of a correct one."""
-    return float(import_optional("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level)) < EXCESS_ALARM_P_VALUE
+    return (
+        float(import_optional("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level))
+        < EXCESS_ALARM_P_VALUE
+    )
 
 
-def false_alarms(run: Run, data: PlacedData, seeds: Sequence[int], *, name: str, learner: int = 0) -> FalseAlarmCounts:
+def measure_false_alarms(
+    run: Run, data: PlacedData, seeds: Sequence[int], *, name: str, learner: int = 0
+) -> FalseAlarmCounts:
     """Audit and watch a correct run, for every seed; one that promises nothing finite cannot be accused.
 
     Args:
@@ -210,11 +220,11 @@ def false_alarms(run: Run, data: PlacedData, seeds: Sequence[int], *, name: str,
         name: of the run.
         learner: whose messages are audited; all are watched.
     """
-    if not np.isfinite(run.guarantee(learner).per_round).all():
+    if not np.isfinite(run.guarantee(learner).round_losses).all():
         return FalseAlarmCounts(name, 0, 0, 0, 0)
-    worlds = worst(run, data, learner, np.random.SeedSequence(0))
+    worlds = find_worst_worlds(run, data, learner, np.random.SeedSequence(0))
     plans = [plan_audit(run, data, learner, runs=_SELF_TEST_RUN_COUNTS[0], seed=seed, worlds=worlds) for seed in seeds]
-    refuted = [families for plan in plans if (families := _seen_by(audit_simulated(plan).found))]
+    refuted = [families for plan in plans if (families := _seen_by(audit_simulated(plan).findings))]
     families = tuple(dict.fromkeys(family for each in refuted for family in each))
     lots = [(seed, k) for seed in seeds for k in range(_WATCHED_RUNS_PER_AUDIT)]
     alarmed = sum(math.isfinite(_rounds_to_alarm(run, data, np.random.SeedSequence(lot))) for lot in lots)
@@ -222,7 +232,11 @@ def false_alarms(run: Run, data: PlacedData, seeds: Sequence[int], *, name: str,
 
 
 def _rounds_to_alarm(
-    run: Run, data: PlacedData, seed: np.random.SeedSequence, actual: Run | None = None, noise: NoiseFactory = SeededNoise
+    run: Run,
+    data: PlacedData,
+    seed: np.random.SeedSequence,
+    actual: Run | None = None,
+    noise: NoiseFactory = SeededNoise,
 ) -> float:
     """Rounds of a run under watch until the first alarm; infinite: there is none.
 
@@ -237,12 +251,14 @@ def _rounds_to_alarm(
 
     watch = Watch(run, data.learners, WATCH_LEVEL, range(run.spec.n_learners))
     alarms = (
-        step.t + 1.0 for step in simulate(actual or run, data, noise(seed)) if watch.take(step.t, step.split_by_sender())
+        step.t + 1.0
+        for step in simulate_rounds(actual or run, data, noise(seed))
+        if watch.take(step.t, step.split_by_sender())
     )
     return next(alarms, math.inf)
 
 
-def added(parts: Sequence[FalseAlarmCounts]) -> FalseAlarmCounts:
+def sum_false_alarms(parts: Sequence[FalseAlarmCounts]) -> FalseAlarmCounts:
     """Alarms of one run, from several lots of seeds."""
     totals = {key: sum(getattr(part, key) for part in parts) for key in ("refuted", "audits", "alarmed", "watched")}
     families = tuple(dict.fromkeys(family for part in parts for family in part.families))
@@ -260,7 +276,7 @@ CONFIDENCE = 0.99
 MIN_EVIDENCE_FACTOR = 4.0
 """Times the evidence that the best of all tests needs: an audit looks at much else, and is to find it nine times in ten."""
 
-WATCHED = 200
+MAX_WATCHED_ROUNDS = 200
 """Rounds under watch, at most."""
 
 
@@ -269,7 +285,7 @@ ServiceKind = Literal["on real services", "by wiretap", "foreign services"]
 
 
 @dataclass(frozen=True, slots=True)
-class Power:
+class PowerMeasurement:
     """With how many runs a broken learner or service is found; of a correct service, how often it is accused.
 
     Attributes:
@@ -303,7 +319,7 @@ class Power:
     watched: int = 0
 
     @property
-    def missed(self) -> bool:
+    def is_missed(self) -> bool:
         """It was not found, though there is enough evidence, or it is correct and was accused more often than by chance."""
         if self.correct:
             return _too_many(self.found, self.audits, 1.0 - CONFIDENCE)
@@ -311,7 +327,9 @@ class Power:
         return self.needed is None and self.sure and enough
 
 
-def measure(mutant: Mutant, *, audits: int = 10, seed: int = 0, most: int = POWER_RUN_COUNTS[-1]) -> Power:
+def measure_mutant_power(
+    mutant: Mutant, *, audits: int = 10, seed: int = 0, max_runs: int = POWER_RUN_COUNTS[-1]
+) -> PowerMeasurement:
     """Audit a broken learner with more and more runs, each number of runs with several seeds, and watch it.
 
     Args:
@@ -324,26 +342,30 @@ def measure(mutant: Mutant, *, audits: int = 10, seed: int = 0, most: int = POWE
         SpecError: it does not fit its base, or there is no such base.
     """
     run, data = _base_of(mutant).build()
-    worlds = None if mutant.swap is None else mutant.swap(run, data, 0)
+    worlds = None if mutant.build_worlds is None else mutant.build_worlds(run, data, 0)
     plan = plan_audit(run, data, 0, runs=POWER_RUN_COUNTS[0], confidence=CONFIDENCE, worlds=worlds)
-    if mutant.breaks(plan).leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
+    if (
+        mutant.build_fault(plan).compute_leak is None
+    ):  # else the pairs of worlds that an audit chooses are part of what is tested
         worlds = plan.worlds
-    limit = None if mutant.limit is None else mutant.limit(run, 1.0 - CONFIDENCE)
-    blank = Power(mutant.name, mutant.what, mutant.kind, most, audits, mutant.base, limit=limit)
+    limit = None if mutant.estimate_min_runs is None else mutant.estimate_min_runs(run, 1.0 - CONFIDENCE)
+    blank = PowerMeasurement(mutant.name, mutant.description, mutant.kind, max_runs, audits, mutant.base, limit=limit)
 
     def found_by(runs: int, each: int) -> str:
         plan = plan_audit(run, data, 0, runs=runs, confidence=CONFIDENCE, seed=each, worlds=worlds)
         return _found_by(mutant, plan)
 
     # With less than half of the evidence that the best test needs, no audit finds it nine times in ten.
-    worth = [rung for rung in POWER_RUN_COUNTS if rung <= most and 2.0 * rung >= (limit or 0.0)]
-    power = find(blank, found_by, worth, seed)
+    worth = [rung for rung in POWER_RUN_COUNTS if rung <= max_runs and 2.0 * rung >= (limit or 0.0)]
+    power = search_run_count(blank, found_by, worth, seed)
     if power.needed is not None and mutant.family in ("notices", "ledger"):  # what must never be is seen in one run
         power = replace(power, needed=1)
     return _under_watch(power, mutant, seed)
 
 
-def find(blank: Power, found_by: Callable[[int, int], str], rungs: Sequence[int], seed: int) -> Power:
+def search_run_count(
+    blank: PowerMeasurement, found_by: Callable[[int, int], str], rungs: Sequence[int], seed: int
+) -> PowerMeasurement:
     """Audit with more and more runs until a fault is found; what is correct, with all numbers of runs.
 
     Args:
@@ -369,7 +391,7 @@ def _found_in(finders: Iterable[str], audits: int) -> Counter[str]:
         finders: of every audit, as they are held, the part that found it; empty: none did.
         audits: how many there are.
     """
-    found, spare = Counter[str](), math.floor((1.0 - FOUND) * audits + 1e-9)
+    found, spare = Counter[str](), math.floor((1.0 - TARGET_POWER) * audits + 1e-9)
     for who in finders:
         if who:
             found[who] += 1
@@ -383,44 +405,47 @@ def _found_in(finders: Iterable[str], audits: int) -> Counter[str]:
 def _found_by(mutant: Mutant, plan: AuditPlan) -> str:
     """The part of the audit that refutes the claim first; empty: none."""
     try:
-        broken = mutant.breaks(plan)
+        broken = mutant.build_fault(plan)
     except SpecError:  # it fits its base, but not these worlds: here it does nothing
         return ""
-    if broken.noticed is not None:
-        return next(iter(broken.noticed(plan)), "")
+    if broken.detect is not None:
+        return next(iter(broken.detect(plan)), "")
     if mutant.family == "conformance":
         return _strongest(_conformance(plan, broken))
-    return next(iter(_seen_by(audited(plan, broken).found)), "")
+    return next(iter(_seen_by(audit_mutant(plan, broken).findings)), "")
 
 
-def _conformance(plan: AuditPlan, broken: Broken) -> Sequence[Test]:
+def _conformance(plan: AuditPlan, broken: Fault) -> Sequence[Test]:
     """Only the tests of conformance."""
     from sottovoce_core.auditing.conformance.battery import Battery, examine_noise  # they need scipy from the start
 
     def examined(share: RunChunk) -> Battery:
-        said = overhear(run, plan.data, plan.worlds, share, broken.noise, everybody=True).transcript
-        close = math.ceil(plan.close * said.replicas)
+        said = simulate_runs(run, plan.data, plan.worlds, share, broken.noise, keep_all_learners=True).transcript
+        close = math.ceil(plan.dependence_fraction * said.replicas)
         return examine_noise(plan.run, plan.data, plan.worlds, share.world, said, close)
 
-    run = broken.actual or plan.run
-    first, *others = shares(plan.runs, at_a_time(plan.run), plan.seeds.audited)
+    run = broken.actual_run or plan.run
+    first, *others = plan_chunks(plan.runs, count_runs_in_memory(plan.run), plan.seeds.audited_runs)
     battery = examined(first)
     for share in others:
         battery.merge(examined(share))
-    return battery.tests(plan.levels)
+    return battery.compute_tests(plan.alpha_allocation)
 
 
-def _under_watch(blank: Power, mutant: Mutant, seed: int) -> Power:
+def _under_watch(blank: PowerMeasurement, mutant: Mutant, seed: int) -> PowerMeasurement:
     """Watch some runs, longer than those that are audited."""
-    run, data = _base_of(mutant).lasting(WATCHED).build()
-    plan = plan_audit(run, data, 0, worlds=(mutant.swap or mirrored(1.0, -1.0))(run, data, 0))
+    run, data = _base_of(mutant).with_rounds(MAX_WATCHED_ROUNDS).build()
+    plan = plan_audit(run, data, 0, worlds=(mutant.build_worlds or build_spike_worlds(1.0, -1.0))(run, data, 0))
     try:
-        broken = mutant.breaks(plan)
+        broken = mutant.build_fault(plan)
     except SpecError:
         return blank
-    if mutant.kind == "across runs" or (broken.noise is SeededNoise and broken.actual is None):
+    if mutant.kind == "across runs" or (broken.noise is SeededNoise and broken.actual_run is None):
         return blank
-    records, seeds = plan.worlds.data(plan.data, 0), (np.random.SeedSequence((seed, k)) for k in range(blank.audits))
-    alarms = sorted(_rounds_to_alarm(plan.run, records, each, broken.actual, broken.noise) for each in seeds)
-    last = alarms[math.ceil(FOUND * blank.audits) - 1]
+    records, seeds = (
+        plan.worlds.build_data(plan.data, 0),
+        (np.random.SeedSequence((seed, k)) for k in range(blank.audits)),
+    )
+    alarms = sorted(_rounds_to_alarm(plan.run, records, each, broken.actual_run, broken.noise) for each in seeds)
+    last = alarms[math.ceil(TARGET_POWER * blank.audits) - 1]
     return replace(blank, rounds=None if math.isinf(last) else int(last), watched=blank.audits)

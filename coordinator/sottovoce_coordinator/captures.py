@@ -19,7 +19,7 @@ from sottovoce_core.running.run import Run
 from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import convert_status_error
 from sottovoce_rpc.tasks import Tasks
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 _OPEN_TIMEOUT_S = 10.0
 _RESUME_TIMEOUT_S = 60.0
-_CLOSE_S = 60.0
+_CLOSE_TIMEOUT_S = 60.0
 """For an eavesdropper to close a capture: it waits for what is on its way, and writes what it holds."""
 EQUIVOCATION_TEXT = "a round was sent with two contents, whose difference no noise hides"
 _CHECK_INTERVAL_S = 2.0
@@ -40,7 +40,7 @@ Routes = Sequence[tuple[int, int, str]]
 """Caller, callee, and where the callee is."""
 
 
-class Captures:
+class CaptureClient:
     """What one eavesdropper captures.
 
     Args:
@@ -66,13 +66,13 @@ class Captures:
         """
         if self.address is None:
             raise FailedPrecondition("this coordinator was given no eavesdropper (--eavesdropper)")
-        async with channel(self.address, Role.EAVESDROPPER, credentials=self._credentials) as to:
+        async with open_channel(self.address, Role.EAVESDROPPER, credentials=self._credentials) as to:
             try:
                 return await getattr(eavesdropper_pb2_grpc.EavesdropperStub(to), call)(request, timeout=patience_s)
             except grpc.aio.AioRpcError as error:
                 raise convert_status_error(error, f"the eavesdropper at {self.address}") from None
 
-    async def open(self, book: RunStateMachine, request: coordinator_pb2.StartRunRequest) -> CaptureBinding:
+    async def open_capture(self, book: RunStateMachine, request: coordinator_pb2.StartRunRequest) -> CaptureBinding:
         """Have a run captured, if its spec says so.
 
         Raises:
@@ -86,7 +86,7 @@ class Captures:
             raise FailedPrecondition(
                 f"capture: {capture} needs an eavesdropper; this coordinator was given none (--eavesdropper)"
             )
-        edges = book.routes() if book.run.spec.is_proxied else []
+        edges = book.list_routes() if book.run.spec.is_proxied else []
         opening = eavesdropper_pb2.OpenCaptureRequest(
             run_id=book.run_id,
             spec=spec_to_wire(book.run.spec),
@@ -98,8 +98,8 @@ class Captures:
         )
         return _overhearing(await self._ask("OpenCapture", opening, _OPEN_TIMEOUT_S), edges)
 
-    async def sent(
-        self, run_id: str = "", learners: Sequence[str] = (), patience_s: float = _RESUME_TIMEOUT_S
+    async def list_sent_rounds(
+        self, run_id: str = "", learners: Sequence[str] = (), timeout_s: float = _RESUME_TIMEOUT_S
     ) -> Sequence[eavesdropper_pb2.SentRounds]:
         """How far learners were in captured runs; nothing where there is no eavesdropper.
 
@@ -114,33 +114,33 @@ class Captures:
         if self.address is None:
             return ()
         request = eavesdropper_pb2.ListSentRoundsRequest(run_id=run_id, learners=learners)
-        answer: eavesdropper_pb2.ListSentRoundsResponse = await self._ask("ListSentRounds", request, patience_s)
+        answer: eavesdropper_pb2.ListSentRoundsResponse = await self._ask("ListSentRounds", request, timeout_s)
         return answer.sent_rounds
 
-    async def recover(self, book: RunStateMachine) -> tuple[CaptureBinding, str]:
+    async def recover_capture(self, book: RunStateMachine) -> tuple[CaptureBinding, str]:
         """What is still captured of a run whose coordinator lost its state; and why nothing is, where something should be."""
         capture = book.run.spec.capture
         if capture == "none":
             return CaptureBinding(), ""
-        edges = book.routes() if book.run.spec.is_proxied else []
+        edges = book.list_routes() if book.run.spec.is_proxied else []
         try:
             return _overhearing(await self._asked(book.run_id, edges, patience_s=_RESUME_TIMEOUT_S), edges), ""
         except SottovoceError as error:
             return CaptureBinding(), _nothing(book.run_id, error)
 
-    async def recall(self, book: RunStateMachine) -> None:
+    async def restore_sent_rounds(self, book: RunStateMachine) -> None:
         """Have a run that goes on know all that was captured of it: its coordinator's state may be an old one, too."""
         if not book.capture_binding.capture_id:
             return
         try:
-            sent = await self.sent(book.run_id, patience_s=_OPEN_TIMEOUT_S)
+            sent = await self.list_sent_rounds(book.run_id, timeout_s=_OPEN_TIMEOUT_S)
         except SottovoceError as error:
             log.warning("the capture does not say how far learners were", run_id=book.run_id, reason=str(error))
             return
         for each in sent:
-            book.recall(each)
+            book.restore_sent_rounds(each)
 
-    async def take_up(self, kept: StoredRun) -> str:
+    async def resume_capture(self, kept: StoredRun) -> str:
         """Go on with the capture of a run that failed; why that cannot be. Empty: it can, or there is none."""
         if not kept.capture_binding.capture_id:
             return ""
@@ -150,7 +150,7 @@ class Captures:
             return _nothing(kept.run_id, error)
         return ""
 
-    async def amend(self, book: RunStateMachine, run: Run) -> None:
+    async def reconfigure(self, book: RunStateMachine, run: Run) -> None:
         """Have the eavesdropper write down that learners leave or join; one that is away is told when it is back."""
         if book.capture_binding.capture_id:
             with contextlib.suppress(SottovoceError):
@@ -175,48 +175,48 @@ class Captures:
         opened: eavesdropper_pb2.OpenCaptureResponse = await self._ask("OpenCapture", request, patience_s)
         return opened
 
-    def keep(self, course: ManagedRun, fail: Callable[[str], None]) -> None:
+    def monitor_capture(self, course: ManagedRun, fail: Callable[[str], None]) -> None:
         """An eavesdropper that was started again takes up the capture when it is asked: its relays are the way of messages.
 
         Args:
             course: of the run.
             fail: told why the run cannot go on, where its spec says so of a gap.
         """
-        if course.book.capture_binding.capture_id and not course.uncaptured and self.address is not None:
+        if course.machine.capture_binding.capture_id and not course.capture_loss_reason and self.address is not None:
             self._tasks.start(self._keep(course, fail), "a capture is not looked after")
 
     async def _keep(self, course: ManagedRun, fail: Callable[[str], None]) -> None:
-        led, known = tuple[str, ...](), course.book.run
-        while not course.book.ended:
+        led, known = tuple[str, ...](), course.machine.run
+        while not course.machine.has_ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_INTERVAL_S):
-                    await course.over.wait()
+                    await course.end_event.wait()
                 return
             try:
-                book, now = course.book, course.book.addresses
-                moved = bool(book.capture_binding.relays) and now != led
+                book, now = course.machine, course.machine.addresses
+                moved = bool(book.capture_binding.relay_addresses) and now != led
                 run, amended = book.run, spec_to_wire(book.run.spec) if book.run is not known else ""
-                opened = await self._asked(book.run_id, book.routes() if moved else (), amended)
+                opened = await self._asked(book.run_id, book.list_routes() if moved else (), amended)
                 led, known = now, run
                 self._is_heard(course, "")
                 if opened.contradiction:
                     fail(f"{EQUIVOCATION_TEXT}: {opened.contradiction}. Was the state folder of a learner set back?")
-                elif why := _whole(course.book, opened.gaps):
+                elif why := _whole(course.machine, opened.gaps):
                     fail(why)
             except SottovoceError as error:
                 self._is_heard(course, f"nothing is captured now: {error}")
 
     def _is_heard(self, course: ManagedRun, why_not: str) -> None:
         """An eavesdropper that goes, or is back, is told once, and whoever watches the run sees it at once."""
-        if bool(why_not) != bool(course.unheard):
-            course.unheard = why_not
-            course.show()
+        if bool(why_not) != bool(course.capture_outage_reason):
+            course.capture_outage_reason = why_not
+            course.notify_watchers()
             if why_not:
-                log.warning("nothing is captured", run_id=course.book.run_id, reason=why_not)
+                log.warning("nothing is captured", run_id=course.machine.run_id, reason=why_not)
             else:
-                log.info("captured again", run_id=course.book.run_id)
+                log.info("captured again", run_id=course.machine.run_id)
 
-    def close(self, book: RunStateMachine) -> asyncio.Task[str] | None:
+    def close_capture(self, book: RunStateMachine) -> asyncio.Task[str] | None:
         """End a run's capture; why it could not be written to its end, as the eavesdropper says. None: there is none."""
         if not book.capture_binding.capture_id or self.address is None:
             return None
@@ -224,10 +224,10 @@ class Captures:
 
     async def _close(self, book: RunStateMachine) -> str:
         if book.run.spec.absences:  # learners may have left or joined while it was away
-            await self.amend(book, book.run)
+            await self.reconfigure(book, book.run)
         request = eavesdropper_pb2.CloseCaptureRequest(capture_id=book.capture_binding.capture_id)
         try:
-            closed: eavesdropper_pb2.CloseCaptureResponse = await self._ask("CloseCapture", request, _CLOSE_S)
+            closed: eavesdropper_pb2.CloseCaptureResponse = await self._ask("CloseCapture", request, _CLOSE_TIMEOUT_S)
         except SottovoceError as error:
             log.warning("capture not closed", reason=str(error))
             return str(error)

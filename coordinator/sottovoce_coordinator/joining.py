@@ -10,22 +10,22 @@ from typing import Any
 
 import grpc
 
-from sottovoce_coordinator.store import MAX_INCARNATION, Claim, Membership, Store
+from sottovoce_coordinator.store import MAX_INCARNATION, Claim, CoordinatorStore, LearnerBinding
 from sottovoce_core.errors import (
+    FailedPrecondition,
     LimitReached,
     NotFound,
-    FailedPrecondition,
+    PermissionDenied,
     RemoteProtocolError,
     SpecError,
-    PermissionDenied,
     Unavailable,
 )
 from sottovoce_core.spec import LEARNER_NAME_PATTERN, LEARNER_NAME_RULE
 from sottovoce_core.text import abbreviate_names
-from sottovoce_rpc.directives import Directive, Origin, to_wire
+from sottovoce_rpc.directives import Command, Origin, command_to_wire
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_TIMEOUT_S
-from sottovoce_rpc.tasks import Tell, notify_if_slow
+from sottovoce_rpc.tasks import NotifyWait, notify_if_slow
 from sottovoce_wire.v1 import coordinator_pb2
 
 _MAX_ADDRESS_CHARS = 300
@@ -50,24 +50,24 @@ class JoinedLearner:
         displaced: another stream of the same process has come.
     """
 
-    said: coordinator_pb2.Introduction
+    introduction: coordinator_pb2.Introduction
     claim: Claim
     origin: Origin
     # Made a message when its turn comes: so many of them do not hold up everybody. None: that was the last one.
-    directives: asyncio.Queue[tuple[str, Directive, Origin] | None] = field(default_factory=asyncio.Queue)
-    displaced: asyncio.Event = field(default_factory=asyncio.Event)
+    commands: asyncio.Queue[tuple[str, Command, Origin] | None] = field(default_factory=asyncio.Queue)
+    displacement: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
         """The learner's."""
-        return self.said.learner
+        return self.introduction.learner
 
-    def tell(self, run_id: str, directive: Directive) -> None:
+    def enqueue_command(self, run_id: str, directive: Command) -> None:
         """Say something as soon as the stream allows; that of a learner which reads nothing ends."""
-        if self.directives.qsize() >= _MAX_QUEUED_COMMANDS:
-            self.displaced.set()
+        if self.commands.qsize() >= _MAX_QUEUED_COMMANDS:
+            self.displacement.set()
             return
-        self.directives.put_nowait((run_id, directive, self.origin))
+        self.commands.put_nowait((run_id, directive, self.origin))
 
     async def send_commands(self, context: Context) -> None:
         """Send what it is to do, as it comes.
@@ -75,8 +75,8 @@ class JoinedLearner:
         Raises:
             Unavailable: that was all, for the coordinator ends.
         """
-        while (directive := await self.directives.get()) is not None:
-            await context.write(to_wire(*directive))
+        while (directive := await self.commands.get()) is not None:
+            await context.write(command_to_wire(*directive))
         raise Unavailable("the coordinator was told to end")
 
     async def wait_until_displaced(self) -> None:
@@ -85,7 +85,7 @@ class JoinedLearner:
         Raises:
             Unavailable: one has come.
         """
-        await self.displaced.wait()
+        await self.displacement.wait()
         raise Unavailable(f"another stream of learner {self.name} took the place of this one")
 
 
@@ -96,13 +96,13 @@ class LearnerRegistry:
         store: where that is kept.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: CoordinatorStore) -> None:
         self._store = store
-        self._known = store.members()
+        self._known = store.load_learners()
         self._here: dict[str, JoinedLearner] = {}
         self._last: dict[str, JoinedLearner] = {}  # as they introduced themselves last, here or not
         self._changed = asyncio.Condition()
-        self.epochs = 0
+        self.epoch_count = 0
         """Topology epochs that were told."""
 
     def __contains__(self, name: object) -> bool:
@@ -111,12 +111,17 @@ class LearnerRegistry:
     def __len__(self) -> int:
         return len(self._here)
 
-    def member(self, name: str) -> JoinedLearner:
+    def get(self, name: str) -> JoinedLearner:
         """A learner that is here."""
         return self._here[name]
 
     async def admit(
-        self, member: JoinedLearner, events: AsyncIterator[coordinator_pb2.LearnerMessage], context: Context, *, journaled: int
+        self,
+        member: JoinedLearner,
+        events: AsyncIterator[coordinator_pb2.LearnerMessage],
+        context: Context,
+        *,
+        rounds_committed: int,
     ) -> None:
         """Let a learner in: with a new incarnation that it confirms, or with that of a process that never stopped.
 
@@ -129,17 +134,21 @@ class LearnerRegistry:
             SottovoceError: it may not be this learner.
         """
         self._require_room(member.name)
-        claim, known = member.claim, self._known.get(member.name, Membership())
-        now = known.admit(claim, live=member.name in self._here, journaled=journaled)
+        claim, known = member.claim, self._known.get(member.name, LearnerBinding())
+        now = known.admit(claim, is_connected=member.name in self._here, rounds_committed=rounds_committed)
         self._remember(member.name, now)
-        if not claim.rejoins:
-            await context.write(to_wire("", coordinator_pb2.IncarnationIssued(incarnation=now.issued), member.origin))
+        if not claim.is_rejoin:
+            await context.write(
+                command_to_wire(
+                    "", coordinator_pb2.IncarnationIssued(incarnation=now.issued_incarnation), member.origin
+                )
+            )
             event = await _next(events, "a confirmation")
             if event is None or event.WhichOneof("message") != "incarnation_stored":
                 raise RemoteProtocolError("a learner must confirm the incarnation that it was issued")
             now = self._known[member.name].confirm(claim, event.incarnation_stored.incarnation)
             self._remember(member.name, now)
-        member.tell("", coordinator_pb2.IncarnationConfirmed(incarnation=now.confirmed))
+        member.enqueue_command("", coordinator_pb2.IncarnationConfirmed(incarnation=now.confirmed_incarnation))
 
     def _require_room(self, name: str) -> None:
         """Refuse a learner beyond those that a coordinator serves.
@@ -166,50 +175,52 @@ class LearnerRegistry:
         """
         require_learner_name(name)
         if name not in self._known:
-            known = f"those that have are {abbreviate_names(sorted(self._known))}" if self._known else "no learner has yet"
+            known = (
+                f"those that have are {abbreviate_names(sorted(self._known))}" if self._known else "no learner has yet"
+            )
             raise NotFound(f"learner {name!r} has never joined this coordinator; {known}")
         if name in self._here:
             raise FailedPrecondition(f"learner {name!r} is here, with the state folder that it has: stop it first")
-        self._remember(name, self._known[name].unbound())
+        self._remember(name, self._known[name].unbind())
 
-    def _remember(self, name: str, known: Membership) -> None:
+    def _remember(self, name: str, known: LearnerBinding) -> None:
         """Durable before it is told."""
-        self._store.remember(name, known)
+        self._store.save_learner(name, known)
         self._known[name] = known
 
-    def enter(self, member: JoinedLearner) -> None:
+    def add(self, member: JoinedLearner) -> None:
         """It is here from now on; another stream of the same process ends."""
         before, member.origin = self._here.get(member.name), self._store.origin
         self._here[member.name] = self._last[member.name] = member
         if before is not None:
-            before.displaced.set()
+            before.displacement.set()
 
-    async def announce(self) -> None:
+    async def notify_waiters(self) -> None:
         """Whoever waits for learners looks again."""
         async with self._changed:
             self._changed.notify_all()
 
-    def leave(self, member: JoinedLearner) -> bool:
+    def remove(self, member: JoinedLearner) -> bool:
         """Its stream has ended; True unless another one took its place."""
         if self._here.get(member.name) is not member:
             return False
         del self._here[member.name]
         return True
 
-    def tell(self, run_id: str, directives: Mapping[str, Sequence[Directive]]) -> None:
+    def enqueue_commands(self, run_id: str, directives: Mapping[str, Sequence[Command]]) -> None:
         """Each learner its own; who is away is briefed when it joins again."""
         for name, own in directives.items():
             if name in self._here:
                 for directive in own:
-                    self.epochs += isinstance(directive, coordinator_pb2.TopologyEpoch)
-                    self._here[name].tell(run_id, directive)
+                    self.epoch_count += isinstance(directive, coordinator_pb2.TopologyEpoch)
+                    self._here[name].enqueue_command(run_id, directive)
 
-    def dismiss(self) -> None:
+    def end_streams(self) -> None:
         """Tell all of them what is on its way, and nothing more."""
         for member in self._here.values():
-            member.directives.put_nowait(None)
+            member.commands.put_nowait(None)
 
-    async def until_here(self, names: Sequence[str], seconds: float, tell: Tell) -> None:
+    async def wait_until_joined(self, names: Sequence[str], seconds: float, tell: NotifyWait) -> None:
         """Wait for learners.
 
         Args:
@@ -222,7 +233,9 @@ class LearnerRegistry:
         """
         await self._until_none(lambda: self._missing(names), names, seconds, tell)
 
-    async def wait_until_reintroduced(self, names: Sequence[str], seconds: float, tell: Tell) -> list[JoinedLearner]:
+    async def wait_until_reintroduced(
+        self, names: Sequence[str], seconds: float, tell: NotifyWait
+    ) -> list[JoinedLearner]:
         """What learners tell of themselves. Whoever obeys another coordinator does not stay, but joins again and again.
 
         Args:
@@ -240,7 +253,7 @@ class LearnerRegistry:
         return [self._last[name] for name in names]
 
     async def _until_none(
-        self, absent: Callable[[], list[str]], names: Sequence[str], seconds: float, tell: Tell
+        self, absent: Callable[[], list[str]], names: Sequence[str], seconds: float, tell: NotifyWait
     ) -> None:
         def others() -> str:
             found = sorted(set(self._here) - set(names))
@@ -290,7 +303,7 @@ def require_learner_name(learner: str) -> None:
         raise SpecError("a learner's name is required, got none")
 
 
-async def introduced(
+async def read_introduction(
     events: AsyncIterator[coordinator_pb2.LearnerMessage], origin: Origin, caller: Principal | None = None
 ) -> JoinedLearner:
     """Who opened a stream.
@@ -324,7 +337,9 @@ async def introduced(
     return JoinedLearner(said, claim, origin)
 
 
-async def _next(events: AsyncIterator[coordinator_pb2.LearnerMessage], what: str) -> coordinator_pb2.LearnerMessage | None:
+async def _next(
+    events: AsyncIterator[coordinator_pb2.LearnerMessage], what: str
+) -> coordinator_pb2.LearnerMessage | None:
     """What a learner says next; None: nothing more.
 
     Raises:

@@ -10,10 +10,10 @@ from sottovoce_coordinator.joining import LearnerRegistry
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.store import StoredRun
 from sottovoce_rpc.learner_status import VIOLATION_KINDS
-from sottovoce_rpc.metrics import Catalogue, Reading
+from sottovoce_rpc.metrics import Catalogue, MetricSample
 
 CATALOGUE = Catalogue("sottovoce_coordinator")
-_metric = CATALOGUE.add
+_metric = CATALOGUE.add_metric
 
 _RUNS = _metric("runs", "Runs that are under way, or remembered, by state.", "state")
 _ENDED = _metric(
@@ -47,7 +47,9 @@ _REFUSED = _metric(
 _EPOCHS = _metric("epochs_total", "Topology epochs that were told to learners.")
 
 
-def readings(runs: Iterable[ManagedRun | StoredRun], members: LearnerRegistry, refused: Mapping[str, int]) -> Iterator[Reading]:
+def collect_metrics(
+    runs: Iterable[ManagedRun | StoredRun], members: LearnerRegistry, refused: Mapping[str, int]
+) -> Iterator[MetricSample]:
     """Of a coordinator.
 
     Args:
@@ -59,49 +61,53 @@ def readings(runs: Iterable[ManagedRun | StoredRun], members: LearnerRegistry, r
     courses = [run for run in runs if isinstance(run, ManagedRun)]
     yield from _states(runs)
     yield from _failed(runs)
-    yield from _under_way([course for course in courses if not course.book.ended])
-    rules = Counter(VIOLATION_KINDS[each.kind].name.lower() for course in courses for each in course.book.misconduct.values())
+    yield from _under_way([course for course in courses if not course.machine.has_ended])
+    rules = Counter(
+        VIOLATION_KINDS[each.kind].name.lower() for course in courses for each in course.machine.violations.values()
+    )
     for rule, count in rules.items():
-        yield _MISCONDUCT.of(count, rule)
-    yield _JOINED.of(len(members))
-    yield _EPOCHS.of(members.epochs)
+        yield _MISCONDUCT.sample(count, rule)
+    yield _JOINED.sample(len(members))
+    yield _EPOCHS.sample(members.epoch_count)
     for kind, count in refused.items():
-        yield _REFUSED.of(count, kind)
+        yield _REFUSED.sample(count, kind)
 
 
-def _states(runs: Sequence[ManagedRun | StoredRun]) -> Iterator[Reading]:
+def _states(runs: Sequence[ManagedRun | StoredRun]) -> Iterator[MetricSample]:
     outcomes = [run.outcome for run in runs]
     for state in RunState:
         own = [ended for found, ended in outcomes if found is state]
-        yield _RUNS.of(len(own), state.value)
+        yield _RUNS.sample(len(own), state.value)
         if times := [ended.timestamp() for ended in own if ended is not None]:
-            yield _ENDED.of(max(times), state.value)
+            yield _ENDED.sample(max(times), state.value)
 
 
-def _failed(runs: Iterable[ManagedRun | StoredRun]) -> Iterator[Reading]:
+def _failed(runs: Iterable[ManagedRun | StoredRun]) -> Iterator[MetricSample]:
     """Failed runs that can still be taken up: a learner keeps the log of its last run alone."""
     later = set[str]()
     for run in runs:
         state, ended = run.outcome
         if state is RunState.FAILED and ended is not None and later.isdisjoint(run.learners):
-            yield _FAILED.of(ended.timestamp(), run.run_id)
+            yield _FAILED.sample(ended.timestamp(), run.run_id)
         later |= run.learners
 
 
-def _under_way(courses: Sequence[ManagedRun]) -> Iterator[Reading]:
+def _under_way(courses: Sequence[ManagedRun]) -> Iterator[MetricSample]:
     away = 0
     for course in courses:
-        book = course.book
-        yield _RUN.of(1, book.run_id, book.state.value)
-        yield _GRANTED.of(book.clock.granted, book.run_id)
-        yield _ATTEMPT.of(book.attempt, book.run_id)
-        done = {name: book.statuses[i].rounds_done for name, i in book.index.items() if i not in book.lost}
-        yield _ROUNDS.of(min(done.values(), default=0), book.run_id)
+        book = course.machine
+        yield _RUN.sample(1, book.run_id, book.state.value)
+        yield _GRANTED.sample(book.clock.leased_until, book.run_id)
+        yield _ATTEMPT.sample(book.attempt, book.run_id)
+        done = {name: book.statuses[i].rounds_done for name, i in book.index.items() if i not in book.lost_learners}
+        yield _ROUNDS.sample(min(done.values(), default=0), book.run_id)
         furthest = max(done.values(), default=0)
         for name, rounds in done.items():
-            gone = book.index[name] in book.away
+            gone = book.index[name] in book.disconnected_since
             away += gone
-            yield _LEARNER_AWAY.of(gone, name)
-            yield _LEARNER_LAG.of(furthest - rounds, name)
-    yield _AWAY.of(away)
-    yield _UNCAPTURED.of(sum(bool(course.uncaptured or course.unheard) for course in courses))
+            yield _LEARNER_AWAY.sample(gone, name)
+            yield _LEARNER_LAG.sample(furthest - rounds, name)
+    yield _AWAY.sample(away)
+    yield _UNCAPTURED.sample(
+        sum(bool(course.capture_loss_reason or course.capture_outage_reason) for course in courses)
+    )

@@ -11,29 +11,29 @@ from pathlib import Path
 
 import structlog
 
-from sottovoce_coordinator.captures import Captures
+from sottovoce_coordinator.captures import CaptureClient
 from sottovoce_coordinator.conducting import RunController
 from sottovoce_coordinator.courses import ManagedRun, RunRegistry
-from sottovoce_coordinator.joining import Context, JoinedLearner, LearnerRegistry, introduced
-from sottovoce_coordinator.metrics import CATALOGUE, readings
+from sottovoce_coordinator.joining import Context, JoinedLearner, LearnerRegistry, read_introduction
+from sottovoce_coordinator.metrics import CATALOGUE, collect_metrics
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.starting import RunLauncher
-from sottovoce_coordinator.store import Store
-from sottovoce_core.errors import SottovoceError, PermissionDenied, Unavailable
+from sottovoce_coordinator.store import CoordinatorStore
+from sottovoce_core.errors import PermissionDenied, SottovoceError, Unavailable
 from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, release_read_slot
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerStatus, WaitReport
-from sottovoce_rpc.logs import log_start, warn_if_open, has_project_text
-from sottovoce_rpc.metrics import Reading, MetricsEndpoint, common, serve_metrics
+from sottovoce_rpc.logs import has_project_text, log_start, warn_if_open
+from sottovoce_rpc.metrics import MetricSample, MetricsEndpoint, collect_common_metrics, serve_metrics
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import MAX_CONTROL_BYTES, Service, announce, page, serve_until_stopped, start_server
-from sottovoce_rpc.status import shortened
-from sottovoce_rpc.tasks import Tasks, beside, build_wait_notifier
+from sottovoce_rpc.server import MAX_CONTROL_BYTES, RunningServer, announce, paginate, serve_until_stopped, start_server
+from sottovoce_rpc.status import shorten_text
+from sottovoce_rpc.tasks import Tasks, build_wait_notifier, run_in_background
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 log = structlog.get_logger()
 
-NAME = "sottovoce_wire.v1.Coordinator"
+SERVICE_NAME = "sottovoce_wire.v1.Coordinator"
 WATCH_INTERVAL_S = 0.2
 _MAX_VIEWED_LEARNERS_PER_S = 1_000
 """Learners that a watcher is shown a second, or all of them so often: a view has a line for each."""
@@ -67,16 +67,16 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
-        self._store = Store(config.state)
+        self._store = CoordinatorStore(config.state)
         self._tasks = Tasks()
         self._members, self._courses = LearnerRegistry(self._store), RunRegistry(self._store)
-        self._captures = Captures(config.eavesdropper, self._tasks, config.credentials)
+        self._captures = CaptureClient(config.eavesdropper, self._tasks, config.credentials)
         self._conductor = RunController(self._store, self._members, self._captures, self._tasks)
         parts = self._store, self._members, self._courses, self._captures, self._conductor
-        self._starter = RunLauncher(*parts, imports=config.allow_imports)
+        self._starter = RunLauncher(*parts, allow_imports=config.allow_imports)
         self._ending = False
         self._refused = Counter[str]()  # streams of learners, by kind of error
-        self.service: Service | None = None
+        self.server: RunningServer | None = None
 
     async def start(self) -> str:
         """Take up what a coordinator before this one has left, and listen; returns the address.
@@ -85,12 +85,12 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             SottovoceError: it cannot listen there, or its identity or its state cannot be used.
         """
         try:
-            self.config.credentials.require(Role.COORDINATOR)
+            self.config.credentials.require_principal(Role.COORDINATOR)
             await self._starter.restore()
-            self.service = await start_server(
+            self.server = await start_server(
                 self.config.listen,
                 lambda server: coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, server),
-                [NAME],
+                [SERVICE_NAME],
                 self.config.credentials,
                 MAX_CONTROL_BYTES,
             )
@@ -99,30 +99,30 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             raise
         if self.config.state is not None:
             warn_if_open(self.config.state, "state folder, and runs and addresses stand in it")
-        if self._store.durable:
+        if self._store.is_durable:
             self._tasks.start(self._keep(), "progress is no longer written")
-        return self.service.address
+        return self.server.address
 
     async def _keep(self) -> None:
         """Write down how far the learners are, about once a second."""
         while True:
             await asyncio.sleep(_SAVE_INTERVAL_S)
-            self._conductor.keep(self._courses.under_way)
+            self._conductor.save_progress(self._courses.active_runs)
 
     async def stop(self, why: str = "") -> None:
         """End the service, and the runs unless they are kept; `why`: for those."""
-        if self._store.durable:
-            self._conductor.keep(self._courses.under_way)
+        if self._store.is_durable:
+            self._conductor.save_progress(self._courses.active_runs)
         else:
-            for course in self._courses.under_way:
-                self._conductor.end(
+            for course in self._courses.active_runs:
+                self._conductor.end_run(
                     course, RunState.STOPPED, f"the coordinator was told to stop{f' ({why})' * bool(why)}"
                 )
-        self._members.dismiss()
+        self._members.end_streams()
         self._ending = True
         await self._tasks.end()
-        if self.service is not None:
-            await self.service.stop()
+        if self.server is not None:
+            await self.server.stop()
         self._store.close()
 
     # ---- learners -----------------------------------------------------------------------------------------
@@ -130,21 +130,23 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def Join(self, events: AsyncIterator[coordinator_pb2.LearnerMessage], context: Context) -> None:  # type: ignore[override] # reads and writes, so it is no generator
         """Hold the stream of one learner: its reports come in, its directives go out."""
         with self._counting():
-            member = await introduced(events, self._store.origin, self.config.credentials.caller(context))
+            member = await read_introduction(
+                events, self._store.origin, self.config.credentials.identify_caller(context)
+            )
             # Before anything may end the stream: gRPC sends no status until this is out.
             await context.send_initial_metadata(())
-            await self._members.admit(member, events, context, journaled=self._journaled(member))
+            await self._members.admit(member, events, context, rounds_committed=self._journaled(member))
             release_read_slot()
             try:
                 await self._welcome(member)
-                async with beside(member.send_commands(context), member.wait_until_displaced()):
+                async with run_in_background(member.send_commands(context), member.wait_until_displaced()):
                     async for event in events:
                         self._hear(member, event)
             finally:
-                if self._members.leave(member):
+                if self._members.remove(member):
                     log.info("left", learner=member.name)
-                    if (course := self._courses.of(member.name)) is not None:
-                        self._conductor.miss(course, member.name)
+                    if (course := self._courses.find_active(member.name)) is not None:
+                        self._conductor.handle_disconnect(course, member.name)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
@@ -155,19 +157,22 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             self._refused[type(error).__name__] += 1
             raise
 
-    def readings(self, refused: Refusals) -> Iterator[Reading]:
+    def collect_metrics(self, refused: Refusals) -> Iterator[MetricSample]:
         """For Prometheus; refused: who asked for it, and may not."""
-        refusals = [refused] if self.service is None else [refused, self.service.refused]
-        yield from common([self.config.credentials], refusals)
-        yield from readings(self._courses.newest_first.values(), self._members, self._refused)
+        refusals = [refused] if self.server is None else [refused, self.server.refusals]
+        yield from collect_common_metrics([self.config.credentials], refusals)
+        yield from collect_metrics(self._courses.runs_newest_first.values(), self._members, self._refused)
 
     def _journaled(self, member: JoinedLearner) -> int:
         """Rounds that a learner is known to have journaled in the run that it is in, by its word or by this coordinator's."""
-        known, under_way = self._courses.with_learner(member.said.run_id, member.name), self._courses.of(member.name)
+        known, under_way = (
+            self._courses.find_for_learner(member.introduction.run_id, member.name),
+            self._courses.find_active(member.name),
+        )
         course = known if under_way is None else under_way
         if course is not known:  # it says nothing of this run, and of another one it may have any log
-            member.claim = replace(member.claim, journaled=None)
-        return 0 if course is None else course.book.statuses[course.book.index[member.name]].rounds_said
+            member.claim = replace(member.claim, rounds_committed=None)
+        return 0 if course is None else course.machine.statuses[course.machine.index[member.name]].rounds_committed
 
     async def _welcome(self, member: JoinedLearner) -> None:
         """A learner goes on with its run, or is told why it cannot.
@@ -175,22 +180,22 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         Raises:
             Unavailable: it is in a run that is not known here, and that is not for this coordinator to end.
         """
-        self._members.enter(member)
+        self._members.add(member)
         try:
-            if (course := self._courses.of(member.name)) is not None:  # it was away
+            if (course := self._courses.find_active(member.name)) is not None:  # it was away
                 self._conductor.handle_rejoin(course, member)
-            elif member.said.run_id:
-                member.tell(member.said.run_id, self._farewell(member))
-            log.info("joined", learner=member.name, address=member.said.address)
+            elif member.introduction.run_id:
+                member.enqueue_command(member.introduction.run_id, self._farewell(member))
+            log.info("joined", learner=member.name, address=member.introduction.address)
         finally:  # what it told counts for who takes up its run, whether it stays or not
-            await self._members.announce()
+            await self._members.notify_waiters()
 
     def _farewell(self, member: JoinedLearner) -> coordinator_pb2.Stop:
         """Why a learner cannot go on with its run. One that is not known here may go on elsewhere."""
-        run_id = member.said.run_id
+        run_id = member.introduction.run_id
         if (known := self._courses.get(run_id)) is not None:
             return known.build_final_command()
-        if member.said.term:  # it waits for who keeps the run, and forgets nothing meanwhile
+        if member.introduction.term:  # it waits for who keeps the run, and forgets nothing meanwhile
             raise Unavailable(
                 f"this coordinator does not know run {run_id!r}: start it on the state folder that does; if that is lost, on an "
                 f"empty one, and let it take the run up: `sottovoce run SPEC --recover {run_id}`"
@@ -209,12 +214,14 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             return
         status = LearnerStatus.from_wire(event.report.status)
         if status.learner != member.name:
-            raise PermissionDenied(f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}")
-        course = self._courses.with_learner(status.run_id, member.name)
-        if course is not None and event.report.attempt == course.book.attempt:
-            self._conductor.hear(course, status, WaitReport.from_wire(event.report), event.report.violations)
+            raise PermissionDenied(
+                f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}"
+            )
+        course = self._courses.find_for_learner(status.run_id, member.name)
+        if course is not None and event.report.attempt == course.machine.attempt:
+            self._conductor.handle_report(course, status, WaitReport.from_wire(event.report), event.report.violations)
         elif course is not None:
-            self._conductor.rests(course, status)
+            self._conductor.handle_quiesced_report(course, status)
 
     # ---- operators ----------------------------------------------------------------------------------------
 
@@ -222,53 +229,53 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """Start a run on learners that have joined."""
         with self._audited("StartRun", context) as call:
             course = await self._starter.start(request, build_wait_notifier(context))
-            book = course.book
+            book = course.machine
             call |= {"run_id": book.run_id, "learners": len(book.addresses), "capture": book.run.spec.capture}
-        return course.view()
+        return course.build_view()
 
     async def StopRun(self, request: coordinator_pb2.StopRunRequest, context: Context) -> coordinator_pb2.Run:
         """Stop a run; one that has ended is as it was."""
         with self._audited("StopRun", context, run_id=request.run_id, reason=request.reason) as call:
-            run = self._courses.the(request.run_id)
-            call["run_id"] = run.view().run_id
+            run = self._courses.resolve(request.run_id)
+            call["run_id"] = run.build_view().run_id
             if isinstance(run, ManagedRun):
-                self._conductor.end(run, RunState.STOPPED, shortened(request.reason) or "stopped by an operator")
-        return run.view()
+                self._conductor.end_run(run, RunState.STOPPED, shorten_text(request.reason) or "stopped by an operator")
+        return run.build_view()
 
     async def ResumeRun(self, request: coordinator_pb2.ResumeRunRequest, context: Context) -> coordinator_pb2.Run:
         """Take up a run that failed."""
         with self._audited("ResumeRun", context, run_id=request.run_id) as call:
             course = await self._starter.resume(request.run_id)
-            call["run_id"] = course.book.run_id
-        return course.view()
+            call["run_id"] = course.machine.run_id
+        return course.build_view()
 
     async def LeaveRun(self, request: coordinator_pb2.LeaveRunRequest, context: Context) -> coordinator_pb2.Run:
         """Let a run go on without a learner."""
         with self._audited("LeaveRun", context, run_id=request.run_id, learner=request.learner) as call:
-            course = self._courses.running(request.run_id)
-            call["run_id"] = course.book.run_id
-            await self._conductor.run_operator_change(course, self._conductor.leave(course, request.learner))
-        return course.view()
+            course = self._courses.get_active(request.run_id)
+            call["run_id"] = course.machine.run_id
+            await self._conductor.run_operator_change(course, self._conductor.remove_learner(course, request.learner))
+        return course.build_view()
 
     async def JoinRun(self, request: coordinator_pb2.JoinRunRequest, context: Context) -> coordinator_pb2.Run:
         """Let a learner take part in a run."""
         with self._audited("JoinRun", context, run_id=request.run_id, learner=request.learner) as call:
-            course = self._courses.running(request.run_id)
-            call["run_id"] = course.book.run_id
-            await self._conductor.run_operator_change(course, self._conductor.join(course, request.learner))
-        return course.view()
+            course = self._courses.get_active(request.run_id)
+            call["run_id"] = course.machine.run_id
+            await self._conductor.run_operator_change(course, self._conductor.add_learner(course, request.learner))
+        return course.build_view()
 
     async def RecoverRun(self, request: coordinator_pb2.RecoverRunRequest, context: Context) -> coordinator_pb2.Run:
         """Take up a run that its learners know, and no coordinator any more."""
         with self._audited("RecoverRun", context, run_id=request.run_id) as call:
             course = await self._starter.recover(request, build_wait_notifier(context))
-            call["granted"] = course.book.clock.granted
-        return course.view()
+            call["granted"] = course.machine.clock.leased_until
+        return course.build_view()
 
     @contextlib.contextmanager
     def _audited(self, call: str, context: Context, **facts: str) -> Iterator[dict[str, object]]:
         """Log a call that changes something: who made it, of what, and what came of it. The block may add facts."""
-        caller = self.config.credentials.caller(context)
+        caller = self.config.credentials.identify_caller(context)
         told: dict[str, object] = {name: value[:_MAX_LOGGED_CHARS] for name, value in facts.items()}
         told |= {"call": call, "by": UNIDENTIFIED_CALLER if caller is None else caller.uri, "peer": context.peer()}
         try:
@@ -277,21 +284,21 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             log.info("operator call", **told, outcome="cancelled")
             raise
         except Exception as error:
-            why = shortened(str(error)) if has_project_text(error) else ""
+            why = shorten_text(str(error)) if has_project_text(error) else ""
             log.warning("operator call", **told, outcome="refused", kind=type(error).__name__, error=why)
             raise
         log.info("operator call", **told, outcome="done")
 
     async def GetRun(self, request: coordinator_pb2.GetRunRequest, context: Context) -> coordinator_pb2.Run:
         """A run as it stands, with its spec."""
-        return self._courses.the(request.run_id).view(whole=True)
+        return self._courses.resolve(request.run_id).build_view(include_spec=True)
 
     async def ListRuns(
         self, request: coordinator_pb2.ListRunsRequest, context: Context
     ) -> coordinator_pb2.ListRunsResponse:
         """The runs that are remembered."""
-        courses, following = page(self._courses.newest_first, request.page_size, request.page_token)
-        runs = [course.view() for course in courses]
+        courses, following = paginate(self._courses.runs_newest_first, request.page_size, request.page_token)
+        runs = [course.build_view() for course in courses]
         answer = coordinator_pb2.ListRunsResponse(runs=runs, next_page_token=following)
         answer.now.GetCurrentTime()
         return answer
@@ -300,18 +307,22 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.WatchRunRequest, context: Context
     ) -> AsyncIterator[coordinator_pb2.Run]:
         """The run as it stands, several times a second and after ever more rounds, until it has ended."""
-        run = self._courses.the(request.run_id)
-        while isinstance(run, ManagedRun) and not run.book.ended:
+        run = self._courses.resolve(request.run_id)
+        while isinstance(run, ManagedRun) and not run.machine.has_ended:
             if self._ending:
                 raise Unavailable("the coordinator was told to end")
-            shown = run.shown
-            yield run.view()
+            shown = run.view_event
+            yield run.build_view()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(WATCH_INTERVAL_S, len(run.book.addresses) / _MAX_VIEWED_LEARNERS_PER_S)):
+                async with asyncio.timeout(
+                    max(WATCH_INTERVAL_S, len(run.machine.addresses) / _MAX_VIEWED_LEARNERS_PER_S)
+                ):
                     await shown.wait()
-        if isinstance(run, ManagedRun) and run.closing is not None:  # the last view comes when the capture is complete
-            await asyncio.wait([run.closing])
-        yield run.view()
+        if (
+            isinstance(run, ManagedRun) and run.capture_close_task is not None
+        ):  # the last view comes when the capture is complete
+            await asyncio.wait([run.capture_close_task])
+        yield run.build_view()
 
     async def RebindLearner(
         self, request: coordinator_pb2.RebindLearnerRequest, context: Context
@@ -322,7 +333,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return coordinator_pb2.RebindLearnerResponse()
 
 
-async def serve(config: CoordinatorConfig, *, with_stdin: bool = False, metrics: MetricsEndpoint | None = None) -> None:
+async def serve(
+    config: CoordinatorConfig, *, stop_with_stdin: bool = False, metrics: MetricsEndpoint | None = None
+) -> None:
     """Run the coordinator in this process until it is told to stop.
 
     Args:
@@ -334,7 +347,7 @@ async def serve(config: CoordinatorConfig, *, with_stdin: bool = False, metrics:
         SottovoceError: an address is taken.
     """
     service, refused = Coordinator(config), Refusals()
-    async with serve_metrics(metrics, CATALOGUE, lambda: service.readings(refused), refused):
+    async with serve_metrics(metrics, CATALOGUE, lambda: service.collect_metrics(refused), refused):
         announce("coordinator", address=(address := await service.start()))
         log_start("coordinator", config.credentials.principal, address=address, state=config.state)
-        await serve_until_stopped(service.stop, with_stdin=with_stdin)
+        await serve_until_stopped(service.stop, stop_with_stdin=stop_with_stdin)

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 import structlog
 
 from sottovoce_coordinator.runs import CaptureBinding, RunState
-from sottovoce_core.errors import DataError, FailedPrecondition, RemoteProtocolError, PermissionDenied, Unavailable
+from sottovoce_core.errors import DataError, FailedPrecondition, PermissionDenied, RemoteProtocolError, Unavailable
 from sottovoce_rpc.directives import Origin
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
@@ -62,35 +62,35 @@ class StoredRun:
     spec: str
     n_features: int
     capture_binding: CaptureBinding
-    record: bytes
-    granted: int = 0
+    encoded_view: bytes
+    leased_until: int = 0
 
     @property
     def learners(self) -> frozenset[str]:
         """Names of its learners."""
-        return frozenset(each.status.learner for each in self.view().learners)
+        return frozenset(each.status.learner for each in self.build_view().learners)
 
     @property
     def outcome(self) -> tuple[RunState, datetime | None]:
         """How it ended, and when."""
-        run = self.view()
-        return RunState.of(run), run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None
+        run = self.build_view()
+        return RunState.from_message(run), run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None
 
-    def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
+    def build_view(self, *, include_spec: bool = False) -> coordinator_pb2.Run:
         """The run as it ended; `whole`: with the spec."""
-        run = coordinator_pb2.Run.FromString(self.record)
-        if whole:
+        run = coordinator_pb2.Run.FromString(self.encoded_view)
+        if include_spec:
             run.spec, run.n_features = self.spec, self.n_features
         return run
 
     def build_final_command(self) -> coordinator_pb2.Stop:
         """What a learner is told that comes back to it."""
-        run = self.view()
+        run = self.build_view()
         return coordinator_pb2.Stop(reason=run.detail, final=run.state != coordinator_pb2.RUN_STATE_FAILED)
 
-    def taken_up(self, uncaptured: str) -> StoredRun:
+    def mark_resumed(self, uncaptured: str) -> StoredRun:
         """A run that failed, as it goes on; `uncaptured`: why nothing of it is captured from now on."""
-        run = self.view()
+        run = self.build_view()
         begun = any(each.status.rounds_committed for each in run.learners)
         run.state = coordinator_pb2.RUN_STATE_RUNNING if begun else coordinator_pb2.RUN_STATE_CONNECTING
         run.detail, run.attempt, run.capture_error = "", run.attempt + 1, uncaptured
@@ -99,17 +99,17 @@ class StoredRun:
         for each in run.learners:
             if each.status.state != learner_pb2.LEARNER_STATE_FINISHED:
                 each.status.state, each.status.detail = learner_pb2.LEARNER_STATE_CONNECTING, ""
-        return replace(self, record=run.SerializeToString())
+        return replace(self, encoded_view=run.SerializeToString())
 
-    def failed(self, detail: str, now: datetime) -> StoredRun:
+    def mark_failed(self, detail: str, now: datetime) -> StoredRun:
         """A run that cannot go on."""
-        run = self.view()
+        run = self.build_view()
         run.state, run.detail = coordinator_pb2.RUN_STATE_FAILED, detail
         run.ended_at.FromDatetime(now)
-        return replace(self, record=run.SerializeToString())
+        return replace(self, encoded_view=run.SerializeToString())
 
 
-class Store:
+class CoordinatorStore:
     """The memory of one coordinator.
 
     Args:
@@ -139,7 +139,7 @@ class Store:
         self._granted: dict[str, int] = {}
 
     @property
-    def durable(self) -> bool:
+    def is_durable(self) -> bool:
         """True when it outlives the process."""
         return self.origin.term > 0
 
@@ -159,35 +159,35 @@ class Store:
 
     # ---- learners -----------------------------------------------------------------------------------------
 
-    def members(self) -> dict[str, Membership]:
+    def load_learners(self) -> dict[str, LearnerBinding]:
         """All learners that have joined, by name."""
         rows = self._db.execute("SELECT name, store, issued, confirmed FROM member")
-        return {name: Membership(*known) for name, *known in rows}
+        return {name: LearnerBinding(*known) for name, *known in rows}
 
-    def remember(self, name: str, known: Membership) -> None:
+    def save_learner(self, name: str, known: LearnerBinding) -> None:
         """Write what is known of a learner."""
         with self._written() as db:
-            values = (name, known.store, known.issued, known.confirmed)
+            values = (name, known.store_id, known.issued_incarnation, known.confirmed_incarnation)
             db.execute("INSERT OR REPLACE INTO member VALUES (?, ?, ?, ?)", values)
 
     # ---- runs ---------------------------------------------------------------------------------------------
 
-    def runs(self) -> list[StoredRun]:
+    def load_runs(self) -> list[StoredRun]:
         """All runs that were not forgotten, oldest first."""
         rows = self._db.execute(
             "SELECT id, spec, n_features, overhearing, view, granted FROM run ORDER BY number"
         ).fetchall()
         return [StoredRun(i, spec, n, _heard(text), view, until) for i, spec, n, text, view, until in rows]
 
-    def begin(self, run: StoredRun) -> None:
+    def add_run(self, run: StoredRun) -> None:
         """Write a new run."""
         with self._written() as db:
             db.execute(
                 "INSERT INTO run (id, spec, n_features, overhearing, view) VALUES (?, ?, ?, ?, ?)",
-                (run.run_id, run.spec, run.n_features, _told(run.capture_binding), run.record),
+                (run.run_id, run.spec, run.n_features, _told(run.capture_binding), run.encoded_view),
             )
 
-    def grant(self, run_id: str, until: int, ahead: int, view: bytes) -> None:
+    def reserve_lease(self, run_id: str, until: int, ahead: int, view: bytes) -> None:
         """Before rounds below `until` are granted: write so many more, that not every grant is one write."""
         if until <= self._granted.get(run_id, 0):
             return
@@ -195,17 +195,17 @@ class Store:
             db.execute("UPDATE run SET granted = max(granted, ?), view = ? WHERE id = ?", (until + ahead, view, run_id))
         self._granted[run_id] = until + ahead
 
-    def keep(self, views: Mapping[str, bytes]) -> None:
+    def save_views(self, views: Mapping[str, bytes]) -> None:
         """Write how runs stand, by their names."""
         with self._written() as db:
             db.executemany("UPDATE run SET view = ? WHERE id = ?", [(view, run_id) for run_id, view in views.items()])
 
-    def amend(self, run_id: str, spec: str, view: bytes) -> None:
+    def update_spec(self, run_id: str, spec: str, view: bytes) -> None:
         """Before learners are told that others leave or join: write the spec of a run, and how it stands."""
         with self._written() as db:
             db.execute("UPDATE run SET spec = ?, view = ? WHERE id = ?", (spec, view, run_id))
 
-    def forget(self, run_id: str) -> None:
+    def delete_run(self, run_id: str) -> None:
         """Nobody will ask for a run again."""
         with self._written() as db:
             db.execute("DELETE FROM run WHERE id = ?", (run_id,))
@@ -276,13 +276,17 @@ def _claim(folder: Path) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise FailedPrecondition(f"another coordinator uses the state folder {folder}: stop it, or take another folder") from None
+        raise FailedPrecondition(
+            f"another coordinator uses the state folder {folder}: stop it, or take another folder"
+        ) from None
     return file
 
 
 def _told(heard: CaptureBinding) -> str:
-    relays: Sequence[Any] = [[*edge, address] for edge, address in heard.relays.items()]
-    return json.dumps({"id": heard.capture_id, "location": heard.location, "mirror": heard.mirror, "relays": relays})
+    relays: Sequence[Any] = [[*edge, address] for edge, address in heard.relay_addresses.items()]
+    return json.dumps(
+        {"id": heard.capture_id, "location": heard.location, "mirror": heard.mirror_address, "relays": relays}
+    )
 
 
 def _heard(text: str) -> CaptureBinding:
@@ -311,21 +315,21 @@ class Claim:
     """
 
     name: str
-    store: bytes
+    store_id: bytes
     incarnation: int = 0
-    rejoins: bool = False
-    journaled: int | None = None
+    is_rejoin: bool = False
+    rounds_committed: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.store) != STORE_ID_BYTES:
+        if len(self.store_id) != STORE_ID_BYTES:
             raise RemoteProtocolError(
-                f"a learner must say which state folder it speaks from, in {STORE_ID_BYTES} bytes, got {len(self.store)}: "
+                f"a learner must say which state folder it speaks from, in {STORE_ID_BYTES} bytes, got {len(self.store_id)}: "
                 "is it older than its coordinator?"
             )
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class LearnerBinding:
     """What is known of a learner.
 
     Attributes:
@@ -333,11 +337,11 @@ class Membership:
         issued, confirmed: the last incarnations; 0: none.
     """
 
-    store: bytes = b""
-    issued: int = 0
-    confirmed: int = 0
+    store_id: bytes = b""
+    issued_incarnation: int = 0
+    confirmed_incarnation: int = 0
 
-    def admit(self, claim: Claim, *, live: bool, journaled: int = 0) -> Membership:
+    def admit(self, claim: Claim, *, is_connected: bool, rounds_committed: int = 0) -> LearnerBinding:
         """The membership with which a learner is let in: `issued` is its incarnation, to be confirmed unless it rejoins.
 
         Args:
@@ -352,54 +356,60 @@ class Membership:
             FailedPrecondition: its state is an old one, or it is an old process.
         """
         name = claim.name
-        if claim.incarnation > (most := max(self.issued, MAX_INCARNATION)):  # by a coordinator of before, maybe
+        if claim.incarnation > (
+            most := max(self.issued_incarnation, MAX_INCARNATION)
+        ):  # by a coordinator of before, maybe
             raise RemoteProtocolError(
                 f"an incarnation is one more at each start of a learner, at most {most}, got {claim.incarnation}"
             )
-        if self.confirmed and claim.store != self.store:
+        if self.confirmed_incarnation and claim.store_id != self.store_id:
             raise PermissionDenied(
                 f"learner {name!r} has joined with another state folder than this one: start it on that folder, or take "
                 f"another name; if the folder is lost, `sottovoce rebind {name}` lets this one take its place"
             )
-        if claim.rejoins:
+        if claim.is_rejoin:
             return self._back(claim)
-        if live:
+        if is_connected:
             raise Unavailable(f"learner {name!r} is here already: stop the other process, or take another name")
-        if claim.incarnation < self.confirmed or (claim.journaled is not None and claim.journaled < journaled):
+        if claim.incarnation < self.confirmed_incarnation or (
+            claim.rounds_committed is not None and claim.rounds_committed < rounds_committed
+        ):
             raise FailedPrecondition(
                 f"the state folder of learner {name!r} is an old one: it knows incarnation {claim.incarnation} and "
-                f"{claim.journaled or 0} rounds, and must know {self.confirmed} and {journaled}. It would say rounds again "
+                f"{claim.rounds_committed or 0} rounds, and must know {self.confirmed_incarnation} and {rounds_committed}. It would say rounds again "
                 "with other noise: restore the newest state"
             )
-        if claim.journaled is None and journaled:
+        if claim.rounds_committed is None and rounds_committed:
             raise FailedPrecondition(
-                f"the state folder of learner {name!r} has no log of the run that this learner is in, and {journaled} rounds "
+                f"the state folder of learner {name!r} has no log of the run that this learner is in, and {rounds_committed} rounds "
                 "were said in it: it would say them again with other noise. Restore the newest state; where the log is lost, or "
                 f"the ledger was repaired, let the run go on without this learner (`sottovoce runs leave RUN {name}`), or stop it"
             )
-        return replace(self, store=claim.store, issued=max(self.issued, claim.incarnation) + 1)
+        return replace(
+            self, store_id=claim.store_id, issued_incarnation=max(self.issued_incarnation, claim.incarnation) + 1
+        )
 
-    def _back(self, claim: Claim) -> Membership:
+    def _back(self, claim: Claim) -> LearnerBinding:
         """Of a process that never stopped; what a coordinator without a memory has forgotten, the learner knows."""
-        if claim.incarnation < self.issued:
+        if claim.incarnation < self.issued_incarnation:
             raise FailedPrecondition(
-                f"learner {claim.name!r} has been started again as incarnation {self.issued}: this process, "
+                f"learner {claim.name!r} has been started again as incarnation {self.issued_incarnation}: this process, "
                 f"{claim.incarnation}, is an old one and ends"
             )
-        return Membership(claim.store, claim.incarnation, claim.incarnation)
+        return LearnerBinding(claim.store_id, claim.incarnation, claim.incarnation)
 
-    def confirm(self, claim: Claim, incarnation: int) -> Membership:
+    def confirm(self, claim: Claim, incarnation: int) -> LearnerBinding:
         """The membership of a learner that has written its incarnation.
 
         Raises:
             FailedPrecondition: another one was issued since.
         """
-        if (claim.store, incarnation) != (self.store, self.issued):
+        if (claim.store_id, incarnation) != (self.store_id, self.issued_incarnation):
             raise FailedPrecondition(
-                f"learner {claim.name!r} must confirm incarnation {self.issued}, got {incarnation}: it was started twice"
+                f"learner {claim.name!r} must confirm incarnation {self.issued_incarnation}, got {incarnation}: it was started twice"
             )
-        return replace(self, confirmed=incarnation)
+        return replace(self, confirmed_incarnation=incarnation)
 
-    def unbound(self) -> Membership:
+    def unbind(self) -> LearnerBinding:
         """The next state folder of this name is taken, whatever it knows; numbers go on."""
-        return Membership(issued=self.issued)
+        return LearnerBinding(issued_incarnation=self.issued_incarnation)

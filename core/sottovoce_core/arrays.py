@@ -55,12 +55,12 @@ class Batch:
 
     features: FloatArray
     labels: FloatArray
-    present: FloatArray | None = None
+    mask: FloatArray | None = None
     bounding_loss: object | None = field(default=None, init=False)
-    bounded: Batch | None = field(default=None, init=False)
+    bounded_batch: Batch | None = field(default=None, init=False)
 
     @classmethod
-    def obeying(
+    def from_bounded_records(
         cls, loss: object, features: FloatArray, labels: FloatArray, present: FloatArray | None = None
     ) -> Batch:
         """Records that are known to obey the bounds of a loss."""
@@ -69,7 +69,7 @@ class Batch:
         return batch
 
     @classmethod
-    def beside(cls, features: FloatArray, labels: FloatArray, bounded: Batch) -> Batch:
+    def with_bounded_batch(cls, features: FloatArray, labels: FloatArray, bounded: Batch) -> Batch:
         """Records as they came, and the same within a loss's bounds."""
         batch = cls(features, labels)
         object.__setattr__(batch, "bounded", bounded)

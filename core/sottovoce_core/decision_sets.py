@@ -82,10 +82,12 @@ DECISION_SETS: Registry[DecisionSet] = Registry(
 AnyDecisionSet = Annotated[SerializeAsAny[DecisionSet], DECISION_SETS]
 """A field of a spec: the decision set of the kind that it names."""
 
-_ROOM = 1e-6
+_ROUNDING_MARGIN = 1e-6
 """More than what rounding does to a sum of billions of squares, relative to it."""
 _NON_PRODUCT_SETS = {kind: where for kind, where in DECISION_SETS.built_in_classes.items() if kind != "product"}
-NonProductDecisionSet = Annotated[SerializeAsAny[DecisionSet], replace(DECISION_SETS, built_in_classes=_NON_PRODUCT_SETS)]
+NonProductDecisionSet = Annotated[
+    SerializeAsAny[DecisionSet], replace(DECISION_SETS, built_in_classes=_NON_PRODUCT_SETS)
+]
 """The same, but for products: those of products are products."""
 
 
@@ -107,7 +109,7 @@ class L2Ball(_Ball):
     kind: Literal["l2_ball"] = "l2_ball"
 
     def project(self, theta: FloatArray) -> FloatArray:
-        if np.vdot(theta, theta) <= (1.0 - _ROOM) * self.radius * self.radius:  # all vectors together
+        if np.vdot(theta, theta) <= (1.0 - _ROUNDING_MARGIN) * self.radius * self.radius:  # all vectors together
             return theta
         square: FloatArray = np.vecdot(theta, theta)
         if np.count_nonzero(square <= self.radius * self.radius) == square.size:

@@ -12,18 +12,18 @@ import numpy as np
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.budget.calibration import Per, Target
+from sottovoce_core.budget.calibration import BudgetTarget, BudgetUnit
 from sottovoce_core.budget.calibration import calibrate as noise_for
 from sottovoce_core.errors import SpecError
-from sottovoce_core.experiment import Experiment, resolve_experiment, require_count
-from sottovoce_core.explaining import short
+from sottovoce_core.experiment import Experiment, require_count, resolve_experiment
+from sottovoce_core.explaining import abbreviate_value
 from sottovoce_core.noise import NoiseSource, RecordedNoise, SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.results import Result, Results, collect_facts
 from sottovoce_core.running.metrics import Curves, Metrics
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import SimulatedRound
-from sottovoce_core.running.simulator import simulate as rounds_of
+from sottovoce_core.running.simulator import simulate_rounds as rounds_of
 from sottovoce_core.running.transcript import Transcript, read_noise
 from sottovoce_core.table import Table
 
@@ -53,7 +53,7 @@ class Simulation:
         """
         if self.curves is None:
             raise SpecError("nothing was measured: simulate with metrics=True")
-        return Results((Result(collect_facts(self.experiment.prepared, self.experiment.name), self.curves),))
+        return Results((Result(collect_facts(self.experiment.prepared_run, self.experiment.name), self.curves),))
 
     @property
     def metrics(self) -> Table:
@@ -109,17 +109,17 @@ def simulate(
     require_count("replicas", replicas)
     experiment = resolve_experiment(experiment)
     run, data = experiment.run, experiment.records
-    measured = None if metrics is False else Metrics(run, data, at=None if metrics is True else metrics)
+    measured = None if metrics is False else Metrics(run, data, checkpoints=None if metrics is True else metrics)
     said: dict[str, FloatArray] = {}
     decisions = np.empty(0)
-    for step in rounds_of(run, data, noise_of(noise, seed, run), replicas):
+    for step in rounds_of(run, data, resolve_noise(noise, seed, run), replicas):
         if transcript:
             _keep(said, step, run.spec.rounds)
         if measured is not None:
-            measured.take(step)
+            measured.add_round(step)
         if progress is not None:
             progress(step)
-        decisions = step.after
+        decisions = step.decisions_after
     curves = None if measured is None else measured.curves
     return Simulation(experiment, decisions, curves, Transcript(said) if transcript else None)
 
@@ -129,7 +129,7 @@ def _keep(said: dict[str, FloatArray], step: SimulatedRound, rounds: int) -> Non
         said.setdefault(name, np.empty((rounds, *values.shape)))[step.t] = values
 
 
-def noise_of(noise: NoiseSource | Path | str | None, seed: int | np.random.SeedSequence, run: Run) -> NoiseSource:
+def resolve_noise(noise: NoiseSource | Path | str | None, seed: int | np.random.SeedSequence, run: Run) -> NoiseSource:
     """A simulation's noise: seeded, out of a file, or what is given.
 
     Raises:
@@ -150,7 +150,7 @@ def calibrate(
     experiment: Experiment | Path | str,
     epsilon: float | Mapping[str, float],
     *,
-    per: Per = "event",
+    privacy_unit: BudgetUnit = "event",
     horizon: float | None = None,
 ) -> Experiment:
     """The same experiment with as little noise as meets a privacy budget from below, within a thousandth of it.
@@ -181,7 +181,9 @@ def calibrate(
         wanted = (epsilon,) * experiment.n_learners
     if wrong := [each for each in wanted if isinstance(each, bool) or not isinstance(each, int | float | np.number)]:
         raise SpecError(f"epsilon must be a number, got {wrong[0]!r}")
-    found = noise_for(experiment, experiment.records, Target(tuple(map(float, wanted)), horizon, per)).spec
+    found = noise_for(
+        experiment, experiment.records, BudgetTarget(tuple(map(float, wanted)), horizon, privacy_unit)
+    ).spec
     return Experiment.model_validate(found.model_dump(mode="json"))
 
 
@@ -222,11 +224,11 @@ def audit(
     experiment = resolve_experiment(experiment)
     known = [model.value for model in ThreatModel]
     if threat not in known:
-        raise SpecError(f"threat must be one of {', '.join(known)}, got {short(threat)}")
+        raise SpecError(f"threat must be one of {', '.join(known)}, got {abbreviate_value(threat)}")
     planned = plan_audit(
         experiment.run,
         experiment.records,
-        experiment.dearest() if learner is None else experiment.index(learner),
+        experiment.find_worst_case_learner() if learner is None else experiment.index(learner),
         runs=runs,
         confidence=confidence,
         seed=seed,

@@ -10,13 +10,13 @@ from enum import Enum
 from typing import Any
 
 
-class Rule(Enum):
+class ViolationKind(Enum):
     """What no correct neighbour does, whatever happens to it and to the network between; the value is that, in words."""
 
-    FORM = "something that is no message of the run's fields in its one encoding"
-    NUMBERS = "a number that is not finite, or too large for any parameter"
+    ENCODING = "something that is no message of the run's fields in its one encoding"
+    VALUE = "a number that is not finite, or too large for any parameter"
     ROUND = "a round that was not its turn"
-    NAME = "a message in the name of somebody else"
+    SENDER = "a message in the name of somebody else"
     EQUIVOCATION = "two different things in one round"
     SIGNATURE = "rounds that it did not sign, or with another key"
 
@@ -99,11 +99,11 @@ class RemoteProtocolError(SottovoceError):
         rule: that it has broken, where that is misconduct; None: a correct peer may get there, too.
     """
 
-    rule: Rule | None = None
+    violation: ViolationKind | None = None
 
-    def __init__(self, text: str, rule: Rule | None = None) -> None:
+    def __init__(self, text: str, rule: ViolationKind | None = None) -> None:
         super().__init__(text)
-        self.rule = rule or type(self).rule
+        self.violation = rule or type(self).violation
 
 
 class PermissionDenied(RemoteProtocolError):
@@ -113,7 +113,7 @@ class PermissionDenied(RemoteProtocolError):
 class EquivocationError(RemoteProtocolError):
     """A peer said two different things in one round."""
 
-    rule = Rule.EQUIVOCATION
+    violation = ViolationKind.EQUIVOCATION
 
 
 class BudgetExhausted(SottovoceError):

@@ -21,12 +21,12 @@ from sottovoce_core.budget.composition import check_lattice
 from sottovoce_core.data import LearnerData, PlacedData, load_dataset
 from sottovoce_core.data.known import get_data_folders
 from sottovoce_core.errors import SpecError
-from sottovoce_core.explaining import explain, short
+from sottovoce_core.explaining import abbreviate_value, explain
 from sottovoce_core.privacy.guarantee import Guarantee, combine_epsilons
-from sottovoce_core.running.cautions import find_budget_warnings, cautions
-from sottovoce_core.running.placement import foreseen, place, create_empty_live_data
+from sottovoce_core.running.cautions import find_budget_warnings, find_data_warnings
+from sottovoce_core.running.placement import create_empty_live_data, estimate_live_data, place_data
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.spec import RunSpec, dump_spec, read_document, inline_schema
+from sottovoce_core.spec import RunSpec, dump_spec, inline_schema, read_document
 
 PAUSES = "PAUSES"
 """Of a run of live records that does not outlast a pause of theirs."""
@@ -41,15 +41,17 @@ class PreparedRun:
 
     run: Run
     data: PlacedData
-    cautions: tuple[RunWarning, ...] = ()
+    warnings: tuple[RunWarning, ...] = ()
 
-    def dearest(self) -> int:
+    def find_worst_case_learner(self) -> int:
         """The index of the learner with the largest epsilon over the whole run."""
         counts = [np.diff(own.offsets) for own in self.data.learners]
         return int(np.argmax([self.run.guarantee(i, each).epsilon() for i, each in enumerate(counts)]))
 
 
-def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, learned: bool = True) -> PreparedRun:
+def prepare(
+    spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, labels_required: bool = True
+) -> PreparedRun:
     """Load and place the data, and check the run.
 
     Args:
@@ -62,14 +64,14 @@ def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, 
         SpecError: the spec cannot be run as it is, or has no records yet.
         DataError: its data cannot be used.
     """
-    if spec.data.live and not live:
+    if spec.data.is_live and not live:
         raise SpecError(
             "data.source: live has no records before services run it (sottovoce up, sottovoce run): name a data set or a file"
         )
-    if not spec.data.live:
-        dataset = load_dataset(spec.data, spec.loss, folders=folders, meant=learned)
-        ready = _checked(spec, data := place(spec, dataset))
-        return replace(ready, cautions=(*ready.cautions, *cautions(spec, dataset, data)))
+    if not spec.data.is_live:
+        dataset = load_dataset(spec.data, spec.loss, folders=folders, labels_required=labels_required)
+        ready = _checked(spec, data := place_data(spec, dataset))
+        return replace(ready, warnings=(*ready.warnings, *find_data_warnings(spec, dataset, data)))
     found = _checked(spec, create_empty_live_data(spec))
     return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
 
@@ -96,7 +98,7 @@ def estimate_live_run(spec: RunSpec, rounds: int | None, rate: float, horizon: f
     Raises:
         SpecError: its records are not live, no number of rounds is known, or it cannot be run as it is.
     """
-    if not spec.data.live:
+    if not spec.data.is_live:
         raise SpecError(
             f"how many records a round brings is known where they come from {spec.data.source}: give neither"
         )
@@ -105,23 +107,25 @@ def estimate_live_run(spec: RunSpec, rounds: int | None, rate: float, horizon: f
             rounds or 2,
             math.floor(rate) if rate >= 1.0 else min(rate, 0.5),
         )  # so that one of two brings none
-    elif rounds is None and spec.endless and horizon is not None and horizon >= 1.0:
+    elif rounds is None and spec.is_unbounded and horizon is not None and horizon >= 1.0:
         rounds = int(horizon)
-    if rounds is None and spec.endless:
+    if rounds is None and spec.is_unbounded:
         raise SpecError("this run has no planned end: give the number of rounds to look at (--rounds)")
     if rounds is not None:
         spec = spec.model_copy(update={"rounds": rounds})
-    return _checked(spec, foreseen(spec, rate))
+    return _checked(spec, estimate_live_data(spec, rate))
 
 
 def _checked(spec: RunSpec, data: PlacedData) -> PreparedRun:
     """Raises `SpecError` where the run cannot be."""
     run = build_run(spec, data.n_features)
-    if run.algorithm.accountant(0).shared and not all(_same(data.learners[0], other) for other in data.learners[1:]):
+    if run.algorithm.accountant(0).has_shared_records and not all(
+        _same(data.learners[0], other) for other in data.learners[1:]
+    ):
         raise SpecError(
             f"{spec.algorithm.name} needs the same records at every learner in every round: set data.partition to shared"
         )
-    if run.algorithm.accountant(0).shared and spec.data.live:
+    if run.algorithm.accountant(0).has_shared_records and spec.data.is_live:
         raise SpecError(
             f"{spec.algorithm.name} needs the same records at every learner in every round, and live ones are each learner's own"
         )
@@ -220,7 +224,7 @@ class Experiment(RunSpec):
     # ---- what it comes to ------------------------------------------------------------------------------------
 
     @cached_property
-    def prepared(self) -> PreparedRun:
+    def prepared_run(self) -> PreparedRun:
         """The run and its records, ready to start; made once.
 
         Raises:
@@ -232,12 +236,12 @@ class Experiment(RunSpec):
     @property
     def run(self) -> Run:
         """The algorithm, the network and the warnings, as `prepared`."""
-        return self.prepared.run
+        return self.prepared_run.run
 
     @property
     def records(self) -> PlacedData:
         """Who learns which records when, and those held out, as `prepared`."""
-        return self.prepared.data
+        return self.prepared_run.data
 
     def index(self, learner: str | int) -> int:
         """The index of a learner, by its name or index.
@@ -249,7 +253,9 @@ class Experiment(RunSpec):
             return self.names.index(str(learner))
         if isinstance(learner, int) and 0 <= learner < self.n_learners:
             return learner
-        raise SpecError(f"learner must be one of {', '.join(self.names)}, or an index below them, got {short(learner)}")
+        raise SpecError(
+            f"learner must be one of {', '.join(self.names)}, or an index below them, got {abbreviate_value(learner)}"
+        )
 
     def guarantee(self, learner: str | int) -> Guarantee:
         """What is promised about one learner's messages, for the records that it will learn.
@@ -270,14 +276,16 @@ class Experiment(RunSpec):
         i = self.index(learner)
         return self.run.guarantee(i, np.diff(self.records.learners[i].offsets))
 
-    def dearest(self) -> int:
+    def find_worst_case_learner(self) -> int:
         """The index of the learner with the largest epsilon over the whole run."""
-        return self.prepared.dearest()
+        return self.prepared_run.find_worst_case_learner()
 
     def epsilon(self) -> float:
         """The largest epsilon of a learner over the whole run; the sum over all where they share their records."""
         promises = [self.guarantee(i) for i in range(self.n_learners)]
-        return combine_epsilons((each.epsilon() for each in promises), shared=promises[0].shared)
+        return combine_epsilons(
+            (each.epsilon() for each in promises), has_shared_records=promises[0].has_shared_records
+        )
 
 
 def resolve_experiment(source: Experiment | Path | str) -> Experiment:
@@ -302,7 +310,7 @@ def require_count(what: str, value: object) -> None:
         SpecError: it is none.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise SpecError(f"{what} must be a whole number, got {short(value)}")
+        raise SpecError(f"{what} must be a whole number, got {abbreviate_value(value)}")
     if value < 1:
         raise SpecError(f"{what} must be at least 1, got {value}")
 

@@ -14,13 +14,13 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from sottovoce_core.registry import Registry, Section, MisplacedBoolean
+from sottovoce_core.registry import MisplacedBoolean, Registry, Section
 from sottovoce_core.yaml_files import write_yaml
 
-Place = tuple[int | str, ...]
-RECORDS: tuple[Place, ...] = (("data",), ("data", "source"))
+FieldPath = tuple[int | str, ...]
+RECORD_FIELD_PATHS: tuple[FieldPath, ...] = (("data",), ("data", "source"))
 """Where somebody may have put the records themselves."""
-_PLAIN = (str, bytes, numbers.Number, datetime.date, datetime.time, PurePath, type, type(None))
+_DISPLAYABLE_TYPES = (str, bytes, numbers.Number, datetime.date, datetime.time, PurePath, type, type(None))
 
 _REQUIREMENT_BY_ERROR_TYPE = {
     "int_type": "a whole number",
@@ -48,12 +48,12 @@ _TYPE_ERRORS = {*_REQUIREMENT_BY_ERROR_TYPE, *_LISTS, "literal_error"} - {"finit
 
 def explain(error: ValidationError, source: str, document: Mapping[Any, Any], model: type[Section]) -> str:
     """What is wrong with a document of a model, a line per problem, each with the field, the value and what is allowed."""
-    return "\n".join(f"{source}: {line}" for line in lines_of(error, document, model))
+    return "\n".join(f"{source}: {line}" for line in format_validation_errors(error, document, model))
 
 
-def lines_of(error: ValidationError, document: Mapping[Any, Any], model: type[Section]) -> list[str]:
+def format_validation_errors(error: ValidationError, document: Mapping[Any, Any], model: type[Section]) -> list[str]:
     """The same, a line each; the fields that a section has are named once."""
-    found, lines, listed = _by_place(error.errors(), document), list[str](), set[Place]()
+    found, lines, listed = _by_place(error.errors(), document), list[str](), set[FieldPath]()
     for place, alike in found:
         unknown = alike[0]["type"] == "extra_forbidden"
         again = unknown and place[:-1] in listed
@@ -62,7 +62,7 @@ def lines_of(error: ValidationError, document: Mapping[Any, Any], model: type[Se
     return lines
 
 
-def requirement(problem: Any) -> str:
+def describe_requirement(problem: Any) -> str:
     """What was required, of one problem of Pydantic's, as a sentence without a subject: `must be a number`."""
     kind, context, text = problem["type"], problem.get("ctx", {}), problem["msg"]
     if kind in _NUMBERS and _is_too_large(problem.get("input")):
@@ -96,7 +96,7 @@ def _is_too_large(value: object) -> bool:
         return False
 
 
-def _by_place(problems: list[Any], document: object) -> list[tuple[Place, list[Any]]]:
+def _by_place(problems: list[Any], document: object) -> list[tuple[FieldPath, list[Any]]]:
     """The problems of each place in the document.
 
     Where a field may be of several types, Pydantic tells what is wrong with the value as each of them. What is wrong within a
@@ -118,7 +118,7 @@ def _by_place(problems: list[Any], document: object) -> list[tuple[Place, list[A
     return groups
 
 
-def _place(problem: Any, document: object) -> Place:
+def _place(problem: Any, document: object) -> FieldPath:
     """Where in the document: Pydantic also names the type that it took the value for."""
     place: list[int | str] = []
     for part in problem["loc"]:
@@ -132,16 +132,16 @@ def _place(problem: Any, document: object) -> Place:
     return tuple(place)
 
 
-def _of_several(problem: Any, place: Place) -> bool:
+def _of_several(problem: Any, place: FieldPath) -> bool:
     """Is it of a field that may be of several types?"""
     return len(problem["loc"]) > len(place)
 
 
-def _where(place: Place) -> str:
+def _where(place: FieldPath) -> str:
     return ".".join(map(str, place))
 
 
-def _line(place: Place, alike: list[Any], document: object, model: type[Section]) -> str:
+def _line(place: FieldPath, alike: list[Any], document: object, model: type[Section]) -> str:
     problem, where = alike[0], _where(place)
     match problem["type"]:
         case "extra_forbidden":
@@ -159,7 +159,7 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
             dot = "." if text.startswith(("kind", "name", "type")) else ": "
             field = "field " if " is required" in text else ""
             return f"{field}{where}{dot}{text}"
-    told = list(dict.fromkeys(map(requirement, alike)))
+    told = list(dict.fromkeys(map(describe_requirement, alike)))
     if len(told) > 1 and all(each.startswith("must be ") for each in told):
         told = ["must be " + " or ".join(each.removeprefix("must be ") for each in told)]
     value = problem.get("input")
@@ -169,11 +169,11 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
     subject = f"{where}: " if where else ""
     # A whole document or section says nothing: its fields are named by what is wrong with them together.
     whole = not place or (isinstance(value, Mapping) and {each["type"] for each in alike} == {"value_error"})
-    came = "" if whole else f", got {_kind(value) if _of_records(place, value) else short(value)}"
+    came = "" if whole else f", got {_kind(value) if _of_records(place, value) else abbreviate_value(value)}"
     return f"{subject}{', or '.join(told)}{came}{_example(place, document, model) or _advice(place, alike, value)}"
 
 
-def _example(place: Place, document: object, model: type[Section]) -> str:
+def _example(place: FieldPath, document: object, model: type[Section]) -> str:
     """The right form of a field that has an example, also for an item of its list; empty without one."""
     for end in range(len(place), 0, -1):
         field = _fields_at(place[: end - 1], document, model).get(str(place[end - 1]))
@@ -182,7 +182,7 @@ def _example(place: Place, document: object, model: type[Section]) -> str:
     return ""
 
 
-def _shown_form(place: Place, document: object, model: type[Section]) -> str:
+def _shown_form(place: FieldPath, document: object, model: type[Section]) -> str:
     """How a section that stands as a word is written with a field that it lacks, or the example of that field."""
     *parent, name = place
     section: Any = document
@@ -212,7 +212,7 @@ def _form(problem: Any) -> str:
     return "a list of numbers" if of.startswith(("tuple[float", "tuple[constrained-float")) else "a list"
 
 
-def _advice(place: Place, alike: list[Any], value: object) -> str:
+def _advice(place: FieldPath, alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
     if _of_records(place, value):
         return ": records lie in a file: write them to a .csv or .parquet one, and give its path as data.source"
@@ -224,17 +224,17 @@ def _advice(place: Place, alike: list[Any], value: object) -> str:
     return ""
 
 
-def _of_records(place: Place, value: object) -> bool:
+def _of_records(place: FieldPath, value: object) -> bool:
     """Has somebody put the records themselves there?"""
     words = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
-    return place in RECORDS and not isinstance(value, _PLAIN) and not words
+    return place in RECORD_FIELD_PATHS and not isinstance(value, _DISPLAYABLE_TYPES) and not words
 
 
 class _Short(reprlib.Repr):
     """Of what may hold records, as a data frame or an array, its class alone."""
 
     def repr_instance(self, x: Any, level: int) -> str:
-        return super().repr_instance(x, level) if isinstance(x, _PLAIN) else _kind(x)
+        return super().repr_instance(x, level) if isinstance(x, _DISPLAYABLE_TYPES) else _kind(x)
 
     repr_array = repr_deque = repr_instance
 
@@ -245,7 +245,7 @@ def _kind(value: object) -> str:
     return name if of == "builtins" else f"{name} of {of}"
 
 
-def short(value: object) -> str:
+def abbreviate_value(value: object) -> str:
     """A value as far as a line holds it: aliases of YAML make one of a few lines endless. Records in a frame are not shown."""
     if isinstance(value, datetime.date):
         return value.isoformat()
@@ -266,7 +266,7 @@ def _registries(field: FieldInfo) -> Iterator[Registry[Any]]:
     return (each for each in found if isinstance(each, Registry))
 
 
-def _fields_at(place: Place, document: Any, model: type[Section]) -> Mapping[str, FieldInfo]:
+def _fields_at(place: FieldPath, document: Any, model: type[Section]) -> Mapping[str, FieldInfo]:
     """The fields of the section at a place of a document; none where it is not known which it is."""
     section: Any = model
     field: FieldInfo | None = None

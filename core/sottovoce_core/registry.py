@@ -29,19 +29,19 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from sottovoce_core.errors import SpecError
 
-MIN_MAGNITUDE, LARGEST = 1e-100, 1e100
+MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-100, 1e100
 """Of a number in a spec: squares of what is within stay in float64's range, so that norms are seen, and bounds hold."""
 
 
 def _in_range(value: float) -> float:
-    if not MIN_MAGNITUDE <= value <= LARGEST:
-        raise ValueError(f"a size must lie within [{MIN_MAGNITUDE:g}, {LARGEST:g}]")
+    if not MIN_MAGNITUDE <= value <= MAX_MAGNITUDE:
+        raise ValueError(f"a size must lie within [{MIN_MAGNITUDE:g}, {MAX_MAGNITUDE:g}]")
     return value
 
 
 def _not_beyond(value: float) -> float:
-    if not abs(value) <= LARGEST:
-        raise ValueError(f"a number must lie within [-{LARGEST:g}, {LARGEST:g}]")
+    if not abs(value) <= MAX_MAGNITUDE:
+        raise ValueError(f"a number must lie within [-{MAX_MAGNITUDE:g}, {MAX_MAGNITUDE:g}]")
     return value
 
 
@@ -59,7 +59,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
-    def class_for(cls, fields: Mapping[str, Any]) -> type[Section]:
+    def select_class(cls, fields: Mapping[str, Any]) -> type[Section]:
         """The class for these fields, where one kind has several; they are not checked yet."""
         return cls
 
@@ -113,11 +113,11 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 Count = Annotated[int, Field(gt=0, le=2**53)]
 """A number of things: whole in a float64, and within the integers of the wire and of NumPy."""
-ENDLESS = 2**54
+UNBOUNDED_ROUNDS = 2**54
 """As a number of rounds: no end is planned. It is more than any run can do, and than any `Count`."""
 
 
-_NEAR = 0.65
+_MIN_NAME_SIMILARITY = 0.65
 """So alike are names of which one was probably meant."""
 
 
@@ -140,9 +140,9 @@ class Registry(Generic[SectionT]):
     group: str | None
     key: str = "kind"
     default: str | None = None
-    also: Mapping[str, str] = field(default_factory=dict)
+    suggestions: Mapping[str, str] = field(default_factory=dict)
 
-    def find(self, name: str, *, imports: bool = True) -> type[SectionT]:
+    def find(self, name: str, *, allow_imports: bool = True) -> type[SectionT]:
         """The class of a kind.
 
         Args:
@@ -162,14 +162,14 @@ class Registry(Generic[SectionT]):
             listed = ", ".join(sorted(known)) + ("" if closed else ", or module:Class of your own")
             raise SpecError(f"{self.key} must be one of {listed}, got {name!r}{hint}")
         if where is None:
-            require_imports_allowed(name, imports=imports)
-        found = load(where or name, self.key)
+            require_imports_allowed(name, allow_imports=allow_imports)
+        found = import_object(where or name, self.key)
         if not (isinstance(found, type) and issubclass(found, self.base)):
             wanted = f"{self.base.__module__}.{self.base.__name__}"
             raise SpecError(f"{self.key}: {where or name!r} must be a subclass of {wanted}, got {found!r}")
         return found
 
-    def find_section_class(self, section: object, *, imports: bool = True) -> type[SectionT] | None:
+    def find_section_class(self, section: object, *, allow_imports: bool = True) -> type[SectionT] | None:
         """The class that a section asks for; None where it is no section, or does not say.
 
         Raises:
@@ -179,13 +179,17 @@ class Registry(Generic[SectionT]):
         name = fields.get(self.key) if fields is not None else None
         if not isinstance(name, str):
             return None
-        return cast("type[SectionT]", self.find(name, imports=imports).class_for(fields or {}))
+        return cast("type[SectionT]", self.find(name, allow_imports=allow_imports).select_class(fields or {}))
 
     def _hint(self, name: str, known: Collection[str]) -> str:
         """What was probably meant; of several names with commas, by the first one that is none."""
         parts = [part.strip() for part in name.split(",")]
         wrong = next((part for part in parts if part not in known), "")
-        near = [self.also[wrong]] if wrong in self.also else difflib.get_close_matches(wrong, known, 1, _NEAR)
+        near = (
+            [self.suggestions[wrong]]
+            if wrong in self.suggestions
+            else difflib.get_close_matches(wrong, known, 1, _MIN_NAME_SIMILARITY)
+        )
         if len(parts) < 2:
             return f"; did you mean {near[0]}?" if near else ""
         meant = f", and {wrong!r} is none{f': did you mean {near[0]}?' if near else ''}" if wrong else ""
@@ -216,7 +220,7 @@ class Registry(Generic[SectionT]):
             return value
         fields = self._fields(value)
         try:
-            found = self.find_section_class(value, imports=(info.context or {}).get("imports", True))
+            found = self.find_section_class(value, allow_imports=(info.context or {}).get("imports", True))
         except SpecError as error:
             raise PydanticCustomError("kind", "{text}", {"text": str(error)}) from None
         if fields is None:
@@ -246,20 +250,20 @@ class Registry(Generic[SectionT]):
         return [name for name, field in section.model_fields.items() if field.is_required()]
 
 
-def require_imports_allowed(name: str, *, imports: bool) -> None:
+def require_imports_allowed(name: str, *, allow_imports: bool) -> None:
     """Nobody else's spec names code for us to import.
 
     Raises:
         SpecError: this one does, and may not.
     """
-    if not imports:
+    if not allow_imports:
         raise SpecError(
             f"a service imports no code that a spec from elsewhere names, got {name!r}: start it with --allow-imports, or "
             "install a package that offers it under a short name"
         )
 
 
-def load(where: str, field: str) -> Any:
+def import_object(where: str, field: str) -> Any:
     """What `module:Name` names.
 
     Raises:

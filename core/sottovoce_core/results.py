@@ -19,18 +19,18 @@ from pydantic import BeforeValidator, TypeAdapter
 from pydantic_core import to_json
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.budget.composition import worst_case_record_epsilon, group_record_losses
+from sottovoce_core.budget.composition import group_record_losses, worst_case_record_epsilon
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel, combine_epsilons
 from sottovoce_core.running.metrics import Curve, Curves
-from sottovoce_core.running.transcript import parquet
+from sottovoce_core.running.transcript import import_parquet
 from sottovoce_core.spec import dump_spec
 from sottovoce_core.table import Table
 
 COLUMNS = ("spec", "setting", "seed", "round", "learner", "metric", "value")
 """Columns of the table of results, here and in `results.parquet`."""
-FILES = ("results.parquet", "results.json")
+RESULT_FILE_NAMES = ("results.parquet", "results.json")
 
 _RESAMPLES = 10_000
 """Of the bootstrap: then the ends of an interval hardly move with its seed."""
@@ -86,12 +86,12 @@ def collect_facts(
     events, records = [], []
     for i, own in enumerate(data.learners):
         events.append(run.guarantee(i, np.diff(own.offsets)))
-        losses = group_record_losses(run.algorithm.accountant(i), own, run.attendance(i).end)
-        records.append(worst_case_record_epsilon(losses, events[-1].per_round))
+        losses = group_record_losses(run.algorithm.accountant(i), own, run.participation(i).end)
+        records.append(worst_case_record_epsilon(losses, events[-1].round_losses))
     first, threat = events[0], None
     if math.isfinite(first.epsilon()):
-        threat = first.grounds.threat_model.value
-    elif first.output is not None:
+        threat = first.basis.threat_model.value
+    elif first.output_epsilon is not None:
         threat = ThreatModel.OUTPUT.value
     return Facts(
         spec=spec,
@@ -101,9 +101,11 @@ def collect_facts(
         },
         algorithm=run.algorithm.name,
         threat_model=threat,
-        epsilon_paper=max(float(each.paper[-1]) for each in events),
-        epsilon_event=combine_epsilons((each.epsilon() for each in events), shared=first.shared),
-        epsilon_record=combine_epsilons(records, shared=first.shared),
+        epsilon_paper=max(float(each.paper_epsilon[-1]) for each in events),
+        epsilon_event=combine_epsilons(
+            (each.epsilon() for each in events), has_shared_records=first.has_shared_records
+        ),
+        epsilon_record=combine_epsilons(records, has_shared_records=first.has_shared_records),
         floats=sum(math.prod(shape) for shape in run.field_shapes.values()),
         rounds=run.spec.rounds,
         learners=run.spec.names,
@@ -136,7 +138,7 @@ class Results:
         """
         parts = [part for result in self.runs for part in _parts(result)]
         if not parts:
-            return Table.of(COLUMNS, [])
+            return Table.from_rows(COLUMNS, [])
         return Table({name: np.concatenate([part[k] for part in parts]) for k, name in enumerate(COLUMNS)})
 
     def summary(self, *, every_round: bool = False) -> Table:
@@ -153,13 +155,13 @@ class Results:
         for each in self.runs:
             lead = (each.facts.spec, *(each.facts.changes.get(field) for field in fields))
             for metric, curve in each.curves.curves.items():
-                ends = intervals(curve.replicas[first:])
+                ends = compute_bootstrap_intervals(curve.replicas[first:])
                 found = zip(
                     each.curves.rounds[first:].tolist(), curve.mean[first:], curve.error[first:], *ends, strict=True
                 )
                 seeds = curve.replicas.shape[1]
                 rows += [(*lead, done, metric, *map(float, of), each.facts.epsilon_event, seeds) for done, *of in found]
-        return Table.of(
+        return Table.from_rows(
             ("spec", *fields, "round", "metric", "mean", "standard_error", "low", "high", "epsilon", "seeds"), rows
         )
 
@@ -179,14 +181,17 @@ class Results:
         Raises:
             SpecError: pyarrow is not installed.
         """
-        table, (numbers, facts) = self.metrics.to_arrow(), (folder / name for name in FILES)
+        table, (numbers, facts) = self.metrics.to_arrow(), (folder / name for name in RESULT_FILE_NAMES)
         place = table.column_names.index("seed")
         table = table.set_column(place, "seed", table.column("seed").cast("int64"))
-        runs = [{**asdict(each.facts), "rounds_with_records": each.curves.with_records.tolist()} for each in self.runs]
+        runs = [
+            {**asdict(each.facts), "rounds_with_records": each.curves.rounds_with_records.tolist()}
+            for each in self.runs
+        ]
         document = to_json({"version": version("sottovoce"), **more, "runs": runs}, indent=2, inf_nan_mode="null")
         for path in (numbers, facts):
             draft = path.with_name(f"{path.name}.partial")
-            draft.write_bytes(document + b"\n") if path == facts else parquet().write_table(table, draft)
+            draft.write_bytes(document + b"\n") if path == facts else import_parquet().write_table(table, draft)
             draft.replace(path)
 
 
@@ -210,7 +215,7 @@ def _rows(
     return spec, setting, of_seed, np.repeat(rounds, many), of_learner, name, values.ravel()
 
 
-def intervals(values: FloatArray) -> tuple[FloatArray, FloatArray]:
+def compute_bootstrap_intervals(values: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Ends of the 95 % percentile-bootstrap intervals of the means of `values (rows, seeds)`; not-a-number for one seed.
 
     Efron & Tibshirani 1993, section 13.3. All rows are resampled alike, so that they do not depend on one another.
@@ -244,11 +249,11 @@ def read_results(path: Path | str) -> Results:
     array([0., 1.])
     """
     path = Path(path)
-    if path.is_dir() and not (path / FILES[0]).is_file():
+    if path.is_dir() and not (path / RESULT_FILE_NAMES[0]).is_file():
         raise CaptureError(
             f"{path} must hold a results.parquet, which `sottovoce simulate --write metrics`, `sweep` and `compare` write"
         )
-    file = path / FILES[0] if path.is_dir() else path
+    file = path / RESULT_FILE_NAMES[0] if path.is_dir() else path
     if not file.is_file():
         raise CaptureError(
             f"cannot read the results {path}: it must be a results.parquet that exists, or a folder with one"
@@ -256,10 +261,10 @@ def read_results(path: Path | str) -> Results:
     if file.suffix != ".parquet":
         raise SpecError(f"results are read from results.parquet or its folder, not from an exported table, got {path}")
     try:
-        arrow = parquet().ParquetFile(file).read()
+        arrow = import_parquet().ParquetFile(file).read()
         if tuple(arrow.column_names) != COLUMNS:
             raise ValueError(f"its columns must be {', '.join(COLUMNS)}, got {', '.join(arrow.column_names)}")
-        document = json.loads(file.with_name(FILES[1]).read_text(encoding="utf-8"))
+        document = json.loads(file.with_name(RESULT_FILE_NAMES[1]).read_text(encoding="utf-8"))
         found = _curves([arrow.column(name).to_pylist() for name in COLUMNS])
         runs = [_result(each, found) for each in document["runs"]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # pyarrow's own are of these kinds

@@ -25,18 +25,18 @@ from pydantic import (
 )
 
 from sottovoce_core.algorithms import AnyAlgorithm
-from sottovoce_core.algorithms.setting import spread
-from sottovoce_core.data.files import READABLE
+from sottovoce_core.algorithms.setting import broadcast_to_learners
+from sottovoce_core.data.files import RECORD_FILE_SUFFIXES
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce_core.errors import SpecError
 from sottovoce_core.explaining import explain
 from sottovoce_core.losses import AnyLoss
-from sottovoce_core.losses.linear import Logistic
-from sottovoce_core.network.roster import OfflineInterval, ParticipationSchedule, names_of
+from sottovoce_core.losses.linear import LogisticLoss
+from sottovoce_core.network.roster import OfflineInterval, ParticipationSchedule, resolve_learner_names
 from sottovoce_core.network.topology import Topology
-from sottovoce_core.registry import ENDLESS, Count, Positive, Seconds, Section
-from sottovoce_core.yaml_files import parse_document, fields_of, text_of, write_yaml
+from sottovoce_core.registry import UNBOUNDED_ROUNDS, Count, Positive, Seconds, Section
+from sottovoce_core.yaml_files import parse_document, read_text_file, require_mapping, write_yaml
 
 LEARNER_NAME_PATTERN = r"^\w[\w .-]{0,62}(@[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?)?$"
 """It is part of file names: no slashes. In a run of several trust domains it ends in its own: `east@east.example`."""
@@ -68,7 +68,7 @@ _MIN_PERIOD_S = 0.002
 """Of a paced clock: a shorter one keeps a coordinator busy with nothing else."""
 DEFAULT_COORDINATOR_TIMEOUT_S = 4 * 3600.0
 DEFAULT_STALENESS_TIMEOUT_S = 1.0
-MOST_LEARNERS = 4096
+MAX_LEARNERS = 4096
 """The weights of a network are a matrix of learners by learners, and there are several of them."""
 MAX_OFFLINE_INTERVALS = 4096
 """Who is there is told apart for each of them."""
@@ -79,8 +79,8 @@ if TYPE_CHECKING:
 else:
     Rounds = Annotated[
         Count | None,
-        AfterValidator(lambda rounds: ENDLESS if rounds is None else rounds),
-        PlainSerializer(lambda rounds: None if rounds == ENDLESS else rounds, return_type=int | None),
+        AfterValidator(lambda rounds: UNBOUNDED_ROUNDS if rounds is None else rounds),
+        PlainSerializer(lambda rounds: None if rounds == UNBOUNDED_ROUNDS else rounds, return_type=int | None),
     ]
     """How many; null: no end is planned (`ENDLESS`)."""
 
@@ -122,7 +122,7 @@ class ClockSpec(Section):
         return (DEFAULT_STALENESS_TIMEOUT_S if self.late_s is None else self.late_s) if self.late == "hold" else None
 
     @property
-    def patience(self) -> float:
+    def coordinator_timeout_s(self) -> float:
         """Seconds that learners wait for a coordinator that is away."""
         return DEFAULT_COORDINATOR_TIMEOUT_S if self.patience_s is None else self.patience_s
 
@@ -139,7 +139,9 @@ class ClockSpec(Section):
         if self.late_s is not None and self.late != "hold":
             raise ValueError("late_s must be given with late: hold, and only there")
         if self.staleness_timeout_s is not None and self.staleness_timeout_s >= self.deadline_s:
-            raise ValueError(f"late_s must be below deadline_s, got {self.staleness_timeout_s:g} and {self.deadline_s:g}")
+            raise ValueError(
+                f"late_s must be below deadline_s, got {self.staleness_timeout_s:g} and {self.deadline_s:g}"
+            )
         return self
 
 
@@ -159,12 +161,12 @@ class RunSpec(Section):
     rounds: Rounds
     """How many; null: until it is stopped, or a learner's budget is spent. For live records."""
     learners: (
-        Annotated[int, Field(gt=0, le=MOST_LEARNERS)]
-        | Annotated[tuple[_LearnerName, ...], Field(min_length=1, max_length=MOST_LEARNERS)]
+        Annotated[int, Field(gt=0, le=MAX_LEARNERS)]
+        | Annotated[tuple[_LearnerName, ...], Field(min_length=1, max_length=MAX_LEARNERS)]
     ) = 5
     """How many, or their names."""
     algorithm: AnyAlgorithm
-    loss: AnyLoss = Logistic()
+    loss: AnyLoss = LogisticLoss()
     decision_set: AnyDecisionSet = L2Ball(radius=100.0)
     topology: Topology = Topology()
     absences: Annotated[tuple[OfflineInterval, ...], Field(max_length=MAX_OFFLINE_INTERVALS)] = ()
@@ -184,14 +186,14 @@ class RunSpec(Section):
     telemetry: TelemetrySpec = TelemetrySpec()
 
     @property
-    def endless(self) -> bool:
+    def is_unbounded(self) -> bool:
         """Whether no end is planned."""
-        return self.rounds == ENDLESS
+        return self.rounds == UNBOUNDED_ROUNDS
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the learners, by index."""
-        return names_of(self.learners)
+        return resolve_learner_names(self.learners)
 
     @property
     def is_proxied(self) -> bool:
@@ -211,17 +213,17 @@ class RunSpec(Section):
     def get_budget(self, learner: int) -> float | None:
         """Epsilon at which a learner of this index stops speaking; None: there is no limit."""
         whole = self.privacy.budget
-        return None if whole is None else spread(whole, self.n_learners, "privacy.budget")[learner]
+        return None if whole is None else broadcast_to_learners(whole, self.n_learners, "privacy.budget")[learner]
 
     @property
-    def roster(self) -> ParticipationSchedule:
+    def participation(self) -> ParticipationSchedule:
         """Who is there in which round."""
         return ParticipationSchedule(self.names, self.absences)
 
     @field_validator("learners")
     @classmethod
     def _names_differ(cls, learners: int | tuple[str, ...]) -> int | tuple[str, ...]:
-        names = Counter(names_of(learners))
+        names = Counter(resolve_learner_names(learners))
         if twice := [name for name, times in names.items() if times > 1]:
             raise ValueError(f"learner names must differ, and {twice[0]!r} is there {names[twice[0]]} times")
         if 0 < len(without := [name for name in names if "@" not in name]) < len(names):
@@ -232,14 +234,16 @@ class RunSpec(Section):
 
     @field_validator("absences")
     @classmethod
-    def _absences_fit(cls, absences: tuple[OfflineInterval, ...], before: ValidationInfo) -> tuple[OfflineInterval, ...]:
+    def _absences_fit(
+        cls, absences: tuple[OfflineInterval, ...], before: ValidationInfo
+    ) -> tuple[OfflineInterval, ...]:
         if absences and {"rounds", "learners"} <= before.data.keys():  # else these are wrong, and said to be
-            ParticipationSchedule(names_of(before.data["learners"]), absences).check(before.data["rounds"])
+            ParticipationSchedule(resolve_learner_names(before.data["learners"]), absences).check(before.data["rounds"])
         return absences
 
     @model_validator(mode="after")
     def _records_go_on(self) -> RunSpec:
-        if self.endless and not self.data.live:
+        if self.is_unbounded and not self.data.is_live:
             raise ValueError(f"rounds: null needs records that go on, data.source: live, got {self.data.source}")
         return self
 
@@ -247,7 +251,7 @@ class RunSpec(Section):
 # ---- reading and writing ---------------------------------------------------------------------------------
 
 
-def parse_spec(document: object, *, imports: bool, source: str = "spec") -> RunSpec:
+def parse_spec(document: object, *, allow_imports: bool, source: str = "spec") -> RunSpec:
     """Check a parsed document.
 
     Args:
@@ -259,9 +263,9 @@ def parse_spec(document: object, *, imports: bool, source: str = "spec") -> RunS
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.
     """
-    document = fields_of(document, source)
+    document = require_mapping(document, source)
     try:
-        return RunSpec.model_validate(document, context={"imports": imports})
+        return RunSpec.model_validate(document, context={"imports": allow_imports})
     except ValidationError as error:
         raise SpecError(explain(error, source, document, RunSpec)) from None
 
@@ -291,7 +295,7 @@ def load_spec(path: Path) -> RunSpec:
     Raises:
         SpecError: unreadable, not YAML, or not a valid spec.
     """
-    return parse_spec(read_document(path), source=str(path), imports=True)
+    return parse_spec(read_document(path), source=str(path), allow_imports=True)
 
 
 def read_document(path: Path) -> Mapping[Any, Any]:
@@ -313,7 +317,7 @@ def move_paths(document: dict[Any, Any], begin: Path, end: Path) -> None:
     if (
         isinstance(data, Mapping)
         and isinstance(source := data.get("source"), str)
-        and Path(source).suffix.lower() in READABLE
+        and Path(source).suffix.lower() in RECORD_FILE_SUFFIXES
     ):
         document["data"] = {**data, "source": _moved(source, begin, end)}
     if isinstance(topology, Mapping):
@@ -343,9 +347,9 @@ def _moved(path: str, begin: Path, end: Path) -> str:
 
 def _read(path: Path, what: str) -> Mapping[Any, Any]:
     try:
-        return parse_document(text_of(path, what), str(path), what)
+        return parse_document(read_text_file(path, what), str(path), what)
     except SpecError as error:
-        if path.suffix.lower() not in READABLE or not path.is_file():
+        if path.suffix.lower() not in RECORD_FILE_SUFFIXES or not path.is_file():
             raise
         more = "" if what == "a run spec" else " --schema-only"
         raise SpecError(

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """The format of documents that this version writes. One more whenever a field is added, or means something else."""
-FIELD = "format"
-STRICT = frozenset({"algorithm", "loss", "decision_set", "topology", "privacy"})
+FORMAT_FIELD = "format"
+STRICT_SECTIONS = frozenset({"algorithm", "loss", "decision_set", "topology", "privacy"})
 """Sections that a guarantee rests on."""
 
 
 def add_format(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with its format, for the wire."""
-    return {FIELD: FORMAT, **document}
+    return {FORMAT_FIELD: FORMAT, **document}
 
 
 def drop_unknown_fields(document: object, model: type[BaseModel]) -> tuple[object, tuple[str, ...]]:
@@ -42,7 +42,7 @@ def drop_unknown_fields(document: object, model: type[BaseModel]) -> tuple[objec
     if not isinstance(document, Mapping):
         return document, ()
     fields = dict(document)
-    written = fields.pop(FIELD, 1)
+    written = fields.pop(FORMAT_FIELD, 1)
     if not isinstance(written, int) or isinstance(written, bool) or written < 1:
         raise SpecError(f"the format of a run spec must be a number from 1 on, got {written!r}")
     if written <= FORMAT:
@@ -62,7 +62,7 @@ def _known(fields: Mapping[str, Any], model: type[BaseModel], prefix: str, left_
             continue
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel) and isinstance(value, Mapping):
-            strict = not prefix and name in STRICT
+            strict = not prefix and name in STRICT_SECTIONS
             value = value if strict else _known(value, section, f"{prefix}{name}.", left_out)
         known[name] = value
     return known

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.text import escape_formula, plain
+from sottovoce_core.text import escape_control, escape_formula
 
 Column = npt.NDArray[Any]
-SHOWN = 40
+MAX_DISPLAYED_ROWS = 40
 """Rows that a table shows on the screen; files hold all of them."""
-_NAMED = 12
+_MAX_LISTED_VALUES = 12
 """Values of a column that an error names."""
 
 
@@ -59,7 +59,7 @@ class Table:
             raise SpecError(f"the columns of a table must be equally long, got {lengths}")
 
     @classmethod
-    def of(cls, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Self:
+    def from_rows(cls, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Self:
         """A table of rows, each with one value per name."""
         values = list(zip(*rows, strict=True)) or [()] * len(names)
         return cls({name: _column(column) for name, column in zip(names, values, strict=True)})
@@ -88,8 +88,8 @@ class Table:
             values = self[name].tolist()
             found = np.array([_missing(each) if value is None else each == value for each in values], dtype=bool)
             if len(self) and not found.any():
-                known = ", ".join(_text(each) for each in list(dict.fromkeys(values))[:_NAMED])
-                more = ", ..." if len(set(map(str, values))) > _NAMED else ""
+                known = ", ".join(_text(each) for each in list(dict.fromkeys(values))[:_MAX_LISTED_VALUES])
+                more = ", ..." if len(set(map(str, values))) > _MAX_LISTED_VALUES else ""
                 raise SpecError(f"{name} must be one of the column's values, {known}{more}, got {value!r}")
             kept &= found
         return Table({name: column[kept] for name, column in self.columns.items()})
@@ -154,7 +154,7 @@ class Table:
     # ---- on the screen ---------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        texts = self._texts(SHOWN)
+        texts = self._texts(MAX_DISPLAYED_ROWS)
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         right = [self._numeric(name) for name in self.columns]
         lines = [
@@ -164,15 +164,15 @@ class Table:
             ).rstrip()
             for row in texts
         ]
-        more = len(self) - SHOWN
+        more = len(self) - MAX_DISPLAYED_ROWS
         return "\n".join(lines + ([f"… {more:,} more rows"] if more > 0 else []))
 
     def _repr_html_(self) -> str:
         """For notebooks."""
-        heads, *rows = ([html.escape(cell) for cell in row] for row in self._texts(SHOWN))
+        heads, *rows = ([html.escape(cell) for cell in row] for row in self._texts(MAX_DISPLAYED_ROWS))
         head = "".join(f"<th>{cell}</th>" for cell in heads)
         body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-        more = f"<p>… {len(self) - SHOWN:,} more rows</p>" if len(self) > SHOWN else ""
+        more = f"<p>… {len(self) - MAX_DISPLAYED_ROWS:,} more rows</p>" if len(self) > MAX_DISPLAYED_ROWS else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
     def _texts(self, most: int | None = None) -> list[list[str]]:
@@ -200,7 +200,7 @@ def _missing(value: Any) -> bool:
 def _text(value: Any) -> str:
     if _missing(value):
         return "–"
-    return f"{value:.4g}" if isinstance(value, float) else plain(str(value))
+    return f"{value:.4g}" if isinstance(value, float) else escape_control(str(value))
 
 
 def _line(cells: Sequence[str]) -> str:

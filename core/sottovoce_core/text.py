@@ -9,7 +9,7 @@ _MAX_NAMED = 10
 """Names that a message lists."""
 
 
-def plain(text: str) -> str:
+def escape_control(text: str) -> str:
     r"""Text on one line, every letter of it seen: what would move a cursor, colour, turn or break what is around it is escaped.
 
     >>> plain("all is well\n\x1b[2J")
@@ -22,18 +22,18 @@ def plain(text: str) -> str:
 
 def escape_control_lines(text: str) -> str:
     """The same of every line, where the lines are ours."""
-    return "\n".join(map(plain, text.split("\n")))
+    return "\n".join(map(escape_control, text.split("\n")))
 
 
 def escape_formula(value: object) -> object:
     """A cell of a CSV file: text that a spreadsheet would take for a formula, or a terminal for a command, is none any more."""
     if not isinstance(value, str):
         return value
-    text = plain(value)
+    text = escape_control(value)
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
-def called(names: Sequence[str], learner: int) -> str:
+def format_learner_name(names: Sequence[str], learner: int) -> str:
     """A learner's name, in words for people; `learner 3` where nobody has said it."""
     return names[learner] if 0 <= learner < len(names) else f"learner {learner}"
 

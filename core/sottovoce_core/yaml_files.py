@@ -21,7 +21,7 @@ from ruamel.yaml.representer import SafeRepresenter
 
 from sottovoce_core.errors import SpecError
 
-LONGEST = 16 * 1024 * 1024
+MAX_FILE_BYTES = 16 * 1024 * 1024
 """Bytes of a file that are read: thousands of learners, or categories, have some hundred each."""
 _MAX_INTEGER_BITS = 2**13
 """Of a whole number: longer ones are not even printed."""
@@ -117,7 +117,7 @@ def _yaml() -> YAML:
     return YAML(typ="safe", pure=True, plug_ins=[])
 
 
-def text_of(path: Path, what: str, most: int = LONGEST) -> str:
+def read_text_file(path: Path, what: str, most: int = MAX_FILE_BYTES) -> str:
     """The text of a file.
 
     Args:
@@ -138,7 +138,7 @@ def text_of(path: Path, what: str, most: int = LONGEST) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        if (found := format_of(raw)) and "UTF" not in found:
+        if (found := detect_format(raw)) and "UTF" not in found:
             raise SpecError(f"cannot read {_the(what)} {path}: it must be text in UTF-8, got {found}") from None
         line = raw.count(b"\n", 0, error.start) + 1
         found = found.replace("text in", "it is") or f"line {line} is not"
@@ -176,7 +176,7 @@ _FORMATS = (
 """How the content of a file begins that has another format than its name says; and what it is, with what to do."""
 
 
-def format_of(content: bytes) -> str:
+def detect_format(content: bytes) -> str:
     """Name the format that a file's content looks like, with what to do about it; empty if it is not known."""
     head = content[:4096].removeprefix(b"\xef\xbb\xbf")
     # A zip archive lists its members at the end, where an Excel workbook names its sheets.
@@ -205,10 +205,10 @@ def parse_document(text: str, source: str, what: str = "a run spec") -> Mapping[
         raise SpecError(f"{source} is not YAML: {_wrong_with(error, text)}") from None
     except RecursionError:
         raise SpecError(f"{source} must be a mapping of fields and sections, got one nested too deep") from None
-    return fields_of(document, source, what)
+    return require_mapping(document, source, what)
 
 
-def fields_of(document: object, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
+def require_mapping(document: object, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
     """The same document, if it is a mapping of fields.
 
     Raises:
@@ -235,7 +235,9 @@ def _wrong_with(error: YAMLError, text: str) -> str:
         return f"it must be one document, and a second one begins in line {mark.line + 1}, after ---: make it a file of its own"
     line, column = mark.line, mark.column
     near = [(k, at) for k, at in enumerate(text.split("\n")) if line - 1 <= k <= line]
-    if odd := next(((k, at.index(sign), name) for k, at in near for sign, name in _BLANK_LOOKALIKES.items() if sign in at), None):
+    if odd := next(
+        ((k, at.index(sign), name) for k, at in near for sign, name in _BLANK_LOOKALIKES.items() if sign in at), None
+    ):
         line, column, name = odd
         told, advice = f"{name} stands there", ": put a blank in its place"
     elif told.startswith("mapping values are not allowed"):

@@ -31,7 +31,9 @@ def main(domain: str, *everybody: str) -> None:
         _give(folder, 0)
         if not (folder / "tls.crt").exists():
             ends = authority.issue(whom, folder).not_valid_after_utc
-        elif (ends := read_certificate(folder).not_valid_after_utc) < datetime.now(UTC) + timedelta(days=DEFAULT_VALIDITY_DAYS / 2):
+        elif (ends := read_certificate(folder).not_valid_after_utc) < datetime.now(UTC) + timedelta(
+            days=DEFAULT_VALIDITY_DAYS / 2
+        ):
             ends = authority.renew(folder).not_valid_after_utc
         _give(folder, int(user or USER))
         print(f"{whom}: until {ends:%Y-%m-%d}", flush=True)

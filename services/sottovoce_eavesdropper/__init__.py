@@ -1,4 +1,4 @@
 """The eavesdropper: sits on the channels, records every byte, asks nobody."""
 
-FORMAT = "sottovoce-capture-3"
+CAPTURE_FORMAT = "sottovoce-capture-3"
 """Of the captures that it writes."""

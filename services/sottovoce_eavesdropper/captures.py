@@ -14,7 +14,13 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce_core.errors import AlreadyExists, CaptureError, LimitReached, NotFound, RemoteProtocolError, SpecError
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.recording import Participants, Recording, left_open, resumed, compute_sent_rounds
+from sottovoce_eavesdropper.recording import (
+    CaptureSession,
+    Participants,
+    compute_sent_rounds,
+    find_open_capture,
+    resume_capture,
+)
 from sottovoce_eavesdropper.relay import GrpcProxy
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_eavesdropper.wiretap import TcpProxy
@@ -33,7 +39,7 @@ MAX_OPEN_CAPTURES, MAX_PROXIES = 1_024, 4_096
 _MAX_WORLD, _MAX_REPLICA = 2**7 - 1, 2**31 - 1
 
 
-class Captures:
+class CaptureRegistry:
     """Any number of captures, of one run each.
 
     Args:
@@ -45,16 +51,18 @@ class Captures:
 
     def __init__(self, folder: str | Path, host: str, credentials: Credentials, *, allow_imports: bool) -> None:
         self._folder, self._host, self._credentials, self._allow_imports = folder, host, credentials, allow_imports
-        self.sessions: dict[str, Recording] = {}
+        self.sessions: dict[str, CaptureSession] = {}
         """By the capture's id, the oldest first."""
-        self.refused = Refusals()
+        self.refusals = Refusals()
         """Calls that relays refused."""
         self._tasks = Tasks()
         self._opening: list[int] = []  # relays of captures that are being opened
-        self._taking_up: dict[str, asyncio.Task[Recording | None]] = {}
+        self._taking_up: dict[str, asyncio.Task[CaptureSession | None]] = {}
         self._known = dict[str, tuple[str, list[SentRounds]]]()  # of captures that are complete, by their names
 
-    async def open(self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str) -> Recording:
+    async def open_capture(
+        self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str
+    ) -> CaptureSession:
         """Begin a capture, with one relay or wiretap per route.
 
         Args:
@@ -68,11 +76,13 @@ class Captures:
             LimitReached: there are as many captures or relays as are served.
             SottovoceError: it cannot be written, or a relay cannot listen.
         """
-        Participants.of(spec).require(*(index for route in request.routes for index in (route.caller, route.callee)))
+        Participants.from_spec(spec).require_learners(
+            *(index for route in request.routes for index in (route.caller, route.callee))
+        )
         for each in self.sessions.values():
-            if each.file.run_id == request.run_id and each.file.open:
+            if each.writer.run_id == request.run_id and each.writer.is_open:
                 raise AlreadyExists(
-                    f"run {request.run_id!r} is captured already: {each.file.capture_id}; close that first"
+                    f"run {request.run_id!r} is captured already: {each.writer.capture_id}; close that first"
                 )
         with self._room(request.routes):
             return await self._begun(request, spec, opener)
@@ -80,9 +90,9 @@ class Captures:
     async def stop(self) -> None:
         """Write everything that is in memory, then end. A capture that nobody closed stays open for who comes after."""
         await self._tasks.end()
-        await asyncio.gather(*(each.close(drain_s=0.0, over=False) for each in self.sessions.values()))
+        await asyncio.gather(*(each.close(drain_timeout_s=0.0, has_run_ended=False) for each in self.sessions.values()))
 
-    def known(self, capture_id: str) -> Recording:
+    def get(self, capture_id: str) -> CaptureSession:
         """The capture of this id.
 
         Raises:
@@ -96,7 +106,7 @@ class Captures:
             raise NotFound(f"no capture {capture_id!r} here: {known}")
         return self.sessions[capture_id]
 
-    async def sent(self, run_id: str, learners: Sequence[str], opener: str) -> list[SentRounds]:
+    async def list_sent_rounds(self, run_id: str, learners: Sequence[str], opener: str) -> list[SentRounds]:
         """How far learners were in captures of an opener, open or closed, of this process or of those before.
 
         Args:
@@ -109,13 +119,13 @@ class Captures:
             OSError: the place of captures cannot be read.
         """
         for each in self.sessions.values():
-            if run_id in ("", each.file.run_id):
-                await each.file.settle()
+            if run_id in ("", each.writer.run_id):
+                await each.writer.flush_fully()
         return await asyncio.to_thread(self._sent, run_id, frozenset(learners), opener)
 
     def _sent(self, run_id: str, learners: Collection[str], opener: str) -> list[SentRounds]:
         folder, found = open_folder(self._folder), list[SentRounds]()
-        for name in folder.names():
+        for name in folder.list_names():
             if name.startswith(run_id and f"{run_id}-"):
                 whose, sent = self._known.get(name) or self._read_sent(folder, name)
                 found += sent if whose == opener else ()
@@ -124,22 +134,22 @@ class Captures:
     def _read_sent(self, folder: Folder, name: str) -> tuple[str, list[SentRounds]]:
         """Whose capture it is, and how far learners were in it; of a folder that is none, nothing."""
         try:
-            capture = open_capture(folder.below(name))
+            capture = open_capture(folder.get_subfolder(name))
         except CaptureError:
             return "", []
-        known = capture.facts["opener"], _sent_of(capture)
-        if capture.complete:  # it never changes
+        known = capture.metadata["opener"], _sent_of(capture)
+        if capture.is_complete:  # it never changes
             self._known[name] = known
         return known
 
-    async def of_run(self, run_id: str) -> Recording:
+    async def get_or_resume(self, run_id: str) -> CaptureSession:
         """The open capture of a run; one that was left open is taken up, though whoever asked no longer waits for that.
 
         Raises:
             NotFound: there is none.
             CaptureError: it is closed.
         """
-        own = [each for each in self.sessions.values() if each.file.run_id == run_id]
+        own = [each for each in self.sessions.values() if each.writer.run_id == run_id]
         if not own:
             if run_id not in self._taking_up:
                 taking = self._taking_up[run_id] = self._tasks.start(self._take_up(run_id))
@@ -147,21 +157,21 @@ class Captures:
             if (left := await asyncio.shield(self._taking_up[run_id])) is not None:
                 return left
         for each in own:
-            if each.file.open:
+            if each.writer.is_open:
                 return each
         if own:
-            raise CaptureError(f"the capture of run {run_id!r} is closed: {own[-1].file.capture_id}")
+            raise CaptureError(f"the capture of run {run_id!r} is closed: {own[-1].writer.capture_id}")
         raise NotFound(f"no capture of run {run_id!r} here")
 
-    async def _begun(self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str) -> Recording:
-        capture_id, who = f"{request.run_id}-{uuid.uuid4().hex[:6]}", Participants.of(spec)
-        folder = open_folder(self._folder).below(Path(capture_id).name).name
+    async def _begun(self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str) -> CaptureSession:
+        capture_id, who = f"{request.run_id}-{uuid.uuid4().hex[:6]}", Participants.from_spec(spec)
+        folder = open_folder(self._folder).get_subfolder(Path(capture_id).name).name
         file = await asyncio.to_thread(_begin, folder, capture_id, request, spec, allow_imports=self._allow_imports)
         file.opener = opener
         new = (self._between(route, file, who) for route in request.routes)
         relays, addresses = await _listening((relay, f"{self._host}:0") for relay in new)
         file.routes = [_route(*each) for each in zip(request.routes, addresses, strict=True)]
-        await file.describe()
+        await file.write_metadata()
         return self._recording(file, relays)
 
     @contextlib.contextmanager
@@ -174,7 +184,7 @@ class Captures:
         """
         if len({(route.caller, route.callee) for route in routes}) < len(routes):
             raise RemoteProtocolError("the routes of a capture must be of different channels")
-        served = [*self._opening, *(len(each.relays) for each in self.sessions.values() if not each.closed)]
+        served = [*self._opening, *(len(each.proxies) for each in self.sessions.values() if not each.is_closed)]
         captures, relays = len(served) + 1, sum(served) + len(routes)
         if captures > MAX_OPEN_CAPTURES or relays > MAX_PROXIES:
             raise LimitReached(
@@ -192,25 +202,27 @@ class Captures:
     ) -> GrpcProxy | TcpProxy:
         """What stands between two learners, where so many streams, or connections, of theirs were recorded before."""
         if file.ciphertext is not None:
-            return TcpProxy(route, file, connections=before, credentials=self._credentials)
-        ends, refused = who.ends(route), self.refused
-        return GrpcProxy(route, file, streams=before, ends=ends, credentials=self._credentials, refused=refused)
+            return TcpProxy(route, file, connection_count=before, credentials=self._credentials)
+        ends, refused = who.get_end_names(route), self.refusals
+        return GrpcProxy(
+            route, file, stream_count=before, end_names=ends, credentials=self._credentials, refusals=refused
+        )
 
-    def _recording(self, file: CaptureWriter, relays: list[GrpcProxy | TcpProxy]) -> Recording:
-        who = Participants.of(file.spec)
-        recording = self.sessions[file.capture_id] = Recording(file, relays, Tasks(), who)
-        recording.writing.start(file.write_parts(), "a capture is no longer written")
-        log.info("capture opened", capture=file.capture_id, relays=len(relays), folder=file.place.name)
+    def _recording(self, file: CaptureWriter, relays: list[GrpcProxy | TcpProxy]) -> CaptureSession:
+        who = Participants.from_spec(file.spec)
+        recording = self.sessions[file.capture_id] = CaptureSession(file, relays, Tasks(), who)
+        recording.writer_tasks.start(file.write_parts(), "a capture is no longer written")
+        log.info("capture opened", capture=file.capture_id, relays=len(relays), folder=file.storage_folder.name)
         return recording
 
-    async def _take_up(self, run_id: str) -> Recording | None:
+    async def _take_up(self, run_id: str) -> CaptureSession | None:
         """A capture that an eavesdropper before this one left open; None: there is none."""
-        left = await asyncio.to_thread(left_open, self._folder, run_id)
+        left = await asyncio.to_thread(find_open_capture, self._folder, run_id)
         if left is None:
             return None
-        file, before = await asyncio.to_thread(resumed, left, allow_imports=self._allow_imports)
-        await file.describe()
-        who = Participants.of(file.spec)
+        file, before = await asyncio.to_thread(resume_capture, left, allow_imports=self._allow_imports)
+        await file.write_metadata()
+        who = Participants.from_spec(file.spec)
 
         def known() -> Iterator[tuple[GrpcProxy | TcpProxy, str]]:
             for each in file.routes:
@@ -259,7 +271,9 @@ def _sent_of(capture: Capture) -> list[SentRounds]:
         if sender < len(names):
             last_at = Timestamp()
             last_at.FromNanoseconds(at)
-            found.append(SentRounds(run_id=capture.facts["run_id"], learner=names[sender], rounds=rounds, last_at=last_at))
+            found.append(
+                SentRounds(run_id=capture.metadata["run_id"], learner=names[sender], rounds=rounds, last_at=last_at)
+            )
     return found
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from sottovoce_core.algorithms.interface import Message, LatticeAlgorithm
-from sottovoce_core.auditing.noticing import ExpectedTraffic, Detection, OnlineChecks, Said
+from sottovoce_core.algorithms.interface import LatticeAlgorithm, Message
+from sottovoce_core.auditing.noticing import CapturedMessage, Detection, ExpectedTraffic, OnlineChecks
 from sottovoce_core.auditing.views import digest
 from sottovoce_core.errors import RemoteProtocolError, SottovoceError
 from sottovoce_core.network.network import Network
@@ -28,15 +28,15 @@ from sottovoce_rpc.signatures import SignedStatement
 
 log = structlog.get_logger()
 
-_MOST_LOGGED, _MAX_STORED_DETECTIONS = 20, 100
-_MOST_TEXT = 300
+_MAX_LOGGED_DETECTIONS, _MAX_STORED_DETECTIONS = 20, 100
+_MAX_QUOTED_CHARS = 300
 """Characters of what a stranger's message is quoted with."""
 _MAX_DECODED_MESSAGES = 64
 EXCHANGE_METHODS = frozenset({"/sottovoce_wire.v1.Learner/Exchange", ""})
 """The methods whose messages are rounds; mirrored messages have none."""
 
 
-class Row(NamedTuple):
+class CaptureRow(NamedTuple):
     """One record of a channel: a message, or a hello, a signature, metadata or trailers.
 
     Attributes:
@@ -67,7 +67,7 @@ class Row(NamedTuple):
     mono_ns: int
     size: int
     payload: bytes
-    again: bool = False
+    is_repeat: bool = False
 
 
 def is_tapped(spec: Mapping[str, Any]) -> bool:
@@ -96,25 +96,25 @@ class CaptureChecks:
     def __init__(
         self, capture_id: str, spec: Mapping[str, Any], n_features: int, fields: Shapes, *, allow_imports: bool
     ) -> None:
-        self.count = 0
-        self.kinds = dict[str, int]()
-        self.first: list[Detection] = []
+        self.detection_count = 0
+        self.counts_by_kind = dict[str, int]()
+        self.first_detections: list[Detection] = []
         self.contradiction = ""
-        self.not_checked: str | None = None if spec else "anything: there is no run spec"
+        self.unchecked_reason: str | None = None if spec else "anything: there is no run spec"
         if is_tapped(spec):
-            spec, self.not_checked = {}, "anything: a wiretap reads no messages"
+            spec, self.unchecked_reason = {}, "anything: a wiretap reads no messages"
         self._capture_id, self._spec = capture_id, spec
         self._n_features, self._imports = n_features, allow_imports
         self._codec, self._begun = RoundCodec(fields), False
-        self._noticing = OnlineChecks(ExpectedTraffic(self._codec.length))
+        self._noticing = OnlineChecks(ExpectedTraffic(self._codec.message_bytes))
         self._decoded: dict[bytes, tuple[int, int, Message]] = {}
 
-    def amend(self, spec: Mapping[str, Any]) -> None:
+    def reconfigure(self, spec: Mapping[str, Any]) -> None:
         """The run has another spec from now on."""
         if self._spec:
             self._spec, self._begun = spec, False
 
-    def look(self, rows: Iterable[Row]) -> list[Row]:
+    def check_rows(self, rows: Iterable[CaptureRow]) -> list[CaptureRow]:
         """Look at records, in their order; returns them, marked where they were said again."""
         marked = []
         for row in rows:
@@ -126,20 +126,20 @@ class CaptureChecks:
             except Exception as error:  # noqa: BLE001 -- code that a spec names may raise anything, and recording must go on
                 reason = f"{type(error).__name__}: {error}"
                 log.error("nothing more is noticed", capture=self._capture_id, reason=reason)
-                self._spec, self.not_checked = {}, f"anything more: {reason}"
-            marked.append(row._replace(again=True) if again else row)
+                self._spec, self.unchecked_reason = {}, f"anything more: {reason}"
+            marked.append(row._replace(is_repeat=True) if again else row)
             for finding in findings:
                 self._note(finding)
         return marked
 
-    def recall(self, sender: int, receiver: int, t: int, payload: bytes) -> None:
+    def remember_round(self, sender: int, receiver: int, t: int, payload: bytes) -> None:
         """A round that an eavesdropper before this one recorded: it was looked at then, but may be said again."""
         self._noticing.remember(sender, receiver, t, digest(payload))
 
-    def facts(self) -> dict[str, Any]:
+    def build_metadata(self) -> dict[str, Any]:
         """For `capture.json`."""
-        noticed = [asdict(finding) for finding in self.first]
-        return {"noticed_count": self.count, "noticed": noticed, "not_checked": self.not_checked}
+        noticed = [asdict(finding) for finding in self.first_detections]
+        return {"noticed_count": self.detection_count, "noticed": noticed, "not_checked": self.unchecked_reason}
 
     def _begin(self) -> None:
         """Build the run, once and as late as here: it may take a while."""
@@ -147,14 +147,14 @@ class CaptureChecks:
             return
         self._begun = True
         try:
-            run = build_run(parse_spec(self._spec, imports=self._imports), self._n_features)
+            run = build_run(parse_spec(self._spec, allow_imports=self._imports), self._n_features)
         except SottovoceError as error:
-            self.not_checked = f"the lattice and gaps between rounds: {error}"
+            self.unchecked_reason = f"the lattice and gaps between rounds: {error}"
         else:
             self._codec = RoundCodec(run.field_shapes)  # the same, unless the coordinator errs
             self._noticing.expected = _expected_of(run)
 
-    def _at(self, row: Row) -> tuple[bool, tuple[Detection, ...]]:
+    def _at(self, row: CaptureRow) -> tuple[bool, tuple[Detection, ...]]:
         """Whether a record was said before, and what is wrong with it."""
         if row.method not in EXCHANGE_METHODS or row.kind not in ("hello", "message", "signature"):
             return False, ()
@@ -163,31 +163,31 @@ class CaptureChecks:
         seen = digest(row.payload)
         try:
             if row.kind == "hello":
-                noticing.promised(sender=other, receiver=row.sender, stream=row.stream, t=self._lacks(row))
+                noticing.open_stream(sender=other, receiver=row.sender, stream=row.stream, t=self._lacks(row))
                 return False, ()
             if row.kind == "signature":
                 self._require_signature(row)
                 return False, ()
             t, claimed, message = self._decoded.get(seen) or self._decode(row.payload, seen)
         except RemoteProtocolError as error:
-            return False, noticing.report_undecodable(row.sender, other, row.stream, str(error)[:_MOST_TEXT])
-        said = Said(row.sender, other, row.stream, claimed, t, message.fields, seen, row.size)
-        return noticing.is_repeat(said), noticing.heard(said)
+            return False, noticing.report_undecodable(row.sender, other, row.stream, str(error)[:_MAX_QUOTED_CHARS])
+        said = CapturedMessage(row.sender, other, row.stream, claimed, t, message.fields, seen, row.size)
+        return noticing.is_repeat(said), noticing.check_message(said)
 
-    def _lacks(self, row: Row) -> int:
+    def _lacks(self, row: CaptureRow) -> int:
         """The first round that who says this hello has not heard."""
         said = read_hello(row.payload)
         if said.learner != row.sender or list(said.fields) != to_fields(self._codec.shapes):
             raise RemoteProtocolError(
-                f"greets as {self._noticing.expected.called(said.learner)}, with fields {from_fields(said.fields)}"
+                f"greets as {self._noticing.expected.get_display_name(said.learner)}, with fields {from_fields(said.fields)}"
             )
         return said.next_round
 
-    def _require_signature(self, row: Row) -> None:
+    def _require_signature(self, row: CaptureRow) -> None:
         """It is one, and of its sender; whether it is right, only who knows its authority can say."""
         said = SignedStatement.decode("", row.payload).statement
         if said.sender != row.sender:
-            raise RemoteProtocolError(f"signs as {self._noticing.expected.called(said.sender)}")
+            raise RemoteProtocolError(f"signs as {self._noticing.expected.get_display_name(said.sender)}")
 
     def _decode(self, payload: bytes, seen: bytes) -> tuple[int, int, Message]:
         """Decode, and keep for the other neighbours, who hear the same a moment later."""
@@ -198,15 +198,15 @@ class CaptureChecks:
         return found
 
     def _note(self, finding: Detection) -> None:
-        self.count += 1
+        self.detection_count += 1
         if finding.is_contradiction:
             self.contradiction = self.contradiction or finding.text
-        self.kinds[finding.kind] = self.kinds.get(finding.kind, 0) + 1
-        if self.count <= _MAX_STORED_DETECTIONS:
-            self.first.append(finding)
-        if self.count <= _MOST_LOGGED:
+        self.counts_by_kind[finding.kind] = self.counts_by_kind.get(finding.kind, 0) + 1
+        if self.detection_count <= _MAX_STORED_DETECTIONS:
+            self.first_detections.append(finding)
+        if self.detection_count <= _MAX_LOGGED_DETECTIONS:
             log.error("must never happen", capture=self._capture_id, rule=finding.kind, what=finding.text)
-        if self.count == _MOST_LOGGED:
+        if self.detection_count == _MAX_LOGGED_DETECTIONS:
             log.error("more of it is counted, not logged", capture=self._capture_id)
 
 
@@ -218,12 +218,12 @@ def _expected_of(run: Run) -> ExpectedTraffic:
     def lattice(learner: int, t: int) -> Mapping[str, float]:
         if latticed is None or learner >= spec.n_learners or t >= spec.rounds:
             return {}
-        return latticed.lattice(learner, t)
+        return latticed.lattice_spacings(learner, t)
 
     def due(sender: int, receiver: int, t: int) -> int | None:
         return find_next_received_round(run.network, spec.rounds, sender, receiver, t)
 
-    return ExpectedTraffic(RoundCodec(run.field_shapes).length, due, lattice, spec.names)
+    return ExpectedTraffic(RoundCodec(run.field_shapes).message_bytes, due, lattice, spec.names)
 
 
 def find_next_received_round(network: Network, rounds: int, sender: int, receiver: int, t: int) -> int | None:
@@ -231,7 +231,7 @@ def find_next_received_round(network: Network, rounds: int, sender: int, receive
     if max(sender, receiver) >= network.n_learners:
         return None
     last = min(rounds, t + network.horizon)
-    return next((u for u in range(t, last) if network.at(u).neighbours[receiver, sender]), None)
+    return next((u for u in range(t, last) if network.mixing(u).neighbour_weights[receiver, sender]), None)
 
 
 # ---- missing rounds --------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class _Sender:
     broken: bool = False
 
 
-Way = tuple[int, ...]
+ChannelKey = tuple[int, ...]
 """Whose messages: a sender's, to all; or a sender's to a receiver."""
 
 
@@ -259,39 +259,39 @@ class Gaps:
     """
 
     def __init__(self, attendances: Mapping[int, Participation] | None = None) -> None:
-        self.attendances = attendances or {}
-        self._senders: dict[Way, _Sender] = {}
+        self.participations = attendances or {}
+        self._senders: dict[ChannelKey, _Sender] = {}
 
-    def begun(self, *sender: int) -> None:
+    def begin_stream(self, *sender: int) -> None:
         """A stream of copies has begun."""
         own = self._senders.setdefault(sender, _Sender())
         own.streams, own.broken = own.streams + 1, False
 
-    def known(self, *sender: int) -> None:
+    def expect_sender(self, *sender: int) -> None:
         """Copies of a learner came before; where none come any more, the end is missing."""
         self._senders.setdefault(sender, _Sender(broken=True))
 
-    def silent(self, learners: int) -> None:
+    def expect_learners(self, learners: int) -> None:
         """Of so many learners, all that is copied should have come: of one that never began everything is missing."""
         for learner in range(learners):
-            attendance = self.attendances.get(learner)
-            if (learner,) not in self._senders and (attendance is None or attendance.stretches):
-                self.known(learner)
+            attendance = self.participations.get(learner)
+            if (learner,) not in self._senders and (attendance is None or attendance.intervals):
+                self.expect_sender(learner)
 
-    def resumed(self, *way: int, due: int, t: int | None) -> None:
+    def resume_channel(self, *way: int, next_round: int, t: int | None) -> None:
         """A way is overheard again, from round t on, where rounds below `due` had come; None: it never was."""
         own = self._senders.setdefault(way, _Sender())
-        own.due, own.broken = max(own.due, due), t is None
+        own.due, own.broken = max(own.due, next_round), t is None
         if t is not None:
-            self.came(*way, t=t)
+            self.record_round(*way, t=t)
 
-    def over(self, *sender: int, well: bool) -> None:
+    def end_stream(self, *sender: int, is_complete: bool) -> None:
         """It has ended: by the learner, who has no more, or by whatever came between."""
         own = self._senders[sender]
         own.streams -= 1
-        own.broken = not well and own.streams == 0
+        own.broken = not is_complete and own.streams == 0
 
-    def came(self, *way: int, t: int) -> None:
+    def record_round(self, *way: int, t: int) -> None:
         """A round has come, for the first time or again; on a way that is not watched that says nothing."""
         own = self._senders.get(way)
         if own is None:
@@ -303,36 +303,36 @@ class Gaps:
         parts = ((range(each.start, t), range(t + 1, each.stop)) if t in each else (each,) for each in own.missing)
         own.missing = [part for pair in parts for part in pair if part]
 
-    def _lacking(self, way: Way, rounds: range) -> list[range]:
+    def _lacking(self, way: ChannelKey, rounds: range) -> list[range]:
         """Those of some rounds that did not come in which both ends take part."""
         parts = [rounds]
         for learner in way:
-            if (attendance := self.attendances.get(learner)) is not None:
-                cuts = ((part, each) for part in parts for each in attendance.stretches)
+            if (attendance := self.participations.get(learner)) is not None:
+                cuts = ((part, each) for part in parts for each in attendance.intervals)
                 parts = [range(max(part.start, each.start), min(part.stop, each.stop)) for part, each in cuts]
         return [part for part in parts if part]
 
     @property
-    def unsure(self) -> bool:
+    def has_pending_copies(self) -> bool:
         """Some learner may have more to copy: its stream is there, or broke."""
         return any(own.streams or own.broken for own in self._senders.values())
 
     @property
-    def senders(self) -> int:
+    def sender_count(self) -> int:
         """Learners that have begun to copy."""
         return sum(len(way) == 1 for way in self._senders)
 
     @property
     def idle_learner_count(self) -> int:
         """Learners that take part in no round, and have nothing to copy."""
-        return sum(not each.stretches for each in self.attendances.values())
+        return sum(not each.intervals for each in self.participations.values())
 
     @property
-    def missing(self) -> int:
+    def gap_count(self) -> int:
         """Intervals that are missing so far: rounds before and after them have come."""
         return sum(len(own.missing) for own in self._senders.values())
 
-    def facts(self) -> list[dict[str, Any]]:
+    def build_metadata(self) -> list[dict[str, Any]]:
         """For `capture.json`: by sender (and receiver), rounds from `from` on, below `to`; None: how many is not known."""
         found: list[dict[str, Any]] = []
         for way, own in sorted(self._senders.items()):

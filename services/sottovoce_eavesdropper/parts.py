@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sottovoce_core.errors import CaptureError
-from sottovoce_core.running.transcript import parquet
+from sottovoce_core.running.transcript import import_parquet
 from sottovoce_eavesdropper.storage import Folder
-from sottovoce_eavesdropper.writing import schema
+from sottovoce_eavesdropper.writing import build_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 MAX_FILE_BYTES = 256 * MIB
 """Bytes of a part on disk."""
-MOST_BYTES = 256 * MIB
+MAX_UNPACKED_BYTES = 256 * MIB
 """Bytes of a part, unpacked. One that we wrote has a quarter of that, or one message."""
-MOST_ROWS, _MAX_ROW_GROUPS = 65_536, 1_024
-_MOST_TEXT = 4_096
+MAX_ROWS, _MAX_ROW_GROUPS = 65_536, 1_024
+_MAX_TEXT_BYTES = 4_096
 """Bytes of a text such as a method's name."""
-BATCH = 1_024
+BATCH_ROWS = 1_024
 """Rows that are unpacked at a time."""
 
 _FOOTER = {"thrift_string_size_limit": 16 * MIB, "thrift_container_size_limit": 65_536}
@@ -45,19 +45,19 @@ def read_part(place: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.R
     """
     where = f"{place.name}/{name}"
     with _named(where):
-        if (size := place.size(name)) > MAX_FILE_BYTES:
+        if (size := place.get_size(name)) > MAX_FILE_BYTES:
             raise CaptureError(f"{where} must have at most {MAX_FILE_BYTES} bytes, got {size}")
         with place.open(name) as raw:
-            footer = parquet().ParquetFile(raw, **_FOOTER)
+            footer = import_parquet().ParquetFile(raw, **_FOOTER)
             _require_limits(where, footer.metadata)
             _require_columns(where, footer.schema_arrow)
-            texts = [kind.name for kind in schema() if not _is_primitive(kind.type)]
-            file = parquet().ParquetFile(raw, metadata=footer.metadata, read_dictionary=texts, **_FOOTER)
+            texts = [kind.name for kind in build_schema() if not _is_primitive(kind.type)]
+            file = import_parquet().ParquetFile(raw, metadata=footer.metadata, read_dictionary=texts, **_FOOTER)
             unpacked = 0
-            for batch in file.iter_batches(BATCH, columns=list(columns), use_threads=False):
+            for batch in file.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=False):
                 unpacked += _text_bytes(where, batch)
-                if unpacked > MOST_BYTES:
-                    raise CaptureError(f"{where} must unpack to at most {MOST_BYTES} bytes")
+                if unpacked > MAX_UNPACKED_BYTES:
+                    raise CaptureError(f"{where} must unpack to at most {MAX_UNPACKED_BYTES} bytes")
                 yield _plain(where, batch)
 
 
@@ -74,18 +74,18 @@ def _named(where: str) -> Iterator[None]:
 
 def _require_limits(where: str, footer: Any) -> None:
     groups = footer.num_row_groups
-    if groups > _MAX_ROW_GROUPS or not 0 <= footer.num_rows <= MOST_ROWS:
+    if groups > _MAX_ROW_GROUPS or not 0 <= footer.num_rows <= MAX_ROWS:
         raise CaptureError(
-            f"{where} must have at most {MOST_ROWS} rows in {_MAX_ROW_GROUPS} groups, got {footer.num_rows} in {groups}"
+            f"{where} must have at most {MAX_ROWS} rows in {_MAX_ROW_GROUPS} groups, got {footer.num_rows} in {groups}"
         )
     sizes = [footer.row_group(k).total_byte_size for k in range(groups)]
-    if min(sizes, default=0) < 0 or sum(sizes) > MOST_BYTES:
-        raise CaptureError(f"{where} must unpack to at most {MOST_BYTES} bytes, its footer says {sum(sizes)}")
+    if min(sizes, default=0) < 0 or sum(sizes) > MAX_UNPACKED_BYTES:
+        raise CaptureError(f"{where} must unpack to at most {MAX_UNPACKED_BYTES} bytes, its footer says {sum(sizes)}")
 
 
 def _require_columns(where: str, found: Any) -> None:
     """The columns of a capture, each once, and of their types; text may be a dictionary or not."""
-    wanted = {kind.name: str(_value_type(kind.type)) for kind in schema()}
+    wanted = {kind.name: str(_value_type(kind.type)) for kind in build_schema()}
     got = [(kind.name, str(_value_type(kind.type))) for kind in found]
     if dict(got) != wanted or len(got) != len(wanted):
         wrong = sorted({name for name, _ in set(got) ^ set(wanted.items())})
@@ -107,8 +107,10 @@ def _text_bytes(where: str, batch: pa.RecordBatch) -> int:
         lengths = pc.binary_length(column.dictionary)
         if name == "payload":
             total = pc.sum(lengths.take(column.indices)).as_py() or 0
-        elif (longest := pc.max(lengths).as_py() or 0) > _MOST_TEXT:
-            raise CaptureError(f"{where}: column {name!r} must hold text of at most {_MOST_TEXT} bytes, got {longest}")
+        elif (longest := pc.max(lengths).as_py() or 0) > _MAX_TEXT_BYTES:
+            raise CaptureError(
+                f"{where}: column {name!r} must hold text of at most {_MAX_TEXT_BYTES} bytes, got {longest}"
+            )
     return total
 
 

@@ -16,27 +16,27 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.views import digest
 from sottovoce_core.errors import CaptureError, EquivocationError, RemoteProtocolError
 from sottovoce_core.network.network import Network
-from sottovoce_core.network.roster import names_of
+from sottovoce_core.network.roster import resolve_learner_names
 from sottovoce_core.running.transcript import RoundReassembler, Transcript
-from sottovoce_core.text import called, plain
-from sottovoce_eavesdropper import FORMAT
+from sottovoce_core.text import escape_control, format_learner_name
+from sottovoce_eavesdropper import CAPTURE_FORMAT
 from sottovoce_eavesdropper.lookout import EXCHANGE_METHODS
 from sottovoce_eavesdropper.parts import MIB, read_part
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_eavesdropper.writing import CiphertextCounts, format_part_name, parse_part_number, schema
+from sottovoce_eavesdropper.writing import CiphertextCounts, build_schema, format_part_name, parse_part_number
 from sottovoce_rpc.codec import RoundCodec
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_MOST_FACTS = 16 * MIB
+_MAX_METADATA_BYTES = 16 * MIB
 """Bytes of `capture.json`."""
-_CHANGED = "the capture may be damaged, or somebody changed it"
-MOST_ROUNDS = 2**24
+_DAMAGE_TEXT = "the capture may be damaged, or somebody changed it"
+MAX_ROUNDS = 2**24
 """Beyond any run that is replayed: a message of a later round is made up."""
-_MOST_NUMBERS, _MAX_FIELDS = 2**24, 256
+_MAX_MESSAGE_NUMBERS, _MAX_FIELDS = 2**24, 256
 """In a message."""
-MAX_NAMES, _LONGEST_NAME = 4096, 63
+MAX_NAMES, _MAX_NAME_CHARS = 4096, 63
 """Learners that a capture may name, and letters of a name: it may be anybody's."""
 
 _FACTS = {
@@ -68,51 +68,51 @@ class Capture:
         facts: what `capture.json` says.
     """
 
-    place: Folder
-    facts: Mapping[str, Any]
+    folder: Folder
+    metadata: Mapping[str, Any]
 
     @property
     def name(self) -> str:
         """Path or URL."""
-        return self.place.name
+        return self.folder.name
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """False when the eavesdropper ended before it closed the capture; its parts are readable all the same."""
-        return bool(self.facts["complete"])
+        return bool(self.metadata["complete"])
 
     @property
     def world(self) -> int | None:
         """Which world the run lived in, where there are several; None: nobody said."""
-        world: int | None = self.facts.get("world")
+        world: int | None = self.metadata.get("world")
         return world
 
     @property
     def replica(self) -> int | None:
         """The number of the run, where one spec is run again and again; None: it has none."""
-        replica: int | None = self.facts.get("replica")
+        replica: int | None = self.metadata.get("replica")
         return replica
 
     @property
     def ciphertext(self) -> CiphertextCounts | None:
         """What a wiretap noted, as `capture.json` counts it; None: the capture is by none, and has messages."""
-        told = self.facts.get("ciphertext")
+        told = self.metadata.get("ciphertext")
         return None if told is None else CiphertextCounts(**told)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The fields of a round, in their order, and their shapes; none: the capture is of no run of ours."""
-        return {name: tuple(shape) for name, shape in self.facts["fields"].items()}
+        return {name: tuple(shape) for name, shape in self.metadata["fields"].items()}
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the run's learners, by index, plain enough for a terminal; none where the capture does not say."""
-        learners = self.facts["spec"].get("learners")
+        learners = self.metadata["spec"].get("learners")
         if isinstance(learners, list):
-            return tuple(plain(str(each))[:_LONGEST_NAME] for each in learners[:MAX_NAMES])
-        return names_of(min(max(learners, 0), MAX_NAMES)) if type(learners) is int else ()
+            return tuple(escape_control(str(each))[:_MAX_NAME_CHARS] for each in learners[:MAX_NAMES])
+        return resolve_learner_names(min(max(learners, 0), MAX_NAMES)) if type(learners) is int else ()
 
-    def batches(self, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
+    def read_batches(self, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
         """All records, in the order in which they were overheard, in batches of bounded size.
 
         Args:
@@ -121,19 +121,19 @@ class Capture:
         Raises:
             CaptureError: a part cannot be read or is missing, or a closed capture has another number of messages than it says.
         """
-        names = tuple(columns) or tuple(schema().names)
+        names = tuple(columns) or tuple(build_schema().names)
         tapped = self.ciphertext
-        kind, due = ("message", self.facts["messages"]) if tapped is None else ("ciphertext", tapped.records)
+        kind, due = ("message", self.metadata["messages"]) if tapped is None else ("ciphertext", tapped.records)
         found = 0
         for part in self._parts():
-            for batch in read_part(self.place, part, tuple(dict.fromkeys((*names, "kind")))):
+            for batch in read_part(self.folder, part, tuple(dict.fromkeys((*names, "kind")))):
                 found += _count(batch, kind)
                 yield batch.select(list(names))
-        if self.complete and found != due:
+        if self.is_complete and found != due:
             why = "parts are missing, or it was changed" if found < due else "it is damaged, or somebody changed it"
             raise CaptureError(f"the capture {self.name} must have {due} {kind}s, got {found}: {why}")
 
-    def messages(self, columns: Sequence[str] = ()) -> Any:
+    def read_messages(self, columns: Sequence[str] = ()) -> Any:
         """All recorded messages, as an Arrow table: as large as they are.
 
         Raises:
@@ -142,10 +142,10 @@ class Capture:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        names = tuple(columns) or tuple(schema().names)
+        names = tuple(columns) or tuple(build_schema().names)
         found = [
             batch.filter(pc.equal(batch.column("kind"), "message")).select(list(names))
-            for batch in self.batches(tuple(dict.fromkeys((*names, "kind"))))
+            for batch in self.read_batches(tuple(dict.fromkeys((*names, "kind"))))
         ]
         if not found:
             raise CaptureError(f"the capture {self.name} has no messages")
@@ -163,7 +163,7 @@ class Capture:
                 "looks for what they give away; for the rest take `capture: relay` or `mirror`"
             )
 
-    def totals(self) -> tuple[int, int]:
+    def count_messages(self) -> tuple[int, int]:
         """Messages, and their bytes.
 
         Raises:
@@ -172,12 +172,12 @@ class Capture:
         import pyarrow.compute as pc
 
         messages = size = 0
-        for batch in self.batches(("kind", "size")):
+        for batch in self.read_batches(("kind", "size")):
             sizes = batch.filter(pc.equal(batch.column("kind"), "message")).column("size")
             messages, size = messages + len(sizes), size + (pc.sum(sizes).as_py() or 0)
         return messages, size
 
-    def digests(self) -> tuple[str, str]:
+    def compute_digests(self) -> tuple[str, str]:
         """SHA-256 of the whole capture, and of its parts alone, by which copies are known whatever they are called.
 
         Raises:
@@ -191,12 +191,12 @@ class Capture:
 
     def _file_digest(self, name: str) -> bytes:
         try:
-            with self.place.open(name) as file:
+            with self.folder.open(name) as file:
                 return hashlib.file_digest(file, "sha256").digest()
         except OSError as error:
             raise CaptureError(f"cannot read {self.name}/{name}: {error}") from None
 
-    def transcript(
+    def read_transcript(
         self, shapes: Mapping[str, tuple[int, ...]], learners: int, network: Network | None = None
     ) -> Transcript:
         """What every learner said, up to the last round in which all were overheard whom anybody heard.
@@ -214,21 +214,21 @@ class Capture:
         """
         self.require_messages()
         codec, rounds = RoundCodec(shapes), list[Message]()
-        assembly = RoundReassembler[Message](learners, MOST_ROUNDS, network, names=self.names)
+        assembly = RoundReassembler[Message](learners, MAX_ROUNDS, network, names=self.names)
         listening = _Listening(network, self.names)
-        for batch in self.batches(("caller", "callee", "sender", "kind", "method", "payload")):
-            self.assemble(batch, codec, assembly, listening)
+        for batch in self.read_batches(("caller", "callee", "sender", "kind", "method", "payload")):
+            self.assemble_rounds(batch, codec, assembly, listening)
             if assembly.equivocations:
                 t, sender = assembly.equivocations[0]
                 raise EquivocationError(
-                    f"{called(self.names, sender)} said two different things in round {t}, or the capture was changed"
+                    f"{format_learner_name(self.names, sender)} said two different things in round {t}, or the capture was changed"
                 )
-            rounds += [_side_by_side(said, shapes, learners) for _, said in assembly.ready()]
+            rounds += [_side_by_side(said, shapes, learners) for _, said in assembly.pop_complete_rounds()]
         if not rounds:
             raise CaptureError(f"the capture {self.name} has no round in which all {learners} learners were overheard")
         return Transcript({name: np.stack([each[name] for each in rounds])[:, :, None] for name in shapes})
 
-    def assemble(
+    def assemble_rounds(
         self,
         batch: pa.RecordBatch,
         codec: RoundCodec,
@@ -253,8 +253,8 @@ class Capture:
             try:
                 codec.decode(payloads[min(wrong)])
             except RemoteProtocolError as error:
-                where = f"a message of {called(self.names, senders[min(wrong)])} in {self.name}"
-                raise CaptureError(f"{where} cannot be decoded: {error}; {_CHANGED}") from None
+                where = f"a message of {format_learner_name(self.names, senders[min(wrong)])} in {self.name}"
+                raise CaptureError(f"{where} cannot be decoded: {error}; {_DAMAGE_TEXT}") from None
         if listening is not None:
             ends = [said.column(name).to_pylist() for name in ("caller", "callee")]
             for sender, caller, callee, t in zip(senders, *ends, rounds.tolist(), strict=True):
@@ -262,9 +262,9 @@ class Capture:
         for k, (t, speaker) in enumerate(zip(rounds.tolist(), claimed.tolist(), strict=True)):
             content = Message({name: each[k : k + 1, None] for name, each in fields.items()})
             try:
-                into.take(senders[k], speaker, t, digest(payloads[k]), content)
+                into.add_message(senders[k], speaker, t, digest(payloads[k]), content)
             except CaptureError as error:
-                raise CaptureError(f"{self.name}: {error}; {_CHANGED}") from None
+                raise CaptureError(f"{self.name}: {error}; {_DAMAGE_TEXT}") from None
 
     def read_parts(
         self, columns: Sequence[str], wanted: Callable[[int], bool] = lambda _: True
@@ -280,7 +280,7 @@ class Capture:
         """
         for name in self._parts():
             if wanted(parse_part_number(name)):
-                for batch in read_part(self.place, name, columns):
+                for batch in read_part(self.folder, name, columns):
                     yield parse_part_number(name), batch
 
     def _parts(self) -> list[str]:
@@ -290,13 +290,15 @@ class Capture:
             CaptureError: one is missing, or the place cannot be read.
         """
         try:
-            parts = [name for name in self.place.names() if parse_part_number(name)]
+            parts = [name for name in self.folder.list_names() if parse_part_number(name)]
         except OSError as error:
             raise CaptureError(f"cannot read the capture {self.name}: {error}") from None
         parts.sort(key=parse_part_number)
         for expected, name in enumerate(parts, 1):
             if parse_part_number(name) != expected:
-                raise CaptureError(f"the capture {self.name} must have {format_part_name(expected)}, the next one is {name}")
+                raise CaptureError(
+                    f"the capture {self.name} must have {format_part_name(expected)}, the next one is {name}"
+                )
         return parts
 
 
@@ -314,20 +316,20 @@ class _Listening:
             CaptureError: its sender is at neither end, or the other end does not hear it in this round.
         """
         if sender not in (caller, callee) or caller == callee:
-            who, *ends = (called(self._names, i) for i in (sender, caller, callee))
+            who, *ends = (format_learner_name(self._names, i) for i in (sender, caller, callee))
             raise CaptureError(f"{where}: {who} cannot speak on the edge of {' and '.join(ends)}")
         if self._network is None:
             return
         if t != self._round:
             # Of who was lost something may have come that its hearer did not use any more.
-            self._round, self._heard = t, self._network.planned(t).neighbours != 0.0
+            self._round, self._heard = t, self._network.planned_mixing(t).neighbour_weights != 0.0
         receiver = callee if sender == caller else caller
         if not (min(sender, receiver) >= 0 and max(sender, receiver) < len(self._heard)):
             raise CaptureError(
                 f"{where}: there are {len(self._heard)} learners, got one on the edge {caller}, {callee}"
             )
         if not self._heard[receiver, sender]:
-            deaf, who = (called(self._names, i) for i in (receiver, sender))
+            deaf, who = (format_learner_name(self._names, i) for i in (receiver, sender))
             raise CaptureError(f"{where}: {deaf} does not hear {who} in round {t}")
 
 
@@ -367,14 +369,14 @@ def open_capture(place: str | Path | Folder) -> Capture:
     """
     folder = open_folder(place) if isinstance(place, str | Path) else place
     try:
-        if (size := folder.size("capture.json")) > _MOST_FACTS:
-            raise CaptureError(f"{folder.name}/capture.json must have at most {_MOST_FACTS} bytes, got {size}")
+        if (size := folder.get_size("capture.json")) > _MAX_METADATA_BYTES:
+            raise CaptureError(f"{folder.name}/capture.json must have at most {_MAX_METADATA_BYTES} bytes, got {size}")
         with folder.open("capture.json") as file:
-            facts = json.loads(file.read(_MOST_FACTS))
+            facts = json.loads(file.read(_MAX_METADATA_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"{folder.name} is not a capture: {str(error) or type(error).__name__}") from None
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise CaptureError(f"{folder.name} is not a capture of a known format ({FORMAT})")
+    if not isinstance(facts, dict) or facts.get("format") != CAPTURE_FORMAT:
+        raise CaptureError(f"{folder.name} is not a capture of a known format ({CAPTURE_FORMAT})")
     wrong = [name for name, kind in _FACTS.items() if type(facts.get(name)) is not kind]
     wrong += [] if "fields" in wrong or _are_fields(facts["fields"]) else ["fields"]
     wrong += [] if _are_counts(facts.get("ciphertext")) else ["ciphertext"]
@@ -387,7 +389,9 @@ def open_capture(place: str | Path | Folder) -> Capture:
 def _are_counts(told: Any) -> bool:
     """What a wiretap counts; or nothing, of a capture by none."""
     return told is None or (
-        isinstance(told, dict) and sorted(told) == sorted(_CIPHERTEXT_COUNTS) and all(type(each) is int for each in told.values())
+        isinstance(told, dict)
+        and sorted(told) == sorted(_CIPHERTEXT_COUNTS)
+        and all(type(each) is int for each in told.values())
     )
 
 
@@ -398,25 +402,25 @@ def _are_fields(fields: Mapping[str, Any]) -> bool:
         if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and n >= 0 for n in shape):
             return False
         numbers += math.prod(max(n, 1) for n in shape)
-    return numbers <= _MOST_NUMBERS and len(fields) <= _MAX_FIELDS
+    return numbers <= _MAX_MESSAGE_NUMBERS and len(fields) <= _MAX_FIELDS
 
 
-_DEPTH = 3
+_MAX_DEPTH = 3
 """Folders below each other in which captures are looked for: results, captures, one capture."""
 
 
-def find_captures(place: Folder, depth: int = _DEPTH) -> Iterator[Capture]:
+def find_captures(place: Folder, depth: int = _MAX_DEPTH) -> Iterator[Capture]:
     """All captures in a folder and below.
 
     Raises:
         CaptureError: one is not what it says it is, or a folder cannot be read.
     """
     try:
-        names = place.names()
+        names = place.list_names()
     except OSError as error:
         raise CaptureError(f"cannot read {place.name}: {error}") from None
     if "capture.json" in names:
         yield open_capture(place)
     elif depth:
         for name in names:
-            yield from find_captures(place.below(name), depth - 1)
+            yield from find_captures(place.get_subfolder(name), depth - 1)

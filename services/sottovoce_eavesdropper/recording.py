@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from sottovoce_core.auditing.noticing import Detection
-from sottovoce_core.errors import CaptureError, RemoteProtocolError, PermissionDenied
-from sottovoce_core.network.roster import names_of
-from sottovoce_core.registry import ENDLESS
-from sottovoce_core.running.transcript import KEPT
-from sottovoce_core.spec import MOST_LEARNERS
-from sottovoce_core.text import called
-from sottovoce_eavesdropper.lookout import EXCHANGE_METHODS, Row
+from sottovoce_core.errors import CaptureError, PermissionDenied, RemoteProtocolError
+from sottovoce_core.network.roster import resolve_learner_names
+from sottovoce_core.registry import UNBOUNDED_ROUNDS
+from sottovoce_core.running.transcript import MAX_REMEMBERED_MESSAGES
+from sottovoce_core.spec import MAX_LEARNERS
+from sottovoce_core.text import format_learner_name
+from sottovoce_eavesdropper.lookout import EXCHANGE_METHODS, CaptureRow
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import MAX_PAYLOAD_BYTES, GrpcProxy
 from sottovoce_eavesdropper.storage import open_folder
@@ -46,29 +46,29 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class Recording:
+class CaptureSession:
     """A capture, the relays or wiretaps that feed it, and its writer; and whether all have ended that mirror into it."""
 
-    file: CaptureWriter
-    relays: list[GrpcProxy | TcpProxy]
-    writing: Tasks
-    who: Participants
-    mirrored: asyncio.Event = field(default_factory=asyncio.Event)
-    closed: bool = False
+    writer: CaptureWriter
+    proxies: list[GrpcProxy | TcpProxy]
+    writer_tasks: Tasks
+    participants: Participants
+    mirror_end_event: asyncio.Event = field(default_factory=asyncio.Event)
+    is_closed: bool = False
 
     @contextlib.contextmanager
-    def mirroring(self, sender: int) -> Iterator[None]:
+    def track_mirror_stream(self, sender: int) -> Iterator[None]:
         """While a learner copies what it says."""
-        self.mirrored.clear()
-        self.file.gaps.begun(sender)
+        self.mirror_end_event.clear()
+        self.writer.gaps.begin_stream(sender)
         well = False
         try:
             yield
             well = True
         finally:
-            self.file.gaps.over(sender, well=well)
-            if not self.unsure:
-                self.mirrored.set()
+            self.writer.gaps.end_stream(sender, is_complete=well)
+            if not self.has_pending_copies:
+                self.mirror_end_event.set()
 
     def require_opener(self, caller: str) -> None:
         """A capture is its coordinator's.
@@ -76,75 +76,83 @@ class Recording:
         Raises:
             PermissionDenied: another one asks.
         """
-        if caller != self.file.opener:
-            raise PermissionDenied(f"the capture is of {self.file.opener or 'a coordinator without an identity'}")
+        if caller != self.writer.opener:
+            raise PermissionDenied(f"the capture is of {self.writer.opener or 'a coordinator without an identity'}")
 
     @property
-    def unsure(self) -> bool:
+    def has_pending_copies(self) -> bool:
         """Copies may be on their way: of a learner that has more, or has not begun, for its run was short."""
-        gaps = self.file.gaps
-        return gaps.unsure or (self.who.mirrored and gaps.senders < self.who.learners - gaps.idle_learner_count)
+        gaps = self.writer.gaps
+        return gaps.has_pending_copies or (
+            self.participants.is_mirrored
+            and gaps.sender_count < self.participants.learner_count - gaps.idle_learner_count
+        )
 
-    async def lead(self, routes: Iterable[eavesdropper_pb2.Route]) -> None:
+    async def redirect_routes(self, routes: Iterable[eavesdropper_pb2.Route]) -> None:
         """Some learners are at other addresses than before."""
         targets = {(route.caller, route.callee): route.target for route in routes}
-        known = [(each["caller"], each["callee"]) for each in self.file.routes]
+        known = [(each["caller"], each["callee"]) for each in self.writer.routes]
         now = [
             {**each, "target": targets.get(way, each["target"])}
-            for each, way in zip(self.file.routes, known, strict=True)
+            for each, way in zip(self.writer.routes, known, strict=True)
         ]
-        if now != list(self.file.routes):
-            self.file.routes = now
-            await self.file.describe()  # for an eavesdropper after this one
+        if now != list(self.writer.routes):
+            self.writer.routes = now
+            await self.writer.write_metadata()  # for an eavesdropper after this one
         # Whoever asked may have given up while that was written, and asks again.
-        for relay, each in zip(self.relays, now, strict=True):
-            await relay.lead(each["target"])
+        for relay, each in zip(self.proxies, now, strict=True):
+            await relay.redirect(each["target"])
 
-    async def amend(self, spec: str) -> None:
+    async def reconfigure(self, spec: str) -> None:
         """Learners leave or join: the run has another spec from now on."""
-        if spec != self.file.spec:
-            self.file.amend(spec)
-            await self.file.describe()
+        if spec != self.writer.spec:
+            self.writer.reconfigure(spec)
+            await self.writer.write_metadata()
 
-    def take(self, request: eavesdropper_pb2.MirrorRequest, rows: Iterable[Row]) -> None:
+    def record_copies(self, request: eavesdropper_pb2.MirrorRequest, rows: Iterable[CaptureRow]) -> None:
         """Record copies."""
         for row in rows:
-            self.file.add(row)
+            self.writer.add_row(row)
         for message in request.messages:
             with contextlib.suppress(RemoteProtocolError):  # bytes of no round: what is wrong with them is noticed
-                self.file.gaps.came(request.sender, t=self.file.codec.decode(message.payload)[0])
+                self.writer.gaps.record_round(request.sender, t=self.writer.codec.decode(message.payload)[0])
 
-    async def close(self, drain_s: float, *, over: bool = True) -> None:
+    async def close(self, drain_timeout_s: float, *, has_run_ended: bool = True) -> None:
         """Let mirrored copies on their way arrive and the last calls end, write the rest."""
-        if self.closed:
+        if self.is_closed:
             return
-        if self.unsure and drain_s:
+        if self.has_pending_copies and drain_timeout_s:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(drain_s):
-                    await self.mirrored.wait()
-        await asyncio.gather(*(relay.stop() for relay in self.relays))
-        await self.writing.end(WRITE_TIMEOUT_S)
-        if over and self.who.mirrored:
-            self.file.gaps.silent(len(self.who.names))
-        await self.file.close(over=over)
-        self.closed = True
-        log.info("capture closed", capture=self.file.capture_id, messages=self.file.messages, bytes=self.file.bytes)
+                async with asyncio.timeout(drain_timeout_s):
+                    await self.mirror_end_event.wait()
+        await asyncio.gather(*(relay.stop() for relay in self.proxies))
+        await self.writer_tasks.end(WRITE_TIMEOUT_S)
+        if has_run_ended and self.participants.is_mirrored:
+            self.writer.gaps.expect_learners(len(self.participants.names))
+        await self.writer.close(has_run_ended=has_run_ended)
+        self.is_closed = True
+        log.info(
+            "capture closed",
+            capture=self.writer.capture_id,
+            messages=self.writer.message_count,
+            bytes=self.writer.byte_count,
+        )
 
 
 # ---- captures that were left open ------------------------------------------------------------------------------------
 
 
-def left_open(place: str | Path, run_id: str) -> Capture | None:
+def find_open_capture(place: str | Path, run_id: str) -> Capture | None:
     """The capture of a run that was not closed; None: there is none."""
     folder = open_folder(place)
-    for name in folder.names():
+    for name in folder.list_names():
         if not name.startswith(f"{run_id}-"):
             continue
         try:
-            capture = open_capture(folder.below(name))
+            capture = open_capture(folder.get_subfolder(name))
         except CaptureError:
             continue
-        if capture.facts["run_id"] == run_id and not capture.complete:
+        if capture.metadata["run_id"] == run_id and not capture.is_complete:
             return capture
     return None
 
@@ -161,16 +169,16 @@ def compute_sent_rounds(capture: Capture) -> dict[int, tuple[int, int]]:
     found = dict[int, tuple[int, int]]()
     if not capture.shapes or capture.ciphertext is not None:  # of no run of ours, or nothing that can be read
         return found
-    codec, rounds, read = RoundCodec(capture.shapes), capture.facts["spec"].get("rounds"), 0
-    most = rounds if isinstance(rounds, int) else ENDLESS
-    for part in sorted(filter(None, map(parse_part_number, capture.place.names())), reverse=True):
+    codec, rounds, read = RoundCodec(capture.shapes), capture.metadata["spec"].get("rounds"), 0
+    most = rounds if isinstance(rounds, int) else UNBOUNDED_ROUNDS
+    for part in sorted(filter(None, map(parse_part_number, capture.folder.list_names())), reverse=True):
         columns = ("caller", "callee", "sender", "kind", "method", "wall_ns", "payload")
         for _, batch in capture.read_parts(columns, part.__eq__):
             read += len(batch)
             for sender, t, at in _said(codec, batch):
                 if t < most and t + 1 > found.get(sender, (0, 0))[0]:
                     found[sender] = t + 1, at
-        if read >= KEPT and len(found) == len(capture.names):
+        if read >= MAX_REMEMBERED_MESSAGES and len(found) == len(capture.names):
             break
     return found
 
@@ -184,17 +192,19 @@ def _said(codec: RoundCodec, batch: pa.RecordBatch) -> Iterator[tuple[int, int, 
     senders, walls = (said.column(name).to_numpy()[rows] for name in ("sender", "wall_ns"))
     methods = said.column("method").to_pylist()
     told = zip(rows.tolist(), senders.tolist(), claimed.tolist(), rounds.tolist(), walls.tolist(), strict=True)
-    yield from ((sender, t, at) for row, sender, name, t, at in told if sender == name and methods[row] in EXCHANGE_METHODS)
+    yield from (
+        (sender, t, at) for row, sender, name, t, at in told if sender == name and methods[row] in EXCHANGE_METHODS
+    )
 
 
-def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureWriter, Mapping[tuple[int, int], int]]:
+def resume_capture(capture: Capture, *, allow_imports: bool) -> tuple[CaptureWriter, Mapping[tuple[int, int], int]]:
     """A capture to be written on, and how many streams of each edge it has; by wiretap, how many connections.
 
     Raises:
         CaptureError: what stands of it cannot be read.
         OSError: it cannot be written.
     """
-    facts = capture.facts
+    facts = capture.metadata
     file = CaptureWriter(
         capture.name,
         facts["capture_id"],
@@ -206,15 +216,15 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureWriter, Ma
         allow_imports,
         capture.shapes,
         facts["routes"],
-        parts=max(map(parse_part_number, capture.place.names()), default=0),
+        part_count=max(map(parse_part_number, capture.folder.list_names()), default=0),
     )
     file.opener = facts["opener"]
-    file.lookout.count = facts["noticed_count"]
-    file.lookout.first = [Detection(**finding) for finding in facts["noticed"]]
-    file.lookout.contradiction = next((each.text for each in file.lookout.first if each.is_contradiction), "")
+    file.checks.detection_count = facts["noticed_count"]
+    file.checks.first_detections = [Detection(**finding) for finding in facts["noticed"]]
+    file.checks.contradiction = next((each.text for each in file.checks.first_detections if each.is_contradiction), "")
     for gap in facts["gaps"]:  # of channels; those of copies follow from the rounds that came
         if "receiver" in gap and gap["to"] is not None:
-            file.gaps.resumed(gap["sender"], gap["receiver"], due=gap["from"], t=gap["to"])
+            file.gaps.resume_channel(gap["sender"], gap["receiver"], next_round=gap["from"], t=gap["to"])
     seen = _count(file, capture)
     if file.ciphertext is not None:
         file.is_interrupted = True
@@ -248,13 +258,16 @@ def _count(file: CaptureWriter, capture: Capture) -> _Seen:
             seen.streams[way] = max(seen.streams.get(way, 0), each[f"{number}_max"])
         for each in _groups(batch, ("kind",), [("size", "sum"), ("size", "count")]):
             if counts is not None:
-                counts.count(each["kind"], each["size_sum"], each["size_count"])
+                counts.add_rows(each["kind"], each["size_sum"], each["size_count"])
             elif each["kind"] == kind:
-                file.messages, file.bytes = file.messages + each["size_count"], file.bytes + each["size_sum"]
+                file.message_count, file.byte_count = (
+                    file.message_count + each["size_count"],
+                    file.byte_count + each["size_sum"],
+                )
         said = batch.filter(pc.equal(batch.column("kind"), kind))
         for each in _groups(said, ("caller", "callee", "sender"), [("size", "sum"), ("size", "count")]):
             seen.last[each["caller"], each["callee"], each["sender"]] = part
-            file.passed(each["caller"], each["callee"], each["sender"], each["size_sum"], each["size_count"])
+            file.count_traffic(each["caller"], each["callee"], each["sender"], each["size_sum"], each["size_count"])
     return seen
 
 
@@ -269,7 +282,7 @@ def _latest(rows: Mapping[int, int]) -> set[int]:
     """The last parts, with as many rows as messages are remembered where memory is bounded."""
     found, held = set[int](), 0
     for part in sorted(rows, reverse=True):
-        if held >= KEPT:
+        if held >= MAX_REMEMBERED_MESSAGES:
             break
         found.add(part)
         held += rows[part]
@@ -281,7 +294,7 @@ def _note_rounds(file: CaptureWriter, capture: Capture, needed: Collection[int],
 
     for route in file.routes:
         way = route["caller"], route["callee"]
-        file.awaited |= {way: 0, way[::-1]: 0}
+        file.awaited_rounds |= {way: 0, way[::-1]: 0}
     for part, batch in capture.read_parts(("caller", "callee", "sender", "kind", "payload"), needed.__contains__):
         said = batch.filter(pc.equal(batch.column("kind"), "message"))
         payloads = said.column("payload").to_pylist()
@@ -290,16 +303,16 @@ def _note_rounds(file: CaptureWriter, capture: Capture, needed: Collection[int],
         ways = zip(sender.tolist(), (caller + callee - sender).tolist(), strict=True)
         for row, way, t in zip(rows.tolist(), ways, rounds.tolist(), strict=True):
             if part in latest:
-                file.lookout.recall(*way, t, payloads[row])
+                file.checks.remember_round(*way, t, payloads[row])
             _note_round(file, way, t)
 
 
 def _note_round(file: CaptureWriter, way: tuple[int, int], t: int) -> None:
     if file.routes:
-        file.awaited[way] = max(file.awaited[way], t + 1)
+        file.awaited_rounds[way] = max(file.awaited_rounds[way], t + 1)
     else:
-        file.gaps.known(way[0])
-        file.gaps.came(way[0], t=t)
+        file.gaps.expect_sender(way[0])
+        file.gaps.record_round(way[0], t=t)
 
 
 # ---- copies of learners ----------------------------------------------------------------------------------------------
@@ -321,19 +334,19 @@ class Participants:
         names: of the learners, in their order; empty where nobody said, or so many that no run has them.
     """
 
-    learners: int
-    mirrored: bool
+    learner_count: int
+    is_mirrored: bool
     names: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, spec: str) -> Participants:
+    def from_spec(cls, spec: str) -> Participants:
         """Read off a run spec as a document, JSON; it need not be valid."""
         document = json.loads(spec)
         fields = document if isinstance(document, dict) else {}
         told = fields.get("learners")
         n = told if isinstance(told, int) else len(told) if isinstance(told, list) else 0
         n = n if 0 < n <= _MAX_INDEX else _MAX_INDEX
-        names = names_of(told) if isinstance(told, int | list) and n <= MOST_LEARNERS else ()
+        names = resolve_learner_names(told) if isinstance(told, int | list) and n <= MAX_LEARNERS else ()
         names = names if all(isinstance(name, str) for name in names) else ()
         return cls(n, fields.get("capture") == "mirror", names)
 
@@ -346,51 +359,55 @@ class Participants:
         if caller is not None and not caller.is_one_of(
             *(f"{Role.LEARNER}/{name}" for name in self.names[index : index + 1])
         ):
-            raise PermissionDenied(f"{caller} must not speak for {called(self.names, index)}")
+            raise PermissionDenied(f"{caller} must not speak for {format_learner_name(self.names, index)}")
 
-    def require(self, *indices: int) -> None:
+    def require_learners(self, *indices: int) -> None:
         """Refuse whoever is not one of them.
 
         Raises:
             RemoteProtocolError: there is no such learner.
         """
-        if wrong := [index for index in indices if index >= self.learners]:
-            raise RemoteProtocolError(f"the capture is of {self.learners} learners, got learner {wrong[0]}")
+        if wrong := [index for index in indices if index >= self.learner_count]:
+            raise RemoteProtocolError(f"the capture is of {self.learner_count} learners, got learner {wrong[0]}")
 
-    def ends(self, route: eavesdropper_pb2.Route) -> tuple[str, str]:
+    def get_end_names(self, route: eavesdropper_pb2.Route) -> tuple[str, str]:
         """The names of who opens a stream and who accepts it; empty where nobody said."""
         known = self.names if max(route.caller, route.callee) < len(self.names) else ()
         return (known[route.caller], known[route.callee]) if known else ("", "")
 
-    def rows(self, request: eavesdropper_pb2.MirrorRequest) -> list[Row]:
+    def build_rows(self, request: eavesdropper_pb2.MirrorRequest) -> list[CaptureRow]:
         """One for each receiver of each message, as a relay would have it, but without metadata or its own times.
 
         Raises:
             RemoteProtocolError: the capture takes no copies, or one that is none of this run's. Nothing of it is kept.
         """
-        if not self.mirrored:
+        if not self.is_mirrored:
             raise RemoteProtocolError("copies are taken where the run's capture is `mirror`, got a run of another one")
-        self.require(request.sender)
+        self.require_learners(request.sender)
         if len(request.messages) > _MAX_COPIES_PER_REQUEST:
-            raise RemoteProtocolError(f"a request must have at most {_MAX_COPIES_PER_REQUEST} copies, got {len(request.messages)}")
+            raise RemoteProtocolError(
+                f"a request must have at most {_MAX_COPIES_PER_REQUEST} copies, got {len(request.messages)}"
+            )
         now = time.monotonic_ns()
         return [row for message in request.messages for row in self._rows(request.sender, message, now)]
 
-    def _rows(self, sender: int, message: eavesdropper_pb2.MirroredMessage, now: int) -> list[Row]:
-        if len(message.receivers) > min(self.learners, MOST_LEARNERS):
+    def _rows(self, sender: int, message: eavesdropper_pb2.MirroredMessage, now: int) -> list[CaptureRow]:
+        if len(message.receivers) > min(self.learner_count, MAX_LEARNERS):
             raise RemoteProtocolError(
-                f"a message of {self.learners} learners goes to fewer, got {len(message.receivers)}"
+                f"a message of {self.learner_count} learners goes to fewer, got {len(message.receivers)}"
             )
-        self.require(*message.receivers)
+        self.require_learners(*message.receivers)
         wall, size = 10**9 * message.sent_at.seconds + message.sent_at.nanos, len(message.payload)
         if size > MAX_PAYLOAD_BYTES or abs(wall) > _MAX_TIME_NS:
             text = f"a copy must have at most {MAX_PAYLOAD_BYTES} bytes and a time of 64 bits in nanoseconds"
             raise RemoteProtocolError(f"{text}, got {size} and {wall}")
         if sender in message.receivers or len(set(message.receivers)) < len(message.receivers):
-            raise RemoteProtocolError(f"a message of {called(self.names, sender)} must go to others, once to each")
+            raise RemoteProtocolError(
+                f"a message of {format_learner_name(self.names, sender)} must go to others, once to each"
+            )
         rows, kind = [], "signature" if is_signature(message.payload) else "message"
         for receiver in message.receivers:
             caller, callee = sorted((sender, receiver))
             direction = "out" if sender == caller else "back"
-            rows.append(Row(caller, callee, sender, direction, kind, 0, 0, "", wall, now, size, message.payload))
+            rows.append(CaptureRow(caller, callee, sender, direction, kind, 0, 0, "", wall, now, size, message.payload))
         return rows

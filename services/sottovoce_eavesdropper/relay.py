@@ -22,31 +22,31 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce_core.errors import CaptureError, SpecError, PermissionDenied, Unavailable
-from sottovoce_eavesdropper.lookout import EXCHANGE_METHODS, Row
+from sottovoce_core.errors import CaptureError, PermissionDenied, SpecError, Unavailable
+from sottovoce_eavesdropper.lookout import EXCHANGE_METHODS, CaptureRow
 from sottovoce_eavesdropper.storage import open_folder, require_folder
 from sottovoce_eavesdropper.writing import WRITE_TIMEOUT_S, CaptureWriter
-from sottovoce_rpc.access import Access, Refusals
+from sottovoce_rpc.access import AccessInterceptor, Refusals
 from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.logs import log_start
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import (
-    MAX_OVERHEAD_BYTES,
     CHANNEL_OPTIONS,
-    MAX_MESSAGE_BYTES,
     MAX_CONCURRENT_CALLS,
+    MAX_MESSAGE_BYTES,
+    MAX_OVERHEAD_BYTES,
     SERVER_OPTIONS,
     Options,
     announce,
-    channel,
     limit_message_size,
     listen_on,
+    open_channel,
     serve_until_stopped,
 )
 from sottovoce_rpc.signatures import is_signature
-from sottovoce_rpc.status import CallOutcome, answering
-from sottovoce_rpc.tasks import Tasks, beside
+from sottovoce_rpc.status import CallOutcome, abort_on_error
+from sottovoce_rpc.tasks import Tasks, run_in_background
 from sottovoce_wire.v1 import eavesdropper_pb2
 
 log = structlog.get_logger()
@@ -75,7 +75,7 @@ _TRANSPORT_KEYS = frozenset(
         "grpc-previous-rpc-attempts",
     }
 )
-_NOWHERE = "127.0.0.1:0"
+_UNREACHABLE_ADDRESS = "127.0.0.1:0"
 """Where nobody listens: in place of a learner that has not joined yet."""
 
 
@@ -98,32 +98,36 @@ class GrpcProxy(grpc.GenericRpcHandler):
         route: eavesdropper_pb2.Route,
         capture: CaptureWriter,
         *,
-        streams: int = 0,
-        ends: tuple[str, str] = ("", ""),
+        stream_count: int = 0,
+        end_names: tuple[str, str] = ("", ""),
         credentials: Credentials = NO_IDENTITY,
-        refused: Refusals | None = None,
-        to: grpc.aio.Channel | None = None,
+        refusals: Refusals | None = None,
+        target: grpc.aio.Channel | None = None,
         options: Options | None = None,
     ) -> None:
         self._route, self._capture = route, capture
-        self._streams = streams
+        self._streams = stream_count
         self._connections: dict[str, int] = {}
-        self._ends, self._credentials = ends, credentials
-        self._own = to is None  # else of a service that is not ours, and of its clients
-        guards = [Access(credentials, refused)] if self._own else []
+        self._ends, self._credentials = end_names, credentials
+        self._own = target is None  # else of a service that is not ours, and of its clients
+        guards = [AccessInterceptor(credentials, refusals)] if self._own else []
         options = limit_message_size(SERVER_OPTIONS, self._most) if options is None else options
-        self._server = grpc.aio.server(interceptors=guards, options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
-        self._to, self._before = to or self._channel(), list[grpc.aio.Channel]()
+        self._server = grpc.aio.server(
+            interceptors=guards, options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
+        )
+        self._to, self._before = target or self._channel(), list[grpc.aio.Channel]()
 
     def _channel(self) -> grpc.aio.Channel:
-        self._shown = self._credentials.expires
-        to = self._route.target or _NOWHERE
-        return channel(to, Role.LEARNER, self._ends[1], credentials=self._credentials, max_message=self._most)
+        self._shown = self._credentials.expiry
+        to = self._route.target or _UNREACHABLE_ADDRESS
+        return open_channel(
+            to, Role.LEARNER, self._ends[1], credentials=self._credentials, max_message_bytes=self._most
+        )
 
     @property
     def _most(self) -> int:
         """Bytes of the longest message that passes: of a run of ours it is known how long they are."""
-        return self._capture.codec.length + MAX_OVERHEAD_BYTES if self._capture.fields else MAX_MESSAGE_BYTES
+        return self._capture.codec.message_bytes + MAX_OVERHEAD_BYTES if self._capture.fields else MAX_MESSAGE_BYTES
 
     async def open(self, listen: str) -> str:
         """Listen as the eavesdropper does; returns the address.
@@ -144,7 +148,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         await self._server.start()
         return address
 
-    async def lead(self, target: str) -> None:
+    async def redirect(self, target: str) -> None:
         """Whoever accepts is at another address now: calls under way end, and later ones lead there."""
         if target == self._route.target:
             return
@@ -160,7 +164,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
 
     def _leading(self) -> grpc.aio.Channel:
         """To whoever accepts; a new one where the identity was renewed since, and calls under way go on."""
-        if self._own and self._credentials.expires != self._shown:
+        if self._own and self._credentials.expiry != self._shown:
             self._before.append(self._to)
             self._to = self._channel()
         return self._to
@@ -169,7 +173,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         """Every method is passed on as a stream of bytes in both directions; a unary call is a stream of one."""
 
         async def handle(requests: object, context: Context) -> None:
-            async with answering(context):
+            async with abort_on_error(context):
                 if self._own:
                     self._require_caller(context)
                 await self._pass(details.method, context)
@@ -182,7 +186,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         Raises:
             PermissionDenied: somebody else does.
         """
-        caller, name = self._credentials.caller(context), self._ends[0]
+        caller, name = self._credentials.identify_caller(context), self._ends[0]
         if caller is not None and name and not caller.is_one_of(f"{Role.LEARNER}/{name}"):
             raise PermissionDenied(f"{caller} must not speak for {name}")
 
@@ -196,15 +200,15 @@ class GrpcProxy(grpc.GenericRpcHandler):
         call: grpc.aio.StreamStreamCall[Any, Any] = self._leading().stream_stream(method)(
             metadata=metadata, timeout=context.time_remaining()
         )
-        ending, room = CallOutcome(call), self._capture.room
+        ending, room = CallOutcome(call), self._capture.wait_for_buffer
         try:
-            async with beside(_pump_out(context, call, note_out, room)):
+            async with run_in_background(_pump_out(context, call, note_out, room)):
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     introduction = _passable(await call.initial_metadata())
                     note_back("metadata", _as_json({"metadata": introduction}))
                     await context.send_initial_metadata(introduction)
                     await _pump(call.read, context.write, note_back, room)
-                status = await ending.status()
+                status = await ending.wait_for_status()
         finally:
             call.cancel()
         code, text, trailers = status.code(), status.details() or "", tuple(status.trailing_metadata() or ())
@@ -214,7 +218,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         context.set_details(text)
 
     def _noter(self, direction: str, stream: int, connection: int, method: str) -> _Note:
-        caller, callee, add = self._route.caller, self._route.callee, self._capture.add
+        caller, callee, add = self._route.caller, self._route.callee, self._capture.add_row
         sender, method = (caller if direction == "out" else callee), method[:_MAX_METHOD_CHARS]
         # The first thing that is said, and no other: a hello in the middle is looked at as what it is, a wrong message.
         greeting = ours = method in EXCHANGE_METHODS and bool(self._capture.fields)
@@ -225,7 +229,11 @@ class GrpcProxy(grpc.GenericRpcHandler):
                 kind, greeting = "hello" if greeting else "signature" if ours and is_signature(payload) else kind, False
             payload = payload[:MAX_PAYLOAD_BYTES]
             now, mono, size = time.time_ns(), time.monotonic_ns(), len(payload)
-            add(Row(caller, callee, sender, direction, kind, stream, connection, method, now, mono, size, payload))
+            add(
+                CaptureRow(
+                    caller, callee, sender, direction, kind, stream, connection, method, now, mono, size, payload
+                )
+            )
 
         return note
 
@@ -269,8 +277,14 @@ _TO_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),  # the server may start after the relay
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-_OURS = ("message_length", "algorithms_bitset", "max_concurrent_streams", "connection_idle_ms", "metadata_size")
-_LISTEN_OPTIONS = (*(option for option in SERVER_OPTIONS if not option[0].endswith(_OURS)), *_ANY_SIZE)
+_REPLACED_OPTIONS = (
+    "message_length",
+    "algorithms_bitset",
+    "max_concurrent_streams",
+    "connection_idle_ms",
+    "metadata_size",
+)
+_LISTEN_OPTIONS = (*(option for option in SERVER_OPTIONS if not option[0].endswith(_REPLACED_OPTIONS)), *_ANY_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,22 +301,22 @@ class StandaloneProxyConfig:
         to_ca: PEM file with the authorities that vouch for the server (default: the system's).
     """
 
-    to: str
+    server_address: str
     listen: str = "127.0.0.1:0"
     folder: str | Path = "sottovoce-captures"
     world: int | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    to_tls: bool = False
-    to_ca: Path | None = None
+    server_tls: bool = False
+    server_ca: Path | None = None
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise SpecError("--tls-cert and --tls-key belong together, got one of them")
-        if self.to_ca is not None and not self.to_tls:
+        if self.server_ca is not None and not self.server_tls:
             raise SpecError("--to-ca needs --to-tls")
-        require_address(self.to, "--to")
-        require_address(self.listen, "--listen", listen=True)
+        require_address(self.server_address, "--to")
+        require_address(self.listen, "--listen", allow_port_zero=True)
 
     def build_listen_credentials(self) -> grpc.ServerCredentials | None:
         """Of the side where clients call; None: no TLS.
@@ -314,16 +328,18 @@ class StandaloneProxyConfig:
             return None
         return grpc.ssl_server_credentials([(_pem(self.tls_key), _pem(self.tls_cert))])
 
-    def channel(self) -> grpc.aio.Channel:
+    def open_channel(self) -> grpc.aio.Channel:
         """To the server.
 
         Raises:
             SpecError: the file of authorities cannot be read.
         """
-        if not self.to_tls:
-            return grpc.aio.insecure_channel(self.to, options=_TO_OPTIONS)
-        authorities = None if self.to_ca is None else _pem(self.to_ca)
-        return grpc.aio.secure_channel(self.to, grpc.ssl_channel_credentials(authorities), options=_TO_OPTIONS)
+        if not self.server_tls:
+            return grpc.aio.insecure_channel(self.server_address, options=_TO_OPTIONS)
+        authorities = None if self.server_ca is None else _pem(self.server_ca)
+        return grpc.aio.secure_channel(
+            self.server_address, grpc.ssl_channel_credentials(authorities), options=_TO_OPTIONS
+        )
 
 
 class StandaloneProxy:
@@ -334,14 +350,14 @@ class StandaloneProxy:
         world = "" if config.world is None else f"world-{config.world}-"
         capture_id = f"relay-{world}{uuid.uuid4().hex[:6]}"
         require_folder(config.folder)
-        self.folder = open_folder(config.folder).below(capture_id).name
-        credentials, to = config.build_listen_credentials(), config.channel()
+        self.folder = open_folder(config.folder).get_subfolder(capture_id).name
+        credentials, to = config.build_listen_credentials(), config.open_channel()
         try:
-            self.file = CaptureWriter(self.folder, capture_id, capture_id, "{}", world=config.world)
+            self.writer = CaptureWriter(self.folder, capture_id, capture_id, "{}", world=config.world)
         except OSError as error:
             raise CaptureError(f"cannot write to the folder {self.folder}: {error.strerror or error}") from None
-        route = eavesdropper_pb2.Route(caller=0, callee=1, target=config.to)
-        self._relay, self._credentials = GrpcProxy(route, self.file, to=to, options=_LISTEN_OPTIONS), credentials
+        route = eavesdropper_pb2.Route(caller=0, callee=1, target=config.server_address)
+        self._relay, self._credentials = GrpcProxy(route, self.writer, target=to, options=_LISTEN_OPTIONS), credentials
         self._writing = Tasks()
 
     async def start(self) -> str:
@@ -353,20 +369,20 @@ class StandaloneProxy:
         try:
             address = await self._relay.listen(self._config.listen, self._credentials)
         except Unavailable as error:
-            await self.file.close()
+            await self.writer.close()
             if self._credentials is None:
                 raise
             raise Unavailable(f"{error}, or --tls-cert and --tls-key are not a certificate and its key") from None
-        self._writing.start(self.file.write_parts(), "a capture is no longer written")
-        log.info("capture opened", to=self._config.to, folder=self.folder)
+        self._writing.start(self.writer.write_parts(), "a capture is no longer written")
+        log.info("capture opened", to=self._config.server_address, folder=self.folder)
         return address
 
     async def stop(self) -> None:
         """Let the last calls end, write the rest, close the capture."""
         await self._relay.stop()
         await self._writing.end(WRITE_TIMEOUT_S)
-        await self.file.close()
-        log.info("capture closed", messages=self.file.messages, bytes=self.file.bytes, folder=self.folder)
+        await self.writer.close()
+        log.info("capture closed", messages=self.writer.message_count, bytes=self.writer.byte_count, folder=self.folder)
 
 
 def _pem(path: Path) -> bytes:
@@ -376,7 +392,7 @@ def _pem(path: Path) -> bytes:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
 
 
-async def serve(config: StandaloneProxyConfig, *, with_stdin: bool = False) -> None:
+async def serve(config: StandaloneProxyConfig, *, stop_with_stdin: bool = False) -> None:
     """Run a relay in this process until it is told to stop.
 
     Raises:
@@ -384,6 +400,8 @@ async def serve(config: StandaloneProxyConfig, *, with_stdin: bool = False) -> N
     """
     relay = StandaloneProxy(config)
     address = await relay.start()
-    announce("relay", address=address, to=config.to, capture=relay.folder)
-    log_start("relay", address=address, to=config.to, folder=relay.folder)
-    await serve_until_stopped(lambda _: relay.stop(), with_stdin=with_stdin, drain_s=FINISH_TIMEOUT_S + WRITE_TIMEOUT_S)
+    announce("relay", address=address, to=config.server_address, capture=relay.folder)
+    log_start("relay", address=address, to=config.server_address, folder=relay.folder)
+    await serve_until_stopped(
+        lambda _: relay.stop(), stop_with_stdin=stop_with_stdin, drain_timeout_s=FINISH_TIMEOUT_S + WRITE_TIMEOUT_S
+    )

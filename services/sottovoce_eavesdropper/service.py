@@ -15,8 +15,8 @@ import grpc
 import structlog
 
 from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_eavesdropper.captures import Captures
-from sottovoce_eavesdropper.recording import Recording
+from sottovoce_eavesdropper.captures import CaptureRegistry
+from sottovoce_eavesdropper.recording import CaptureSession
 from sottovoce_eavesdropper.relay import FINISH_TIMEOUT_S, MAX_PAYLOAD_BYTES
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
 from sottovoce_eavesdropper.writing import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
@@ -24,16 +24,24 @@ from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, StreamLimit
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.logs import log_start, warn_if_open
-from sottovoce_rpc.metrics import Catalogue, Reading, MetricsEndpoint, common, serve_metrics
+from sottovoce_rpc.metrics import Catalogue, MetricSample, MetricsEndpoint, collect_common_metrics, serve_metrics
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import MAX_OVERHEAD_BYTES, MAX_CONCURRENT_CALLS, Service, announce, page, serve_until_stopped, start_server
+from sottovoce_rpc.server import (
+    MAX_CONCURRENT_CALLS,
+    MAX_OVERHEAD_BYTES,
+    RunningServer,
+    announce,
+    paginate,
+    serve_until_stopped,
+    start_server,
+)
 from sottovoce_rpc.specs import document_from_wire, require_run_id, resolve_run_id
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
 
-NAME = "sottovoce_wire.v1.Eavesdropper"
-_CHUNK = 1024 * 1024
+SERVICE_NAME = "sottovoce_wire.v1.Eavesdropper"
+_CHUNK_BYTES = 1024 * 1024
 _MIRROR_DRAIN_TIMEOUT_S = 3.0
 MAX_MIRROR_STREAMS = 4
 """Streams of copies of one learner at a time: one of its run, and those that it gave up and that have not ended yet."""
@@ -74,9 +82,13 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     def __init__(self, config: EavesdropperConfig) -> None:
         self.config = config
         self._host = config.listen.rsplit(":", 1)[0]
-        self._captures = Captures(config.folder, self._host, config.credentials, allow_imports=config.allow_imports)
-        self._mirrors = StreamLimit(MAX_MIRROR_STREAMS if config.credentials.principal else MAX_CONCURRENT_CALLS, "copies")
-        self.service: Service | None = None
+        self._captures = CaptureRegistry(
+            config.folder, self._host, config.credentials, allow_imports=config.allow_imports
+        )
+        self._mirrors = StreamLimit(
+            MAX_MIRROR_STREAMS if config.credentials.principal else MAX_CONCURRENT_CALLS, "copies"
+        )
+        self.server: RunningServer | None = None
         self.address = ""
 
     async def start(self) -> str:
@@ -85,19 +97,19 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         Raises:
             SottovoceError: it cannot listen there, its identity cannot be used, or captures cannot be written.
         """
-        self.config.credentials.require(Role.EAVESDROPPER)
+        self.config.credentials.require_principal(Role.EAVESDROPPER)
         require_folder(self.config.folder)
         remote = "://" in str(self.config.folder)
         if remote:  # before a run is there whose capture would be lost
             await asyncio.to_thread(lambda: open_folder(self.config.folder).require_writable())
-        self.service = await start_server(
+        self.server = await start_server(
             self.config.listen,
             lambda server: eavesdropper_pb2_grpc.add_EavesdropperServicer_to_server(self, server),
-            [NAME],
+            [SERVICE_NAME],
             self.config.credentials,
             _MAX_MESSAGE_BYTES,
         )
-        self.address = self._advertised(self.service.address)
+        self.address = self._advertised(self.server.address)
         if not remote:
             warn_if_open(Path(self.config.folder), "folder of captures")
         return self.address
@@ -105,14 +117,14 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     async def stop(self) -> None:
         """Write everything that is in memory, then end. A capture that nobody closed stays open for who comes after."""
         await self._captures.stop()
-        if self.service is not None:
-            await self.service.stop()
+        if self.server is not None:
+            await self.server.stop()
 
-    def readings(self, refused: Refusals) -> Iterator[Reading]:
+    def collect_metrics(self, refused: Refusals) -> Iterator[MetricSample]:
         """For Prometheus; refused: who asked for it, and may not."""
-        served = [] if self.service is None else [self.service.refused]
-        yield from common([self.config.credentials], [refused, self._captures.refused, *served])
-        yield from readings(each.file for each in self._captures.sessions.values())
+        served = [] if self.server is None else [self.server.refusals]
+        yield from collect_common_metrics([self.config.credentials], [refused, self._captures.refusals, *served])
+        yield from collect_metrics(each.writer for each in self._captures.sessions.values())
 
     # ---- captures -----------------------------------------------------------------------------------------
 
@@ -123,42 +135,42 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         opener = self._caller(context)
         require_run_id(request.run_id)
         if request.resume:
-            recording = await self._captures.of_run(request.run_id)
+            recording = await self._captures.get_or_resume(request.run_id)
             recording.require_opener(opener)
-            await recording.lead(request.routes)
+            await recording.redirect_routes(request.routes)
             if request.spec:
-                await recording.amend(_spec(request.spec))
+                await recording.reconfigure(_spec(request.spec))
             return self._opened(recording)
         spec = _spec(request.spec or "{}")
-        return self._opened(await self._captures.open(request, spec, opener))
+        return self._opened(await self._captures.open_capture(request, spec, opener))
 
-    def _opened(self, recording: Recording) -> eavesdropper_pb2.OpenCaptureResponse:
+    def _opened(self, recording: CaptureSession) -> eavesdropper_pb2.OpenCaptureResponse:
         return eavesdropper_pb2.OpenCaptureResponse(
-            capture_id=recording.file.capture_id,
-            relay_addresses=[self._advertised(route["address"]) for route in recording.file.routes],
+            capture_id=recording.writer.capture_id,
+            relay_addresses=[self._advertised(route["address"]) for route in recording.writer.routes],
             mirror_address=self.address,
-            location=recording.file.place.name,
-            gaps=recording.file.gaps.missing,
-            contradiction=recording.file.lookout.contradiction,
+            location=recording.writer.storage_folder.name,
+            gaps=recording.writer.gaps.gap_count,
+            contradiction=recording.writer.checks.contradiction,
         )
 
     async def CloseCapture(
         self, request: eavesdropper_pb2.CloseCaptureRequest, context: Context
     ) -> eavesdropper_pb2.CloseCaptureResponse:
         """End a capture; once closed, closing it again says what was captured."""
-        capture = self._captures.known(request.capture_id)
+        capture = self._captures.get(request.capture_id)
         capture.require_opener(self._caller(context))
-        await capture.close(drain_s=_MIRROR_DRAIN_TIMEOUT_S)
-        return eavesdropper_pb2.CloseCaptureResponse(capture=_info(capture.file))
+        await capture.close(drain_timeout_s=_MIRROR_DRAIN_TIMEOUT_S)
+        return eavesdropper_pb2.CloseCaptureResponse(capture=_info(capture.writer))
 
     async def ListCaptures(
         self, request: eavesdropper_pb2.ListCapturesRequest, context: Context
     ) -> eavesdropper_pb2.ListCapturesResponse:
         """The captures of this process, of one run or all."""
         newest = dict(reversed(self._captures.sessions.items()))
-        run_id = resolve_run_id(request.run_id, (each.file.run_id for each in newest.values()))
-        wanted = {key: each.file for key, each in newest.items() if run_id in ("", each.file.run_id)}
-        files, following = page(wanted, request.page_size, request.page_token)
+        run_id = resolve_run_id(request.run_id, (each.writer.run_id for each in newest.values()))
+        wanted = {key: each.writer for key, each in newest.items() if run_id in ("", each.writer.run_id)}
+        files, following = paginate(wanted, request.page_size, request.page_token)
         infos = [_info(each, ways=bool(request.run_id)) for each in files]
         return eavesdropper_pb2.ListCapturesResponse(captures=infos, next_page_token=following)
 
@@ -169,7 +181,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         if request.run_id:
             require_run_id(request.run_id)
         try:
-            found = await self._captures.sent(request.run_id, request.learners, self._caller(context))
+            found = await self._captures.list_sent_rounds(request.run_id, request.learners, self._caller(context))
         except OSError as error:
             raise CaptureError(f"captures cannot be read: {error.strerror or error}") from None
         return eavesdropper_pb2.ListSentRoundsResponse(sent_rounds=found)
@@ -178,15 +190,15 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self, request: eavesdropper_pb2.StreamCaptureRequest, context: Context
     ) -> AsyncIterator[eavesdropper_pb2.StreamCaptureResponse]:
         """The files of a capture as they stand: first what it says of itself, then the parts, no fewer than that tells of."""
-        file = self._captures.known(request.capture_id).file
+        file = self._captures.get(request.capture_id).writer
         if not request.first_part:  # else whoever follows a capture asks every second
             log.info("capture read", capture=file.capture_id, by=self._caller(context) or UNIDENTIFIED_CALLER)
-        await file.settle()
-        for piece in _pieces("capture.json", await asyncio.to_thread(_read, file.place, "capture.json")):
+        await file.flush_fully()
+        for piece in _pieces("capture.json", await asyncio.to_thread(_read, file.storage_folder, "capture.json")):
             yield piece
-        for name in await asyncio.to_thread(file.place.names):
+        for name in await asyncio.to_thread(file.storage_folder.list_names):
             if parse_part_number(name) >= max(request.first_part, 1):
-                for piece in _pieces(name, await asyncio.to_thread(_read, file.place, name)):
+                for piece in _pieces(name, await asyncio.to_thread(_read, file.storage_folder, name)):
                     yield piece
 
     async def Mirror(
@@ -195,23 +207,23 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """Copies from a learner: one row per receiver."""
         taken = 0
         with contextlib.ExitStack() as held:
-            capture, caller = None, self.config.credentials.caller(context)
-            held.enter_context(self._mirrors.stream(caller))
+            capture, caller = None, self.config.credentials.identify_caller(context)
+            held.enter_context(self._mirrors.hold_stream(caller))
             async for request in requests:
-                of_run = capture or await self._captures.of_run(request.run_id)
-                of_run.who.require_sender(request.sender, caller)
-                rows = of_run.who.rows(request)
+                of_run = capture or await self._captures.get_or_resume(request.run_id)
+                of_run.participants.require_sender(request.sender, caller)
+                rows = of_run.participants.build_rows(request)
                 if capture is None:
                     capture = of_run
-                    held.enter_context(capture.mirroring(request.sender))
-                capture.take(request, rows)
+                    held.enter_context(capture.track_mirror_stream(request.sender))
+                capture.record_copies(request, rows)
                 taken += len(request.messages)
-                await capture.file.room()
+                await capture.writer.wait_for_buffer()
         return eavesdropper_pb2.MirrorResponse(messages=taken)
 
     def _caller(self, context: Context) -> str:
         """Who opens a capture, as it is written down; empty: nobody has a name here."""
-        caller = self.config.credentials.caller(context)
+        caller = self.config.credentials.identify_caller(context)
         return "" if caller is None else str(caller)
 
     def _advertised(self, address: str) -> str:
@@ -237,21 +249,21 @@ def _read(place: Folder, name: str) -> bytes:
 
 
 def _pieces(name: str, content: bytes) -> Iterator[eavesdropper_pb2.StreamCaptureResponse]:
-    for start in range(0, max(len(content), 1), _CHUNK):
-        yield eavesdropper_pb2.StreamCaptureResponse(file=name, data=content[start : start + _CHUNK])
+    for start in range(0, max(len(content), 1), _CHUNK_BYTES):
+        yield eavesdropper_pb2.StreamCaptureResponse(file=name, data=content[start : start + _CHUNK_BYTES])
 
 
 def _info(file: CaptureWriter, *, ways: bool = False) -> eavesdropper_pb2.CaptureInfo:
-    told = file.ways.items() if ways else ()
+    told = file.channel_traffic.items() if ways else ()
     return eavesdropper_pb2.CaptureInfo(
         capture_id=file.capture_id,
         run_id=file.run_id,
-        location=file.place.name,
-        messages=file.messages,
-        bytes=file.bytes,
-        open=file.open,
-        error=file.broken or "",
-        gaps=file.gaps.missing if file.open else len(file.gaps.facts()),
+        location=file.storage_folder.name,
+        messages=file.message_count,
+        bytes=file.byte_count,
+        open=file.is_open,
+        error=file.write_error or "",
+        gaps=file.gaps.gap_count if file.is_open else len(file.gaps.build_metadata()),
         channels=[
             eavesdropper_pb2.ChannelTraffic(sender=sender, receiver=receiver, messages=messages, bytes=n_bytes)
             for (sender, receiver), (messages, n_bytes) in told
@@ -259,7 +271,9 @@ def _info(file: CaptureWriter, *, ways: bool = False) -> eavesdropper_pb2.Captur
     )
 
 
-async def serve(config: EavesdropperConfig, *, with_stdin: bool = False, metrics: MetricsEndpoint | None = None) -> None:
+async def serve(
+    config: EavesdropperConfig, *, stop_with_stdin: bool = False, metrics: MetricsEndpoint | None = None
+) -> None:
     """Run the eavesdropper in this process until it is told to stop.
 
     Args:
@@ -271,17 +285,19 @@ async def serve(config: EavesdropperConfig, *, with_stdin: bool = False, metrics
         SottovoceError: an address is taken.
     """
     service, refused = Eavesdropper(config), Refusals()
-    async with serve_metrics(metrics, CATALOGUE, lambda: service.readings(refused), refused):
+    async with serve_metrics(metrics, CATALOGUE, lambda: service.collect_metrics(refused), refused):
         announce("eavesdropper", address=await service.start())
         log_start("eavesdropper", config.credentials.principal, address=service.address, folder=config.folder)
-        await serve_until_stopped(lambda _: service.stop(), with_stdin=with_stdin, drain_s=DRAIN_TIMEOUT_S)
+        await serve_until_stopped(
+            lambda _: service.stop(), stop_with_stdin=stop_with_stdin, drain_timeout_s=DRAIN_TIMEOUT_S
+        )
 
 
 # ---- its metrics -----------------------------------------------------------------------------------------------------
 
 
 CATALOGUE = Catalogue("sottovoce_eavesdropper")
-_metric = CATALOGUE.add
+_metric = CATALOGUE.add_metric
 
 _OPEN = _metric("captures_open", "Captures that are being recorded.")
 _CAPTURES = _metric("captures_total", "Captures that were opened, or taken up again, since it started.")
@@ -300,23 +316,25 @@ _ERRORS = _metric(
 )
 
 
-def readings(captures: Iterable[CaptureWriter]) -> Iterator[Reading]:
+def collect_metrics(captures: Iterable[CaptureWriter]) -> Iterator[MetricSample]:
     """Of an eavesdropper; captures: all of this process."""
     files = list(captures)
-    recorded = [file for file in files if file.open]
-    yield _OPEN.of(len(recorded))
-    yield _CAPTURES.of(len(files))
-    yield _MESSAGES.of(sum(file.messages if file.ciphertext is None else file.ciphertext.records for file in files))
-    yield _BYTES.of(sum(file.bytes if file.ciphertext is None else file.ciphertext.bytes for file in files))
-    yield _PARTS.of(sum(file.parts for file in files))
-    rows, held = zip(*(file.unwritten for file in files), strict=True) if files else ((), ())
-    yield _ROWS.of(sum(rows))
-    yield _HELD.of(sum(held))
+    recorded = [file for file in files if file.is_open]
+    yield _OPEN.sample(len(recorded))
+    yield _CAPTURES.sample(len(files))
+    yield _MESSAGES.sample(
+        sum(file.message_count if file.ciphertext is None else file.ciphertext.records for file in files)
+    )
+    yield _BYTES.sample(sum(file.byte_count if file.ciphertext is None else file.ciphertext.bytes for file in files))
+    yield _PARTS.sample(sum(file.part_count for file in files))
+    rows, held = zip(*(file.buffer_size for file in files), strict=True) if files else ((), ())
+    yield _ROWS.sample(sum(rows))
+    yield _HELD.sample(sum(held))
     noticed = Counter[str]()
     for file in files:
-        noticed.update(dict(file.lookout.kinds))  # a copy: parts are looked at in a thread
+        noticed.update(dict(file.checks.counts_by_kind))  # a copy: parts are looked at in a thread
     for kind, count in noticed.items():
-        yield _NOTICES.of(count, kind)
-    yield _UNCHECKED.of(sum(file.lookout.not_checked is not None for file in recorded))
-    yield _GAPS.of(sum(file.gaps.missing for file in recorded))
-    yield _ERRORS.of(sum(file.broken is not None for file in files))
+        yield _NOTICES.sample(count, kind)
+    yield _UNCHECKED.sample(sum(file.checks.unchecked_reason is not None for file in recorded))
+    yield _GAPS.sample(sum(file.gaps.gap_count for file in recorded))
+    yield _ERRORS.sample(sum(file.write_error is not None for file in files))

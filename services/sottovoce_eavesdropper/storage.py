@@ -20,7 +20,7 @@ from sottovoce_core.optional import import_optional
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"})
 """Protocols of fsspec that put an object in one piece. All others are taken for file systems."""
 _S3 = frozenset({"s3", "s3a"})
-_PATIENCE_S = {"connect_timeout": 5, "read_timeout": 20}
+_S3_TIMEOUTS_S = {"connect_timeout": 5, "read_timeout": 20}
 """Of calls to S3, each tried a few times: whoever writes a capture tries again by itself, and a start is to fail soon."""
 _PROBE = ".sottovoce-may-write"
 
@@ -28,7 +28,7 @@ _PROBE = ".sottovoce-may-write"
 class Folder:
     """A folder of this machine: files side by side, and folders below."""
 
-    remote = False
+    is_remote = False
     """Whether what cannot be written now may be written a moment later: a store that is away comes back, a full disk hardly."""
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class Folder:
         """Path or URL."""
         return str(self._local)
 
-    def below(self, name: str) -> Folder:
+    def get_subfolder(self, name: str) -> Folder:
         """A folder in this one; it need not exist."""
         return Folder(self._local / name)
 
@@ -83,18 +83,18 @@ class Folder:
         """
         (self._local / name).unlink()
 
-    def written(self, name: str) -> float:
+    def get_write_time(self, name: str) -> float:
         """When a file was written, in seconds of Unix time; 0 where there is none, or nobody knows."""
         try:
             return (self._local / name).stat().st_mtime
         except OSError:
             return 0.0
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Files and folders in here, sorted; empty where there is no such folder."""
         return sorted(path.name for path in self._local.iterdir()) if self._local.is_dir() else []
 
-    def size(self, name: str) -> int:
+    def get_size(self, name: str) -> int:
         """Bytes in a file.
 
         Raises:
@@ -127,7 +127,7 @@ class RemoteFolder(Folder):
         scheme: its protocol, as in the URL.
     """
 
-    remote = True
+    is_remote = True
 
     def __init__(self, files: Any, path: str, scheme: str) -> None:
         self._files, self._path, self._scheme = files, path.rstrip("/"), scheme
@@ -136,7 +136,7 @@ class RemoteFolder(Folder):
     def name(self) -> str:
         return f"{self._scheme}://{self._path.lstrip('/')}"
 
-    def below(self, name: str) -> RemoteFolder:
+    def get_subfolder(self, name: str) -> RemoteFolder:
         return RemoteFolder(self._files, f"{self._path}/{name}", self._scheme)
 
     def make(self) -> None:
@@ -149,7 +149,7 @@ class RemoteFolder(Folder):
         with _as_os_error():
             self._files.rm_file(f"{self._path}/{name}")
 
-    def written(self, name: str) -> float:
+    def get_write_time(self, name: str) -> float:
         try:
             with _as_os_error():
                 return float(self._files.modified(f"{self._path}/{name}").timestamp())
@@ -165,7 +165,7 @@ class RemoteFolder(Folder):
             self._files.pipe_file(f"{final}.partial", content)
             self._files.mv(f"{final}.partial", final)
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         with _as_os_error():
             self._files.invalidate_cache()
             try:
@@ -174,7 +174,7 @@ class RemoteFolder(Folder):
                 return []
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
 
-    def size(self, name: str) -> int:
+    def get_size(self, name: str) -> int:
         with _as_os_error():
             return int(self._files.size(f"{self._path}/{name}"))
 
@@ -221,7 +221,7 @@ def open_folder(place: str | Path) -> Folder:
         import_optional("s3fs", "s3fs", f"keeping captures at {text}", "s3")
     # Captures grow while they are read: what was listed a moment ago says nothing.
     options: dict[str, Any] = {"use_listings_cache": False} if scheme in _OBJECT_STORES else {}
-    options |= {"config_kwargs": _PATIENCE_S} if scheme in _S3 else {}
+    options |= {"config_kwargs": _S3_TIMEOUTS_S} if scheme in _S3 else {}
     try:
         with _as_os_error():
             files, path = fsspec.url_to_fs(text, **options)

@@ -17,25 +17,25 @@ from dataclasses import dataclass, field
 import structlog
 
 from sottovoce_core.errors import SpecError, Unavailable
-from sottovoce_eavesdropper.lookout import Row
+from sottovoce_eavesdropper.lookout import CaptureRow
 from sottovoce_eavesdropper.writing import CaptureWriter
-from sottovoce_rpc.addresses import place_of
+from sottovoce_rpc.addresses import parse_address
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.tasks import Tasks, extract_first_error
 from sottovoce_wire.v1 import eavesdropper_pb2
 
 log = structlog.get_logger()
 
-_PATIENCE_S = 10.0
+_CONNECTION_TIMEOUT_S = 10.0
 """For whoever accepts to be there, and for both ends to take the last bytes."""
 _LINGER_TIMEOUT_S = 0.1
 """How long connections may take to end when a capture closes: the last bytes are on their way, but callers may keep the rest."""
 MAX_CONNECTIONS = 256
 """Of an edge, at a time: learners need one, and another one while they reconnect."""
-_READ = 64 * 1024
+_READ_BYTES = 64 * 1024
 """Bytes that are held of a direction, about: what is not taken is not read."""
 
-_HEADER = 5
+_HEADER_BYTES = 5
 _TYPES = range(20, 25)
 """Of TLS records: change of cipher, alert, handshake, data, heartbeat."""
 _MAX_RECORD_BYTES = 2**14 + 2048
@@ -54,7 +54,7 @@ class Framing:
     _left: int = 0  # of it, still to come
     _plain: bool = False
 
-    def sizes(self, came: bytes) -> Iterator[int]:
+    def split_records(self, came: bytes) -> Iterator[int]:
         """Bytes, header and all, of every record that these bytes end."""
         at = 0
         while at < len(came) and not self._plain:
@@ -62,10 +62,10 @@ class Framing:
                 taken = min(self._left, len(came) - at)
                 self._left, at = self._left - taken, at + taken
             else:
-                taken = min(_HEADER - len(self._head), len(came) - at)
+                taken = min(_HEADER_BYTES - len(self._head), len(came) - at)
                 self._head += came[at : at + taken]
                 at += taken
-                if len(self._head) == _HEADER:
+                if len(self._head) == _HEADER_BYTES:
                     self._begin()
             if self._size and not self._left:
                 yield self._size
@@ -75,7 +75,7 @@ class Framing:
             self._head.clear()
             yield rest
 
-    def rest(self) -> int:
+    def count_partial_bytes(self) -> int:
         """Bytes of the record that the end of the stream has cut off."""
         return self._size - self._left if self._size else len(self._head)
 
@@ -83,7 +83,7 @@ class Framing:
         """Read a header."""
         kind, major, length = self._head[0], self._head[1], int.from_bytes(self._head[3:])
         if kind in _TYPES and major == 3 and length <= _MAX_RECORD_BYTES:
-            self._size, self._left = _HEADER + length, length
+            self._size, self._left = _HEADER_BYTES + length, length
         else:
             self._plain = True
 
@@ -104,11 +104,11 @@ class TcpProxy:
         route: eavesdropper_pb2.Route,
         capture: CaptureWriter,
         *,
-        connections: int = 0,
+        connection_count: int = 0,
         credentials: Credentials = NO_IDENTITY,
     ) -> None:
         self._route, self._capture, self._credentials = route, capture, credentials
-        self._connections = connections
+        self._connections = connection_count
         self._server: asyncio.Server | None = None
         self._passing = Tasks()
         self._under_way: set[asyncio.Task[None]] = set()
@@ -119,7 +119,7 @@ class TcpProxy:
         Raises:
             Unavailable: the address cannot be listened on.
         """
-        host, port = place_of(listen, "an address of a wiretap", listen=True)
+        host, port = parse_address(listen, "an address of a wiretap", allow_port_zero=True)
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             family, *_, address = found[0]
@@ -127,10 +127,10 @@ class TcpProxy:
             own = socket.create_server(address[:2], family=family, dualstack_ipv6=both)
         except OSError as error:
             raise Unavailable(f"cannot listen on {listen}: {error.strerror or error}") from None
-        self._server = await asyncio.start_server(self._take, sock=own, limit=_READ)
+        self._server = await asyncio.start_server(self._take, sock=own, limit=_READ_BYTES)
         return f"{listen.rsplit(':', 1)[0]}:{own.getsockname()[1]}"
 
-    async def lead(self, target: str) -> None:
+    async def redirect(self, target: str) -> None:
         """Whoever accepts is at another address now: connections under way end, and later ones lead there."""
         if target != self._route.target:
             self._route.target = target
@@ -162,17 +162,19 @@ class TcpProxy:
         ends.note("opened", "out")
         try:
             if self._admits(writer):
-                await self._capture.room()
-                async with asyncio.timeout(_PATIENCE_S):
+                await self._capture.wait_for_buffer()
+                async with asyncio.timeout(_CONNECTION_TIMEOUT_S):
                     far_reader, far_writer = await _dial(self._route.target)
                 writers.append(far_writer)
                 async with asyncio.TaskGroup() as both:
                     both.create_task(ends.pump("out", reader, far_writer))
                     both.create_task(ends.pump("back", far_reader, writer))
-                async with asyncio.timeout(_PATIENCE_S):
+                async with asyncio.timeout(_CONNECTION_TIMEOUT_S):
                     await _left(writers)
         except* (OSError, TimeoutError, SpecError) as errors:  # reset, nobody there, or no address yet
-            log.debug("connection cut", edge=(self._route.caller, self._route.callee), reason=str(extract_first_error(errors)))
+            log.debug(
+                "connection cut", edge=(self._route.caller, self._route.callee), reason=str(extract_first_error(errors))
+            )
         finally:
             ends.close()
             for each in writers:
@@ -198,10 +200,10 @@ class _Ends:
     async def pump(self, direction: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass bytes on until the one side ends, then tell the other one; not faster than they are taken, and noted."""
         framing = self.framings[direction]
-        while came := await reader.read(_READ):
-            for size in framing.sizes(came):
+        while came := await reader.read(_READ_BYTES):
+            for size in framing.split_records(came):
                 self.note("ciphertext", direction, size)
-            await self.capture.room()
+            await self.capture.wait_for_buffer()
             writer.write(came)
             await writer.drain()
         self.end(direction)
@@ -211,7 +213,7 @@ class _Ends:
     def end(self, direction: str) -> None:
         """Nothing more comes this way."""
         if (framing := self.framings.pop(direction, None)) is not None:
-            if rest := framing.rest():
+            if rest := framing.count_partial_bytes():
                 self.note("ciphertext", direction, rest)
             self.note("closed", direction)
 
@@ -224,7 +226,9 @@ class _Ends:
         caller, callee = self.route.caller, self.route.callee
         sender = caller if direction == "out" else callee
         now, mono = time.time_ns(), time.monotonic_ns()
-        self.capture.add(Row(caller, callee, sender, direction, kind, 0, self.number, "", now, mono, size, b""))
+        self.capture.add_row(
+            CaptureRow(caller, callee, sender, direction, kind, 0, self.number, "", now, mono, size, b"")
+        )
 
 
 async def _dial(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -235,8 +239,10 @@ async def _dial(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
         SpecError: it is not known yet where that is.
     """
     if target.startswith("unix:"):
-        return await asyncio.open_unix_connection(target.removeprefix("unix:"), limit=_READ)
-    reader, writer = await asyncio.open_connection(*place_of(target, "the address of a learner"), limit=_READ)
+        return await asyncio.open_unix_connection(target.removeprefix("unix:"), limit=_READ_BYTES)
+    reader, writer = await asyncio.open_connection(
+        *parse_address(target, "the address of a learner"), limit=_READ_BYTES
+    )
     _keep_alive(writer)
     return reader, writer
 

@@ -22,14 +22,14 @@ import structlog
 
 from sottovoce_core.errors import RemoteProtocolError
 from sottovoce_core.network.roster import Participation, ParticipationSchedule
-from sottovoce_core.registry import ENDLESS
-from sottovoce_core.running.transcript import parquet
-from sottovoce_core.spec import MAX_OFFLINE_INTERVALS, MOST_LEARNERS
-from sottovoce_eavesdropper import FORMAT
-from sottovoce_eavesdropper.lookout import Gaps, CaptureChecks, Row, is_tapped
+from sottovoce_core.registry import UNBOUNDED_ROUNDS
+from sottovoce_core.running.transcript import import_parquet
+from sottovoce_core.spec import MAX_LEARNERS, MAX_OFFLINE_INTERVALS
+from sottovoce_eavesdropper import CAPTURE_FORMAT
+from sottovoce_eavesdropper.lookout import CaptureChecks, CaptureRow, Gaps, is_tapped
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, Shapes
-from sottovoce_rpc.logs import failure
+from sottovoce_rpc.logs import describe_failure
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,7 +43,7 @@ WRITE_TIMEOUT_S = 30.0
 """How long a part under way may take to be written when a capture ends."""
 
 
-def schema() -> pa.Schema:
+def build_schema() -> pa.Schema:
     """The columns of a part."""
     import pyarrow as pa
 
@@ -94,7 +94,7 @@ class CiphertextCounts:
     records: int = 0
     bytes: int = 0
 
-    def count(self, kind: str, size: int, times: int = 1) -> None:
+    def add_rows(self, kind: str, size: int, times: int = 1) -> None:
         """So many rows of a kind, and the bytes of all of them."""
         if kind == "opened":
             self.connections += times
@@ -139,86 +139,88 @@ class CaptureWriter:
     fields: Shapes = field(default_factory=dict)
     routes: Sequence[Mapping[str, Any]] = ()
     gaps: Gaps = field(default_factory=Gaps)
-    awaited: dict[tuple[int, int], int] = field(default_factory=dict)
+    awaited_rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     opener: str = ""
-    messages: int = 0
-    bytes: int = 0
-    open: bool = True
-    broken: str | None = None
+    message_count: int = 0
+    byte_count: int = 0
+    is_open: bool = True
+    write_error: str | None = None
     is_interrupted: bool = False
-    parts: int = 0
-    ways: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    part_count: int = 0
+    channel_traffic: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     ciphertext: CiphertextCounts | None = field(init=False)
-    place: Folder = field(init=False)
+    storage_folder: Folder = field(init=False)
     codec: RoundCodec = field(init=False)
-    lookout: CaptureChecks = field(init=False)
-    _rows: list[Row] = field(default_factory=list)
+    checks: CaptureChecks = field(init=False)
+    _rows: list[CaptureRow] = field(default_factory=list)
     _held: int = 0
     _complete: bool = False
-    _due: list[Sequence[Row]] = field(default_factory=list)  # looked at, and not yet in the store
+    _due: list[Sequence[CaptureRow]] = field(default_factory=list)  # looked at, and not yet in the store
     _away: bool = False
     _full: asyncio.Event = field(default_factory=asyncio.Event)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _closing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        parquet()
+        import_parquet()
         spec = json.loads(self.spec)
         self.codec = RoundCodec(self.fields)
-        self.lookout = CaptureChecks(self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports)
-        self.gaps.attendances = _attendances(spec)
+        self.checks = CaptureChecks(
+            self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports
+        )
+        self.gaps.participations = _attendances(spec)
         self.ciphertext = CiphertextCounts() if is_tapped(spec) else None
-        self.place = open_folder(self.folder)
-        self.place.make()
-        if not self.parts:  # else what stands there is true until more is known
+        self.storage_folder = open_folder(self.folder)
+        self.storage_folder.make()
+        if not self.part_count:  # else what stands there is true until more is known
             self._describe()
 
-    def add(self, row: Row) -> None:
+    def add_row(self, row: CaptureRow) -> None:
         """Keep a record; cheap, called for every message that passes."""
-        if not self.open:
+        if not self.is_open:
             return
         self._rows.append(row)
         if row.kind == "message":
-            self.messages += 1
-            self.bytes += row.size
-            self.passed(row.caller, row.callee, row.sender, row.size)
-            if self.awaited:
+            self.message_count += 1
+            self.byte_count += row.size
+            self.count_traffic(row.caller, row.callee, row.sender, row.size)
+            if self.awaited_rounds:
                 self._note_gap(row)
         elif self.ciphertext is not None:
-            self.ciphertext.count(row.kind, row.size)
+            self.ciphertext.add_rows(row.kind, row.size)
             if row.kind == "ciphertext":
-                self.passed(row.caller, row.callee, row.sender, row.size)
+                self.count_traffic(row.caller, row.callee, row.sender, row.size)
         self._held += len(row.payload)
         if len(self._rows) >= MAX_PART_ROWS or self._held >= MAX_PART_BYTES:
             self._full.set()
 
     @property
-    def unwritten(self) -> tuple[int, int]:
+    def buffer_size(self) -> tuple[int, int]:
         """Rows in memory, and the bytes of what they hold."""
         return len(self._rows), self._held
 
-    def passed(self, caller: int, callee: int, sender: int, size: int, times: int = 1) -> None:
+    def count_traffic(self, caller: int, callee: int, sender: int, size: int, times: int = 1) -> None:
         """So many messages, or records of TLS, passed on an edge, and the bytes of all of them."""
         if self.fields or self.ciphertext is not None:  # else who speaks is not known, nor how many there are
             way = sender, caller + callee - sender
-            known, n_bytes = self.ways.get(way, (0, 0))
-            self.ways[way] = known + times, n_bytes + size
+            known, n_bytes = self.channel_traffic.get(way, (0, 0))
+            self.channel_traffic[way] = known + times, n_bytes + size
 
-    def _note_gap(self, row: Row) -> None:
+    def _note_gap(self, row: CaptureRow) -> None:
         """The first round of a way since the capture was taken up again."""
         way = row.sender, row.caller + row.callee - row.sender
-        if way in self.awaited:
+        if way in self.awaited_rounds:
             with contextlib.suppress(RemoteProtocolError):  # of no round: what is wrong with it is noticed
                 t, _, _ = self.codec.decode(row.payload)
-                self.gaps.resumed(*way, due=self.awaited.pop(way), t=t)
+                self.gaps.resume_channel(*way, next_round=self.awaited_rounds.pop(way), t=t)
 
-    def amend(self, spec: str) -> None:
+    def reconfigure(self, spec: str) -> None:
         """Learners leave or join: the run has another spec from now on, which says the same of what was recorded."""
         self.spec, document = spec, json.loads(spec)
-        self.lookout.amend(document)
-        self.gaps.attendances = _attendances(document)
+        self.checks.reconfigure(document)
+        self.gaps.participations = _attendances(document)
 
-    async def describe(self) -> None:
+    async def write_metadata(self) -> None:
         """Write down what the capture is: one at a time, so that what stands there is whole, and the newest.
 
         Raises:
@@ -231,7 +233,7 @@ class CaptureWriter:
         """Write parts as they fill up, or a second after the last one was begun, until cancelled."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        while self.open:
+        while self.is_open:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(max(begun + _PART_INTERVAL_S, loop.time())):
                     await self._full.wait()
@@ -239,9 +241,9 @@ class CaptureWriter:
             begun = loop.time()
             await self.flush()
 
-    async def room(self) -> None:
+    async def wait_for_buffer(self) -> None:
         """Wait while two parts or more are in memory, or very many rows: the wire is faster than the disk."""
-        if self.open and (self._held >= 2 * MAX_PART_BYTES or len(self._rows) >= _MAX_BUFFERED_ROWS):
+        if self.is_open and (self._held >= 2 * MAX_PART_BYTES or len(self._rows) >= _MAX_BUFFERED_ROWS):
             await self.flush()
 
     async def flush(self) -> None:
@@ -261,32 +263,32 @@ class CaptureWriter:
 
     def _failed(self, error: Exception) -> None:
         """A part could not be written."""
-        reason = {"reason": str(error)} if isinstance(error, OSError) else failure(error)
+        reason = {"reason": str(error)} if isinstance(error, OSError) else describe_failure(error)
         held = sum(len(row.payload) for own in self._due for row in own)
         few = held < 2 * MAX_PART_BYTES and sum(map(len, self._due)) < _MAX_BUFFERED_ROWS
-        if self.open and few and self.place.remote and isinstance(error, OSError):
+        if self.is_open and few and self.storage_folder.is_remote and isinstance(error, OSError):
             if not self._away:
                 log.error(
                     "the store of a capture does not answer: held until it does", capture=self.capture_id, **reason
                 )
             self._away = True
             return
-        self.open, self._due = False, []
-        self.broken = (error.strerror or str(error)) if isinstance(error, OSError) else type(error).__name__
+        self.is_open, self._due = False, []
+        self.write_error = (error.strerror or str(error)) if isinstance(error, OSError) else type(error).__name__
         log.error("capture cannot be written: nothing more is recorded", capture=self.capture_id, **reason)
 
-    async def close(self, *, over: bool = True) -> None:
+    async def close(self, *, has_run_ended: bool = True) -> None:
         """Write the rest; if all came and could be written, the capture is complete.
 
         Args:
             over: False: its run may go on, and an eavesdropper after this one takes it up.
         """
         async with self._closing:
-            self.open = False
+            self.is_open = False
             await self.flush()
-            await self._conclude(over=over)
+            await self._conclude(over=has_run_ended)
 
-    async def settle(self) -> None:
+    async def flush_fully(self) -> None:
         """Write what is in memory; of a capture that is being closed, all that it will ever say."""
         async with self._closing:
             await self.flush()
@@ -294,38 +296,40 @@ class CaptureWriter:
     async def _conclude(self, *, over: bool) -> None:
         """Write down how the capture ended."""
         told = json.loads(self.spec).get("rounds", 0)
-        rounds = ENDLESS if told is None else told if isinstance(told, int) else 0
-        for way, due in self.awaited.items():
-            ends = (each.end for i, each in self.gaps.attendances.items() if i in way)
+        rounds = UNBOUNDED_ROUNDS if told is None else told if isinstance(told, int) else 0
+        for way, due in self.awaited_rounds.items():
+            ends = (each.end for i, each in self.gaps.participations.items() if i in way)
             if 0 < due < min((rounds, *ends)):  # 0: in a network with directions nothing may ever pass there
-                self.gaps.resumed(*way, due=due, t=None)
+                self.gaps.resume_channel(*way, next_round=due, t=None)
         for each in self.routes if self.is_interrupted else ():
             for way in ((each["caller"], each["callee"]), (each["callee"], each["caller"])):
-                self.gaps.resumed(*way, due=0, t=None)
-        if self.broken is None:
-            self._complete = over and not self.gaps.facts()
+                self.gaps.resume_channel(*way, next_round=0, t=None)
+        if self.write_error is None:
+            self._complete = over and not self.gaps.build_metadata()
             try:
-                await self.describe()
+                await self.write_metadata()
             except OSError as error:
-                self._complete, self.broken = False, error.strerror or str(error)
+                self._complete, self.write_error = False, error.strerror or str(error)
 
-    def _write(self, rows: Sequence[Row]) -> None:
+    def _write(self, rows: Sequence[CaptureRow]) -> None:
         """In a thread: look at what was recorded, and write it in parts."""
-        noticed = self.lookout.count
-        self._due += _in_parts(self.lookout.look(rows))
+        noticed = self.checks.detection_count
+        self._due += _in_parts(self.checks.check_rows(rows))
         while self._due:
-            self.place.write(format_part_name(self.parts + 1), _part(self._due[0], self.run_id, self.world, self.replica))
-            self.parts += 1
+            self.storage_folder.write(
+                format_part_name(self.part_count + 1), _part(self._due[0], self.run_id, self.world, self.replica)
+            )
+            self.part_count += 1
             del self._due[0]
         if self._away:
             log.info("the store of a capture answers again: nothing is lost", capture=self.capture_id)
             self._away = False
-        if self.lookout.count > noticed:
+        if self.checks.detection_count > noticed:
             self._describe()
 
     def _describe(self) -> None:
         facts = {
-            "format": FORMAT,
+            "format": CAPTURE_FORMAT,
             "capture_id": self.capture_id,
             "run_id": self.run_id,
             "world": self.world,
@@ -333,16 +337,16 @@ class CaptureWriter:
             "n_features": self.n_features,
             "fields": {name: list(shape) for name, shape in self.fields.items()},
             "complete": self._complete,
-            "gaps": self.gaps.facts(),
+            "gaps": self.gaps.build_metadata(),
             "routes": list(self.routes),
             "opener": self.opener,
-            "messages": self.messages,
-            "bytes": self.bytes,
+            "messages": self.message_count,
+            "bytes": self.byte_count,
             "ciphertext": None if self.ciphertext is None else asdict(self.ciphertext),
-            **self.lookout.facts(),
+            **self.checks.build_metadata(),
             "spec": json.loads(self.spec),
         }
-        self.place.write("capture.json", json.dumps(facts, indent=2).encode())
+        self.storage_folder.write("capture.json", json.dumps(facts, indent=2).encode())
 
 
 async def _to_its_end(work: Callable[[], None]) -> None:
@@ -357,7 +361,7 @@ async def _to_its_end(work: Callable[[], None]) -> None:
         raise
 
 
-def _in_parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+def _in_parts(rows: Sequence[CaptureRow]) -> Iterator[Sequence[CaptureRow]]:
     """Runs of rows of at most `MAX_PART_ROWS`, and of `MAX_PART_BYTES` but for the last row."""
     begin, held = 0, 0
     for end, row in enumerate(rows, 1):
@@ -367,17 +371,18 @@ def _in_parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
             begin, held = end, 0
 
 
-def _part(rows: Sequence[Row], run: str, world: int | None, replica: int | None) -> bytes:
+def _part(rows: Sequence[CaptureRow], run: str, world: int | None, replica: int | None) -> bytes:
     """A part, as the bytes of its file."""
     import pyarrow as pa
 
     labels = (run, -1 if world is None else world, -1 if replica is None else replica)
     columns = [*zip(*rows, strict=True), *([label] * len(rows) for label in labels)]
     table = pa.Table.from_arrays(
-        [pa.array(column, kind.type) for column, kind in zip(columns, schema(), strict=True)], schema=schema()
+        [pa.array(column, kind.type) for column, kind in zip(columns, build_schema(), strict=True)],
+        schema=build_schema(),
     )
     sink = pa.BufferOutputStream()
-    parquet().write_table(table, sink, compression="zstd")
+    import_parquet().write_table(table, sink, compression="zstd")
     content: bytes = sink.getvalue().to_pybytes()
     return content
 
@@ -386,9 +391,14 @@ def _attendances(spec: Mapping[str, Any]) -> dict[int, Participation]:
     """In which rounds learners take part, where some are away; nobody has checked the spec that came with a capture."""
     try:
         told = spec["learners"]
-        if (told if isinstance(told, int) else len(told)) > MOST_LEARNERS or len(spec["absences"]) > MAX_OFFLINE_INTERVALS:
+        if (told if isinstance(told, int) else len(told)) > MAX_LEARNERS or len(
+            spec["absences"]
+        ) > MAX_OFFLINE_INTERVALS:
             return {}  # of no run of ours
-        roster, rounds = ParticipationSchedule.from_spec(spec), int(spec["rounds"] or ENDLESS)
-        return {i: roster.attendance(i, rounds) for i in range(len(roster.names) if roster.absences else 0)}
+        roster, rounds = ParticipationSchedule.from_spec(spec), int(spec["rounds"] or UNBOUNDED_ROUNDS)
+        return {
+            i: roster.learner_participation(i, rounds)
+            for i in range(len(roster.names) if roster.offline_intervals else 0)
+        }
     except (ValueError, TypeError, KeyError):
         return {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.privacy.accountant import Accountant
-from sottovoce_core.running.policy import DAYS
+from sottovoce_core.running.policy import DAYS_PER_MONTH
 from sottovoce_core.running.run import format_above
 
 
@@ -25,9 +25,9 @@ class Allowance:
 
     max_epsilon_per_run: float | None = None
     max_epsilon_per_month: float | None = None
-    in_all: float | None = None
-    lately: float = 0.0
-    elsewhere: float = 0.0
+    max_epsilon_in_all_runs: float | None = None
+    other_runs_month_epsilon: float = 0.0
+    other_runs_epsilon: float = 0.0
 
 
 _NO_LIMITS = Allowance()
@@ -48,16 +48,26 @@ class PrivacyFilter:
         self._limits = (
             ("spent epsilon", 0.0, budget, "the budget of"),
             ("epsilon spent in this run", 0.0, allowance.max_epsilon_per_run, f"{allowed} in one,"),
-            (f"epsilon spent in {DAYS} days", allowance.lately, allowance.max_epsilon_per_month, f"{allowed} in so many,"),
-            ("epsilon spent in all runs", allowance.elsewhere, allowance.in_all, f"{allowed},"),
+            (
+                f"epsilon spent in {DAYS_PER_MONTH} days",
+                allowance.other_runs_month_epsilon,
+                allowance.max_epsilon_per_month,
+                f"{allowed} in so many,",
+            ),
+            (
+                "epsilon spent in all runs",
+                allowance.other_runs_epsilon,
+                allowance.max_epsilon_in_all_runs,
+                f"{allowed},",
+            ),
         )
         self.budget = min((each for each in (budget, allowance.max_epsilon_per_run) if each is not None), default=None)
         """Epsilon that is not exceeded in this run, whatever other runs have cost; None: there is no limit."""
-        self.spent = 0.0
-        self.counts = array("I")
+        self.epsilon_spent = 0.0
+        self.record_counts = array("I")
         """Records of each round that is over: all that the meter has been told."""
 
-    def price(self, t: int) -> float:
+    def admit_round(self, t: int) -> float:
         """Epsilon spent once the message of round t is out.
 
         Raises:
@@ -66,20 +76,20 @@ class PrivacyFilter:
         loss = self._accountant.next_loss()
         if not loss >= 0.0:  # in this form, as below, not-a-number is refused, too
             raise BudgetExhausted(f"the price of round {t} must be at least 0, got {loss}: nothing is said without one")
-        after = self.spent + loss
+        after = self.epsilon_spent + loss
         for what, others, limit, whose in self._limits:
             if limit is not None and not others + after <= limit:
                 raise BudgetExhausted(
-                    f"saying round {t} would bring the {what} from {others + self.spent:.6g} to "
+                    f"saying round {t} would bring the {what} from {others + self.epsilon_spent:.6g} to "
                     f"{format_above(others + after, limit)}, above {whose} {limit:.6g}"
                 )
         return after
 
     def charge(self, after: float) -> None:
         """Book what the journal already says."""
-        self.spent = after
+        self.epsilon_spent = after
 
     def advance(self, records: int) -> None:
         """The round brought so many records."""
         self._accountant.advance(records)
-        self.counts.append(records)
+        self.record_counts.append(records)

@@ -14,7 +14,7 @@ from sottovoce_core.spec import LEARNER_NAME_PATTERN, LEARNER_NAME_RULE
 from sottovoce_rpc import principals
 from sottovoce_rpc.addresses import is_loopback, require_address
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.server import MAX_OVERHEAD_BYTES, MAX_MESSAGE_BYTES
+from sottovoce_rpc.server import MAX_MESSAGE_BYTES, MAX_OVERHEAD_BYTES
 
 _Sampler = Literal["bitwise", "opendp"]
 
@@ -76,7 +76,7 @@ class LearnerConfig:
         return min((each for each in (self.budget, self.policy.epsilon) if each is not None), default=None)
 
     @property
-    def private(self) -> bool:
+    def is_noise_private(self) -> bool:
         """False where the noise could be known beforehand."""
         return self.recorded_noise is None and self.noise_seed is None
 
@@ -88,23 +88,25 @@ class LearnerConfig:
                 address to give to others, an owner or a feeder that is no identity, or a policy that needs an identity.
         """
         if re.fullmatch(LEARNER_NAME_PATTERN, self.name) is None:
-            raise SpecError(f"a learner's name is part of file names: it must be {LEARNER_NAME_RULE}, got {self.name!r}")
+            raise SpecError(
+                f"a learner's name is part of file names: it must be {LEARNER_NAME_RULE}, got {self.name!r}"
+            )
         if self.budget is not None and not 0 < self.budget < math.inf:
             raise SpecError(f"a learner's budget must be a positive, finite number, got {self.budget:g}")
         if not 0 <= self.join_timeout_s < math.inf:
             raise SpecError(f"--join-timeout must be a number of seconds, got {self.join_timeout_s:g}")
-        require_address(self.listen, "--listen", listen=True)
+        require_address(self.listen, "--listen", allow_port_zero=True)
         require_address(self.coordinator, "--coordinator")
         if self.advertise:
             require_address(self.advertise, "--advertise")
         addresses = [self.listen, *([self.advertise] if self.advertise else [])]
-        if not self.private and not all(map(is_loopback, addresses)):
+        if not self.is_noise_private and not all(map(is_loopback, addresses)):
             kind = "seeded noise" if self.recorded_noise is None else "recorded noise"
             raise SpecError(f"{kind} protects nobody and is allowed on loopback addresses only, got {addresses}")
         if self.noise_seed is not None and (self.recorded_noise is not None or self.noise != "bitwise"):
             raise SpecError("a noise seed goes with neither recorded noise nor OpenDP's, which takes no seed")
         for each in (*self.owners, *self.feeders):
-            principals.Principal.of("any", each)
+            principals.Principal.parse("any", each)
         if self.credentials.folder is None:
             self.policy.require_identity()
         if self.advertise is None and self.listen.startswith(("0.0.0.0:", "[::]:")):

@@ -13,15 +13,15 @@ import grpc
 import structlog
 
 from sottovoce_core.errors import FailedPrecondition, RemoteProtocolError, Unavailable
-from sottovoce_core.running.policy import accepted
+from sottovoce_core.running.policy import extract_identity_names
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage.state_folder import Identity
+from sottovoce_learner.storage.state_folder import StoreIdentity
 from sottovoce_rpc import directives, principals
-from sottovoce_rpc.directives import Directive, from_wire
-from sottovoce_rpc.server import HELLO_TIMEOUT_S, channel, reach
+from sottovoce_rpc.directives import Command, command_from_wire
+from sottovoce_rpc.server import HELLO_TIMEOUT_S, open_channel, wait_until_reachable
 from sottovoce_rpc.status import CallOutcome, convert_status_error
-from sottovoce_rpc.tasks import beside, notify_if_slow
+from sottovoce_rpc.tasks import notify_if_slow, run_in_background
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 log = structlog.get_logger()
@@ -35,7 +35,7 @@ _JITTER = secrets.SystemRandom()
 _JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.LearnerMessage, coordinator_pb2.Command]
 
 
-class Following:
+class CoordinatorClient:
     """Follows the coordinator of one learner.
 
     Args:
@@ -52,30 +52,30 @@ class Following:
         config: LearnerConfig,
         session: Callable[[], Session | None],
         known: Callable[[], Awaitable[dict[str, Any]]],
-        obey: Callable[[str, Directive | None], Awaitable[None]],
+        obey: Callable[[str, Command | None], Awaitable[None]],
         report: Callable[[], coordinator_pb2.LearnerMessage],
         changed: asyncio.Event,
     ) -> None:
         self._config, self._session, self._known, self._obey = config, session, known, obey
         self._report, self._changed = report, changed
-        self.identity = Identity(config.name, b"")  # until the state folder is claimed
+        self.identity = StoreIdentity(config.name, b"")  # until the state folder is claimed
         self._confirmed = False  # this process is that incarnation
         self._origin = directives.Origin()  # whom it obeys
-        self.joins, self.joined = 0, False
+        self.join_count, self.is_joined = 0, False
         """So often it was let in, and is."""
         self._left_in: int | None = None  # rounds that it had done when it last heard what to do in its run
         self._why_away, self._told = "", False
 
     @property
-    def away(self) -> str:
+    def connection_problem(self) -> str:
         """In words, that it has no coordinator now, since when, and what it waits for; empty: it has one."""
-        if self.joined:
+        if self.is_joined:
             return ""
         session, why = self._session(), self._why_away or f"that at {self._config.coordinator} has not answered yet"
-        if not self.joins:
+        if not self.join_count:
             return f"no coordinator has let it in yet: {why}"
         since = "" if self._left_in is None else f" since round {self._left_in}"
-        lacks = "" if session is None or session.life.ended else session.waits.in_words()
+        lacks = "" if session is None or session.lifecycle.has_ended else session.wait_tracker.describe()
         return f"it has not heard its coordinator{since}: {why}{f'; it waits for {lacks}' if lacks else ''}"
 
     def _is_away(self, why: str) -> None:
@@ -99,10 +99,10 @@ class Following:
         trusted = await self._reach()
         attempts = 0
         while True:
-            joined = self.joins
+            joined = self.join_count
             async with self._to_coordinator(trusted[0]) as to:  # a new one: an old one waits ever longer by itself
                 await self._follow_once(coordinator_pb2_grpc.CoordinatorStub(to), address)
-            if self.joins > joined:
+            if self.join_count > joined:
                 attempts = 0
             else:
                 attempts += 1
@@ -115,12 +115,14 @@ class Following:
         Raises:
             Unavailable: none is there.
         """
-        trusted, at = deque(accepted(self._config.policy.coordinators)), self._config.coordinator
+        trusted, at = deque(extract_identity_names(self._config.policy.coordinators)), self._config.coordinator
         for left in reversed(range(len(trusted))):
             who = f"coordinator/{trusted[0]}, whom its owner trusts," if trusted[0] else "the coordinator"
             try:
                 async with self._to_coordinator(trusted[0]) as to, notify_if_slow(self._wonder):
-                    await reach(to, f"{who} at {at}", self._config.join_timeout_s / len(trusted), self._unreached)
+                    await wait_until_reachable(
+                        to, f"{who} at {at}", self._config.join_timeout_s / len(trusted), self._unreached
+                    )
                     break
             except Unavailable:
                 if not left:
@@ -146,13 +148,13 @@ class Following:
     def _to_coordinator(self, name: str) -> grpc.aio.Channel:
         """To the coordinator of a name, or to any."""
         own = self._config
-        return channel(own.coordinator, principals.Role.COORDINATOR, name, credentials=own.credentials)
+        return open_channel(own.coordinator, principals.Role.COORDINATOR, name, credentials=own.credentials)
 
     def _pause(self, attempts: int) -> float:
         """Seconds until the next attempt to join: longer each time, never as long as a run's deadline, and not all at once."""
         longest, session = _MAX_REJOIN_PAUSE_S, self._session()
-        if session is not None and not session.life.ended:
-            longest = min(longest, session.role.spec.clock.deadline_s / 4)
+        if session is not None and not session.lifecycle.has_ended:
+            longest = min(longest, session.assignment.spec.clock.deadline_s / 4)
         return _JITTER.uniform(0.5, 1.0) * min(_MIN_REJOIN_PAUSE_S * 2.0**attempts, longest)
 
     async def _follow_once(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str) -> None:
@@ -161,19 +163,19 @@ class Following:
         ending, heard = CallOutcome(call), False
         try:
             await self._join(call, address)
-            self.joins, self.joined = self.joins + 1, True
-            async with beside(self._reports(call)):
+            self.join_count, self.is_joined = self.join_count + 1, True
+            async with run_in_background(self._reports(call)):
                 while (said := await _told(call)) is not None:
                     self._require_newest(said)
                     heard = True
                     self._coordinated(away=False)  # whoever leads it is back
-                    await self._obey(said.run_id, from_wire(said))
+                    await self._obey(said.run_id, command_from_wire(said))
         except Unavailable as error:
             self._is_away(str(error))
         except asyncio.InvalidStateError:  # it broke while something was being written; the next attempt says why
             self._is_away("the stream broke")
         except grpc.aio.AioRpcError:
-            status = await ending.status()
+            status = await ending.wait_for_status()
             refusal = convert_status_error(status, f"the coordinator at {self._config.coordinator}")
             # Its end in the middle of a report is none to end here, nor is a bug over there: runs of other operators may come.
             if not isinstance(refusal, Unavailable) and status.code() not in (
@@ -183,16 +185,18 @@ class Following:
                 raise refusal from None
             self._is_away(str(refusal))
         finally:
-            self.joined, session = False, self._session()
+            self.is_joined, session = False, self._session()
             if heard:
-                self._left_in = None if session is None or session.life.ended else session.memory.done
+                self._left_in = (
+                    None if session is None or session.lifecycle.has_ended else session.state_machine.rounds_done
+                )
             call.cancel()
             if self.term:  # without a memory it cannot go on with the run
                 self._coordinated(away=True)
 
     def _coordinated(self, *, away: bool) -> None:
         if (session := self._session()) is not None:
-            session.waits.set_coordinator_away(away=away)
+            session.wait_tracker.set_coordinator_away(is_away=away)
 
     def _require_newest(self, said: coordinator_pb2.Command) -> None:
         """As long as it is in a run, a learner obeys who led it, and who has taken that one's place.
@@ -201,7 +205,7 @@ class Following:
             Unavailable: this is an older coordinator, or a second one.
         """
         origin, session = directives.Origin(said.term, said.nonce), self._session()
-        if session is not None and not session.life.ended:
+        if session is not None and not session.lifecycle.has_ended:
             self._origin.require_newest(origin)
         self._origin = origin
 
@@ -219,7 +223,7 @@ class Following:
         introduction = pb.Introduction(
             learner=own.learner,
             address=address,
-            store_id=own.store,
+            store_id=own.store_id,
             incarnation=own.incarnation,
             is_reconnect=self._confirmed,
             accepts_network_hash=True,
@@ -229,7 +233,7 @@ class Following:
         told = await _answer(call)
         if isinstance(told, pb.IncarnationIssued) and not self._confirmed:
             try:
-                self.identity = own.issued(told.incarnation, self._config.state_folder)
+                self.identity = own.write_incarnation(told.incarnation, self._config.state_folder)
             except OSError as error:
                 raise FailedPrecondition(f"the state folder cannot be written: {error.strerror}") from None
             await call.write(pb.LearnerMessage(incarnation_stored=pb.IncarnationStored(incarnation=told.incarnation)))
@@ -260,7 +264,7 @@ class Following:
     def _report_s(self) -> float:
         """Between reports that the clock does not need: what a coordinator hears of a run does not grow with its learners."""
         session = self._session()
-        learners = 0 if session is None else session.role.spec.n_learners
+        learners = 0 if session is None else session.assignment.spec.n_learners
         return max(REPORT_INTERVAL_S, learners / _MAX_REPORTS_PER_S)
 
 
@@ -270,7 +274,7 @@ async def _told(call: _JoinCall) -> coordinator_pb2.Command | None:
     return said if isinstance(said, coordinator_pb2.Command) else None
 
 
-async def _answer(call: _JoinCall) -> Directive | None:
+async def _answer(call: _JoinCall) -> Command | None:
     """What a coordinator says to an introduction, or to a confirmation."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -281,4 +285,4 @@ async def _answer(call: _JoinCall) -> Directive | None:
         ) from None
     if said is None:
         raise Unavailable("the coordinator ended the stream without a word")
-    return from_wire(said)
+    return command_from_wire(said)

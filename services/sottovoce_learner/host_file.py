@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationError
 
 from sottovoce_core.errors import SottovoceError, SpecError
-from sottovoce_core.explaining import requirement
+from sottovoce_core.explaining import describe_requirement
 from sottovoce_core.registry import Section
 from sottovoce_core.running.policy import Policy
-from sottovoce_core.yaml_files import parse_document, text_of
+from sottovoce_core.yaml_files import parse_document, read_text_file
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
 
@@ -66,7 +66,7 @@ _FIELDS = {"state": "state_folder", "join_timeout": "join_timeout_s", "owner": "
 _CONVERTED_OPTIONS = ("identity", "insecure", "policy")
 
 
-def named(names: Sequence[str], options: Mapping[str, Any]) -> list[LearnerConfig]:
+def build_configs(names: Sequence[str], options: Mapping[str, Any]) -> list[LearnerConfig]:
     """Learners of which all but the name is as the options say. Of several, the identity's folder has one for each.
 
     Args:
@@ -114,7 +114,7 @@ def load_host_file(path: Path, options: Mapping[str, Any]) -> list[LearnerConfig
 
 
 def _read(path: Path) -> _HostFile:
-    text = text_of(path, "a file of learners")
+    text = read_text_file(path, "a file of learners")
     document = parse_document(text, str(path), "a file of learners")
     try:
         return _HostFile.model_validate(document)
@@ -134,7 +134,7 @@ def _explained(problem: Any, source: str) -> str:
         case "value_error":
             return f"{source}: {where}: {problem['ctx']['error']}"
         case _:
-            return f"{source}: {where}: {requirement(problem)}, got {repr(problem.get('input'))[:80]}"
+            return f"{source}: {where}: {describe_requirement(problem)}, got {repr(problem.get('input'))[:80]}"
 
 
 def _config(name: str, said: Mapping[str, Any], identity: Path | None, policy: Policy) -> LearnerConfig:

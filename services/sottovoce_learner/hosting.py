@@ -15,17 +15,17 @@ from sottovoce_learner.peers.in_process import InProcessTransport
 from sottovoce_learner.service import Learner
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc.access import Refusals
-from sottovoce_rpc.logs import failure, log_start
-from sottovoce_rpc.metrics import Reading, MetricsEndpoint, common, serve_metrics
+from sottovoce_rpc.logs import describe_failure, log_start
+from sottovoce_rpc.metrics import MetricSample, MetricsEndpoint, collect_common_metrics, serve_metrics
 from sottovoce_rpc.server import announce, serve_until_stopped
-from sottovoce_rpc.tasks import Tasks, drained
+from sottovoce_rpc.tasks import Tasks, run_cleanup
 
 log = structlog.get_logger()
 
 _STOP_TIMEOUT_S = 3.0
 _FILES_PER_LEARNER, _FILES_PER_PROCESS = 16, 256
 """Files and connections that a learner with a few neighbours has open, and the process beside them."""
-_NAMED = 10
+_MAX_NAMED_LEARNERS = 10
 """Learners that an error names."""
 
 
@@ -101,35 +101,35 @@ class Host:
         name = learner.config.name
         self._ended[name] = error
         if len(self._learners) > 1:
-            why = {"reason": str(error)} if isinstance(error, SottovoceError) else failure(error)
+            why = {"reason": str(error)} if isinstance(error, SottovoceError) else describe_failure(error)
             log.error("learner ended", learner=name, others=len(self._learners) - len(self._ended), **why)
-            await drained(learner.stop(), _STOP_TIMEOUT_S)
+            await run_cleanup(learner.stop(), _STOP_TIMEOUT_S)
 
     async def stop(self) -> None:
         """End all of them."""
         await asyncio.gather(*(learner.stop() for learner in self._learners))
 
-    def require_whole(self) -> None:
+    def require_no_early_end(self) -> None:
         """Whoever stopped the process learns whether all had gone on until then.
 
         Raises:
             Unavailable: some had not.
         """
         if self._ended:
-            ended, names = len(self._ended), ", ".join([*self._ended][:_NAMED])
-            more = f" and {ended - _NAMED} more" if ended > _NAMED else ""
+            ended, names = len(self._ended), ", ".join([*self._ended][:_MAX_NAMED_LEARNERS])
+            more = f" and {ended - _MAX_NAMED_LEARNERS} more" if ended > _MAX_NAMED_LEARNERS else ""
             raise Unavailable(
                 f"{ended} of {len(self._learners)} learners had ended before, the log says why: {names}{more}"
             )
 
 
-def measured(learners: Sequence[Learner], refused: Refusals) -> Iterator[Reading]:
+def collect_metrics(learners: Sequence[Learner], refused: Refusals) -> Iterator[MetricSample]:
     """What learners of one process tell Prometheus; refused: who asked for it, and may not."""
     services = (learner.service for learner in learners)
-    refusals = [refused, *(service.refused for service in services if service is not None)]
-    yield from common([learner.config.credentials for learner in learners], refusals)
+    refusals = [refused, *(service.refusals for service in services if service is not None)]
+    yield from collect_common_metrics([learner.config.credentials for learner in learners], refusals)
     for learner in learners:
-        yield from learner.readings()
+        yield from learner.collect_metrics()
 
 
 async def serve(
@@ -137,7 +137,7 @@ async def serve(
     *,
     with_stdin: bool = False,
     metrics: MetricsEndpoint | None = None,
-    trace_every: int | None = None,
+    trace_interval_rounds: int | None = None,
 ) -> None:
     """Run learners in this process until it is told to stop.
 
@@ -150,7 +150,7 @@ async def serve(
     Raises:
         SottovoceError: one of them cannot start; or one has ended by itself, and the others were stopped later.
     """
-    tracing = None if trace_every is None else Tracing(trace_every)
+    tracing = None if trace_interval_rounds is None else Tracing(trace_interval_rounds)
     nearby, refused = InProcessTransport(), Refusals()
     learners = [Learner(config, tracing, nearby) for config in configs]
     host = Host(learners)
@@ -160,15 +160,18 @@ async def serve(
         if tracing is not None:
             await tracing.end()
 
-    async with serve_metrics(metrics, CATALOGUE, lambda: measured(learners, refused), refused):
+    async with serve_metrics(metrics, CATALOGUE, lambda: collect_metrics(learners, refused), refused):
         addresses = await host.start()
-        await serve_until_stopped(stop, [host.follow(addresses)], with_stdin=with_stdin)
-    host.require_whole()
+        await serve_until_stopped(stop, [host.follow(addresses)], stop_with_stdin=with_stdin)
+    host.require_no_early_end()
 
 
 def _make_room(learners: int) -> None:
     """As many open files as the system lets this process have, and a warning where that is little for so many learners."""
-    needed, (soft, hard) = _FILES_PER_LEARNER * learners + _FILES_PER_PROCESS, resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, (soft, hard) = (
+        _FILES_PER_LEARNER * learners + _FILES_PER_PROCESS,
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+    )
     if needed > soft != resource.RLIM_INFINITY:
         most = needed if hard == resource.RLIM_INFINITY else hard
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -16,25 +16,27 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import Algorithm, LocalMessages, Message, HiddenNoiseAlgorithm
+from sottovoce_core.algorithms.interface import Algorithm, HiddenNoiseAlgorithm, LocalMessages, Message
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
 from sottovoce_core.errors import DataError
 from sottovoce_core.network.roster import Participation
 from sottovoce_core.noise import NoiseRequest, NoiseSource
-from sottovoce_core.running.participation import USED_ROUNDS_FIELD, update_offline_state, encode_used_rounds
+from sottovoce_core.running.participation import USED_ROUNDS_FIELD, encode_used_rounds, update_offline_state
 from sottovoce_core.running.run import Run
 from sottovoce_learner.budget import PrivacyFilter
 from sottovoce_learner.ingest.intake import RecordQueue
 from sottovoce_learner.peers.inbox import DecodedFrame
-from sottovoce_learner.peers.outbox import Own
-from sottovoce_learner.peers.plan import Plan
+from sottovoce_learner.peers.outbox import SentDigests
+from sottovoce_learner.peers.plan import NeighbourSchedule
 from sottovoce_learner.storage.snapshot import LearnerSnapshot
-from sottovoce_learner.storage.wal import Entry, Kind, Reading, Said
+from sottovoce_learner.storage.wal import EntryKind, LogContents, LogEntry, RoundPayload
 from sottovoce_rpc.codec import RoundCodec
-from sottovoce_rpc.signatures import digest
+from sottovoce_rpc.signatures import compute_frame_digest
 from sottovoce_wire.v1 import learner_pb2
 
-_OTHER_VERSION_TEXT = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
+_OTHER_VERSION_TEXT = (
+    "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
+)
 
 
 # ---- noise that no message shows: written down with the message, and drawn from there after a death -------------------
@@ -45,7 +47,7 @@ def _hides_noise(algorithm: Algorithm[object]) -> bool:
     return isinstance(algorithm, HiddenNoiseAlgorithm) and algorithm.has_hidden_noise
 
 
-class Kept:
+class NoiseRecorder:
     """Passes the noise of one round on, and keeps it.
 
     Args:
@@ -62,7 +64,7 @@ class Kept:
         return noise
 
     @property
-    def drawn(self) -> bytes:
+    def recorded_bytes(self) -> bytes:
         """All of it so far, in order."""
         return b"".join(noise.tobytes() for noise in self._drawn)
 
@@ -99,7 +101,7 @@ class _DrawnAgain:
 # ---- the steps of a round --------------------------------------------------------------------------------------------
 
 
-class Memory:
+class LearnerStateMachine:
     """A learner's part of a run, so far.
 
     Args:
@@ -125,25 +127,38 @@ class Memory:
     """
 
     def __init__(
-        self, run: Run, plan: Plan, attendance: Participation, books: PrivacyFilter, intake: RecordQueue, state: Any, keep: int
+        self,
+        run: Run,
+        plan: NeighbourSchedule,
+        attendance: Participation,
+        books: PrivacyFilter,
+        intake: RecordQueue,
+        state: Any,
+        keep: int,
     ) -> None:
-        self.plan, self.attendance, self.books, self.intake, self.state = plan, attendance, books, intake, state
+        self.plan, self.learner_participation, self.privacy_filter, self.intake, self.state = (
+            plan,
+            attendance,
+            books,
+            intake,
+            state,
+        )
         self.algorithm, self.loss, self._clipping = run.algorithm, run.loss, run.clipping
-        self._judges, self._late, self._used = run.spec.telemetry.accuracy, run.late, list[float]()
-        self.codec, self.names = RoundCodec(run.field_shapes), LearnerSnapshot.names(run)
-        self.hidden = _hides_noise(run.algorithm)
-        self.said = self.done = 0
-        self.inputs = Said(b"")
+        self._judges, self._late, self._used = run.spec.telemetry.accuracy, run.has_bounded_staleness, list[float]()
+        self.codec, self.named_objects = RoundCodec(run.field_shapes), LearnerSnapshot.collect_named_objects(run)
+        self.has_hidden_noise = _hides_noise(run.algorithm)
+        self.rounds_committed = self.rounds_done = 0
+        self.inputs = RoundPayload(b"")
         self.frames: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self.own = Own(keep)
-        self.messages = self.correct = self.judged = 0
+        self.sent_digests = SentDigests(keep)
+        self.messages_sent = self.records_correct = self.records_judged = 0
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Were all rounds learned in which the learner takes part?"""
-        return self.done >= self.attendance.end
+        return self.rounds_done >= self.learner_participation.end
 
-    def remember(self, t: int, state: Any, frame: bytes, spent: float) -> None:
+    def commit_message(self, t: int, state: Any, frame: bytes, spent: float) -> None:
         """The message of round t is written down, whoever hears it.
 
         Args:
@@ -153,39 +168,44 @@ class Memory:
             spent: epsilon of the run from now on.
         """
         self.state = state
-        self.books.charge(spent)
+        self.privacy_filter.charge(spent)
         self.frames.append((t, frame))
-        told = self.plan.part(t).told
-        self.own.said(t, digest(frame), told)
-        self.messages += len(told)
-        self.said = t + 1
+        told = self.plan.get_round_part(t).out_neighbours
+        self.sent_digests.add_round(t, compute_frame_digest(frame), told)
+        self.messages_sent += len(told)
+        self.rounds_committed = t + 1
 
-    def form_message(self, t: int, message: Message, noise: Kept) -> Said:
+    def form_message(self, t: int, message: Message, noise: NoiseRecorder) -> RoundPayload:
         """The round's message as it goes out, and what it was made from.
 
         Raises:
             LocalProtocolError: it has a number that no neighbour would take.
         """
         if self._late:
-            message = Message({**message.fields, USED_ROUNDS_FIELD: encode_used_rounds(self._used, *self.codec.shapes[USED_ROUNDS_FIELD])})
+            message = Message(
+                {
+                    **message.fields,
+                    USED_ROUNDS_FIELD: encode_used_rounds(self._used, *self.codec.shapes[USED_ROUNDS_FIELD]),
+                }
+            )
         self.codec.require_sendable(message)
         frame = self.codec.encode(t, self.plan.index, message)
-        return self.inputs.before(frame, noise.drawn if self.hidden else b"")
+        return self.inputs.with_message(frame, noise.recorded_bytes if self.has_hidden_noise else b"")
 
-    def taken_in(self, here: Mapping[int, DecodedFrame]) -> tuple[LocalMessages, Batch, Said]:
+    def prepare_update(self, here: Mapping[int, DecodedFrame]) -> tuple[LocalMessages, Batch, RoundPayload]:
         """What the round that is due learns from: the neighbours' messages, its records, and both as they are written down."""
-        t = self.done
-        batch, used = self.intake.take(t), [here[j] for j in self.plan.heard(t)]
+        t = self.rounds_done
+        batch, used = self.intake.take(t), [here[j] for j in self.plan.get_in_neighbours(t)]
         if self._late:
             self._used = [float(each.round) for each in used]
-        inputs = Said(b"", tuple(each.frame for each in used), self.intake.batches, batch.size)
-        return self.hear({j: each.message for j, each in here.items()}, batch), batch, inputs
+        inputs = RoundPayload(b"", tuple(each.frame for each in used), self.intake.batch_count, batch.size)
+        return self.collect_messages({j: each.message for j, each in here.items()}, batch), batch, inputs
 
     def get_late_messages(self) -> dict[int, tuple[int, DecodedFrame]] | None:
         """What stands for a neighbour that is late; None: no round goes on without one."""
         if not self._late:
             return None
-        decoded = ((frame, *self.codec.decode(frame)) for frame in self.inputs.heard)
+        decoded = ((frame, *self.codec.decode(frame)) for frame in self.inputs.received_frames)
         return {sender: (t, DecodedFrame(t, frame, message)) for frame, t, sender, message in decoded}
 
     def predict(self, features: FloatArray) -> tuple[FloatArray, FloatArray, int]:
@@ -201,16 +221,16 @@ class Memory:
         if features.ndim != 2 or features.shape[1] != self.intake.n_features:
             raise DataError(f"features must be shaped (records, {self.intake.n_features}), got {features.shape}")
         scores = self.loss.predict(self.algorithm.decision(self.state), features)
-        return scores, self.loss.classify(scores), self.done
+        return scores, self.loss.classify(scores), self.rounds_done
 
-    def hear(self, messages: Mapping[int, Message], batch: Batch) -> LocalMessages:
+    def collect_messages(self, messages: Mapping[int, Message], batch: Batch) -> LocalMessages:
         """What the round takes in that is learned now: messages as they were said, or clipped; its records are judged before."""
         self._judge(batch)
-        t, part = self.done, self.plan.part(self.done)
-        used = {j: self._clipping.of(j, t, message) for j, message in messages.items()}
-        return LocalMessages(part.heard, used, part.own)
+        t, part = self.rounds_done, self.plan.get_round_part(self.rounds_done)
+        used = {j: self._clipping.clip(j, t, message) for j, message in messages.items()}
+        return LocalMessages(part.in_neighbours, used, part.own_weight)
 
-    def learn(self, state: Any, inputs: Said) -> None:
+    def commit_update(self, state: Any, inputs: RoundPayload) -> None:
         """The round is learned.
 
         Args:
@@ -225,38 +245,42 @@ class Memory:
 
         They are charged as if it spoke: a meter may follow the largest of several sums, of which none may be left out.
         """
-        while self.done < until and self.done not in self.attendance and self.said <= self.done:
-            nothing = self.intake.take(self.done)
-            self.books.charge(self.books.price(self.done))
+        while (
+            self.rounds_done < until
+            and self.rounds_done not in self.learner_participation
+            and self.rounds_committed <= self.rounds_done
+        ):
+            nothing = self.intake.take(self.rounds_done)
+            self.privacy_filter.charge(self.privacy_filter.admit_round(self.rounds_done))
             self.state = update_offline_state(self.algorithm, self.state, nothing)
-            self.inputs = Said(b"", (), self.intake.batches)
+            self.inputs = RoundPayload(b"", (), self.intake.batch_count)
             self._pass(nothing.size)
 
     def _pass(self, records: int) -> None:
-        self.books.advance(records)
-        self.plan.forget(self.done)
-        self.done += 1
+        self.privacy_filter.advance(records)
+        self.plan.forget(self.rounds_done)
+        self.rounds_done += 1
 
     def _judge(self, batch: Batch) -> None:
         """Prequential accuracy: predict the records before learning them. Opt-in, because it depends on the data."""
         if not self._judges or batch.size == 0:
             return
         scores = self.loss.predict(self.algorithm.decision(self.state), batch.features)
-        self.correct += int((self.loss.classify(scores) == batch.labels).sum())
-        self.judged += batch.size
+        self.records_correct += int((self.loss.classify(scores) == batch.labels).sum())
+        self.records_judged += batch.size
 
-    def image(self) -> LearnerSnapshot:
+    def take_snapshot(self) -> LearnerSnapshot:
         """What it is now, right after a round was said."""
         return LearnerSnapshot(
             self.state,
-            self.books.spent,
-            self.books.counts.tobytes(),
-            self.intake.taken(),
+            self.privacy_filter.epsilon_spent,
+            self.privacy_filter.record_counts.tobytes(),
+            self.intake.get_state(),
             tuple(self.frames),
-            (self.correct, self.judged),
-            self.own.copy(),
-            self.inputs.heard if self._late else (),
-            self.messages,
+            (self.records_correct, self.records_judged),
+            self.sent_digests.copy(),
+            self.inputs.received_frames if self._late else (),
+            self.messages_sent,
         )
 
     def restore(self, image: LearnerSnapshot) -> None:
@@ -265,83 +289,89 @@ class Memory:
         Raises:
             DataError: what it has spent is not what its rounds cost.
         """
-        counts = array("I", image.counts)
+        counts = array("I", image.record_counts)
         for t, records in enumerate(counts):
-            self.books.charge(self.books.price(t))
-            self.books.advance(records)
-        self.books.charge(self.books.price(len(counts)))
-        if self.books.spent != image.spent:
+            self.privacy_filter.charge(self.privacy_filter.admit_round(t))
+            self.privacy_filter.advance(records)
+        self.privacy_filter.charge(self.privacy_filter.admit_round(len(counts)))
+        if self.privacy_filter.epsilon_spent != image.epsilon_spent:
             raise DataError(
-                f"a snapshot says that {len(counts) + 1} rounds have cost {image.spent:.6g}, and by its records they cost "
-                f"{self.books.spent:.6g}: {_OTHER_VERSION_TEXT}"
+                f"a snapshot says that {len(counts) + 1} rounds have cost {image.epsilon_spent:.6g}, and by its records they cost "
+                f"{self.privacy_filter.epsilon_spent:.6g}: {_OTHER_VERSION_TEXT}"
             )
         if counts:
             self.plan.forget(len(counts) - 1)
-        self.intake.restore(image.taken)
-        self.own.restore(image.own)
-        self.state, self.inputs = image.state, Said(b"", image.heard)
+        self.intake.restore(image.intake_state)
+        self.sent_digests.restore(image.sent_digests)
+        self.state, self.inputs = image.state, RoundPayload(b"", image.received_frames)
         self.frames.extend(image.frames)
-        self.correct, self.judged = image.judged
-        self.said, self.done = len(counts) + 1, len(counts)
-        self.messages = image.messages
+        self.records_correct, self.records_judged = image.accuracy_counts
+        self.rounds_committed, self.rounds_done = len(counts) + 1, len(counts)
+        self.messages_sent = image.messages_sent
 
     # ---- after a death --------------------------------------------------------------------------------------
 
-    def recover(self, reading: Reading) -> None:
+    def recover(self, reading: LogContents) -> None:
         """Remember all that a log says, before any step was taken.
 
         Raises:
             DataError: the log was written by another version, or for another spec.
         """
-        if (image := LearnerSnapshot.of(reading, self.names)) is not None:
+        if (image := LearnerSnapshot.read_from_log(reading, self.named_objects)) is not None:
             self.restore(image)
         for entry in reading.entries_after_snapshot:
-            self.replay(entry)
+            self.replay_entry(entry)
 
-    def replay(self, entry: Entry) -> None:
+    def replay_entry(self, entry: LogEntry) -> None:
         """The next entry of a log.
 
         Raises:
             DataError: it does not follow from those before: the log was written by another version, or for another spec.
         """
-        if entry.kind is Kind.BATCH:
+        if entry.kind is EntryKind.BATCH:
             self.intake.replay(entry.round, learner_pb2.SampleBatch.FromString(entry.body))
-        elif entry.kind in (Kind.ROUND, Kind.CLOSE):
-            said = Said.decode(entry.body)
+        elif entry.kind in (EntryKind.ROUND, EntryKind.CLOSE):
+            said = RoundPayload.decode(entry.body)
             self.skip_offline_rounds(entry.round)
-            if entry.round > self.done:
+            if entry.round > self.rounds_done:
                 self._learn_again(entry, said)
-            if entry.kind is Kind.ROUND:
+            if entry.kind is EntryKind.ROUND:
                 self._say_again(entry, said)
 
-    def _say_again(self, entry: Entry, said: Said) -> None:
+    def _say_again(self, entry: LogEntry, said: RoundPayload) -> None:
         """What was said is said: no noise is drawn, and the charge is the one that stands in the log."""
         t, _, message = self.codec.decode(said.frame)
-        if t != entry.round or self.books.price(t) != entry.spent:
-            raise _unlike(entry, f"round {entry.round} at epsilon {entry.spent:.6g}", f"round {t} at another price")
-        if self.hidden:
-            noise = _DrawnAgain(said.drawn)
-            state, formed = self.algorithm.speak(self.state, noise)
+        if t != entry.round or self.privacy_filter.admit_round(t) != entry.epsilon_spent:
+            raise _unlike(
+                entry, f"round {entry.round} at epsilon {entry.epsilon_spent:.6g}", f"round {t} at another price"
+            )
+        if self.has_hidden_noise:
+            noise = _DrawnAgain(said.hidden_noise)
+            state, formed = self.algorithm.emit(self.state, noise)
             if len(noise.left) or any(
                 each.tobytes() != message[name].tobytes() for name, each in formed.fields.items()
             ):
                 raise _unlike(entry, "a message", "another one")
         else:
-            state, _ = self.algorithm.overheard(self.state, message)
-        self.remember(t, state, said.frame, entry.spent)
+            state, _ = self.algorithm.replay(self.state, message)
+        self.commit_message(t, state, said.frame, entry.epsilon_spent)
 
-    def _learn_again(self, entry: Entry, said: Said) -> None:
-        t, wanted = entry.round - 1, self.plan.heard(entry.round - 1)
-        messages = {sender: message for _, sender, message in map(self.codec.decode, said.heard)}
-        if t != self.done or messages.keys() != wanted.keys():
-            raise _unlike(entry, f"messages of {sorted(messages)} in round {t}", f"of {sorted(wanted)} in {self.done}")
+    def _learn_again(self, entry: LogEntry, said: RoundPayload) -> None:
+        t, wanted = entry.round - 1, self.plan.get_in_neighbours(entry.round - 1)
+        messages = {sender: message for _, sender, message in map(self.codec.decode, said.received_frames)}
+        if t != self.rounds_done or messages.keys() != wanted.keys():
+            raise _unlike(
+                entry, f"messages of {sorted(messages)} in round {t}", f"of {sorted(wanted)} in {self.rounds_done}"
+            )
         batch = self.intake.take(t, said.records)
-        if batch.size != said.records or self.intake.filled <= t:
+        if batch.size != said.records or self.intake.filled_rounds <= t:
             raise _unlike(entry, f"{said.records} records in round {t}", f"{batch.size}")
-        self.learn(self.algorithm.listen(self.state, self.hear(messages, batch), batch), said.before(b""))
+        self.commit_update(
+            self.algorithm.update(self.state, self.collect_messages(messages, batch), batch), said.with_message(b"")
+        )
 
 
-def _unlike(entry: Entry, wanted: str, got: str) -> DataError:
+def _unlike(entry: LogEntry, wanted: str, got: str) -> DataError:
     return DataError(
         f"entry {entry.sequence} of the log says {wanted}, and by the entries before it would be {got}: {_OTHER_VERSION_TEXT}"
     )

@@ -12,10 +12,10 @@ from sottovoce_learner.budget import PrivacyFilter
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import VIOLATION_KINDS, LearnerStatus
-from sottovoce_rpc.metrics import Catalogue, Reading
+from sottovoce_rpc.metrics import Catalogue, MetricSample
 
 CATALOGUE = Catalogue("sottovoce_learner")
-_metric = CATALOGUE.add
+_metric = CATALOGUE.add_metric
 
 _STATE = _metric("state", "Always 1: where a learner stands.", "learner", "state")
 _RUN = _metric("run_info", "Always 1: the run that a learner is in.", "learner", "run")
@@ -62,9 +62,9 @@ _BROKEN = _metric("rules_broken_total", "Messages of neighbours that broke a rul
 _MISCONDUCT = _metric("misbehaving_neighbours", "Neighbours by the first rule that each broke.", "learner", "rule")
 
 
-def readings(
-    status: LearnerStatus, session: Session | None, mirror: Mirror | None, joins: int, *, joined: bool
-) -> Iterator[Reading]:
+def collect_metrics(
+    status: LearnerStatus, session: Session | None, mirror: Mirror | None, joins: int, *, is_joined: bool
+) -> Iterator[MetricSample]:
     """Of one learner.
 
     Args:
@@ -75,52 +75,58 @@ def readings(
         joined: it has, and is there.
     """
     name = status.learner
-    yield _STATE.of(1, name, status.state.name.lower())
-    yield _CONNECTED.of(joined, name)
-    yield _RECONNECTS.of(max(joins - 1, 0), name, "coordinator")
+    yield _STATE.sample(1, name, status.state.name.lower())
+    yield _CONNECTED.sample(is_joined, name)
+    yield _RECONNECTS.sample(max(joins - 1, 0), name, "coordinator")
     if session is None:
         return
-    yield _RUN.of(1, name, status.run_id)
-    yield _PRIVATE.of(not status.noise_is_not_private, name)
-    yield _ROUNDS.of(status.rounds_done, name)
-    yield _SAID.of(status.rounds_said, name)
-    yield _GRANTED.of(session.grants.until, name)
-    yield _LAG.of(0 if session.life.ended else max(session.grants.until - status.rounds_done, 0), name)
-    if (waiting := session.waiting) is not None and not session.life.ended:
-        yield _WAITING.of(1, name, waiting.cause.name.lower())
+    yield _RUN.sample(1, name, status.run_id)
+    yield _PRIVATE.sample(not status.noise_is_not_private, name)
+    yield _ROUNDS.sample(status.rounds_done, name)
+    yield _SAID.sample(status.rounds_committed, name)
+    yield _GRANTED.sample(session.lease_tracker.end_round, name)
+    yield _LAG.sample(
+        0 if session.lifecycle.has_ended else max(session.lease_tracker.end_round - status.rounds_done, 0), name
+    )
+    if (waiting := session.reportable_wait) is not None and not session.lifecycle.has_ended:
+        yield _WAITING.sample(1, name, waiting.cause.name.lower())
     yield from _traffic(name, status, session, mirror)
-    yield from _spending(name, session.memory.books)
+    yield from _spending(name, session.state_machine.privacy_filter)
 
 
-def _traffic(name: str, status: LearnerStatus, session: Session, mirror: Mirror | None) -> Iterator[Reading]:
-    links, met = session.links.values(), session.telling.met(session.memory.done)
-    yield _MESSAGES_SAID.of(status.messages_sent, name)
-    yield _BYTES_SAID.of(status.bytes_sent, name)
-    yield _MESSAGES_HEARD.of(session.hearing.messages, name)
-    yield _BYTES_HEARD.of(session.hearing.messages * session.codec.length, name)  # every message has one length
-    yield _TAKEN.of(status.records, name)
-    yield _LEARNED.of(status.records - status.records_waiting, name)
-    yield _RECORDS.of(status.records_waiting, name)
-    yield _HELD.of(session.intake.held, name)
-    yield _LINKS.of(sum(link.waiting for link in links), name)
-    yield _MIRROR.of(0 if mirror is None else mirror.waiting, name)
-    yield _NEIGHBOURS.of(len(met), name)
-    yield _AWAY.of(0 if session.life.ended else sum(not link.attached.is_set() for link in met.values()), name)
-    yield _RECONNECTS.of(sum(max(link.streams - 1, 0) for link in links), name, "neighbour")
-    yield _BROKEN.of(status.violation_count, name)
-    for rule, count in Counter(VIOLATION_KINDS[each.kind].name.lower() for each in session.hearing.misconduct).items():
-        yield _MISCONDUCT.of(count, name, rule)
+def _traffic(name: str, status: LearnerStatus, session: Session, mirror: Mirror | None) -> Iterator[MetricSample]:
+    links, met = session.links.values(), session.outbox.get_active_links(session.state_machine.rounds_done)
+    yield _MESSAGES_SAID.sample(status.messages_sent, name)
+    yield _BYTES_SAID.sample(status.bytes_sent, name)
+    yield _MESSAGES_HEARD.sample(session.receiver.messages_received, name)
+    yield _BYTES_HEARD.sample(
+        session.receiver.messages_received * session.codec.message_bytes, name
+    )  # every message has one length
+    yield _TAKEN.sample(status.records, name)
+    yield _LEARNED.sample(status.records - status.records_waiting, name)
+    yield _RECORDS.sample(status.records_waiting, name)
+    yield _HELD.sample(session.record_queue.queued_bytes, name)
+    yield _LINKS.sample(sum(link.queue_size for link in links), name)
+    yield _MIRROR.sample(0 if mirror is None else mirror.queue_size, name)
+    yield _NEIGHBOURS.sample(len(met), name)
+    yield _AWAY.sample(
+        0 if session.lifecycle.has_ended else sum(not link.attached_event.is_set() for link in met.values()), name
+    )
+    yield _RECONNECTS.sample(sum(max(link.stream_count - 1, 0) for link in links), name, "neighbour")
+    yield _BROKEN.sample(status.violation_count, name)
+    for rule, count in Counter(VIOLATION_KINDS[each.kind].name.lower() for each in session.receiver.violations).items():
+        yield _MISCONDUCT.sample(count, name, rule)
 
 
-def _spending(name: str, books: PrivacyFilter) -> Iterator[Reading]:
+def _spending(name: str, books: PrivacyFilter) -> Iterator[MetricSample]:
     allowed = books.allowance
     for scope, before, limit in (
         ("run", 0.0, books.budget),
-        ("month", allowed.lately, allowed.max_epsilon_per_month),
-        ("all", allowed.elsewhere, allowed.in_all),
+        ("month", allowed.other_runs_month_epsilon, allowed.max_epsilon_per_month),
+        ("all", allowed.other_runs_epsilon, allowed.max_epsilon_in_all_runs),
     ):
-        spent = before + books.spent
-        yield _SPENT.of(spent, name, scope)
+        spent = before + books.epsilon_spent
+        yield _SPENT.sample(spent, name, scope)
         if limit is not None:
-            yield _LIMIT.of(limit, name, scope)
-            yield _LEFT.of(max(limit - spent, 0.0), name, scope)
+            yield _LIMIT.sample(limit, name, scope)
+            yield _LEFT.sample(max(limit - spent, 0.0), name, scope)

@@ -18,21 +18,21 @@ import structlog
 
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.status import CallOutcome
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
 
-_BATCH, FLUSH_S, MOST_WAITING = 64, 0.2, 20_000
+_MAX_BATCH_COPIES, FLUSH_INTERVAL_S, MAX_QUEUED_COPIES = 64, 0.2, 20_000
 _MAX_BATCH_BYTES = 16 * 1024 * 1024
 """Of a batch of several copies: a message has a limit, however large a model is."""
-AGAIN = 1_024
+MAX_RESENT_COPIES = 1_024
 """Copies that are sent again on a new stream: nobody confirms them one by one."""
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 DRAIN_TIMEOUT_S = 3.0
 """How long the last copies are tried after the end of the run: the eavesdropper waits as long for them."""
-_REFUSED = (
+_PERMANENT_CODES = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.NOT_FOUND,
@@ -64,8 +64,8 @@ class Mirror:
     ) -> None:
         self._credentials, self._names = credentials, names
         self._run_id, self._sender, self._address = run_id, sender, address
-        self._waiting: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=MOST_WAITING)
-        self._sent: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=AGAIN)
+        self._waiting: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=MAX_QUEUED_COPIES)
+        self._sent: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=MAX_RESENT_COPIES)
         self._full, self._dropping = asyncio.Event(), False
         self._ended_at: float | None = None
 
@@ -77,11 +77,11 @@ class Mirror:
         message = eavesdropper_pb2.MirroredMessage(payload=frame, receivers=receivers)
         message.sent_at.FromNanoseconds(time.time_ns())
         self._waiting.append(message)
-        if len(self._waiting) >= _BATCH:
+        if len(self._waiting) >= _MAX_BATCH_COPIES:
             self._full.set()
 
     @property
-    def waiting(self) -> int:
+    def queue_size(self) -> int:
         """Copies that are yet to be sent."""
         return len(self._waiting)
 
@@ -95,13 +95,13 @@ class Mirror:
         attempts = 0
         while self._ended_at is None or time.monotonic() - self._ended_at < DRAIN_TIMEOUT_S:
             began, name = time.monotonic(), self._names[attempts % len(self._names)]
-            async with channel(self._address, Role.EAVESDROPPER, name, credentials=self._credentials) as to:
+            async with open_channel(self._address, Role.EAVESDROPPER, name, credentials=self._credentials) as to:
                 try:
                     await self._send(eavesdropper_pb2_grpc.EavesdropperStub(to).Mirror())
                     return
                 except grpc.aio.AioRpcError as error:
                     log.warning("mirroring broke off", attempts=attempts, reason=error.details())
-                    if error.code() in _REFUSED:
+                    if error.code() in _PERMANENT_CODES:
                         return
             attempts = attempts + 1 if time.monotonic() - began < _BACKOFF_S[-1] else 0
             self._waiting = deque([*self._sent, *self._waiting], self._waiting.maxlen)
@@ -136,7 +136,7 @@ class Mirror:
     def _batch(self) -> list[eavesdropper_pb2.MirroredMessage]:
         """The next copies that go out together."""
         batch, size = list[eavesdropper_pb2.MirroredMessage](), 0
-        while self._waiting and len(batch) < _BATCH:
+        while self._waiting and len(batch) < _MAX_BATCH_COPIES:
             size += len(self._waiting[0].payload)
             if batch and size > _MAX_BATCH_BYTES:
                 break
@@ -145,9 +145,9 @@ class Mirror:
 
     async def _pause(self) -> None:
         """Until there is a batch, or for a moment."""
-        if len(self._waiting) >= _BATCH or self._ended_at is not None:
+        if len(self._waiting) >= _MAX_BATCH_COPIES or self._ended_at is not None:
             return
         self._full.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FLUSH_S):
+            async with asyncio.timeout(FLUSH_INTERVAL_S):
                 await self._full.wait()

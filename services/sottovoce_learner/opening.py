@@ -7,40 +7,40 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from sottovoce_core.algorithms.interface import Who
+from sottovoce_core.algorithms.interface import StateAxes
 from sottovoce_core.errors import FailedPrecondition, SpecError
 from sottovoce_core.noise import NoiseSource
-from sottovoce_core.running.policy import DAYS, Policy
+from sottovoce_core.running.policy import DAYS_PER_MONTH, Policy
 from sottovoce_learner.budget import Allowance, PrivacyFilter
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.ingest.intake import RecordQueue
-from sottovoce_learner.memory import Memory
-from sottovoce_learner.peers.inbox import MessageReceiver, Inbox
-from sottovoce_learner.peers.outbox import Link, Outbox
-from sottovoce_learner.peers.plan import Plan
-from sottovoce_learner.role import Role, Shared
+from sottovoce_learner.memory import LearnerStateMachine
+from sottovoce_learner.peers.inbox import Inbox, MessageReceiver
+from sottovoce_learner.peers.outbox import NeighbourLink, Outbox
+from sottovoce_learner.peers.plan import NeighbourSchedule
+from sottovoce_learner.role import CachedRun, RunAssignment
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.ledger import LedgerEntry
-from sottovoce_learner.storage.run_log import RunLog, Terms
-from sottovoce_learner.storage.store import Store
+from sottovoce_learner.storage.run_log import LogOptions, RunLog
+from sottovoce_learner.storage.store import LearnerStore
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.specs import check_size
 
 
 def open_session(
-    role: Role,
+    role: RunAssignment,
     noise: NoiseSource,
     state_folder: Path,
     mirror: Callable[[bytes, list[int]], None] | None = None,
     *,
     policy: Policy,
-    private: bool = True,
+    is_noise_private: bool = True,
     own_budget: float | None = None,
     credentials: Credentials = NO_IDENTITY,
-    changed: asyncio.Event | None = None,
+    report_event: asyncio.Event | None = None,
     keep_log: bool = False,
-    kind: type[Session] = Session,
+    session_class: type[Session] = Session,
 ) -> Session:
     """Open a session, which goes on where the log of its run ends.
 
@@ -63,39 +63,59 @@ def open_session(
         SpecError: the owner's policy does not allow the run, the spec cannot be run, or its messages are too long.
     """
     spec, index, mirrored = role.spec, role.index, mirror is not None
-    run = policy.admit(spec, role.n_features, index, mirrored=mirrored, build=lambda *given: Shared.of(*given).run)
+    run = policy.admit(
+        spec, role.n_features, index, is_mirrored=mirrored, build=lambda *given: CachedRun.get_cached(*given).run
+    )
     check_size(run.field_shapes)
-    length, most = RoundCodec(run.field_shapes).length, max_message_bytes(policy)
+    length, most = RoundCodec(run.field_shapes).message_bytes, max_message_bytes(policy)
     if length > most:
         raise SpecError(
             f"this learner takes messages of at most {most} bytes, got a run whose messages have {length}: "
             "its owner allows more with most_parameters in the policy"
         )
-    start, roster = run.algorithm.start(Who(index)), role.shared.roster
-    attendance = roster.attendance(index, spec.rounds)
-    intake = RecordQueue.of(spec, role.n_features, attendance)
-    plan = Plan(run.network, index, role.shared.digests, spec.names)
-    ahead, keep = plan.reach(min(spec.clock.window, spec.rounds), late=run.late)
+    start, roster = run.algorithm.init(StateAxes(index)), role.cached_run.participation
+    attendance = roster.learner_participation(index, spec.rounds)
+    intake = RecordQueue.from_spec(spec, role.n_features, attendance)
+    plan = NeighbourSchedule(run.network, index, role.cached_run.digests, spec.names)
+    ahead, keep = plan.compute_buffer_rounds(min(spec.clock.window, spec.rounds), allows_late=run.has_bounded_staleness)
     allowance, run_log = _open_log(role, state_folder, policy, own_budget, length, keep_log=keep_log)
     books = PrivacyFilter(run.algorithm.accountant(index), role.budget, allowance)
-    memory = Memory(run, plan, attendance, books, intake, start, keep)
-    links = {j: Link(keep) for j in sorted(plan.neighbours)}
-    telling = Outbox(role, plan, attendance, memory.own, links, credentials, mirror, roster)
+    memory = LearnerStateMachine(run, plan, attendance, books, intake, start, keep)
+    links = {j: NeighbourLink(keep) for j in sorted(plan.neighbours)}
+    telling = Outbox(role, plan, attendance, memory.sent_digests, links, credentials, mirror, roster)
     _recover(memory, run_log, telling)
     last = memory.get_late_messages()
-    inbox = Inbox(plan.neighbours, plan.heard, ahead, memory.done, last=last, names=spec.names)
+    inbox = Inbox(
+        plan.neighbours, plan.get_in_neighbours, ahead, memory.rounds_done, late_messages=last, names=spec.names
+    )
     hearing = MessageReceiver(role, memory.codec, inbox, credentials)
-    return kind(role, policy, noise, memory, run_log, telling, hearing, private=private, changed=changed)
+    return session_class(
+        role,
+        policy,
+        noise,
+        memory,
+        run_log,
+        telling,
+        hearing,
+        is_noise_private=is_noise_private,
+        report_event=report_event,
+    )
 
 
 def _open_log(
-    role: Role, state_folder: Path, policy: Policy, own_budget: float | None, message_size: int, *, keep_log: bool
+    role: RunAssignment,
+    state_folder: Path,
+    policy: Policy,
+    own_budget: float | None,
+    message_size: int,
+    *,
+    keep_log: bool,
 ) -> tuple[Allowance, RunLog]:
     """What the owner allows, with what all other runs have cost, and the log of this one."""
-    spec, store = role.spec, Store(state_folder, role.name, keep_log=keep_log)
-    terms = Terms(spec.durability, message_size, spec.clock.window, spec.rounds, role.budget)
-    elsewhere = store.standing.spent(but=role.run_id)
-    lately = store.standing.sum_epsilon_since(datetime.now(UTC) - timedelta(days=DAYS), role.run_id)
+    spec, store = role.spec, LearnerStore(state_folder, role.name, keep_log=keep_log)
+    terms = LogOptions(spec.durability, message_size, spec.clock.window, spec.rounds, role.budget)
+    elsewhere = store.stored_state.sum_epsilon(excluded_run_id=role.run_id)
+    lately = store.stored_state.sum_epsilon_since(datetime.now(UTC) - timedelta(days=DAYS_PER_MONTH), role.run_id)
     line = LedgerEntry(role.name, role.run_id, role.index, role.n_features, spec.model_dump_json())
     try:
         run_log = store.open_run(line, terms, elsewhere)
@@ -104,14 +124,14 @@ def _open_log(
     return Allowance(policy.epsilon_per_run, policy.epsilon_per_month, own_budget, lately, elsewhere), run_log
 
 
-def _recover(memory: Memory, run_log: RunLog, telling: Outbox) -> None:
+def _recover(memory: LearnerStateMachine, run_log: RunLog, telling: Outbox) -> None:
     """Go on where the log ends: a message that it holds was sent, and none of its noise is drawn again."""
-    if run_log.reading is not None:
+    if run_log.recovered_contents is not None:
         try:
-            memory.recover(run_log.reading)
+            memory.recover(run_log.recovered_contents)
         except BaseException:
             run_log.close()
             raise
-        run_log.reading = None
-        telling.repeat(memory.frames, memory.said)
-    memory.skip_offline_rounds(memory.attendance.end)
+        run_log.recovered_contents = None
+        telling.repeat(memory.frames, memory.rounds_committed)
+    memory.skip_offline_rounds(memory.learner_participation.end)

@@ -15,10 +15,10 @@ import structlog
 
 from sottovoce_core.errors import FailedPrecondition, RunEnded, Unavailable
 from sottovoce_core.spec import ClockSpec
-from sottovoce_core.text import called, abbreviate_names
-from sottovoce_learner.role import Role
+from sottovoce_core.text import abbreviate_names, format_learner_name
+from sottovoce_learner.role import RunAssignment
 from sottovoce_learner.storage.state_folder import DiskFull
-from sottovoce_rpc.learner_status import WaitCause, LearnerState, WaitReport
+from sottovoce_rpc.learner_status import LearnerState, WaitCause, WaitReport
 from sottovoce_rpc.specs import compute_next_report_round
 
 log = structlog.get_logger()
@@ -37,7 +37,7 @@ class Lifecycle:
         report: reports now where it stands.
     """
 
-    def __init__(self, role: Role, report: Callable[[], None]) -> None:
+    def __init__(self, role: RunAssignment, report: Callable[[], None]) -> None:
         self._role, self._report = role, report
         self.state, self.detail = LearnerState.CONNECTING, ""
         self._replaced, self._over = asyncio.Event(), asyncio.Event()
@@ -49,25 +49,25 @@ class Lifecycle:
         self._report()
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True when nothing more will be said."""
-        return not self.state.under_way
+        return not self.state.is_active
 
     @property
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         """True when a neighbour has nothing to expect. After the last round it may still lack what was said in it."""
-        return self.ended and self.state is not LearnerState.FINISHED
+        return self.has_ended and self.state is not LearnerState.FINISHED
 
-    def replace(self) -> None:
+    def mark_replaced(self) -> None:
         """Another session takes the run up."""
         self._replaced.set()
 
-    async def replaced(self) -> Unavailable:
+    async def wait_replaced(self) -> Unavailable:
         """Wait until another session does; what whoever deals with this one is told then."""
         await self._replaced.wait()
         return Unavailable("this learner takes the run up again")
 
-    def dismiss(self) -> None:
+    def mark_run_ended(self) -> None:
         """The run is over for good: nobody will take it up again."""
         self._over.set()
 
@@ -76,13 +76,13 @@ class Lifecycle:
         """Is the run over for good?"""
         return self._over.is_set()
 
-    async def over(self) -> RunEnded:
+    async def wait_run_ended(self) -> RunEnded:
         """Wait until it is dismissed; what whoever brings records is told then."""
         await self._over.wait()
-        return RunEnded(self.ending, self._word)
+        return RunEnded(self.end_message, self._word)
 
     @property
-    def ending(self) -> str:
+    def end_message(self) -> str:
         """That the run is over, and how."""
         return f"run {self._role.run_id} is over for this learner ({self._word})"
 
@@ -102,32 +102,32 @@ class LeaseTracker:
 
     def __init__(self, clock: ClockSpec, learners: int, report: Callable[[], None]) -> None:
         self._clock, self._learners, self._report = clock, learners, report
-        self.until = 0
+        self.end_round = 0
         """Rounds below this one may be run."""
         self._asked = self._filled = self._look = 0
 
     def extend(self, until: int, filled: int) -> None:
         """More rounds may be run; those below `filled` have their records."""
-        self.until = max(self.until, until)
-        self.fill(filled)
+        self.end_round = max(self.end_round, until)
+        self.set_filled_rounds(filled)
 
-    def fill(self, filled: int) -> None:
+    def set_filled_rounds(self, filled: int) -> None:
         """Rounds below this one have their records. The clock may wait for those of the first round that is not granted."""
-        if self._clock.mode == "data" and self._filled <= self.until and filled > self._filled:
+        if self._clock.mode == "data" and self._filled <= self.end_round and filled > self._filled:
             self._filled = filled
             self._report()
 
-    def use(self, rounds: int) -> None:
+    def report_progress(self, rounds: int) -> None:
         """So many rounds are over: once per grant it is time for the next one, and ever more seldom for a look."""
         if rounds >= self._look:
             self._look = compute_next_report_round(rounds, self._learners)
             self._report()
-        if self._asked != self.until and 2 * (self.until - rounds) <= self._clock.window:
-            self._asked = self.until
+        if self._asked != self.end_round and 2 * (self.end_round - rounds) <= self._clock.window:
+            self._asked = self.end_round
             self._report()
 
 
-class Wait(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
+class TimedWait(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
     """One wait.
 
     Attributes:
@@ -139,24 +139,24 @@ class Wait(NamedTuple):  # made in every round: a frozen dataclass takes four ti
 
     round: int
     cause: WaitCause
-    alone: bool
-    since: float
+    is_coordinator_away: bool
+    started_at_s: float
 
-    def limit_s(self, clock: ClockSpec) -> float:
+    def compute_limit_s(self, clock: ClockSpec) -> float:
         """How long it may last, in seconds."""
-        if self.cause is WaitCause.DISK or (self.alone and self.cause is not WaitCause.RECORDS):
-            return clock.patience
+        if self.cause is WaitCause.DISK or (self.is_coordinator_away and self.cause is not WaitCause.RECORDS):
+            return clock.coordinator_timeout_s
         due = clock.period_s if self.cause is not WaitCause.NEIGHBOUR else None  # paced: not before the period is over
         return clock.deadline_s + (due or 0.0)
 
-    def told(self, clock: ClockSpec, now: float) -> bool:
+    def is_reportable(self, clock: ClockSpec, now: float) -> bool:
         """True once it has lasted so long that the coordinator should know."""
-        return now - self.since >= min(REPORTABLE_WAIT_S, clock.deadline_s / 4)
+        return now - self.started_at_s >= min(REPORTABLE_WAIT_S, clock.deadline_s / 4)
 
 
 def _in_words(wait: WaitReport, names: Sequence[str]) -> str:
     """What is waited for, and of whom."""
-    of = f" ({abbreviate_names([called(names, i) for i in wait.neighbours])})" if wait.neighbours else ""
+    of = f" ({abbreviate_names([format_learner_name(names, i) for i in wait.neighbours])})" if wait.neighbours else ""
     return f"{wait.cause.value}{of} in round {wait.round}"
 
 
@@ -173,17 +173,17 @@ class WaitTracker:
         self._clock, self._unheard, self._names = clock, unheard, names
         self._waker: asyncio.Future[None] | None = None
         self._alone = False
-        self.newest: Wait | None = None
+        self.current_wait: TimedWait | None = None
         """It may be over."""
 
     def begin(self, t: int, cause: WaitCause) -> None:
         """Something is awaited that comes without `wake`, and is said to be `over`."""
-        if self.newest is None or self.newest[:3] != (t, cause, self._alone):  # else it goes on
-            self.newest = Wait(t, cause, self._alone, time.monotonic())
+        if self.current_wait is None or self.current_wait[:3] != (t, cause, self._alone):  # else it goes on
+            self.current_wait = TimedWait(t, cause, self._alone, time.monotonic())
 
-    def over(self) -> None:
+    def end(self) -> None:
         """What was awaited is there."""
-        self.newest = None
+        self.current_wait = None
 
     async def wait(self, t: int, cause: WaitCause) -> None:
         """Until something comes that may be it.
@@ -208,36 +208,36 @@ class WaitTracker:
         if self._waker is not None and not self._waker.done():
             self._waker.set_result(None)
 
-    def set_coordinator_away(self, *, away: bool) -> None:
+    def set_coordinator_away(self, *, is_away: bool) -> None:
         """The coordinator is away, or back: what is waited for is waited for anew, with another patience."""
-        self._alone = away
+        self._alone = is_away
         self.wake()
 
-    def told(self, *, ended: bool) -> WaitReport | None:
+    def get_reportable_wait(self, *, has_ended: bool) -> WaitReport | None:
         """What it has waited for, for so long that its coordinator should know; where the run has ended, what it gave up on."""
-        wait, waker = self.newest, self._waker
+        wait, waker = self.current_wait, self._waker
         over = waker is not None and waker.done() and (waker.cancelled() or waker.exception() is None)
-        if wait is None or over or (not ended and not wait.told(self._clock, time.monotonic())):
+        if wait is None or over or (not has_ended and not wait.is_reportable(self._clock, time.monotonic())):
             return None
         return self._waiting(wait)
 
-    def _waiting(self, wait: Wait) -> WaitReport:
+    def _waiting(self, wait: TimedWait) -> WaitReport:
         return WaitReport(wait.round, wait.cause, tuple(self._unheard()) if wait.cause is WaitCause.NEIGHBOUR else ())
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """What it has waited for, as `told`; empty: nothing that need be told."""
-        wait = self.told(ended=False)
+        wait = self.get_reportable_wait(has_ended=False)
         return "" if wait is None else _in_words(wait, self._names)
 
-    async def watch(self) -> None:
+    async def run_watchdog(self) -> None:
         """One watchdog instead of a timer per wait: rounds are too short for those."""
         while True:
             await asyncio.sleep(min(REPORTABLE_WAIT_S, self._clock.deadline_s / 4))
-            wait, waker = self.newest, self._waker
+            wait, waker = self.current_wait, self._waker
             if wait is None or waker is None or waker.done():
                 continue
-            limit_s = wait.limit_s(self._clock)
-            if time.monotonic() - wait.since > limit_s:
+            limit_s = wait.compute_limit_s(self._clock)
+            if time.monotonic() - wait.started_at_s > limit_s:
                 text = f"waited {limit_s:g} s for {_in_words(self._waiting(wait), self._names)}"
                 waker.set_exception(Unavailable(text))
 
@@ -253,13 +253,13 @@ class DiskFullWait:
 
     def __init__(self, learner: str, waits: str, unwritten: str) -> None:
         self._learner, self._waits, self._unwritten = learner, waits, unwritten
-        self.lacking = False
+        self.is_waiting = False
         """Something waits for it."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        self.lacking = False
+        self.is_waiting = False
 
     def require_disk_full(self, error: OSError, t: int) -> None:
         """After a write that did not succeed, in round t: the same may be tried again in `DISK_RETRY_INTERVAL_S`, where there was no room.
@@ -269,6 +269,6 @@ class DiskFullWait:
         """
         if not isinstance(error, DiskFull):
             raise FailedPrecondition(f"{self._unwritten}: {error.strerror}") from None
-        if not self.lacking:
+        if not self.is_waiting:
             log.warning(f"disk full: {self._waits} until there is room", learner=self._learner, round=t)
-        self.lacking = True
+        self.is_waiting = True

@@ -13,16 +13,16 @@ from sottovoce_core.network.roster import ParticipationSchedule
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.storage.state_folder import Identity
+from sottovoce_learner.storage.state_folder import StoreIdentity
 from sottovoce_rpc import specs
 from sottovoce_wire.v1.coordinator_pb2 import Assignment
 
-_KEPT = 4
+_MAX_CACHED_RUNS = 4
 """Runs at a time: learners of one process may be in several."""
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class RunAssignment:
     """What a learner is told before a run.
 
     Attributes:
@@ -51,7 +51,7 @@ class Role:
             raise RemoteProtocolError(f"learner {self.name!r} must be assigned under its own name, got {told!r}")
 
     @classmethod
-    def of(cls, run_id: str, told: Assignment, own: Identity, config: LearnerConfig) -> Role:
+    def from_wire(cls, run_id: str, told: Assignment, own: StoreIdentity, config: LearnerConfig) -> RunAssignment:
         """What the coordinator said, checked: its run id becomes part of a file name.
 
         Raises:
@@ -69,23 +69,23 @@ class Role:
         return self.spec.get_budget(self.index)
 
     @property
-    def shared(self) -> Shared:
+    def cached_run(self) -> CachedRun:
         """What it has in common with the other learners of its process."""
-        return Shared.of(self.spec, self.n_features)
+        return CachedRun.get_cached(self.spec, self.n_features)
 
 
 # ---- what learners of one process have in common ---------------------------------------------------------------------
 
-_document_of = lru_cache(_KEPT)(specs.document_from_wire)
+_document_of = lru_cache(_MAX_CACHED_RUNS)(specs.document_from_wire)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAX_CACHED_RUNS)
 def _spec_of(text: str, *, imports: bool) -> RunSpec:
     """The spec of a document from the wire: all that are told the same have this very one."""
-    return parse_spec(_document_of(text), imports=imports)
+    return parse_spec(_document_of(text), allow_imports=imports)
 
 
-class Shared:
+class CachedRun:
     """What follows from a spec alone, and nobody changes. Many learners would else hold as many copies of one network.
 
     Args:
@@ -93,13 +93,13 @@ class Shared:
         n_features: features of a record.
     """
 
-    _known: ClassVar[deque[Shared]] = deque(maxlen=_KEPT)
+    _known: ClassVar[deque[CachedRun]] = deque(maxlen=_MAX_CACHED_RUNS)
 
     def __init__(self, spec: RunSpec, n_features: int) -> None:
         self._spec, self._n_features = spec, n_features
 
     @classmethod
-    def of(cls, spec: RunSpec, n_features: int) -> Shared:
+    def get_cached(cls, spec: RunSpec, n_features: int) -> CachedRun:
         """That of this very spec, not of an equal one: comparing long ones would cost as much as reading them."""
         for each in tuple(cls._known):  # another thread may ask, too
             if each._spec is spec and each._n_features == n_features:
@@ -115,7 +115,7 @@ class Shared:
     @cached_property
     def plan_hash(self) -> bytes:
         """As that of `sottovoce_rpc.specs`."""
-        return specs.plan_hash(self._spec, self._n_features)
+        return specs.compute_plan_hash(self._spec, self._n_features)
 
     @cached_property
     def digests(self) -> NetworkDigests:
@@ -123,6 +123,6 @@ class Shared:
         return NetworkDigests(self.run.network, 4 * min(self._spec.clock.window, self._spec.rounds))
 
     @cached_property
-    def roster(self) -> ParticipationSchedule:
+    def participation(self) -> ParticipationSchedule:
         """Who takes part when."""
-        return self._spec.roster
+        return self._spec.participation

@@ -12,36 +12,36 @@ import structlog
 
 from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError
 from sottovoce_core.noise import KeyedNoise, NoiseSource, OpenDpNoise, RecordedNoise, SystemNoise
-from sottovoce_core.running.policy import accepted
+from sottovoce_core.running.policy import extract_identity_names
 from sottovoce_core.running.transcript import read_noise
-from sottovoce_core.text import called
+from sottovoce_core.text import format_learner_name
 from sottovoce_learner.config import LearnerConfig, max_message_bytes
-from sottovoce_learner.following import Following
-from sottovoce_learner.metrics import readings
+from sottovoce_learner.following import CoordinatorClient
+from sottovoce_learner.metrics import collect_metrics
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.opening import open_session
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import InProcessTransport
-from sottovoce_learner.role import Role, Shared
-from sottovoce_learner.servicer import NAME, LearnerServicer
+from sottovoce_learner.role import CachedRun, RunAssignment
+from sottovoce_learner.servicer import SERVICE_NAME, LearnerServicer
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage.ledger import Standing
-from sottovoce_learner.storage.state_folder import Claim, Files, Identity
+from sottovoce_learner.storage.ledger import StoredState
+from sottovoce_learner.storage.state_folder import LearnerLock, LearnerPaths, StoreIdentity
 from sottovoce_learner.storage.store import Ledger, end_run
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc import principals
-from sottovoce_rpc.directives import Directive
+from sottovoce_rpc.directives import Command
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
-from sottovoce_rpc.logs import failure, warn_if_open
-from sottovoce_rpc.metrics import Reading
-from sottovoce_rpc.server import Service, start_server
-from sottovoce_rpc.tasks import Tasks, beside, drained
+from sottovoce_rpc.logs import describe_failure, warn_if_open
+from sottovoce_rpc.metrics import MetricSample
+from sottovoce_rpc.server import RunningServer, start_server
+from sottovoce_rpc.tasks import Tasks, run_cleanup, run_in_background
 from sottovoce_wire.v1 import coordinator_pb2
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, RoundLease, Neighbour, Stop, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, Neighbour, RoundLease, Stop, TopologyEpoch
 
 log = structlog.get_logger()
 
-FLUSH_S = 1.0
+FLUSH_TIMEOUT_S = 1.0
 FOLDER_CHECK_INTERVAL_S = 1.0
 """Between two looks at whether the state folder is still there; a round looks, too, before it is said."""
 _MAX_RUN_ID_CHARS = 128
@@ -56,9 +56,11 @@ class Learner:
         nearby: the learners of its process; None: it is alone.
     """
 
-    def __init__(self, config: LearnerConfig, tracing: Tracing | None = None, nearby: InProcessTransport | None = None) -> None:
+    def __init__(
+        self, config: LearnerConfig, tracing: Tracing | None = None, in_process: InProcessTransport | None = None
+    ) -> None:
         config.check()
-        self.config, self._make = config, open_session if tracing is None else tracing.session
+        self.config, self._make = config, open_session if tracing is None else tracing.open_session
         self._noise_fields = None if config.recorded_noise is None else read_noise(config.recorded_noise)
         self._sampler = OpenDpNoise() if config.noise == "opendp" else SystemNoise()
         self._session: Session | None = None
@@ -71,13 +73,13 @@ class Learner:
         # Streams to neighbours, and where they lead.
         self._opened: dict[int, tuple[str, asyncio.Task[None] | None]] = {}
         self._mirror: Mirror | None = None
-        self._claim: Claim | None = None
-        self._following = Following(
+        self._claim: LearnerLock | None = None
+        self._following = CoordinatorClient(
             config, lambda: self._session, self._under_way, self._obey_or_tell, self._report, self._changed
         )
-        self._nearby = InProcessTransport() if nearby is None else nearby
-        self.servicer = LearnerServicer(config, self.in_run, self._told)
-        self.service: Service | None = None
+        self._nearby = InProcessTransport() if in_process is None else in_process
+        self.servicer = LearnerServicer(config, self.require_session, self._told)
+        self.service: RunningServer | None = None
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -92,19 +94,19 @@ class Learner:
             Unavailable: the address cannot be listened on.
         """
         folder = self.config.state_folder
-        self.config.credentials.require(principals.Role.LEARNER, self.config.name)
+        self.config.credentials.require_principal(principals.Role.LEARNER, self.config.name)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # records lie below it
             self._require_one_name()
-            held = Claim(folder, self.config.name)
+            held = LearnerLock(folder, self.config.name)
             try:
                 await asyncio.to_thread(self._require_whole)
-                held.renew()
-                self._following.identity = Identity.of(folder, self.config.name)
+                held.refresh_guards()
+                self._following.identity = StoreIdentity.load_or_create(folder, self.config.name)
                 self.service = await start_server(
                     self.config.listen,
                     self.servicer.register,
-                    [NAME],
+                    [SERVICE_NAME],
                     self.config.credentials,
                     max_message_bytes(self.config.policy),
                 )
@@ -117,12 +119,12 @@ class Learner:
         warn_if_open(folder, "state folder, and records lie in it")
         address = self.config.advertise or self.service.address
         if self.config.credentials.principal is None:  # else both sides have to show who they are
-            self._nearby.add(address, self.servicer.meet)
+            self._nearby.add(address, self.servicer.accept_in_process)
         return address
 
     def _require_whole(self) -> None:
         """Refuse a damaged or copied state folder here: a learner that has joined with it would cost others their run."""
-        Standing.of(Files(self.config.state_folder, self.config.name))
+        StoredState.read_verified(LearnerPaths(self.config.state_folder, self.config.name))
         # what a death has left of a run
         end_run(self.config.state_folder, self.config.name, keep_log=self.config.keep_log)
 
@@ -133,7 +135,7 @@ class Learner:
             Unavailable: it could not be reached in the first place.
             DataError: its state folder was deleted, moved or replaced.
         """
-        async with beside(self._watch_folder()):
+        async with run_in_background(self._watch_folder()):
             await self._following.follow(address)
 
     async def _watch_folder(self) -> None:
@@ -157,38 +159,43 @@ class Learner:
         """How far it is in its run, for a coordinator that may know less of it, or more: then its state was set back."""
         session = self._session
         # One that has finished may not have been told that all have.
-        if session is not None and not session.life.silent:
-            role, said = session.role, session.status.rounds_said
+        if session is not None and not session.lifecycle.is_silent:
+            role, said = session.assignment, session.status.rounds_committed
             return {
                 "run_id": role.run_id,
                 "rounds_committed": said,
-                "lease_until_round": session.grants.until,
-                "term": 0 if session.life.ended else self._following.term,
+                "lease_until_round": session.lease_tracker.end_round,
+                "term": 0 if session.lifecycle.has_ended else self._following.term,
                 "attempt": self._attempt,
-                "plan_hash": role.shared.plan_hash,
+                "plan_hash": role.cached_run.plan_hash,
             }
         return await asyncio.to_thread(self._left_open)
 
     def _left_open(self) -> dict[str, Any]:
         """The same of the run whose log it has, where it has stopped, or is yet to go on with it."""
         try:
-            standing = Standing.of(Files(self.config.state_folder, self.config.name))
+            standing = StoredState.read_verified(LearnerPaths(self.config.state_folder, self.config.name))
         except DataError:  # nothing is said from such a folder: a run is told so when it begins
             return {}
-        if standing is None or (found := standing.under_way) is None:
+        if standing is None or (found := standing.open_run_progress) is None:
             return {}
         line, closed = found
-        known = {"run_id": line.run_id, "rounds_committed": line.said, "attempt": self._attempt, "last_round_learned": closed}
+        known = {
+            "run_id": line.run_id,
+            "rounds_committed": line.rounds_committed,
+            "attempt": self._attempt,
+            "last_round_learned": closed,
+        }
         try:
             self.config.policy.require_allowed_imports(json.loads(line.spec))
-            spec = line.parsed(imports=self.config.allow_imports)
+            spec = line.parse_spec(imports=self.config.allow_imports)
         except SpecError:  # it names code that may not be imported now
             return known
-        return {**known, "plan_hash": Shared.of(spec, line.n_features).plan_hash}
+        return {**known, "plan_hash": CachedRun.get_cached(spec, line.n_features).plan_hash}
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 
-    async def _obey_or_tell(self, run_id: str, told: Directive | None) -> None:
+    async def _obey_or_tell(self, run_id: str, told: Command | None) -> None:
         """A directive that cannot be followed fails the run, with the reason, and leaves the learner alive.
 
         Of that run only the end is obeyed from then on: what went wrong first is what its operator is told.
@@ -202,10 +209,10 @@ class Learner:
         try:
             await self._obey(run_id, told)
         except SottovoceError as error:
-            log.error("directive refused", run_id=run_id, reason=str(error), **failure(error))
+            log.error("directive refused", run_id=run_id, reason=str(error), **describe_failure(error))
             self._refuse(run_id, str(error))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a run that does not fit this machine, or own code that a spec names
-            what = failure(error)
+            what = describe_failure(error)
             log.error("directive refused", run_id=run_id, **what)
             cause = getattr(error, "strerror", None) or "an internal error"  # the system's word on a file
             self._refuse(run_id, f"{cause}, {what['kind']}; the learner's log says where")
@@ -229,14 +236,16 @@ class Learner:
     def _told(self) -> LearnerStatus:
         """The same for who asks it: also that it has no coordinator, which nobody else can say then."""
         status = self.status
-        return replace(status, detail="; ".join(filter(None, (status.detail, self._following.away))))
+        return replace(status, detail="; ".join(filter(None, (status.detail, self._following.connection_problem))))
 
-    def readings(self) -> Iterator[Reading]:
+    def collect_metrics(self) -> Iterator[MetricSample]:
         """For Prometheus."""
         following = self._following
-        return readings(self.status, self._session, self._mirror, following.joins, joined=following.joined)
+        return collect_metrics(
+            self.status, self._session, self._mirror, following.join_count, is_joined=following.is_joined
+        )
 
-    def in_run(self) -> Session:
+    def require_session(self) -> Session:
         """Its session in the run of now.
 
         Raises:
@@ -250,12 +259,12 @@ class Learner:
         """What its coordinator is told of its run."""
         report = coordinator_pb2.Report(status=self.status.to_wire(), attempt=self._attempt)
         if self._refused is None and self._session is not None:
-            if (waits := self._session.waiting) is not None:
+            if (waits := self._session.reportable_wait) is not None:
                 report.wait.CopyFrom(waits.to_wire())
-            report.violations.extend(self._session.hearing.misconduct)
+            report.violations.extend(self._session.receiver.violations)
         return coordinator_pb2.LearnerMessage(report=report)
 
-    async def _obey(self, run_id: str, told: Directive | None) -> None:
+    async def _obey(self, run_id: str, told: Command | None) -> None:
         session = self._of_run(run_id)
         match told:
             case Assignment() if session is None or self._anew(run_id, told):
@@ -264,17 +273,17 @@ class Learner:
             case TopologyEpoch() if session is not None:
                 self._meet(session, told)
             case RoundLease() if session is not None:
-                session.grant(told)
+                session.extend_lease(told)
             case Stop(reason=reason, final=over):
                 log.info("told to stop", learner=self.config.name, run_id=run_id, reason=reason, over=over)
                 self._stopped, self._over = run_id, run_id if over else ""
                 if session is not None:
                     await self._end_run()
                     if over:
-                        session.life.dismiss()
+                        session.lifecycle.mark_run_ended()
                 await self._let_go()
 
-    def _anew(self, run_id: str, told: Directive | None) -> bool:
+    def _anew(self, run_id: str, told: Command | None) -> bool:
         """Is a run taken up again? Whatever became of it here, it goes on from the log, as after a death.
 
         Also in the same attempt, where a coordinator that did not know the run has ended it here, and knows it by now.
@@ -291,7 +300,7 @@ class Learner:
         if own is None:
             return
         (other,) = {own.name, f"{own.name}@{own.domain}"} - {self.config.name}
-        if other in Ledger(folder).learners():
+        if other in Ledger(folder).list_learners():
             raise FailedPrecondition(
                 f"the state folder {folder} must have no ledger of {other!r}, who is this learner by another name: start it as "
                 f"{other!r}, or with another state folder, where what it has spent does not count"
@@ -299,40 +308,40 @@ class Learner:
 
     def _of_run(self, run_id: str) -> Session | None:
         session = self._session
-        return session if session is not None and session.role.run_id == run_id else None
+        return session if session is not None and session.assignment.run_id == run_id else None
 
     async def _prepare(self, run_id: str, told: Assignment) -> None:
         await self._end_run()
         if self._claim is not None:
             self._claim.require_in_place()
         self._attempt, self._stopped = told.attempt, ""
-        role = Role.of(run_id, told, self._following.identity, self.config)
-        Ledger(self.config.state_folder).require_known(role.name, told.earlier_runs)
-        to = accepted(self.config.policy.eavesdroppers)
+        role = RunAssignment.from_wire(run_id, told, self._following.identity, self.config)
+        Ledger(self.config.state_folder).require_sent_rounds(role.name, told.earlier_runs)
+        to = extract_identity_names(self.config.policy.eavesdroppers)
         mirror = (
             Mirror(run_id, told.index, told.mirror_address, self.config.credentials, to)
             if told.mirror_address
             else None
         )
         if (before := self._of_run(run_id)) is not None:
-            before.life.replace()
+            before.lifecycle.mark_replaced()
         self._session = self._make(
             role,
             self._noise(role),
             self.config.state_folder,
             mirror.copy if mirror else None,
             policy=self.config.policy,
-            private=self.config.private,
+            is_noise_private=self.config.is_noise_private,
             own_budget=self.config.own_budget,
             credentials=self.config.credentials,
-            changed=self._changed,
+            report_event=self._changed,
             keep_log=self.config.keep_log,
         )
         if self._claim is not None:
-            self._claim.renew()
+            self._claim.refresh_guards()
         self._mirror, self._refused = mirror, None
 
-    def _noise(self, role: Role) -> NoiseSource:
+    def _noise(self, role: RunAssignment) -> NoiseSource:
         index = role.index
         if self.config.noise_seed is not None:  # the name: a run's id is another each time
             return KeyedNoise(self.config.noise_seed, role.spec.name, index)
@@ -340,19 +349,19 @@ class Learner:
             return self._sampler
         for name, values in self._noise_fields.items():
             if index >= values.shape[1]:
-                own, of = called(role.spec.names, index), values.shape[1]
+                own, of = format_learner_name(role.spec.names, index), values.shape[1]
                 raise SpecError(f"recorded noise of field {name!r} must cover {own}, got that of {of} learners")
         return RecordedNoise({name: values[:, index, 0] for name, values in self._noise_fields.items()})
 
     def _meet(self, session: Session, epoch: TopologyEpoch) -> None:
         begun = session.plan.announced_rounds > 0
-        session.plan.announce(
+        session.plan.accept_epoch(
             epoch.first_round,
             {neighbour.index: neighbour.weight for neighbour in epoch.neighbours},
             [neighbour.index for neighbour in epoch.neighbours if neighbour.is_recipient],
         )
         for neighbour in epoch.neighbours:
-            if neighbour.index > session.role.index:
+            if neighbour.index > session.assignment.index:
                 self._open(session, neighbour)
         if begun:
             return
@@ -380,7 +389,7 @@ class Learner:
         """Begin no other round, let the message on its way reach the neighbours, then close the channels."""
         if self._session is not None:
             await self._rounds.end()
-            await drained(self._session.telling.flush(), FLUSH_S)
+            await run_cleanup(self._session.outbox.flush(), FLUSH_TIMEOUT_S)
             await self._session.close()
         await self._channels.end()
         self._opened.clear()

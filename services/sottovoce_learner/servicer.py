@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
-from sottovoce_core.errors import FailedPrecondition, SottovoceError, PermissionDenied, Unavailable
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, SottovoceError, Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import InProcessStream
@@ -21,15 +21,15 @@ from sottovoce_rpc import principals
 from sottovoce_rpc.access import Context, StreamLimit
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.logs import failure
+from sottovoce_rpc.logs import describe_failure
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.status import answering
-from sottovoce_rpc.tasks import Tasks, beside
+from sottovoce_rpc.status import abort_on_error
+from sottovoce_rpc.tasks import Tasks, run_in_background
 from sottovoce_wire.v1 import learner_pb2
 
 log = structlog.get_logger()
 
-NAME = "sottovoce_wire.v1.Learner"
+SERVICE_NAME = "sottovoce_wire.v1.Learner"
 _BATCHES_PER_RECEIPT, _PAUSE_TIMEOUT_S = 16, 0.002
 """Batches between receipts on a stream that does not pause, and how long a pause is."""
 
@@ -65,7 +65,7 @@ class LearnerServicer:
             "GetLedger": grpc.unary_unary_rpc_method_handler(self.ledger, pb.GetLedgerRequest.FromString, write),
             "GetStatus": grpc.unary_unary_rpc_method_handler(self.status, pb.GetStatusRequest.FromString, write),
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
     @property
     def _owners(self) -> frozenset[str]:
@@ -81,7 +81,7 @@ class LearnerServicer:
         Raises:
             PermissionDenied: the caller is not one of them, and has none of these roles in this learner's domain.
         """
-        caller = self._config.credentials.caller(context)
+        caller = self._config.credentials.identify_caller(context)
         if caller is not None and not caller.is_one_of(*names) and (caller.role not in roles or caller.is_foreign):
             options = " or ".join([f"--owner {caller}", *([f"--feeder {caller}"] if names == self._feeders else [])])
             raise PermissionDenied(
@@ -90,12 +90,12 @@ class LearnerServicer:
 
     async def exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """A stream that a neighbour opens, or a relay for it."""
-        async with answering(context):
+        async with abort_on_error(context):
             session = self._announced()
             await self._open(context)
-            await self._accept(session, context, self._config.credentials.caller(context))
+            await self._accept(session, context, self._config.credentials.identify_caller(context))
 
-    async def meet(self, stream: InProcessStream) -> None:
+    async def accept_in_process(self, stream: InProcessStream) -> None:
         """A stream that a neighbour in this process opens.
 
         Raises:
@@ -106,7 +106,7 @@ class LearnerServicer:
         except SottovoceError:
             raise
         except Exception as error:  # noqa: BLE001 - as a call is answered: a bug here is none of the neighbour's
-            log.error("bug", **failure(error))
+            log.error("bug", **describe_failure(error))
             raise Unavailable("an internal error; the log says where") from None
 
     def _announced(self) -> Session:
@@ -118,7 +118,7 @@ class LearnerServicer:
     async def _accept(
         self, session: Session, stream: Context | InProcessStream, caller: principals.Principal | None
     ) -> None:
-        async with beside(_replacement(session)):
+        async with run_in_background(_replacement(session)):
             await connection.accept(session, stream, caller)
 
     async def _open(self, context: Context) -> None:
@@ -132,31 +132,38 @@ class LearnerServicer:
         self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
     ) -> AsyncIterator[learner_pb2.IngestReceipt]:
         """Records, answered by receipts for what is in keeping. The end of a run of live ones ends the stream, and is told."""
-        async with answering(context):
+        async with abort_on_error(context):
             self._require(context, self._feeders)
             session = self._in_run()
             taken, source = 0, ""
-            with session.ingest.receipts.stream(), self._feeds.stream(self._config.credentials.caller(context)):
+            with (
+                session.ingestor.receipts.register_stream(),
+                self._feeds.hold_stream(self._config.credentials.identify_caller(context)),
+            ):
                 async with Tasks() as tasks:
-                    over = tasks.start(session.life.over() if session.role.spec.data.live else asyncio.Event().wait())
+                    over = tasks.start(
+                        session.lifecycle.wait_run_ended()
+                        if session.assignment.spec.data.is_live
+                        else asyncio.Event().wait()
+                    )
                     coming = tasks.start(_next(batches))
                     while (batch := await _unless(over, coming)) is not None:
                         coming = tasks.start(_next(batches))
-                        await session.ingest.feed(batch)
+                        await session.ingestor.feed(batch)
                         taken, source = taken + 1, batch.source
                         # At once what is due: more may be here than its feeder knows. Then seldom, and in every lull.
                         if taken == 1 or taken % _BATCHES_PER_RECEIPT == 0 or not await _at_once(coming):
                             yield await _receipt(session, source)
                 yield await _receipt(session, source)
-            if session.life.is_run_ended and session.role.spec.data.live:
-                raise await session.life.over()
+            if session.lifecycle.is_run_ended and session.assignment.spec.data.is_live:
+                raise await session.lifecycle.wait_run_ended()
 
     async def intake(self, request: learner_pb2.GetIntakeRequest, context: Context) -> learner_pb2.GetIntakeResponse:
         """What whoever brings records needs before the first one."""
-        async with answering(context):
+        async with abort_on_error(context):
             self._require(context, self._feeders)
             session = self._in_run()
-            role, receipt = session.role, await _receipt(session, request.source)
+            role, receipt = session.assignment, await _receipt(session, request.source)
             spec = spec_to_wire(role.spec)
             return learner_pb2.GetIntakeResponse(
                 run_id=role.run_id, spec=spec, n_features=role.n_features, receipt=receipt
@@ -164,19 +171,21 @@ class LearnerServicer:
 
     async def predict(self, request: learner_pb2.PredictRequest, context: Context) -> learner_pb2.PredictResponse:
         """What the model in use says of records, where the run opted in."""
-        async with answering(context):
+        async with abort_on_error(context):
             self._require(context, self._owners)
             session = self._in_run()
-            if not session.role.spec.telemetry.predict:
-                raise FailedPrecondition("predictions depend on private data; this run did not opt in (telemetry.predict)")
-            scores, labels, rounds = session.memory.predict(from_tensor(request.features))
+            if not session.assignment.spec.telemetry.predict:
+                raise FailedPrecondition(
+                    "predictions depend on private data; this run did not opt in (telemetry.predict)"
+                )
+            scores, labels, rounds = session.state_machine.predict(from_tensor(request.features))
             return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
 
     async def ledger(self, request: learner_pb2.GetLedgerRequest, context: Context) -> learner_pb2.GetLedgerResponse:
         """What all runs have cost."""
-        async with answering(context):
+        async with abort_on_error(context):
             self._require(context, self._owners)
-            lines = await asyncio.to_thread(Ledger(self._config.state_folder).lines, self._config.name)
+            lines = await asyncio.to_thread(Ledger(self._config.state_folder).list_entries, self._config.name)
             return learner_pb2.GetLedgerResponse(
                 entries=[learner_pb2.LedgerEntry(algorithm=line.algorithm, **asdict(line)) for line in lines],
                 owner_budget=self._config.own_budget,
@@ -184,7 +193,7 @@ class LearnerServicer:
 
     async def status(self, request: learner_pb2.GetStatusRequest, context: Context) -> learner_pb2.GetStatusResponse:
         """How far it is."""
-        async with answering(context):
+        async with abort_on_error(context):
             self._require(context, self._feeders, principals.Role.OPERATOR, principals.Role.COORDINATOR)
             return learner_pb2.GetStatusResponse(status=self._now().to_wire())
 
@@ -195,9 +204,11 @@ async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:
     Raises:
         FailedPrecondition: it cannot be kept.
     """
-    intake = session.intake
-    receipt = learner_pb2.IngestReceipt(next_sequence=intake.next_sequence(source), position=intake.position(source))
-    await session.ingest.receipts.settled()
+    intake = session.record_queue
+    receipt = learner_pb2.IngestReceipt(
+        next_sequence=intake.get_next_sequence(source), position=intake.get_position(source)
+    )
+    await session.ingestor.receipts.wait_durable()
     return receipt
 
 
@@ -223,4 +234,4 @@ async def _replacement(session: Session) -> None:
     Raises:
         Unavailable: it is.
     """
-    raise await session.life.replaced()
+    raise await session.lifecycle.wait_replaced()

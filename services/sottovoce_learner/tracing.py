@@ -38,7 +38,7 @@ _MODULES = (
 )
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_MOST_TEXT, _END_S = 300, 2.0
+_MAX_REASON_CHARS, _SHUTDOWN_TIMEOUT_S = 300, 2.0
 ROUND = "round"
 STEPS = ("granted", "said", "records", "heard", "learned")
 """Of a round, one after the other; within `said`, and where an absence follows within `learned`: `written`."""
@@ -54,17 +54,17 @@ class Tracing:
         SpecError: the extra is not installed, or the environment asks for another protocol than gRPC, or names no address.
     """
 
-    def __init__(self, every: int = 1) -> None:
+    def __init__(self, interval_rounds: int = 1) -> None:
         if others := {found for each in _PROTOCOLS if (found := os.environ.get(each, "grpc")) != "grpc"}:
             raise SpecError(
                 f"--trace speaks OTLP over gRPC: {' and '.join(_PROTOCOLS)} must say grpc, got {others.pop()}"
             )
         for variable in _ENDPOINTS:
             if at := os.environ.get(variable):
-                parse_url(at, {"http": 4317, "https": 4317}, variable, path=True)
+                parse_url(at, {"http": 4317, "https": 4317}, variable, allow_path=True)
         api, context, sdk, export, numbers, resources, otlp = map(_module, _MODULES)
         _tell_in_our_log()
-        self.every, self._ids = every, _ids(numbers)
+        self.interval_rounds, self._ids = interval_rounds, _ids(numbers)
         self._within, self._nowhere = api.set_span_in_context, context.Context()
         own = resources.Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "sottovoce-learner")})
         self._provider = sdk.TracerProvider(id_generator=self._ids, resource=own, shutdown_on_exit=False)
@@ -76,9 +76,9 @@ class Tracing:
         """The trace of a round: 128 bits that all its learners know."""
         return int.from_bytes(hashlib.blake2b(f"{run_id}\0{t}".encode(), digest_size=16).digest())
 
-    def session(self, *args: Any, **more: Any) -> Session:
+    def open_session(self, *args: Any, **more: Any) -> Session:
         """A session whose rounds are traced."""
-        made = open_session(*args, kind=_TracedSession, **more)
+        made = open_session(*args, session_class=_TracedSession, **more)
         assert isinstance(made, _TracedSession)  # noqa: S101 - asked for
         made.tracing = self
         return made
@@ -89,7 +89,7 @@ class Tracing:
         facts = {"sottovoce.learner": learner, "sottovoce.run": run_id, "sottovoce.round": t}
         return self._tracer.start_span(ROUND, self._nowhere, attributes=facts, start_time=since)
 
-    def step(self, name: str, within: Any, since: int, until: int) -> None:
+    def record_step(self, name: str, within: Any, since: int, until: int) -> None:
         """A step of a round that is over."""
         self._tracer.start_span(name, self._within(within, self._nowhere), start_time=since).end(until)
 
@@ -97,7 +97,7 @@ class Tracing:
         """Send what is left, but not for long: a collector that is away lets its client wait for half a minute."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
-        await asyncio.to_thread(sending.join, _END_S)
+        await asyncio.to_thread(sending.join, _SHUTDOWN_TIMEOUT_S)
 
 
 class _TracedSession(Session):
@@ -108,11 +108,11 @@ class _TracedSession(Session):
     _since = 0
 
     async def _round(self, t: int) -> None:
-        if t % self.tracing.every:
+        if t % self.tracing.interval_rounds:
             await super()._round(t)
             return
         self._since = time.time_ns()
-        self._span = span = self.tracing.begin(self.role.name, self.role.run_id, t, self._since)
+        self._span = span = self.tracing.begin(self.assignment.name, self.assignment.run_id, t, self._since)
         try:
             await super()._round(t)
         finally:
@@ -128,7 +128,7 @@ class _TracedSession(Session):
         since = time.time_ns()
         await super()._written(write)
         if self._span is not None:
-            self.tracing.step("written", self._span, since, time.time_ns())
+            self.tracing.record_step("written", self._span, since, time.time_ns())
 
     async def _hear(self, t: int) -> None:
         self._passed("records")
@@ -143,7 +143,7 @@ class _TracedSession(Session):
         """A step is over, and the next one begins."""
         if self._span is not None:
             since, self._since = self._since, time.time_ns()
-            self.tracing.step(step, self._span, since, self._since)
+            self.tracing.record_step(step, self._span, since, self._since)
 
 
 def _module(name: str) -> Any:
@@ -167,7 +167,7 @@ class _Told(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         told = log.error if record.levelno >= logging.ERROR else log.warning
-        told("tracing", reason=record.getMessage()[:_MOST_TEXT])
+        told("tracing", reason=record.getMessage()[:_MAX_REASON_CHARS])
 
 
 def _tell_in_our_log() -> None:

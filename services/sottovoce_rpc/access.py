@@ -20,19 +20,22 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce_core.errors import LimitReached, RemoteProtocolError, PermissionDenied
+from sottovoce_core.errors import LimitReached, PermissionDenied, RemoteProtocolError
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Principal, Role
-from sottovoce_rpc.status import answering
-from sottovoce_rpc.tasks import beside
+from sottovoce_rpc.status import abort_on_error
+from sottovoce_rpc.tasks import run_in_background
 
 _LEARNER, _COORDINATOR, _EAVESDROPPER = (
     f"/sottovoce_wire.v1.{name}" for name in ("Learner", "Coordinator", "Eavesdropper")
 )
-_AGAIN_S = 5.0
+_RECHECK_INTERVAL_S = 5.0
 """How often whoever holds a stream is looked at again: certificates are revoked, and end."""
-_MOST_LOGGED = 20
-_DENIED_STATUS_CODES: Container[object] = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED.value[0])
+_MAX_LOGGED_REFUSALS = 20
+_DENIED_STATUS_CODES: Container[object] = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.PERMISSION_DENIED.value[0],
+)
 """As gRPC says it, by its version."""
 MAX_UNREAD_BYTES = 192 * 1024 * 1024
 """Of messages of one caller that are on their way into a server, where one alone is not longer."""
@@ -72,10 +75,12 @@ def _rule(*roles: Role, condition: str = "", foreign: str = "") -> _Rule:
     return _Rule(frozenset(roles), condition, foreign)
 
 
-_ANY = tuple(role for role in Role if role is not Role.MONITOR)
-_RUNS = _rule(Role.OPERATOR)
-_NAMED = "who is named with its domain"
-_OWNER = _rule(*_ANY, condition="one of the learner's owners (`--owner`)", foreign=_NAMED)
+_ALL_CALLER_ROLES = tuple(role for role in Role if role is not Role.MONITOR)
+_OPERATOR_RULE = _rule(Role.OPERATOR)
+_FOREIGN_OWNER_CONDITION = "who is named with its domain"
+_OWNER = _rule(
+    *_ALL_CALLER_ROLES, condition="one of the learner's owners (`--owner`)", foreign=_FOREIGN_OWNER_CONDITION
+)
 ACCESS_RULES: Mapping[str, _Rule] = {
     f"{_LEARNER}/Exchange": _rule(
         Role.LEARNER,
@@ -84,35 +89,39 @@ ACCESS_RULES: Mapping[str, _Rule] = {
         foreign="the same; an eavesdropper that the owner's policy names",
     ),
     f"{_LEARNER}/Ingest": _rule(
-        *_ANY, condition="one of the learner's owners or feeders (`--owner`, `--feeder`)", foreign=_NAMED
+        *_ALL_CALLER_ROLES,
+        condition="one of the learner's owners or feeders (`--owner`, `--feeder`)",
+        foreign=_FOREIGN_OWNER_CONDITION,
     ),
     f"{_LEARNER}/Predict": _OWNER,
     f"{_LEARNER}/GetLedger": _OWNER,
-    f"{_LEARNER}/GetIntake": _rule(*_ANY, condition="as `Ingest`", foreign=_NAMED),
-    f"{_LEARNER}/GetStatus": _rule(*_ANY, condition="as `Ingest`, or an operator, or a coordinator", foreign=_NAMED),
+    f"{_LEARNER}/GetIntake": _rule(*_ALL_CALLER_ROLES, condition="as `Ingest`", foreign=_FOREIGN_OWNER_CONDITION),
+    f"{_LEARNER}/GetStatus": _rule(
+        *_ALL_CALLER_ROLES, condition="as `Ingest`, or an operator, or a coordinator", foreign=_FOREIGN_OWNER_CONDITION
+    ),
     f"{_COORDINATOR}/Join": _rule(Role.LEARNER, condition="as itself", foreign="the same"),
-    f"{_COORDINATOR}/StartRun": _RUNS,
-    f"{_COORDINATOR}/StopRun": _RUNS,
-    f"{_COORDINATOR}/ResumeRun": _RUNS,
-    f"{_COORDINATOR}/LeaveRun": _RUNS,
-    f"{_COORDINATOR}/JoinRun": _RUNS,
-    f"{_COORDINATOR}/RecoverRun": _RUNS,
-    f"{_COORDINATOR}/GetRun": _RUNS,
-    f"{_COORDINATOR}/ListRuns": _RUNS,
-    f"{_COORDINATOR}/WatchRun": _RUNS,
-    f"{_COORDINATOR}/RebindLearner": _RUNS,
+    f"{_COORDINATOR}/StartRun": _OPERATOR_RULE,
+    f"{_COORDINATOR}/StopRun": _OPERATOR_RULE,
+    f"{_COORDINATOR}/ResumeRun": _OPERATOR_RULE,
+    f"{_COORDINATOR}/LeaveRun": _OPERATOR_RULE,
+    f"{_COORDINATOR}/JoinRun": _OPERATOR_RULE,
+    f"{_COORDINATOR}/RecoverRun": _OPERATOR_RULE,
+    f"{_COORDINATOR}/GetRun": _OPERATOR_RULE,
+    f"{_COORDINATOR}/ListRuns": _OPERATOR_RULE,
+    f"{_COORDINATOR}/WatchRun": _OPERATOR_RULE,
+    f"{_COORDINATOR}/RebindLearner": _OPERATOR_RULE,
     f"{_EAVESDROPPER}/OpenCapture": _rule(Role.COORDINATOR, condition="resumed: the one that opened it"),
     f"{_EAVESDROPPER}/CloseCapture": _rule(Role.COORDINATOR, condition="the one that opened it"),
-    f"{_EAVESDROPPER}/ListCaptures": _RUNS,
+    f"{_EAVESDROPPER}/ListCaptures": _OPERATOR_RULE,
     f"{_EAVESDROPPER}/ListSentRounds": _rule(Role.COORDINATOR, condition="of captures that it opened"),
-    f"{_EAVESDROPPER}/StreamCapture": _RUNS,
+    f"{_EAVESDROPPER}/StreamCapture": _OPERATOR_RULE,
     f"{_EAVESDROPPER}/Mirror": _rule(
         Role.LEARNER, condition="as itself, in the run that is captured", foreign="the same"
     ),
-    "/grpc.health.v1.Health/Check": _rule(*_ANY, foreign="the same"),
-    "/grpc.health.v1.Health/List": _rule(*_ANY, foreign="the same"),
-    "/grpc.health.v1.Health/Watch": _rule(*_ANY, foreign="the same"),
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _RUNS,
+    "/grpc.health.v1.Health/Check": _rule(*_ALL_CALLER_ROLES, foreign="the same"),
+    "/grpc.health.v1.Health/List": _rule(*_ALL_CALLER_ROLES, foreign="the same"),
+    "/grpc.health.v1.Health/Watch": _rule(*_ALL_CALLER_ROLES, foreign="the same"),
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATOR_RULE,
 }
 """By method, for all services."""
 
@@ -127,11 +136,11 @@ class Refusals:
     def __init__(self) -> None:
         self.counts_by_reason = Counter({UNTRUSTED: 0, ROLE: 0, CONDITION: 0})
 
-    def note(self, reason: str, **facts: str) -> None:
+    def record_refusal(self, reason: str, **facts: str) -> None:
         """One more."""
         self.counts_by_reason[reason] += 1
         refused = self.counts_by_reason.total()
-        if refused <= _MOST_LOGGED or refused.bit_count() == 1:
+        if refused <= _MAX_LOGGED_REFUSALS or refused.bit_count() == 1:
             log.warning("call refused", **facts, refused=refused)
 
 
@@ -207,7 +216,7 @@ class StreamLimit:
         self._most, self._what, self._open = most, what, Counter[str]()
 
     @contextlib.contextmanager
-    def stream(self, caller: Principal | None) -> Iterator[None]:
+    def hold_stream(self, caller: Principal | None) -> Iterator[None]:
         """While a stream is open, which needs no turn.
 
         Raises:
@@ -233,7 +242,7 @@ class _Counted(PermissionDenied):
     """A refusal that the table has made, and counted."""
 
 
-class Access(grpc.aio.ServerInterceptor):
+class AccessInterceptor(grpc.aio.ServerInterceptor):
     """Holds a server to the table. What is not in it, nobody may call.
 
     Nothing of a call is read before it is known that its caller may make it. Single requests are decoded here, in gRPC's
@@ -250,33 +259,33 @@ class Access(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         credentials: Credentials,
-        refused: Refusals | None = None,
+        refusals: Refusals | None = None,
         *,
-        max_message: int | None = None,
-        max_request: int = MAX_UNREAD_BYTES,
+        max_message_bytes: int | None = None,
+        max_request_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
-        self.refused, self._credentials = refused or Refusals(), credentials
-        self._turns = None if max_message is None else _Turns(max_message)
-        self._max_request = max_request
+        self.refusals, self._credentials = refusals or Refusals(), credentials
+        self._turns = None if max_message_bytes is None else _Turns(max_message_bytes)
+        self._max_request = max_request_bytes
 
-    def require(self, method: str, context: Context) -> Principal | None:
+    def authorize_caller(self, method: str, context: Context) -> Principal | None:
         """Who calls; None: this machine's user, or anybody, where the server answers anybody.
 
         Raises:
             PermissionDenied: who may not.
         """
         try:
-            caller = self._credentials.caller(context)
+            caller = self._credentials.identify_caller(context)
         except PermissionDenied as error:
-            self.refused.note(UNTRUSTED, method=method, caller=str(error), peer=context.peer())
+            self.refusals.record_refusal(UNTRUSTED, method=method, caller=str(error), peer=context.peer())
             raise _Counted(UNTRUSTED_CALLER_TEXT) from None
         if caller is not None:
             rule = ACCESS_RULES.get(method)
             if rule is None or caller.role not in rule.roles:
-                self.refused.note(ROLE, method=method, caller=str(caller), peer=context.peer())
+                self.refusals.record_refusal(ROLE, method=method, caller=str(caller), peer=context.peer())
                 raise _Counted(f"{caller} may not call {method.rsplit('/', 1)[-1]}")
             if caller.is_foreign and not rule.foreign:
-                self.refused.note(ROLE, method=method, caller=str(caller), peer=context.peer())
+                self.refusals.record_refusal(ROLE, method=method, caller=str(caller), peer=context.peer())
                 raise _Counted(
                     f"{caller} may not call {method.rsplit('/', 1)[-1]}, for it is of another trust domain than this service"
                 )
@@ -309,20 +318,20 @@ class Access(grpc.aio.ServerInterceptor):
         async def answer(_: object, context: Context) -> Any:
             held: list[Any] = [_Requests(context)]
             with _forgotten():
-                async with answering(context):
-                    caller = self.require(method, context)
+                async with abort_on_error(context):
+                    caller = self.authorize_caller(method, context)
                     with self._counted(method, caller, context):
                         async with self._read(method, caller, held, decode):
                             if inspect.isasyncgenfunction(own):
                                 async with contextlib.aclosing(own(held.pop(), context)) as answers:
                                     async for each in answers:
                                         if caller is not None:
-                                            self.require(method, context)
+                                            self.authorize_caller(method, context)
                                         await context.write(each)
                                 return None
                             if not watched or caller is None:
                                 return await own(held.pop(), context)
-                            async with beside(self._still(method, context)):
+                            async with run_in_background(self._still(method, context)):
                                 return await own(held.pop(), context)
 
         return answer
@@ -355,7 +364,7 @@ class Access(grpc.aio.ServerInterceptor):
         except (grpc.aio.AbortError, PermissionDenied) as error:
             denied = context.code() in _DENIED_STATUS_CODES if isinstance(error, grpc.aio.AbortError) else True
             if denied and not isinstance(error, _Counted):
-                self.refused.note(CONDITION, method=method, caller=str(caller or ""), peer=context.peer())
+                self.refusals.record_refusal(CONDITION, method=method, caller=str(caller or ""), peer=context.peer())
             raise
 
     async def _still(self, method: str, context: Context) -> None:
@@ -365,8 +374,8 @@ class Access(grpc.aio.ServerInterceptor):
             PermissionDenied: its caller may no longer be answered.
         """
         while True:
-            await asyncio.sleep(_AGAIN_S)
-            self.require(method, context)
+            await asyncio.sleep(_RECHECK_INTERVAL_S)
+            self.authorize_caller(method, context)
 
 
 class _Requests:

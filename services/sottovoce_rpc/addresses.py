@@ -19,7 +19,7 @@ _MAX_PORT = 65_535
 """Of the ports. gRPC takes a larger one for what is left of it after division."""
 
 
-def place_of(address: str, what: str, *, listen: bool = False) -> tuple[str, int]:
+def parse_address(address: str, what: str, *, allow_port_zero: bool = False) -> tuple[str, int]:
     """Host and port of `host:port`; an IPv6 address stands in brackets there, and comes without.
 
     Args:
@@ -33,13 +33,13 @@ def place_of(address: str, what: str, *, listen: bool = False) -> tuple[str, int
     >>> place_of("[::1]:7400", "--coordinator")
     ('::1', 7400)
     """
-    found, lowest = _PLACE.fullmatch(address), 0 if listen else 1
+    found, lowest = _PLACE.fullmatch(address), 0 if allow_port_zero else 1
     if found is None or not lowest <= int(found[2]) <= _MAX_PORT:
         raise SpecError(f"{what} must be HOST:PORT with a port from {lowest} to {_MAX_PORT}, got {address!r}")
     return found[1].strip("[]"), int(found[2])
 
 
-def parse_url(url: str, schemes: Mapping[str, int], what: str, *, path: bool = False) -> tuple[str, str, int]:
+def parse_url(url: str, schemes: Mapping[str, int], what: str, *, allow_path: bool = False) -> tuple[str, str, int]:
     """Scheme, host and port of a URL that somebody else's service has: `nats://host:4222`, or `host:4222`.
 
     Args:
@@ -58,15 +58,19 @@ def parse_url(url: str, schemes: Mapping[str, int], what: str, *, path: bool = F
     wanted = f"{what} must be like {usual}://HOST:{port}, with a port from 1 to {_MAX_PORT}, and {_begin(schemes)}"
     scheme, _, rest = url.rpartition("://") if "://" in url.split("?")[0] else (usual, "", url)
     place, slash, behind = rest.partition("/")
-    if "@" in (place if path else rest):  # what came is not shown: it holds a secret
+    if "@" in (place if allow_path else rest):  # what came is not shown: it holds a secret
         raise SpecError(
             f"{what} must hold no user or password: others see them; give the user, and the password in a file"
         )
     try:
-        if scheme.lower() not in schemes or (slash and behind and not path) or urlsplit(f"//{place}").hostname is None:
+        if (
+            scheme.lower() not in schemes
+            or (slash and behind and not allow_path)
+            or urlsplit(f"//{place}").hostname is None
+        ):
             raise ValueError
         found = place if re.search(r":[^\]]*$", place) else f"{place}:{schemes[scheme.lower()]}"
-        return scheme.lower(), *place_of(found, what)
+        return scheme.lower(), *parse_address(found, what)
     except (ValueError, SpecError):
         raise SpecError(f"{wanted}, got {url!r}") from None
 
@@ -86,14 +90,14 @@ def require_host(host: str, what: str) -> str:
     return host
 
 
-def require_address(address: str, what: str, *, listen: bool = False) -> str:
+def require_address(address: str, what: str, *, allow_port_zero: bool = False) -> str:
     """The same address, which a gRPC service may have: `place_of`, or `unix:PATH`.
 
     Raises:
         SpecError: it is none.
     """
     if not re.fullmatch(r"unix(-abstract)?:.+", address):
-        place_of(address, what, listen=listen)
+        parse_address(address, what, allow_port_zero=allow_port_zero)
     return address
 
 
@@ -112,7 +116,7 @@ _ENDS = struct.Struct("!HH16s16s")
 _MAX_QUERIED_SERVERS = 64
 """Servers that are asked for one by one."""
 
-served: WeakKeyDictionary[object, str] = WeakKeyDictionary()
+listen_addresses: WeakKeyDictionary[object, str] = WeakKeyDictionary()
 """Where each gRPC server of this process listens."""
 
 

@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from sottovoce_core.errors import FailedPrecondition
 from sottovoce_rpc.principals import Principal, Role, build_host_name
 
-CERTIFICATE, KEY, AUTHORITIES_FILE, REVOCATION_FILE = "tls.crt", "tls.key", "ca.crt", "crl.pem"
+CERTIFICATE_FILE, KEY_FILE, AUTHORITIES_FILE, REVOCATION_FILE = "tls.crt", "tls.key", "ca.crt", "crl.pem"
 _CURVES = (ec.SECP256R1, ec.SECP384R1)
 _MIN_RSA_BITS = 2_048
 _KEYS = f"ECDSA on P-256 or P-384, or RSA of {_MIN_RSA_BITS} bits or more"
@@ -41,10 +41,12 @@ def parse_certificates(raw: bytes, name: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(raw)
     except ValueError:
-        raise FailedPrecondition(f"{name} must hold certificates in PEM, got none, or one that cannot be read") from None
+        raise FailedPrecondition(
+            f"{name} must hold certificates in PEM, got none, or one that cannot be read"
+        ) from None
 
 
-def parse_private_key(raw: bytes, name: str = KEY) -> PrivateKeyTypes:
+def parse_private_key(raw: bytes, name: str = KEY_FILE) -> PrivateKeyTypes:
     """The key of a file.
 
     Raises:
@@ -57,7 +59,9 @@ def parse_private_key(raw: bytes, name: str = KEY) -> PrivateKeyTypes:
             f"{name} must not be encrypted, for nobody is there to be asked: `openssl pkey -in {name} -out plain.key`, chmod 600"
         ) from None
     except (ValueError, UnsupportedAlgorithm):
-        raise FailedPrecondition(f"{name} must hold a private key in PEM ({_KEYS}), got none that can be read") from None
+        raise FailedPrecondition(
+            f"{name} must hold a private key in PEM ({_KEYS}), got none that can be read"
+        ) from None
 
 
 def require_usable_certificate(chain: Sequence[x509.Certificate], key: PrivateKeyTypes) -> Principal:
@@ -72,10 +76,10 @@ def require_usable_certificate(chain: Sequence[x509.Certificate], key: PrivateKe
     """
     own = chain[0]
     _require_own(key, chain)
-    principal = named(own)
+    principal = read_principal(own)
     if principal is None:
         raise FailedPrecondition(
-            f"{CERTIFICATE} must name its owner by one URI such as spiffe://ward.example/learner/north, got {_uris(own)[:5]}"
+            f"{CERTIFICATE_FILE} must name its owner by one URI such as spiffe://ward.example/learner/north, got {_uris(own)[:5]}"
         )
     _require_uses(own, principal)
     if principal.role in _SERVICES:
@@ -119,7 +123,7 @@ def parse_revocations(
         domains = [domain for domain, own in signers.items() if any(has_signed_list(each, listed) for each in own)]
         if not domains:
             raise FailedPrecondition(
-                f"{REVOCATION_FILE} must be signed by an authority of {AUTHORITIES_FILE}, or of the chain in {CERTIFICATE}"
+                f"{REVOCATION_FILE} must be signed by an authority of {AUTHORITIES_FILE}, or of the chain in {CERTIFICATE_FILE}"
             )
         for domain in domains:
             found[domain] |= {(issuer, each.serial_number) for each in listed}
@@ -147,10 +151,14 @@ def parse_revocation_lists(raw: bytes, name: str = REVOCATION_FILE) -> list[x509
             return [x509.load_pem_x509_crl(each) for each in found]
     except ValueError:
         pass
-    raise FailedPrecondition(f"{name} must hold lists of what was revoked, in PEM, or one in DER, got what cannot be read")
+    raise FailedPrecondition(
+        f"{name} must hold lists of what was revoked, in PEM, or one in DER, got what cannot be read"
+    )
 
 
-def has_chain_to_root(own: x509.Certificate, between: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> bool:
+def has_chain_to_root(
+    own: x509.Certificate, between: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]
+) -> bool:
     """Whether one of the roots has signed a certificate, by way of those between."""
     reached = [own]
     for each in reached:
@@ -160,13 +168,13 @@ def has_chain_to_root(own: x509.Certificate, between: Sequence[x509.Certificate]
     return False
 
 
-def named(certificate: x509.Certificate) -> Principal | None:
+def read_principal(certificate: x509.Certificate) -> Principal | None:
     """Whom a certificate names; None: nobody, or more than one."""
     uris = _uris(certificate)
     return Principal.from_uri(uris[0]) if len(uris) == 1 else None
 
 
-def number_of(certificate: x509.Certificate) -> tuple[bytes, int]:
+def read_issuer_and_serial(certificate: x509.Certificate) -> tuple[bytes, int]:
     """Issuer and serial number, by which lists of what was revoked name a certificate."""
     return certificate.issuer.public_bytes(), certificate.serial_number
 
@@ -208,10 +216,10 @@ def _require_own(key: PrivateKeyTypes, chain: Sequence[x509.Certificate]) -> Non
     if public != chain[0].public_key():
         if any(public == each.public_key() for each in chain[1:]):
             raise FailedPrecondition(
-                f"{CERTIFICATE} must begin with the certificate of {KEY}; those between it and an authority follow"
+                f"{CERTIFICATE_FILE} must begin with the certificate of {KEY_FILE}; those between it and an authority follow"
             )
-        raise FailedPrecondition(f"{KEY} must be the key of {CERTIFICATE}, and is another one's")
-    require_key_type(public, KEY)
+        raise FailedPrecondition(f"{KEY_FILE} must be the key of {CERTIFICATE_FILE}, and is another one's")
+    require_key_type(public, KEY_FILE)
 
 
 def _require_uses(own: x509.Certificate, principal: Principal) -> None:
@@ -224,7 +232,7 @@ def _require_uses(own: x509.Certificate, principal: Principal) -> None:
         lacking = []
     if lacking:
         raise FailedPrecondition(
-            f"{CERTIFICATE} must be for {' and '.join(wanted)} (extended key usage), and is not for {' nor '.join(lacking)}: "
+            f"{CERTIFICATE_FILE} must be for {' and '.join(wanted)} (extended key usage), and is not for {' nor '.join(lacking)}: "
             "have one issued for these usages, or for none in particular"
         )
     try:
@@ -232,7 +240,9 @@ def _require_uses(own: x509.Certificate, principal: Principal) -> None:
     except x509.ExtensionNotFound:
         signs = True
     if not signs:
-        raise FailedPrecondition(f"{CERTIFICATE} must be for digital signatures (key usage), and is not: have one issued that is")
+        raise FailedPrecondition(
+            f"{CERTIFICATE_FILE} must be for digital signatures (key usage), and is not: have one issued that is"
+        )
 
 
 def _require_hosts(own: x509.Certificate, principal: Principal) -> None:
@@ -241,7 +251,7 @@ def _require_hosts(own: x509.Certificate, principal: Principal) -> None:
     hosts = {each.lower() for each in _names(own, x509.DNSName)}
     if lacking := [each for each in wanted if each not in hosts]:
         raise FailedPrecondition(
-            f"{CERTIFICATE} must hold the hosts (DNS names) {' and '.join(wanted)} beside its URI, for whoever calls {principal} "
+            f"{CERTIFICATE_FILE} must hold the hosts (DNS names) {' and '.join(wanted)} beside its URI, for whoever calls {principal} "
             f"insists on them; it lacks {' and '.join(lacking)}: have one issued with them (docs/identities.md)"
         )
 

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.errors import LocalProtocolError, RemoteProtocolError, Rule
+from sottovoce_core.errors import LocalProtocolError, RemoteProtocolError, ViolationKind
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 
 _LITTLE_ENDIAN_FLOAT64 = np.dtype("<f8")
@@ -25,7 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 MAX_AXES = 8
 _MAX_CONTROL_MESSAGE_BYTES = 1024 * 1024
 """Bytes of a greeting: what is longer is not read, for that would take several times as much memory."""
-LARGEST = 1e100
+MAX_ABS_VALUE = 1e100
 """Of a number in a message: what is larger is no parameter, and its sums would overflow."""
 
 
@@ -95,7 +95,7 @@ class RoundCodec:
         before_round = _MESSAGE + _varint(inside) + _ROUND
         self._constants = before_round, _SENDER, before_values
         self._head = struct.Struct(f"<{len(before_round)}sQ{len(_SENDER)}sI{len(before_values)}s")
-        self.length = self._head.size + 8 * self._count
+        self.message_bytes = self._head.size + 8 * self._count
 
     def require_sendable(self, message: Message) -> None:
         """What no neighbour would take is not said: the noise on a number that overflowed protects nobody.
@@ -105,7 +105,7 @@ class RoundCodec:
         """
         for name, value in message.fields.items():
             if not _within(value):
-                raise LocalProtocolError(f"field {name!r} of a message must be finite and within {LARGEST:g}")
+                raise LocalProtocolError(f"field {name!r} of a message must be finite and within {MAX_ABS_VALUE:g}")
 
     def encode(self, t: int, sender: int, message: Message) -> bytes:
         """A round's message as the bytes that every neighbour gets.
@@ -126,7 +126,7 @@ class RoundCodec:
         Raises:
             RemoteProtocolError: not a round of these fields in its one encoding, or a number beyond `LARGEST` or none.
         """
-        if len(payload) != self.length:
+        if len(payload) != self.message_bytes:
             self._refuse(payload)
         first, t, second, sender, third = self._head.unpack_from(payload)
         if (first, second, third) != self._constants:
@@ -150,12 +150,14 @@ class RoundCodec:
             Numbers of those messages that are right; their rounds, senders and fields `(messages, *shape)`. `decode` says
             what is wrong with the others.
         """
-        rows = np.flatnonzero([len(payload) == self.length for payload in payloads])
-        frames = np.frombuffer(b"".join(payloads[k] for k in rows.tolist()), np.uint8).reshape(len(rows), self.length)
+        rows = np.flatnonzero([len(payload) == self.message_bytes for payload in payloads])
+        frames = np.frombuffer(b"".join(payloads[k] for k in rows.tolist()), np.uint8).reshape(
+            len(rows), self.message_bytes
+        )
         first, second, third = (np.frombuffer(constant, np.uint8) for constant in self._constants)
         t_at, sender_at = len(first), len(first) + 8 + len(second)
         numbers = np.ascontiguousarray(frames[:, self._head.size :]).view(_LITTLE_ENDIAN_FLOAT64)
-        right = ((numbers >= -LARGEST) & (numbers <= LARGEST)).all(axis=1)
+        right = ((numbers >= -MAX_ABS_VALUE) & (numbers <= MAX_ABS_VALUE)).all(axis=1)
         for at, constant in ((0, first), (t_at + 8, second), (sender_at + 4, third)):
             right &= (frames[:, at : at + len(constant)] == constant).all(axis=1)
         if not right.all():
@@ -167,24 +169,24 @@ class RoundCodec:
 
     def _refuse(self, payload: bytes) -> NoReturn:
         """Say what is wrong with bytes of another form, and quote nothing of them: they may be anything."""
-        wanted = f"a round of {self.length} bytes, for the fields {self.shapes}"
+        wanted = f"a round of {self.message_bytes} bytes, for the fields {self.shapes}"
         text = f"expected {wanted}, got one of {len(payload)} bytes or in another encoding"
         try:
             _read(payload, "round", wanted)
         except RemoteProtocolError as error:
             text = str(error)
-        raise RemoteProtocolError(text, Rule.FORM)
+        raise RemoteProtocolError(text, ViolationKind.ENCODING)
 
     def _out_of_bounds(self, flat: FloatArray) -> RemoteProtocolError:
-        wrong = int(np.flatnonzero(~((flat >= -LARGEST) & (flat <= LARGEST)))[0])
+        wrong = int(np.flatnonzero(~((flat >= -MAX_ABS_VALUE) & (flat <= MAX_ABS_VALUE)))[0])
         name = next(name for name, _, a, b in self._fields if a <= wrong < b)
-        text = f"field {name!r} must be finite and within {LARGEST:g}, got a number that is not"
-        return RemoteProtocolError(text, Rule.NUMBERS)
+        text = f"field {name!r} must be finite and within {MAX_ABS_VALUE:g}, got a number that is not"
+        return RemoteProtocolError(text, ViolationKind.VALUE)
 
 
 def _within(values: FloatArray) -> bool:
     """Are all numbers at most `LARGEST`? Not-a-number is not. A small sum of squares says so in one pass."""
-    return bool(np.vdot(values, values) < LARGEST) or bool((np.abs(values) <= LARGEST).all())
+    return bool(np.vdot(values, values) < MAX_ABS_VALUE) or bool((np.abs(values) <= MAX_ABS_VALUE).all())
 
 
 def _read(payload: bytes, kind: str, wanted: str) -> learner_pb2.ExchangeMessage:

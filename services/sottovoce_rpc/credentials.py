@@ -31,28 +31,28 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from sottovoce_core.errors import FailedPrecondition, SpecError, PermissionDenied, Unavailable
-from sottovoce_rpc.addresses import is_loopback, is_same_user, served
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, SpecError, Unavailable
+from sottovoce_rpc.addresses import is_loopback, is_same_user, listen_addresses
 from sottovoce_rpc.certificates import (
     AUTHORITIES_FILE,
-    CERTIFICATE,
-    KEY,
+    CERTIFICATE_FILE,
+    KEY_FILE,
     REVOCATION_FILE,
     group_by_domain,
+    has_chain_to_root,
     parse_certificates,
     parse_private_key,
-    has_chain_to_root,
-    named,
-    number_of,
-    require_usable_certificate,
     parse_revocations,
+    read_issuer_and_serial,
+    read_principal,
+    require_usable_certificate,
 )
 from sottovoce_rpc.principals import Principal, Role, build_host_name
-from sottovoce_rpc.signatures import SignedStatement, Statement, leaf, sign
+from sottovoce_rpc.signatures import SignedStatement, Statement, sign, verify_chain
 
 _MAX_FILE_BYTES = 1024 * 1024
 _OVERRIDE = "grpc.ssl_target_name_override"
-SOON = timedelta(days=14)
+EXPIRY_WARNING_PERIOD = timedelta(days=14)
 """Before its end a certificate is warned of."""
 
 log = structlog.get_logger()
@@ -65,15 +65,15 @@ class Identity:
     folder: Path
     chain: bytes
     key: bytes = field(repr=False)
-    signing: PrivateKeyTypes = field(repr=False)
+    signing_key: PrivateKeyTypes = field(repr=False)
     """The key, read."""
     authorities: bytes
     """All that are believed, PEM."""
     bundles: Mapping[str, bytes]
     """Those of each trust domain, PEM."""
     principal: Principal
-    expires: datetime
-    revoked: Mapping[str, frozenset[tuple[bytes, int]]]
+    expiry: datetime
+    revocations: Mapping[str, frozenset[tuple[bytes, int]]]
     """By trust domain: issuers and serial numbers."""
     is_rooted: bool
     """Whether the chain leads to an authority of its own domain that this process itself believes."""
@@ -81,9 +81,9 @@ class Identity:
     @property
     def is_revoked(self) -> bool:
         """Whether the certificate, or one between it and its authority, is revoked by the list that this process itself has."""
-        return not self.revoked.get(self.principal.domain, frozenset()).isdisjoint(_numbers(self.chain))
+        return not self.revocations.get(self.principal.domain, frozenset()).isdisjoint(_numbers(self.chain))
 
-    def bundle(self, domain: str) -> bytes:
+    def get_bundle(self, domain: str) -> bytes:
         """The authorities of a trust domain.
 
         Raises:
@@ -127,7 +127,7 @@ class Credentials:
         """
         return None if self.folder is None else self._current().principal
 
-    def require(self, role: Role, name: str = "") -> None:
+    def require_principal(self, role: Role, name: str = "") -> None:
         """Of a service: its certificate is one of its kind.
 
         Args:
@@ -145,15 +145,15 @@ class Credentials:
             )
 
     @property
-    def expires(self) -> datetime | None:
+    def expiry(self) -> datetime | None:
         """When the certificate ends; None: there is none.
 
         Raises:
             FailedPrecondition: its files cannot be used.
         """
-        return None if self.folder is None else self._current().expires
+        return None if self.folder is None else self._current().expiry
 
-    def identity(self) -> Identity | None:
+    def load_identity(self) -> Identity | None:
         """All that the files say; None: this process has no identity.
 
         Raises:
@@ -163,8 +163,8 @@ class Credentials:
 
     # ---- speaking -----------------------------------------------------------------------------------------
 
-    def channel(
-        self, address: str, whom: Role | None, name: str, options: Sequence[tuple[str, Any]]
+    def open_channel(
+        self, address: str, role: Role | None, name: str, options: Sequence[tuple[str, Any]]
     ) -> grpc.aio.Channel:
         """A channel to a service.
 
@@ -181,12 +181,12 @@ class Credentials:
         if self.folder is None:
             self._require_here(address)
             return grpc.aio.insecure_channel(address, options=options)
-        if whom is None:
+        if role is None:
             raise ValueError(f"a channel to {address} with an identity must say who is to be there")
         now = self._current()
-        bundle = now.bundle(name.partition("@")[2] or now.principal.domain)
+        bundle = now.get_bundle(name.partition("@")[2] or now.principal.domain)
         credentials = grpc.ssl_channel_credentials(bundle, now.key, now.chain)
-        host = build_host_name(now.principal.domain, whom, name)
+        host = build_host_name(now.principal.domain, role, name)
         return grpc.aio.secure_channel(address, credentials, options=[*options, (_OVERRIDE, host)])
 
     def _require_here(self, address: str) -> None:
@@ -229,7 +229,7 @@ class Credentials:
         """In another process they begin anew: what was read here, and who serves here, is this one's."""
         return Credentials, (self.folder, self.insecure)
 
-    def serves(self, server: object, address: str) -> None:
+    def register_server(self, server: object, address: str) -> None:
         """A server with these credentials listens there: who calls may be asked for among its connections alone."""
         self._serving[server] = address
 
@@ -267,7 +267,7 @@ class Credentials:
         """
         return None if self.folder is None else _https(self._current(), ssl.PROTOCOL_TLS_CLIENT)
 
-    def caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal | None:
+    def identify_caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal | None:
         """Who calls; None: whoever this machine's user is, or anybody, where that was wanted.
 
         Raises:
@@ -275,12 +275,14 @@ class Credentials:
             Unavailable: its certificate has ended since it connected.
         """
         if self.folder is None:
-            if not (self.insecure or is_same_user(context.peer(), list(self._serving.values()) or served.values())):
+            if not (
+                self.insecure or is_same_user(context.peer(), list(self._serving.values()) or listen_addresses.values())
+            ):
                 raise PermissionDenied("another user of this machine")
             return None
         shown = context.auth_context()
         certificate, chain = (next(iter(shown.get(name, ())), b"") for name in ("x509_pem_cert", "x509_pem_cert_chain"))
-        return self.known(certificate, chain)
+        return self.authenticate_certificate(certificate, chain)
 
     def can_serve(self, peer: str) -> bool:
         """Whether a connection may be served at all: without an identity, this machine's user's, unless anybody's may be.
@@ -290,7 +292,7 @@ class Credentials:
         """
         return self.folder is not None or self.insecure or is_same_user(peer)
 
-    def known(self, certificate: bytes, chain: bytes = b"") -> Principal:
+    def authenticate_certificate(self, certificate: bytes, chain: bytes = b"") -> Principal:
         """Whom a certificate names, which the handshake has found to be valid and of an authority that is believed.
 
         Args:
@@ -305,7 +307,7 @@ class Credentials:
         principal = _known(now, found, chain)
         if (bundle := now.bundles[principal.domain]) != now.authorities:  # the handshake has believed all of them
             try:
-                leaf(certificate + chain, bundle, datetime.now(UTC))
+                verify_chain(certificate + chain, bundle, datetime.now(UTC))
             except PermissionDenied:
                 raise PermissionDenied(
                     f"a certificate of {principal} that no authority of {principal.domain} has issued"
@@ -314,24 +316,26 @@ class Credentials:
 
     # ---- signing ------------------------------------------------------------------------------------------
 
-    def signed(self, statement: Statement) -> SignedStatement:
+    def sign_statement(self, statement: Statement) -> SignedStatement:
         """A statement, signed with the key of this identity.
 
         Raises:
             FailedPrecondition: the files of the identity cannot be used, or its key cannot sign.
         """
         now = self._current()
-        return SignedStatement(statement, now.chain, sign(now.signing, statement.content))
+        return SignedStatement(statement, now.chain, sign(now.signing_key, statement.content))
 
-    def signer(self, signed: SignedStatement) -> Principal:
+    def verify_statement(self, signed: SignedStatement) -> Principal:
         """Who has signed a statement.
 
         Raises:
             PermissionDenied: nobody of this deployment, it was revoked, or the signature is another one's.
             Unavailable: its certificate has ended.
         """
-        now, claimed = self._current(), signed.claimed
-        found = signed.signer(now.bundles.get(claimed.domain if claimed else "", now.authorities), datetime.now(UTC))
+        now, claimed = self._current(), signed.claimed_principal
+        found = signed.verify_signature(
+            now.bundles.get(claimed.domain if claimed else "", now.authorities), datetime.now(UTC)
+        )
         return _known(now, found, signed.certificates)
 
     # ---- files --------------------------------------------------------------------------------------------
@@ -365,7 +369,7 @@ NO_IDENTITY = Credentials()
 def _stamp(folder: Path) -> tuple[object, ...]:
     """Changes when a file does."""
     found = []
-    for name in (CERTIFICATE, KEY, AUTHORITIES_FILE, REVOCATION_FILE):
+    for name in (CERTIFICATE_FILE, KEY_FILE, AUTHORITIES_FILE, REVOCATION_FILE):
         try:
             about = (folder / name).stat()
             found.append((about.st_mtime_ns, about.st_ino, about.st_size))
@@ -382,16 +386,19 @@ def _load(folder: Path) -> Identity:
         ValueError: one holds something else.
         FailedPrecondition: they do not fit each other, or others may read the key.
     """
-    _require_private(folder / KEY)
-    chain, key, authorities = (_read(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES_FILE))
-    (own, *between), believed = parse_certificates(chain, CERTIFICATE), parse_certificates(authorities, AUTHORITIES_FILE)
+    _require_private(folder / KEY_FILE)
+    chain, key, authorities = (_read(folder / name) for name in (CERTIFICATE_FILE, KEY_FILE, AUTHORITIES_FILE))
+    (own, *between), believed = (
+        parse_certificates(chain, CERTIFICATE_FILE),
+        parse_certificates(authorities, AUTHORITIES_FILE),
+    )
     signing = parse_private_key(key)
     principal = require_usable_certificate([own, *between], signing)
     if own.not_valid_after_utc < datetime.now(UTC):
         raise FailedPrecondition(
             f"the certificate of {principal} has ended at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: renew it"
         )
-    if (left := own.not_valid_after_utc - datetime.now(UTC)) < SOON:
+    if (left := own.not_valid_after_utc - datetime.now(UTC)) < EXPIRY_WARNING_PERIOD:
         log.warning("certificate ends soon", identity=str(principal), days=left.days)
     bundles = group_by_domain(believed, principal.domain)
     revoked: Mapping[str, frozenset[tuple[bytes, int]]] = {}
@@ -436,11 +443,11 @@ def _known(now: Identity, found: x509.Certificate, chain: bytes) -> Principal:
         PermissionDenied: nobody of a domain that is believed, or it was revoked.
         Unavailable: it has ended.
     """
-    principal = named(found)
+    principal = read_principal(found)
     if principal is None or principal.domain not in now.bundles:
         raise PermissionDenied("a certificate that names nobody of this deployment")
-    revoked = now.revoked.get(principal.domain, frozenset())
-    if revoked and not revoked.isdisjoint({number_of(found), *_numbers(chain)}):
+    revoked = now.revocations.get(principal.domain, frozenset())
+    if revoked and not revoked.isdisjoint({read_issuer_and_serial(found), *_numbers(chain)}):
         raise PermissionDenied(f"a revoked certificate of {principal}, or of an authority between")
     if found.not_valid_after_utc < datetime.now(UTC):
         raise Unavailable("the certificate that this connection began with has ended: connect again, with a new one")
@@ -468,7 +475,7 @@ def _numbers(chain: bytes) -> frozenset[tuple[bytes, int]]:
         PermissionDenied: one cannot be read.
     """
     try:
-        return frozenset(map(number_of, x509.load_pem_x509_certificates(chain))) if chain else frozenset()
+        return frozenset(map(read_issuer_and_serial, x509.load_pem_x509_certificates(chain))) if chain else frozenset()
     except ValueError:
         raise PermissionDenied("a chain of certificates that cannot be read") from None
 
@@ -483,7 +490,7 @@ def _https(loaded: Identity, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSL
     context.minimum_version, context.check_hostname = ssl.TLSVersion.TLSv1_3, False
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0
-    context.load_cert_chain(loaded.folder / CERTIFICATE, loaded.folder / KEY)
+    context.load_cert_chain(loaded.folder / CERTIFICATE_FILE, loaded.folder / KEY_FILE)
     context.load_verify_locations(cadata=loaded.authorities.decode("ascii", "ignore"))
     context.verify_mode = ssl.CERT_REQUIRED
     return context

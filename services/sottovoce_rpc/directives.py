@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sottovoce_core.errors import Unavailable
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, IncarnationConfirmed, RoundLease, IncarnationIssued, Stop, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import (
+    Assignment,
+    IncarnationConfirmed,
+    IncarnationIssued,
+    RoundLease,
+    Stop,
+    TopologyEpoch,
+)
 from sottovoce_wire.v1.coordinator_pb2 import Command as Envelope
 
-Directive = Assignment | TopologyEpoch | RoundLease | Stop | IncarnationIssued | IncarnationConfirmed
+Command = Assignment | TopologyEpoch | RoundLease | Stop | IncarnationIssued | IncarnationConfirmed
 
-_FIELDS: dict[type[Directive], str] = {
+_FIELDS: dict[type[Command], str] = {
     Assignment: "assignment",
     TopologyEpoch: "epoch",
     RoundLease: "lease",
@@ -52,13 +59,13 @@ class Origin:
 _LOST = "if that one's state is lost, start one on an empty folder and let it take the run up: `sottovoce run SPEC --recover RUN`"
 
 
-def to_wire(run_id: str, told: Directive, origin: Origin) -> Envelope:
+def command_to_wire(run_id: str, told: Command, origin: Origin) -> Envelope:
     """Put a directive about a run into its envelope; the empty run id: it is about no run."""
     content = {_FIELDS[type(told)]: told}
     return Envelope(run_id=run_id, term=origin.term, nonce=origin.nonce, **content)  # type: ignore[arg-type] # by the table
 
 
-def from_wire(said: Envelope) -> Directive | None:
+def command_from_wire(said: Envelope) -> Command | None:
     """Take a directive out of its envelope; None: a directive of a newer coordinator, unknown here."""
     name = said.WhichOneof("command")
     return None if name is None else getattr(said, name)

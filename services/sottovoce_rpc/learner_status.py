@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from sottovoce_core.errors import Rule
-from sottovoce_core.text import plain
+from sottovoce_core.errors import ViolationKind
+from sottovoce_core.text import escape_control
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Violation
 
@@ -29,7 +29,7 @@ class LearnerState(Enum):
     STOPPED = learner_pb2.LEARNER_STATE_STOPPED
 
     @property
-    def under_way(self) -> bool:
+    def is_active(self) -> bool:
         """Is more to be said?"""
         return self in (LearnerState.CONNECTING, LearnerState.RUNNING)
 
@@ -58,7 +58,7 @@ class LearnerStatus:
     state: LearnerState = LearnerState.UNSPECIFIED
     detail: str = ""
     rounds_done: int = 0
-    rounds_said: int = 0
+    rounds_committed: int = 0
     rounds_with_data: int = 0
     messages_sent: int = 0
     bytes_sent: int = 0
@@ -73,7 +73,7 @@ class LearnerStatus:
     records_waiting: int = 0
 
     @property
-    def limit(self) -> float | None:
+    def epsilon_limit(self) -> float | None:
         """Where the learner would have stopped in this run: by the run's budget, or by what its owner has left."""
         limits = [] if self.epsilon_budget is None else [self.epsilon_budget]
         if self.epsilon_owner_budget is not None:
@@ -105,7 +105,7 @@ def _sayable(text: str) -> str:
 
 def _readable(value: Any) -> Any:
     """What a learner says in words goes to terminals and logs."""
-    return plain(value) if isinstance(value, str) else value
+    return escape_control(value) if isinstance(value, str) else value
 
 
 # ---- its waits -------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _readable(value: Any) -> Any:
 class WaitCause(Enum):
     """What a learner waits for, in words."""
 
-    GRANT = "a grant of the coordinator"
+    LEASE = "a grant of the coordinator"
     RECORDS = "records"
     NEIGHBOUR = "a neighbour"
     DISK = "room on its disk"
@@ -151,14 +151,14 @@ class WaitReport:
 # ---- rules that its neighbours broke ---------------------------------------------------------------------------------
 
 
-VIOLATION_KINDS = {coordinator_pb2.ViolationKind.Value(f"RULE_{rule.name}"): rule for rule in Rule}
+VIOLATION_KINDS = {coordinator_pb2.ViolationKind.Value(f"RULE_{rule.name}"): rule for rule in ViolationKind}
 """Rules that are known here, by their number on the wire."""
 
 
 class Attribution(Enum):
     """How a learner knows who spoke."""
 
-    NAME = coordinator_pb2.ATTRIBUTION_CLAIM
+    CLAIM = coordinator_pb2.ATTRIBUTION_CLAIM
     """It said so, in the clear: anybody could."""
     CERTIFICATE = coordinator_pb2.ATTRIBUTION_CERTIFICATE
     """It showed its own, and nobody is in between."""
@@ -169,9 +169,9 @@ class Attribution(Enum):
 _ATTRIBUTIONS = {each.value: each for each in Attribution}
 
 
-def known_by(said: Violation) -> Attribution:
+def read_attribution(said: Violation) -> Attribution:
     """How sure it is that it was the neighbour; where that is unknown here, it may have been a stranger."""
-    return _ATTRIBUTIONS.get(said.attribution, Attribution.NAME)
+    return _ATTRIBUTIONS.get(said.attribution, Attribution.CLAIM)
 
 
 def describe_violation(said: Violation, names: Sequence[str]) -> str:
@@ -183,10 +183,10 @@ def describe_violation(said: Violation, names: Sequence[str]) -> str:
     """
     whom, noticed_by = names[said.learner], names[said.reporter]
     who = {
-        Attribution.NAME: f"somebody in the clear under the name of {whom}",
+        Attribution.CLAIM: f"somebody in the clear under the name of {whom}",
         Attribution.CERTIFICATE: whom,
         Attribution.RELAY: f"{whom}, or the relay in between,",
-    }[known_by(said)]
+    }[read_attribution(said)]
     return f"{who} said {VIOLATION_KINDS[said.kind].value} when round {said.round} was due, as {noticed_by} noticed"
 
 

@@ -23,11 +23,11 @@ import structlog
 from structlog.typing import Processor
 
 from sottovoce_core import errors
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 
 log = structlog.get_logger()
 
-_OURS = frozenset(
+_PROJECT_PACKAGES = frozenset(
     {
         f"sottovoce{house}"
         for house in ("", "_core", "_rpc", "_learner", "_eavesdropper", "_coordinator", "_client", "_wire")
@@ -36,7 +36,7 @@ _OURS = frozenset(
 """Packages of this project; somebody else's may begin with the same word."""
 SEE_LOG_TEXT = "the learner's log has it"
 """What others are told of an error whose text may quote a record."""
-_OWN = ", in code of your own"
+_USER_CODE_MARK = ", in code of your own"
 _MAX_ERROR_CHARS = 300
 """Of the text of an error."""
 
@@ -86,7 +86,10 @@ def log_start(service: str, identity: object = None, **facts: object) -> None:
 
 def _plainly(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """On a terminal what others have said is text, on one line; JSON escapes it by itself."""
-    return {plain(name): plain(value) if isinstance(value, str) else value for name, value in event.items()}
+    return {
+        escape_control(name): escape_control(value) if isinstance(value, str) else value
+        for name, value in event.items()
+    }
 
 
 def _strictly(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -96,7 +99,7 @@ def _strictly(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappin
     }
 
 
-def failure(error: BaseException, own: Collection[str] = ()) -> dict[str, str]:
+def describe_failure(error: BaseException, user_packages: Collection[str] = ()) -> dict[str, str]:
     """What a log may say of an error that is not ours: its kind, and where it was raised.
 
     Args:
@@ -109,7 +112,7 @@ def failure(error: BaseException, own: Collection[str] = ()) -> dict[str, str]:
             ours, or that is no library's.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
-    theirs = [each for each in frames if _package(each[0]) in set(own) - _OURS]
+    theirs = [each for each in frames if _package(each[0]) in set(user_packages) - _PROJECT_PACKAGES]
     known = theirs or [each for each in frames if not _of_a_library(each[0])] or frames
     where = f"{known[-1][0].f_code.co_filename}:{known[-1][1]}" if known else "nowhere"
     return {"kind": type(error).__name__, "where": where}
@@ -122,23 +125,23 @@ def describe_user_code_error(error: BaseException) -> str:
     and carried as a note (`add_note`).
     """
     frames = traceback.walk_tb(error.__traceback__)
-    theirs = [each for each in frames if _package(each[0]) not in _OURS and not _of_a_library(each[0])]
+    theirs = [each for each in frames if _package(each[0]) not in _PROJECT_PACKAGES and not _of_a_library(each[0])]
     if not theirs:
-        return next((note for note in getattr(error, "__notes__", ()) if _OWN in note), "")
+        return next((note for note in getattr(error, "__notes__", ()) if _USER_CODE_MARK in note), "")
     frame, line = theirs[-1]
     text = " ".join(str(error).split())
     if len(text) > _MAX_ERROR_CHARS:
         text = f"{text[:_MAX_ERROR_CHARS]} ..."
-    return f"{type(error).__name__} at {frame.f_code.co_filename}:{line}{_OWN}{': ' * bool(text)}{text}"
+    return f"{type(error).__name__} at {frame.f_code.co_filename}:{line}{_USER_CODE_MARK}{': ' * bool(text)}{text}"
 
 
-def reason_of(error: Exception) -> str:
+def describe_reason(error: Exception) -> str:
     """Why a result could not be computed, in a line for people: the text of an error of ours; of others their kind and place."""
     if has_project_text(error) or isinstance(error, OSError):
         return str(error)
     if isinstance(error, MemoryError):
         return "it needs more memory than there is"
-    return "{kind} at {where}; please report this line if that file is not yours".format(**failure(error))
+    return "{kind} at {where}; please report this line if that file is not yours".format(**describe_failure(error))
 
 
 def has_project_text(error: BaseException) -> bool:
@@ -148,7 +151,7 @@ def has_project_text(error: BaseException) -> bool:
     """
     names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     words = [name for name in names if name != errors.__name__]  # where `require` only raises what it was given
-    return isinstance(error, errors.SottovoceError) and bool(words) and words[-1].partition(".")[0] in _OURS
+    return isinstance(error, errors.SottovoceError) and bool(words) and words[-1].partition(".")[0] in _PROJECT_PACKAGES
 
 
 def hide_error_texts(loop: asyncio.AbstractEventLoop) -> None:
@@ -156,7 +159,7 @@ def hide_error_texts(loop: asyncio.AbstractEventLoop) -> None:
 
     def tell(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        log.error("not caught", **(failure(error) if isinstance(error, BaseException) else {}))
+        log.error("not caught", **(describe_failure(error) if isinstance(error, BaseException) else {}))
 
     loop.set_exception_handler(tell)
 
@@ -168,7 +171,7 @@ def _package(frame: FrameType) -> str:
 def _of_a_library(frame: FrameType) -> bool:
     """True in the standard library and in installed packages, but for ours."""
     package = _package(frame)
-    if package in _OURS:
+    if package in _PROJECT_PACKAGES:
         return False
     file = frame.f_globals.get("__file__") or ""
     return package in sys.stdlib_module_names or "site-packages" in file or "dist-packages" in file
@@ -177,18 +180,18 @@ def _of_a_library(frame: FrameType) -> bool:
 # ---- files of one user -----------------------------------------------------------------------------------------------
 
 
-_OTHERS = 0o077
+_GROUP_AND_OTHERS_MODE = 0o077
 
 
 def set_private_umask() -> None:
     """From now on, whatever this process makes can be read by its user alone: for a process that is a service."""
-    os.umask(os.umask(_OTHERS) | _OTHERS)
+    os.umask(os.umask(_GROUP_AND_OTHERS_MODE) | _GROUP_AND_OTHERS_MODE)
 
 
 def is_open_to_others(folder: Path) -> bool:
     """Whether other users of this machine may look into a folder; a folder that is not there yet is not."""
     try:
-        return bool(stat.S_IMODE(folder.stat().st_mode) & _OTHERS)
+        return bool(stat.S_IMODE(folder.stat().st_mode) & _GROUP_AND_OTHERS_MODE)
     except FileNotFoundError:
         return False
 

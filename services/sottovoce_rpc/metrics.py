@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from sottovoce_core.errors import FailedPrecondition, PermissionDenied, Unavailable
 from sottovoce_core.optional import import_optional
 from sottovoce_rpc.access import ROLE, UNTRUSTED, Refusals
-from sottovoce_rpc.addresses import is_loopback, is_same_user, place_of
+from sottovoce_rpc.addresses import is_loopback, is_same_user, parse_address
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import announce
@@ -34,7 +34,7 @@ from sottovoce_rpc.tasks import Tasks
 EXTRA = "metrics"
 
 
-class Reading(NamedTuple):
+class MetricSample(NamedTuple):
     """What a metric is now, of what its labels name."""
 
     metric: _Metric
@@ -53,12 +53,12 @@ class _Metric:
     """
 
     name: str
-    text: str
+    description: str
     labels: tuple[str, ...] = ()
 
-    def of(self, value: float, *labels: str) -> Reading:
+    def sample(self, value: float, *labels: str) -> MetricSample:
         """A reading, with a value for each label."""
-        return Reading(self, labels, value)
+        return MetricSample(self, labels, value)
 
 
 @dataclass(slots=True)
@@ -72,18 +72,18 @@ class Catalogue:
     prefix: str
     metrics: list[_Metric] = field(default_factory=list)
 
-    def add(self, name: str, text: str, *labels: str) -> _Metric:
+    def add_metric(self, name: str, text: str, *labels: str) -> _Metric:
         """One more."""
         self.metrics.append(_Metric(f"{self.prefix}_{name}", text, labels))
         return self.metrics[-1]
 
 
-COMMON = Catalogue("sottovoce")
-_BUILD = COMMON.add("build_info", "Always 1; the version that runs.", "version")
-_EXPIRY = COMMON.add(
+COMMON_METRICS = Catalogue("sottovoce")
+_BUILD = COMMON_METRICS.add_metric("build_info", "Always 1; the version that runs.", "version")
+_EXPIRY = COMMON_METRICS.add_metric(
     "certificate_expiry_timestamp_seconds", "When the certificate of an identity ends, in Unix time.", "identity"
 )
-_REFUSED = COMMON.add(
+_REFUSED = COMMON_METRICS.add_metric(
     "calls_refused_total",
     "Calls that were refused, for whoever called is not believed (stranger), has another role than it takes (role), or is "
     "not the one that the service takes (condition).",
@@ -91,24 +91,24 @@ _REFUSED = COMMON.add(
 )
 
 
-def common(credentials: Iterable[Credentials], refused: Iterable[Refusals]) -> Iterator[Reading]:
+def collect_common_metrics(credentials: Iterable[Credentials], refusals: Iterable[Refusals]) -> Iterator[MetricSample]:
     """Of any service.
 
     Args:
         credentials: of this process.
         refused: whom its servers refused.
     """
-    yield _BUILD.of(1, _version())
+    yield _BUILD.sample(1, _version())
     for each in credentials:
         try:
-            principal, expires = each.principal, each.expires
+            principal, expires = each.principal, each.expiry
         except FailedPrecondition:  # it has not begun
             continue
         if principal is not None and expires is not None:
-            yield _EXPIRY.of(expires.timestamp(), str(principal))
-    totals = [each.counts_by_reason for each in refused]
+            yield _EXPIRY.sample(expires.timestamp(), str(principal))
+    totals = [each.counts_by_reason for each in refusals]
     for reason in Refusals().counts_by_reason:
-        yield _REFUSED.of(sum(each[reason] for each in totals), reason)
+        yield _REFUSED.sample(sum(each[reason] for each in totals), reason)
 
 
 @cache
@@ -127,15 +127,15 @@ class Exposition:
         SpecError: prometheus_client is not installed.
     """
 
-    def __init__(self, metrics: Sequence[_Metric], *, process: bool) -> None:
+    def __init__(self, metrics: Sequence[_Metric], *, include_process: bool) -> None:
         client, self._exposition, self._core = (
             import_optional(name, "prometheus_client", "--metrics", EXTRA)
             for name in ("prometheus_client", "prometheus_client.exposition", "prometheus_client.core")
         )
         self._metrics = metrics
-        self._process = client.ProcessCollector(registry=None) if process else None
+        self._process = client.ProcessCollector(registry=None) if include_process else None
 
-    def text(self, readings: Sequence[Reading], accepted: str = "") -> tuple[str, bytes]:
+    def render_text(self, readings: Sequence[MetricSample], accepted: str = "") -> tuple[str, bytes]:
         """The type of a text and the text: all metrics, and the readings that there are of each.
 
         Args:
@@ -145,12 +145,12 @@ class Exposition:
         encode, kind = self._exposition.choose_encoder(accepted)
         return kind, encode(_Registry([*self._families(readings), *(self._process.collect() if self._process else ())]))
 
-    def _families(self, readings: Sequence[Reading]) -> Iterator[Any]:
+    def _families(self, readings: Sequence[MetricSample]) -> Iterator[Any]:
         core, found = self._core, dict[str, Any]()
         for each in self._metrics:
             counts = each.name.endswith("_total")
             family = core.CounterMetricFamily if counts else core.GaugeMetricFamily
-            found[each.name] = family(each.name.removesuffix("_total"), each.text, labels=each.labels)
+            found[each.name] = family(each.name.removesuffix("_total"), each.description, labels=each.labels)
         for metric, labels, value in readings:
             found[metric.name].add_metric(labels, value)
         yield from found.values()
@@ -174,7 +174,7 @@ SCRAPER_ROLES = frozenset({Role.MONITOR, Role.OPERATOR})
 _PATH = "/metrics"
 _REQUEST_TIMEOUT_S, _MAX_CONNECTIONS, _MAX_HEAD_BYTES = 10.0, 32, 8 * 1024
 
-CollectMetrics = Callable[[], Iterable[Reading]]
+CollectMetrics = Callable[[], Iterable[MetricSample]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +189,21 @@ class MetricsEndpoint:
 
     listen: str
     credentials: Credentials = field(default_factory=Credentials)
-    process: bool = True
+    include_process: bool = True
 
-    def place(self) -> tuple[str, int]:
+    def parse_listen_address(self) -> tuple[str, int]:
         """Host and port.
 
         Raises:
             SpecError: there are none.
         """
-        return place_of(self.listen, "--metrics", listen=True)
+        return parse_address(self.listen, "--metrics", allow_port_zero=True)
 
 
 @asynccontextmanager
-async def serve_metrics(at: MetricsEndpoint | None, catalogue: Catalogue, read: CollectMetrics, refused: Refusals) -> AsyncIterator[str]:
+async def serve_metrics(
+    at: MetricsEndpoint | None, catalogue: Catalogue, read: CollectMetrics, refused: Refusals
+) -> AsyncIterator[str]:
     """Serve metrics while the block lasts, and say where, on standard output too; empty: nowhere.
 
     Args:
@@ -218,8 +220,8 @@ async def serve_metrics(at: MetricsEndpoint | None, catalogue: Catalogue, read: 
     if at is None:
         yield ""
         return
-    exposition = Exposition([*COMMON.metrics, *catalogue.metrics], process=at.process)
-    (host, port), secured = at.place(), at.credentials.build_https_server_context(at.listen)
+    exposition = Exposition([*COMMON_METRICS.metrics, *catalogue.metrics], include_process=at.include_process)
+    (host, port), secured = at.parse_listen_address(), at.credentials.build_https_server_context(at.listen)
     async with Tasks() as tasks:
         door = _Door(at.credentials, exposition, read, refused, tasks)
         # To be None in the clear, too: it is an error to say how long a handshake may take that there is not.
@@ -287,8 +289,8 @@ class _Door:
             headers = _asked(head)
             if self.credentials.folder is None and not self.credentials.insecure:
                 _require_own_host(headers.get("host", ""))
-            readings: Sequence[Reading] = tuple(self.read())
-            kind, text = await asyncio.to_thread(self.exposition.text, readings, headers.get("accept", ""))
+            readings: Sequence[MetricSample] = tuple(self.read())
+            kind, text = await asyncio.to_thread(self.exposition.render_text, readings, headers.get("accept", ""))
             return _response(HTTPStatus.OK, kind, text)
         except _Refused as refused:
             return _response(refused.status, "text/plain; charset=utf-8", f"{refused}\n".encode())
@@ -301,15 +303,15 @@ class _Door:
         if tls is None:
             if self.credentials.insecure or await asyncio.to_thread(is_same_user, peer, [self.address]):
                 return
-            self.refused.note(UNTRUSTED, method=_PATH, caller="another user of this machine", peer=peer)
+            self.refused.record_refusal(UNTRUSTED, method=_PATH, caller="another user of this machine", peer=peer)
             raise _Refused(HTTPStatus.FORBIDDEN, "these metrics are another user's")
         try:
-            caller = self.credentials.known(*_shown(tls))
+            caller = self.credentials.authenticate_certificate(*_shown(tls))
         except (PermissionDenied, Unavailable) as error:
-            self.refused.note(UNTRUSTED, method=_PATH, caller=str(error), peer=peer)
+            self.refused.record_refusal(UNTRUSTED, method=_PATH, caller=str(error), peer=peer)
             raise _Refused(HTTPStatus.FORBIDDEN, "whoever asks is not believed here") from None
         if caller.role not in SCRAPER_ROLES or caller.is_foreign:
-            self.refused.note(ROLE, method=_PATH, caller=str(caller), peer=peer)
+            self.refused.record_refusal(ROLE, method=_PATH, caller=str(caller), peer=peer)
             wanted = " and ".join(sorted(SCRAPER_ROLES)) + (" of this trust domain" if caller.is_foreign else "")
             raise _Refused(HTTPStatus.FORBIDDEN, f"metrics are for {wanted}, not for {caller}")
 

@@ -52,7 +52,7 @@ class Principal:
     domain: str
 
     @classmethod
-    def of(cls, domain: str, text: str) -> Principal:
+    def parse(cls, domain: str, text: str) -> Principal:
         """From `role/name`, or `role/name@domain` in another domain, as people write it.
 
         Args:
@@ -81,7 +81,7 @@ class Principal:
             return None
         try:
             name = unquote(found[3], errors="strict")
-            return None if "@" in name else cls.of(found[1], f"{found[2]}/{name}")  # a name in a URI holds no domain
+            return None if "@" in name else cls.parse(found[1], f"{found[2]}/{name}")  # a name in a URI holds no domain
         except (SpecError, UnicodeDecodeError):
             return None
 

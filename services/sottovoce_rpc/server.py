@@ -23,13 +23,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sottovoce_core.errors import SpecError, Unavailable
-from sottovoce_rpc.access import Access, Refusals
-from sottovoce_rpc.addresses import require_address, served
+from sottovoce_rpc.access import AccessInterceptor, Refusals
+from sottovoce_rpc.addresses import listen_addresses, require_address
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.logs import hide_error_texts
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.status import explain_handshake_failure, nobody
-from sottovoce_rpc.tasks import Tasks, beside, drained
+from sottovoce_rpc.status import explain_handshake_failure, explain_unreachable
+from sottovoce_rpc.tasks import Tasks, run_cleanup, run_in_background
 
 log = structlog.get_logger()
 
@@ -78,18 +78,18 @@ CHANNEL_OPTIONS: Options = (
 )
 
 
-def limit_message_size(options: Options, max_message: int) -> Options:
+def limit_message_size(options: Options, max_message_bytes: int) -> Options:
     """The options of a server or a channel where what comes has at most so many bytes."""
-    return tuple({**dict(options), "grpc.max_receive_message_length": max_message}.items())
+    return tuple({**dict(options), "grpc.max_receive_message_length": max_message_bytes}.items())
 
 
-def channel(
+def open_channel(
     address: str,
-    whom: Role | None = None,
+    role: Role | None = None,
     name: str = "",
     *,
     credentials: Credentials = NO_IDENTITY,
-    max_message: int = MAX_MESSAGE_BYTES,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Channel:
     """A channel to one of our services.
 
@@ -104,10 +104,12 @@ def channel(
         SpecError: it is on another machine, and this process has no identity.
         FailedPrecondition: the files of the identity cannot be used.
     """
-    return credentials.channel(address, whom, name, limit_message_size(CHANNEL_OPTIONS, max_message))
+    return credentials.open_channel(address, role, name, limit_message_size(CHANNEL_OPTIONS, max_message_bytes))
 
 
-async def reach(to: Channel, who: str, seconds: float, tell: Callable[[str, bool], None] | None = None) -> None:
+async def wait_until_reachable(
+    to: Channel, who: str, seconds: float, notify: Callable[[str, bool], None] | None = None
+) -> None:
     """Wait until a service is there.
 
     Args:
@@ -120,7 +122,7 @@ async def reach(to: Channel, who: str, seconds: float, tell: Callable[[str, bool
         Unavailable: it is not there by then, and why, as far as that is known.
     """
     try:
-        async with asyncio.timeout(seconds), beside(*([] if tell is None else [_wondering(to, tell)])):
+        async with asyncio.timeout(seconds), run_in_background(*([] if notify is None else [_wondering(to, notify)])):
             await to.channel_ready()
     except TimeoutError:
         why = explain_handshake_failure(await _why_not(to)) or "is it running, and is the address right?"
@@ -133,7 +135,7 @@ async def _wondering(to: Channel, tell: Callable[[str, bool], None]) -> None:
     while True:
         if (state := to.get_state(try_to_connect=True)) is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             text = await _why_not(to)
-            why = explain_handshake_failure(text) or nobody(text)
+            why = explain_handshake_failure(text) or explain_unreachable(text)
             if why not in ("", told):
                 told = why
                 tell(why, bool(explain_handshake_failure(text)))
@@ -151,13 +153,13 @@ async def _why_not(to: Channel) -> str:
 
 
 @dataclass(slots=True)
-class Service:
+class RunningServer:
     """A started server and where it listens, and whom it refused."""
 
     server: grpc.aio.Server
     address: str
     health: health.aio.HealthServicer
-    refused: Refusals
+    refusals: Refusals
 
     async def stop(self) -> None:
         """Tell health checkers, let open calls end, then cut them."""
@@ -170,8 +172,8 @@ async def start_server(
     add: Callable[[grpc.aio.Server], None],
     names: Iterable[str],
     credentials: Credentials = NO_IDENTITY,
-    max_message: int = MAX_MESSAGE_BYTES,
-) -> Service:
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> RunningServer:
     """Start a server.
 
     Args:
@@ -186,10 +188,12 @@ async def start_server(
         FailedPrecondition: the files of the identity cannot be used.
         Unavailable: the address cannot be listened on.
     """
-    secured = credentials.build_server_credentials(require_address(listen, "--listen", listen=True))
-    access = Access(credentials, max_message=max_message, max_request=MAX_CONTROL_BYTES)
+    secured = credentials.build_server_credentials(require_address(listen, "--listen", allow_port_zero=True))
+    access = AccessInterceptor(credentials, max_message_bytes=max_message_bytes, max_request_bytes=MAX_CONTROL_BYTES)
     server = grpc.aio.server(
-        interceptors=[access], options=limit_message_size(SERVER_OPTIONS, max_message), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
+        interceptors=[access],
+        options=limit_message_size(SERVER_OPTIONS, max_message_bytes),
+        maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
     )
     add(server)
     checks = health.aio.HealthServicer()
@@ -197,11 +201,11 @@ async def start_server(
     services = [*names, ""]
     reflection.enable_server_reflection([*services[:-1], health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     address = listen_on(server, listen, secured)
-    credentials.serves(server, address)
+    credentials.register_server(server, address)
     await server.start()
     for name in services:
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return Service(server, address, checks, access.refused)
+    return RunningServer(server, address, checks, access.refusals)
 
 
 def listen_on(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None = None) -> str:
@@ -220,7 +224,7 @@ def listen_on(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCred
         Path(listen.removeprefix("unix:").removeprefix("//")).chmod(0o600)  # for this user alone
         return listen
     address = f"{listen.rsplit(':', 1)[0]}:{port}"
-    served[server] = address
+    listen_addresses[server] = address
     return address
 
 
@@ -254,9 +258,9 @@ async def serve_until_stopped(
     stop: Callable[[str], Coroutine[Any, Any, None]],
     work: Iterable[Coroutine[Any, Any, object]] = (),
     *,
-    with_stdin: bool = False,
-    drain_s: float = _DRAIN_TIMEOUT_S,
-    logged: bool = True,
+    stop_with_stdin: bool = False,
+    drain_timeout_s: float = _DRAIN_TIMEOUT_S,
+    log_stop: bool = True,
 ) -> None:
     """Run a started service: until it is told to stop, or one of its endless works fails; then the ladder.
 
@@ -273,7 +277,7 @@ async def serve_until_stopped(
     gc.freeze()  # what imports made stays for good: no later collection need look at it again
     hide_error_texts(asyncio.get_running_loop())
     async with Tasks() as signals:  # ended last: a second signal during the drain must still kill
-        told = signals.start(_until_told_to_stop(with_stdin=with_stdin))
+        told = signals.start(_until_told_to_stop(with_stdin=stop_with_stdin))
         why = "cancelled"
         try:
             async with Tasks() as works:
@@ -282,16 +286,16 @@ async def serve_until_stopped(
                 )
             why = told.result() if told in done else "its work has failed"
         finally:
-            if logged:
+            if log_stop:
                 log.info("stopping", reason=why)
-            in_time = await drained(stop(why), drain_s)
-            if logged:
+            in_time = await run_cleanup(stop(why), drain_timeout_s)
+            if log_stop:
                 log.info("stopped", reason=why, drained=in_time)
     for task in done:
         task.result()
 
 
-def page(items: Mapping[str, T], size: int, token: str) -> tuple[list[T], str]:
+def paginate(items: Mapping[str, T], size: int, token: str) -> tuple[list[T], str]:
     """One page of items.
 
     Args:

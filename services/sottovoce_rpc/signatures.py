@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, Pub
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 
-from sottovoce_core.errors import FailedPrecondition, RemoteProtocolError, Rule, PermissionDenied
-from sottovoce_rpc.certificates import named
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, RemoteProtocolError, ViolationKind
+from sottovoce_rpc.certificates import read_principal
 from sottovoce_rpc.codec import read_signature
 from sottovoce_rpc.principals import Principal
 from sottovoce_wire.v1 import learner_pb2
@@ -34,14 +34,14 @@ EMPTY_DIGESTS = bytes(ROUNDS_PER_BLOCK * DIGEST_BYTES)
 """The digests of a block in which nothing was said."""
 _PURPOSE = b"sottovoce: digests of what a learner said in a block of rounds, 1\0"
 _MAX_CERTIFICATES_BYTES = 16 * 1024
-_DEPTH = 4
+_MAX_CHAIN_DEPTH = 4
 """Authorities between one that is believed and a learner."""
 _PSS = padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH)
 _SIGNATURE = b"\x1a"
 """Protobuf's tag of a Signature in an ExchangeMessage, its first byte."""
 
 
-def digest(frame: bytes) -> bytes:
+def compute_frame_digest(frame: bytes) -> bytes:
     """Of a round's message: SHA-256 of its bytes."""
     return hashlib.sha256(frame).digest()
 
@@ -126,14 +126,14 @@ class SignedStatement:
         return cls(Statement(run_id, said.sender, said.block, said.digests), said.certificates, said.signature)
 
     @property
-    def claimed(self) -> Principal | None:
+    def claimed_principal(self) -> Principal | None:
         """Whom the signer's certificate names, which nobody has checked; None: nobody of a deployment."""
         try:
-            return named(x509.load_pem_x509_certificate(self.certificates))
+            return read_principal(x509.load_pem_x509_certificate(self.certificates))
         except (ValueError, x509.InvalidVersion):
             return None
 
-    def signer(self, authorities: bytes, moment: datetime) -> x509.Certificate:
+    def verify_signature(self, authorities: bytes, moment: datetime) -> x509.Certificate:
         """The certificate of who has signed this.
 
         Args:
@@ -143,9 +143,9 @@ class SignedStatement:
         Raises:
             PermissionDenied: none of theirs, or the signature is not of its key.
         """
-        found = leaf(self.certificates, authorities, moment)
+        found = verify_chain(self.certificates, authorities, moment)
         if not _holds(found.public_key(), self.signature, self.statement.content):
-            raise PermissionDenied("a signature that is not of the key of its certificate", Rule.SIGNATURE)
+            raise PermissionDenied("a signature that is not of the key of its certificate", ViolationKind.SIGNATURE)
         return found
 
 
@@ -165,7 +165,9 @@ def sign(key: PrivateKeyTypes, content: bytes) -> bytes:
             return b"".join(part.to_bytes(size, "big") for part in parts)
         case rsa.RSAPrivateKey():
             return key.sign(content, _PSS, hashes.SHA256())
-    raise FailedPrecondition(f"the key of an identity must be of an elliptic curve or RSA to sign, got {type(key).__name__}")
+    raise FailedPrecondition(
+        f"the key of an identity must be of an elliptic curve or RSA to sign, got {type(key).__name__}"
+    )
 
 
 def _holds(key: PublicKeyTypes, signature: bytes, content: bytes) -> bool:
@@ -213,7 +215,7 @@ _REASONS = {
 """What the library says, and what we do."""
 
 
-def leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
+def verify_chain(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
     """The first certificate of a chain that leads to one of some authorities.
 
     Args:
@@ -233,7 +235,7 @@ def _leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Cer
     try:
         own, *between = x509.load_pem_x509_certificates(certificates)
         policy = PolicyBuilder().store(Store(x509.load_pem_x509_certificates(authorities))).time(moment)
-        policy = policy.max_chain_depth(_DEPTH)
+        policy = policy.max_chain_depth(_MAX_CHAIN_DEPTH)
         policy = policy.extension_policies(ca_policy=_AUTHORITIES, ee_policy=ExtensionPolicy.permit_all())
         policy.build_client_verifier().verify(own, between)
     except Exception as error:  # noqa: BLE001 - a stranger's bytes, in a library with many exceptions of its own

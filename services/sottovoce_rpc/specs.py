@@ -49,10 +49,10 @@ def spec_from_wire(text: str, *, imports: bool) -> RunSpec:
     Raises:
         SpecError: it is not valid.
     """
-    return parse_spec(document_from_wire(text), imports=imports)
+    return parse_spec(document_from_wire(text), allow_imports=imports)
 
 
-def plan_hash(spec: RunSpec, n_features: int) -> bytes:
+def compute_plan_hash(spec: RunSpec, n_features: int) -> bytes:
     """SHA-256 of what all learners of a run must have been told alike: its spec and the features of a record.
 
     What is None is left out, so that a field that a later version adds changes nothing as long as nobody sets it.
@@ -110,7 +110,7 @@ def resolve_run_id(given: str, known: Iterable[str]) -> str:
 # ---- pace of looks at a run ------------------------------------------------------------------------------------------
 
 
-EVERY = 8
+REPORT_DIVISOR = 8
 
 
 def compute_next_report_round(rounds: int, learners: int) -> int:
@@ -123,4 +123,4 @@ def compute_next_report_round(rounds: int, learners: int) -> int:
     >>> compute_next_report_round(3, 5), compute_next_report_round(400, 5), compute_next_report_round(3, 800)
     (4, 450, 103)
     """
-    return rounds + max(1, rounds // EVERY, learners // EVERY)
+    return rounds + max(1, rounds // REPORT_DIVISOR, learners // REPORT_DIVISOR)

@@ -15,8 +15,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from sottovoce_core import errors
-from sottovoce_core.text import plain
-from sottovoce_rpc.logs import failure
+from sottovoce_core.text import escape_control
+from sottovoce_rpc.logs import describe_failure
 from sottovoce_wire.v1 import errors_pb2
 
 _TABLE: dict[type[errors.SottovoceError], tuple[errors_pb2.ErrorReason.ValueType, grpc.StatusCode]] = {
@@ -41,8 +41,8 @@ _KINDS = {errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX): kind for ki
 _DOMAIN, _STATE = "sottovoce", "run-state"
 _DETAILS = "grpc-status-details-bin"
 # Whoever cancels a call is told by `asyncio.CancelledError`: a status CANCELLED is of a server that cuts its calls as it ends.
-_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-_MOST_TEXT = 1_500
+_UNREACHABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_MAX_TEXT_BYTES = 1_500
 """Bytes of an error's text: a caller takes a few thousand in all, and it goes out twice."""
 _STATUS_TIMEOUT_S = 1.0
 _WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")  # gRPC's own words, in grpc.aio
@@ -74,7 +74,7 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 
-class answering:  # noqa: N801 - it reads as a function; a class, for its type says that it swallows nothing
+class abort_on_error:  # noqa: N801 - it reads as a function; a class, for its type says that it swallows nothing
     """In `async with`: end the call with the status that an error of ours stands for, details attached (`google.rpc.Status`).
 
     Of any other error, which is a bug, neither the peer nor the log gets the text.
@@ -93,19 +93,19 @@ class answering:  # noqa: N801 - it reads as a function; a class, for its type s
             error = errors.RemoteProtocolError(_NO_MESSAGE)
         if isinstance(error, errors.SottovoceError):
             reason, code = next(_TABLE[each] for each in type(error).__mro__ if each in _TABLE)
-            text = shortened(str(error))
+            text = shorten_text(str(error))
             await self._context.abort(code, text, ((_DETAILS, _details(reason, code, error, text)),))
         elif isinstance(error, NotImplementedError):  # of a service of gRPC's own, which has less than its contract
             await self._context.abort(grpc.StatusCode.UNIMPLEMENTED, "not implemented")
         elif isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):  # an abort, a lost connection
-            log.error("bug", **failure(error))  # gRPC would send its text, and that may quote a record
+            log.error("bug", **describe_failure(error))  # gRPC would send its text, and that may quote a record
             await self._context.abort(grpc.StatusCode.INTERNAL, "an internal error; the log of the service says where")
 
 
-def shortened(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Cut a text, which may hold a caller's words, to the length of an error."""
     raw = text.encode(errors="replace")
-    return text if len(raw) <= _MOST_TEXT else f"{raw[:_MOST_TEXT].decode(errors='ignore')} ..."
+    return text if len(raw) <= _MAX_TEXT_BYTES else f"{raw[:_MAX_TEXT_BYTES].decode(errors='ignore')} ..."
 
 
 def _details(
@@ -137,7 +137,7 @@ class CallOutcome:
         self._status: asyncio.Future[grpc.aio.AioRpcError] = asyncio.get_running_loop().create_future()
         call.add_done_callback(self._note)
 
-    async def status(self) -> grpc.aio.AioRpcError:
+    async def wait_for_status(self) -> grpc.aio.AioRpcError:
         """The status of the call, which is ending: whoever read from it was told so.
 
         To be asked for before a write under way is cancelled: that cancels the call, which is then told nothing more.
@@ -155,7 +155,7 @@ class CallOutcome:
         Raises:
             AioRpcError: the peer says so, too, or nothing.
         """
-        status = await self.status()
+        status = await self.wait_for_status()
         if status.code() is not grpc.StatusCode.OK:
             raise status
 
@@ -178,9 +178,11 @@ def _at_hand(answer: Coroutine[Any, Any, T]) -> T:
 
 def convert_status_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     """What a failed call means to its caller: our own class where the status carries a reason that is known here."""
-    text = plain("; ".join((refusal.details() or refusal.code().name).splitlines()))
-    if refusal.code() in _BROKEN:
-        return errors.Unavailable(f"cannot reach {who}: {explain_handshake_failure(text) or nobody(text) or text}")
+    text = escape_control("; ".join((refusal.details() or refusal.code().name).splitlines()))
+    if refusal.code() in _UNREACHABLE_CODES:
+        return errors.Unavailable(
+            f"cannot reach {who}: {explain_handshake_failure(text) or explain_unreachable(text) or text}"
+        )
     info = _info(refusal)
     if info is None and refusal.code() is grpc.StatusCode.UNIMPLEMENTED:
         text = f"{who} does not know this call: another service listens there, or a much older one"
@@ -190,7 +192,7 @@ def convert_status_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.Sott
         code = info.metadata["code"]
         return errors.AssumptionViolated(code, text.removesuffix(f" [{code}]"))
     if kind is errors.FailedPrecondition and info is not None and _STATE in info.metadata:
-        return errors.RunEnded(text, plain(info.metadata[_STATE]))
+        return errors.RunEnded(text, escape_control(info.metadata[_STATE]))
     if kind not in (errors.SottovoceError, errors.LocalProtocolError):  # the latter's bug is not ours, but theirs
         return kind(text)
     if info is None and refusal.code() is grpc.StatusCode.INVALID_ARGUMENT:
@@ -236,6 +238,6 @@ def _info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
     return None
 
 
-def nobody(text: str) -> str:
+def explain_unreachable(text: str) -> str:
     """Why there is nobody, where gRPC's words say so; else empty."""
     return next((words for sign, words in _UNREACHABLE_TEXTS if sign.search(text)), "")

@@ -17,14 +17,14 @@ import structlog
 from google.protobuf.message import Message
 
 from sottovoce_core.errors import RemoteProtocolError
-from sottovoce_core.text import plain
-from sottovoce_rpc.logs import failure
+from sottovoce_core.text import escape_control
+from sottovoce_rpc.logs import describe_failure
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 
-_END_S = 2.0
+_END_TIMEOUT_S = 2.0
 """How long tasks that were cancelled may take to clean up."""
 
 
@@ -59,12 +59,12 @@ class Tasks:
         def done(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None and what:
-                log.error(what, **failure(error))
+                log.error(what, **describe_failure(error))
 
         task.add_done_callback(done)
         return task
 
-    async def end(self, seconds: float = _END_S) -> None:
+    async def end(self, seconds: float = _END_TIMEOUT_S) -> None:
         """Cancel what still runs, and give it so long to clean up."""
         tasks = tuple(self._tasks)
         for task in tasks:
@@ -76,7 +76,7 @@ class Tasks:
 
 
 @asynccontextmanager
-async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+async def run_in_background(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
     """Do these works while the block lasts. Its end cancels them; a failure of one ends the block, with that error.
 
     An `asyncio.TaskGroup` that waits for nobody but the block, and raises what failed first as it is, not in a group.
@@ -101,7 +101,7 @@ def extract_first_error(error: BaseException) -> BaseException:
     return extract_first_error(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-async def drained(work: Coroutine[Any, Any, object], seconds: float) -> bool:
+async def run_cleanup(work: Coroutine[Any, Any, object], seconds: float) -> bool:
     """Give cleanup its time, even if whoever waits for it is cancelled; False when it was cut off."""
     task = asyncio.get_running_loop().create_task(work)
     cancelled: asyncio.CancelledError | None = None
@@ -128,7 +128,7 @@ WAIT_NOTICE_DELAY_S = 1.5
 _KEY = "sottovoce-waiting-bin"
 """Of the metadata before an answer. Its text names learners and services of the caller's spec, and who else has joined."""
 
-Tell = Callable[[str], Awaitable[None]]
+NotifyWait = Callable[[str], Awaitable[None]]
 """Says what is waited for."""
 
 M = TypeVar("M", bound=Message)
@@ -147,7 +147,7 @@ async def notify_if_slow(tell: Callable[[], Awaitable[None]]) -> AsyncIterator[N
         yield
 
 
-def build_wait_notifier(context: grpc.aio.ServicerContext[Any, Any]) -> Tell:
+def build_wait_notifier(context: grpc.aio.ServicerContext[Any, Any]) -> NotifyWait:
     """Tells whoever calls, who is told once: the first thing."""
     told = False
 
@@ -178,7 +178,7 @@ def call_with_early_metadata(
     return ask(request, timeout=timeout_s)
 
 
-async def answered(
+async def await_answer(
     call: grpc.aio.UnaryUnaryCall[Any, T] | grpc.aio.UnaryStreamCall[Any, T],
     to: grpc.aio.Channel,
     who: str,
@@ -201,7 +201,7 @@ async def answered(
             say(f"waiting for {who}: not reached yet; is it running, and is the address right?")
         for key, value in await call.initial_metadata() or ():
             if key == _KEY and isinstance(value, bytes):
-                say(f"waiting for {plain(value.decode(errors='replace'))}")
+                say(f"waiting for {escape_control(value.decode(errors='replace'))}")
 
     async with notify_if_slow(wonder):
         if isinstance(call, grpc.aio.UnaryUnaryCall):

@@ -23,7 +23,7 @@ def _commands_built_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _paths_of_all_pages_are_drawn() -> Iterator[None]:
     """Hold every page that a test makes against the grammar of SVG paths."""
-    made = Page.html
+    made = Page.to_html
 
     def html(page: Page) -> str:
         text = made(page)

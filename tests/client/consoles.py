@@ -13,17 +13,17 @@ from typing import Any
 
 from sottovoce_client.running.monitoring import (
     CaptureListItem,
-    History,
-    RunObservation,
-    Plan,
+    RunHistory,
     RunListItem,
+    RunObservation,
+    RunPlan,
     RunView,
-    plan_of,
     make_run_view,
+    parse_plan,
 )
 from sottovoce_client.web.app import create_console_app, create_server
-from sottovoce_client.web.files import Files, ReportEntry
-from sottovoce_client.web.gather import Page
+from sottovoce_client.web.files import ReportEntry, ResultFiles
+from sottovoce_client.web.gather import ConsoleState
 from sottovoce_client.web.services import LearnerWatch, WatchView
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
@@ -34,9 +34,9 @@ COOKIE = "sottovoce-console-0"
 NOON = 1_800_000_000.0
 
 
-def plan(n: int = 3, **more: Any) -> Plan:
+def plan(n: int = 3, **more: Any) -> RunPlan:
     """Of a run of `n` learners."""
-    return plan_of(spec_to_wire(small_spec(1000, [f"learner-{i}" for i in range(n)], **more)))
+    return parse_plan(spec_to_wire(small_spec(1000, [f"learner-{i}" for i in range(n)], **more)))
 
 
 def status(i: int, rounds: int = 20, **more: Any) -> LearnerStatus:
@@ -66,20 +66,20 @@ def look(at: float, n: int = 3, rounds: int = 20, **more: Any) -> RunObservation
 COURSE = RunListItem("run-1", "running", "", NOON, None)
 
 
-def a_run(n: int = 3, course: RunListItem = COURSE, planned: Plan | None = None) -> RunView:
+def a_run(n: int = 3, course: RunListItem = COURSE, planned: RunPlan | None = None) -> RunView:
     """One that has done 20 rounds, one a second."""
-    history = History()
+    history = RunHistory()
     for second in range(21):
         history.add(look(100.0 + second, n, second))
     return make_run_view(course, planned or plan(n), history)
 
 
-def a_page(n: int = 3, **more: Any) -> Page:
+def a_page(n: int = 3, **more: Any) -> ConsoleState:
     """With a run, and something in every list."""
     lines = tuple(LearnerWatch(f"learner-{i}", 0.5 * i, -0.2, 12.0, 15.0, 20, 0) for i in range(n))
     watch = WatchView("run", lines, LearnerWatch("", 0.1, -0.3, 8.0, 13.0, 20, 0), 0)
-    shown = Page(
-        at=NOON + 20.0,
+    shown = ConsoleState(
+        time=NOON + 20.0,
         version="1.2.3",
         run=a_run(n),
         runs=(
@@ -101,11 +101,11 @@ def a_page(n: int = 3, **more: Any) -> Page:
 class Told:
     """What a console knows: as tests say."""
 
-    def __init__(self, page: Page, folder: Path | None = None) -> None:
-        self.files, self.full, self.asked = Files(folder), False, list[str]()
+    def __init__(self, page: ConsoleState, folder: Path | None = None) -> None:
+        self.files, self.full, self.asked = ResultFiles(folder), False, list[str]()
         self._page, self._turn, self._changed, self._ended = page, 0, asyncio.Condition(), False
 
-    async def put(self, page: Page) -> None:
+    async def put(self, page: ConsoleState) -> None:
         """Show this from now on."""
         async with self._changed:
             self._page, self._turn = page, self._turn + 1
@@ -123,7 +123,7 @@ class Told:
         while not self._ended:
             if self._turn != turn:
                 turn = self._turn
-                yield self._page.json()
+                yield self._page.to_json()
             async with self._changed:
                 await self._changed.wait_for(partial(self._new_since, turn))
 

@@ -6,5 +6,5 @@ from __future__ import annotations
 class Reported(list[str]):
     """Reports of progress, in their order."""
 
-    def say(self, what: str, done: int = 0, of: int = 0, unit: str = "") -> None:
+    def say(self, activity: str, done: int = 0, total: int = 0, unit: str = "") -> None:
         self.append(f"{what}: {done} of {of} {unit}" if of else what)

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Progress, GuaranteeSummary, RunSummary, Swap, WiretapSummary
+from sottovoce_client.running.summary import (
+    CaptureSummary,
+    GuaranteeSummary,
+    LearnerSummary,
+    ObservedPrivacyLoss,
+    RunProgress,
+    RunSummary,
+    WiretapSummary,
+)
 from sottovoce_core.arrays import FloatArray
 
 PLACES = ("Aarhus", "Bergen", "Cork", "Delft", "Espoo")
@@ -35,11 +43,11 @@ def growing(rounds: int, total: float, power: float = 1.24) -> FloatArray:
     return np.asarray(total * curve / max(curve[-1], 1e-12))
 
 
-def swap(rng: np.random.Generator, claim: FloatArray, rounds: int, share: float = 0.3) -> Swap:
+def swap(rng: np.random.Generator, claim: FloatArray, rounds: int, share: float = 0.3) -> ObservedPrivacyLoss:
     """A loss that wanders within a share of the claim."""
     largest = share * np.diff(claim[:rounds], prepend=0.0)
     by_round = np.cumsum(largest * rng.uniform(-0.6, 1.0, rounds))
-    return Swap(abs(float(by_round[-1])), float(largest.sum()), float(claim[rounds - 1]), by_round)
+    return ObservedPrivacyLoss(abs(float(by_round[-1])), float(largest.sum()), float(claim[rounds - 1]), by_round)
 
 
 def learner(name: str, rounds: int = 500, seed: int = 0, **more: Any) -> LearnerSummary:
@@ -72,14 +80,14 @@ def learner(name: str, rounds: int = 500, seed: int = 0, **more: Any) -> Learner
     return replace(made, **more)
 
 
-def looks(learners: int, rounds: int, seconds: float, count: int = 60) -> tuple[Progress, ...]:
+def looks(learners: int, rounds: int, seconds: float, count: int = 60) -> tuple[RunProgress, ...]:
     """What would have been seen of the running learners; nothing has been predicted at the first look."""
     rng, seen = np.random.default_rng(1), []
     for part in np.linspace(0, 1, count):
         done = np.clip((part * rounds + rng.integers(-3, 4, learners)).astype(int), 0, rounds)
         right = 0.94 - 0.4 * np.exp(-done / rounds * 6) + rng.normal(0, 0.004, learners)
         accuracy = tuple(float(a) if d else None for a, d in zip(right, done, strict=True))
-        seen.append(Progress(part * seconds, tuple(done), accuracy, tuple(7.0 * done / rounds), tuple(2 * done)))
+        seen.append(RunProgress(part * seconds, tuple(done), accuracy, tuple(7.0 * done / rounds), tuple(2 * done)))
     return tuple(seen)
 
 
@@ -143,7 +151,7 @@ def boundless(made: RunSummary) -> RunSummary:
     infinite: dict[str, Any] = dict.fromkeys(("spent", "paper", "event", "record", "infinite_horizon"), math.inf)
     infinite |= dict.fromkeys(("paper_curve", "event_curve", "record_curve"), curve)
     for level in ("swap_event", "swap_record"):
-        infinite[level] = Swap(1.234, math.inf, math.inf, np.linspace(0, -1.234, made.rounds))
+        infinite[level] = ObservedPrivacyLoss(1.234, math.inf, math.inf, np.linspace(0, -1.234, made.rounds))
     return replace(made, learners=tuple(replace(each, budget=None, **infinite) for each in made.learners))
 
 

@@ -83,10 +83,10 @@ def test_what_does_not_exits_with_one(spec: Path, tmp_path: Path) -> None:
 
 def test_without_a_name_the_learner_that_may_spend_most_is_audited(spec: Path) -> None:
     prepared = prepare(load_spec(spec))
-    assert command.find_learner_index(prepared, None) == 1
-    assert command.find_learner_index(prepared, "c") == 2
+    assert command.choose_audited_learner(prepared, None) == 1
+    assert command.choose_audited_learner(prepared, "c") == 2
     with pytest.raises(SpecError, match="one of a, b, c, got d"):
-        command.find_learner_index(prepared, "d")
+        command.choose_audited_learner(prepared, "d")
 
 
 def test_nothing_promised_is_said(spec: Path, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_record_and_its_replacement_can_be_chosen(spec: Path, tmp_path: Path) 
     row = int(own.order[2])
 
     def swap(**asked: Any) -> Any:
-        return command.AuditRequest(learner="a", runs=20, **{"record": row, **asked}).plan(prepared).worlds.second
+        return command.AuditRequest(learner="a", runs=20, **{"record": row, **asked}).plan(prepared).worlds.records_1
 
     assert np.array_equal(swap().features[row], -own.features[row])
     flipped = swap(replacement="label")
@@ -192,8 +192,10 @@ def test_what_an_auditor_must_know_stands_in_the_file(spec: Path, tmp_path: Path
 def test_only_what_was_looked_at_is_said_to_refute_what_guesses_cannot(spec: Path) -> None:
     prepared = prepare(load_spec(spec))
     done = audit_simulated(command.AuditRequest(runs=20).plan(prepared))
-    captured = replace(done, found=replace(done.found, rounds=None), views={**done.views, "sizes": 1})
-    blind = replace(done, found=replace(done.found, rounds=None, tests=()), shown=None)
+    captured = replace(
+        done, findings=replace(done.findings, round_bounds=None), varying_counts={**done.varying_counts, "sizes": 1}
+    )
+    blind = replace(done, findings=replace(done.findings, round_bounds=None, tests=()), run_losses=None)
     said = [list(command._notes(each, 0))[-1] for each in (captured, blind)]
     assert said[0].endswith("exact losses, conformance and what differs beside the messages can.")
     assert said[1] == "So guesses of whole runs, which are all there is here, cannot refute this claim."

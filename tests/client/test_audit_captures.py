@@ -14,31 +14,37 @@ import pyarrow as pa
 import pytest
 
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import ObservedChannels, audit_of, conversation, earlier, lines_of
+from sottovoce_client.auditing.captures import (
+    ObservedChannels,
+    audit_captures,
+    load_captured_runs,
+    read_conversation,
+    select_channels,
+)
 from sottovoce_client.auditing.network import interleave_pairs
-from sottovoce_client.auditing.started import difference
-from sottovoce_client.auditing.worlds import WORLDS_FILE, WorldsFile, build_worlds, write_worlds
+from sottovoce_client.auditing.started import find_difference
+from sottovoce_client.auditing.worlds import WORLDS_FILE, WorldsFile, restore_worlds, write_worlds
 from sottovoce_client.terminal import ignore_progress
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.views import CHANNEL_VIEWS, TIMING_VIEWS, RunFeatures, build_features_by_view, tables
-from sottovoce_core.auditing.worlds import chosen
+from sottovoce_core.auditing.views import CHANNEL_VIEWS, TIMING_VIEWS, RunFeatures, build_features_by_view, build_tables
+from sottovoce_core.auditing.worlds import build_worlds
 from sottovoce_core.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.lookout import Row
+from sottovoce_eavesdropper.lookout import CaptureRow
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.writing import CaptureWriter
 from tests.examples import made_up, small_spec
 from tests.services.capturing import METHOD, encode_round, hello, row
 
 ROUNDS, RUNS = 4, 8
-Change = Callable[[Row, int], Row]
+Change = Callable[[CaptureRow, int], CaptureRow]
 
 
 def spec_of(**more: Any) -> RunSpec:
@@ -51,15 +57,15 @@ def planned(spec: RunSpec | None = None, runs: int = RUNS, **more: Any) -> Audit
     return plan_audit(build_run(spec, 3), data, 1, runs=runs, **more)
 
 
-def rows_of(run: Run, plan: AuditPlan, world: int, seed: int, rounds: int) -> list[Row]:
+def rows_of(run: Run, plan: AuditPlan, world: int, seed: int, rounds: int) -> list[CaptureRow]:
     """What a relay keeps of one run."""
     edges = run.network.edges
     rows = [
-        Row(i, j, sender, direction, "metadata", 1, 1, METHOD, 0, k, len(payload), payload)
+        CaptureRow(i, j, sender, direction, "metadata", 1, 1, METHOD, 0, k, len(payload), payload)
         for k, (i, j) in enumerate(edges)
         for sender, direction, payload in ((i, "out", b'{"metadata": [["size", "1"]]}'), (j, "back", b"{}"))
     ]
-    for step in simulate(run, plan.worlds.data(plan.data, world), SeededNoise(seed)):
+    for step in simulate_rounds(run, plan.worlds.build_data(plan.data, world), SeededNoise(seed)):
         if step.t == rounds:
             break
         for i, j in edges:
@@ -67,7 +73,7 @@ def rows_of(run: Run, plan: AuditPlan, world: int, seed: int, rounds: int) -> li
                 fields = {name: values[sender, 0] for name, values in step.message.fields.items()}
                 said = encode_round(step.t, sender, Message(fields))
                 at = 10**6 * (step.t + 1) + sender
-                rows.append(Row(i, j, sender, direction, "message", 1, 1, METHOD, at, at, len(said), said))
+                rows.append(CaptureRow(i, j, sender, direction, "message", 1, 1, METHOD, at, at, len(said), said))
     return rows
 
 
@@ -89,7 +95,7 @@ def keep(
     async def write() -> None:
         file = CaptureWriter(place, place.name, place.name, spec, 3, world, replica)
         for each in rows_of(run, plan, lived, 1000 + replica, rounds):
-            file.add(change(each, lived))
+            file.add_row(change(each, lived))
         await file.close()
 
     asyncio.run(write())
@@ -109,11 +115,13 @@ def audited(folder: Path, plan: AuditPlan, spec: RunSpec | None = None, **asked:
     def prepare(told: RunSpec) -> PreparedRun:
         return PreparedRun(build_run(told, 3), plan.data)
 
-    return audit_of(*earlier(str(folder), AuditRequest(**asked), prepare, ignore_progress, spec=spec), ignore_progress)
+    return audit_captures(
+        *load_captured_runs(str(folder), AuditRequest(**asked), prepare, ignore_progress, spec=spec), ignore_progress
+    )
 
 
 def channel(table: pa.Table, lines: ObservedChannels, run_id: str) -> dict[str, RunFeatures]:
-    return build_features_by_view(conversation(table, lines, run_id), {**CHANNEL_VIEWS, **TIMING_VIEWS})
+    return build_features_by_view(read_conversation(table, lines, run_id), {**CHANNEL_VIEWS, **TIMING_VIEWS})
 
 
 # ---- of two worlds ---------------------------------------------------------------------------------------------------
@@ -124,13 +132,13 @@ def test_captures_of_two_worlds_are_audited_as_if_just_overheard(tmp_path: Path)
     captures = two_worlds(tmp_path / "captures", plan)
     done = audited(tmp_path, plan)  # found below the folder, in the order of replicas
     assert done.source == f"16 captures in {tmp_path.name}"
-    assert sorted(done.worlds.tolist()) == [0] * RUNS + [1] * RUNS
-    assert done.plan.worlds.learner == 1 and done.plan.worlds.what == plan.worlds.what
-    assert done.plan.runs == RUNS and done.found.paired and done.found.guessed is not None
+    assert sorted(done.run_worlds.tolist()) == [0] * RUNS + [1] * RUNS
+    assert done.plan.worlds.learner == 1 and done.plan.worlds.description == plan.worlds.description
+    assert done.plan.runs == RUNS and done.findings.has_both_worlds and done.findings.whole_run_bound is not None
     assert done.verdict.kind == "consistent"
-    first = open_capture(captures / "run-0").transcript({"y": (3,)}, 3)
-    assert done.shown is not None
-    assert done.shown.total[0] == pytest.approx(plan.worlds.losses(plan.run, first).sum())
+    first = open_capture(captures / "run-0").read_transcript({"y": (3,)}, 3)
+    assert done.run_losses is not None
+    assert done.run_losses.total[0] == pytest.approx(plan.worlds.compute_losses(plan.run, first).sum())
 
 
 @pytest.mark.statistics
@@ -138,7 +146,7 @@ def test_captures_of_two_worlds_are_audited_as_if_just_overheard(tmp_path: Path)
 def test_what_numbers_do_not_show_is_refuted_by_name(tmp_path: Path, place: str) -> None:
     """Epsilon is below one; a channel that tells the world of every run shows more than that with 32 runs of each."""
 
-    def leak(row: Row, world: int) -> Row:
+    def leak(row: CaptureRow, world: int) -> CaptureRow:
         if place == "metadata" and row.kind == "metadata" and row.sender == 1:
             payload = json.dumps({"metadata": [["gradient-norm", str(0.5 + world)]]}).encode()
             return row._replace(payload=payload, size=len(payload))
@@ -149,8 +157,8 @@ def test_what_numbers_do_not_show_is_refuted_by_name(tmp_path: Path, place: str)
     assert plan.epsilon < 1.0
     done = audited(two_worlds(tmp_path, plan, change=leak), plan)
     assert done.verdict.kind == "refuted" and done.black_box_claim == plan.epsilon
-    assert all(test.p_value > 1e-3 for test in done.found.of("conformance").tests)
-    views = {bound.view for bound in done.found.bounds if bound.value > plan.epsilon}
+    assert all(test.p_value > 1e-3 for test in done.findings.select_family("conformance").tests)
+    views = {bound.view for bound in done.findings.bounds if bound.value > plan.epsilon}
     assert views and views <= ({"metadata"} if place == "metadata" else {"replies", "gaps", "order"})
 
 
@@ -161,17 +169,17 @@ def test_worlds_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
         own = plan.data.learners[1]
         own = replace(own, order=np.where(np.arange(len(own.order)) == 5, 2, own.order))
         data = plan.data.with_learner(1, own)
-        worlds = chosen(data, 1, 2, -own.features[2], 1.0)
+        worlds = build_worlds(data, 1, 2, -own.features[2], 1.0)
         plan = plan_audit(plan.run, data, 1, runs=RUNS, worlds=worlds)
     write_worlds(tmp_path, plan)
     document = json.loads((tmp_path / WORLDS_FILE).read_text())
     assert kind in document["pairs"][0]
-    (back, *_) = build_worlds(WorldsFile(**document), PreparedRun(plan.run, plan.data), "there")
-    for one, other in ((back.first, plan.worlds.first), (back.second, plan.worlds.second)):
+    (back, *_) = restore_worlds(WorldsFile(**document), PreparedRun(plan.run, plan.data), "there")
+    for one, other in ((back.records_0, plan.worlds.records_0), (back.records_1, plan.worlds.records_1)):
         for t in range(ROUNDS):
             np.testing.assert_array_equal(one.batch(t).features, other.batch(t).features)
             np.testing.assert_array_equal(one.batch(t).labels, other.batch(t).labels)
-    np.testing.assert_array_equal(back.replaced, plan.worlds.replaced)
+    np.testing.assert_array_equal(back.replacements_per_round, plan.worlds.replacements_per_round)
 
 
 def test_all_pairs_of_worlds_come_back_and_every_run_knows_its_own(tmp_path: Path) -> None:
@@ -180,15 +188,15 @@ def test_all_pairs_of_worlds_come_back_and_every_run_knows_its_own(tmp_path: Pat
     pairs = interleave_pairs(plan)
     write_worlds(tmp_path, plan, pair_of_run=pairs)
     document = WorldsFile.model_validate_json((tmp_path / WORLDS_FILE).read_text())
-    back = build_worlds(document, PreparedRun(plan.run, plan.data), "there")
-    assert [each.what for each in back] == [each.worlds.what for each in plan.pairs]
+    back = restore_worlds(document, PreparedRun(plan.run, plan.data), "there")
+    assert [each.description for each in back] == [each.worlds.description for each in plan.pairs]
     assert [pairs.count(k) for k in range(len(back))] == [2 * each.runs for each in plan.pairs]
-    assert [document.pair(replica) for replica in range(len(pairs))] == pairs
+    assert [document.find_pair_index(replica) for replica in range(len(pairs))] == pairs
     for wrong in (-1, len(pairs), None):
         with pytest.raises(CaptureError, match="which of the 4 pairs of worlds"):
-            document.pair(wrong)
+            document.find_pair_index(wrong)
     with pytest.raises(CaptureError, match="pair_of_run"):
-        document.model_copy(update={"pair_of_run": [9]}).pair(0)
+        document.model_copy(update={"pair_of_run": [9]}).find_pair_index(0)
 
 
 def test_a_run_of_another_pair_of_worlds_alone_is_refused(tmp_path: Path) -> None:
@@ -211,9 +219,9 @@ def test_one_world_is_tested_and_never_said_to_be_guessed(tmp_path: Path) -> Non
         keep(tmp_path, plan, None, k)
     done = audited(tmp_path, plan, learner="learner-2", spec=plan.run.spec)
     assert done.plan.worlds.learner == 2
-    assert done.plan.worlds.first is plan.data.learners[2]  # the records as they were, not made-up ones
-    assert (done.found.bounds, done.found.paired) == ((), False)
-    assert done.shown is not None and 0.0 < done.largest <= done.found.claim
+    assert done.plan.worlds.records_0 is plan.data.learners[2]  # the records as they were, not made-up ones
+    assert (done.findings.bounds, done.findings.has_both_worlds) == ((), False)
+    assert done.run_losses is not None and 0.0 < done.largest_loss <= done.findings.claim
     assert done.verdict.kind == "consistent" and "4 runs of one world" in done.verdict.text
     assert "Nothing was guessed" in done.verdict.text and "above" not in done.verdict.text
     few = audited(tmp_path / "run-0", plan)
@@ -326,7 +334,7 @@ def test_labels_need_their_worlds(tmp_path: Path) -> None:
     write_worlds(tmp_path, plan)
     with pytest.raises(SpecError, match="1 runs of each world show nothing"):
         audited(tmp_path, plan)
-    assert not audited(tmp_path / "run-0", plan).found.paired  # its worlds are named in the folder above
+    assert not audited(tmp_path / "run-0", plan).findings.has_both_worlds  # its worlds are named in the folder above
     with pytest.raises(CaptureError, match="or 0 alone, got 1"):
         audited(tmp_path / "run-1", plan)
     keep(tmp_path, plan, 5, 2)
@@ -370,7 +378,7 @@ def test_mutilated_captures_are_named(tmp_path: Path) -> None:
 def test_two_words_in_one_round_are_named_with_the_capture(tmp_path: Path) -> None:
     plan = planned()
 
-    def change(row: Row, world: int) -> Row:
+    def change(row: CaptureRow, world: int) -> CaptureRow:
         twice = row.kind == "message" and (row.caller, row.callee, row.sender) == (0, 1, 0)
         return row._replace(payload=row.payload[:-1] + b"\x3f") if twice else row
 
@@ -381,57 +389,57 @@ def test_two_words_in_one_round_are_named_with_the_capture(tmp_path: Path) -> No
 
 def test_differences_are_found_where_they_are() -> None:
     one = {"a": {"b": [1, 2]}, "c": 0}
-    assert difference(one, dict(one)) is None
-    assert difference(one, {"a": {"b": [1, 3]}, "c": 1}) == "a.b: [1, 2] and [1, 3]"
-    assert difference(one, {"a": {"b": [1, 2]}}) == "c: 0 and None"
-    assert difference({"a": 1, "name": "x"}, {"name": "y"}) == "name: x and y"
+    assert find_difference(one, dict(one)) is None
+    assert find_difference(one, {"a": {"b": [1, 3]}, "c": 1}) == "a.b: [1, 2] and [1, 3]"
+    assert find_difference(one, {"a": {"b": [1, 2]}}) == "c: 0 and None"
+    assert find_difference({"a": 1, "name": "x"}, {"name": "y"}) == "name: x and y"
 
 
 # ---- channel ---------------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[Row]) -> pa.Table:
-    columns = {name: [getattr(row, name) for row in rows] for name in Row._fields}
+def table(rows: list[CaptureRow]) -> pa.Table:
+    columns = {name: [getattr(row, name) for row in rows] for name in CaptureRow._fields}
     return pa.table(columns)
 
 
 def test_runs_stand_side_by_side_however_much_was_heard() -> None:
     plan = planned()
     rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
-    runs = [channel(table(each), lines_of(plan), "run-0") for each in (rows, rows[:9], rows[:1], rows * 10)]
-    for view in tables(runs).values():
+    runs = [channel(table(each), select_channels(plan), "run-0") for each in (rows, rows[:9], rows[:1], rows * 10)]
+    for view in build_tables(runs).values():
         assert view.shape[0] == 4 and np.isfinite(view).all()
-    assert tables(runs[:1]).keys() == tables(runs).keys()
+    assert build_tables(runs[:1]).keys() == build_tables(runs).keys()
 
 
 def test_messages_of_others_are_not_looked_into() -> None:
     plan = planned()
     rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
     others = [r._replace(payload=b"?") if r.sender != plan.worlds.learner and r.kind == "message" else r for r in rows]
-    views = tables([channel(table(each), lines_of(plan), "run-0") for each in (rows, others)])
+    views = build_tables([channel(table(each), select_channels(plan), "run-0") for each in (rows, others)])
     assert all((before == after).all() for before, after in views.values())
 
 
-def changed(plan: AuditPlan, change: Callable[[Row], Row]) -> set[str]:
+def changed(plan: AuditPlan, change: Callable[[CaptureRow], CaptureRow]) -> set[str]:
     """The views in which a change of the learner's rows shows."""
-    lines = lines_of(plan)
+    lines = select_channels(plan)
     rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
     own = [change(row) if row.sender == plan.worlds.learner else row for row in rows]
-    views = tables([channel(table(each), lines, "run-0") for each in (rows, own)])
+    views = build_tables([channel(table(each), lines, "run-0") for each in (rows, own)])
     return {name for name, (before, after) in views.items() if (before != after).any()}
 
 
 def test_every_change_shows_where_it_belongs() -> None:
     plan = planned()
 
-    def entries(text: str) -> Callable[[Row], Row]:
+    def entries(text: str) -> Callable[[CaptureRow], CaptureRow]:
         payload = json.dumps({"metadata": [["key", text]]}).encode()
         return lambda row: row._replace(payload=payload) if row.kind == "metadata" else row
 
-    def longer(row: Row) -> Row:
+    def longer(row: CaptureRow) -> CaptureRow:
         return row._replace(size=row.size + 1) if row.kind == "message" else row
 
-    def last(row: Row) -> Row:
+    def last(row: CaptureRow) -> CaptureRow:
         return row._replace(payload=row.payload[:40] + b"!" + row.payload[41:]) if row.kind == "message" else row
 
     assert changed(plan, lambda row: row) == set()
@@ -445,14 +453,14 @@ def test_every_change_shows_where_it_belongs() -> None:
 
 def test_random_names_of_runs_and_what_is_no_json_say_nothing() -> None:
     plan = planned()
-    lines = lines_of(plan)
+    lines = select_channels(plan)
 
     def views(name: str) -> dict[str, Any]:
         payload = json.dumps({"metadata": [["sottovoce-run", name], ["odd"], 3]}).encode()
         rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
         return channel(table([r._replace(payload=payload) if r.kind == "metadata" else r for r in rows]), lines, name)
 
-    for one, other in tables([views("run-a"), views("run-b")]).values():
+    for one, other in build_tables([views("run-a"), views("run-b")]).values():
         np.testing.assert_array_equal(one, other)
     for junk in (b"[[[", b"[]", b"\xff", b"[" * 5000):
         rows = [r._replace(payload=junk, kind="trailers") for r in rows_of(plan.run, plan, 0, 1, 1)]
@@ -462,7 +470,7 @@ def test_random_names_of_runs_and_what_is_no_json_say_nothing() -> None:
 def test_hellos_are_looked_at_as_metadata_are() -> None:
     """They are none of the messages; the run's random name says nothing."""
     plan = planned()
-    lines, spoken = lines_of(plan), rows_of(plan.run, plan, 0, 1, ROUNDS)
+    lines, spoken = select_channels(plan), rows_of(plan.run, plan, 0, 1, ROUNDS)
 
     def views(run_id: str = "run-a", first: bytes = b"", **more: Any) -> dict[str, Any]:
         said = first or hello(1, run_id=run_id, **more)
@@ -472,7 +480,7 @@ def test_hellos_are_looked_at_as_metadata_are() -> None:
     usual = views()
 
     def changed(other: dict[str, Any]) -> set[str]:
-        return {name for name, (before, after) in tables([usual, other]).items() if (before != after).any()}
+        return {name for name, (before, after) in build_tables([usual, other]).items() if (before != after).any()}
 
     assert changed(views("run-b")) == set()
     assert changed(views(next_round=3)) == {"metadata"}
@@ -482,10 +490,10 @@ def test_hellos_are_looked_at_as_metadata_are() -> None:
 
 def test_a_neighbour_hears_its_own_edges_only() -> None:
     plan = planned(threat=ThreatModel.NEIGHBOUR, neighbour=2)
-    lines = lines_of(plan)
-    assert all(2 in line[:2] for line in lines.whose) and len(lines.whose) == 4
-    assert lines.opened == (1, 2, "out")
-    assert {line: whose for line, whose in lines.whose.items() if whose != "others"} == {
+    lines = select_channels(plan)
+    assert all(2 in line[:2] for line in lines.roles) and len(lines.roles) == 4
+    assert lines.inspected_channel == (1, 2, "out")
+    assert {line: whose for line, whose in lines.roles.items() if whose != "others"} == {
         (1, 2, "out"): "said",
         (1, 2, "back"): "told",
     }

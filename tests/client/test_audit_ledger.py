@@ -12,12 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.auditing.captures import find
-from sottovoce_client.auditing.worlds import RUN_LEDGER_FILE, RunLedgerWriter, read_run_ledger, read_worlds, tossed, write_worlds
+from sottovoce_client.auditing.captures import list_captures
+from sottovoce_client.auditing.worlds import (
+    RUN_LEDGER_FILE,
+    RunLedgerWriter,
+    read_run_ledger,
+    read_worlds,
+    toss_coins,
+    write_worlds,
+)
 from sottovoce_client.auditing.worlds import WORLDS_FILE as WORLDS
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.errors import CaptureError
-from sottovoce_eavesdropper.lookout import Row
+from sottovoce_eavesdropper.lookout import CaptureRow
 from sottovoce_eavesdropper.storage import open_folder
 from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, spec_of, two_worlds
 
@@ -38,13 +45,13 @@ def ledgered(
     write_worlds(folder, plan, ledger.commitment)
     ledger.bind()
     for k, world in enumerate(worlds.tolist()):
-        ledger.started(k)
+        ledger.record_start(k)
         if (how := outcome(k, world)) == "gone":
             continue
         keep(folder, plan, world, k, rounds=ROUNDS if how == "finished" else ROUNDS - 1)
-        ledger.ended(k, f"run-{k}", how)
+        ledger.record_end(k, f"run-{k}", how)
     if reveal:
-        ledger.reveal(find(open_folder(folder)))
+        ledger.reveal(list_captures(open_folder(folder)))
     return folder
 
 
@@ -53,7 +60,7 @@ def ledgered(
 
 def test_coins_are_the_machines_own() -> None:
     """No seed gives them. 200 coins are as uneven as 60:140 with probability below 1e-7, and two tosses equal below 1e-60."""
-    first, second = tossed(200), tossed(200)
+    first, second = toss_coins(200), toss_coins(200)
     assert (first != second).any() and 60 < first.sum() < 140
 
 
@@ -78,7 +85,7 @@ def test_an_audit_with_a_ledger_is_the_audit_without_it(tmp_path: Path) -> None:
     plan = planned()
     with_it = audited(ledgered(tmp_path / "with", plan), plan)
     without = audited(two_worlds(tmp_path / "without", plan), plan)
-    assert with_it.verdict == without.verdict and with_it.found.tests == without.found.tests
+    assert with_it.verdict == without.verdict and with_it.findings.tests == without.findings.tests
     assert with_it.source == "16 captures in with"
 
 
@@ -111,7 +118,10 @@ FORGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another capture": (_relabelled('"n_features": 3', '"n_features": 3 '), "SHA-256"),
     "another run": (_relabelled('"run_id": "run-0"', '"run_id": "run-x"'), "run run-0"),
     "a run too many": (_relabelled('"replica": 0', '"replica": 99'), "of no run that the ledger"),
-    "twice": (lambda f: (f / RUN_LEDGER_FILE).write_text((f / RUN_LEDGER_FILE).read_text() * 2), "does not say which runs"),
+    "twice": (
+        lambda f: (f / RUN_LEDGER_FILE).write_text((f / RUN_LEDGER_FILE).read_text() * 2),
+        "does not say which runs",
+    ),
     "no line": (lambda f: (f / RUN_LEDGER_FILE).write_text("{\n"), "is not the ledger"),
 }
 
@@ -131,7 +141,7 @@ def test_one_capture_of_many_is_held_against_the_ledger_and_misses_none(tmp_path
     plan = planned(runs=4)
     folder = ledgered(tmp_path / "captures", plan)
     assert "1 capture in" in audited(folder / "run-0", plan).source
-    assert not audited(folder / "run-0", plan).found.paired
+    assert not audited(folder / "run-0", plan).findings.has_both_worlds
 
 
 # ---- outcomes --------------------------------------------------------------------------------------------------------
@@ -146,7 +156,7 @@ def test_runs_that_end_in_one_world_only_are_a_leak(tmp_path: Path, how: str) ->
     assert done.verdict.kind == "refuted" and "outcomes of runs at learner-1" in done.verdict.text
     name = "missing" if how == "gone" else "failed"
     assert f"{name} in 0 of 32 and 16 of 32 runs" in done.verdict.text
-    assert "16 " in done.source and done.shown is not None and len(done.shown.total) == 64
+    assert "16 " in done.source and done.run_losses is not None and len(done.run_losses.total) == 64
 
 
 def test_runs_that_end_early_in_both_worlds_are_no_leak(tmp_path: Path) -> None:
@@ -204,7 +214,7 @@ def test_runs_without_a_trace_are_named_and_void_the_audit(tmp_path: Path) -> No
     assert done.source.endswith("2 started runs without a capture: 9, 13")
     alone = ledgered(tmp_path / "alone", plan, lambda k, _: "gone" if k == 15 else "finished", reveal=False)
     done = audited(alone, plan)
-    assert done.source.endswith("1 started run without a capture: 15") and not done.found.void
+    assert done.source.endswith("1 started run without a capture: 15") and not done.findings.void_reason
 
 
 def test_a_ledger_is_not_set_aside_by_worlds_above_it(tmp_path: Path) -> None:
@@ -227,7 +237,7 @@ def test_copies_count_once_and_are_named(tmp_path: Path) -> None:
         shutil.copytree(folder / f"run-{k}", folder / f"run-{k}-again")
     (folder / "loop").symlink_to(folder, target_is_directory=True)
     done = audited(folder, plan)
-    assert done.found == alone.found and len(done.worlds) == 16
+    assert done.findings == alone.findings and len(done.run_worlds) == 16
     assert "copies counted once: " in done.source and "run-1-again" in done.source
 
 
@@ -247,7 +257,7 @@ def test_a_run_that_was_made_again_counts_once_and_is_an_outcome(tmp_path: Path)
         again.rename(again.with_name(f"again-{k}"))
         _exchange(tmp_path / "second" / f"again-{k}" / "capture.json", (f'"replica": {k + 100}', f'"replica": {k}'))
     done = audited(folder, plan)
-    assert len(done.worlds) == 32 and done.verdict.kind == "refuted"
+    assert len(done.run_worlds) == 32 and done.verdict.kind == "refuted"
     assert "repeated in 0 of 16 and 16 of 16 runs" in done.verdict.text
 
 
@@ -278,7 +288,7 @@ def test_a_message_on_an_impossible_edge_is_refused(tmp_path: Path, case: str) -
     plan = planned(spec)
     changed, text = EDGES[case]
 
-    def forge(row: Row, world: int) -> Row:
+    def forge(row: CaptureRow, world: int) -> CaptureRow:
         own = row.kind == "message" and (row.caller, row.callee, row.sender) == (0, 1, 0)
         return row._replace(**changed) if own else row
 

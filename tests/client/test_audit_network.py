@@ -15,10 +15,10 @@ import pytest
 
 from sottovoce_client.auditing import network as audit_network
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import audit_of, earlier, find
-from sottovoce_client.auditing.network import RunFailed, coins, audit_on_network
+from sottovoce_client.auditing.captures import audit_captures, list_captures, load_captured_runs
+from sottovoce_client.auditing.network import RunFailed, audit_on_network, draw_seeded_coins
 from sottovoce_client.auditing.worlds import RunLedgerWriter
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, Interrupted, Outcome
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, Outcome, RunInterrupted
 from sottovoce_client.terminal import ignore_progress
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_core.auditing.plan import AuditPlan
@@ -52,39 +52,39 @@ def prepared(tmp_path: Path) -> PreparedRun:
         "privacy": {"budget": 1e-6},
         "telemetry": {"accuracy": True, "predict": True},
     }
-    return prepare(parse_spec(document, imports=True))
+    return prepare(parse_spec(document, allow_imports=True))
 
 
 @pytest.mark.slow
 def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: PreparedRun, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", Reported()
     audited = ASKED.plan(prepared)
-    done = audit_on_network(audited, say=said.say, folder=folder, seeded=True)
-    captures = find(open_folder(folder / "captures"))
-    assert [capture.facts["replica"] for capture in captures] == list(range(2 * RUNS))
-    assert [capture.facts["world"] for capture in captures] == coins(audited).tolist()
-    spec = captures[0].facts["spec"]
+    done = audit_on_network(audited, report_progress=said.say, folder=folder, seeded_coins=True)
+    captures = list_captures(open_folder(folder / "captures"))
+    assert [capture.metadata["replica"] for capture in captures] == list(range(2 * RUNS))
+    assert [capture.metadata["world"] for capture in captures] == draw_seeded_coins(audited).tolist()
+    spec = captures[0].metadata["spec"]
     assert (spec["capture"], spec["privacy"]["budget"]) == ("relay", None)
     assert not spec["telemetry"]["accuracy"] and not spec["telemetry"]["predict"]
     left = {path.suffix for path in (folder / "journals").iterdir()}
     assert left == {".lock", ".mark", ".runs", ".identity"}  # what runs have cost, and nothing of a run
     assert any(f"running: {2 * RUNS} of {2 * RUNS} runs, " in text for text in said)
-    assert len(done.worlds) == 2 * RUNS and "10 runs of real services" in done.source
-    assert done.shown is not None and done.largest <= done.found.claim
+    assert len(done.run_worlds) == 2 * RUNS and "10 runs of real services" in done.source
+    assert done.run_losses is not None and done.largest_loss <= done.findings.claim
 
-    again = audit_of(*earlier(str(folder), ASKED, prepare, said.say), said.say)
-    np.testing.assert_array_equal(again.worlds, done.worlds)
+    again = audit_captures(*load_captured_runs(str(folder), ASKED, prepare, said.say), said.say)
+    np.testing.assert_array_equal(again.run_worlds, done.run_worlds)
     np.testing.assert_array_equal(again.noise, done.noise)
-    assert again.largest == done.largest and again.found.bounds == done.found.bounds
+    assert again.largest_loss == done.largest_loss and again.findings.bounds == done.findings.bounds
 
 
 def test_coins_are_fair_and_follow_the_seed(prepared: PreparedRun) -> None:
     """A fair coin is outside 4.9 standard deviations with probability 1e-6."""
     audited = AuditRequest(runs=5000, seed=1).plan(prepared)
-    tossed = coins(audited)
+    tossed = draw_seeded_coins(audited)
     assert abs(tossed.mean() - 0.5) < 4.9 * 0.5 / np.sqrt(len(tossed))
-    np.testing.assert_array_equal(tossed, coins(audited))
-    assert (tossed != coins(AuditRequest(runs=5000, seed=2).plan(prepared))).any()
+    np.testing.assert_array_equal(tossed, draw_seeded_coins(audited))
+    assert (tossed != draw_seeded_coins(AuditRequest(runs=5000, seed=2).plan(prepared))).any()
 
 
 class Services:
@@ -123,20 +123,29 @@ def ending(monkeypatch: pytest.MonkeyPatch, state: str, detail: str, whole: int 
 
 @pytest.mark.parametrize(
     ("state", "detail", "error", "why"),
-    [("stopped", STOPPED_BY_OPERATOR, Interrupted, "told to stop"), ("failed", "a failed: why", RunFailed, "a failed: why")],
+    [
+        ("stopped", STOPPED_BY_OPERATOR, RunInterrupted, "told to stop"),
+        ("failed", "a failed: why", RunFailed, "a failed: why"),
+    ],
 )
 def test_an_early_end_says_what_is_kept_and_how_to_go_on(
-    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, detail: str, error: Any, why: str
+    prepared: PreparedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    detail: str,
+    error: Any,
+    why: str,
 ) -> None:
     ending(monkeypatch, state, detail)
     audited = ASKED.plan(prepared)
     kept = rf"2 of 10 runs were made: {why}; what they said is kept: sottovoce audit --captures {tmp_path}/out/captures"
     with pytest.raises(error, match=kept):
-        audit_on_network(audited, say=ignore_progress, folder=tmp_path / "out")
+        audit_on_network(audited, report_progress=ignore_progress, folder=tmp_path / "out")
     assert json.loads((tmp_path / "out" / "captures" / "worlds.json").read_text())["learner"] in ("a", "b")
     ending(monkeypatch, state, detail, whole=0)
     with pytest.raises(error, match=rf"^0 of 10 runs were made: {why}$"):
-        audit_on_network(audited, say=ignore_progress, folder=tmp_path / "other")
+        audit_on_network(audited, report_progress=ignore_progress, folder=tmp_path / "other")
 
 
 def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
@@ -153,12 +162,12 @@ def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
     monkeypatch.setattr(audit_network, "LocalServices", Dying)
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(RunFailed, match=r"^0 of 10 runs were made: a \(process 7\) died$"):
-        audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
+        audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
 
 
 def test_a_full_disk_says_what_is_kept(prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ending(monkeypatch, "finished", "")
-    write = RunLedgerWriter.ended
+    write = RunLedgerWriter.record_end
 
     def ended(ledger: RunLedgerWriter, replica: int, *more: str, **also: Any) -> None:
         if replica == 2:
@@ -167,7 +176,7 @@ def test_a_full_disk_says_what_is_kept(prepared: PreparedRun, tmp_path: Path, mo
 
     monkeypatch.setattr(RunLedgerWriter, "ended", ended)
     with pytest.raises(RunFailed, match=r"^2 of 10 runs were made: .*No space left on device; what they said is kept"):
-        audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
+        audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
 
 
 def revealed(folder: Path) -> list[int]:
@@ -184,10 +193,10 @@ def test_coins_come_from_entropy_unless_a_test_gives_a_seed(
     for name, more in (("drawn", {}), ("seeded", {"seeded": True})):
         ending(monkeypatch, "finished", "", whole=runs)
         with pytest.raises(CaptureError, match="no run was overheard"):
-            audit_on_network(audited, say=ignore_progress, folder=tmp_path / name, **more)
-    assert revealed(tmp_path / "seeded") == coins(audited).tolist()
+            audit_on_network(audited, report_progress=ignore_progress, folder=tmp_path / name, **more)
+    assert revealed(tmp_path / "seeded") == draw_seeded_coins(audited).tolist()
     drawn = revealed(tmp_path / "drawn")
-    assert len(drawn) == runs >= 80 and drawn != coins(audited).tolist() and {*drawn} == {0, 1}
+    assert len(drawn) == runs >= 80 and drawn != draw_seeded_coins(audited).tolist() and {*drawn} == {0, 1}
 
 
 def test_records_and_coins_are_their_users_alone(
@@ -197,7 +206,7 @@ def test_records_and_coins_are_their_users_alone(
     before = os.umask(0o022)
     try:
         with pytest.raises(CaptureError, match="no run was overheard"):
-            audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
+            audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
     finally:
         os.umask(before)
     there = [tmp_path / "captures", *(tmp_path / "captures").iterdir()]
@@ -219,7 +228,7 @@ def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
 
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
-        audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
+        audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     ends = [line["outcome"] for line in lines if "outcome" in line]
     assert ends == ["finished", "failed", "finished", "finished"] * 2 + ["finished", "failed"]
@@ -236,7 +245,7 @@ def test_noise_that_can_be_repeated_stands_in_the_ledger(
 
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
-        audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
+        audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     assert [line["replica"] for line in lines if line.get("seeded")] == [2]
 
@@ -244,13 +253,13 @@ def test_noise_that_can_be_repeated_stands_in_the_ledger(
 def test_captures_of_other_runs_are_not_mixed_in(prepared: PreparedRun, tmp_path: Path) -> None:
     (tmp_path / "captures" / "old").mkdir(parents=True)
     with pytest.raises(SpecError, match="captures must be empty or missing"):
-        audit_on_network(ASKED.plan(prepared), say=ignore_progress, folder=tmp_path)
+        audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
 
 
 def test_decisions_cross_no_channel(prepared: PreparedRun, tmp_path: Path) -> None:
     audited: AuditPlan = AuditRequest(runs=RUNS, threat=ThreatModel.OUTPUT).plan(prepared)
     with pytest.raises(SpecError, match="--threat output"):
-        audit_on_network(audited, say=ignore_progress, folder=tmp_path)
+        audit_on_network(audited, report_progress=ignore_progress, folder=tmp_path)
     assert not (tmp_path / "captures").exists()
 
 

@@ -20,11 +20,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from sottovoce_client.auditing.audit import show
+from sottovoce_client.auditing.audit import report_audit
 from sottovoce_client.auditing.worlds import RunLedgerWriter, read_run_ledger, read_worlds, write_worlds
-from sottovoce_client.transcripts.provenance import noise_of, provenance
+from sottovoce_client.transcripts.provenance import check_provenance, describe_noise_source
 from sottovoce_client.transcripts.verify import EXIT_NOT_ALL_SIGNED, verify
-from sottovoce_client.watching.watch import WatchRequest, watch, where
+from sottovoce_client.watching.watch import WatchRequest, open_source, watch
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.spec import RunSpec, dump_spec
@@ -32,7 +32,7 @@ from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_eavesdropper.writing import CaptureWriter
 from sottovoce_rpc.certificates import AUTHORITIES_FILE
-from sottovoce_rpc.signatures import EMPTY_DIGESTS, Statement, digest
+from sottovoce_rpc.signatures import EMPTY_DIGESTS, Statement, compute_frame_digest
 from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, rows_of, spec_of
 from tests.docs.pages import CHECKOUT
 from tests.services.identities import Identities
@@ -55,13 +55,15 @@ def signed(folder: Path, identities: Identities, *, until: int = ROUNDS, changed
         file = CaptureWriter(folder, folder.name, folder.name, spec, 3, fields={"y": (3,)})
         for row in said:
             other = row.payload[:-1] + bytes([row.payload[-1] ^ 0x80])  # the sign of the last number
-            file.add(row._replace(payload=other) if changed and row.payload == said[-1].payload else row)
+            file.add_row(row._replace(payload=other) if changed and row.payload == said[-1].payload else row)
         for sender, name in enumerate(plan.run.spec.names):
             own = list(dict.fromkeys(row.payload for row in said if row.sender == sender))[:until]
-            digests = b"".join(map(digest, own)).ljust(len(EMPTY_DIGESTS), b"\0")
-            stands = identities.of(f"learner/{name}").signed(Statement(folder.name, sender, 0, digests)).encode()
+            digests = b"".join(map(compute_frame_digest, own)).ljust(len(EMPTY_DIGESTS), b"\0")
+            stands = (
+                identities.of(f"learner/{name}").sign_statement(Statement(folder.name, sender, 0, digests)).encode()
+            )
             at = next(row for row in said if row.sender == sender)
-            file.add(at._replace(kind="signature", wall_ns=time.time_ns(), payload=stands, size=len(stands)))
+            file.add_row(at._replace(kind="signature", wall_ns=time.time_ns(), payload=stands, size=len(stands)))
         await file.close()
 
     asyncio.run(write())
@@ -76,7 +78,7 @@ def watched(place: Path, code: int | None = None) -> str:
         return PreparedRun(plan.run, plan.data)
 
     console = Console(file=io.StringIO(), width=1000)
-    ended = watch(where(str(place), None, None, once=True), WatchRequest(once=True), prepare, console=console)
+    ended = watch(open_source(str(place), None, None, once=True), WatchRequest(once=True), prepare, console=console)
     assert isinstance(console.file, io.StringIO) and code in (None, ended)
     return console.file.getvalue()
 
@@ -85,28 +87,28 @@ def test_captures_that_nobody_signed_may_have_been_changed_and_the_audit_says_so
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
     done = audited(tmp_path, plan)
-    assert "There are no signatures in this capture: never made, or removed." in done.provisos[0]
-    assert done.unproven == "no signatures: never made, or removed"
+    assert "There are no signatures in this capture: never made, or removed." in done.assumptions[0]
+    assert done.unproven_reason == "no signatures: never made, or removed"
     done = replace(
         done, verdict=replace(done.verdict, kind="consistent")
     )  # as after more runs: even then it is no proof
     console = Console(file=io.StringIO(), width=1000)
-    show(done, 0, tmp_path, console)
+    report_audit(done, 0, tmp_path, console)
     assert isinstance(console.file, io.StringIO)
     for text in (console.file.getvalue(), (tmp_path / "audit.html").read_text()):
         assert "no signatures: never made, or removed" in text and str(tmp_path / "captures") not in text
     assert console.file.getvalue().splitlines()[0].endswith("CONSISTENT (no signatures: never made, or removed)")
     assert 'class="verdict weak"' in (tmp_path / "audit.html").read_text()
     document = json.loads((tmp_path / "audit.json").read_text())
-    assert document["provisos"] == list(done.provisos) and document["coins"] == "none"
-    assert document["unproven"] == done.unproven
+    assert document["provisos"] == list(done.assumptions) and document["coins"] == "none"
+    assert document["unproven"] == done.unproven_reason
     assert list(document["captures_sha256"]) == ["captures/run-0"] and str(tmp_path) not in json.dumps(document)
 
 
 def test_a_capture_of_several_parts_has_the_digest_that_the_report_tells_how_to_compute(tmp_path: Path) -> None:
     plan = planned()
     place = keep(tmp_path / "captures", plan, None, 0)
-    show(audited(tmp_path, plan), 0, tmp_path, Console(file=io.StringIO()))
+    report_audit(audited(tmp_path, plan), 0, tmp_path, Console(file=io.StringIO()))
     shutil.copy(place / "part-000001.parquet", place / "part-000002.parquet")
     page = html.unescape((tmp_path / "audit.html").read_text())
     lines = page[page.index("raw() {") :].partition("</code>")[0]
@@ -115,24 +117,24 @@ def test_a_capture_of_several_parts_has_the_digest_that_the_report_tells_how_to_
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     typed, environment = ["bash", "-c", lines], {**os.environ, "PATH": path}
     done = subprocess.run(typed, cwd=place, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[0] == open_capture(place).digests()[0]
+    assert done.stdout.split()[0] == open_capture(place).compute_digests()[0]
 
 
 def test_signatures_are_held_against_the_authority_beside_the_captures(tmp_path: Path, identities: Identities) -> None:
     capture, place = signed(tmp_path / "captures" / "run", identities), open_folder(tmp_path)
-    unchecked = provenance([capture], place)
-    assert "were not checked" in unchecked.text and unchecked.unproven == "its signatures were not checked"
+    unchecked = check_provenance([capture], place)
+    assert "were not checked" in unchecked.text and unchecked.unproven_reason == "its signatures were not checked"
     shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
-    whole = provenance([capture], place)
-    assert whole.text.startswith("All messages are signed by their learners, by ca.crt:") and not whole.unproven
-    assert "by ../../ca.crt:" in provenance([capture], capture.place).text
-    half = provenance([signed(tmp_path / "half", identities, until=ROUNDS - 1)], place)
+    whole = check_provenance([capture], place)
+    assert whole.text.startswith("All messages are signed by their learners, by ca.crt:") and not whole.unproven_reason
+    assert "by ../../ca.crt:" in check_provenance([capture], capture.folder).text
+    half = check_provenance([signed(tmp_path / "half", identities, until=ROUNDS - 1)], place)
     first, second, third = planned().run.spec.names
     each = f"({first} 1, {second} 1, {third} 1)"
     assert half.text.startswith(
         f"Of {3 * ROUNDS} messages 3 are not signed, by ca.crt {each}: their signatures were never"
     )
-    assert half.unproven == "not all of it is signed"
+    assert half.unproven_reason == "not all of it is signed"
 
 
 @pytest.mark.parametrize(("removed", "of"), [("all", (0, 1, 2)), ("of one", (1,)), ("of two", (0, 2))])
@@ -143,7 +145,7 @@ def test_signatures_that_were_removed_are_missed(
     kept, authorities = tmp_path / "captures" / "run", identities.authority.folder / AUTHORITIES_FILE
     signed(kept, identities)
     shutil.copy(authorities, tmp_path / AUTHORITIES_FILE)
-    assert verified(kept, authorities)[0] == 0 and audited(tmp_path, planned()).unproven == ""
+    assert verified(kept, authorities)[0] == 0 and audited(tmp_path, planned()).unproven_reason == ""
     part = kept / "part-000001.parquet"
     table = parquet.read_table(part)
     rows = zip(table["kind"].to_pylist(), table["sender"].to_pylist(), strict=True)
@@ -154,12 +156,12 @@ def test_signatures_that_were_removed_are_missed(
     assert code == EXIT_NOT_ALL_SIGNED
     if removed == "all":
         assert "no signatures here: never made, or removed" in said
-        assert "though the learners had identities (ca.crt): never made, or removed" in done.provisos[0]
-        assert done.unproven == "no signatures: never made, or removed"
+        assert "though the learners had identities (ca.crt): never made, or removed" in done.assumptions[0]
+        assert done.unproven_reason == "no signatures: never made, or removed"
         return
     missed = [f"{name}: no signature at all: never made, or removed" in said for name in names]
-    assert missed == [f"{name} {ROUNDS}" in done.provisos[0] for name in names] == [i in of for i in range(3)]
-    assert done.unproven == "not all of it is signed"
+    assert missed == [f"{name} {ROUNDS}" in done.assumptions[0] for name in names] == [i in of for i in range(3)]
+    assert done.unproven_reason == "not all of it is signed"
 
 
 def verified(place: Path, authorities: Path) -> tuple[int, str]:
@@ -174,7 +176,7 @@ def test_a_capture_that_is_not_what_was_signed_is_no_evidence(tmp_path: Path, id
     shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     capture = signed(tmp_path / "run", identities, changed=True)
     with pytest.raises(CaptureError, match=r"run is not what its learners signed, by ca\.crt: .* another message"):
-        provenance([capture], open_folder(tmp_path))
+        check_provenance([capture], open_folder(tmp_path))
     plan = planned()
     with pytest.raises(CaptureError, match="is not what its learners signed"):
         audited(tmp_path, plan)
@@ -182,7 +184,7 @@ def test_a_capture_that_is_not_what_was_signed_is_no_evidence(tmp_path: Path, id
     shutil.copy(others.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     other = r"lead to .*: none of the authorities given has issued them, .* or ca\.crt is of another authority"
     with pytest.raises(CaptureError, match=f"refused: a signature whose certificates do not {other}"):
-        provenance([signed(tmp_path / "again", identities)], open_folder(tmp_path))
+        check_provenance([signed(tmp_path / "again", identities)], open_folder(tmp_path))
 
 
 def test_a_watch_of_what_was_kept_says_it_too(
@@ -244,8 +246,8 @@ def test_whose_word_the_promise_is_stands_in_every_audit_without_a_spec(tmp_path
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
     told = "What was promised is taken from capture.json, which nobody signed"
-    assert any(each.startswith(told) for each in audited(tmp_path, plan).provisos)
-    assert not any(told in each for each in audited(tmp_path, plan, plan.run.spec).provisos)
+    assert any(each.startswith(told) for each in audited(tmp_path, plan).assumptions)
+    assert not any(told in each for each in audited(tmp_path, plan, plan.run.spec).assumptions)
     assert told in watched(tmp_path)
 
 
@@ -273,31 +275,31 @@ def test_a_look_at_a_capture_that_is_not_whole_does_not_end_as_one_without_alarm
 def test_noise_of_a_seed_is_said_where_it_is_known_and_else_what_is_assumed(tmp_path: Path) -> None:
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
-    assert any("was assumed" in each for each in audited(tmp_path, plan).provisos)
+    assert any("was assumed" in each for each in audited(tmp_path, plan).assumptions)
     for told, said in (({}, "was assumed"), ({"run_id": "run-0"}, SEEDED), ({"run_id": "other"}, "was assumed")):
         (tmp_path / "summary.json").write_text(json.dumps({"private_noise": False, **told}))
-        assert said in audited(tmp_path / "captures", plan).provisos[-1]
+        assert said in audited(tmp_path / "captures", plan).assumptions[-1]
     (tmp_path / "summary.json").write_text('{"run_id": "run-0", "private_noise": true, "loss": Infinity}')
-    assert not noise_of([open_capture(tmp_path / "captures" / "run-0")], open_folder(tmp_path))
+    assert not describe_noise_source([open_capture(tmp_path / "captures" / "run-0")], open_folder(tmp_path))
     (tmp_path / "summary.json").write_text("[")
-    assert "was assumed" in audited(tmp_path, plan).provisos[-1]
+    assert "was assumed" in audited(tmp_path, plan).assumptions[-1]
 
 
 def test_what_learners_said_of_their_noise_stands_in_the_ledger(tmp_path: Path) -> None:
     plan = planned()
     two = plan.runs * 2
-    coins = plan.seeds.audited.generate_state(two) % 2
+    coins = plan.seeds.audited_runs.generate_state(two) % 2
     ledger = RunLedgerWriter(tmp_path, coins.astype(int))
-    write_worlds(tmp_path, plan, ledger.commitment, seeded=True)
+    write_worlds(tmp_path, plan, ledger.commitment, seeded_coins=True)
     ledger.bind()
     for k in range(two):
-        ledger.started(k)
+        ledger.record_start(k)
         keep(tmp_path, plan, int(coins[k]), k)
-        ledger.ended(k, f"run-{k}", "finished", seeded=k < 3)
+        ledger.record_end(k, f"run-{k}", "finished", seeded_noise=k < 3)
     entries = read_run_ledger(open_folder(tmp_path), read_worlds(open_folder(tmp_path))) or {}
     assert [entry.seeded for entry in entries.values()] == [k < 3 for k in range(two)]
     done = audited(tmp_path, plan)
-    assert done.coins == "seed" and f"of 3 of {two} runs {SEEDED}" in done.provisos[-1]
+    assert done.coin_source == "seed" and f"of 3 of {two} runs {SEEDED}" in done.assumptions[-1]
 
 
 def test_coins_are_called_what_they_are(tmp_path: Path) -> None:
@@ -305,12 +307,12 @@ def test_coins_are_called_what_they_are(tmp_path: Path) -> None:
     for seeded, said in ((True, "seed 7"), (False, "the operating system’s")):
         folder = tmp_path / str(seeded)
         folder.mkdir()
-        write_worlds(folder, plan, seeded=seeded)
+        write_worlds(folder, plan, seeded_coins=seeded)
         for k in range(2 * plan.runs):
             keep(folder, plan, k % 2, k)
-        done = replace(audited(folder, plan), provisos=())
+        done = replace(audited(folder, plan), assumptions=())
         console = Console(file=io.StringIO(), width=1000)
-        show(done, 7, folder, console)
+        report_audit(done, 7, folder, console)
         assert isinstance(console.file, io.StringIO)
         assert f"Coins: {said}." in console.file.getvalue()
         page = (folder / "audit.html").read_text()

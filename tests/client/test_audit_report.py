@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sottovoce_client.auditing.audit import _print_rows, print_verdict, show
+from sottovoce_client.auditing.audit import _print_rows, print_verdict, report_audit
 from sottovoce_client.auditing.audit import _rows as audit_rows
 from sottovoce_client.auditing.plots import (
     _allowed,
@@ -30,7 +30,7 @@ from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.bounds import compute_epsilon_lower_bound
 from sottovoce_core.auditing.likelihood import RunLosses
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.auditing.verdict import Kind, Verdict
+from sottovoce_core.auditing.verdict import Verdict, VerdictKind
 from sottovoce_core.noise import NoiseSource, SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
 from tests.claims import EXPOSED, SETUPS, Setup, Times
@@ -92,7 +92,7 @@ def published() -> Audit:
 
 
 def page_of(done: Audit, name: str = "learner-1") -> Page:
-    return Page(build_audit_page(done, name, 7).html())
+    return Page(build_audit_page(done, name, 7).to_html())
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -111,26 +111,26 @@ def test_everything_is_there_and_nothing_is_loaded(done: Audit, tmp_path: Path) 
 
 def test_figures_are_those_of_the_audit(done: Audit) -> None:
     text = page_of(done).text
-    guessed, rounds = done.found.guessed, done.found.rounds
+    guessed, rounds = done.findings.whole_run_bound, done.findings.round_bounds
     assert guessed is not None and rounds is not None
     assert "learner-1" in text and "200 runs of each world" in text and "95 % confidence" in text and "seed 7" in text
-    assert f"Claimed ε {done.found.claim:.4g}" in text
-    assert f"The paper’s own ε {done.plan.guarantee.paper[-1]:.4g}" in text
-    assert f"Largest exact loss {done.largest:.4g}" in text
-    assert f"{guessed.correct} of {guessed.guesses}" in text
-    assert f"ε is at least {done.found.largest:.3g}" in text
-    assert done.found.largest == max(bound.value for bound in done.found.bounds)
+    assert f"Claimed ε {done.findings.claim:.4g}" in text
+    assert f"The paper’s own ε {done.plan.guarantee.paper_epsilon[-1]:.4g}" in text
+    assert f"Largest exact loss {done.largest_loss:.4g}" in text
+    assert f"{guessed.correct_guesses} of {guessed.guesses}" in text
+    assert f"ε is at least {done.findings.epsilon_lower_bound:.3g}" in text
+    assert done.findings.epsilon_lower_bound == max(bound.value for bound in done.findings.bounds)
 
 
 def test_every_test_and_every_guess_is_in_a_table(done: Audit) -> None:
     text = page_of(done).text
-    assert done.found.rounds is not None
-    for test in done.found.tests:
-        assert f"{test.name} {test.what}" in text
-    for bound in done.found.bounds:
-        assert f"{bound.name} {bound.correct} of {bound.guesses}" in text
-    for t, bound in enumerate(done.found.rounds.bounds):
-        assert f"round {t} {bound.correct} of {bound.guesses}" in text
+    assert done.findings.round_bounds is not None
+    for test in done.findings.tests:
+        assert f"{test.name} {test.description}" in text
+    for bound in done.findings.bounds:
+        assert f"{bound.name} {bound.correct_guesses} of {bound.guesses}" in text
+    for t, bound in enumerate(done.findings.round_bounds.bounds):
+        assert f"round {t} {bound.correct_guesses} of {bound.guesses}" in text
 
 
 def test_the_command_repeats_it(done: Audit, published: Audit) -> None:
@@ -146,13 +146,13 @@ def test_the_command_repeats_it(done: Audit, published: Audit) -> None:
 
 
 def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
-    text = build_audit_page(broken, "learner-1", 7).html()
+    text = build_audit_page(broken, "learner-1", 7).to_html()
     assert '<div class="verdict refuted">' in text
     assert '<div class="family refuted"><h3>Conformance' in text
     assert '<th scope="row" class="over"' in text
     for each in broken.verdict.evidence[:8]:
         assert Page(text).text.count(each) == 1
-    said = "never does" if broken.found.excess else "shows in one of 20 audits at most"
+    said = "never does" if broken.findings.excess else "shows in one of 20 audits at most"
     assert f"a learner who keeps its promise {said}" in Page(text).text
 
 
@@ -165,14 +165,14 @@ def test_who_is_refuted_by_the_noise_of_another_is_that_other_one(done: Audit, t
         )  # else of one of them alone
 
     other = audited(long("ldp-dol"), noise=half_of_one)
-    assert (other.about, other.plan.worlds.learner) == (2, 1) and other.verdict.kind == "refuted"
+    assert (other.verdict_learner, other.plan.worlds.learner) == (2, 1) and other.verdict.kind == "refuted"
     assert np.mean(np.abs(other.noise)) == pytest.approx(0.5, rel=0.05)
-    assert done.about == 1 and np.mean(np.abs(done.noise)) == pytest.approx(1.0, rel=0.05)
-    html = build_audit_page(other, "learner-1", 7).html()
+    assert done.verdict_learner == 1 and np.mean(np.abs(done.noise)) == pytest.approx(1.0, rel=0.05)
+    html = build_audit_page(other, "learner-1", 7).to_html()
     assert "<span>learner learner-2</span><span>record of learner-1 swapped</span>" in html
     assert "Refuted: the claim for learner-2 does not hold" in html and "of learner learner-2." in html
     console = Console(file=io.StringIO(), width=1000)
-    show(other, 7, tmp_path, console)
+    report_audit(other, 7, tmp_path, console)
     assert isinstance(console.file, io.StringIO) and console.file.getvalue().startswith("learner-2 REFUTED")
     told = json.loads((tmp_path / "audit.json").read_text())
     assert (told["learner"], told["about"]) == ("learner-1", "learner-2")
@@ -183,12 +183,12 @@ def test_losses_by_the_claimed_noise_say_nothing_for_a_claim_that_the_noise_refu
     supposed = "computed as if the noise were as claimed, which it is not"
     assert (
         supposed not in page_of(done).text
-        and "doubted" not in build_audit_page(done, "learner-1", 7).html().split("<body")[1]
+        and "doubted" not in build_audit_page(done, "learner-1", 7).to_html().split("<body")[1]
     )
-    html = build_audit_page(broken, "learner-1", 7).html()
+    html = build_audit_page(broken, "learner-1", 7).to_html()
     assert '<div class="doubted"><div class="wide"' in html and Page(html).text.count(supposed) >= 4
-    tests = broken.found.of("conformance").tests
-    told = build_audit_page(replace(broken, found=replace(broken.found, tests=tests)), "learner-1", 7).html()
+    tests = broken.findings.select_family("conformance").tests
+    told = build_audit_page(replace(broken, findings=replace(broken.findings, tests=tests)), "learner-1", 7).to_html()
     assert '<div class="family idle"><h3>Likelihood' in told and f"Nothing found, {supposed}." in Page(told).text
     console = Console(width=200, record=True, file=io.StringIO())
     _print_rows(audit_rows(broken), console)
@@ -197,14 +197,14 @@ def test_losses_by_the_claimed_noise_say_nothing_for_a_claim_that_the_noise_refu
 
 def test_cells_above_the_claim_stand_as_others_of_their_column(broken: Audit) -> None:
     """A text that is red is broken into lines as one that is black."""
-    html = build_audit_page(broken, "learner-1", 7).html()
+    html = build_audit_page(broken, "learner-1", 7).to_html()
     assert '<td class="over long">' in html and '<td class="over">' in html
 
 
 @pytest.mark.parametrize("kind", ["consistent", "refuted", "inconclusive", "unpromised"])
-def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: Kind) -> None:
+def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: VerdictKind) -> None:
     evidence = tuple(f"reason <{k}>" for k in range(10)) if kind in ("refuted", "inconclusive") else ()
-    text = build_audit_page(replace(done, verdict=Verdict(kind, "so & so", evidence)), "learner-1", 7).html()
+    text = build_audit_page(replace(done, verdict=Verdict(kind, "so & so", evidence)), "learner-1", 7).to_html()
     page = Page(text)
     banner = page.text[: page.text.index("Claimed ε")]
     assert "so & so" in banner
@@ -219,8 +219,8 @@ def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: Kind) -> 
 
 def test_a_weak_claim_is_amber_on_the_page_and_in_the_terminal(done: Audit) -> None:
     for weak, tone, colour in ((True, "weak", "yellow"), (False, "consistent", "green")):
-        verdict = Verdict("consistent", "so", weak=weak)
-        text = build_audit_page(replace(done, verdict=verdict), "learner-1", 7).html()
+        verdict = Verdict("consistent", "so", is_weak=weak)
+        text = build_audit_page(replace(done, verdict=verdict), "learner-1", 7).to_html()
         assert f'<div class="verdict {tone}">' in text
         assert ("Consistent with a weak claim: no violation was found" in text) == weak
         console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
@@ -231,7 +231,7 @@ def test_a_weak_claim_is_amber_on_the_page_and_in_the_terminal(done: Audit) -> N
 
 def test_a_page_says_what_its_epsilon_lets_somebody_guess(done: Audit) -> None:
     promised = done.plan.guarantee
-    small = replace(promised, per_round=promised.per_round / done.plan.epsilon)
+    small = replace(promised, round_losses=promised.round_losses / done.plan.epsilon)
     text = page_of(replace(done, plan=replace(done.plan, guarantee=small))).text
     assert "in the worst case 73.1 of 100 guesses between the two are right" in text and "in name only" not in text
     assert done.plan.epsilon > 10 and "it is a promise in name only" in page_of(done).text
@@ -239,15 +239,15 @@ def test_a_page_says_what_its_epsilon_lets_somebody_guess(done: Audit) -> None:
 
 def test_the_audited_learner_has_two_losses_and_each_is_named(done: Audit) -> None:
     page = page_of(done)
-    (own,) = [each for each in done.learners if each.learner == done.plan.worlds.learner]
-    assert own.swap.startswith("the first record against") and own.swap in page.text
+    (own,) = [each for each in done.learner_losses if each.learner == done.plan.worlds.learner]
+    assert own.replacement.startswith("the first record against") and own.replacement in page.text
     assert "after any round, for the swap of this audit" in page.text
     assert "so the loss of learner-1 here is not the one above" in page.text
 
 
 def test_runs_of_one_world_are_called_what_the_terminal_calls_them(done: Audit) -> None:
-    found = replace(done.found, paired=False, bounds=(), rounds=None, runs=1)
-    text = page_of(replace(done, found=found, verdict=Verdict("consistent", "so"))).text
+    found = replace(done.findings, has_both_worlds=False, bounds=(), round_bounds=None, runs=1)
+    text = page_of(replace(done, findings=found, verdict=Verdict("consistent", "so"))).text
     assert "Consistent: nothing was found in the noise, and nothing was guessed" in text
     assert "It compared" not in text and "1 run of a training was overheard" in text
 
@@ -267,7 +267,7 @@ def test_infinite_losses_are_said_and_not_drawn(exposed: Audit) -> None:
 
 def test_who_hears_no_message_has_nothing_to_replay(published: Audit) -> None:
     page = page_of(published)
-    assert published.shown is None
+    assert published.run_losses is None
     assert set(page.plots) <= {"twins", "twins-close", "said"}
     assert page.text.count("hears no message") >= 3
     assert "Exact losses" in page.headings and "Learner by learner" not in page.headings
@@ -293,8 +293,10 @@ def test_parts_that_are_missing(done: Audit) -> None:
     bare = replace(
         done,
         noise=np.empty(0),
-        learners=(),
-        found=replace(done.found, rounds=None, bounds=tuple(replace(b, view="") for b in done.found.bounds)),
+        learner_losses=(),
+        findings=replace(
+            done.findings, round_bounds=None, bounds=tuple(replace(b, view="") for b in done.findings.bounds)
+        ),
     )
     page = page_of(bare)
     assert PLOTS - set(page.plots) == {"single", "noise", "quantiles"}
@@ -305,19 +307,23 @@ def test_parts_that_are_missing(done: Audit) -> None:
 
 def test_names_are_text(done: Audit) -> None:
     hostile = '<img src=x onerror="alert(1)">'
-    text = build_audit_page(replace(done, source=hostile), hostile, 7).html()
+    text = build_audit_page(replace(done, source=hostile), hostile, 7).to_html()
     assert hostile not in text and "&lt;img src=x" in text
 
 
 def test_many_runs_fit_into_a_page(done: Audit) -> None:
-    assert done.shown is not None and done.found.guessed is not None
+    assert done.run_losses is not None and done.findings.whole_run_bound is not None
     many = {
-        name: np.resize(getattr(done.shown, name), 100_000) for name in ("worlds", "total", "largest", "above", "shown")
+        name: np.resize(getattr(done.run_losses, name), 100_000)
+        for name in ("worlds", "total", "largest", "above", "shown")
     }
     large = replace(
-        done, shown=replace(done.shown, **many), worlds=many["worlds"], seen=np.resize(done.seen, (100_000, 2, 2))
+        done,
+        run_losses=replace(done.run_losses, **many),
+        run_worlds=many["worlds"],
+        visible_numbers=np.resize(done.visible_numbers, (100_000, 2, 2)),
     )
-    assert len(build_audit_page(large, "learner-1", 7).html()) < 500_000
+    assert len(build_audit_page(large, "learner-1", 7).to_html()) < 500_000
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -355,12 +361,12 @@ def test_expected_bars_add_up_to_what_was_found() -> None:
 
 
 def test_bounds_grow_with_the_runs(broken: Audit) -> None:
-    assert broken.shown is not None and broken.found.guessed is not None
-    alpha = broken.found.guessed.level
-    at, lower, best = _progress(broken.shown, broken.found.guessed)
+    assert broken.run_losses is not None and broken.findings.whole_run_bound is not None
+    alpha = broken.findings.whole_run_bound.level
+    at, lower, best = _progress(broken.run_losses, broken.findings.whole_run_bound)
     assert at[-1] == 2 * broken.plan.runs and (np.diff(lower) >= 0).all()
     assert (lower <= best).all() and best[-1] == compute_epsilon_lower_bound(int(at[-1]), int(at[-1]), alpha)
-    assert 0.3 * broken.found.guessed.value < lower[-1] <= broken.found.guessed.value
+    assert 0.3 * broken.findings.whole_run_bound.value < lower[-1] <= broken.findings.whole_run_bound.value
 
 
 def test_quantiles_of_laplace_numbers_lie_on_the_diagonal() -> None:
@@ -373,10 +379,10 @@ def test_quantiles_of_laplace_numbers_lie_on_the_diagonal() -> None:
 
 
 def test_the_number_that_differs_most(done: Audit) -> None:
-    planted = done.seen.copy()
-    position = int(np.flatnonzero(done.plan.listener.rounds >= done.twins.telling)[0])
-    planted[done.worlds == 1, position, 1] += 100.0
-    assert find_most_different_number(replace(done, seen=planted)) == (position, 1)
-    assert find_most_different_number(replace(done, seen=np.zeros_like(done.seen))) is None
-    near = _close_rounds(done.twins)
-    assert done.twins.telling in near and len(near) <= 12
+    planted = done.visible_numbers.copy()
+    position = int(np.flatnonzero(done.plan.adversary.visible_rounds >= done.coupled_runs.largest_shift_round)[0])
+    planted[done.run_worlds == 1, position, 1] += 100.0
+    assert find_most_different_number(replace(done, visible_numbers=planted)) == (position, 1)
+    assert find_most_different_number(replace(done, visible_numbers=np.zeros_like(done.visible_numbers))) is None
+    near = _close_rounds(done.coupled_runs)
+    assert done.coupled_runs.largest_shift_round in near and len(near) <= 12

@@ -16,23 +16,23 @@ from typer.testing import CliRunner
 
 from sottovoce_client.auditing import network
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import audit_of, earlier, find
+from sottovoce_client.auditing.captures import audit_captures, list_captures, load_captured_runs
 from sottovoce_client.auditing.network import audit_ciphertext
 from sottovoce_client.cli import app
 from sottovoce_client.terminal import ignore_progress
-from sottovoce_client.watching.watch import WatchRequest, watch, where
+from sottovoce_client.watching.watch import WatchRequest, open_source, watch
 from sottovoce_core.auditing.foreign.audit import audit_traffic
-from sottovoce_core.auditing.views import RunTraffic, Overheard, build_timing_views, views
+from sottovoce_core.auditing.views import CapturedFrame, RunTraffic, build_timing_views, build_views
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import load_spec
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.broken_learners import WIRETAP_MUTANTS, ServiceMutant
-from sottovoce_lab.broken_services import BASE, _made_with, _plan_beside_numbers
+from sottovoce_lab.broken_services import SERVICE_BASE_RUN, _made_with, _plan_beside_numbers
 from sottovoce_lab.gallery import write_capture_gallery
 
 BROKEN = {each.name: each for each in WIRETAP_MUTANTS}
-QUIET = replace(BASE, epsilon=0.1)
+QUIET = replace(SERVICE_BASE_RUN, epsilon=0.1)
 """The less is claimed, the fewer runs show that more is given away."""
 RUNS = 24
 SURE = 0.9999
@@ -45,9 +45,13 @@ def by_wiretap(broken: ServiceMutant) -> tuple[Any, dict[int, float]]:
     """The audit, and how many connections a run of each world has."""
     plan = _plan_beside_numbers(QUIET, RUNS, 1, SURE)
     with _made_with(broken, plan, "wiretap") as made:
-        assert made.tapped and len(made.kept) == 2 * RUNS
+        assert made.is_ciphertext and len(made.complete_captures) == 2 * RUNS
         heard = {
-            world: [each.ciphertext.connections for each in made.kept if each.ciphertext and each.world == world]
+            world: [
+                each.ciphertext.connections
+                for each in made.complete_captures
+                if each.ciphertext and each.world == world
+            ]
             for world in (0, 1)
         }
         usual = {world: statistics.median(counts) for world, counts in heard.items()}
@@ -72,7 +76,7 @@ def test_a_connection_more_is_not_found_by_a_relay() -> None:
     """Nothing that a relay hears depends on it: a false alarm has probability 0.0001 at most."""
     plan = _plan_beside_numbers(QUIET, RUNS, 1, SURE)
     with _made_with(BROKEN["another connection"], plan, "relay") as made:
-        assert audit_of(plan, made, ignore_progress).verdict.kind != "refuted"
+        assert audit_captures(plan, made, ignore_progress).verdict.kind != "refuted"
 
 
 @pytest.mark.slow
@@ -110,10 +114,10 @@ def test_runs_are_made_audited_and_audited_again(spec: Path, tmp_path: Path) -> 
     assert made.exit_code == 0, made.output
     assert "channels encrypted and tapped" in " ".join(made.output.split()) and "INCONCLUSIVE" in made.output
     told = json.loads((out / "audit.json").read_text(encoding="utf-8"))
-    captures = find(open_folder(out / "captures"))
+    captures = list_captures(open_folder(out / "captures"))
     assert len(captures) == 10 and sum(told["runs_of_each_world"]) == 10
     assert told["spec"]["capture"] == "none"  # as it was asked for; the captures say how it was run
-    assert {capture.facts["spec"]["capture"] for capture in captures} == {"wiretap"}
+    assert {capture.metadata["spec"]["capture"] for capture in captures} == {"wiretap"}
     counts = [capture.ciphertext for capture in captures]
     assert told["ciphertext"]["records"] == sum(each.records for each in counts if each) > 0
     assert told["ciphertext"]["connections"] == sum(each.connections for each in counts if each) >= 10
@@ -131,11 +135,11 @@ def test_runs_are_made_audited_and_audited_again(spec: Path, tmp_path: Path) -> 
 def refused_elsewhere(out: Path, tmp_path: Path) -> None:
     """Whoever needs messages says in one line that there are none; one world alone cannot be told from another."""
     with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of ciphertext, and no message"):
-        audit_of(*earlier(str(out), AuditRequest(), prepare, ignore_progress), ignore_progress)
+        audit_captures(*load_captured_runs(str(out), AuditRequest(), prepare, ignore_progress), ignore_progress)
     with pytest.raises(CaptureError, match="is by wiretap"):
         write_capture_gallery(out / "captures", tmp_path, 0, ())
-    (one, *_) = find(open_folder(out / "captures"))
-    question, source = WatchRequest(0.001, once=True), where(one.name, None, None)
+    (one, *_) = list_captures(open_folder(out / "captures"))
+    question, source = WatchRequest(0.001, once=True), open_source(one.name, None, None)
     with pytest.raises(CaptureError, match="is by wiretap"):
         watch(source, question, prepare)
     shutil.copytree(one.name, tmp_path / "alone" / "cap")
@@ -153,9 +157,11 @@ def test_a_record_that_was_asked_for_is_swapped_and_else_a_loud_one(spec: Path) 
     prepared = prepare(load_spec(spec))
     asked = AuditRequest(runs=30)
     loud = network.plan_ciphertext_audit(prepared, asked)
-    assert [pair.worlds.what for pair in loud.pairs] == ["a first record on the bound, against one without features"]
+    assert [pair.worlds.description for pair in loud.pairs] == [
+        "a first record on the bound, against one without features"
+    ]
     own = network.plan_ciphertext_audit(prepared, replace(asked, record=20, replacement="label"))
-    assert len(own.pairs) == 1 and own.worlds.what != loud.worlds.what
+    assert len(own.pairs) == 1 and own.worlds.description != loud.worlds.description
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------
@@ -163,40 +169,40 @@ def test_a_record_that_was_asked_for_is_swapped_and_else_a_loud_one(spec: Path) 
 EDGE = "0 to 1"
 
 
-def record(size: int, direction: Any = "out", at: float = 0.0, stream: int = 0) -> Overheard:
-    return Overheard("ciphertext", EDGE, direction, stream, at, size)
+def record(size: int, direction: Any = "out", at: float = 0.0, stream: int = 0) -> CapturedFrame:
+    return CapturedFrame("ciphertext", EDGE, direction, stream, at, size)
 
 
-def usual() -> list[Overheard]:
+def usual() -> list[CapturedFrame]:
     """A connection: a greeting, 40 rounds each way, an end."""
     said = [record(104, direction, 0.01 * t) for t in range(1, 41) for direction in ("out", "back")]
-    ends = [Overheard("closed", EDGE, direction, 0, 1.0, 0) for direction in ("out", "back")]
-    return [Overheard("opened", EDGE, "out", 0, 0.0, 0), *said, *ends]
+    ends = [CapturedFrame("closed", EDGE, direction, 0, 1.0, 0) for direction in ("out", "back")]
+    return [CapturedFrame("opened", EDGE, "out", 0, 0.0, 0), *said, *ends]
 
 
-def a_connection_more(run: list[Overheard]) -> list[Overheard]:
-    more = [Overheard(kind, EDGE, "out", 1, 0.5, 0) for kind in ("opened", "closed")]
+def a_connection_more(run: list[CapturedFrame]) -> list[CapturedFrame]:
+    more = [CapturedFrame(kind, EDGE, "out", 1, 0.5, 0) for kind in ("opened", "closed")]
     return run + more
 
 
-def a_ping(run: list[Overheard]) -> list[Overheard]:
+def a_ping(run: list[CapturedFrame]) -> list[CapturedFrame]:
     return [*run[:60], record(39, at=run[60].seconds), *run[60:]]
 
 
-def a_longer_record(run: list[Overheard]) -> list[Overheard]:
+def a_longer_record(run: list[CapturedFrame]) -> list[CapturedFrame]:
     return [*run[:75], replace(run[75], size=105), *run[76:]]
 
 
-def two_in_one(run: list[Overheard]) -> list[Overheard]:
+def two_in_one(run: list[CapturedFrame]) -> list[CapturedFrame]:
     """The same bytes, and as many records, in other bursts: one side waits until the other has said two."""
     return [*run[:41], run[42], run[41], *run[43:]]
 
 
-def the_other_side_ends(run: list[Overheard]) -> list[Overheard]:
+def the_other_side_ends(run: list[CapturedFrame]) -> list[CapturedFrame]:
     return [*run[:-2], run[-1], run[-2]]
 
 
-def on_another_connection(run: list[Overheard]) -> list[Overheard]:
+def on_another_connection(run: list[CapturedFrame]) -> list[CapturedFrame]:
     return [each if k < 50 else replace(each, stream=1) for k, each in enumerate(run)]
 
 
@@ -212,11 +218,11 @@ def on_another_connection(run: list[Overheard]) -> list[Overheard]:
     ],
 )
 def test_every_leak_of_ciphertext_has_a_view_that_shows_it(
-    leak: Callable[[list[Overheard]], list[Overheard]], seen: set[str]
+    leak: Callable[[list[CapturedFrame]], list[CapturedFrame]], seen: set[str]
 ) -> None:
     """In some view a column is the same in all runs of one world, and another one in all of the other."""
     runs = [RunTraffic(w, "", float(k), tuple(leak(usual()) if w else usual())) for k, w in enumerate([0, 1] * 6)]
-    found = {name for name, table in views(runs).items() if tells(table, runs)}
+    found = {name for name, table in build_views(runs).items() if tells(table, runs)}
     assert found and found <= seen
     if leak is not a_longer_record and leak is not two_in_one:
         assert "connections" in found
@@ -228,12 +234,12 @@ def tells(table: np.ndarray[Any, Any], runs: Sequence[RunTraffic]) -> bool:
 
 
 def test_times_of_ciphertext_are_told() -> None:
-    def late(run: list[Overheard]) -> tuple[Overheard, ...]:
+    def late(run: list[CapturedFrame]) -> tuple[CapturedFrame, ...]:
         return tuple(replace(each, seconds=each.seconds * 1.5) for each in run)
 
     runs = [RunTraffic(w, "", float(k), late(usual()) if w else tuple(usual())) for k, w in enumerate([0, 1] * 6)]
     assert {name for name, table in build_timing_views(runs).items() if tells(table, runs)} >= {"paces"}
-    assert not any(tells(table, runs) for table in views(runs).values())
+    assert not any(tells(table, runs) for table in build_views(runs).values())
     for table in build_timing_views([*runs, RunTraffic(0, "", 0.0, ())]).values():
         assert np.isfinite(table).all()
 
@@ -241,7 +247,7 @@ def test_times_of_ciphertext_are_told() -> None:
 def noisy(world: int, number: int, generator: np.random.Generator, delay: float = 0.0) -> RunTraffic:
     """Rounds with jitter."""
     times = np.cumsum(generator.exponential(0.01, 41) + delay * world)
-    heard = [Overheard("opened", EDGE, "out", 0, 0.0, 0), *(record(104, "out", float(at)) for at in times)]
+    heard = [CapturedFrame("opened", EDGE, "out", 0, 0.0, 0), *(record(104, "out", float(at)) for at in times)]
     return RunTraffic(world, str(number), float(number), tuple(heard))
 
 
@@ -254,10 +260,10 @@ def tossed(delay: float, runs: int = 200) -> list[RunTraffic]:
 def test_of_one_machine_times_are_judged_and_of_two_they_are_shown() -> None:
     """Delays of five times the jitter; seeded."""
     judged = audit_traffic(tossed(0.05), claim=1.0, same_processes=True)
-    assert judged.verdict.kind == "refuted" and judged.timed == ()
+    assert judged.verdict.kind == "refuted" and judged.timing_bounds == ()
     shown = audit_traffic(tossed(0.05), claim=1.0)
-    assert shown.verdict.kind == "inconclusive" and shown.found.largest < 1.0 < max(
-        bound.value for bound in shown.timed
+    assert shown.verdict.kind == "inconclusive" and shown.findings.epsilon_lower_bound < 1.0 < max(
+        bound.value for bound in shown.timing_bounds
     )
 
 
@@ -266,9 +272,9 @@ def test_what_tells_worlds_apart_by_less_than_is_claimed_is_a_sign() -> None:
     assert done.verdict.kind == "inconclusive"
     assert any("tells the worlds apart (epsilon is above" in each for each in done.verdict.evidence)
     quiet = audit_traffic(tossed(0.0), claim=4.0, same_processes=True)
-    assert quiet.found.signs == ()
+    assert quiet.findings.anomalies == ()
 
 
 def test_coins_that_are_none_make_it_void() -> None:
-    done = audit_traffic(tossed(0.05), claim=1.0, same_processes=True, void="nobody knows")
+    done = audit_traffic(tossed(0.05), claim=1.0, same_processes=True, void_reason="nobody knows")
     assert done.verdict.kind == "inconclusive" and "void" in done.verdict.text

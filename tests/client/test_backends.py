@@ -26,7 +26,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> AuditPlan:
 
 def found(plan: AuditPlan, backend: Backend, jobs: int) -> Findings:
     with open_mapper(backend, jobs) as mapper:
-        return core.audit_simulated(plan, mapper=mapper).found
+        return core.audit_simulated(plan, mapper=mapper).findings
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.cli.app import levels
-from sottovoce_client.privacy.budget import BudgetRequest, _line_of, budget
+from sottovoce_client.cli.app import parse_privacy_levels
+from sottovoce_client.privacy.budget import BudgetRequest, _line_of, report_budget
 from sottovoce_client.privacy.calibrate import parse_horizon, parse_target
 from sottovoce_client.privacy.tradeoff import TradeoffRequest, _answer_of, _measure, _Measured
-from sottovoce_core.budget.calibration import epsilons
+from sottovoce_core.budget.calibration import compute_epsilons
 from sottovoce_core.budget.composition import epsilon_for_delta
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun, prepare
@@ -56,7 +56,7 @@ def shown(
     """What was printed, and budget.json."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)
-    budget(prepared, folder, names, BudgetRequest(**question), console)
+    report_budget(prepared, folder, names, BudgetRequest(**question), console)
     return out.getvalue(), json.loads((folder / "budget.json").read_text(encoding="utf-8"))
 
 
@@ -87,9 +87,13 @@ def test_every_number_is_that_of_the_guarantee(records: Path, tmp_path: Path) ->
         promise = prepared.run.guarantee(i, counts)
         epsilon = found["epsilon"]
         assert epsilon["event"] == promise.epsilon()
-        assert epsilon["paper"] == promise.paper[-1]
-        assert epsilon["infinite_horizon"] == promise.infinite_horizon
-        assert epsilon["event_at_delta"] == epsilon_for_delta(1e-3, promise.per_round, promise.mechanism) < promise.epsilon()
+        assert epsilon["paper"] == promise.paper_epsilon[-1]
+        assert epsilon["infinite_horizon"] == promise.infinite_horizon_epsilon
+        assert (
+            epsilon["event_at_delta"]
+            == epsilon_for_delta(1e-3, promise.round_losses, promise.mechanism)
+            < promise.epsilon()
+        )
         uses = [own.uses_by_round(row) for row in range(len(own.labels))]
         each = [prepared.run.guarantee(i, counts, replaced).epsilon() for replaced in uses if replaced.any()]
         assert epsilon["record"] == pytest.approx(max(max(each), promise.epsilon()), rel=1e-12)
@@ -109,9 +113,9 @@ def test_what_was_not_asked_for_is_not_computed(records: Path, tmp_path: Path) -
 
 
 def test_a_group_of_events_costs_as_many_events(records: Path) -> None:
-    line = _line_of(prepared_of(records), 0, BudgetRequest(group=3))
+    line = _line_of(prepared_of(records), 0, BudgetRequest(group_size=3))
     assert line.epsilons["group"] == pytest.approx(3 * line.guarantee.epsilon(), rel=1e-15)
-    whole = _line_of(prepared_of(records, algorithm={"name": "pdop"}), 0, BudgetRequest(group=3))
+    whole = _line_of(prepared_of(records, algorithm={"name": "pdop"}), 0, BudgetRequest(group_size=3))
     assert whole.epsilons["group"] == whole.epsilons["event"]  # an event replaces all records already
 
 
@@ -156,7 +160,7 @@ def test_the_page_is_one_file(records: Path, tmp_path: Path) -> None:
 
 
 def test_curves_end_where_the_numbers_do(records: Path) -> None:
-    line = _line_of(prepared_of(records), 0, BudgetRequest(uses=True))
+    line = _line_of(prepared_of(records), 0, BudgetRequest(include_per_record=True))
     event, record = line.curve("event"), line.curve("record")
     assert event is not None and record is not None
     assert (event[-1], record[-1]) == pytest.approx((line.epsilons["event"], line.epsilons["record"]))
@@ -168,7 +172,7 @@ def test_a_budget_that_ends_before_the_run_is_said_by_every_command_that_plans_i
 ) -> None:
     path = str(written(records, privacy={"budget": 3.0}))
     run = prepare(load_spec(Path(path))).run
-    t = find_first_round_above(run.guarantee(0, np.ones(15, np.int64)).per_round, 3.0)
+    t = find_first_round_above(run.guarantee(0, np.ones(15, np.int64)).round_losses, 3.0)
     assert t is not None and t > 0
     stop = f"a in round {t}, b in round {t}, c in round {t} (rounds count from 0) would exceed it and sends no message"
     commands = {
@@ -210,7 +214,7 @@ def test_calibrate_changes_the_noise_and_nothing_else(records: Path, tmp_path: P
     assert {**after["algorithm"], "sigma": 2.0} == before["algorithm"]
     assert {**after, "algorithm": before["algorithm"]} == before
     prepared = prepare(load_spec(out))
-    for spent, target in zip(epsilons(prepared.run, prepared.data), (3.0, 1.0, 3.0), strict=True):
+    for spent, target in zip(compute_epsilons(prepared.run, prepared.data), (3.0, 1.0, 3.0), strict=True):
         assert 0.999 * target <= spent <= target
 
 
@@ -258,12 +262,12 @@ def test_targets(records: Path) -> None:
 
 
 def test_levels() -> None:
-    assert levels("5, 1,2,1") == (1.0, 2.0, 5.0)
+    assert parse_privacy_levels("5, 1,2,1") == (1.0, 2.0, 5.0)
     wrong = {"1,2": "at least 3 different levels, got 2", "1,two,3": "numbers with commas", "": "numbers with commas"}
     wrong |= {"0,1,2": "above 0 and finite", "1,2,inf": "above 0 and finite"}
     for text, reason in wrong.items():
         with pytest.raises(SpecError, match=reason):
-            levels(text, 3)
+            parse_privacy_levels(text, 3)
 
 
 def test_a_level_is_simulated_with_its_noise(records: Path) -> None:
@@ -282,10 +286,10 @@ def test_a_level_is_simulated_with_its_noise(records: Path) -> None:
 def test_by_default_only_simulated_levels_are_allowed() -> None:
     measured = [_Measured(a, 0.2 * math.exp(-25 * a) + 0.1, math.nan) for a in (0.02, 0.1, 0.5, 1.0)]
     best = _answer_of(measured, TradeoffRequest(())).optimum
-    assert best.lowest == pytest.approx(0.02, rel=1e-3)
-    assert best.highest == 1.0
+    assert best.min_alpha == pytest.approx(0.02, rel=1e-3)
+    assert best.max_alpha == 1.0
     assert best.alpha == pytest.approx(0.1422, abs=1e-3)
-    assert _answer_of(measured, TradeoffRequest((), threshold=0.11, ceiling=0.3)).optimum.lowest == pytest.approx(
+    assert _answer_of(measured, TradeoffRequest((), threshold=0.11, ceiling=0.3)).optimum.min_alpha == pytest.approx(
         0.1198, rel=1e-2
     )
 
@@ -355,7 +359,7 @@ def test_a_promise_for_ever_needs_no_number_of_rounds(rate: str, planned: dict[s
     assert said.exit_code == 0, said.output
     found = load_spec(Path(live(tmp_path, rounds=200, algorithm=yaml.safe_load(said.stdout)["algorithm"])))
     promised = build_run(found, 3).guarantee(0, np.full(200, int(float(rate))))
-    assert promised.infinite_horizon == pytest.approx(2.0, rel=1e-2)
+    assert promised.infinite_horizon_epsilon == pytest.approx(2.0, rel=1e-2)
 
 
 @pytest.mark.parametrize("rate", ["0.1", "0.999"])

@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.helm import format_yaml, derive_chart_values
+from sottovoce_client.helm import derive_chart_values, format_yaml
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.spec import RunSpec, parse_spec
 
@@ -26,7 +26,7 @@ SPEC: dict[str, Any] = {
 
 
 def spec_of(**more: Any) -> RunSpec:
-    return parse_spec({**SPEC, **more}, imports=False)
+    return parse_spec({**SPEC, **more}, allow_imports=False)
 
 
 def edges(*pairs: tuple[int, int], directed: bool = True) -> dict[str, Any]:
@@ -51,7 +51,11 @@ def test_a_network_that_changes_has_the_edges_of_all_its_rounds() -> None:
     first, then = edges((0, 1), (1, 2), directed=False), edges((2, 3), directed=False)
     topology = {"sequence": {"kind": "periodic", "graphs": [first, then]}}
 
-    assert derive_chart_values([spec_of(topology=topology)])["edges"] == [["anna", "ben"], ["ben", "cleo"], ["cleo", "dora"]]
+    assert derive_chart_values([spec_of(topology=topology)])["edges"] == [
+        ["anna", "ben"],
+        ["ben", "cleo"],
+        ["cleo", "dora"],
+    ]
 
 
 def test_of_a_random_one_every_pair_may_come() -> None:

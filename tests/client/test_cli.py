@@ -33,7 +33,7 @@ from sottovoce_core.experiment import load as load_experiment
 from sottovoce_core.running.transcript import read_noise
 from sottovoce_core.spec import load_spec, parse_spec
 from sottovoce_core.spec_versions import FORMAT
-from sottovoce_eavesdropper import FORMAT as CAPTURES
+from sottovoce_eavesdropper import CAPTURE_FORMAT as CAPTURES
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_wire.v1.learner_pb2 import DESCRIPTOR
 
@@ -207,7 +207,10 @@ def test_a_variable_that_is_nearly_a_setting_is_refused(name: str, near: str) ->
 
 
 def test_a_variable_that_is_none_is_told_and_those_of_kubernetes_are_not() -> None:
-    assert reject_misspelled_variables({**LINKS, "SOTTOVOCE_BUDGET": "1", "PATH": "/bin", "_SOTTOVOCE_COMPLETE": "x"}) == []
+    assert (
+        reject_misspelled_variables({**LINKS, "SOTTOVOCE_BUDGET": "1", "PATH": "/bin", "_SOTTOVOCE_COMPLETE": "x"})
+        == []
+    )
     others = {"SOTTOVOCE_COLOUR": "red", "SOTTOVOCE_PORT": "7400"}
     assert reject_misspelled_variables(others) == list(others)
     shown = CliRunner().invoke(app, ["data", "list"], env=others).stderr
@@ -406,8 +409,8 @@ def test_up_runs_a_spec_and_leaves_nothing_behind(tmp_path: Path) -> None:
     summary = json.loads((running.folder / "summary.json").read_text(encoding="utf-8"))
     assert (summary["state"], summary["rounds"]) == ("finished", 20)
     (capture,) = (running.folder / "captures").iterdir()
-    assert open_capture(capture).complete
-    assert open_capture(capture).transcript({"y": (FEATURES,)}, 3).rounds == 20
+    assert open_capture(capture).is_complete
+    assert open_capture(capture).read_transcript({"y": (FEATURES,)}, 3).rounds == 20
 
 
 @pytest.mark.slow
@@ -421,8 +424,8 @@ def test_ctrl_c_ends_a_run_and_keeps_what_was_captured(tmp_path: Path) -> None:
     assert "stopped by the operator" in out
     (capture,) = (running.folder / "captures").iterdir()
     assert str(capture) in out.replace("\n", "")
-    assert open_capture(capture).complete
-    assert open_capture(capture).transcript({"y": (FEATURES,)}, 3).rounds >= 1
+    assert open_capture(capture).is_complete
+    assert open_capture(capture).read_transcript({"y": (FEATURES,)}, 3).rounds >= 1
 
 
 @pytest.mark.slow
@@ -449,7 +452,7 @@ def test_a_learner_that_is_killed_is_named(tmp_path: Path) -> None:
     assert f"learner-1 (process {victim.pid}) died, killed by SIGKILL" in f"{out} {err}".replace("\n", " ")
     assert "Traceback" not in err
     (capture,) = (running.folder / "captures").iterdir()
-    assert open_capture(capture).transcript({"y": (FEATURES,)}, 3).rounds >= 1
+    assert open_capture(capture).read_transcript({"y": (FEATURES,)}, 3).rounds >= 1
 
 
 @pytest.mark.slow
@@ -460,12 +463,12 @@ def test_when_the_parent_is_killed_nothing_outlives_it(tmp_path: Path) -> None:
         eventually(running.gone)
         ended(running.process)
     (capture,) = (running.folder / "captures").iterdir()
-    assert open_capture(capture).transcript({"y": (FEATURES,)}, 3).rounds >= 1
+    assert open_capture(capture).read_transcript({"y": (FEATURES,)}, 3).rounds >= 1
 
 
 @pytest.mark.parametrize(("name", "leave"), [("ldp-dol", []), ("tests.gossip:GossipSpec", ["--allow-imports"])])
 def test_local_services_import_code_only_for_a_spec_that_names_it(tmp_path: Path, name: str, leave: list[str]) -> None:
     """Whoever else is on this machine could start a run on them."""
-    services = LocalServices(parse_spec({"rounds": 3, "algorithm": {"name": name}}, imports=True), tmp_path)
+    services = LocalServices(parse_spec({"rounds": 3, "algorithm": {"name": name}}, allow_imports=True), tmp_path)
     assert services._imports == leave
     assert [word for word in services._learner_command(["ann"]) if word.startswith("--allow")] == leave

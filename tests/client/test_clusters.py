@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from sottovoce_client import backends
-from sottovoce_client.backends import open_mapper, named
+from sottovoce_client.backends import open_mapper, parse_backend
 from sottovoce_client.running.sweep import sweep
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.experiment import Experiment
@@ -122,10 +122,10 @@ def _of_this_module(work: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def test_a_sweep_gives_the_same_table_wherever_it_is_worked_on(cluster: str) -> None:
     experiment = Experiment(rounds=5, learners=3, algorithm="ldp-dol")
     changes = {"algorithm.sigma": [1, 2]}
-    here = sweep(experiment, changes, seeds=3, vary_data=True, jobs=1)
+    here = sweep(experiment, changes, replicas=3, vary_data=True, jobs=1)
     progress: list[tuple[int, int]] = []
     there = sweep(
-        experiment, changes, seeds=3, vary_data=True, backend=cluster, progress=lambda *done: progress.append(done)
+        experiment, changes, replicas=3, vary_data=True, backend=cluster, progress=lambda *done: progress.append(done)
     )
     assert str(here) == str(there)
     for one, other in ((here.metrics, there.metrics), (here.summary(), there.summary())):
@@ -145,13 +145,13 @@ def test_a_cluster_that_nobody_reaches_is_said_in_a_line(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("backend", ["spark", "processes://x", "dask://", "ray:8786", ""])
 def test_a_backend_that_there_is_not_is_refused(backend: str) -> None:
     with pytest.raises(SpecError, match="a backend must be processes, ray, dask, "):
-        named(backend)
+        parse_backend(backend)
 
 
 def test_an_address_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tls://head:8786")
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert named("dask") == ("dask", "tls://head:8786")
-    assert named("ray") == ("ray", "head:6379")
-    assert named("dask://other:1") == ("dask", "other:1")
-    assert named("ray://other:1") == ("ray", "ray://other:1")
+    assert parse_backend("dask") == ("dask", "tls://head:8786")
+    assert parse_backend("ray") == ("ray", "head:6379")
+    assert parse_backend("dask://other:1") == ("dask", "other:1")
+    assert parse_backend("ray://other:1") == ("ray", "ray://other:1")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from sottovoce_client.cli import app
 from sottovoce_client.cli.common_options import COMMON_OPTIONS
-from sottovoce_client.command_words import OPTIONS_WITH_VALUE, command_words
+from sottovoce_client.command_words import OPTIONS_WITH_VALUE, strip_common_options
 from sottovoce_core.errors import SottovoceError, SpecError
 from tests.client.test_completing import offered
 from tests.client.test_json import commands
@@ -61,9 +61,9 @@ def test_no_command_declares_them_again() -> None:
 def test_those_with_a_value_are_known_before_anything_is_imported() -> None:
     valued = {each.opts[0] for each in COMMON.values() if not each.is_flag}
     assert valued == {*OPTIONS_WITH_VALUE}
-    assert command_words(["--json", "--identity", "learner", "status", "--json"]) == ["status", "--json"]
-    assert command_words(["--identity=x", "learner"]) == ["learner"]
-    assert command_words(["--help"]) == []
+    assert strip_common_options(["--json", "--identity", "learner", "status", "--json"]) == ["status", "--json"]
+    assert strip_common_options(["--identity=x", "learner"]) == ["learner"]
+    assert strip_common_options(["--help"]) == []
 
 
 @pytest.mark.parametrize("words", ["--json data list", "data --json list", "data list --json"])

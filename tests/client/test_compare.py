@@ -24,22 +24,22 @@ from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.page import PageTable
 from sottovoce_client.running.compare import (
     HEADS,
-    format_markdown,
-    make_compare_page,
     compare_to_folder,
-    list_file_sources,
-    measured,
-    names_of,
+    format_markdown,
     list_builtin_sources,
+    list_file_sources,
+    make_compare_page,
+    make_spec_names,
+    simulate_and_measure,
 )
-from sottovoce_client.running.plot import HorizontalAxis, figures
+from sottovoce_client.running.plot import HorizontalAxis, make_figures
 from sottovoce_client.running.simulation import _print_metrics
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import load, prepare
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.results import Result, Results, intervals, read_results
+from sottovoce_core.results import Result, Results, compute_bootstrap_intervals, read_results
 from sottovoce_core.running.metrics import Metrics
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import load_spec
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
@@ -63,12 +63,14 @@ def compared(folder: Path, *specs: Path, replicas: int = 3, terminal: bool = Fal
     """Exit code and what was printed."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)
-    return compare_to_folder(list_file_sources(specs), id, folder, replicas=replicas, seed=1, console=console), out.getvalue()
+    return compare_to_folder(
+        list_file_sources(specs), id, folder, replicas=replicas, seed=1, console=console
+    ), out.getvalue()
 
 
 def one_of(records: Path, name: str = "one", replicas: int = 1, **changes: Any) -> Result:
     """The result of a small spec, with other facts where they are given."""
-    found = measured(name, load(written(records, name)), replicas, 0)
+    found = simulate_and_measure(name, load(written(records, name)), replicas, 0)
     return replace(found, facts=replace(found.facts, **changes))
 
 
@@ -95,10 +97,10 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
         counts = np.diff(prepared.data.learners[0].offsets)
         promise = prepared.run.guarantee(0, counts)
         assert found.facts.epsilon_event == pytest.approx(promise.epsilon())
-        assert found.facts.epsilon_paper == pytest.approx(promise.paper[-1])
+        assert found.facts.epsilon_paper == pytest.approx(promise.paper_epsilon[-1])
         meter = Metrics(prepared.run, prepared.data)
-        for step in simulate(prepared.run, prepared.data, SeededNoise(1), 3):
-            meter.take(step)
+        for step in simulate_rounds(prepared.run, prepared.data, SeededNoise(1), 3):
+            meter.add_round(step)
         for name, curve in meter.curves.curves.items():
             np.testing.assert_array_equal(found.curves[name].replicas, curve.replicas, err_msg=name)
             np.testing.assert_array_equal(found.curves[name].learners, curve.learners, err_msg=name)
@@ -115,9 +117,9 @@ def test_no_number_is_torn_on_a_narrow_terminal(width: int) -> None:
     heads = ["spec", "algorithm", "ε per event", "accuracy", "consensus error", "floats sent"]
     rows = [[f"a-long-name-{k}", "pd-ogd", "3.911", "0.6268 ± 0.15", "0.2603 ± 0.015", "31"] for k in range(3)]
     spare = ["floats sent", "consensus error", "algorithm"]
-    table, left_out = terminal.fitted(width, heads, rows, right=heads[2:], spare=spare)
+    table, left_out = terminal.fit_table(width, heads, rows, right_aligned=heads[2:], optional_columns=spare)
     out = io.StringIO()
-    terminal.console(file=out, width=width).print(table)
+    terminal.create_console(file=out, width=width).print(table)
     lines = out.getvalue().splitlines()
 
     assert left_out == spare[: {60: 2}.get(width, 0)]
@@ -129,10 +131,10 @@ def test_no_number_is_torn_on_a_narrow_terminal(width: int) -> None:
 
 
 def test_specs_of_one_name_are_told_apart(records: Path, tmp_path: Path) -> None:
-    names = names_of(["a/one.yaml", "b/one.yaml", "c/two.yaml"])
+    names = make_spec_names(["a/one.yaml", "b/one.yaml", "c/two.yaml"])
     assert names == ["a/one", "b/one", "two"]
     page = make_compare_page(Results(tuple(one_of(records, spec=name) for name in names)))
-    table, figure = page.exhibits[:2]
+    table, figure = page.elements[:2]
 
     assert isinstance(table, PageTable)
     assert isinstance(figure, Figure)
@@ -201,9 +203,9 @@ def test_many_bands_are_left_out(records: Path) -> None:
     result = one_of(records, replicas=3)
     for results, marks in (8, 16), (9, 9):
         made = make_compare_page(Results((result,) * results))
-        figures = [each for each in made.exhibits if isinstance(each, Figure)]
+        figures = [each for each in made.elements if isinstance(each, Figure)]
         assert [len(each.marks) for each in figures if each.name == "accuracy"] == [marks]
-        assert ("bands are two of these" in made.html()) == (results == 8)
+        assert ("bands are two of these" in made.to_html()) == (results == 8)
 
 
 def test_the_command_exits_with_what_the_comparison_says(records: Path, tmp_path: Path) -> None:
@@ -226,7 +228,7 @@ def test_a_comparison_is_exported_for_papers(records: Path, tmp_path: Path) -> N
 
     assert done.exit_code == 0
     assert float(one["epsilon"]) == found.facts.epsilon_event
-    assert float(one["mean"]) == found.curves["accuracy"].final
+    assert float(one["mean"]) == found.curves["accuracy"].final_mean
     assert float(one["standard_error"]) == found.curves["accuracy"].final_error
     assert len(tex) == 8  # a row for a spec
     assert r"$\varepsilon$ per event" in tex[2] and r"$\pm$" in tex[4] and "rounds/s" not in tex[2]
@@ -245,20 +247,20 @@ def test_a_comparison_is_drawn_over_epsilon(records: Path, tmp_path: Path) -> No
     others = [one_of(records, replicas=2, spec="b/one", epsilon_event=2.0)]
     others.append(one_of(records, replicas=2, spec="open", epsilon_event=math.inf))
     Results((result, *others)).write(tmp_path)
-    across = HorizontalAxis.of({"x": read_results(tmp_path)})
-    drawn = {each.name: each for each in figures(across)}["accuracy"]
+    across = HorizontalAxis.choose({"x": read_results(tmp_path)})
+    drawn = {each.name: each for each in make_figures(across)}["accuracy"]
     curve = result.curves["accuracy"]
-    (low,), (high,) = intervals(curve.replicas[-1:])
+    (low,), (high,) = compute_bootstrap_intervals(curve.replicas[-1:])
 
     assert drawn.views[0].x.title == "ε per event"
     assert [(mark.kind, mark.name, mark.x.tolist()) for mark in drawn.marks] == [
         ("dots", "a/one", [result.facts.epsilon_event]),
         ("dots", "b/one", [2.0]),
     ]
-    assert drawn.marks[0].y.tolist() == [curve.final]
+    assert drawn.marks[0].y.tolist() == [curve.final_mean]
     assert drawn.marks[0].low == pytest.approx([(high - low) / 2])
     assert "1 setting" in across.omission_note
-    over = figures(HorizontalAxis.of({"x": read_results(tmp_path)}, "rounds"))[0]
+    over = make_figures(HorizontalAxis.choose({"x": read_results(tmp_path)}, "rounds"))[0]
     assert [mark.name for mark in over.marks if mark.kind == "line"] == ["a/one", "b/one", "open"]
     for wrong in ('{"runs": [1]}', "{}", "none"):
         (tmp_path / "results.json").write_text(wrong, encoding="utf-8")
@@ -302,9 +304,9 @@ def test_simulate_measures_when_asked(records: Path, tmp_path: Path) -> None:
 
 def test_on_a_terminal_the_final_values_are_a_table(records: Path) -> None:
     prepared = prepare(load_spec(written(records, "run")))
-    meter = Metrics(prepared.run, prepared.data, at=[15])
-    for step in simulate(prepared.run, prepared.data, SeededNoise(1)):
-        meter.take(step)
+    meter = Metrics(prepared.run, prepared.data, checkpoints=[15])
+    for step in simulate_rounds(prepared.run, prepared.data, SeededNoise(1)):
+        meter.add_round(step)
     out = io.StringIO()
     _print_metrics(meter.curves, Console(file=out, force_terminal=True, width=80))
     assert "after 15 rounds" in out.getvalue()

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app, completing
-from sottovoce_core.data.known import KNOWN
+from sottovoce_core.data.known import CATALOGUE
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -77,7 +77,7 @@ def test_names_with_commas_between(folder: Path) -> None:
 
 
 def test_all_data_sets_are_offered() -> None:
-    assert set(completing.complete_dataset_names("")) == KNOWN.keys()
+    assert set(completing.complete_dataset_names("")) == CATALOGUE.keys()
     for words in ("data describe m", "demo --data m", "data fetch m"):
         assert offered(f"sottovoce {words}").split() == ["mushrooms", "mnist"]
 

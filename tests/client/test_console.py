@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from sottovoce_client.reports.run_report import build_run_page
-from sottovoce_client.running.console import MOST_ROWS, print_summary, display_run
-from sottovoce_client.running.summary import Progress, RunSummary, Swap
+from sottovoce_client.running.console import MAX_ROWS, display_run, print_summary
+from sottovoce_client.running.summary import ObservedPrivacyLoss, RunProgress, RunSummary
 from tests.client.summaries import boundless, learner, looks, summary, summary_of, tapped, unasked, unheard, unstarted
 
 NAMES = ("Aarhus", "Bergen", "[red]Cork")
@@ -46,9 +46,9 @@ def written(console: Console) -> str:
     return console.file.getvalue()
 
 
-def look(done: int, seconds: float = 0.0, learners: int = 3) -> Progress:
+def look(done: int, seconds: float = 0.0, learners: int = 3) -> RunProgress:
     known = tuple(0.9 + 0.01 * i for i in range(learners))
-    return Progress(seconds, (done,) * learners, known, (0.01 * done,) * learners, (2 * done,) * learners)
+    return RunProgress(seconds, (done,) * learners, known, (0.01 * done,) * learners, (2 * done,) * learners)
 
 
 def printed(made: RunSummary, width: int = 80, report: Path | None = None) -> str:
@@ -68,8 +68,8 @@ def plain(request: pytest.FixtureRequest) -> tuple[Console, bool]:
 def test_plain_lines(plain: tuple[Console, bool]) -> None:
     console, asked = plain
     with display_run("mushrooms", 500, NAMES, asked, console=console, clock=Clock()) as shown:
-        shown.update(look(0), "running", overheard=0)
-        shown.update(look(250, 0.5), "running", overheard=2_500)
+        shown.update(look(0), "running", captured_messages=0)
+        shown.update(look(250, 0.5), "running", captured_messages=2_500)
 
     first, start, half = written(console).splitlines()
     assert first == "mushrooms: 3 learners, 500 rounds"
@@ -81,7 +81,7 @@ def test_the_run_is_named_once_when_it_begins(plain: tuple[Console, bool]) -> No
     for console, asked in (plain, (terminal(), False)):
         with display_run("mushrooms", 500, NAMES, asked, console=console, clock=Clock()) as shown:
             for done in (0, 1, 250):
-                shown.update(replace(look(done), run_id="mushrooms-0123456789ab"), "running", overheard=None)
+                shown.update(replace(look(done), run_id="mushrooms-0123456789ab"), "running", captured_messages=None)
         text = written(console)
         assert text.count("run mushrooms-0123456789ab") == 1
         assert text.index("run mushrooms-0123456789ab") < text.index("0/500")
@@ -92,7 +92,7 @@ def test_of_many_that_are_away_a_line_names_some() -> None:
     with display_run("run", 500, NAMES, console=console, clock=Clock()) as shown:
         for count in (3, 30):
             away = tuple(f"learner-{i}" for i in range(count))
-            shown.update(replace(look(0), away=away), "waiting", overheard=None)
+            shown.update(replace(look(0), away=away), "waiting", captured_messages=None)
     assert [line.split("  ")[1] for line in written(console).splitlines()[1:]] == [
         "waiting, learner-0, learner-1, learner-2 are away",
         "waiting, 30 learners are away (learner-0, learner-1, learner-2, ...)",
@@ -102,18 +102,18 @@ def test_of_many_that_are_away_a_line_names_some() -> None:
 def test_where_nobody_listens_nothing_is_said_of_it() -> None:
     console = piped()
     with display_run("mushrooms", 500, NAMES, console=console, clock=Clock()) as shown:
-        shown.update(look(0), "running", overheard=None)
+        shown.update(look(0), "running", captured_messages=None)
     assert "overheard" not in written(console) and "round 0/500  running" in written(console)
     console = terminal()
     with display_run("mushrooms", 500, NAMES, console=console, clock=Clock()) as shown:
-        shown.update(look(0), "running", overheard=None)
+        shown.update(look(0), "running", captured_messages=None)
     assert "overheard" not in written(console) and "0/500" in written(console)
 
 
 def test_plain_lines_hold_no_escape_codes_and_do_not_wrap(plain: tuple[Console, bool]) -> None:
     console, asked = plain
     with display_run("[bold]run[/bold] " + "x" * 100, 500, NAMES, asked, console=console) as shown:
-        shown.update(look(250, 0.5), "running", overheard=2_500)
+        shown.update(look(250, 0.5), "running", captured_messages=2_500)
 
     assert ESCAPE not in written(console)
     assert len(written(console).splitlines()) == 2
@@ -124,7 +124,7 @@ def test_a_line_every_tenth_of_the_rounds_however_fast() -> None:
     console = piped()
     with display_run("run", 500, NAMES, console=console, clock=Clock()) as shown:
         for done in range(501):
-            shown.update(look(done), "running", overheard=0)
+            shown.update(look(done), "running", captured_messages=0)
 
     rounds = [line.split()[1] for line in written(console).splitlines()[1:]]
     assert rounds == [f"{done}/500" for done in range(0, 501, 50)]
@@ -135,7 +135,7 @@ def test_a_line_every_two_seconds_however_slow() -> None:
     with display_run("run", 500, NAMES, console=console, clock=clock) as shown:
         for tick in range(21):
             clock.now = tick / 4
-            shown.update(look(1), "running", overheard=0)
+            shown.update(look(1), "running", captured_messages=0)
 
     assert len(written(console).splitlines()) == 1 + 3  # at 0, 2 and 4 seconds
 
@@ -146,15 +146,15 @@ def test_a_speed_is_never_negative() -> None:
     with display_run("run", 500, NAMES, console=console, clock=clock) as shown:
         for tick, done in enumerate((20, 19)):
             clock.now = 2.0 * tick
-            shown.update(look(done, clock.now), "running", overheard=0)
+            shown.update(look(done, clock.now), "running", captured_messages=0)
     assert "round 19/500  running  0 rounds/s" in written(console)
 
 
 def test_a_change_of_state_is_said_at_once() -> None:
     console = piped()
     with display_run("run", 500, NAMES, console=console, clock=Clock()) as shown:
-        shown.update(look(1), "connecting", overheard=0)
-        shown.update(look(1), "running", overheard=0)
+        shown.update(look(1), "connecting", captured_messages=0)
+        shown.update(look(1), "running", captured_messages=0)
 
     assert [line.split()[2] for line in written(console).splitlines()[1:]] == ["connecting", "running"]
 
@@ -166,7 +166,7 @@ def test_misconduct_is_said_at_once_and_once() -> None:
     console = piped()
     with display_run("run", 500, NAMES, console=console, clock=Clock()) as shown:
         for known in (0, 1, 1, 3):
-            shown.update(replace(look(1), misconduct=NOTICED[:known]), "running", overheard=0)
+            shown.update(replace(look(1), misconduct=NOTICED[:known]), "running", captured_messages=0)
 
     lines = [line for line in written(console).splitlines() if line.startswith("misconduct: ")]
     assert lines == [f"misconduct: {line}" for line in NOTICED[:3]]
@@ -175,7 +175,7 @@ def test_misconduct_is_said_at_once_and_once() -> None:
 def test_the_live_display_has_room_for_misconduct() -> None:
     console = terminal(width=60, height=20)
     with display_run("run", 500, [f"ward-{i}" for i in range(40)], console=console, clock=Clock()) as shown:
-        shown.update(replace(look(1, learners=40), misconduct=NOTICED), "running", overheard=0)
+        shown.update(replace(look(1, learners=40), misconduct=NOTICED), "running", captured_messages=0)
         text = written(console)
     assert "misconduct: Bergen said a round that was not its turn" in text
     assert text.count("misconduct: ") == 3
@@ -185,7 +185,7 @@ def test_the_live_display_has_room_for_misconduct() -> None:
 def test_unknown_accuracy_is_left_out() -> None:
     console = piped()
     with display_run("run", 10, NAMES, console=console, clock=Clock()) as shown:
-        shown.update(replace(look(1), accuracy=(None,) * 3), "running", overheard=1)
+        shown.update(replace(look(1), accuracy=(None,) * 3), "running", captured_messages=1)
 
     assert "accuracy" not in written(console)
     assert "1 message recorded" in written(console)
@@ -194,11 +194,11 @@ def test_unknown_accuracy_is_left_out() -> None:
 def test_speed_forgets_a_slow_start() -> None:
     console, clock = piped(), Clock()
     with display_run("run", 10_000, NAMES, console=console, clock=clock) as shown:
-        shown.update(look(0, 100.0), "running", overheard=0)
+        shown.update(look(0, 100.0), "running", captured_messages=0)
         for k in range(100):
-            shown.update(look(10 * k, 100.0 + 0.1 * k), "running", overheard=0)
+            shown.update(look(10 * k, 100.0 + 0.1 * k), "running", captured_messages=0)
         clock.now = 60.0
-        shown.update(look(1_000, 110.0), "running", overheard=0)
+        shown.update(look(1_000, 110.0), "running", captured_messages=0)
 
     assert "  100 rounds/s" in written(console).splitlines()[-1]
 
@@ -206,9 +206,9 @@ def test_speed_forgets_a_slow_start() -> None:
 def test_live_display_on_a_terminal() -> None:
     console, clock = terminal(), Clock()
     with display_run("mushrooms", 500, NAMES, budgets=(4.5, None, 0.0), console=console, clock=clock) as shown:
-        shown.update(look(0, 0.0), "running", overheard=0)
+        shown.update(look(0, 0.0), "running", captured_messages=0)
         clock.now = 1.0
-        shown.update(look(250, 1.0), "running", overheard=2_500)
+        shown.update(look(250, 1.0), "running", captured_messages=2_500)
 
     text = written(console)
     assert ESCAPE in text
@@ -231,7 +231,7 @@ def test_live_display_is_drawn_a_few_times_a_second() -> None:
     with display_run("run", 10_000, NAMES, console=console, clock=clock) as shown:
         for done in range(1_000):
             clock.now = done / 1_000
-            shown.update(look(done, clock.now), "running", overheard=0)
+            shown.update(look(done, clock.now), "running", captured_messages=0)
 
     assert written(console).count("messages recorded") <= 8 + 2  # once more as it ends
 
@@ -239,7 +239,7 @@ def test_live_display_is_drawn_a_few_times_a_second() -> None:
 def test_live_display_fits_the_height_of_the_terminal() -> None:
     console = terminal(height=20)
     with display_run("run", 100, [f"learner-{i}" for i in range(50)], console=console, clock=Clock()) as shown:
-        shown.update(looks(50, 100, 1.0)[30], "running", overheard=0)
+        shown.update(looks(50, 100, 1.0)[30], "running", captured_messages=0)
 
     assert "… 39 more" in written(console)
     assert "learner-11" not in written(console)
@@ -273,7 +273,7 @@ def test_summary_fits(width: int, large: bool) -> None:
 )
 def test_numbers_are_never_cut(width: int, left_out: str) -> None:
     """What finds no room is left out, and said."""
-    swap = Swap(0.003339, 0.003339, 0.9488, np.zeros(500))
+    swap = ObservedPrivacyLoss(0.003339, 0.003339, 0.9488, np.zeros(500))
     ward = replace(learner("a"), event=0.9488, record=12_345.0, swap_event=swap, swap_record=swap)
     text = printed(summary_of(replace(ward, name="learner-0"), replace(ward, name="learner-1")), width)
     row = next(line for line in text.splitlines() if "learner-1" in line)
@@ -287,7 +287,7 @@ def test_numbers_are_never_cut(width: int, left_out: str) -> None:
 
 
 def test_where_every_record_is_used_once_there_is_one_epsilon() -> None:
-    swap = Swap(0.003339, 0.003339, 0.9488, np.zeros(500))
+    swap = ObservedPrivacyLoss(0.003339, 0.003339, 0.9488, np.zeros(500))
     ward = replace(learner("a"), event=0.9488, record=0.9488, swap_event=swap, swap_record=swap)
     made = replace(summary_of(ward), central_accuracy=None)
     text = printed(made)
@@ -360,7 +360,7 @@ def test_names_are_not_markup() -> None:
 def test_many_learners_do_not_push_the_rest_off_the_screen() -> None:
     text = printed(summary(50))
 
-    assert f"… {50 - MOST_ROWS} more" in text
+    assert f"… {50 - MAX_ROWS} more" in text
     assert len(text.splitlines()) < 40
 
 
@@ -369,7 +369,7 @@ def test_where_no_accuracy_is_known_it_is_said_what_opts_in() -> None:
 
     assert "telemetry: {predict: true}" in " ".join(printed(unknown).split())
     assert "(capture: relay or mirror)" in " ".join(printed(unknown).split())
-    assert "telemetry: {predict: true}" in build_run_page(unknown).html()
+    assert "telemetry: {predict: true}" in build_run_page(unknown).to_html()
     assert "telemetry: {predict: true}" not in printed(
         summary_of(replace(learner("a"), test_accuracy=None), learner("b"))
     )
@@ -377,28 +377,28 @@ def test_where_no_accuracy_is_known_it_is_said_what_opts_in() -> None:
 
 def test_where_no_record_is_held_out_no_telemetry_is_advised() -> None:
     unknown = replace(summary_of(replace(learner("a"), test_accuracy=None)), test_records=0, central_accuracy=None)
-    for text in (" ".join(printed(unknown).split()), build_run_page(unknown).html()):
+    for text in (" ".join(printed(unknown).split()), build_run_page(unknown).to_html()):
         assert "not known: no record is held out to measure it on" in text
         assert "telemetry: {predict: true}" not in text
 
 
 def test_accuracies_that_were_measured_here_say_so_and_what_publishing_them_costs() -> None:
     made = replace(summary(), measured="the model follows from messages: it costs nothing more")
-    for text in (" ".join(printed(made).split()), build_run_page(made).html()):
+    for text in (" ".join(printed(made).split()), build_run_page(made).to_html()):
         assert "no learner was asked; to publish it: the model follows from messages: it costs nothing more" in text
     assert "no learner was asked" not in printed(summary())
 
 
 def test_a_refuted_claim_is_red() -> None:
     console = terminal()
-    print_summary(summary_of(learner("a", swap_event=Swap(9.0, 9.0, 3.0, np.zeros(500)))), console)
+    print_summary(summary_of(learner("a", swap_event=ObservedPrivacyLoss(9.0, 9.0, 3.0, np.zeros(500)))), console)
 
     assert re.search(r"\x1b\[1;31m *9 of 3", written(console))
     assert "Refuted" in written(console)
 
 
 def test_infinite_claims_are_shown() -> None:
-    made = replace(learner("a"), swap_event=Swap(1.0, math.inf, math.inf, np.zeros(500)))
+    made = replace(learner("a"), swap_event=ObservedPrivacyLoss(1.0, math.inf, math.inf, np.zeros(500)))
 
     assert "1 of ∞" in printed(summary_of(made))
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from sottovoce_client.auditing.audit import audit_on_simulator
-from sottovoce_client.backends import counted
+from sottovoce_client.backends import map_with_progress
 from sottovoce_client.running.sweep import sweep_with_progress
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.auditing.worlds import Tell, nobody
+from sottovoce_core.auditing.worlds import ProgressCallback, discard_progress
 from tests.client.progress import Reported
 from tests.core.test_experiment import small
 from tests.examples import made_up, small_run
@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 @dataclass(frozen=True)
 class Piece:
     size: int
-    tell: Tell = nobody
+    tell: ProgressCallback = discard_progress
 
 
 def as_in_another_process(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
@@ -48,15 +48,17 @@ def test_what_is_done_of_a_piece_is_told_before_the_piece_is_over(mapper: Any) -
         assert piece.size != 10 or seen.wait(PATIENCE_S)
         return piece.size
 
-    assert list(counted(mapper, lambda piece: piece.size, count)(work, [Piece(10), Piece(30)])) == [10, 30]
+    assert list(map_with_progress(mapper, lambda piece: piece.size, count)(work, [Piece(10), Piece(30)])) == [10, 30]
     assert told[0] == (0, 40) and (5, 40) in told and told[-1] == (40, 40)
     assert told == sorted(told)
 
 
 def test_a_piece_may_tell_when_nobody_counts_any_more() -> None:
-    kept: list[Tell] = []
+    kept: list[ProgressCallback] = []
     list(
-        counted(map, lambda piece: piece.size, lambda done, of: None)(lambda piece: kept.append(piece.tell), [Piece(1)])
+        map_with_progress(map, lambda piece: piece.size, lambda done, of: None)(
+            lambda piece: kept.append(piece.tell), [Piece(1)]
+        )
     )
     kept[0](0.5)  # as a worker on another machine does
     assert not Path(kept[0]._path).exists()  # type: ignore[attr-defined]
@@ -65,7 +67,7 @@ def test_a_piece_may_tell_when_nobody_counts_any_more() -> None:
 def test_work_does_not_depend_on_whether_it_can_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     told: list[int] = []
-    over = counted(map, lambda piece: piece.size, lambda done, of: told.append(done))
+    over = map_with_progress(map, lambda piece: piece.size, lambda done, of: told.append(done))
     assert list(over(lambda piece: piece.size, [Piece(1), Piece(2)])) == [1, 2] and told == []
 
     def tidy(piece: Piece) -> int:
@@ -85,7 +87,7 @@ def test_a_failure_ends_counting_and_is_the_callers() -> None:
 
     before = threading.active_count()
     with pytest.raises(ValueError, match="so it is"):
-        list(counted(map, lambda piece: piece.size, lambda done, of: None)(work, [Piece(1)]))
+        list(map_with_progress(map, lambda piece: piece.size, lambda done, of: None)(work, [Piece(1)]))
     assert threading.active_count() == before
 
 
@@ -93,7 +95,7 @@ def test_an_audit_counts_runs_under_what_is_being_done() -> None:
     said = Reported()
     run = small_run(6)
     plan = plan_audit(run, made_up(run.spec), 0, runs=60)
-    audit_on_simulator(plan, say=said.say, mapper=map)
+    audit_on_simulator(plan, report_progress=said.say, mapper=map)
     assert said[0] == "simulating and examining"
     assert "simulating and examining: 120 of 120 runs" in said
     assert f"fixing thresholds: {2 * plan.runs} of {2 * plan.runs} runs" in said
@@ -107,7 +109,7 @@ def test_a_sweep_counts_rounds_of_all_seeds(tmp_path: Path) -> None:
     sweep_with_progress(
         lambda _: None, small(tmp_path), {"rounds": [3, 4]}, 5,
         seed=0, vary_data=False, backend="processes", jobs=1,
-        progress=lambda done, of: jobs.append((done, of)), say=said.say,
+        progress=lambda done, of: jobs.append((done, of)), display=said.say,
     )  # fmt: skip
     assert jobs == [(1, 2), (2, 2)]
     assert said[0] == "simulating: 0 of 35 rounds" and said[-1] == "simulating: 35 of 35 rounds"

@@ -20,14 +20,14 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.data.catalogue import count_classes, example
+from sottovoce_client.data.catalogue import count_classes, make_example_spec
 from sottovoce_client.data.convert import convert
-from sottovoce_client.data.fetch import digest_of
+from sottovoce_client.data.fetch import compute_digest
 from sottovoce_client.data.fetch import fetch as bring
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.dataset import read_source
 from sottovoce_core.data.files import RawTable, read_npz
-from sottovoce_core.data.known import KNOWN, CatalogueEntry, OriginalFile
+from sottovoce_core.data.known import CATALOGUE, CatalogueEntry, OriginalFile
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError, Unavailable
 from sottovoce_core.experiment import prepare
@@ -83,12 +83,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def letters(*places: str) -> CatalogueEntry:
     """Two letters, at these places."""
-    original = OriginalFile("letter-recognition.data", places, len(LETTERS), digest_of(LETTERS))
-    return replace(KNOWN["letter"], records=2, originals=(original,))
+    original = OriginalFile("letter-recognition.data", places, len(LETTERS), compute_digest(LETTERS))
+    return replace(CATALOGUE["letter"], records=2, originals=(original,))
 
 
 def fetch(source: CatalogueEntry, folder: Path, elsewhere: str = "", retries: int = 0) -> Path:
-    return bring(source, folder, Progress(disable=True), elsewhere=elsewhere, retries=retries)[0]
+    return bring(source, folder, Progress(disable=True), alternative_location=elsewhere, retries=retries)[0]
 
 
 def zipped(name: str) -> bytes:
@@ -106,13 +106,13 @@ def test_originals_become_the_arrays_that_are_known(
 ) -> None:
     """From a server of ours, with the checksums that the product has; poker's test file is there in part alone."""
     pytest.importorskip("sklearn")
-    source, originals = KNOWN[name], rebuilt(name, data_folder)
+    source, originals = CATALOGUE[name], rebuilt(name, data_folder)
     if name == "poker":
         train, test = source.originals
-        part = replace(test, digest=digest_of(originals[test.name]))
-        source = replace(source, held_out=18_488, originals=(train, part))
+        part = replace(test, digest=compute_digest(originals[test.name]))
+        source = replace(source, test_records=18_488, originals=(train, part))
     for original, content in zip(source.originals, originals.values(), strict=True):
-        file = original.places[0].rpartition("/")[2]
+        file = original.urls[0].rpartition("/")[2]
         server.has[f"/{file}"] = gzip.compress(content, 1) if file.endswith(".gz") else content
     made, wanted = read_npz(fetch(source, tmp_path, server.url)), read_npz(data_folder / f"{name}.npz")
     assert made.columns == wanted.columns and (made.test is None) == (wanted.test is None)
@@ -240,7 +240,7 @@ def test_cifar10_pictures() -> None:
             about.size = len(batch)
             archive.addfile(about, io.BytesIO(batch))
     files = {"cifar-10-binary.tar.gz": packed.getvalue()}
-    arrays = convert(replace(KNOWN["cifar10"], records=5, held_out=1), files)
+    arrays = convert(replace(CATALOGUE["cifar10"], records=5, test_records=1), files)
     assert arrays["X_train"].shape == (5, 32, 32, 3)
     assert np.array_equal(arrays["X_test"][0, :, :, 2], planes[2])
     assert arrays["y_train"].tolist() == [7] * 5
@@ -249,7 +249,7 @@ def test_cifar10_pictures() -> None:
 def test_covtype() -> None:
     row = ",".join(map(str, [2596, 51, -3, *range(51), 5]))
     arrays = convert(
-        replace(KNOWN["covtype"], records=2), {"covtype.data.gz": gzip.compress(f"{row}\n{row}\n".encode())}
+        replace(CATALOGUE["covtype"], records=2), {"covtype.data.gz": gzip.compress(f"{row}\n{row}\n".encode())}
     )
     assert arrays["X_train"].shape == (2, 54) and arrays["X_train"][0, :3].tolist() == [2596, 51, -3]
     assert arrays["y_train"].tolist() == [5, 5]
@@ -263,12 +263,12 @@ def test_electricity() -> None:
         "@attribute class {UP,DOWN}\n\n@data\n"
     )
     rows = "0,2,0.5,1,2,3,4,5,UP\n0,3,1,1,2,3,4,5,DOWN\n"
-    arrays = convert(replace(KNOWN["electricity"], records=2), {"electricity.arff": (text + rows).encode()})
+    arrays = convert(replace(CATALOGUE["electricity"], records=2), {"electricity.arff": (text + rows).encode()})
     assert arrays["X_train"][:, 1].tolist() == [2, 3]
     assert arrays["y_train"].tolist() == [1, 0]
 
 
-NO_BYTES = dict.fromkeys((each.name for each in KNOWN["mnist"].originals), b"\0\0\x0b\x01\0\0\0\x03abc")
+NO_BYTES = dict.fromkeys((each.name for each in CATALOGUE["mnist"].originals), b"\0\0\x0b\x01\0\0\0\x03abc")
 """Idx files of another type of number."""
 
 
@@ -284,7 +284,7 @@ NO_BYTES = dict.fromkeys((each.name for each in KNOWN["mnist"].originals), b"\0\
 )
 def test_files_of_another_form_are_refused(name: str, files: dict[str, bytes], why: str) -> None:
     with pytest.raises(DataError, match=why):
-        convert(KNOWN[name], files)
+        convert(CATALOGUE[name], files)
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def said(*arguments: str) -> str:
 
 def test_a_second_fetch_finds_it(cache: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "letter-recognition.data").write_bytes(LETTERS)
-    monkeypatch.setitem(KNOWN, "letter", letters("http://nowhere.invalid/letter-recognition.data"))
+    monkeypatch.setitem(CATALOGUE, "letter", letters("http://nowhere.invalid/letter-recognition.data"))
     assert "as published" in said("fetch", "letter", "--from", str(tmp_path))
     assert (cache / "letter.npz").is_file()
     assert "here already" in said("fetch", "letter", "digits")
@@ -342,7 +342,7 @@ def test_many_whole_numbers_of_few_records_each_are_no_classes(labels: FloatArra
 def test_the_spec_that_describe_shows_can_be_run(labels: list[float] | list[str], cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.npz"
     np.savez(path, X=np.arange(80.0).reshape(40, 2), y=np.array(labels * 10))
-    text = example(str(path), read_source(DataSpec(source=str(path))))
+    text = make_example_spec(str(path), read_source(DataSpec(source=str(path))))
     assert text in said("describe", str(path))
-    spec = parse_spec(yaml.safe_load(text), source="example", imports=False)
+    spec = parse_spec(yaml.safe_load(text), source="example", allow_imports=False)
     assert prepare(spec).data.n_features == 3  # with the intercept

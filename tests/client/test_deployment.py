@@ -22,7 +22,7 @@ async def test_an_experiment_is_started_watched_and_ends(tmp_path: Path) -> None
     async with network(tmp_path, NAMES) as up, connect(up.coordinator) as there:
         started = await there.start(experiment)
         looks = [progress async for progress in started.watch()]
-        outcome = await started.outcome()
+        outcome = await started.wait_for_outcome()
 
         assert [progress async for progress in started.watch()] == []
 

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from sottovoce_client import doctor
 from sottovoce_client.cli import app
-from sottovoce_client.doctor import Finding, CheckTargets, examine, show
+from sottovoce_client.doctor import CheckTargets, Finding, print_findings, run_checks
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.certificates import AUTHORITIES_FILE, REVOCATION_FILE
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.metrics import MetricsEndpoint, common, serve_metrics
+from sottovoce_rpc.metrics import MetricsEndpoint, collect_common_metrics, serve_metrics
 from sottovoce_rpc.principals import Role
 from tests.examples import made_up, small_spec
 from tests.services.authorities import Signer
@@ -32,7 +32,7 @@ NAMES = ["ann", "ben"]
 
 
 def of(findings: list[Finding], what: str) -> Finding:
-    (found,) = (each for each in findings if each.what == what)
+    (found,) = (each for each in findings if each.subject == what)
     return found
 
 
@@ -46,12 +46,12 @@ async def test_all_is_well(tmp_path: Path) -> None:
             (Role.EAVESDROPPER, up.eavesdropper),
             (Role.LEARNER, up.addresses["ann"]),
         ]
-        found = await examine(CheckTargets(up.operator, services, [tmp_path / "journals"]))
-    assert {each.what: each.text for each in found if each.state != "well"} == {}
+        found = await run_checks(CheckTargets(up.operator, services, [tmp_path / "journals"]))
+    assert {each.subject: each.text for each in found if each.state != "well"} == {}
     state = f"state {tmp_path / 'journals'}"
     assert of(found, f"{state}: ann").text == "1 runs in its ledger: nothing is lost"
     assert of(found, f"coordinator {up.coordinator}: clock").text == "as this machine's"
-    assert show(found, Console(quiet=True)) == 0
+    assert print_findings(found, Console(quiet=True)) == 0
 
 
 async def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,26 +70,26 @@ async def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path, monkeypatch
         lines = (journals / "ann.runs").read_bytes()
         (journals / "ann.runs").write_bytes(bytes([lines[0] ^ 1]) + lines[1:])
         services = [(Role.COORDINATOR, up.coordinator), (Role.LEARNER, up.eavesdropper), (Role.LEARNER, "127.0.0.1:1")]
-        found = await examine(CheckTargets(up.operator, services, [journals, tmp_path / "nowhere"]))
-    wrong = {each.what: each.text for each in found if each.state == "wrong"}
+        found = await run_checks(CheckTargets(up.operator, services, [journals, tmp_path / "nowhere"]))
+    wrong = {each.subject: each.text for each in found if each.state == "wrong"}
     assert "set both by NTP" in wrong[f"coordinator {up.coordinator}: clock"]
     assert "somebody else is there" in wrong[f"learner {up.eavesdropper}"]
     assert "is it running" in wrong["learner 127.0.0.1:1"]
     assert "no such folder" in wrong[f"state {tmp_path / 'nowhere'}"]
     assert "ann.runs" in wrong[f"state {journals}: ann"]
     assert len(wrong) == 5
-    warned = {each.what: each.text for each in found if each.state == "warning"}
+    warned = {each.subject: each.text for each in found if each.state == "warning"}
     assert warned.keys() == {"revoked", f"state {journals}"}
     assert "chmod 700" in warned[f"state {journals}"]
-    assert show(found, Console(quiet=True)) == 1
+    assert print_findings(found, Console(quiet=True)) == 1
 
 
 async def test_who_may_not_ask_for_the_clock_is_told_the_rest(tmp_path: Path) -> None:
     ids = Identities(tmp_path / "ids")
     async with network(tmp_path, [], identities=ids) as up:
-        found = await examine(CheckTargets(ids.of("learner/ann"), [(Role.COORDINATOR, up.coordinator)]))
+        found = await run_checks(CheckTargets(ids.of("learner/ann"), [(Role.COORDINATOR, up.coordinator)]))
     assert of(found, f"coordinator {up.coordinator}").text == "it answers"
-    assert not any(each.what.endswith("clock") for each in found)
+    assert not any(each.subject.endswith("clock") for each in found)
 
 
 def test_an_identity_that_ends_soon_or_cannot_be_used(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_authorities_of_several_domains_are_told(tmp_path: Path) -> None:
     assert of(found, "authorities").text.startswith("1 of ward.example, 1 of east.example: each is believed")
     with (folder / AUTHORITIES_FILE).open("ab") as file:
         file.write(Signer.of("no domain").certificate.public_bytes(Encoding.PEM))
-    wrong = [each for each in doctor._identity(Credentials(folder)) if each.what == "authorities"]
+    wrong = [each for each in doctor._identity(Credentials(folder)) if each.subject == "authorities"]
     assert [each.state for each in wrong] == ["well", "warning"]
     assert "1 that name no trust domain" in wrong[1].text
 
@@ -124,15 +124,15 @@ async def test_an_identity_that_was_revoked_is_wrong(tmp_path: Path) -> None:
     shutil.copy(ids.authority.folder / REVOCATION_FILE, coordinator / REVOCATION_FILE)
     async with network(tmp_path, [], identities=ids) as up:
         asked = CheckTargets(up.operator, [(Role.COORDINATOR, up.coordinator)])
-        unlisted = await examine(asked)
+        unlisted = await run_checks(asked)
         shutil.copy(ids.authority.folder / REVOCATION_FILE, own / REVOCATION_FILE)
-        listed = await examine(CheckTargets(Credentials(own)))
+        listed = await run_checks(CheckTargets(Credentials(own)))
     assert of(unlisted, "identity").state == "well"
     refused = of(unlisted, f"coordinator {up.coordinator}")
     assert (refused.state, "this identity was revoked, or is of another" in refused.text) == ("wrong", True)
     found = of(listed, "identity")
     assert (found.state, "was revoked, by crl.pem" in found.text) == ("wrong", True)
-    assert show(listed, Console(quiet=True)) == 1
+    assert print_findings(listed, Console(quiet=True)) == 1
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
@@ -144,19 +144,21 @@ async def told(credentials: Credentials, listen: str = "127.0.0.1:0") -> AsyncIt
     pytest.importorskip("prometheus_client")
     refused = Refusals()
     at = MetricsEndpoint(listen, credentials)
-    async with serve_metrics(at, COORDINATOR, lambda: common([credentials], [refused]), refused) as address:
+    async with serve_metrics(
+        at, COORDINATOR, lambda: collect_common_metrics([credentials], [refused]), refused
+    ) as address:
         yield address
 
 
 async def test_metrics_are_asked_for_and_whose_certificate_is_shown(tmp_path: Path) -> None:
     ids = Identities(tmp_path / "ids")
     async with told(ids.of("learner/ann")) as address:
-        found = await examine(CheckTargets(ids.of("operator/alice"), metrics=[address]))
-        other = await examine(CheckTargets(ids.of("feeder/ann"), metrics=[address]))
+        found = await run_checks(CheckTargets(ids.of("operator/alice"), metrics_addresses=[address]))
+        other = await run_checks(CheckTargets(ids.of("feeder/ann"), metrics_addresses=[address]))
     assert of(found, f"metrics {address}").state == "well"
     assert "it answers: " in of(found, f"metrics {address}").text
     assert of(found, f"metrics {address}: certificate").text.startswith("learner/ann of ward.example, until ")
-    assert not any(each.what.endswith("channel") for each in found)
+    assert not any(each.subject.endswith("channel") for each in found)
     assert "not for feeder/ann" in of(other, f"metrics {address}").text
     assert of(other, f"metrics {address}: certificate").state == "well"
 
@@ -165,7 +167,7 @@ async def test_metrics_with_a_certificate_that_ends_soon(tmp_path: Path) -> None
     ids = Identities(tmp_path / "ids")
     ids.authority.issue("learner/soon", tmp_path / "soon", days=3)
     async with told(Credentials(tmp_path / "soon")) as address:
-        found = await examine(CheckTargets(ids.of("monitor/prometheus"), metrics=[address]))
+        found = await run_checks(CheckTargets(ids.of("monitor/prometheus"), metrics_addresses=[address]))
     shown = of(found, f"metrics {address}: certificate")
     assert (shown.state, shown.text.endswith(": renew it")) == ("warning", True)
 
@@ -176,11 +178,14 @@ async def test_metrics_in_the_clear_are_warned_of_where_others_can_read_them(
     """Of a service without an identity, whether who asks has one or not."""
     ids = Identities(tmp_path / "ids")
     async with told(Credentials(insecure=True)) as address:
-        here = await examine(CheckTargets(Credentials(), metrics=[address]))
+        here = await run_checks(CheckTargets(Credentials(), metrics_addresses=[address]))
         monkeypatch.setattr(doctor, "is_loopback", lambda address: False)  # as seen from another machine
-        there = [await examine(CheckTargets(each, metrics=[address])) for each in (Credentials(), ids.of("operator/alice"))]
+        there = [
+            await run_checks(CheckTargets(each, metrics_addresses=[address]))
+            for each in (Credentials(), ids.of("operator/alice"))
+        ]
     assert [of(here, f"metrics {address}").state, len(there)] == ["well", 2]
-    assert not any(each.what.endswith("channel") for each in here)
+    assert not any(each.subject.endswith("channel") for each in here)
     for found in there:
         channel = of(found, f"metrics {address}: channel")
         assert (channel.state, channel.text.startswith("in the clear")) == ("warning", True)
@@ -190,10 +195,10 @@ async def test_metrics_that_are_not_told_are_said_with_why(tmp_path: Path) -> No
     ids, others = Identities(tmp_path / "ids"), Identities(tmp_path / "others")
     async with told(ids.of("learner/ann")) as address:
         found = [
-            await examine(CheckTargets(credentials, metrics=[address]))
+            await run_checks(CheckTargets(credentials, metrics_addresses=[address]))
             for credentials in (Credentials(), others.of("operator/alice"))
         ]
-    nobody = await examine(CheckTargets(Credentials(), metrics=["127.0.0.1:1", "nonsense"]))
+    nobody = await run_checks(CheckTargets(Credentials(), metrics_addresses=["127.0.0.1:1", "nonsense"]))
     silent, stranger = (of(each, f"metrics {address}") for each in found)
     assert (silent.state, "--identity" in silent.text) == ("wrong", True)
     assert (stranger.state, "no authority that this process believes" in stranger.text) == ("wrong", True)

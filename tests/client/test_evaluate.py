@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from sottovoce_client.running.evaluate import central_accuracy, one_way
+from sottovoce_client.running.evaluate import compute_central_accuracy, find_one_way_edges
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
@@ -59,16 +59,18 @@ def test_the_central_model_minimises_the_loss_of_the_run(loss: dict[str, object]
     run = small_run(loss={**loss, "ridge": 0.3, "feature_bound": 5.0})
     data = placed(int(str(loss.get("classes", 2))))
     features = np.concatenate([each.features for each in data.learners])
-    batch = Batch(*run.loss.enforce(features, np.concatenate([each.labels for each in data.learners])))
+    batch = Batch(*run.loss.enforce_bounds(features, np.concatenate([each.labels for each in data.learners])))
     scores = run.loss.predict(minimiser(run.loss, batch), data.test_features)
     expected = float(np.mean(run.loss.classify(scores) == data.test_labels))
 
-    assert central_accuracy(run, data) == pytest.approx(expected, abs=slack)
+    assert compute_central_accuracy(run, data) == pytest.approx(expected, abs=slack)
     assert math.isclose(expected, 0.75, abs_tol=0.15)
 
 
 def test_a_hinge_without_a_ridge_still_gets_a_model() -> None:
-    accuracy = central_accuracy(small_run(loss={"kind": "hinge", "ridge": 0.0, "feature_bound": 5.0}), placed(2))
+    accuracy = compute_central_accuracy(
+        small_run(loss={"kind": "hinge", "ridge": 0.0, "feature_bound": 5.0}), placed(2)
+    )
     assert accuracy is not None
     assert accuracy > 0.75
 
@@ -76,21 +78,25 @@ def test_a_hinge_without_a_ridge_still_gets_a_model() -> None:
 def test_without_held_out_records_there_is_nothing_to_compare() -> None:
     data = placed(2)
     run = small_run()
-    assert central_accuracy(run, PlacedData(data.learners, np.empty((0, 3)), np.empty(0))) is None
+    assert compute_central_accuracy(run, PlacedData(data.learners, np.empty((0, 3)), np.empty(0))) is None
 
 
 def test_the_nearest_limit_counts() -> None:
     status = LearnerStatus(epsilon_budget=5.0, epsilon_owner_budget=12.0, epsilon_other_runs=9.0)
-    assert status.limit == 3.0
-    assert LearnerStatus(epsilon_budget=5.0).limit == 5.0
-    assert LearnerStatus().limit is None
+    assert status.epsilon_limit == 3.0
+    assert LearnerStatus(epsilon_budget=5.0).epsilon_limit == 5.0
+    assert LearnerStatus().epsilon_limit is None
 
 
 def test_a_global_objective_needs_shared_records() -> None:
     document = {"rounds": 5, "learners": 3, "algorithm": {"name": "dpsda-c", "epsilon": 1.0, "clip": 1.0}}
     with pytest.raises(SpecError, match=r"set data.partition to shared"):
-        prepare(parse_spec(document, imports=True))
-    assert prepare(parse_spec({**document, "data": {"partition": "shared"}}, imports=True)).run.guarantee(0).shared
+        prepare(parse_spec(document, allow_imports=True))
+    assert (
+        prepare(parse_spec({**document, "data": {"partition": "shared"}}, allow_imports=True))
+        .run.guarantee(0)
+        .has_shared_records
+    )
 
 
 def test_who_speaks_and_never_hears_the_other() -> None:
@@ -102,5 +108,5 @@ def test_who_speaks_and_never_hears_the_other() -> None:
         "topology": {"graph": {"kind": "edges", "directed": True, "edges": edges}, "weights": "out_degree"},
         "data": {"partition": "shared"},
     }
-    assert one_way(build_run(parse_spec(document, imports=True), 3).network) == ((0, 1), (2, 0))
-    assert one_way(build_run(small_spec(3, 2), 3).network) == ()
+    assert find_one_way_edges(build_run(parse_spec(document, allow_imports=True), 3).network) == ((0, 1), (2, 0))
+    assert find_one_way_edges(build_run(small_spec(3, 2), 3).network) == ()

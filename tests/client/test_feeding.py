@@ -25,15 +25,15 @@ from typer.testing import CliRunner
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.feeding.files import build_file_partitions
-from sottovoce_client.feeding.progress import FeedCounters, _facts_of, _picture, _summary, conduct
-from sottovoce_client.feeding.pump import MAX_LEADING_REFUSALS, Target, Terms, _dead_letters, feed, watch_run
-from sottovoce_client.feeding.records import Message, Part
+from sottovoce_client.feeding.progress import FeedCounters, _facts_of, _picture, _summary, run_feeder
+from sottovoce_client.feeding.pump import MAX_LEADING_REFUSALS, FeedOptions, FeedTarget, _dead_letters, feed, watch_run
+from sottovoce_client.feeding.records import SourceMessage, SourcePartition
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError, Unavailable
-from sottovoce_learner.storage.ledger import Standing
-from sottovoce_learner.storage.state_folder import Files
-from sottovoce_learner.storage.wal import Kind
+from sottovoce_learner.storage.ledger import StoredState
+from sottovoce_learner.storage.state_folder import LearnerPaths
+from sottovoce_learner.storage.wal import EntryKind
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from sottovoce_wire.v1.learner_pb2 import SampleBatch
@@ -49,11 +49,11 @@ class Told:
 
     name = "told"
 
-    def __init__(self, *messages: Message, then: SottovoceError | None = None, ends: bool = True) -> None:
+    def __init__(self, *messages: SourceMessage, then: SottovoceError | None = None, ends: bool = True) -> None:
         self.messages, self.then, self.ends, self.kept = messages, then, ends, list[int]()
         self.after = -2
 
-    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+    async def read(self, after: int) -> AsyncIterator[Sequence[SourceMessage]]:
         self.after = after
         for each in self.messages:
             yield [each]
@@ -62,14 +62,14 @@ class Told:
         if not self.ends:
             await asyncio.Event().wait()
 
-    async def keep(self, position: int) -> None:
+    async def acknowledge(self, position: int) -> None:
         self.kept.append(position)
 
 
-async def fed(up: Network, *parts: Part, terms: Terms | None = None, **more: Any) -> FeedCounters:
+async def fed(up: Network, *parts: SourcePartition, terms: FeedOptions | None = None, **more: Any) -> FeedCounters:
     account = FeedCounters()
-    target = Target(up.addresses["ann"], **{"patience_s": 20.0, **more})
-    await feed(parts, target, terms or Terms(), account, asyncio.Event())
+    target = FeedTarget(up.addresses["ann"], **{"patience_s": 20.0, **more})
+    await feed(parts, target, terms or FeedOptions(), account, asyncio.Event())
     return account
 
 
@@ -79,8 +79,8 @@ async def ann(folder: Path) -> AsyncIterator[tuple[Network, ConnectedLearner]]:
         yield found
 
 
-def good(*positions: int) -> list[Message]:
-    return [Message(dict(RECORD), position) for position in positions]
+def good(*positions: int) -> list[SourceMessage]:
+    return [SourceMessage(dict(RECORD), position) for position in positions]
 
 
 def letters(path: Path) -> list[tuple[str, int, str, Any]]:
@@ -91,9 +91,9 @@ def letters(path: Path) -> list[tuple[str, int, str, Any]]:
 
 def kept_positions(state: Path, name: str, source: str) -> list[int]:
     """Of a source's records, as they stand in a learner's log."""
-    log = Standing.look(Files(state, name)).log
+    log = StoredState.read(LearnerPaths(state, name)).log
     assert log is not None
-    batches = [SampleBatch.FromString(each.body) for each in log.entries if each.kind is Kind.BATCH]
+    batches = [SampleBatch.FromString(each.body) for each in log.entries if each.kind is EntryKind.BATCH]
     return [place for batch in batches if batch.source == source for place in batch.positions]
 
 
@@ -102,22 +102,32 @@ def kept_positions(state: Path, name: str, source: str) -> list[int]:
 
 async def test_records_are_fed_once_and_the_rest_is_written_down_once(tmp_path: Path) -> None:
     dead = tmp_path / "dead.jsonl"
-    terms = Terms(dead_letters=dead)
+    terms = FeedOptions(dead_letters=dead)
     messages = [
         *good(1),
-        Message({**RECORD, "age": SECRET}, 4),
-        Message(b"\xff\x00", 5),
+        SourceMessage({**RECORD, "age": SECRET}, 4),
+        SourceMessage(b"\xff\x00", 5),
         *good(7),
-        Message({**RECORD, "age": float("nan")}, 9),
+        SourceMessage({**RECORD, "age": float("nan")}, 9),
     ]
     async with ann(tmp_path) as (up, learner):
-        first, again = Told(*messages), Told(*messages, *good(12), Message(b"[]", 13))
+        first, again = Told(*messages), Told(*messages, *good(12), SourceMessage(b"[]", 13))
         account = await fed(up, first, terms=terms)
-        assert (account.fed, account.again, account.dropped, account.waiting) == (2, 0, 0, 0)
-        assert account.refused == {"age: beyond its bounds": 1, "not UTF-8": 1, "age: not a finite number": 1}
+        assert (account.records_fed, account.duplicate_count, account.dropped_count, account.messages_waiting) == (
+            2,
+            0,
+            0,
+            0,
+        )
+        assert account.refusals == {"age: beyond its bounds": 1, "not UTF-8": 1, "age: not a finite number": 1}
         assert first.kept == sorted(first.kept) and first.kept[-1] == 9
         account = await fed(up, again, terms=terms)
-        assert (again.after, account.fed, account.again, account.written) == (7, 1, 4, 1)
+        assert (again.after, account.records_fed, account.duplicate_count, account.already_written_count) == (
+            7,
+            1,
+            4,
+            1,
+        )
         await learned(learner, 3)
     assert letters(dead) == [
         ("told", 4, "age: beyond its bounds", {**RECORD, "age": SECRET}),
@@ -130,24 +140,29 @@ async def test_records_are_fed_once_and_the_rest_is_written_down_once(tmp_path: 
 
 async def test_without_a_file_what_is_none_is_dropped_and_counted(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, _):
-        part = Told(*good(1), Message(b"", 2), *good(3), Message(b"", 4))
+        part = Told(*good(1), SourceMessage(b"", 2), *good(3), SourceMessage(b"", 4))
         account = await fed(up, part)
-        assert (account.fed, account.dropped) == (2, 2)
+        assert (account.records_fed, account.dropped_count) == (2, 2)
         assert part.kept[-1] == 4
         account = await fed(up, part)
-        assert (account.fed, account.again, account.dropped) == (0, 3, 1)
+        assert (account.records_fed, account.duplicate_count, account.dropped_count) == (0, 3, 1)
 
 
 async def test_a_source_of_which_nothing_fits_keeps_all_of_it(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, _):
-        few, many = Told(Message({"age": SECRET}, 0)), Told(*(Message({"age": SECRET}, n) for n in range(2 * MAX_LEADING_REFUSALS)))
-        assert (await fed(up, few)).dropped == 1 and few.kept == []
+        few, many = (
+            Told(SourceMessage({"age": SECRET}, 0)),
+            Told(*(SourceMessage({"age": SECRET}, n) for n in range(2 * MAX_LEADING_REFUSALS))),
+        )
+        assert (await fed(up, few)).dropped_count == 1 and few.kept == []
         with pytest.raises(
             DataError, match=r"none of the first \d+ messages of told .* age: beyond its bounds"
         ) as error:
             await fed(up, many)
         assert many.kept == [] and str(SECRET) not in str(error.value)
-        assert (await fed(up, many, terms=Terms(dead_letters=tmp_path / "dead"))).refused.total() == 2 * MAX_LEADING_REFUSALS
+        assert (
+            await fed(up, many, terms=FeedOptions(dead_letters=tmp_path / "dead"))
+        ).refusals.total() == 2 * MAX_LEADING_REFUSALS
         assert many.kept[-1] == 2 * MAX_LEADING_REFUSALS - 1
 
 
@@ -164,12 +179,14 @@ async def test_what_was_read_before_a_source_failed_is_fed(tmp_path: Path) -> No
 async def test_a_feeder_that_is_told_to_end_feeds_what_it_has_read(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, learner):
         part, account, stop = Told(*good(*range(3_000)), ends=False), FeedCounters(), asyncio.Event()
-        feeding = asyncio.ensure_future(feed([part], Target(up.addresses["ann"]), Terms(), account, stop))
+        feeding = asyncio.ensure_future(feed([part], FeedTarget(up.addresses["ann"]), FeedOptions(), account, stop))
         await learned_some(learner)
         stop.set()
         await feeding
-        status = await learner.status()
-        assert (account.waiting, account.fed) == (0, status.records) and part.kept[-1] == status.records - 1
+        status = await learner.fetch_status()
+        assert (account.messages_waiting, account.records_fed) == (0, status.records) and part.kept[
+            -1
+        ] == status.records - 1
 
 
 async def learned_some(learner: ConnectedLearner, least: int = 1) -> None:
@@ -188,23 +205,29 @@ async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match="at most 256 sources"):
             await fed(up, *build_file_partitions(paths))
         with pytest.raises(SpecError, match="--map names a field"):
-            await fed(up, Told(), terms=Terms(maps=["weight=w"]))
-        with _dead_letters(tmp_path / "dead"), pytest.raises(FailedPrecondition, match="another feeder writes dead letters"):
-            await fed(up, Told(), terms=Terms(dead_letters=tmp_path / "dead"))
+            await fed(up, Told(), terms=FeedOptions(maps=["weight=w"]))
+        with (
+            _dead_letters(tmp_path / "dead"),
+            pytest.raises(FailedPrecondition, match="another feeder writes dead letters"),
+        ):
+            await fed(up, Told(), terms=FeedOptions(dead_letters=tmp_path / "dead"))
         (tmp_path / "mine").write_text("precious\n")
         with pytest.raises(DataError, match="has a line 1 that no feeder wrote"):
-            await fed(up, Told(), terms=Terms(dead_letters=tmp_path / "mine"))
+            await fed(up, Told(), terms=FeedOptions(dead_letters=tmp_path / "mine"))
         assert (tmp_path / "mine").read_text() == "precious\n"
 
 
 async def test_half_a_dead_letter_is_cut_off(tmp_path: Path) -> None:
     with _dead_letters(tmp_path / "dead") as dead:
-        assert await dead.write("run", "a", [(Message(b"1", 3), "why"), (Message(b"2", 3), "why")]) == 0
+        assert await dead.write("run", "a", [(SourceMessage(b"1", 3), "why"), (SourceMessage(b"2", 3), "why")]) == 0
     with (tmp_path / "dead").open("a") as file:
         file.write('{"run": "ru' + "n" * 100_000)
     with _dead_letters(tmp_path / "dead") as dead:
         for run, source, written in (("run", "b", 0), ("other", "a", 0), ("run", "a", 2), ("run", "a", 0)):
-            assert await dead.write(run, source, [(Message(b"2", 3), "why"), (Message(b"1", 3), "why")]) == written
+            assert (
+                await dead.write(run, source, [(SourceMessage(b"2", 3), "why"), (SourceMessage(b"1", 3), "why")])
+                == written
+            )
     assert len(letters(tmp_path / "dead")) == 2 + 6
 
 
@@ -227,7 +250,7 @@ async def test_a_run_that_ends_ends_its_feeders(tmp_path: Path) -> None:
             await fed(up, Told(*good(1), ends=False))
         await up.start_another(spec_of({"schema": SCHEMA}), 4)
         part = Told(*good(1))
-        assert ((await fed(up, part)).fed, part.after) == (1, -1)
+        assert ((await fed(up, part)).records_fed, part.after) == (1, -1)
 
 
 async def test_a_learner_that_stays_away_ends_its_feeders(tmp_path: Path) -> None:
@@ -244,11 +267,11 @@ async def test_many_files_and_a_map(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     async with ann(tmp_path) as (up, learner):
-        terms = Terms(maps=["age=patient.age"], ignore_unknown=True)
+        terms = FeedOptions(maps=["age=patient.age"], ignore_unknown=True)
         parts = build_file_partitions([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
         account = await fed(up, *parts, terms=terms, source="ward")
-        assert (account.fed, account.sources) == (60, {"ward/a.jsonl", "ward/b.jsonl"})
-        assert (await fed(up, *parts, terms=terms, source="ward")).fed == 0
+        assert (account.records_fed, account.sources) == (60, {"ward/a.jsonl", "ward/b.jsonl"})
+        assert (await fed(up, *parts, terms=terms, source="ward")).records_fed == 0
         await learned(learner, 60)
 
 
@@ -269,7 +292,7 @@ async def ended(process: subprocess.Popen[str], given: str | None = None) -> tup
 async def test_who_is_waited_for_is_said_at_once_and_why() -> None:
     account, why = FeedCounters(), "nobody listens there: is it running, and is the address right?"
     with structlog.testing.capture_logs() as logs:
-        work = feed([Told()], Target("127.0.0.1:1", patience_s=1_000.0), Terms(), account, asyncio.Event())
+        work = feed([Told()], FeedTarget("127.0.0.1:1", patience_s=1_000.0), FeedOptions(), account, asyncio.Event())
         feeding = asyncio.ensure_future(work)
         async with asyncio.timeout(PATIENCE_S):
             while not logs:  # noqa: ASYNC110 - a log is no event
@@ -280,7 +303,7 @@ async def test_who_is_waited_for_is_said_at_once_and_why() -> None:
     assert [(each["event"], each["at"], each["why"]) for each in logs] == [
         ("waiting for the learner", "127.0.0.1:1", why)
     ]
-    assert account.awaited == f"the learner at 127.0.0.1:1 to be in a run: {why}"
+    assert account.awaited_condition == f"the learner at 127.0.0.1:1 to be in a run: {why}"
 
 
 def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +311,7 @@ def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) ->
         raise ValueError(f"could not convert {SECRET}")
 
     try:
-        assert conduct(work) == 2
+        assert run_feeder(work) == 2
     finally:
         structlog.reset_defaults()  # it logs to what is standard error now
     told = "".join(capsys.readouterr())
@@ -297,13 +320,13 @@ def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) ->
 
 def test_what_was_fed_is_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
     async def work(account: FeedCounters, stop: asyncio.Event) -> None:
-        account.run_id, account.fed, account.again = "run-1", 3, 1
-        account.refused["age: beyond its bounds"] = 2
-        account.kept = "written to d"
+        account.run_id, account.records_fed, account.duplicate_count = "run-1", 3, 1
+        account.refusals["age: beyond its bounds"] = 2
+        account.refusal_destination = "written to d"
 
     try:
         with terminal.reserve_stdout_for_json():
-            conduct(work)
+            run_feeder(work)
     finally:
         structlog.reset_defaults()
     told = json.loads(capsys.readouterr().out)
@@ -332,7 +355,10 @@ def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
     account.run_id = "run-1"
     assert "1,200 fed  310 records/s  40 waiting  3 came again\nthe learner does not answer\n" in seen()
     assert "12 messages refused and DROPPED:\n  12  age: beyond its bounds\n" in seen()
-    account.kept, account.status = "written to d", LearnerStatus("ann", rounds_done=7, epsilon_budget=4.0)
+    account.refusal_destination, account.status = (
+        "written to d",
+        LearnerStatus("ann", rounds_done=7, epsilon_budget=4.0),
+    )
     assert "ann: round 7  ε 0 of 4  0 wait for their round\n12 messages refused, and written to d:\n" in seen()
     assert _facts_of(account)["dropped"] == 0
 
@@ -398,7 +424,7 @@ async def test_each_record_is_learned_once_by_a_feeder_that_is_killed_while_a_fi
         await learned(learner, wanted * 9 // 10 + 1)
         process.terminate()
         assert (await ended(process))[0] == 0
-        assert (await learner.status()).records == wanted * 9 // 10 + 1
+        assert (await learner.fetch_status()).records == wanted * 9 // 10 + 1
         (part,) = build_file_partitions([path])
         messages = [message async for each in part.read(-1) for message in each]
         fits = [each.position for each in messages if isinstance(each.body, dict) and each.body["ward"] == "icu"]
@@ -413,7 +439,7 @@ async def test_a_learner_is_held_to_the_name_that_it_should_have(tmp_path: Path)
     async with ann(tmp_path) as (up, learner):
         with pytest.raises(FailedPrecondition, match=rf"at {up.addresses['ann']} is the learner 'ann', not 'ben'"):
             await fed(up, Told(*good(1)), name="ben")
-        assert (await fed(up, Told(*good(1)), name="ann")).fed == 1
+        assert (await fed(up, Told(*good(1)), name="ann")).records_fed == 1
         await learned(learner, 1)
 
 
@@ -436,7 +462,7 @@ async def test_a_learner_that_is_told_to_end_with_its_run_is_believed(tmp_path: 
             async with up._to_coordinator() as to:
                 stop = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason="enough")
                 await coordinator_pb2_grpc.CoordinatorStub(to).StopRun(stop)
-            while learner.over is None:  # noqa: ASYNC110 - what a stream brings is no event here
+            while learner.run_end is None:  # noqa: ASYNC110 - what a stream brings is no event here
                 await asyncio.sleep(0.01)
             await up.leave("ann")
             with pytest.raises(FailedPrecondition, match=rf"run {run.run_id} takes no more records: stopped"):
@@ -475,10 +501,10 @@ def test_what_could_not_be_reached_is_named(kind: str, tmp_path: Path) -> None:
 
 
 def test_whoever_ends_a_feeder_that_waits_is_told_for_what() -> None:
-    account = FeedCounters(awaited="the learner at 127.0.0.1:1 to be in a run")
+    account = FeedCounters(awaited_condition="the learner at 127.0.0.1:1 to be in a run")
     (line,) = _summary(account, 1.0)
-    assert line.plain == f"Nothing was fed: told to end while it waited for {account.awaited}."
+    assert line.plain == f"Nothing was fed: told to end while it waited for {account.awaited_condition}."
     console = Console(width=200)
     with console.capture() as shown:
         console.print(_picture(account, 0.0))
-    assert shown.get() == f"waiting for {account.awaited}\n"
+    assert shown.get() == f"waiting for {account.awaited_condition}\n"

@@ -38,7 +38,7 @@ async def into_ann(folder: Path, publish: Any, url: str) -> list[int]:
         process.terminate()
         code, _, error = await ended(process)
         assert (code, error) == (0, "")
-        assert (await learner.status()).records == ALL
+        assert (await learner.fetch_status()).records == ALL
         return kept_positions(folder / "journals", "ann", "ward/wards" if url.startswith("nats") else "ward/feeder")
 
 

@@ -15,8 +15,8 @@ import pytest
 from sottovoce_client.feeding.files import _StandardInput, build_file_partitions
 from sottovoce_client.feeding.forms import Csv
 from sottovoce_client.feeding.progress import FeedCounters
-from sottovoce_client.feeding.pump import Target, Terms, _dead_letters, feed
-from sottovoce_client.feeding.records import Fields, TabularPartition
+from sottovoce_client.feeding.pump import FeedOptions, FeedTarget, _dead_letters, feed
+from sottovoce_client.feeding.records import FieldMap, TabularPartition
 from sottovoce_core.errors import DataError, FailedPrecondition
 from tests.client.test_feeding import SECRET, ann
 from tests.client.test_live_learner import SCHEMA, learned, spec_of
@@ -26,8 +26,8 @@ OTHER = "every column must be in the schema, and 'years' is not: --map FIELD=COL
 LACKING = "must have a column for every field of the schema, and has none for 'age'"
 
 
-def fields(*maps: str, **more: Any) -> Fields:
-    return Fields(spec_of({"schema": SCHEMA}).data.schema, maps, **more)
+def fields(*maps: str, **more: Any) -> FieldMap:
+    return FieldMap(spec_of({"schema": SCHEMA}).data.schema, maps, **more)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,16 @@ def fields(*maps: str, **more: Any) -> Fields:
 def test_columns_are_those_of_the_schema(
     columns: list[str], maps: tuple[str, ...], more: dict[str, Any], words: list[str]
 ) -> None:
-    why = fields(*maps, **more).misfit(columns)
+    why = fields(*maps, **more).find_column_misfit(columns)
     assert bool(why) == bool(words) and all(word in why for word in words), why
     assert str(SECRET) not in why  # a first line that is no header may be a record
 
 
 def test_without_a_schema_a_table_has_two_columns() -> None:
-    own = Fields(None)
-    assert not own.misfit(["features", "label"]) and "this run has no schema" in own.misfit(FIELDS)
+    own = FieldMap(None)
+    assert not own.find_column_misfit(["features", "label"]) and "this run has no schema" in own.find_column_misfit(
+        FIELDS
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_without_a_schema_a_table_has_two_columns() -> None:
 )
 def test_a_delimiter_that_fits_is_named(delimiter: str, header: bytes, advice: str) -> None:
     with pytest.raises(DataError, match=advice):
-        Csv(delimiter).header(header + b"\n", fields().misfit, whole=False)
+        Csv(delimiter).read_header(header + b"\n", fields().find_column_misfit, is_complete=False)
 
 
 def parts_of(kind: str, folder: Path, header: str, row: str, open_files: ExitStack) -> Any:
@@ -104,13 +106,13 @@ async def test_a_wrong_header_ends_a_feeder_before_anything_is_dropped(
     account, dead = FeedCounters(), tmp_path / "dead.jsonl"
     async with ann(tmp_path) as (up, learner):
         (part,) = parts_of(kind, tmp_path, "years,ward,outcome", f"{SECRET},icu,home", files)
-        work = feed([part], Target(up.addresses["ann"]), Terms(dead_letters=dead), account, asyncio.Event())
+        work = feed([part], FeedTarget(up.addresses["ann"]), FeedOptions(dead_letters=dead), account, asyncio.Event())
         with pytest.raises(DataError, match=re.escape(LACKING)) as refused:
             await work
         assert str(SECRET) not in str(refused.value) and OTHER in str(refused.value)
-        assert not account.refused and not dead.read_text(encoding="utf-8")
+        assert not account.refusals and not dead.read_text(encoding="utf-8")
         (part,) = parts_of("csv" if kind == "followed" else kind, tmp_path, "years,ward,outcome", "61,icu,home", files)
-        again = feed([part], Target(up.addresses["ann"]), Terms(["age=years"]), account, asyncio.Event())
+        again = feed([part], FeedTarget(up.addresses["ann"]), FeedOptions(["age=years"]), account, asyncio.Event())
         await again
         await learned(learner, 1)
 
@@ -144,7 +146,7 @@ def test_lines_of_json_have_no_columns(tmp_path: Path) -> None:
     (part,) = build_file_partitions([path])
     assert isinstance(part, TabularPartition)
 
-    part.misfit = fields().misfit
+    part.column_check = fields().find_column_misfit
 
     async def first() -> Any:
         async for messages in part.read(-1):

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from sottovoce_client.feeding.files import _place_of, _StandardInput, build_file_partitions
 from sottovoce_client.feeding.forms import JsonLines
-from sottovoce_client.feeding.records import Message, Part
+from sottovoce_client.feeding.records import SourceMessage, SourcePartition
 from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON
 from sottovoce_core.errors import DataError, SpecError
 
 CSV = b'a,b\n1,x\n2,"y\nz"\n3\n\n4,w'
 
 
-async def read(part: Part, after: int = -1) -> list[Message]:
+async def read(part: SourcePartition, after: int = -1) -> list[SourceMessage]:
     return [message async for messages in part.read(after) for message in messages]
 
 
@@ -108,9 +108,9 @@ async def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 class Following:
     """A file that is followed, and what came of it so far."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: SourcePartition) -> None:
         self.found: list[Any] = []
-        self._batches: AsyncIterator[Sequence[Message]] = part.read(-1)
+        self._batches: AsyncIterator[Sequence[SourceMessage]] = part.read(-1)
 
     async def until(self, records: int) -> list[Any]:
         while len(self.found) < records:

@@ -12,18 +12,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_client.feeding.forms import LONGEST, UNCLOSED_QUOTE, INVALID_QUOTES, Csv, Cut, RecordFormat, JsonLines
+from sottovoce_client.feeding.forms import (
+    INVALID_QUOTES,
+    MAX_RECORD_BYTES,
+    UNCLOSED_QUOTE,
+    Csv,
+    JsonLines,
+    ParsedRecord,
+    RecordFormat,
+)
 from sottovoce_client.feeding.records import (
+    DUPLICATE_FIELD,
     EMPTY_MESSAGE,
     NO_NUMBERS,
     NO_OBJECT,
     NO_POSITION,
     NOT_UTF8,
-    TWICE,
-    Fields,
-    Message,
+    FieldMap,
     PositionCounter,
     RecordConverter,
+    SourceMessage,
     UnfitRecordError,
 )
 from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON
@@ -34,12 +42,12 @@ from tests.client.test_live_learner import RECORD, SCHEMA, spec_of
 
 DATA = spec_of({"schema": SCHEMA}).data
 LOSS = spec_of({"schema": SCHEMA}).loss
-RECORDS = LiveRecordEncoder.of(DATA, LOSS)
+RECORDS = LiveRecordEncoder.from_spec(DATA, LOSS)
 
 
-def all_of(form: RecordFormat, text: bytes, sizes: list[int]) -> list[Cut]:
+def all_of(form: RecordFormat, text: bytes, sizes: list[int]) -> list[ParsedRecord]:
     """Records of a text that comes in stretches of these sizes, over and over; places count from the begin of the text."""
-    rest, at, found, headed, turn = b"", 0, list[Cut](), False, 0
+    rest, at, found, headed, turn = b"", 0, list[ParsedRecord](), False, 0
     coming = text
     while True:
         size = sizes[turn % len(sizes)]
@@ -48,12 +56,12 @@ def all_of(form: RecordFormat, text: bytes, sizes: list[int]) -> list[Cut]:
         rest += stretch
         whole = not stretch
         if not headed:
-            used = form.header(rest, whole=whole)
+            used = form.read_header(rest, is_complete=whole)
             if used is None:
                 continue
             rest, at, headed = rest[used:], at + used, True
-        cuts, used = form.cut(rest, whole=whole)
-        found += [Cut(at + each.begin, at + each.end, each.body, each.reason) for each in cuts]
+        cuts, used = form.split_records(rest, is_complete=whole)
+        found += [ParsedRecord(at + each.begin, at + each.end, each.body, each.reason) for each in cuts]
         rest, at = rest[used:], at + used
         if whole:
             return found
@@ -111,10 +119,10 @@ def test_what_is_no_csv_is_one_record_that_cannot_be_read(line: bytes, reason: s
 def test_a_quote_that_is_never_closed_swallows_no_file() -> None:
     form = Csv(names=["one", "two"])
     line = b"3," + b"4" * 4_000 + b"\n"
-    text = b'"a,2\n' + line * (LONGEST // 4_000)
-    found, used = form.cut(text, whole=False)
-    assert found[0].reason == UNCLOSED_QUOTE and used == len(text) and len(found) == 1 + LONGEST // 4_000
-    assert form.cut(text[:1000], whole=False) == ([], 0)
+    text = b'"a,2\n' + line * (MAX_RECORD_BYTES // 4_000)
+    found, used = form.split_records(text, is_complete=False)
+    assert found[0].reason == UNCLOSED_QUOTE and used == len(text) and len(found) == 1 + MAX_RECORD_BYTES // 4_000
+    assert form.split_records(text[:1000], is_complete=False) == ([], 0)
 
 
 @pytest.mark.parametrize("text", [b"", b"\n\n", b"a,a\n1,2\n", b"a,\n", b"\xff\n", b'"a\n1,2\n'])
@@ -136,7 +144,7 @@ def test_a_delimiter_is_a_character() -> None:
 def record(body: Any, *maps: str, **more: Any) -> Any:
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        return Fields(DATA.schema, maps, **more).record(body)
+        return FieldMap(DATA.schema, maps, **more).extract_record(body)
     except UnfitRecordError as why:
         return str(why)
 
@@ -160,7 +168,7 @@ def test_what_nobody_knows_is_refused_unless_it_is_ignored() -> None:
     assert record({"age": 1, "years": 2}, "age=years", ignore_unknown=True) == {"age": 2}
     assert record({"seq": 1, "age": 2}, position="seq") == {"age": 2}
     assert record({"seq": 1, "age": 2, "x": 3}, position="seq") == UNDECLARED_FIELD_REASON
-    assert record({"patient.age": 5, "patient": {"age": 6}}, "age=patient.age") == TWICE
+    assert record({"patient.age": 5, "patient": {"age": 6}}, "age=patient.age") == DUPLICATE_FIELD
 
 
 @pytest.mark.parametrize(
@@ -171,7 +179,7 @@ def test_what_nobody_knows_is_refused_unless_it_is_ignored() -> None:
         (b"", EMPTY_MESSAGE),
         (b"[" * 100_000, NO_OBJECT),
         (b"\xff", NOT_UTF8),
-        (b'{"age": 1, "age": 2}', TWICE),
+        (b'{"age": 1, "age": 2}', DUPLICATE_FIELD),
         (b'{"age": ' + b"1" * 5000 + b"}", NO_OBJECT),
     ],
 )
@@ -191,7 +199,7 @@ def test_what_is_no_object_is_refused(body: bytes, reason: str) -> None:
 )
 def test_a_map_that_does_not_fit_is_refused(maps: list[str], text: str) -> None:
     with pytest.raises(SpecError, match=text):
-        Fields(DATA.schema, maps)
+        FieldMap(DATA.schema, maps)
 
 
 @given(st.binary(max_size=40) | st.recursive(st.none() | st.integers() | st.text("ap.", max_size=3),
@@ -200,7 +208,9 @@ def test_a_map_that_does_not_fit_is_refused(maps: list[str], text: str) -> None:
 def test_no_message_breaks_the_reading_of_fields(body: bytes, ignore: bool) -> None:
     for maps in ([], ["age=a.b"]):
         found = record(body, *maps, ignore_unknown=ignore)
-        assert found in (UNDECLARED_FIELD_REASON, NO_OBJECT, NOT_UTF8, TWICE, EMPTY_MESSAGE) or isinstance(found, dict)
+        assert found in (UNDECLARED_FIELD_REASON, NO_OBJECT, NOT_UTF8, DUPLICATE_FIELD, EMPTY_MESSAGE) or isinstance(
+            found, dict
+        )
         if maps and isinstance(found, dict):
             assert found.keys() <= {"age", "ward"}
 
@@ -209,45 +219,45 @@ def test_no_message_breaks_the_reading_of_fields(body: bytes, ignore: bool) -> N
 
 
 def test_a_sieve_tells_records_from_what_is_none() -> None:
-    sieve = RecordConverter(RECORDS, Fields(DATA.schema))
+    sieve = RecordConverter(RECORDS, FieldMap(DATA.schema))
     good = json.dumps(RECORD).encode()
     messages = [
-        Message(good, 3),
-        Message({**RECORD, "age": 121}, 5),
-        Message(good, 5),
-        Message(b"x", 8, "unreadable"),
-        Message({**RECORD, "more": 1}, 9),
-        Message(b"no", 10),
-        Message({**RECORD, "age": "61"}, 11),
+        SourceMessage(good, 3),
+        SourceMessage({**RECORD, "age": 121}, 5),
+        SourceMessage(good, 5),
+        SourceMessage(b"x", 8, "unreadable"),
+        SourceMessage({**RECORD, "more": 1}, 9),
+        SourceMessage(b"no", 10),
+        SourceMessage({**RECORD, "age": "61"}, 11),
     ]
     sifted = sieve.convert(messages, 2)
-    assert sifted.fitting is not None
-    encoded, positions = sifted.fitting
-    assert (positions, len(encoded.labels), sifted.again, sifted.last) == ([3, 11], 2, 1, 11)
+    assert sifted.fitting_records is not None
+    encoded, positions = sifted.fitting_records
+    assert (positions, len(encoded.labels), sifted.duplicate_count, sifted.last_position) == ([3, 11], 2, 1, 11)
     np.testing.assert_array_equal(encoded.features[0], encoded.features[1])
-    reasons = [(messages[place].position, why) for place, why in sifted.refused.items()]
+    reasons = [(messages[place].position, why) for place, why in sifted.refusals.items()]
     assert reasons == [(5, "age: beyond its bounds"), (8, "unreadable"), (9, UNDECLARED_FIELD_REASON), (10, NO_OBJECT)]
-    assert sieve.convert(messages[:1], 3).fitting is None
+    assert sieve.convert(messages[:1], 3).fitting_records is None
 
 
 @given(st.lists(st.tuples(st.integers(-1, 130), st.booleans(), st.integers(0, 9)), max_size=30), st.integers(-1, 9))
 def test_every_message_is_counted_once(told: list[tuple[int, bool, int]], after: int) -> None:
     """Fitting, refused or come again; and what fits has positions that rise."""
-    sieve = RecordConverter(RECORDS, Fields(DATA.schema))
+    sieve = RecordConverter(RECORDS, FieldMap(DATA.schema))
     messages = [
-        Message({**RECORD, "age": age}, place) if readable else Message(b"", place, "why")
+        SourceMessage({**RECORD, "age": age}, place) if readable else SourceMessage(b"", place, "why")
         for age, readable, place in told
     ]
     sifted = sieve.convert(messages, after)
-    positions = [] if sifted.fitting is None else sifted.fitting[1]
-    assert len(positions) + len(sifted.refused) + sifted.again == len(messages)
+    positions = [] if sifted.fitting_records is None else sifted.fitting_records[1]
+    assert len(positions) + len(sifted.refusals) + sifted.duplicate_count == len(messages)
     assert all(a < b for a, b in zip([after, *positions], positions, strict=False))
-    assert sifted.last == max([after, *(each.position for each in messages)])
+    assert sifted.last_position == max([after, *(each.position for each in messages)])
 
 
 def test_a_run_without_a_schema_takes_lists_of_numbers() -> None:
     spec = spec_of({"features": 2, "intercept": True})
-    sieve = RecordConverter(LiveRecordEncoder.of(spec.data, spec.loss), Fields(None))
+    sieve = RecordConverter(LiveRecordEncoder.from_spec(spec.data, spec.loss), FieldMap(None))
     rows: list[Any] = [
         {"features": [1, 2.5], "label": 1},
         {"features": [1], "label": 1},
@@ -260,9 +270,9 @@ def test_a_run_without_a_schema_takes_lists_of_numbers() -> None:
         {"features": [1, float("nan")], "label": 1},
         {"features": [1, 2], "label": 7},
     ]
-    sifted = sieve.convert([Message(row, at) for at, row in enumerate(rows)], -1)
-    assert sifted.fitting is not None and sifted.fitting[0].features.tolist() == [[1.0, 2.5, 1.0]]
-    reasons = list(sifted.refused.values())
+    sifted = sieve.convert([SourceMessage(row, at) for at, row in enumerate(rows)], -1)
+    assert sifted.fitting_records is not None and sifted.fitting_records[0].features.tolist() == [[1.0, 2.5, 1.0]]
+    reasons = list(sifted.refusals.values())
     assert reasons[:7] == [NO_NUMBERS] * 7
     assert reasons[7:] == ["a number that is not finite", "the label: none that the loss knows"]
 
@@ -272,7 +282,7 @@ def test_a_run_without_a_schema_takes_lists_of_numbers() -> None:
 
 def test_positions_are_counted_on_or_said_by_a_field() -> None:
     counted = PositionCounter("", 6)
-    assert [counted.message(b"", why).position for why in ("", "no", "")] == [7, 8, 9]
+    assert [counted.number_message(b"", why).position for why in ("", "no", "")] == [7, 8, 9]
     said = PositionCounter("seq", 6)
     bodies = [
         b'{"seq": 3}',
@@ -284,7 +294,7 @@ def test_positions_are_counted_on_or_said_by_a_field() -> None:
         b'{"seq": 1e3}',
         b'{"seq": 10}',
     ]
-    found = [said.message(body) for body in bodies]
+    found = [said.number_message(body) for body in bodies]
     assert [each.position for each in found] == [3, 9, 9, 9, 9, 9, 9, 10]
     reasons = [each.reason for each in found]
     assert reasons == ["", "", NO_POSITION, NO_POSITION, NO_POSITION, NO_OBJECT, NO_POSITION, ""]

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from sottovoce_client.feeding import endpoint as http
-from sottovoce_client.feeding.broker import HTTP, Access
+from sottovoce_client.feeding.broker import HTTP, BrokerCredentials
 from sottovoce_client.feeding.progress import FeedCounters
-from sottovoce_client.feeding.pump import Target, Terms
+from sottovoce_client.feeding.pump import FeedOptions, FeedTarget
 from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
 from tests.services.identities import Identities
@@ -28,16 +28,22 @@ WRONG = {**RECORD, "age": SECRET}
 @asynccontextmanager
 async def endpoint(
     up: Network,
-    terms: Terms | None = None,
+    terms: FeedOptions | None = None,
     patience_s: float = 20.0,
     url: str = "http://127.0.0.1:0",
-    access: Access | None = None,
+    access: BrokerCredentials | None = None,
     **more: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, FeedCounters]]:
     """An endpoint, and a client of it."""
     account, stop, told = FeedCounters(), asyncio.Event(), asyncio.get_running_loop().create_future()
-    target = Target(up.addresses["ann"], "http", patience_s=patience_s)
-    work = http.serve(HTTP.source(url, access=access or Access()), target, terms or Terms(), told.set_result, **more)
+    target = FeedTarget(up.addresses["ann"], "http", patience_s=patience_s)
+    work = http.serve(
+        HTTP.parse_url(url, access=access or BrokerCredentials()),
+        target,
+        terms or FeedOptions(),
+        told.set_result,
+        **more,
+    )
     serving = asyncio.ensure_future(work(account, stop))
     await asyncio.wait([serving, told], return_when=asyncio.FIRST_COMPLETED)
     try:
@@ -60,7 +66,7 @@ async def test_records_are_answered_when_they_are_in_keeping(tmp_path: Path) -> 
     async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner):
         async with endpoint(up) as (client, account):
             assert await post(client, RECORD) == (200, {"records": 1, "new": 1, "positions": [0, 0]})
-            assert (await learner.status()).records == 1
+            assert (await learner.fetch_status()).records == 1
             assert await post(client, [RECORD] * 3) == (200, {"records": 3, "new": 3, "positions": [1, 3]})
             for new in (2, 0):
                 found = await post(client, [RECORD] * 2, source="ward", positions="7")
@@ -70,7 +76,7 @@ async def test_records_are_answered_when_they_are_in_keeping(tmp_path: Path) -> 
         async with endpoint(up) as (client, _):  # it goes on where the one before it ended
             assert await post(client, RECORD) == (200, {"records": 1, "new": 1, "positions": [4, 4]})
         await learned(learner, 9)
-        assert (account.fed, account.again, account.sources) == (8, 3, {"http", "ward"})
+        assert (account.records_fed, account.duplicate_count, account.sources) == (8, 3, {"http", "ward"})
 
 
 async def test_what_does_not_fit_is_refused_whole_by_number_and_reason(tmp_path: Path) -> None:
@@ -101,19 +107,19 @@ async def test_what_does_not_fit_is_refused_whole_by_number_and_reason(tmp_path:
         assert (await client.post("/records", json=RECORD, headers={"Idempotency-Key": "k"})).status_code == 400
         assert (await client.get("/records")).status_code == 405
         assert await post(client, RECORD) == (200, {"records": 1, "new": 1, "positions": [0, 0]})
-        assert (await learner.status()).records == 1
-        assert account.refused.total() == 502 and account.dropped == 0
+        assert (await learner.fetch_status()).records == 1
+        assert account.refusals.total() == 502 and account.dropped_count == 0
 
 
 async def test_a_field_says_the_positions(tmp_path: Path) -> None:
-    terms = Terms(position="seq")
+    terms = FeedOptions(position="seq")
     async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner), endpoint(up, terms) as (client, _):
         rows = [{**RECORD, "seq": at} for at in (3, 8)]
         assert await post(client, rows) == (200, {"records": 2, "new": 2, "positions": [3, 8]})
         assert await post(client, rows) == (200, {"records": 2, "new": 0, "positions": [3, 8]})
         code, told = await post(client, [*reversed(rows), RECORD])
         assert code == 400 and told["refused"].keys() == {"1", "2"}
-        assert (await learner.status()).records == 2
+        assert (await learner.fetch_status()).records == 2
 
 
 async def test_a_request_is_bounded(tmp_path: Path) -> None:
@@ -147,22 +153,22 @@ async def test_while_too_many_wait_others_do_or_are_refused(
         session = up.learners["ann"]._session
         assert session is not None
         go_on = asyncio.Event()
-        settled = session.ingest.receipts.settled
+        settled = session.ingestor.receipts.wait_durable
 
         async def held() -> None:
             await go_on.wait()
             await settled()
 
-        session.ingest.receipts.settled = held  # type: ignore[method-assign]
+        session.ingestor.receipts.wait_durable = held  # type: ignore[method-assign]
         taken = asyncio.ensure_future(post(client, [RECORD] * 3))
-        while account.waiting < 3:  # noqa: ASYNC110 - a number is no event
+        while account.messages_waiting < 3:  # noqa: ASYNC110 - a number is no event
             await asyncio.sleep(0.01)
         answer = await client.post("/records", json=RECORD)
         assert (answer.status_code, answer.headers["retry-after"]) == (code, "1")
         go_on.set()
         assert await taken == (200, {"records": 3, "new": 3, "positions": [1, 3]})
         assert await post(client, RECORD) == (200, {"records": 1, "new": 1, "positions": [4, 4]})
-        assert (await learner.status()).records == 5
+        assert (await learner.fetch_status()).records == 5
 
 
 async def test_many_clients_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +213,9 @@ async def test_a_learner_that_is_away_is_said_and_comes_back(tmp_path: Path) -> 
 
 def served(url: str, **more: Any) -> Any:
     own = {name: more.pop(name) for name in ("certificate", "key") if name in more}
-    return http.serve(HTTP.source(url, access=Access(**own)), Target("127.0.0.1:1"), Terms(), print, **more)
+    return http.serve(
+        HTTP.parse_url(url, access=BrokerCredentials(**own)), FeedTarget("127.0.0.1:1"), FeedOptions(), print, **more
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,7 +257,7 @@ async def test_a_token_and_tls_let_in_whom_they_should(tmp_path: Path) -> None:
     trust.check_hostname = False
     async with (
         ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner),
-        endpoint(up, access=Access(certificate=own / "tls.crt", key=own / "tls.key"), **more) as (plain, _),
+        endpoint(up, access=BrokerCredentials(certificate=own / "tls.crt", key=own / "tls.key"), **more) as (plain, _),
         httpx.AsyncClient(base_url=plain.base_url, verify=trust, timeout=100.0) as client,
     ):
         assert str(client.base_url).startswith("https://")
@@ -258,18 +266,20 @@ async def test_a_token_and_tls_let_in_whom_they_should(tmp_path: Path) -> None:
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         answer = await client.post("/records", json=RECORD, headers={"Authorization": f"Bearer {token}"})
         assert answer.status_code == 200
-        assert (await learner.status()).records == 1
+        assert (await learner.fetch_status()).records == 1
         (tmp_path / "no.key").write_text("")
         with pytest.raises(SpecError, match="the files for TLS cannot be used"):
-            async with endpoint(up, access=Access(certificate=own / "tls.crt", key=tmp_path / "no.key"), **more):
+            async with endpoint(
+                up, access=BrokerCredentials(certificate=own / "tls.crt", key=tmp_path / "no.key"), **more
+            ):
                 pass
 
 
 async def test_an_endpoint_ends_when_it_is_told_to(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="cannot reach"):
-        await http.serve(HTTP.source("http://127.0.0.1"), Target("127.0.0.1:1", "a", patience_s=0.2), Terms(), print)(
-            FeedCounters(), asyncio.Event()
-        )
+        await http.serve(
+            HTTP.parse_url("http://127.0.0.1"), FeedTarget("127.0.0.1:1", "a", patience_s=0.2), FeedOptions(), print
+        )(FeedCounters(), asyncio.Event())
     async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _), endpoint(up) as (client, _):
         assert (await client.post("/records", json=RECORD)).status_code == 200
         with pytest.raises(SpecError, match="cannot listen on"):

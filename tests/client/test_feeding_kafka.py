@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from sottovoce_client.feeding.broker import Access
+from sottovoce_client.feeding.broker import BrokerCredentials
 from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
 from tests.brokers import Feeder, free_port, killed_again_and_again, open_url, take, troubles, until
 from tests.brokers import options_of as broker_options_of
@@ -156,7 +156,7 @@ async def test_who_is_not_known_is_told_so_at_once() -> None:
         answering.add(asyncio.ensure_future(refuse(reader, writer)))
 
     async with await asyncio.start_server(answer, "127.0.0.1") as at:
-        access = Access("ann", "wrong")
+        access = BrokerCredentials("ann", "wrong")
         with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
             async with open_url(**options_of(at.sockets[0].getsockname()[1], access=access, sasl="PLAIN")):
                 pass

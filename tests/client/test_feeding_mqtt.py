@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from sottovoce_client.feeding.broker import Access
+from sottovoce_client.feeding.broker import BrokerCredentials
 from sottovoce_client.feeding.mqtt import _drive, _Unacknowledged
 from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
 from tests import brokers
@@ -186,12 +186,12 @@ async def test_a_broker_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
                 at.process.terminate()  # it writes down what it has
                 at.process.wait()
                 await until(lambda: bool(troubles(logs)))
-                await part.keep(4)  # nobody hears it
+                await part.acknowledge(4)  # nobody hears it
                 await at.start()
                 async with publishing(at) as publish:
                     await publish(*bodies(10, 11))
                 found += await following
-                await part.keep(10)
+                await part.acknowledge(10)
                 await messages.aclose()
         assert [each.body for each in found] == bodies(0, 11)
         assert [each["event"] for each in logs] == [
@@ -254,15 +254,15 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     certificate, key = certificate_in(tmp_path)
     own = ["allow_anonymous false", f"password_file {users}", f"certfile {certificate}", f"keyfile {key}"]
     async with server(tmp_path, *own) as at:
-        for access in (Access("ann", "wrong", ca=certificate), Access(ca=certificate)):
+        for access in (BrokerCredentials("ann", "wrong", ca=certificate), BrokerCredentials(ca=certificate)):
             with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
                 async with open_url(**options_of(at, access=access)):
                     pass
             assert "right" not in str(refused.value)
         with pytest.raises(FailedPrecondition, match=r"(?i)certificate.verify.failed"):
-            async with open_url(**options_of(at, scheme="mqtts", access=Access("ann", "right"))):
+            async with open_url(**options_of(at, scheme="mqtts", access=BrokerCredentials("ann", "right"))):
                 pass
-        ann = Access("ann", "right", ca=certificate)
+        ann = BrokerCredentials("ann", "right", ca=certificate)
         async with open_url(**options_of(at, access=ann)) as (part,):
             async with publishing(at, **ANN, tls=ssl.create_default_context(cafile=certificate)) as publish:
                 await publish(b"1")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from sottovoce_client.feeding.broker import Access
+from sottovoce_client.feeding.broker import BrokerCredentials
 from sottovoce_client.feeding.redis import _id_of, _position_of
 from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
 from tests import brokers
@@ -114,7 +114,7 @@ async def test_a_server_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
                 following = asyncio.ensure_future(anext(messages))
                 at.kill()
                 await until(lambda: bool(troubles(logs)))
-                await part.keep(found[50].position)  # nobody hears it
+                await part.acknowledge(found[50].position)  # nobody hears it
                 await at.start()
                 async with client(at) as to:
                     await add(to, 100, 101)
@@ -145,17 +145,17 @@ async def test_patience_ends(tmp_path: Path) -> None:
 async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     (tmp_path / "users").write_text("user default on >right ~* +@all\nuser ben on >right ~* -@all +ping +exists\n")
     async with server(tmp_path, "--aclfile", str(tmp_path / "users")) as at:
-        for access in (Access("", "wrong"), Access(), Access("ann", "right")):
+        for access in (BrokerCredentials("", "wrong"), BrokerCredentials(), BrokerCredentials("ann", "right")):
             with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
                 async with open_url(**options_of(at, access=access)):
                     pass
             assert "right" not in str(refused.value)
         async with client(at, **ANN) as to:
             await add(to, 0, 1)
-        async with open_url(**options_of(at, access=Access("ben", "right"))) as (part,):
+        async with open_url(**options_of(at, access=BrokerCredentials("ben", "right"))) as (part,):
             with pytest.raises(FailedPrecondition, match="permissions"):
                 await take(part, 1)
-        async with open_url(**options_of(at, access=Access("", "right"))) as (part,):
+        async with open_url(**options_of(at, access=BrokerCredentials("", "right"))) as (part,):
             assert len(await take(part, 1)) == 1
 
 
@@ -163,7 +163,7 @@ async def test_through_tls_the_server_is_known_by_its_authority(tmp_path: Path) 
     certificate, key = map(str, certificate_in(tmp_path))
     files = ("--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate)
     async with server(tmp_path, *files, "--tls-auth-clients", "yes", "--port", "0", tls=True) as at:
-        ours = Access(ca=Path(certificate), certificate=Path(certificate), key=Path(key))
+        ours = BrokerCredentials(ca=Path(certificate), certificate=Path(certificate), key=Path(key))
         async with client(at, ssl=True, ssl_ca_certs=certificate, ssl_certfile=certificate, ssl_keyfile=key) as to:
             await add(to, 0, 1)
         async with open_url(**options_of(at, access=ours)) as (part,):
@@ -180,7 +180,7 @@ async def test_a_stream_that_was_made_anew_is_refused(tmp_path: Path) -> None:
             found = await take(part, 10, keep=False)
             await to.delete("wards")
             with pytest.raises(DataError, match="not the one it was: it was deleted"):
-                await part.keep(found[-1].position)
+                await part.acknowledge(found[-1].position)
             await add(to, 0, 20)
             with pytest.raises(DataError, match="not the one it was"):
                 await take(part, 1, after=found[-1].position)

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from sottovoce_client import doctor
 from sottovoce_client.cli import app
-from sottovoce_client.feeding.broker import START_SETTING, HTTP, Access, Feed, Setting, feeds
+from sottovoce_client.feeding.broker import HTTP, START_SETTING, BrokerCredentials, Feed, UrlSetting, load_feeds
 from sottovoce_core.errors import SpecError
 from tests.client.test_feeding import ann, command, ended
 from tests.client.test_live_learner import RECORD, learned
 
-OWN = feeds()
+OWN = load_feeds()
 
 TOY = f"""
 import asyncio
@@ -73,7 +73,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_a_broker_of_another_package_is_fed_from(toy: Path, tmp_path: Path) -> None:
-    assert "toy" in {scheme for each in feeds() for scheme in each.schemes}
+    assert "toy" in {scheme for each in load_feeds() for scheme in each.schemes}
     async with ann(tmp_path) as (up, learner):
         environment = {**os.environ, "PYTHONPATH": str(toy)}
         url = "toy://host/red,blue?records=3&group=north"
@@ -95,7 +95,7 @@ def test_it_has_its_help_and_its_line_of_the_doctor(toy: Path) -> None:
         "toy://host/box?r",
     ):
         assert words in result.output
-    (extras,) = [each.text for each in doctor._installed() if each.what == "extras"]
+    (extras,) = [each.text for each in doctor._installed() if each.subject == "extras"]
     assert "toy" in extras.partition("not installed: ")[2].split(", ")
 
 
@@ -109,11 +109,11 @@ def test_it_has_its_help_and_its_line_of_the_doctor(toy: Path) -> None:
 def test_an_entry_point_that_is_no_broker_is_named(entry: str, text: str, toy: Path) -> None:
     (toy / "toy-1.0.dist-info" / "entry_points.txt").write_text(f"[sottovoce.feeds]\ntoy = {entry}\n")
     with pytest.raises(SpecError, match=text):
-        feeds()
+        load_feeds()
 
 
 def test_the_feeds_are_those_of_the_package() -> None:
-    assert {each.name for each in feeds()} == {"HTTP", "Kafka", "MQTT", "NATS", "Redis"}
+    assert {each.name for each in load_feeds()} == {"HTTP", "Kafka", "MQTT", "NATS", "Redis"}
 
 
 @pytest.mark.parametrize("feed", OWN, ids=lambda each: each.name)
@@ -123,14 +123,14 @@ def test_every_setting_stands_in_the_help_and_every_example_is_a_source(feed: Fe
         assert f"\n  {each.name}\n" in text and each.help in text
     for example in feed.examples:
         assert example in text
-        feed.source(example)
+        feed.parse_url(example)
 
 
 @pytest.mark.parametrize("place", ["host:99999", "host:-1", "", "a b"])
 @pytest.mark.parametrize("feed", OWN, ids=lambda each: each.name)
 def test_a_host_that_is_none_is_refused(feed: Feed, place: str) -> None:
     with pytest.raises(SpecError, match=r"with a port from [01] to 65535.*, got "):
-        feed.source(f"{next(iter(feed.schemes))}://{place}{'/a' * bool(feed.path)}?client=a")
+        feed.parse_url(f"{next(iter(feed.schemes))}://{place}{'/a' * bool(feed.path)}?client=a")
 
 
 @pytest.mark.parametrize(
@@ -139,44 +139,47 @@ def test_a_host_that_is_none_is_refused(feed: Feed, place: str) -> None:
 @pytest.mark.parametrize("feed", OWN, ids=lambda each: each.name)
 def test_no_url_holds_a_password_and_none_is_shown(feed: Feed, where: str) -> None:
     with pytest.raises(SpecError, match="must hold no user or password") as refused:
-        feed.source(next(iter(feed.schemes)) + (where if feed.path else where.replace("/a?", "?")))
+        feed.parse_url(next(iter(feed.schemes)) + (where if feed.path else where.replace("/a?", "?")))
     assert "secret" not in str(refused.value) and "ret@" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("setting", "text", "value"),
     [
-        (Setting("n", "", 5, least=1, most=9), "9", 9),
-        (Setting("n", "", 5, least=1, most=9), "10", "a whole number from 1 to 9, got '10'"),
-        (Setting("n", "", 5), "five", f"a whole number from 0 to {2**31 - 1}, got 'five'"),
-        (Setting("n", "", 5), "٣", "a whole number"),
+        (UrlSetting("n", "", 5, minimum=1, maximum=9), "9", 9),
+        (UrlSetting("n", "", 5, minimum=1, maximum=9), "10", "a whole number from 1 to 9, got '10'"),
+        (UrlSetting("n", "", 5), "five", f"a whole number from 0 to {2**31 - 1}, got 'five'"),
+        (UrlSetting("n", "", 5), "٣", "a whole number"),
         (START_SETTING, "start", "start"),
         (START_SETTING, "", "one of committed, start, new, got ''"),
-        (Setting("f", "", None), "a/b", Path("a/b")),
-        (Setting("f", "", None), "", "a value, got ''"),
+        (UrlSetting("f", "", None), "a/b", Path("a/b")),
+        (UrlSetting("f", "", None), "", "a value, got ''"),
     ],
 )
-def test_a_setting_has_a_value_or_is_refused(setting: Setting, text: str, value: Any) -> None:
+def test_a_setting_has_a_value_or_is_refused(setting: UrlSetting, text: str, value: Any) -> None:
     if isinstance(value, str) and value != text:
         with pytest.raises(SpecError, match=re.escape(f"of URL must be {value}")):
-            setting.value(text, "URL")
+            setting.parse_value(text, "URL")
     else:
-        assert setting.value(text, "URL") == value
+        assert setting.parse_value(text, "URL") == value
 
 
 def test_names_and_values_are_as_a_url_writes_them() -> None:
-    mqtt = next(each for each in feeds() if each.name == "MQTT")
-    source = mqtt.source(
-        "MQTTS://[::1]/wards/+/north/#,a%2Cb%3Fc?client=feeder%20north%26&session=9", access=Access("ann")
+    mqtt = next(each for each in load_feeds() if each.name == "MQTT")
+    source = mqtt.parse_url(
+        "MQTTS://[::1]/wards/+/north/#,a%2Cb%3Fc?client=feeder%20north%26&session=9", access=BrokerCredentials("ann")
     )
     assert (source.scheme, source.servers, source.addresses) == ("mqtts", [("::1", 8883)], ["[::1]:8883"])
     assert source.names == ("wards/+/north/#", "a,b?c")
     assert source.settings == {"client": "feeder north&", "session": 9, "state": None}
-    assert source.tls() is not None and mqtt.source("mqtt://h/a?client=b").tls() is None
+    assert source.build_tls_context() is not None and mqtt.parse_url("mqtt://h/a?client=b").build_tls_context() is None
 
 
 def test_where_all_requests_come_to_is_a_url_too() -> None:
-    assert HTTP.source("http://[::1]:0").addresses == ["[::1]:0"]
-    assert HTTP.source("https://0.0.0.0?when-full=reject").settings == {"when-full": "reject", "max-bytes": 1024 * 1024}
+    assert HTTP.parse_url("http://[::1]:0").addresses == ["[::1]:0"]
+    assert HTTP.parse_url("https://0.0.0.0?when-full=reject").settings == {
+        "when-full": "reject",
+        "max-bytes": 1024 * 1024,
+    }
     with pytest.raises(SpecError, match=r"SOURCE must be like http://HOST:7490, got 'http://a:1/records'"):
-        HTTP.source("http://a:1/records")
+        HTTP.parse_url("http://a:1/records")

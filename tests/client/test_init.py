@@ -15,8 +15,8 @@ import pytest
 import yaml
 from pyarrow import csv, parquet
 
-from sottovoce_client.starting import InitOptions, begin
-from sottovoce_core.budget.calibration import epsilons
+from sottovoce_client.starting import InitOptions, draft_spec
+from sottovoce_core.budget.calibration import compute_epsilons
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.running.policy import Policy
@@ -123,7 +123,7 @@ def test_a_spec_checks_without_a_warning_and_costs_what_was_wished(
     assert (code, err) == (0, "")
     assert out.endswith("fine, but for 1 warning above\n" if kind in PLACED else "fine\n")
     prepared = prepare(load_spec(spec))
-    spent = epsilons(prepared.run, prepared.data, per="record")
+    spent = compute_epsilons(prepared.run, prepared.data, unit="record")
     wished = float(epsilon)
     assert max(spent) == pytest.approx(told["epsilon"], rel=1e-12) and told["delta"] == 0.0
     assert all(0.997 * wished <= each <= wished for each in spent)
@@ -148,19 +148,19 @@ def test_it_says_where_nothing_scales_the_features(tmp_path: Path, here: Here, k
 def test_no_batch_that_is_said_is_small(tmp_path: Path, rounds: int) -> None:
     """Else its records would cost more, and the noise of all rounds would follow them."""
     path, _ = _written(tmp_path, "npz")
-    begun = begin(InitOptions(path, learners="3", rounds=rounds), tmp_path, None, print)
+    begun = draft_spec(InitOptions(path, learners="3", rounds=rounds), tmp_path, None, print)
     data = prepare(begun.spec).data
     assert begun.spec.rounds <= rounds
     for own in data.learners:
         assert set(np.diff(own.offsets)[:-1]) == {begun.spec.data.batch_size}
-    assert begun.left < 60 // min(rounds - 1, 60) + rounds - 1
+    assert begun.unused_records < 60 // min(rounds - 1, 60) + rounds - 1
 
 
 @pytest.mark.parametrize(("learners", "telemetry"), [("1", True), ("3", False)])
 def test_what_is_overheard_needs_no_telemetry(tmp_path: Path, learners: str, telemetry: bool) -> None:
     """So a learner by the default policy takes part; a single one has no neighbour that could be overheard."""
     path, _ = _written(tmp_path, "npz")
-    begun = begin(InitOptions(path, learners=learners), tmp_path, None, print)
+    begun = draft_spec(InitOptions(path, learners=learners), tmp_path, None, print)
     document = yaml.safe_load(begun.text)
     assert begun.spec.telemetry.predict is ("telemetry" in document) is telemetry
     if not telemetry:
@@ -244,7 +244,7 @@ def test_a_class_may_be_named_in_another_spelling(
         fields = {"features": numbers, "label": {"name": "outcome", **label}}
         declared.write_text(yaml.safe_dump(fields), encoding="utf-8")
         kept = ("false", "true")[kept] if isinstance(kept, int) else kept
-    chosen = begin(InitOptions(path, positive=(told,), schema=declared), tmp_path, None, print).spec
+    chosen = draft_spec(InitOptions(path, positive=(told,), schema=declared), tmp_path, None, print).spec
     assert chosen.data.positive == (kept,)
 
 
@@ -252,7 +252,7 @@ def test_a_spelling_that_means_no_class_is_refused_with_those_there_are(tmp_path
     path = tmp_path / "told.csv"
     csv.write_csv(_table(np.array(["maybe", "no", "yes"])[np.arange(N) % 3]), path)
     with pytest.raises(SpecError, match="must name labels that occur, maybe, no, yes, got 'true'"):
-        begin(InitOptions(path, positive=("true",)), tmp_path, None, print)
+        draft_spec(InitOptions(path, positive=("true",)), tmp_path, None, print)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_spelling_that_means_no_class_is_refused_with_those_there_are(tmp_path
 def test_what_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     path, _ = _written(tmp_path, "text")
     with pytest.raises(SpecError, match=said):
-        begin(InitOptions(path, **options), tmp_path, None, print)
+        draft_spec(InitOptions(path, **options), tmp_path, None, print)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_so_is_what_the_file_or_schema_says_otherwise(
     if kind == "schema":
         options = {**options, "schema": Path(given[1])}
     with pytest.raises(SpecError, match=said):
-        begin(InitOptions(path, **options), tmp_path, None, print)
+        draft_spec(InitOptions(path, **options), tmp_path, None, print)
 
 
 @pytest.mark.parametrize(("shares", "left"), [((3, 1), True), ((1, 1), False)])

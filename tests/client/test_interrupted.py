@@ -27,7 +27,7 @@ from sottovoce_client import entry, terminal
 from sottovoce_client.backends import _done_for, open_mapper
 from sottovoce_client.cli import app, services
 from sottovoce_client.running.conduct import run_async
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, Stop
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, StopSignal
 from sottovoce_core.errors import SpecError
 from sottovoce_core.running.metrics import Metrics
 from tests.client.progress import Reported
@@ -287,12 +287,14 @@ def test_what_follows_a_loop_hears_what_was_heard_before_it() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGINT, STOPPED_BY_OPERATOR), (signal.SIGTERM, STOPPED_BY_SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGINT, STOPPED_BY_OPERATOR), (signal.SIGTERM, STOPPED_BY_SIGTERM)]
+)
 def test_a_run_is_stopped_with_the_reason_that_its_command_ends_for(number: signal.Signals, reason: str) -> None:
     async def work(stop: asyncio.Event) -> str:
         signal.raise_signal(number)
         await stop.wait()
-        assert isinstance(stop, Stop)
+        assert isinstance(stop, StopSignal)
         return stop.reason
 
     assert run_async(work) == reason
@@ -347,7 +349,7 @@ def started_by(process: int) -> list[psutil.Process]:
 def test_a_bar_counts_what_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(terminal, "console", lambda **_: Console(file=out, force_terminal=True, width=80))
-    with terminal.bar("choosing") as say:
+    with terminal.show_progress_bar("choosing") as say:
         say("simulating", 1_000, 2_000, "runs")
         say("spec 1 of 2", 5, 5, "rounds")
         say("weighing")
@@ -358,7 +360,7 @@ def test_a_bar_counts_what_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch
 
 
 def test_elsewhere_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with terminal.bar("choosing") as say:
+    with terminal.show_progress_bar("choosing") as say:
         say("simulating", 1, 2, "runs")
     assert capsys.readouterr() == ("", "")
 

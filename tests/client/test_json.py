@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.running.conduct import ServiceDied
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, Interrupted, Outcome
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, Outcome, RunInterrupted
+from sottovoce_client.running.summary import RunProgress
 from sottovoce_core.experiment import prepare
 from sottovoce_core.noise import Recorder, SeededNoise
 from sottovoce_core.results import read_results
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import load_spec
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import SEE_LOG_TEXT
@@ -112,7 +112,7 @@ def test_simulate_tells_what_metrics_came_to(folder: Path) -> None:
     assert document["left_out"] == ["decisions", "transcript", "noise"]
     (run,) = read_results("o").runs
     assert {name: each["mean"] for name, each in document["metrics"].items()} == {
-        name: curve.final for name, curve in run.curves.curves.items()
+        name: curve.final_mean for name, curve in run.curves.curves.items()
     }
 
 
@@ -176,8 +176,8 @@ def test_a_run_and_all_that_is_asked_of_what_it_leaves(folder: Path) -> None:
     spec = {**yaml.safe_load(Path("small.yaml").read_text("utf-8")), "capture": "relay"}
     Path("small.yaml").write_text(yaml.safe_dump(spec), "utf-8")
     prepared, recorder = prepare(load_spec(Path("small.yaml"))), Recorder(SeededNoise(0))
-    list(simulate(prepared.run, prepared.data, recorder))
-    np.savez("noise.npz", y=np.stack(recorder.drawn["y"]))
+    list(simulate_rounds(prepared.run, prepared.data, recorder))
+    np.savez("noise.npz", y=np.stack(recorder.noise_by_field["y"]))
     more = ("--tls", "--per-process", "3", "--recorded-noise", "noise.npz")
     document = told("up", "small.yaml", "--out", "o", *more)
     assert (document["folder"], document["state"], document["rounds"], document["rounds_done"]) == (
@@ -210,7 +210,7 @@ def show(words: tuple[Any, ...], state: str, away: tuple[str, ...] = ()) -> None
     """Let the command that calls see three learners, in rounds 3 to 5."""
     (watch,) = (each for each in words if callable(each))
     counts = (3, 4, 5)
-    watch(Progress(1.0, counts, (None,) * 3, (0.0,) * 3, counts, away, run_id="small-1"), state)
+    watch(RunProgress(1.0, counts, (None,) * 3, (0.0,) * 3, counts, away, run_id="small-1"), state)
 
 
 def in_place_of_services(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
@@ -227,7 +227,7 @@ def in_place_of_services(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any
         (("stopped", STOPPED_BY_SIGTERM), 130, ("small-1", "stopped", STOPPED_BY_SIGTERM, 2)),
         (ServiceDied("ann died"), 1, ("small-1", "failed", "ann died", 3)),
         (
-            Interrupted("stopped before the run had begun"),
+            RunInterrupted("stopped before the run had begun"),
             130,
             (None, "stopped", "stopped before the run had begun", 3),
         ),
@@ -242,7 +242,7 @@ def test_a_run_without_a_summary_says_how_it_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run(*words: Any, **more: Any) -> Outcome:
-        if not isinstance(end, Interrupted):
+        if not isinstance(end, RunInterrupted):
             show(words, "running")
         if isinstance(end, Exception):
             raise end
@@ -258,7 +258,7 @@ def test_a_run_without_a_summary_says_how_it_ended(
         "state": state,
         "detail": detail,
         "rounds": 6,
-        "rounds_done": 0 if isinstance(end, Interrupted) else done,
+        "rounds_done": 0 if isinstance(end, RunInterrupted) else done,
         "capture": None,
     }
 
@@ -351,9 +351,11 @@ def test_models_and_figures_of_a_simulation(folder: Path) -> None:
 def test_words_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.reserve_stdout_for_json():
         print("a word")
-        terminal.console().print("a table")
-        terminal.tell(lambda: {"epsilon": math.inf, "at": Path("o"), "values": np.arange(2), "each": np.float64(0.5)})
-    terminal.tell(lambda: pytest.fail("nobody asked"))
+        terminal.create_console().print("a table")
+        terminal.print_json_if_requested(
+            lambda: {"epsilon": math.inf, "at": Path("o"), "values": np.arange(2), "each": np.float64(0.5)}
+        )
+    terminal.print_json_if_requested(lambda: pytest.fail("nobody asked"))
     out, error = capsys.readouterr()
     assert json.loads(out) == {"epsilon": None, "at": "o", "values": [0, 1], "each": 0.5}
     assert error.splitlines() == ["a word", "a table"]

@@ -12,9 +12,17 @@ import pytest
 from pydantic_core import to_json
 from rich.console import Console
 
-from sottovoce_client.running.known import reconfigure_run, list_runs, rebind, resume_run, get_run_documents, show_run, stop_run
+from sottovoce_client.running.known import (
+    get_run_documents,
+    list_runs,
+    rebind,
+    reconfigure_run,
+    resume_run,
+    show_run,
+    stop_run,
+)
 from sottovoce_client.terminal import reserve_stdout_for_json
-from sottovoce_core.errors import NotFound, FailedPrecondition, Rule, SpecError, Unavailable
+from sottovoce_core.errors import FailedPrecondition, NotFound, SpecError, Unavailable, ViolationKind
 from sottovoce_rpc.learner_status import Attribution, LearnerState
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, missed_soon, network
@@ -41,7 +49,7 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.
                 pass  # the coordinator has yet to hear of them
         await up.leave("ben")
         assert up.coordinating is not None
-        run_id = up.coordinating._courses.under_way[0].book.run_id
+        run_id = up.coordinating._courses.active_runs[0].machine.run_id
         await up.until_gone("ben")
         for asked in (done.run_id, run_id[:-1]):  # or as much of it as tells it from the others
             await show_run(up.coordinator, asked, console)
@@ -81,16 +89,16 @@ async def test_what_learners_noticed_of_each_other_is_shown(tmp_path: Path) -> N
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 2)
-        session = up.learners["ann"].in_run()
-        assert session.hearing.notice(1, Rule.EQUIVOCATION, Attribution.NAME, ended=False)
-        session.report()
-        async for view in up.watch(session.role.run_id):
+        session = up.learners["ann"].require_session()
+        assert session.receiver.record_violation(1, ViolationKind.EQUIVOCATION, Attribution.CLAIM, has_ended=False)
+        session.request_report()
+        async for view in up.watch(session.assignment.run_id):
             if view.violations:
                 break
-        await show_run(up.coordinator, session.role.run_id, console)
-        await stop_run(up.coordinator, session.role.run_id, console)
+        await show_run(up.coordinator, session.assignment.run_id, console)
+        await stop_run(up.coordinator, session.assignment.run_id, console)
         outcome = await running
-    (line,) = outcome.misconduct
+    (line,) = outcome.violations
     assert line.startswith(
         "somebody in the clear under the name of ben said two different things in one round when round "
     )

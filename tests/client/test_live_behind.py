@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from sottovoce_client.live.plain import MOST_WAITING, _Behind
+from sottovoce_client.live.plain import MAX_PENDING_RECORDS, _Behind
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import FailedPrecondition, SottovoceError, Unavailable
 
@@ -53,22 +53,23 @@ async def test_who_hands_over_too_many_waits() -> None:
     behind = _Behind(learner.bring, asyncio.get_running_loop())
 
     def program() -> None:
-        for k in range(3 * MOST_WAITING):
+        for k in range(3 * MAX_PENDING_RECORDS):
             behind.put(*one(k))
             handed.append(k)
         behind.flush()
 
     running = asyncio.ensure_future(asyncio.to_thread(program))
-    while len(handed) < MOST_WAITING:  # noqa: ASYNC110 - of another thread
+    while len(handed) < MAX_PENDING_RECORDS:  # noqa: ASYNC110 - of another thread
         await asyncio.sleep(0.001)
-    assert not running.done() and len(handed) <= 2 * MOST_WAITING + 1
+    assert not running.done() and len(handed) <= 2 * MAX_PENDING_RECORDS + 1
     learner.may.set()
     await running
-    assert learner.kept == list(range(3 * MOST_WAITING))
+    assert learner.kept == list(range(3 * MAX_PENDING_RECORDS))
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [(Unavailable("it is away"), Unavailable), (SottovoceError("the run is over"), FailedPrecondition)]
+    ("error", "kind"),
+    [(Unavailable("it is away"), Unavailable), (SottovoceError("the run is over"), FailedPrecondition)],
 )
 async def test_a_failure_is_raised_by_every_later_call_and_nothing_follows_it(
     error: SottovoceError, kind: type[SottovoceError]
@@ -103,7 +104,7 @@ async def test_who_waits_for_room_is_told_of_a_failure() -> None:
     behind.put(*one(0))
     while behind._waiting:  # noqa: ASYNC110 - until it is on its way
         await asyncio.sleep(0)
-    behind.put(np.zeros((MOST_WAITING, 1)), np.zeros(MOST_WAITING))
+    behind.put(np.zeros((MAX_PENDING_RECORDS, 1)), np.zeros(MAX_PENDING_RECORDS))
     waiting = asyncio.ensure_future(asyncio.to_thread(behind.put, *one(1)))
     learner.may.set()
     with pytest.raises(Unavailable, match="some are not kept"):

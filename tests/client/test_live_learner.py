@@ -20,9 +20,9 @@ from sottovoce_client.live.plain import SyncLearner
 from sottovoce_client.live.sending import MAX_BATCH_RECORDS, Sender, _Batch
 from sottovoce_core.data.live import LiveRecordEncoder
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
-from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_learner.ingest.ingest import Ingest
+from sottovoce_learner.ingest.ingest import RecordIngestor
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import made_up, small_spec
@@ -126,7 +126,7 @@ async def test_what_does_not_fit_is_refused_whole_and_not_quoted(
             await learner.feed(records, labels)
         assert str(SECRET) not in str(refused.value)
         await learner.feed([RECORD])
-        assert (await learner.status()).records == 1
+        assert (await learner.fetch_status()).records == 1
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ async def test_many_feeds_at_once_and_one_that_is_given_up(tmp_path: Path) -> No
         found = await asyncio.gather(*feeds, return_exceptions=True)
         assert [each for each in found if isinstance(each, int)] == [2_500] * 19
         await learner.feed(rows[:1], [1])
-        status = await learner.status()
+        status = await learner.fetch_status()
         assert status.records == learner.position + 1 >= 19 * 2_500 + 1
 
 
@@ -183,7 +183,7 @@ async def test_records_that_have_no_stream_wait_and_say_why(tmp_path: Path, monk
     async with ann_in(tmp_path, spec_of({"features": 2})) as (up, learner):
         await learner.feed(np.ones((1, 2)), [0])
         monkeypatch.setattr(up.learners["ann"].servicer._feeds, "_most", 1)
-        async with connect_learner(up.addresses["ann"], source="other", tell=waits.put_nowait) as other:
+        async with connect_learner(up.addresses["ann"], source="other", notify=waits.put_nowait) as other:
             feeding = asyncio.ensure_future(other.feed(np.ones((2, 2)), [0, 1]))
             why = await waits.get()
             monkeypatch.setattr(up.learners["ann"].servicer._feeds, "_most", 2)
@@ -230,13 +230,13 @@ async def test_of_records_that_go_together_the_refused_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner refuses whole messages, and says not which of their records it was."""
-    wrong, sizes, feed = (3, 20, 21, 49), list[int](), Ingest.feed
+    wrong, sizes, feed = (3, 20, 21, 49), list[int](), RecordIngestor.feed
 
-    async def noted(self: Ingest, batch: learner_pb2.SampleBatch) -> None:
+    async def noted(self: RecordIngestor, batch: learner_pb2.SampleBatch) -> None:
         sizes.append(len(batch.positions))
         await feed(self, batch)
 
-    monkeypatch.setattr(Ingest, "feed", noted)
+    monkeypatch.setattr(RecordIngestor, "feed", noted)
     async with ann_in(tmp_path, spec_of({"features": 2})) as (_, learner):
         kept = []
         for k in range(50):
@@ -269,7 +269,11 @@ def test_a_message_has_no_more_than_fits() -> None:
 
     sender = object.__new__(Sender)
     sender._batches, sender._apart = deque(batch(k, 1) for k in range(3_000)), False
-    assert [len(each) for each in sender._together(-1)] == [MAX_BATCH_RECORDS, MAX_BATCH_RECORDS, 3_000 - 2 * MAX_BATCH_RECORDS]
+    assert [len(each) for each in sender._together(-1)] == [
+        MAX_BATCH_RECORDS,
+        MAX_BATCH_RECORDS,
+        3_000 - 2 * MAX_BATCH_RECORDS,
+    ]
     assert sum(len(each) for each in sender._together(999)) == 2_000
     sender._batches = deque([batch(0, 600), batch(600, 600), batch(1_200, 424), batch(1_624, 1)])
     assert [[each.positions[0] for each in group] for group in sender._together(-1)] == [[0], [600, 1_200], [1_624]]
@@ -298,7 +302,7 @@ async def test_a_plain_program_does_the_same(tmp_path: Path) -> None:
                     if status.records_waiting == 0:
                         break
                 assert learner.predict([RECORD]).labels[0] in ("home", "died")
-                return learner.status().records, learner
+                return learner.fetch_status().records, learner
 
         records, learner = await asyncio.to_thread(program)
     assert (records, learner.position) == (7, 6)
@@ -332,7 +336,7 @@ async def test_who_is_not_there_is_said(tmp_path: Path) -> None:
 async def test_code_that_a_spec_names_is_imported_here_only_where_that_is_allowed(tmp_path: Path) -> None:
     """Whoever starts runs says what stands in it."""
     data = {"source": "live", "features": 2}
-    spec = parse_spec({"rounds": 1000, "learners": NAMES, "algorithm": GOSSIP, "data": data}, imports=True)
+    spec = parse_spec({"rounds": 1000, "learners": NAMES, "algorithm": GOSSIP, "data": data}, allow_imports=True)
     async with network(tmp_path, NAMES) as up:
         await up.start(spec, 3)
         with pytest.raises(SpecError, match="code that a spec from elsewhere names, got"):
@@ -348,10 +352,10 @@ def test_what_pandas_does_not_have_is_missing() -> None:
         "features": {"age": {"type": "number", "bounds": [0, 120], "missing": "neutral"}},
         "label": SCHEMA["label"],
     }
-    records = LiveRecordEncoder.of(spec_of({"schema": flagged, "intercept": False}).data, Logistic())
+    records = LiveRecordEncoder.from_spec(spec_of({"schema": flagged, "intercept": False}).data, LogisticLoss())
     for gap in (None, float("nan"), pandas.NA):
         found = records.encode(pandas.DataFrame({"age": [60, gap], "outcome": ["home", "died"]}))
-        assert (found.features.tolist(), found.refused) == ([[0.0], [0.0]], {})
+        assert (found.features.tolist(), found.refusals) == ([[0.0], [0.0]], {})
 
 
 async def test_only_whom_the_owner_has_named_brings_records(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import Prediction
-from sottovoce_client.live.prequential import Calibration, Prequential
+from sottovoce_client.live.prequential import Calibration, PrequentialEvaluation
 from sottovoce_core.data.live import LiveRecordEncoder
 from sottovoce_core.errors import DataError, FailedPrecondition
-from sottovoce_core.losses.linear import LeastSquaresLoss, Logistic, PassGlmLoss, SoftmaxLoss
+from sottovoce_core.losses.linear import LeastSquaresLoss, LogisticLoss, PassGlmLoss, SoftmaxLoss
 from sottovoce_rpc.server import SERVER_OPTIONS
 from tests.client.test_live_learner import NAMES, SCHEMA, SECRET, ann_in, spec_of
 from tests.services.network import network
@@ -40,7 +40,7 @@ async def test_a_stream_is_asked_for_together_and_answered_in_order(
 
     async with ann_in(tmp_path, spec_of({"features": 2})) as (_, learner):
         monkeypatch.setattr(learner, "_predicted", echoed)
-        found = [each async for each in learner.predictions(stream(*([float(k), 0.0] for k in range(3_000))))]
+        found = [each async for each in learner.predict_each(stream(*([float(k), 0.0] for k in range(3_000))))]
     assert [each.labels for each in found] == [[float(k)] for k in range(3_000)]
     assert [each.scores.tolist() for each in found] == [each.labels for each in found]
     assert all(each.probabilities is not None and each.probabilities[0, 0] == each.labels[0] for each in found)
@@ -56,7 +56,7 @@ async def test_predictions_come_as_records_do(tmp_path: Path) -> None:
             while (each := await coming.get()) is not None:
                 yield each
 
-        found = learner.predictions(slow())
+        found = learner.predict_each(slow())
         for _ in range(3):
             coming.put_nowait([0.1, 0.2])
             assert len((await anext(found)).labels) == 1
@@ -67,7 +67,7 @@ async def test_predictions_come_as_records_do(tmp_path: Path) -> None:
 async def test_whoever_leaves_a_stream_early_leaves_nothing_behind(tmp_path: Path) -> None:
     async with ann_in(tmp_path, spec_of({"features": 2})) as (_, learner):
         before = len(learner._tasks._tasks)
-        found = learner.predictions(stream(*([[0.0, 0.0]] * 10_000)))
+        found = learner.predict_each(stream(*([[0.0, 0.0]] * 10_000)))
         await anext(found)
         await found.aclose()
         while len(learner._tasks._tasks) > before:  # noqa: ASYNC110 - until its task has ended
@@ -76,7 +76,7 @@ async def test_whoever_leaves_a_stream_early_leaves_nothing_behind(tmp_path: Pat
 
 async def test_a_record_that_does_not_fit_ends_a_stream(tmp_path: Path) -> None:
     async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (_, learner):
-        found = learner.predictions(stream({"age": 1}, {"age": 2}, {"age": SECRET}, {"age": 3}))
+        found = learner.predict_each(stream({"age": 1}, {"age": 2}, {"age": SECRET}, {"age": 3}))
         assert [len((await anext(found)).labels) for _ in range(2)] == [1, 1]
         with pytest.raises(DataError, match=r"record 2 .* age: beyond its bounds$"):
             await anext(found)
@@ -88,13 +88,13 @@ async def test_a_stream_that_fails_says_why(tmp_path: Path) -> None:
         raise OSError("the file is gone")
 
     async with ann_in(tmp_path, spec_of({"features": 2})) as (_, learner):
-        found = learner.predictions(broken())
+        found = learner.predict_each(broken())
         assert len((await anext(found)).labels) == 1
         with pytest.raises(OSError, match="the file is gone"):
             await anext(found)
     async with ann_in(tmp_path / "silent", spec_of({"features": 2}, telemetry={})) as (_, learner):
         with pytest.raises(FailedPrecondition, match="did not opt in"):
-            await anext(learner.predictions(stream([0.0, 0.0])))
+            await anext(learner.predict_each(stream([0.0, 0.0])))
 
 
 async def test_more_calls_than_a_connection_has_room_for_wait_their_turn(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ async def test_a_plain_program_predicts_a_stream(tmp_path: Path) -> None:
 
         def program() -> list[int]:
             with connect_learner(up.addresses["ann"]) as learner:
-                some = learner.predictions([0.0, 0.0] for _ in range(10_000))
+                some = learner.predict_each([0.0, 0.0] for _ in range(10_000))
                 next(some)
                 some.close()  # type: ignore[attr-defined]  # a generator
-                return [len(each.labels) for each in learner.predictions([float(k), 0.0] for k in range(50))]
+                return [len(each.labels) for each in learner.predict_each([float(k), 0.0] for k in range(50))]
 
         assert await asyncio.to_thread(program) == [1] * 50
 
@@ -123,33 +123,38 @@ async def test_a_plain_program_predicts_a_stream(tmp_path: Path) -> None:
 
 def records_of(label: dict[str, Any], loss: Any, **more: Any) -> LiveRecordEncoder:
     schema = {"features": {"age": {"type": "number", "bounds": [0, 120]}}, "label": {"name": "y", **label}}
-    return LiveRecordEncoder.of(spec_of({"schema": schema, **more}, loss=loss.model_dump()).data, loss)
+    return LiveRecordEncoder.from_spec(spec_of({"schema": schema, **more}, loss=loss.model_dump()).data, loss)
 
 
 def test_labels_are_told_as_the_records_have_them() -> None:
     scores, labels = np.array([-1.0, 0.0, 1.0]), np.array([0.0, 0.0, 1.0])
-    words = records_of({"type": "category", "categories": ["home", "died"]}, Logistic())
-    assert (words.classes, words.told(scores, labels)) == (("home", "died"), ["home", "home", "died"])
-    turned = records_of({"type": "category", "categories": ["home", "died"]}, Logistic(), positive=["home"])
-    assert (turned.classes, turned.told(scores, labels)) == (("died", "home"), ["died", "died", "home"])
-    flags = records_of({"type": "boolean"}, Logistic())
-    assert flags.classes == (False, True) and flags.told(scores, labels)[2] is True
+    words = records_of({"type": "category", "categories": ["home", "died"]}, LogisticLoss())
+    assert (words.class_names, words.decode_predictions(scores, labels)) == (("home", "died"), ["home", "home", "died"])
+    turned = records_of({"type": "category", "categories": ["home", "died"]}, LogisticLoss(), positive=["home"])
+    assert (turned.class_names, turned.decode_predictions(scores, labels)) == (
+        ("died", "home"),
+        ["died", "died", "home"],
+    )
+    flags = records_of({"type": "boolean"}, LogisticLoss())
+    assert flags.class_names == (False, True) and flags.decode_predictions(scores, labels)[2] is True
     stars = records_of({"type": "category", "categories": [5, 3, 1]}, SoftmaxLoss(classes=4))
-    assert (stars.classes, stars.told(scores, np.array([0.0, 2.0, 3.0]))) == ((5, 3, 1, 3), [5, 1, 3])
-    folded = records_of({"type": "category", "categories": ["a", "b", "c"]}, Logistic())
-    assert folded.folded and folded.classes == (0, 1)
+    assert (stars.class_names, stars.decode_predictions(scores, np.array([0.0, 2.0, 3.0]))) == ((5, 3, 1, 3), [5, 1, 3])
+    folded = records_of({"type": "category", "categories": ["a", "b", "c"]}, LogisticLoss())
+    assert folded.has_merged_labels and folded.class_names == (0, 1)
     number = records_of({"type": "number", "bounds": [100, 300]}, LeastSquaresLoss())
-    assert number.classes is None and number.told(scores, labels) == [100.0, 200.0, 300.0]
+    assert number.class_names is None and number.decode_predictions(scores, labels) == [100.0, 200.0, 300.0]
     encoded = number.encode([{"age": 1, "y": y} for y in (100, 250)])
-    assert number.told(encoded.labels, labels) == [100.0, 250.0]
-    bare = LiveRecordEncoder.of(spec_of({"features": 1}).data, Logistic())
-    assert (bare.classes, bare.told(scores, labels)) == ((0, 1), [0, 0, 1])
-    assert LiveRecordEncoder.of(spec_of({"features": 1}).data, LeastSquaresLoss()).told(scores, labels) == [-1.0, 0.0, 1.0]
+    assert number.decode_predictions(encoded.labels, labels) == [100.0, 250.0]
+    bare = LiveRecordEncoder.from_spec(spec_of({"features": 1}).data, LogisticLoss())
+    assert (bare.class_names, bare.decode_predictions(scores, labels)) == ((0, 1), [0, 0, 1])
+    assert LiveRecordEncoder.from_spec(spec_of({"features": 1}).data, LeastSquaresLoss()).decode_predictions(
+        scores, labels
+    ) == [-1.0, 0.0, 1.0]
 
 
 def test_probabilities_are_those_that_the_loss_means() -> None:
     scores = np.array([-800.0, 0.0, np.log(3.0)])
-    found = Logistic().probabilities(scores)
+    found = LogisticLoss().probabilities(scores)
     np.testing.assert_allclose(found, np.array([[1, 0], [0.5, 0.5], [0.25, 0.75]]), atol=1e-12)
     several = SoftmaxLoss(classes=3).probabilities(np.array([[1000.0, 1000.0, 0.0], np.log([1.0, 2.0, 5.0])]))
     assert several is not None
@@ -191,7 +196,7 @@ def of_classes(classes: tuple[Any, ...] = ("home", "died"), chances: Any = HOME)
 
 def test_metrics_are_told_labels_or_probabilities() -> None:
     labels, chances, drift = Kept(), Kept(requires_labels=False), Third()
-    judged = Prequential([labels, chances], drift=drift)  # as River's sum of metrics is
+    judged = PrequentialEvaluation([labels, chances], drift=drift)  # as River's sum of metrics is
     judged.update(np.array(["home", "home"]), of_classes())
     judged.update(["died", "died"], of_classes())
     assert labels.told == [("home", "home"), ("home", "died"), ("died", "home"), ("died", "died")]
@@ -201,13 +206,13 @@ def test_metrics_are_told_labels_or_probabilities() -> None:
     assert (judged.records, drift.errors, list(judged.drifts)) == (4, [0.0, 1.0, 1.0, 0.0], [3])
     of_three = Kept(requires_labels=False)
     thirds = np.full((2, 3), 1 / 3)
-    Prequential(of_three).update(["a", "b"], Prediction(["a", "a"], thirds, 0, ("a", "b", "c"), thirds))
+    PrequentialEvaluation(of_three).update(["a", "b"], Prediction(["a", "a"], thirds, 0, ("a", "b", "c"), thirds))
     assert of_three.told[1] == ("b", dict.fromkeys("abc", 1 / 3))
 
 
 def test_numbers_are_judged_by_their_distance() -> None:
     metric, drift = Kept(requires_labels=False), Third()
-    judged = Prequential(metric, drift=drift)
+    judged = PrequentialEvaluation(metric, drift=drift)
     judged.update([1, 5], Prediction([2.0, 2.0], np.zeros(2), 0))
     assert (metric.told, drift.errors) == ([(1, 2.0), (5, 2.0)], [1.0, 3.0])
     assert np.isnan(judged.calibration.error)
@@ -215,21 +220,21 @@ def test_numbers_are_judged_by_their_distance() -> None:
 
 def test_what_cannot_be_judged_is_refused() -> None:
     with pytest.raises(DataError, match="labels must be one for each of 2 predictions, got 1"):
-        Prequential(Kept()).update(["home"], of_classes())
-    judged = Prequential(Kept(), Kept(requires_labels=False))
+        PrequentialEvaluation(Kept()).update(["home"], of_classes())
+    judged = PrequentialEvaluation(Kept(), Kept(requires_labels=False))
     with pytest.raises(DataError, match="Kept must be given probabilities"):
         judged.update(["home", "home"], of_classes(chances=None))
 
 
 def test_calibration_compares_chances_with_what_came_true() -> None:
-    judged = Prequential()
+    judged = PrequentialEvaluation()
     judged.update(["home", "home"], of_classes())
     judged.update(["home", "died"], of_classes())
-    assert list(judged.calibration.rows()) == [(2, 0.6, 0.5), (2, 0.9, 1.0)]
+    assert list(judged.calibration.iterate_bins()) == [(2, 0.6, 0.5), (2, 0.9, 1.0)]
     assert judged.calibration.error == pytest.approx((2 * 0.1 + 2 * 0.1) / 4)
     edge = Calibration(4)
     edge.update(np.array([0.0, 1.0]), [False, True])
-    assert (edge.records.tolist(), edge.error) == ([1, 0, 0, 1], 0.0)
+    assert (edge.record_counts.tolist(), edge.error) == ([1, 0, 0, 1], 0.0)
 
 
 def test_chances_that_are_true_are_well_calibrated() -> None:

@@ -18,7 +18,7 @@ import sottovoce as sv
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.live.connecting import connect_learner
-from sottovoce_client.running.conduct import conduct, run_with_local_services
+from sottovoce_client.running.conduct import run_and_report, run_with_local_services
 from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.local import LocalServices
 from sottovoce_core.errors import SpecError
@@ -118,7 +118,7 @@ def test_up_says_where_records_go_and_what_they_cost(
         await feeding
         return outcome
 
-    assert conduct(prepare(spec, live=True), tmp_path, start) == 0
+    assert run_and_report(prepare(spec, live=True), tmp_path, start) == 0
     assert "north takes records at 127.0.0.1:" in said
     assert "starting a coordinator and 2 learners ...\n" in said and said.endswith(making)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -131,7 +131,7 @@ def test_up_says_where_records_go_and_what_they_cost(
 
 def test_what_up_starts_is_said_in_words(tmp_path: Path) -> None:
     spec = small_spec(3, 6, capture="relay")
-    planned = [LocalServices(spec, tmp_path, per_process=each).planned for each in (1, 4, 6)]
+    planned = [LocalServices(spec, tmp_path, learners_per_process=each).description for each in (1, 4, 6)]
     assert planned == [
         f"a coordinator, an eavesdropper and 6 learners{of}" for of in ("", " in 2 processes", " in 1 process")
     ]
@@ -167,11 +167,13 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
                         return stop.set()
 
         feeding = asyncio.ensure_future(feed())
-        outcome = await run_with_local_services(prepared.run.spec, prepared.data, tmp_path, watch, stop, keep_log=ending == "kept")
+        outcome = await run_with_local_services(
+            prepared.run.spec, prepared.data, tmp_path, watch, stop, keep_log=ending == "kept"
+        )
         await asyncio.gather(feeding, return_exceptions=True)
         return outcome
 
-    assert conduct(prepare(spec, live=True), tmp_path, start) == 0
+    assert run_and_report(prepare(spec, live=True), tmp_path, start) == 0
     said = capsys.readouterr().out
     assert "run: 2 learners, rounds until it is stopped" in said
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -205,5 +207,5 @@ async def test_a_deployment_runs_it_and_others_feed_it(tmp_path: Path) -> None:
             for name in ("a", "b", "c"):
                 async with sv.connect_learner(up.addresses[name]) as learner:
                     await learner.feed(np.ones((25, 2)), np.ones(25))
-            outcome = await started.outcome()
+            outcome = await started.wait_for_outcome()
     assert (outcome.state, [each.records_waiting for each in outcome.statuses]) == ("finished", [0, 0, 0])

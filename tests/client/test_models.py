@@ -18,7 +18,7 @@ import pytest
 import structlog
 import yaml
 
-from sottovoce_client.live.sending import At
+from sottovoce_client.live.sending import LearnerEndpoint
 from sottovoce_client.models import exporting, predicting
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
@@ -183,8 +183,8 @@ async def test_a_file_says_what_its_learner_does(tmp_path: Path, kind: str) -> N
     file, records = spec_file(tmp_path / "here", COVERED, **KINDS[kind]), tmp_path / "new.npz"
     np.savez(records, X=raw())
     async with learned(tmp_path, file) as up:
-        at, own = At(up.addresses["ben"], "ben", Credentials()), load_spec(file)
-        model = await exporting.of_learner(at, own)
+        at, own = LearnerEndpoint(up.addresses["ben"], "ben", Credentials()), load_spec(file)
+        model = await exporting.fetch_learner_model(at, own)
         said = (await predicting.predict(at, records, own)).table
     for name in ("ben.npz", "ben.onnx"):
         exporting.require_writable(tmp_path / name)
@@ -215,14 +215,14 @@ async def test_numbers_are_told_in_the_unit_of_the_records(tmp_path: Path) -> No
     async with network(tmp_path, NAMES) as up:
         await up.start(spec, spec.data.width or 0)
         await up.until("ann", LearnerState.FINISHED)
-        at = At(up.addresses["ann"], "", Credentials())
+        at = LearnerEndpoint(up.addresses["ann"], "", Credentials())
         said = (await predicting.predict(at, records, None)).table["label"]
-        model = await exporting.of_learner(at, None)
+        model = await exporting.fetch_learner_model(at, None)
     for name in ("ann.npz", "ann.onnx"):
         model.write(tmp_path / name)
-    rows = model.inputs.rows(records)[:, :-1]
+    rows = model.inputs.read_rows(records)[:, :-1]
     assert len(set(said.tolist())) == 3
-    label = model.about["label"]
+    label = model.metadata["label"]
     meant = label["low"] + (scores_of(tmp_path / "ann.npz", rows) + 1) * (label["high"] - label["low"]) / 2
     np.testing.assert_allclose(meant, said, rtol=0, atol=1e-9)
     np.testing.assert_allclose(by_onnx(tmp_path / "ann.onnx", rows)["values"], said, rtol=0, atol=1e-9)
@@ -244,22 +244,24 @@ async def test_what_is_no_record_of_the_run_is_refused(tmp_path: Path) -> None:
         ("new.txt", SpecError, "FILE must be a .* file of records"),
     ]
     async with learned(tmp_path, file) as up:
-        at = At(up.addresses["ann"], "", Credentials())
+        at = LearnerEndpoint(up.addresses["ann"], "", Credentials())
         for name, error, text in wrong:
             with pytest.raises(error, match=text) as said:
                 await predicting.predict(at, tmp_path / name, own)
             assert str(SECRET) not in str(said.value)
         with pytest.raises(SpecError, match="give the run's spec with --spec"):
-            await exporting.of_learner(at, None)
+            await exporting.fetch_learner_model(at, None)
         other = load_spec(spec_file(tmp_path / "other", COVERED, data={"scale": "range"}))
         with pytest.raises(SpecError, match="its section data says something else"):
-            await exporting.of_learner(at, other)
+            await exporting.fetch_learner_model(at, other)
         with pytest.raises(FailedPrecondition, match="'ann', not 'ben'"):
-            await exporting.of_learner(At(at.address, "ben", Credentials()), own)
+            await exporting.fetch_learner_model(LearnerEndpoint(at.address, "ben", Credentials()), own)
     silent = spec_file(tmp_path / "silent", COVERED, telemetry={"predict": False})
     async with learned(tmp_path / "silent", silent) as up:
         with pytest.raises(FailedPrecondition, match="did not opt in"):
-            await exporting.of_learner(At(up.addresses["ann"], "", Credentials()), load_spec(silent))
+            await exporting.fetch_learner_model(
+                LearnerEndpoint(up.addresses["ann"], "", Credentials()), load_spec(silent)
+            )
 
 
 def test_files_of_other_formats_are_not_written(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from rich.console import Console
 from sottovoce_client.reports.run_report import build_run_page
 from sottovoce_client.running import conduct as conducting
 from sottovoce_client.running.console import print_summary
-from sottovoce_client.running.evaluate import list_capture_gaps, not_captured, read_detections
+from sottovoce_client.running.evaluate import describe_missing_traffic, list_capture_gaps, read_detections
 from sottovoce_client.running.operate import Outcome
-from sottovoce_client.running.summary import Noticed, RunSummary
+from sottovoce_client.running.summary import DetectionSummary, RunSummary
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.running.run import build_run
 from tests.client.summaries import capture, summary
@@ -24,7 +24,7 @@ from tests.examples import made_up, small_spec
 from tests.services.capturing import captured, frame, row
 
 LINE = "The eavesdropper noticed 2 things that must never happen: learner 0 to learner 1, round 3: <b>bytes</b> …"
-TWO = Noticed(
+TWO = DetectionSummary(
     2, ("learner 0 to learner 1, round 3: <b>bytes</b>", "learner 2 to learner 1, round 3: other bytes"), None
 )
 
@@ -39,28 +39,28 @@ def printed(made: RunSummary) -> str:
 def test_the_terminal_and_the_report_say_it_in_one_line() -> None:
     made = replace(summary(), noticed=TWO)
     assert LINE in printed(made)
-    page = build_run_page(made).html()
+    page = build_run_page(made).to_html()
     assert LINE.replace("<", "&lt;").replace(">", "&gt;") in page
     assert "<li>learner 2 to learner 1, round 3: other bytes</li>" in page
 
 
 def test_nothing_noticed_is_not_worth_a_line() -> None:
-    for noticed in (None, Noticed(0, (), None)):
+    for noticed in (None, DetectionSummary(0, (), None)):
         made = replace(summary(), noticed=noticed)
         assert "noticed" not in printed(made)
-        assert "must never happen" not in build_run_page(made).html()
+        assert "must never happen" not in build_run_page(made).to_html()
 
 
-@pytest.mark.parametrize(("noticed", "code"), [(None, 0), (Noticed(0, (), None), 0), (TWO, 1)])
+@pytest.mark.parametrize(("noticed", "code"), [(None, 0), (DetectionSummary(0, (), None), 0), (TWO, 1)])
 def test_a_run_in_which_something_was_noticed_exits_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: Noticed | None, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: DetectionSummary | None, code: int
 ) -> None:
     """It has finished; what must never happen is no success."""
     spec = small_spec(4, 2)
     monkeypatch.setattr(conducting, "run_async", lambda start: outcome(None))
     monkeypatch.setattr(conducting, "summarise", lambda *_: replace(summary(), noticed=noticed))
     prepared = PreparedRun(build_run(spec, 3), made_up(spec))
-    assert conducting.conduct(prepared, tmp_path, lambda *_: asyncio.sleep(0)) == code  # type: ignore[arg-type]
+    assert conducting.run_and_report(prepared, tmp_path, lambda *_: asyncio.sleep(0)) == code  # type: ignore[arg-type]
 
 
 def outcome(capture: str | None) -> Outcome:
@@ -94,8 +94,8 @@ def test_gaps_are_read_from_a_capture_that_anybody_may_have_written(
     path.write_text(json.dumps({**json.loads(path.read_text()), "gaps": gaps}))
     assert list_capture_gaps(outcome(str(tmp_path))) == words
     lines = [f"The capture has 1 gap: {words[0]}"] if words else []
-    assert list(not_captured(outcome(str(tmp_path)))) == lines
-    assert list(not_captured(replace(outcome(str(tmp_path)), capture_error="No space left on device"))) == [
+    assert list(describe_missing_traffic(outcome(str(tmp_path)))) == lines
+    assert list(describe_missing_traffic(replace(outcome(str(tmp_path)), capture_error="No space left on device"))) == [
         "The capture is not complete: No space left on device",
         *lines,
     ]
@@ -106,7 +106,7 @@ def test_gaps_are_told_of_all_learners_as_far_as_there_is_room(tmp_path: Path) -
     path = tmp_path / "capture.json"
     gaps = [{"sender": i % 2, "from": i, "to": i + 1} for i in range(12)]
     path.write_text(json.dumps({**json.loads(path.read_text()), "gaps": gaps}))
-    (line,) = not_captured(outcome(str(tmp_path)))
+    (line,) = describe_missing_traffic(outcome(str(tmp_path)))
     first = "The capture has 12 gaps: learner 0, rounds 0 to 0; learner 1, rounds 1 to 1; "
     assert line.startswith(first) and line.endswith("learner 1, rounds 9 to 9; and 2 more")
 
@@ -116,10 +116,10 @@ def test_a_capture_that_is_not_whole_is_said_on_the_terminal_and_on_the_page() -
     whole = "rounds 0 to 41 were recorded completely, and the losses are of these"
     made = replace(summary(rounds=50), capture=capture(42))
     assert whole in " ".join(printed(made).split())
-    assert f"Of 50 rounds, {whole}." in build_run_page(made).html()
+    assert f"Of 50 rounds, {whole}." in build_run_page(made).to_html()
     for complete in (summary(rounds=50), replace(summary(rounds=50), capture=None)):
         assert "recorded completely" not in printed(complete)
-        assert "Not all messages of this run were recorded" not in build_run_page(complete).html()
+        assert "Not all messages of this run were recorded" not in build_run_page(complete).to_html()
 
 
 def test_what_a_capture_lacks_is_on_the_page() -> None:
@@ -128,6 +128,6 @@ def test_what_a_capture_lacks_is_on_the_page() -> None:
         "The capture has 2 gaps: learner 1, rounds 3 to 8; learner 0, rounds 12 to 13",
     )
     for made in (summary(), replace(summary(), capture=None)):
-        text = build_run_page(replace(made, not_captured=lines)).html()
+        text = build_run_page(replace(made, not_captured=lines)).to_html()
         assert "The capture is not complete: &lt;the disk&gt; is full." in text and f"{lines[1]}." in text
         assert "no eavesdropper took part" not in text

@@ -19,16 +19,16 @@ from rich.console import Console
 from sottovoce_client.data.catalogue import describe
 from sottovoce_client.data.schemas import check, infer
 from sottovoce_client.feeding.forms import Csv, JsonLines
-from sottovoce_client.starting import InitOptions, begin
+from sottovoce_client.starting import InitOptions, draft_spec
 from sottovoce_client.terminal import ignore_progress
 from sottovoce_core.data.dataset import encode_file, load_dataset, read_source
 from sottovoce_core.data.encoding import Encoder
 from sottovoce_core.data.live import LiveRecordEncoder
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.errors import DataError, SottovoceError, SpecError
-from sottovoce_core.losses.linear import Logistic
-from sottovoce_core.running.cautions import cautions
-from sottovoce_core.running.placement import place
+from sottovoce_core.losses.linear import LogisticLoss
+from sottovoce_core.running.cautions import find_data_warnings
+from sottovoce_core.running.placement import place_data
 from sottovoce_core.spec import load_schema, parse_spec
 
 pytestmark = pytest.mark.each
@@ -161,8 +161,8 @@ def readers(path: Path, *, drafted: bool = True) -> Iterator[tuple[str, Callable
     if drafted:
         yield "init --schema-only", lambda: infer(path, None, folder / "schema.yaml", SILENT)
     yield "data describe", lambda: describe(str(path), (), SILENT)
-    yield "init", lambda: begin(InitOptions(path, label_bound=1.0), folder, None, ignore_progress)
-    yield "spec check and a run", lambda: load_dataset(DataSpec(source=str(path)), Logistic())
+    yield "init", lambda: draft_spec(InitOptions(path, label_bound=1.0), folder, None, ignore_progress)
+    yield "spec check and a run", lambda: load_dataset(DataSpec(source=str(path)), LogisticLoss())
 
 
 def refusals(path: Path, *, drafted: bool = True) -> Iterator[str]:
@@ -212,7 +212,7 @@ def test_what_a_schema_leaves_out_is_refused_without_one(file: Write, name: str)
         assert schema.features["odd"].missing == "flag"
     else:
         assert schema.ignored == (ignored or "odd",) or schema.features["odd"].type == "category"
-    assert encode_file(path, Encoder.of(schema, Logistic()))[0].fits.all()
+    assert encode_file(path, Encoder.from_schema(schema, LogisticLoss()))[0].accepted_mask.all()
 
 
 @pytest.mark.parametrize("name", PARQUET)
@@ -320,7 +320,7 @@ def test_learners_keep_their_zeros_with_a_schema_too(file: Write) -> None:
     path = file("odd.csv", rows("learner,a,label", lambda k: f"0{k % 2},{k % 5}.5,{'yn'[k % 2]}"))
     infer(path, None, drafted := path.parent / "schema.yaml", SILENT)
     for schema in (None, load_schema(drafted)):
-        assert load_dataset(DataSpec(source=str(path), schema=schema), Logistic()).learner_names == ("00", "01")
+        assert load_dataset(DataSpec(source=str(path), schema=schema), LogisticLoss()).learner_names == ("00", "01")
 
 
 def test_labels_that_are_codes_stay_text(file: Write) -> None:
@@ -351,8 +351,8 @@ def test_a_learner_that_is_called_by_a_number_is_found_by_it(file: Write, learne
     pytest.importorskip("pyarrow")
     path = file("odd.csv", rows("learner,a,label", lambda k: f"{column[k % 2]},{k % 2}.5,{k % 2}"))
     document = {"rounds": 3, "learners": learners, "algorithm": "ldp-dol", "data": {"source": str(path)}}
-    spec = parse_spec(document, imports=False)
-    placed = place(spec, load_dataset(spec.data, spec.loss))
+    spec = parse_spec(document, allow_imports=False)
+    placed = place_data(spec, load_dataset(spec.data, spec.loss))
     own = {name: set(one.features[:, 0].tolist()) for name, one in zip(spec.names, placed.learners, strict=True)}
     first, second = spec.names if learners == 2 else sorted(spec.names)
     assert own == {first: {0.5}, second: {1.5}}
@@ -366,9 +366,9 @@ def test_scaling_that_overflows_is_refused(file: Write) -> None:
         "algorithm": "ldp-dol",
         "data": {"source": str(file("odd.npz", content)), "scale": "standard"},
     }
-    spec = parse_spec(document, imports=False)
+    spec = parse_spec(document, allow_imports=False)
     with pytest.raises(DataError, match=r"scaled features must be between -1e\+100 and 1e\+100"):
-        place(spec, load_dataset(spec.data, spec.loss))
+        place_data(spec, load_dataset(spec.data, spec.loss))
 
 
 # ---- labels that are nearly the same ---------------------------------------------------------------------------------
@@ -382,14 +382,15 @@ def test_labels_that_are_nearly_the_same_are_told_by_all(file: Write, capsys: py
     path = file("odd.csv", INCOMES)
     describe(str(path), (), Console(file=(shown := io.StringIO()), width=400))
     assert ALIKE in shown.getvalue()
-    assert any(ALIKE in note for note in begin(InitOptions(path), path.parent, None, ignore_progress).notes)
+    assert any(ALIKE in note for note in draft_spec(InitOptions(path), path.parent, None, ignore_progress).notes)
     infer(path, None, drafted := path.parent / "schema.yaml", SILENT)
     assert ALIKE in drafted.read_text(encoding="utf-8")
     document = {"rounds": 3, "learners": 2, "algorithm": "ldp-dol", "data": {"source": str(path)}}
-    spec = parse_spec(document, imports=False)
+    spec = parse_spec(document, allow_imports=False)
     dataset = load_dataset(spec.data, spec.loss)
     assert any(
-        each.code == "LABELS_ALIKE" and ALIKE in each.text for each in cautions(spec, dataset, place(spec, dataset))
+        each.code == "LABELS_ALIKE" and ALIKE in each.text
+        for each in find_data_warnings(spec, dataset, place_data(spec, dataset))
     )
 
 
@@ -400,11 +401,11 @@ def test_a_test_part_that_writes_labels_otherwise_is_told_which_are_near(file: W
     with pytest.raises(
         DataError, match=r"label: some words differ from '<=50K', '>50K' by case, blanks or a final dot"
     ):
-        load_dataset(DataSpec(source=str(test), schema=schema), Logistic())
+        load_dataset(DataSpec(source=str(test), schema=schema), LogisticLoss())
     assert not check(schema, test, console=Console(file=(shown := io.StringIO()), width=400))
     assert "some words differ from '<=50K', '>50K'" in shown.getvalue()
     with pytest.raises(DataError) as refused:
-        load_dataset(DataSpec(source=str(file("other.csv", of_labels(CANARY, "<=50K"))), schema=schema), Logistic())
+        load_dataset(DataSpec(source=str(file("other.csv", of_labels(CANARY, "<=50K"))), schema=schema), LogisticLoss())
     assert "none of its categories" in str(refused.value) and CANARY not in str(refused.value)
 
 
@@ -417,7 +418,7 @@ def test_a_record_in_place_of_a_header_is_not_quoted_though_one_of_its_words_is_
     with pytest.raises(
         DataError, match="one of its 3 is a field of the schema; the fields are 'a', 'b', 'label'"
     ) as refused:
-        load_dataset(DataSpec(source=str(path), schema=schema), Logistic())
+        load_dataset(DataSpec(source=str(path), schema=schema), LogisticLoss())
     assert CANARY not in str(refused.value) and NUMBER not in str(refused.value)
 
 
@@ -442,9 +443,9 @@ def test_what_is_fed_is_named_by_its_format(form: Any, content: bytes, message: 
 
 
 def test_whole_numbers_that_would_lose_digits_are_no_live_records() -> None:
-    live = LiveRecordEncoder.of(DataSpec(source="live", features=2), Logistic())
+    live = LiveRecordEncoder.from_spec(DataSpec(source="live", features=2), LogisticLoss())
     found = live.encode([[2**53 + 1, 0.5], [2.0**60, 1], [1e300, 1], [2**53 - 1, 1]], [0, 1, 0, 1])
-    assert found.refused == {
+    assert found.refusals == {
         0: "whole numbers beyond 2**53, of which float64 loses digits",
         2: "a number beyond 1e+100",
     }

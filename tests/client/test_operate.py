@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, cast
 
 from sottovoce_client.running.operate import _Running
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.summary import RunProgress
 from sottovoce_rpc.credentials import NO_IDENTITY
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_wire.v1 import coordinator_pb2
@@ -17,7 +17,7 @@ def run(*rounds: int, said: int = 1) -> coordinator_pb2.Run:
     """As a coordinator tells it, of learners that have said one round more than they have done."""
     statuses = [
         LearnerStatus(
-            rounds_done=done, rounds_said=done + said, messages_sent=2 * (done + said), epsilon_spent=0.1 * done
+            rounds_done=done, rounds_committed=done + said, messages_sent=2 * (done + said), epsilon_spent=0.1 * done
         )
         for done in rounds
     ]
@@ -27,7 +27,7 @@ def run(*rounds: int, said: int = 1) -> coordinator_pb2.Run:
 
 def test_what_is_seen_does_not_go_back_with_its_coordinator() -> None:
     """It comes back with what it had kept; each learner is shown as it was seen until it has told more."""
-    spec, seen = small_spec(1_000, ["ann", "ben"]), list[Progress]()
+    spec, seen = small_spec(1_000, ["ann", "ben"]), list[RunProgress]()
     data, nobody = made_up(spec), cast("Any", None)
     running = _Running(
         nobody, run(0, 0), spec, data, lambda look, _: seen.append(look), asyncio.Event(), lambda _: data, NO_IDENTITY

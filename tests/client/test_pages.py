@@ -18,14 +18,14 @@ from sottovoce_client.privacy.tradeoff import TradeoffRequest, _answer_of, _Meas
 from sottovoce_client.reports.page import Page, PageTable
 from sottovoce_client.reports.run_report import build_run_page
 from sottovoce_client.running.compare import make_compare_page
-from sottovoce_client.running.summary import Noticed
+from sottovoce_client.running.summary import DetectionSummary
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.results import Facts, Result, Results
 from sottovoce_core.running.metrics import Curve, Curves
 from sottovoce_core.running.run import Run
-from sottovoce_lab.cases import Gallery, Membership, _GuessingRate
+from sottovoce_lab.cases import Gallery, MembershipInference, _GuessingRate
 from sottovoce_lab.gallery import _gallery_page
 from sottovoce_lab.rebuild import Reconstruction
 from tests.claims import SETUPS
@@ -52,7 +52,7 @@ def of_a_run(name: str) -> Page:
         "detail": name,
         "away": (name,),
         "not_captured": (name,),
-        "noticed": Noticed(1, (name,), name),
+        "noticed": DetectionSummary(1, (name,), name),
         "name": name,
         "data": name,
         "learners": learners,
@@ -76,7 +76,7 @@ def of_a_gallery(name: str) -> Page:
     attacked = {name: rebuilt, f"{name} again": rebuilt}
     rates = np.array([0.0, 0.5, 1.0])
     guessed = _GuessingRate(runs=10, correct=6, low=0.3, high=0.8, bound=0.0, detections=rates, false_alarms=rates)
-    guesses = Membership(name, name, name, 1.0, True, guessed)
+    guesses = MembershipInference(name, name, name, 1.0, True, guessed)
     attacks = {"linear": attacked, "network": {}, "gossip": attacked, "capture": attacked}
     return _gallery_page(Gallery(attacks, (guesses,), name))
 
@@ -92,13 +92,15 @@ def of_a_budget(name: str) -> Page:
     setup = SETUPS["ldp-dol"]
     run = named(setup.build(), name)
     prepared = PreparedRun(run, made_up(run.spec, setup.n_features))
-    question = BudgetRequest(delta=1e-6, group=2, uses=True)
+    question = BudgetRequest(delta=1e-6, group_size=2, include_per_record=True)
     return _budget_page(run, [_line_of(prepared, i, question) for i in range(2)], question)
 
 
 def of_a_tradeoff(name: str) -> Page:
     measured = [_Measured(a, 0.2 * math.exp(-25 * a) + 0.1, 0.01) for a in (0.02, 0.1, 0.5, 1.0)]
-    return _tradeoff_page(named(SETUPS["ldp-dol"].build(), name).spec, _answer_of(measured, TradeoffRequest(())), TradeoffRequest(()))
+    return _tradeoff_page(
+        named(SETUPS["ldp-dol"].build(), name).spec, _answer_of(measured, TradeoffRequest(())), TradeoffRequest(())
+    )
 
 
 PAGES = (of_a_run, of_an_audit, of_a_gallery, of_a_comparison, of_a_budget, of_a_tradeoff)
@@ -106,7 +108,7 @@ PAGES = (of_a_run, of_an_audit, of_a_gallery, of_a_comparison, of_a_budget, of_a
 
 @pytest.mark.parametrize("made", PAGES)
 def test_a_name_is_text_on_every_page(made: Callable[[str], Page]) -> None:
-    text, honest = made(HOSTILE).html(), Parsed(made("wards").html())
+    text, honest = made(HOSTILE).to_html(), Parsed(made("wards").to_html())
     shown = Parsed(text)
     assert "<script>alert" not in text
     assert shown.text.count("<script>alert") >= 2 and HOSTILE in shown.text
@@ -116,17 +118,17 @@ def test_a_name_is_text_on_every_page(made: Callable[[str], Page]) -> None:
 @pytest.mark.parametrize("made", PAGES)
 def test_every_figure_and_table_is_on_the_page_once(made: Callable[[str], Page]) -> None:
     page = made("wards")
-    text = page.html()
-    names = [each.name for each in page.exhibits]
-    assert len(set(names)) == len(names) and any(page.exhibits)
-    for each in page.exhibits:
+    text = page.to_html()
+    names = [each.name for each in page.elements]
+    assert len(set(names)) == len(names) and any(page.elements)
+    for each in page.elements:
         mark = each.__html__() if isinstance(each, PageTable) else f'id="plot-{each.name}"'
         assert not each or text.count(mark) == 1, each.name
 
 
 @pytest.mark.parametrize("made", PAGES)
 def test_every_page_has_the_one_skeleton_and_loads_nothing(made: Callable[[str], Page]) -> None:
-    text = made("wards").html()
+    text = made("wards").to_html()
     shown = Parsed(text)
     assert text.startswith("<!doctype html>") and "default-src 'none'" in text
     assert len(shown.scripts) == 1 and len(text.encode()) < 500_000
@@ -136,14 +138,14 @@ def test_every_page_has_the_one_skeleton_and_loads_nothing(made: Callable[[str],
 
 @pytest.mark.parametrize("made", PAGES)
 def test_headings_descend_step_by_step(made: Callable[[str], Page]) -> None:
-    levels = [int(tag[1]) for tag in Parsed(made("wards").html()).tags if tag in ("h1", "h2", "h3", "h4")]
+    levels = [int(tag[1]) for tag in Parsed(made("wards").to_html()).tags if tag in ("h1", "h2", "h3", "h4")]
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(low <= high + 1 for high, low in itertools.pairwise(levels))
 
 
 @pytest.mark.parametrize("made", PAGES)
 def test_every_table_can_be_scrolled_by_keyboard_and_has_a_name(made: Callable[[str], Page]) -> None:
-    text = made("wards").html()
+    text = made("wards").to_html()
     regions = re.findall(r'<div class="wide" tabindex="0" role="region" aria-label="[^"]+">', text)
     assert len(regions) == text.count("<table") > 0
 
@@ -153,4 +155,4 @@ def test_an_unknown_name_in_a_template_is_an_error() -> None:
     values: dict[str, Any] = {**made.values}
     del values["loss"]
     with pytest.raises(Exception, match="'loss' is undefined"):
-        replace(made, values=values).html()
+        replace(made, values=values).to_html()

@@ -21,17 +21,17 @@ from typer.testing import CliRunner
 from sottovoce_client.cli import app
 from sottovoce_client.pki import AUTHORITY_KEY, REQUEST, Authority, read_certificate
 from sottovoce_client.running.local import issue_local_identities
-from sottovoce_core.errors import FailedPrecondition, SpecError, PermissionDenied
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, SpecError
 from sottovoce_rpc.certificates import (
     AUTHORITIES_FILE,
-    CERTIFICATE,
-    KEY,
+    CERTIFICATE_FILE,
+    KEY_FILE,
     REVOCATION_FILE,
-    parse_certificates,
-    read_trust_domain,
     has_chain_to_root,
+    parse_certificates,
     parse_revocation_lists,
-    named,
+    read_principal,
+    read_trust_domain,
 )
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Principal
@@ -61,12 +61,13 @@ def test_from_nothing_to_an_identity(here: Path) -> None:
     said("issue", "learner/north", "coordinator/main", "learner/Krankenhaus Süd")
     own = Credentials(here / "identities" / "learner-north")
     assert (str(own.principal), own.principal and own.principal.domain) == ("learner/north", "ward.example")
-    assert own.expires is not None
-    assert timedelta(days=89) < own.expires - datetime.now(UTC) <= timedelta(days=90)
+    assert own.expiry is not None
+    assert timedelta(days=89) < own.expiry - datetime.now(UTC) <= timedelta(days=90)
     assert str(Credentials(here / "identities" / "learner-Krankenhaus Süd").principal) == "learner/Krankenhaus Süd"
-    assert {mode(here / "sottovoce-authority" / AUTHORITY_KEY), mode(here / "identities" / "learner-north" / KEY)} == {
-        0o600
-    }
+    assert {
+        mode(here / "sottovoce-authority" / AUTHORITY_KEY),
+        mode(here / "identities" / "learner-north" / KEY_FILE),
+    } == {0o600}
     assert {mode(here / "sottovoce-authority"), mode(here / "identities" / "learner-north")} == {0o700}
     assert "learner/north" in said("show")
     assert "learner/north" in said("show", "identities/learner-north")
@@ -77,7 +78,7 @@ def test_a_renewed_identity_is_the_same_principal_with_another_key(here: Path) -
     said("init", "--domain", "ward.example")
     said("issue", "learner/north", "--hostname", "north.local", "--hostname", "10.0.0.7")
     folder = here / "identities" / "learner-north"
-    before, key = read_certificate(folder), (folder / KEY).read_bytes()
+    before, key = read_certificate(folder), (folder / KEY_FILE).read_bytes()
     said("issue", "identities/learner-north", "--days", "7")
     after = read_certificate(folder)
 
@@ -88,7 +89,7 @@ def test_a_renewed_identity_is_the_same_principal_with_another_key(here: Path) -
     assert names(before) == names(after)
     assert {"10.0.0.7", "north.local", "learner.ward.example", "north.learner.ward.example"} < set(names(after))
     assert after.serial_number != before.serial_number
-    assert (folder / KEY).read_bytes() != key
+    assert (folder / KEY_FILE).read_bytes() != key
 
 
 def test_what_is_revoked_is_listed_and_told_to_identities(here: Path) -> None:
@@ -212,15 +213,22 @@ def test_another_authority_may_have_signed(here: Path) -> None:
         (here / folder / AUTHORITIES_FILE).write_bytes(both)
     assert str(Credentials(here / "north").principal) == "learner/north"
     own = Credentials(here / "main")
-    assert own.known((here / "north" / CERTIFICATE).read_bytes()) == Credentials(here / "north").principal
+    assert (
+        own.authenticate_certificate((here / "north" / CERTIFICATE_FILE).read_bytes())
+        == Credentials(here / "north").principal
+    )
 
 
 def believed(folder: Path) -> set[bytes]:
-    return {each.fingerprint(hashes.SHA256()) for each in parse_certificates((folder / AUTHORITIES_FILE).read_bytes(), "")}
+    return {
+        each.fingerprint(hashes.SHA256()) for each in parse_certificates((folder / AUTHORITIES_FILE).read_bytes(), "")
+    }
 
 
 def listed(folder: Path) -> set[int]:
-    return {each.serial_number for one in parse_revocation_lists((folder / REVOCATION_FILE).read_bytes()) for each in one}
+    return {
+        each.serial_number for one in parse_revocation_lists((folder / REVOCATION_FILE).read_bytes()) for each in one
+    }
 
 
 @pytest.fixture
@@ -288,12 +296,14 @@ def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
     assert "not to identities/other: its ca.crt does not hold the authority that is replaced" in told
     shutil.rmtree(here / "identities" / "other")
     assert [len(believed(folder)) for folder in folders] == [2, 2, 2]
-    assert all((own := Credentials(folder).identity()) and own.is_rooted for folder in folders)
+    assert all((own := Credentials(folder).load_identity()) and own.is_rooted for folder in folders)
     said("issue", str(folders[0]))
     first = read_certificate(folders[0]).serial_number
     said("issue", str(folders[0]), str(folders[2]), "--authority", "new")
     root = Authority(here / "new")._certificate
-    assert has_chain_to_root(read_certificate(folders[0]), (), [root]) and not has_chain_to_root(read_certificate(folders[1]), (), [root])
+    assert has_chain_to_root(read_certificate(folders[0]), (), [root]) and not has_chain_to_root(
+        read_certificate(folders[1]), (), [root]
+    )
     with pytest.raises(FailedPrecondition, match="was revoked"):
         Authority(here / "new").renew(folders[1])
 
@@ -302,10 +312,10 @@ def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
     known = Credentials(folders[2])
     for folder in (folders[0], folders[1]):
         with pytest.raises(PermissionDenied, match="a revoked certificate"):
-            known.known((folder / CERTIFICATE).read_bytes())
+            known.authenticate_certificate((folder / CERTIFICATE_FILE).read_bytes())
     old = (here / "sottovoce-authority" / "issued" / f"{first:x}.crt").read_bytes()
     with pytest.raises(PermissionDenied, match="a revoked certificate"):
-        known.known(old)
+        known.authenticate_certificate(old)
 
 
 def test_who_revokes_is_told_of_another_authority_of_the_domain(here: Path) -> None:
@@ -365,17 +375,17 @@ def test_a_private_key_stays_with_its_owner(here: Path) -> None:
     said("init", "--domain", "ward.example")
     said("request", "learner/north", "--out", "hospital")
     own = here / "hospital" / "learner-north"
-    key = (own / KEY).read_bytes()
-    assert mode(own / KEY) == 0o600
+    key = (own / KEY_FILE).read_bytes()
+    assert mode(own / KEY_FILE) == 0o600
     back = here / "identities" / "learner-north"
     for _ in range(2):
         assert "asked for" not in said("issue", "learner/north", "--csr", str(own / REQUEST))
-        assert sorted(path.name for path in back.iterdir()) == [AUTHORITIES_FILE, REVOCATION_FILE, CERTIFICATE]
+        assert sorted(path.name for path in back.iterdir()) == [AUTHORITIES_FILE, REVOCATION_FILE, CERTIFICATE_FILE]
         for path in back.iterdir():
             (own / path.name).write_bytes(path.read_bytes())
         assert str(Credentials(own).principal) == "learner/north"
         said("request", "learner/north", "--out", "hospital")
-        assert (own / KEY).read_bytes() == key
+        assert (own / KEY_FILE).read_bytes() == key
     with pytest.raises(FailedPrecondition, match="is kept elsewhere: have another request made there"):
         Authority(here / "sottovoce-authority").renew(back)
     assert "copied to 1 identities" in said("revoke", "learner/north")
@@ -403,7 +413,9 @@ def test_the_authority_names_whom_it_certifies(here: Path) -> None:
         x509.SubjectAlternativeName
     )
     assert "evil.example" not in names.value.get_values_for_type(x509.DNSName)
-    assert named(read_certificate(here / "identities" / "learner-north")) == Principal.of("ward.example", "learner/north")
+    assert read_principal(read_certificate(here / "identities" / "learner-north")) == Principal.parse(
+        "ward.example", "learner/north"
+    )
 
 
 def test_requests_that_cannot_be_certified(here: Path) -> None:

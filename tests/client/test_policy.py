@@ -26,7 +26,7 @@ from tests.examples import ALLOWING, ALLOWING_FILE
 
 def spec_of(**sections: Any) -> RunSpec:
     document = {"rounds": 10, "learners": ["ann", "ben"], "algorithm": {"name": "ldp-dol"}, "data": {"batch_size": 16}}
-    return parse_spec({**document, **sections}, imports=True)
+    return parse_spec({**document, **sections}, allow_imports=True)
 
 
 def console() -> tuple[Console, io.StringIO]:
@@ -129,16 +129,16 @@ def test_the_services_of_the_readme_and_the_examples_run_by_default() -> None:
     script = (checkout / "examples" / "services.py").read_text(encoding="utf-8")
     namespace: dict[str, Any] = {"__name__": "example"}
     exec(compile(script, "services.py", "exec"), namespace)  # noqa: S102 - our own
-    for spec in (parse_spec(wards, imports=False), namespace["experiment"]):
+    for spec in (parse_spec(wards, allow_imports=False), namespace["experiment"]):
         run = prepare(spec)
         for i in range(run.run.spec.n_learners):
-            refused = [each for each in Policy().findings(run.run, run.data.n_features, i) if not each.fits]
+            refused = [each for each in Policy().findings(run.run, run.data.n_features, i) if not each.is_satisfied]
             assert not refused, json.dumps([str(each) for each in refused])
 
 
 def test_the_run_of_the_readme_is_within_the_theory() -> None:
     wards = yaml.safe_load((Path(__file__).parents[2] / "examples" / "wards.yaml").read_text(encoding="utf-8"))
-    prepared = prepare(parse_spec(wards, imports=False))
+    prepared = prepare(parse_spec(wards, allow_imports=False))
     assert not prepared.run.warnings and not prepared.run.spec.data.reuse
     spent = [prepared.run.guarantee(i, np.diff(own.offsets)).epsilon() for i, own in enumerate(prepared.data.learners)]
     assert spent == pytest.approx([4, 4, 2], rel=1e-3)

@@ -212,7 +212,7 @@ def test_paths_begin_where_the_spec_lies(folder: Path) -> None:
     out = folder.parent / "results"
     out.mkdir()
     experiment = Experiment.model_validate(load_spec(folder / "spec.yaml").model_dump(mode="json"))
-    simulate_to_folder(out, experiment, replicas=1, seed=0, noise=None, write=())
+    simulate_to_folder(out, experiment, replicas=1, seed=0, recorded_noise=None, outputs=())
     assert "source: ../ward/records.csv" in (out / "spec.yaml").read_text(encoding="utf-8")
     (deeper := out / "a" / "b").mkdir(parents=True)
     experiment.to_yaml(deeper / "spec.yaml")
@@ -253,10 +253,14 @@ def test_a_simulation_that_is_interrupted_leaves_nothing(
 
     monkeypatch.setattr(transcript.TranscriptWriter, "write", until_round_3)
     with pytest.raises(how):
-        simulate_to_folder(tmp_path, experiment, replicas=1, seed=0, noise=None, write=("models", "decisions", "transcript"))
+        simulate_to_folder(
+            tmp_path, experiment, replicas=1, seed=0, recorded_noise=None, outputs=("models", "decisions", "transcript")
+        )
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
-    simulate_to_folder(tmp_path, experiment, replicas=1, seed=0, noise=None, write=("models", "decisions", "transcript"))
+    simulate_to_folder(
+        tmp_path, experiment, replicas=1, seed=0, recorded_noise=None, outputs=("models", "decisions", "transcript")
+    )
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -264,7 +268,12 @@ def test_a_simulation_beyond_memory_is_refused(tmp_path: Path) -> None:
     experiment = Experiment(rounds=5, learners=2, algorithm="ldp-dol")
     with pytest.raises(SpecError, match=r"a simulation holds at most 134217728 numbers, .* take fewer replicas"):
         simulate_to_folder(
-            tmp_path, experiment, replicas=10**9, seed=0, noise=None, write=("models", "decisions", "transcript")
+            tmp_path,
+            experiment,
+            replicas=10**9,
+            seed=0,
+            recorded_noise=None,
+            outputs=("models", "decisions", "transcript"),
         )
 
 

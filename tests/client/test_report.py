@@ -20,10 +20,16 @@ from hypothesis import strategies as st
 
 from sottovoce_client.reports import page as pages
 from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import Axis, Mark, View, finite, line, select_evenly
-from sottovoce_client.reports.plots import MAX_HEATMAP_SHAPE, build_run_figures, stacked
-from sottovoce_client.reports.run_report import exceeds, build_run_page, statements, determine_verdict, find_worst_case
-from sottovoce_client.running.summary import RunSummary, Swap
+from sottovoce_client.reports.marks import Axis, PlotMark, PlotView, make_line, mask_nonfinite, select_evenly
+from sottovoce_client.reports.plots import MAX_HEATMAP_SHAPE, build_run_figures, stack_curves
+from sottovoce_client.reports.run_report import (
+    build_run_page,
+    compose_statements,
+    determine_verdict,
+    find_worst_case,
+    is_above_claim,
+)
+from sottovoce_client.running.summary import ObservedPrivacyLoss, RunSummary
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON
@@ -111,7 +117,7 @@ class Page(HTMLParser):
 
 
 def page(made: RunSummary) -> Page:
-    return Page(build_run_page(made).html())
+    return Page(build_run_page(made).to_html())
 
 
 def figure(made: RunSummary, name: str) -> Figure:
@@ -121,12 +127,12 @@ def figure(made: RunSummary, name: str) -> Figure:
     return found
 
 
-def with_swap(made: RunSummary, swap: Swap) -> RunSummary:
+def with_swap(made: RunSummary, swap: ObservedPrivacyLoss) -> RunSummary:
     return replace(made, learners=(replace(made.learners[0], swap_event=swap), *made.learners[1:]))
 
 
 def test_of_a_tapped_run_the_page_says_what_was_recorded_and_what_was_not() -> None:
-    text = build_run_page(tapped(summary())).html()
+    text = build_run_page(tapped(summary())).to_html()
     for said in (
         "Only ciphertext was recorded",
         "Recorded ciphertext",
@@ -156,7 +162,7 @@ def test_file_is_the_page_in_utf8(tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:
-    text = build_run_page(summary()).html()
+    text = build_run_page(summary()).to_html()
     shown = Page(text)
 
     assert shown.loads == []
@@ -167,11 +173,11 @@ def test_nothing_is_loaded_from_anywhere() -> None:
 
 
 def test_a_page_of_many_learners_is_small() -> None:
-    assert all(len(build_run_page(summary(n)).html().encode()) < 1_000_000 for n in (1, 5, 21, 200))
+    assert all(len(build_run_page(summary(n)).to_html().encode()) < 1_000_000 for n in (1, 5, 21, 200))
 
 
 def test_no_script_runs_but_the_pages_own() -> None:
-    text = build_run_page(summary()).html()
+    text = build_run_page(summary()).to_html()
     (script,) = Page(text).scripts
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in text
@@ -199,14 +205,14 @@ def test_hostile_text_is_shown_not_obeyed(made: RunSummary) -> None:
 def test_plots_read_no_tags_in_a_learners_name() -> None:
     made = replace(summary(2), learners=(learner("<b>x</b>"), learner("y")))
 
-    text = build_run_page(made).html()
+    text = build_run_page(made).to_html()
     assert "<b>x</b>" not in text and "<title>&lt;b&gt;x&lt;/b&gt;</title>" in text
 
 
 @pytest.mark.parametrize("name", ["_ward", "$\\alpha$ $", "^{}_{", "#0072b2", "url(#x_1"])
 def test_a_name_is_in_the_legend_as_it_is(name: str) -> None:
-    lines = [line([1, 2], [1, 2], each, "blue") for each in (name, "other")]
-    drawn = Figure("f", "F", lines, (View("", Axis(name), Axis("y")),)).__html__()
+    lines = [make_line([1, 2], [1, 2], each, "blue") for each in (name, "other")]
+    drawn = Figure("f", "F", lines, (PlotView("", Axis(name), Axis("y")),)).__html__()
     assert drawn.count(name) >= 3  # its tip, the axis and the legend
 
 
@@ -216,7 +222,7 @@ def test_an_arrow_leads_from_who_speaks_to_who_only_listens() -> None:
     assert [len(each) for each in arrows] == [0, 2]
     lines = [next(mark for mark in figure(made, "graph").marks if mark.kind == "line") for made in (mutual, directed)]
     assert [len(each.x) for each in lines] == [9, 3]  # two ends and a gap for every channel that leads both ways
-    text = build_run_page(directed).html()
+    text = build_run_page(directed).to_html()
     assert "An arrow leads from" in text and "Who sends to whom: 3 learners, 3 channels" in text
     rows = {row[0]: row[2:] for row in Page(text).rows[1:4]}
     assert rows == {
@@ -245,12 +251,15 @@ def test_a_curve_of_what_was_measured_here_stands_where_no_learner_told_its_own(
     silent = [replace(each, accuracy=(None,) * 2) for each in looks(2, 8, 1.0, 4)]
     made = summary(2, progress=tuple(silent), measured="it costs nothing more")
     measured = replace(made, learners=tuple(replace(each, test_curve=curve) for each in made.learners))
-    page, told = build_run_page(measured).html(), build_run_page(replace(measured, progress=looks(2, 8, 1.0, 4))).html()
+    page, told = (
+        build_run_page(measured).to_html(),
+        build_run_page(replace(measured, progress=looks(2, 8, 1.0, 4))).to_html(),
+    )
     assert (
         "labels correctly after a round" in page and "test accuracy" in page and "No accuracy was reported" not in page
     )
     assert "prequential accuracy" in told and "labels rightly after a round" not in told
-    assert "No accuracy was reported" in build_run_page(replace(made, measured="")).html()
+    assert "No accuracy was reported" in build_run_page(replace(made, measured="")).to_html()
 
 
 def test_a_run_too_short_for_more_points_says_so() -> None:
@@ -263,11 +272,11 @@ def test_a_run_too_short_for_more_points_says_so() -> None:
 
 def test_losses_that_would_lie_on_zero_are_shown_from_close_by() -> None:
     made = summary(1)
-    small = Swap(0.01, 0.02, 7.0, np.linspace(0, 0.01, 500))
-    large = Swap(6.0, 6.5, 7.0, np.linspace(0, -6.0, 500))
+    small = ObservedPrivacyLoss(0.01, 0.02, 7.0, np.linspace(0, 0.01, 500))
+    large = ObservedPrivacyLoss(6.0, 6.5, 7.0, np.linspace(0, -6.0, 500))
     views = [[view.name for view in figure(with_swap(made, swap), "loss-event").views] for swap in (small, large)]
     assert views == [["closer", "whole budget"], ["whole budget"]]
-    text = build_run_page(with_swap(made, small)).html()
+    text = build_run_page(with_swap(made, small)).to_html()
     assert text.index("<span>closer</span>") < text.index("<span>whole budget</span>")
 
 
@@ -278,7 +287,7 @@ def test_every_curve_shows_its_name_under_the_pointer(n: int) -> None:
 
 
 def test_every_plot_says_what_it_shows_to_who_does_not_see_it() -> None:
-    text = build_run_page(summary()).html()
+    text = build_run_page(summary()).to_html()
     for name in PLOTS:
         plot = text.partition(f'id="plot-{name}"')[2].partition("</figure>")[0]
         assert plot.count('role="img" aria-label="') >= 1, name
@@ -414,15 +423,15 @@ def test_whatever_is_drawn_is_a_path_that_browsers_draw(data: st.DataObject, log
     y = values()[: len(x)]
     low = values()[: len(x)] if kind == "area" or (kind == "dots" and log) else None
     step: Any = data.draw(st.sampled_from(["", "after", "middle"])) if kind == "line" else ""
-    drawn = Mark(kind, x, y, "wards", low=low, step=step)
-    text = str(Figure("f", "F", [drawn], (View("", Axis("x", log=log), Axis("y", log=log)),)).__html__())
+    drawn = PlotMark(kind, x, y, "wards", low=low, step=step)
+    text = str(Figure("f", "F", [drawn], (PlotView("", Axis("x", log=log), Axis("y", log=log)),)).__html__())
     assert wrong_paths(text) == []
 
 
 @pytest.mark.parametrize("y", [[1.0], [1.0, math.nan, 2.0, 3.0], [math.nan, 1.0, math.nan], [math.nan, math.nan]])
 def test_a_point_between_two_gaps_does_not_end_a_path(y: list[float]) -> None:
     drawn = Figure(
-        "f", "F", [line(np.arange(len(y)), y, "wards", "blue")], (View("", Axis("x"), Axis("y")),)
+        "f", "F", [make_line(np.arange(len(y)), y, "wards", "blue")], (PlotView("", Axis("x"), Axis("y")),)
     ).__html__()
     assert wrong_paths(drawn) == []
     assert (
@@ -487,7 +496,7 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(importlib, "import_module", absent)
     pages._templates.cache_clear()
     with pytest.raises(SpecError, match=r"needs Jinja2: in a clone of the repository, pip install '\.\[audit\]'"):
-        build_run_page(summary(2, 5)).html()
+        build_run_page(summary(2, 5)).to_html()
 
 
 # ---- verdict ----------------------------------------------------------------------------------------------------------
@@ -496,32 +505,32 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("record", "tone"), [(WEAK_EPSILON, "consistent"), (10.01, "weak"), (26.87, "weak")])
 def test_a_weak_promise_is_amber_even_if_it_is_kept(record: float, tone: str) -> None:
     one = learner("Aarhus", 500)
-    kept = Swap(1.0, 2.0, 3.0, np.zeros(500))
+    kept = ObservedPrivacyLoss(1.0, 2.0, 3.0, np.zeros(500))
     made = summary_of(replace(one, record=record, swap_event=kept, swap_record=kept))
-    found, text = determine_verdict(made), build_run_page(made).html()
-    assert (found.kind, found.tone, found.weak) == ("consistent", tone, tone == "weak")
-    assert f'<div class="verdict {tone}">' in text and ("with a weak promise" in text) == found.weak
+    found, text = determine_verdict(made), build_run_page(made).to_html()
+    assert (found.kind, found.tone, found.is_weak) == ("consistent", tone, tone == "weak")
+    assert f'<div class="verdict {tone}">' in text and ("with a weak promise" in text) == found.is_weak
 
 
 @pytest.mark.parametrize(
     ("swap", "kind", "says"),
     [
-        (Swap(1.0, 2.0, 3.0, np.zeros(500)), "consistent", "The promise allows"),
+        (ObservedPrivacyLoss(1.0, 2.0, 3.0, np.zeros(500)), "consistent", "The promise allows"),
         (
-            Swap(3.1, 3.2, 3.0, np.zeros(500)),
+            ObservedPrivacyLoss(3.1, 3.2, 3.0, np.zeros(500)),
             "refuted",
             "3.1 when one use of a record of Aarhus is replaced, above",
         ),
         (
-            Swap(1.0, 3.2, 3.0, np.zeros(500)),
+            ObservedPrivacyLoss(1.0, 3.2, 3.0, np.zeros(500)),
             "refuted",
             "could have had a privacy loss of 3.2, above the promised 3 (Aarhus",
         ),
-        (Swap(3.0 + 1e-12, 3.0, 3.0, np.zeros(500)), "consistent", "The promise allows 3."),
-        (Swap(0.1, 0.1, 0.0, np.zeros(500)), "refuted", "above the promised 0."),
+        (ObservedPrivacyLoss(3.0 + 1e-12, 3.0, 3.0, np.zeros(500)), "consistent", "The promise allows 3."),
+        (ObservedPrivacyLoss(0.1, 0.1, 0.0, np.zeros(500)), "refuted", "above the promised 0."),
     ],
 )
-def test_verdict(swap: Swap, kind: str, says: str) -> None:
+def test_verdict(swap: ObservedPrivacyLoss, kind: str, says: str) -> None:
     verdict = determine_verdict(with_swap(summary(), swap))
 
     assert verdict.kind == kind
@@ -546,13 +555,13 @@ def test_the_promise_names_its_observer_and_its_meaning() -> None:
         (decisions, "at most 73.1 % sure of one of them."),  # e / (1 + e)
         (at_neighbour, "This rules out almost no conclusion about a record."),
     ):
-        assert says in statements(run)["promise"]
+        assert says in compose_statements(run)["promise"]
     both = replace(made, promise=replace(made.promise, output=1.0))
-    assert statements(both)["promise"].count("ε = ") == 2
+    assert compose_statements(both)["promise"].count("ε = ") == 2
 
 
 def test_a_refuted_claim_is_marked_in_the_table() -> None:
-    text = build_run_page(with_swap(summary(), Swap(9.25, 9.25, 3.0, np.zeros(500)))).html()
+    text = build_run_page(with_swap(summary(), ObservedPrivacyLoss(9.25, 9.25, 3.0, np.zeros(500)))).to_html()
 
     assert text.count('<td class="over">9.25</td>') == 2
     assert 'class="verdict refuted"' in text
@@ -560,7 +569,8 @@ def test_a_refuted_claim_is_marked_in_the_table() -> None:
 
 def test_the_telling_swap_is_the_largest_of_the_table_but_one_above_its_claim_comes_first() -> None:
     large, small, above, unbound = (
-        Swap(loss, loss, claim, np.zeros(500)) for loss, claim in ((2.0, 100.0), (0.9, 1.0), (0.2, 0.1), (9.0, np.inf))
+        ObservedPrivacyLoss(loss, loss, claim, np.zeros(500))
+        for loss, claim in ((2.0, 100.0), (0.9, 1.0), (0.2, 0.1), (9.0, np.inf))
     )
     for event, record, wanted in (
         (large, small, ("event", large)),
@@ -574,9 +584,9 @@ def test_the_telling_swap_is_the_largest_of_the_table_but_one_above_its_claim_co
 
 
 def test_rounding_exceeds_no_claim() -> None:
-    assert not exceeds(1.0 + 1e-12, 1.0)
-    assert exceeds(1.0 + 1e-6, 1.0)
-    assert not exceeds(math.inf, math.inf)
+    assert not is_above_claim(1.0 + 1e-12, 1.0)
+    assert is_above_claim(1.0 + 1e-6, 1.0)
+    assert not is_above_claim(math.inf, math.inf)
 
 
 # ---- pieces -----------------------------------------------------------------------------------------------------------
@@ -592,12 +602,12 @@ def test_thinned_keeps_both_ends(length: int, kept: int) -> None:
 
 def test_finite_makes_gaps() -> None:
     np.testing.assert_array_equal(
-        finite([1.0, math.nan, math.inf, -math.inf, 0.1]), [1.0, math.nan, math.nan, math.nan, 0.1]
+        mask_nonfinite([1.0, math.nan, math.inf, -math.inf, 0.1]), [1.0, math.nan, math.nan, math.nan, 0.1]
     )
 
 
 def test_who_has_stopped_spends_no_more() -> None:
-    rows = stacked([np.array([1.0, 2.0, 3.0]), np.array([1.0, 5.0, 9.0]), np.ones(3)], [3, 2, 0])
+    rows = stack_curves([np.array([1.0, 2.0, 3.0]), np.array([1.0, 5.0, 9.0]), np.ones(3)], [3, 2, 0])
 
     np.testing.assert_array_equal(rows, [[1, 2, 3], [1, 5, 5], [0, 0, 0]])
 
@@ -620,6 +630,6 @@ def test_a_capture_of_few_rounds_is_not_called_consistent() -> None:
 
 def test_shared_records_cost_the_sum_of_all_learners() -> None:
     alone, made = summary(), replace(summary(), promise=replace(summary().promise, shared=True))
-    assert made.event == pytest.approx(sum(each.event for each in made.learners))
-    assert alone.event == max(each.event for each in alone.learners)
-    assert "all learners together, for they share their records" in build_run_page(made).html()
+    assert made.epsilon_record_use == pytest.approx(sum(each.event for each in made.learners))
+    assert alone.epsilon_record_use == max(each.event for each in alone.learners)
+    assert "all learners together, for they share their records" in build_run_page(made).to_html()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import make_results_folder
 from sottovoce_client.reports.page import Page
-from sottovoce_client.terminal import INCOMPLETE
+from sottovoce_client.terminal import INCOMPLETE_EXIT_CODE
 from sottovoce_core.errors import SpecError
 from sottovoce_core.spec import dump_spec
 
@@ -84,14 +84,14 @@ def test_a_page_that_cannot_be_made_costs_no_results(
     monkeypatch.setattr(Page, "html", broken)
     done = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "out")
     page = tmp_path / "out" / f"{command}.html"
-    assert (expected.exit_code, done.exit_code) == (0, INCOMPLETE)
+    assert (expected.exit_code, done.exit_code) == (0, INCOMPLETE_EXIT_CODE)
     assert (tmp_path / "out" / kept).exists() and not page.exists() and f"{command}.html" not in done.stdout
     assert (
         f"{page} could not be made: ValueError at " in done.stderr and "All other results are complete" in done.stderr
     )
     assert len(done.stderr.splitlines()) == len(expected.stderr.splitlines()) + 1 and "secret" not in done.output
     told = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "told", "--json")
-    assert told.exit_code == INCOMPLETE and json.loads(told.stdout)["folder"] == str(tmp_path / "told")
+    assert told.exit_code == INCOMPLETE_EXIT_CODE and json.loads(told.stdout)["folder"] == str(tmp_path / "told")
 
 
 @pytest.mark.parametrize("command", ["simulate", "sweep", "compare"])
@@ -103,7 +103,7 @@ def test_a_file_for_papers_that_cannot_be_made_costs_no_results(
 
     monkeypatch.setattr("sottovoce_client.running.plot.export", broken)
     done = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "out", "--export", "csv", "--json")
-    assert done.exit_code == INCOMPLETE and json.loads(done.stdout)["folder"] == str(tmp_path / "out")
+    assert done.exit_code == INCOMPLETE_EXIT_CODE and json.loads(done.stdout)["folder"] == str(tmp_path / "out")
     assert "a file of --export could not be made: no space left. All other results are complete." in done.stderr
 
 

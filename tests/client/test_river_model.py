@@ -12,7 +12,7 @@ import pytest
 
 from sottovoce_client.live.learner import Prediction
 from sottovoce_client.live.plain import SyncLearner
-from sottovoce_client.live.prequential import Prequential
+from sottovoce_client.live.prequential import PrequentialEvaluation
 from sottovoce_core.errors import DataError, SpecError
 from tests.client.plainly import plainly
 from tests.client.test_live_learner import SCHEMA, SECRET, spec_of
@@ -158,7 +158,7 @@ def test_rivers_metrics_take_what_prequential_tells_them() -> None:
     rng = np.random.default_rng(3)
     rolling = utils.Rolling(metrics.Accuracy(), window_size=100)
     accuracy, loss, area = metrics.Accuracy(), metrics.LogLoss(), metrics.ROCAUC()
-    judged = Prequential(accuracy, loss, area, rolling, drift=drift.ADWIN())
+    judged = PrequentialEvaluation(accuracy, loss, area, rolling, drift=drift.ADWIN())
     for step in range(20):
         chances = rng.uniform(0.0, 1.0, 100)
         true = np.where((chances > 0.5) == (step < 10), "died", "home")  # what was right is wrong from then on

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.cli import app
 from sottovoce_client.watching import canaries as kept
-from sottovoce_core.auditing.online.canaries import draw
+from sottovoce_core.auditing.online.canaries import draw_canaries
 from sottovoce_core.errors import CaptureError, DataError, SottovoceError, SpecError
 from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.spec import load_schema, load_spec
@@ -358,7 +358,7 @@ def test_a_replacement_is_a_record_of_the_schema(prepared: PreparedRun, folder: 
     row = int(prepared.data.learners[0].order[0])
     asked = AuditRequest(learner="north", runs=20, record=row, replacement=str(path := folder / "other.json"))
     path.write_text(json.dumps(PATIENT), encoding="utf-8")
-    second = asked.plan(prepared).worlds.second
+    second = asked.plan(prepared).worlds.records_1
     made = second.features[row]
     assert (
         made[1] == pytest.approx(-0.4) and made[2:].tolist() == [1, 0, 1, 0, 1, 0, 0, 1] and second.labels[row] == 1.0
@@ -378,14 +378,17 @@ def test_a_replacement_is_a_record_of_the_schema(prepared: PreparedRun, folder: 
 
 
 def test_canaries_of_a_schema_are_kept_whole(prepared: PreparedRun, folder: Path) -> None:
-    drawn = draw(prepared.run, prepared.data, 3, np.random.default_rng(0))
+    drawn = draw_canaries(prepared.run, prepared.data, 3, np.random.default_rng(0))
     kept._save(drawn, folder)
-    found = kept.load(folder / "canaries.json")
-    assert found == drawn and found.pair is not None
-    assert kept.placed(prepared, found).data.learners[0].features.shape == prepared.data.learners[0].features.shape
-    other = replace(found, pair=(found.pair[0][1:], found.pair[1][1:]))
+    found = kept.load_canaries(folder / "canaries.json")
+    assert found == drawn and found.record_pair is not None
+    assert (
+        kept.insert_canaries(prepared, found).data.learners[0].features.shape
+        == prepared.data.learners[0].features.shape
+    )
+    other = replace(found, record_pair=(found.record_pair[0][1:], found.record_pair[1][1:]))
     with pytest.raises(CaptureError, match="records here have 10 features"):
-        kept.placed(prepared, other)
+        kept.insert_canaries(prepared, other)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

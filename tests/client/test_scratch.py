@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.documents import scratch
+from sottovoce_client.documents import create_scratch_folder
 
 STAYS = """
 import sys
@@ -25,7 +25,7 @@ with scratch(".iris-", Path(sys.argv[1])) as made:
 
 
 def test_a_folder_is_gone_in_the_end(tmp_path: Path) -> None:
-    with scratch(".iris-", tmp_path) as made:
+    with create_scratch_folder(".iris-", tmp_path) as made:
         (made / "half").write_text("of it")
         assert made.parent == tmp_path
     assert list(tmp_path.iterdir()) == []
@@ -39,11 +39,11 @@ def test_what_a_killed_process_left_is_cleared_and_nothing_else(tmp_path: Path) 
     ) as other:
         assert other.stdout is not None
         theirs = Path(other.stdout.readline().strip())
-        with scratch(".iris-", tmp_path) as made:
+        with create_scratch_folder(".iris-", tmp_path) as made:
             assert {theirs, made, tmp_path / ".iris-mine"} == set(tmp_path.iterdir())
         other.kill()
     assert (theirs / "half").exists()
-    with scratch(".iris-", tmp_path) as made:
+    with create_scratch_folder(".iris-", tmp_path) as made:
         assert {made, tmp_path / ".iris-mine"} == set(tmp_path.iterdir())
 
 
@@ -54,7 +54,7 @@ def test_of_another_prefix_nothing_is_cleared(tmp_path: Path) -> None:
         assert other.stdout is not None
         theirs = Path(other.stdout.readline().strip())
         other.kill()
-    with scratch(".wine-", tmp_path):
+    with create_scratch_folder(".wine-", tmp_path):
         assert theirs.exists()
 
 
@@ -62,7 +62,7 @@ def test_of_another_prefix_nothing_is_cleared(tmp_path: Path) -> None:
 def test_a_pipe_where_the_mark_should_be_is_not_waited_on(tmp_path: Path) -> None:
     (tmp_path / ".iris-trap").mkdir()
     os.mkfifo(tmp_path / ".iris-trap" / ".sottovoce-scratch")
-    with scratch(".iris-", tmp_path) as made:
+    with create_scratch_folder(".iris-", tmp_path) as made:
         assert made.is_dir()
 
 
@@ -72,10 +72,10 @@ def test_a_folder_is_known_as_one_only_once_it_is_locked(tmp_path: Path, monkeyp
 
     def late(file: Any, how: int) -> None:
         monkeypatch.setattr(fcntl, "flock", lock)
-        with scratch(".iris-", tmp_path):
+        with create_scratch_folder(".iris-", tmp_path):
             pass
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with scratch(".iris-", tmp_path) as made:
+    with create_scratch_folder(".iris-", tmp_path) as made:
         assert made.is_dir()

@@ -33,7 +33,7 @@ def unpacked(path: Path) -> Iterator[bytes]:
     for packed in re.findall(rb'"bdata":\s*"([A-Za-z0-9+/=\\u]*)"', raw):
         yield base64.b64decode(packed.replace(b"\\u002f", b"/"))
     if path.name == "capture.json":
-        for batch in open_capture(path.parent).batches(("payload",)):
+        for batch in open_capture(path.parent).read_batches(("payload",)):
             yield from batch.column("payload").to_pylist()
 
 

@@ -52,7 +52,9 @@ def test_without_options_nothing_is_told_to_anybody(told: dict[str, Any], servic
 def test_the_options_are_passed_on(told: dict[str, Any], service: str, tmp_path: Path) -> None:
     run(*COMMANDS[service], "--metrics", "127.0.0.1:9400", "--identity", str(tmp_path), "--log-format", "json")
     config = told["config"][0] if service == "learner" else told["config"]
-    assert told["metrics"] == MetricsEndpoint("127.0.0.1:9400", config.credentials, process=service != "learner")
+    assert told["metrics"] == MetricsEndpoint(
+        "127.0.0.1:9400", config.credentials, include_process=service != "learner"
+    )
     assert told["logs"] == ("info", "json")
 
 
@@ -62,7 +64,7 @@ async def test_services_of_one_command_do_not_share_a_port(tmp_path: Path, monke
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("SOTTOVOCE_METRICS", f"127.0.0.1:{taken.getsockname()[1]}")
         async with LocalServices(small_spec(3, ["ann", "ben"]), tmp_path) as up:
-            assert up.coordinator and set(up.learners) == {"ann", "ben"}
+            assert up.coordinator and set(up.learner_addresses) == {"ann", "ben"}
 
 
 @pytest.mark.parametrize("service", COMMANDS)

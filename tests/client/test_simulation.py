@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 from sottovoce_client.cli import app
 from sottovoce_client.documents import create_file
 from sottovoce_client.running import simulation
-from sottovoce_client.running.simulation import promise, simulate_to_folder, sizes
-from sottovoce_client.wording import number
+from sottovoce_client.running.simulation import describe_epsilon, estimate_sizes, simulate_to_folder
+from sottovoce_client.wording import format_number
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, load
 from sottovoce_core.running.transcript import TranscriptWriter, read_noise
@@ -95,10 +95,12 @@ def test_memory_does_not_grow_with_the_rounds(tmp_path: Path, more: list[str]) -
         folder = tmp_path / str(rounds)
         folder.mkdir()
         experiment = Experiment(rounds=rounds, learners=5, algorithm="ldp-dol", data={"source": "breast_cancer"})
-        _ = experiment.prepared
+        _ = experiment.prepared_run
         tracemalloc.start()
         try:
-            simulate_to_folder(folder, experiment, replicas=10, seed=0, noise=None, write=["transcript", "decisions", *more])
+            simulate_to_folder(
+                folder, experiment, replicas=10, seed=0, recorded_noise=None, outputs=["transcript", "decisions", *more]
+            )
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -191,16 +193,16 @@ def test_a_refused_command_leaves_no_folder_that_it_made(
 
 def test_the_summary_says_what_the_run_costs(spec: Path, tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["simulate", str(spec), "--out", str(tmp_path / "a")]).output.splitlines()
-    assert said[1] == f"epsilon per event: {number(load(spec).epsilon())}, of the learner with the largest"
+    assert said[1] == f"epsilon per event: {format_number(load(spec).epsilon())}, of the learner with the largest"
     told = CliRunner().invoke(
         app, ["simulate", str(spec), "--json", "--out", str(tmp_path / "b")], catch_exceptions=False
     )
     assert json.loads(told.stdout)["epsilon_event"] == load(spec).epsilon()
     alike = {"rounds": 6, "learners": 3, "data": {"source": "breast_cancer", "partition": "shared", "reuse": True}}
     together = Experiment(**alike, algorithm={"name": "dpsda-c"}, decision_set={"kind": "l2_ball", "radius": 1.0})
-    assert promise(together).endswith(", of all learners together")
+    assert describe_epsilon(together).endswith(", of all learners together")
     silent = Experiment(rounds=6, learners=3, algorithm={"name": "d-ogd"})
-    assert promise(silent) == "epsilon per event: infinite, for nothing is promised"
+    assert describe_epsilon(silent) == "epsilon per event: infinite, for nothing is promised"
 
 
 def test_models_are_the_last_decisions(spec: Path, tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_noise_and_what_learners_keep_to_themselves_is_their_users_alone(spec: P
 def test_sizes_are_those_of_the_files(spec: Path, tmp_path: Path) -> None:
     """Compressed noise is nearly as large as it is: within a fifth, for all three."""
     ran(spec, "--out", tmp_path / "o", "--replicas", 200, "--write", "all")
-    expected = sizes(load(spec).run, 200, list(FILES))
+    expected = estimate_sizes(load(spec).run, 200, list(FILES))
     assert list(expected) == ["models", "decisions", "transcript", "noise"]
     for name in ("transcript", "noise"):
         written = (tmp_path / "o" / f"{name}.parquet").stat().st_size

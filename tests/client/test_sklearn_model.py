@@ -61,7 +61,9 @@ async def test_what_was_sent_and_is_not_kept_is_said(tmp_path: Path) -> None:
                     pass
                 learner.send(ROWS[:1], [0])
                 if told:
-                    with pytest.raises(FailedPrecondition, match=r"of the last 1 records some are not kept: .* is over"):
+                    with pytest.raises(
+                        FailedPrecondition, match=r"of the last 1 records some are not kept: .* is over"
+                    ):
                         learner.flush()
                     with pytest.raises(FailedPrecondition, match="some are not kept"):
                         learner.send(ROWS[:1], [0])

@@ -19,11 +19,18 @@ from rich.console import Console
 
 from sottovoce_client import doctor, terminal
 from sottovoce_client.cli import app
-from sottovoce_client.live.sending import At
+from sottovoce_client.live.sending import LearnerEndpoint
 from sottovoce_client.models.predicting import connect_as_owner
 from sottovoce_client.running import known, status
-from sottovoce_client.running.monitoring import History, RunObservation, ServiceAddresses, RunListItem, RunView, make_run_view
-from sottovoce_client.running.status import Status, _progress_line, document, look, show
+from sottovoce_client.running.monitoring import (
+    RunHistory,
+    RunListItem,
+    RunObservation,
+    RunView,
+    ServiceAddresses,
+    make_run_view,
+)
+from sottovoce_client.running.status import DeploymentStatus, _progress_line, collect_status, make_document, show
 from sottovoce_core.errors import Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
@@ -46,7 +53,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "SAMPLE_INTERVAL_S", 0.0)
 
 
-def printed(seen: Status, width: int = 160) -> str:
+def printed(seen: DeploymentStatus, width: int = 160) -> str:
     shown = io.StringIO()
     show(seen, Console(file=shown, width=width))
     return shown.getvalue()
@@ -57,9 +64,11 @@ def rows(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
 
 
-def view(*looks: RunObservation, rounds: int | None = 1000, state: str = "running", ended: float | None = None) -> RunView:
+def view(
+    *looks: RunObservation, rounds: int | None = 1000, state: str = "running", ended: float | None = None
+) -> RunView:
     """Of a run that was started at noon."""
-    history = History()
+    history = RunHistory()
     for each in looks:
         history.add(each)
     course = RunListItem("run-1", state, "", consoles.NOON, ended)
@@ -73,11 +82,11 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
     spec = small_spec(1000, NAMES, clock=PACED, capture="relay", name="wards", privacy={"budget": 1e6})
     async with network(tmp_path, NAMES, identities=identities) as up:
         await up.until_here("ann")
-        idle = await look(learners=(up.addresses["ann"],), credentials=up.operator)
-        empty = await look(ServiceAddresses(up.coordinator, up.eavesdropper), credentials=up.operator)
+        idle = await collect_status(learners=(up.addresses["ann"],), credentials=up.operator)
+        empty = await collect_status(ServiceAddresses(up.coordinator, up.eavesdropper), credentials=up.operator)
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 3)
-        asked = partial(look, ServiceAddresses(up.coordinator, up.eavesdropper), (up.addresses["ann"],))
+        asked = partial(collect_status, ServiceAddresses(up.coordinator, up.eavesdropper), (up.addresses["ann"],))
         seen = await asked(credentials=up.operator)
         stranger = None if identities is None else identities.of("operator/mallory")
         other = None if stranger is None else await asked(credentials=stranger)
@@ -88,7 +97,7 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
         await known.stop_run(up.coordinator, seen.run.run_id, Console(quiet=True), up.operator)
         await running
         places, begins = ServiceAddresses(up.coordinator, up.eavesdropper), seen.run.run_id[:-1]
-        over = await look(places, run=begins, credentials=up.operator)
+        over = await collect_status(places, run=begins, credentials=up.operator)
         assert over.run is not None and [each.run_id for each in over.captures] == [over.run.run_id]
 
     (ann,) = idle.learners
@@ -100,7 +109,7 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
     assert f"wards {seen.run.run_id}" in text and "of 1,000 rounds" in text
     assert {rows(text)[name][0] for name in NAMES} == {"running"}
     assert seen.captures[0].run_id == seen.run.run_id and seen.captures[0].messages > 0
-    told = json.loads(to_json(document(seen)))
+    told = json.loads(to_json(make_document(seen)))
     (own,) = told["learners"]
     assert (own["run"], own["rounds"], own["state"]) == (seen.run.run_id, 1000, "running")
     assert own["learners"][0]["epsilon"] > 0 and own["learners"][0]["epsilon_limit"] == 1e6
@@ -109,7 +118,7 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
 
     if other is not None:  # any operator may know how far a learner is, and its owner alone what it is in
         assert other.run is not None and other.captures and not other.faults
-        assert [(each.rounds, each.round > 0) for _, each in other.learners] == [(None, True)]
+        assert [(each.rounds, each.rounds_done > 0) for _, each in other.learners] == [(None, True)]
     assert alone.run is not None and rows(printed(alone))["ben"][0] == "away"
     assert any(line.startswith("ben is away since") for line in alone.faults)
     assert over.run.state == "stopped" and not over.faults
@@ -119,10 +128,10 @@ async def test_who_does_not_answer_hides_nobody_else(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up:
         spec = small_spec(5, NAMES)
         await up.run(spec, made_up(spec))
-        seen = await look(ServiceAddresses(up.coordinator, NOBODY), (NOBODY, up.addresses["ann"]))
-        wrong = await look(ServiceAddresses(up.coordinator), run="no-such-run")
-        elsewhere = await look(ServiceAddresses(up.eavesdropper))
-    assert seen.run is not None and (seen.run.state, seen.run.round) == ("finished", 5)
+        seen = await collect_status(ServiceAddresses(up.coordinator, NOBODY), (NOBODY, up.addresses["ann"]))
+        wrong = await collect_status(ServiceAddresses(up.coordinator), run="no-such-run")
+        elsewhere = await collect_status(ServiceAddresses(up.eavesdropper))
+    assert seen.run is not None and (seen.run.state, seen.run.rounds_done) == ("finished", 5)
     assert [at for at, _ in seen.learners] == [up.addresses["ann"]]
     assert sorted(line.partition(" at ")[0] for line in seen.faults) == [
         "cannot reach the eavesdropper",
@@ -139,16 +148,16 @@ async def test_a_learner_says_that_it_does_not_hear_its_coordinator(tmp_path: Pa
         run_id = (await up.start(spec, 3)).run_id
         feeding = asyncio.ensure_future(up.feed(run_id, spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 2)
-        assert "coordinator" not in " ".join((await look(learners=own)).faults)
+        assert "coordinator" not in " ".join((await collect_status(learners=own)).faults)
         old = await up.cut_coordinator()
         async with asyncio.timeout(PATIENCE_S):
-            while not (faults := (await look(learners=own)).faults) or "it waits for" not in faults[0]:
+            while not (faults := (await collect_status(learners=own)).faults) or "it waits for" not in faults[0]:
                 pass
         up.coordinating = old
         await up.restart_coordinator()
         await up.until_here("ann")
         async with asyncio.timeout(PATIENCE_S):
-            while (await look(learners=own)).faults:
+            while (await collect_status(learners=own)).faults:
                 pass
         feeding.cancel()
     at = rf"[^;]*{re.escape(up.coordinator)}[^;]*"
@@ -160,7 +169,7 @@ async def test_a_learner_in_no_run_says_that_no_coordinator_has_let_it_in(tmp_pa
     learner = Learner(LearnerConfig("ann", "127.0.0.1:1", state_folder=tmp_path))
     address = await learner.start()
     try:
-        seen = await look(learners=(address,))
+        seen = await collect_status(learners=(address,))
     finally:
         await learner.stop()
     assert seen.faults == ("ann: no coordinator has let it in yet: that at 127.0.0.1:1 has not answered yet",)
@@ -194,14 +203,14 @@ async def silent() -> AsyncIterator[str]:
 
 
 async def enter_owner(at: str) -> None:
-    async with connect_as_owner(At(at, "", Credentials())):
+    async with connect_as_owner(LearnerEndpoint(at, "", Credentials())):
         pass
 
 
 ASKING: dict[str, Callable[[str], Awaitable[Any]]] = {
     "predict": enter_owner,
-    "doctor": lambda at: doctor.examine(doctor.CheckTargets(Credentials(), [(Role.LEARNER, at)])),
-    "status": lambda at: look(learners=(at,)),
+    "doctor": lambda at: doctor.run_checks(doctor.CheckTargets(Credentials(), [(Role.LEARNER, at)])),
+    "status": lambda at: collect_status(learners=(at,)),
 }
 
 
@@ -237,7 +246,7 @@ def test_pace_and_time_left_are_of_now_or_else_of_all_so_far() -> None:
     now = consoles.NOON + 10.0
     at = [RunObservation(t, (consoles.status(0, rounds),)) for t, rounds in ((0.0, 20), (1.0, 40))]
     assert _progress_line(view(*at), now) == "40 of 1,000 rounds, 20 rounds/s (4 so far), about 48 s left"
-    stuck = view(at[1], replace(at[1], at=2.0))
+    stuck = view(at[1], replace(at[1], observed_at_s=2.0))
     assert _progress_line(stuck, now) == "40 of 1,000 rounds, 0 rounds/s (4 so far), about 4 min 00 s left"
     paced = replace(view(*at), period_s=0.2)  # it catches up after a pause, and not for ever
     assert _progress_line(paced, now) == "40 of 1,000 rounds, 20 rounds/s (4 so far), about 3 min 10 s left"
@@ -251,25 +260,27 @@ def test_who_is_behind_has_stopped_or_is_missing_is_shown_first_among_many() -> 
         50, 12, state=LearnerState.BUDGET_EXHAUSTED, detail="the next message costs too much"
     )
     statuses[55] = replace(statuses[55], state=LearnerState.UNSPECIFIED, rounds_done=0)
-    seen = Status(consoles.NOON + 10, view(RunObservation(0.0, tuple(statuses), ("127.0.0.1:1",) * 55 + ("",) * 5)))
+    seen = DeploymentStatus(
+        consoles.NOON + 10, view(RunObservation(0.0, tuple(statuses), ("127.0.0.1:1",) * 55 + ("",) * 5))
+    )
     lines = [line.strip() for line in printed(seen).splitlines() if line.startswith(" learner-")]
     assert lines[0].split()[:5] == ["learner-55", "not", "joined", "0", "20"]
     assert lines[1].split()[:5] == ["learner-50", "budget", "exhausted", "12", "8"]
-    assert len(lines) == status.MOST_ROWS and "… 20 more" in printed(seen)
+    assert len(lines) == status.MAX_ROWS and "… 20 more" in printed(seen)
     assert seen.faults == ("learner-50: budget exhausted", "learner-50: the next message costs too much")
 
 
 def test_what_depends_on_records_is_shown_where_the_run_opted_in() -> None:
     one = consoles.status(0)
     for each, there in ((one, False), (replace(one, prequential_accuracy=0.875), True)):
-        text = printed(Status(consoles.NOON + 10, view(RunObservation(0.0, (each,)))))
+        text = printed(DeploymentStatus(consoles.NOON + 10, view(RunObservation(0.0, (each,)))))
         assert ("accuracy" in text, "87.5 %" in text) == (there, there)
 
 
 def test_a_run_that_failed_is_a_fault_and_one_that_was_stopped_is_none() -> None:
     gone = view(RunObservation(0.0, (consoles.status(0),)), state="failed", ended=consoles.NOON + 5)
-    assert Status(consoles.NOON, gone).faults == ("the run failed: nobody says why",)
-    assert not Status(consoles.NOON, replace(gone, state="stopped")).faults
+    assert DeploymentStatus(consoles.NOON, gone).faults == ("the run failed: nobody says why",)
+    assert not DeploymentStatus(consoles.NOON, replace(gone, state="stopped")).faults
 
 
 def test_a_run_that_its_budget_stopped_is_a_fault() -> None:
@@ -277,7 +288,7 @@ def test_a_run_that_its_budget_stopped_is_a_fault() -> None:
     spent = consoles.status(0, state=LearnerState.BUDGET_EXHAUSTED, detail="that would be above the budget of 4")
     other = consoles.status(1, state=LearnerState.STOPPED, detail=why)
     over = view(RunObservation(0.0, (spent, other)), state="stopped", ended=consoles.NOON + 5)
-    assert Status(consoles.NOON, replace(over, detail=why)).faults == (f"the run stopped: {why}",)
+    assert DeploymentStatus(consoles.NOON, replace(over, detail=why)).faults == (f"the run stopped: {why}",)
 
 
 async def test_a_run_whose_records_nobody_took_is_a_fault_that_says_what_to_do(tmp_path: Path) -> None:
@@ -287,7 +298,7 @@ async def test_a_run_whose_records_nobody_took_is_a_fault_that_says_what_to_do(t
     async with network(tmp_path, NAMES, identities=identities) as up:
         stranger = identities.of("operator/mallory")
         outcome = await up.run(spec, made_up(spec), credentials=stranger)
-        seen = await look(ServiceAddresses(up.coordinator), credentials=up.operator)
+        seen = await collect_status(ServiceAddresses(up.coordinator), credentials=up.operator)
     what = "--owner operator/mallory or --feeder operator/mallory at that learner"
     assert outcome.state == "failed" and outcome.detail.endswith(what)
     (fault,) = seen.faults

@@ -22,18 +22,24 @@ from rich.text import Text
 
 import sottovoce_client
 from sottovoce_client import cli, documents, terminal
-from sottovoce_client.doctor import Finding, show
+from sottovoce_client.doctor import Finding, print_findings
 from sottovoce_client.running import known, status
 from sottovoce_client.running.compare import format_markdown
-from sottovoce_client.running.console import print_summary, display_run
-from sottovoce_client.running.monitoring import History, make_capture_list_item, parse_observation, make_run_list_item, make_run_view
-from sottovoce_client.running.summary import Noticed
+from sottovoce_client.running.console import display_run, print_summary
+from sottovoce_client.running.monitoring import (
+    RunHistory,
+    make_capture_list_item,
+    make_run_list_item,
+    make_run_view,
+    parse_observation,
+)
+from sottovoce_client.running.summary import DetectionSummary
 from sottovoce_client.transcripts.query import query
 from sottovoce_core.errors import SpecError
 from sottovoce_core.results import Facts, Result, Results
 from sottovoce_core.running.metrics import Curve, Curves
 from sottovoce_core.table import Table
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import configure_logs
 from sottovoce_rpc.status import convert_status_error
@@ -57,13 +63,15 @@ def clean(text: str) -> bool:
 
 def screen(width: int = 400) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return terminal.console(file=out, width=width), out
+    return terminal.create_console(file=out, width=width), out
 
 
 def test_what_is_plain_stays_as_it_is() -> None:
-    assert plain(HOSTILE) == SHOWN
-    assert plain(SHOWN) == SHOWN and plain("Krankenhaus Süd – ε = ∞ 北") == "Krankenhaus Süd – ε = ∞ 北"
-    assert plain("\ud800") == r"\ud800"
+    assert escape_control(HOSTILE) == SHOWN
+    assert (
+        escape_control(SHOWN) == SHOWN and escape_control("Krankenhaus Süd – ε = ∞ 北") == "Krankenhaus Süd – ε = ∞ 北"
+    )
+    assert escape_control("\ud800") == r"\ud800"
 
 
 # ---- logs ------------------------------------------------------------------------------------------------------------
@@ -154,13 +162,15 @@ async def test_what_is_told_of_runs_is_text(monkeypatch: pytest.MonkeyPatch, com
 
 
 def test_a_look_at_a_run_is_text() -> None:
-    history = History()
+    history = RunHistory()
     history.add(parse_observation(a_run(), None, 0.0))
     plan = replace(consoles.plan(), name=HOSTILE, algorithm=HOSTILE, capture=HOSTILE)
     run = make_run_view(make_run_list_item(a_run()), plan, history)
     capture_of = make_capture_list_item(eavesdropper_pb2.CaptureInfo(location=HOSTILE, run_id=HOSTILE, error=HOSTILE))
     console, out = screen()
-    seen = status.Status(0.0, run, (make_run_list_item(a_run()),), ((HOSTILE, run),), (capture_of,), (plain(HOSTILE),))
+    seen = status.DeploymentStatus(
+        0.0, run, (make_run_list_item(a_run()),), ((HOSTILE, run),), (capture_of,), (escape_control(HOSTILE),)
+    )
     status.show(seen, console)
     assert SHOWN in out.getvalue() and clean(out.getvalue())
 
@@ -170,7 +180,7 @@ def test_a_look_at_a_run_is_text() -> None:
 
 def test_nothing_that_is_printed_is_markup_or_a_command() -> None:
     console, out = screen()
-    table = terminal.table(HOSTILE)
+    table = terminal.create_table(HOSTILE)
     table.add_row(HOSTILE)
     table.add_row(Text(HOSTILE))
     for each in (HOSTILE, Text(HOSTILE), table):
@@ -181,7 +191,9 @@ def test_nothing_that_is_printed_is_markup_or_a_command() -> None:
 
 def test_a_terminal_of_ours_has_colours_of_ours() -> None:
     out = io.StringIO()
-    terminal.console(file=out, force_terminal=True, color_system="standard").print(Text("no", "red"), Text("\x1b[2J"))
+    terminal.create_console(file=out, force_terminal=True, color_system="standard").print(
+        Text("no", "red"), Text("\x1b[2J")
+    )
     assert out.getvalue().startswith("\x1b[31m") and "\x1b[2J" not in out.getvalue()
 
 
@@ -196,7 +208,7 @@ def test_every_console_is_one_of_these() -> None:
 
 
 def test_a_summary_is_text() -> None:
-    noticed = Noticed(1, (HOSTILE,), HOSTILE)
+    noticed = DetectionSummary(1, (HOSTILE,), HOSTILE)
     made = summary(3, 20, away=(HOSTILE,), noticed=noticed, not_captured=(HOSTILE,), detail=HOSTILE, name=HOSTILE)
     made = replace(made, learners=(learner(HOSTILE, 20), *made.learners[1:]))
     console, out = screen()
@@ -213,7 +225,7 @@ def test_a_run_under_way_is_told_in_lines_of_ours() -> None:
 
 def test_what_the_doctor_finds_is_text() -> None:
     console, out = screen()
-    show([Finding(HOSTILE, "wrong", HOSTILE)], console)
+    print_findings([Finding(HOSTILE, "wrong", HOSTILE)], console)
     assert out.getvalue().count("=x[red]") == 2 and not set(COMMANDS) & set(out.getvalue())
 
 
@@ -240,9 +252,9 @@ def read(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("formula", ["=1+1", "+1", "-1", "@x", HOSTILE])
 def test_a_csv_has_no_formula_and_no_command(tmp_path: Path, formula: str) -> None:
-    Table.of(["name", "loss"], [[formula, -1.5], ["ann", 2.0]]).to_csv(tmp_path / "t.csv")
+    Table.from_rows(["name", "loss"], [[formula, -1.5], ["ann", 2.0]]).to_csv(tmp_path / "t.csv")
     rows = read((tmp_path / "t.csv").read_text(encoding="utf-8"))
-    assert rows == [["name", "loss"], [f"'{plain(formula)}", "-1.5"], ["ann", "2.0"]]
+    assert rows == [["name", "loss"], [f"'{escape_control(formula)}", "-1.5"], ["ann", "2.0"]]
 
 
 def test_an_answer_in_csv_has_no_formula_and_no_command(tmp_path: Path) -> None:
@@ -251,7 +263,7 @@ def test_an_answer_in_csv_has_no_formula_and_no_command(tmp_path: Path) -> None:
     query(
         str(tmp_path),
         "SELECT DISTINCT chr(61) || '1+1' AS a, '-' || chr(27) || '[2J' AS b, -1.5 AS c FROM messages",
-        as_csv=out,
+        csv_file=out,
     )
     assert read(out.getvalue()) == [["a", "b", "c"], ["'=1+1", r"'-\x1b[2J", "-1.5"]]
 

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from sottovoce_client.cli import app
 from sottovoce_client.cli.experiments import parse_field_values
 from sottovoce_client.reports.drawing import Figure, export, parse_formats
-from sottovoce_client.reports.marks import BLUE, Axis, View, line, styled
-from sottovoce_client.running.plot import HorizontalAxis, figures
+from sottovoce_client.reports.marks import BLUE, Axis, PlotView, choose_style, make_line
+from sottovoce_client.running.plot import HorizontalAxis, make_figures
 from sottovoce_client.running.sweep import sweep
 from sottovoce_core.door import simulate
 from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.results import Facts, Result, Results, intervals, read_results
+from sottovoce_core.results import Facts, Result, Results, compute_bootstrap_intervals, read_results
 from sottovoce_core.running.metrics import Curve, Curves
 from sottovoce_core.table import Table
 from tests.core.test_experiment import small
@@ -36,7 +36,7 @@ SIGMAS: dict[str, list[float]] = {"algorithm.sigma": [1, 4], "algorithm.lam0": [
 
 def test_a_row_is_what_its_combination_comes_to(tmp_path: Path) -> None:
     experiment = small(tmp_path)
-    results = sweep(experiment, SIGMAS, seeds=5, seed=7, metrics=["average_loss", "accuracy"], jobs=1)
+    results = sweep(experiment, SIGMAS, replicas=5, seed=7, metrics=["average_loss", "accuracy"], jobs=1)
     table, lossy = results.summary(), results.metrics.where(metric="average_loss")
     settings = [(row[1], row[2]) for row in table.where(metric="accuracy").rows()]
 
@@ -48,7 +48,7 @@ def test_a_row_is_what_its_combination_comes_to(tmp_path: Path) -> None:
         curves = simulate(alone, 5, seed=7).curves
         (row,) = table.where(**{"algorithm.sigma": sigma, "algorithm.lam0": lam0, "metric": "average_loss"}).rows()
         assert curves is not None
-        assert row[5] == pytest.approx(curves["average_loss"].final)
+        assert row[5] == pytest.approx(curves["average_loss"].final_mean)
         assert row[7] <= row[5] <= row[8]
         assert row[9:] == (alone.epsilon(), 5)
         own = lossy.where(setting=f"algorithm.sigma={sigma}, algorithm.lam0={lam0}", learner=None)
@@ -59,7 +59,7 @@ def test_a_row_is_what_its_combination_comes_to(tmp_path: Path) -> None:
 def test_jobs_do_not_change_a_table(tmp_path: Path) -> None:
     experiment = small(tmp_path)
     one, two = (
-        sweep(experiment, {"algorithm.sigma": [1, 2]}, seeds=3, vary_data=True, jobs=jobs).metrics.to_dict()
+        sweep(experiment, {"algorithm.sigma": [1, 2]}, replicas=3, vary_data=True, jobs=jobs).metrics.to_dict()
         for jobs in (1, 2)
     )
 
@@ -68,12 +68,12 @@ def test_jobs_do_not_change_a_table(tmp_path: Path) -> None:
 
 def test_records_are_dealt_anew_where_asked(tmp_path: Path) -> None:
     experiment = small(tmp_path).replace(**{"data.seed": 4})
-    varied = sweep(experiment, {}, seeds=2, metrics=["accuracy"], vary_data=True, jobs=1).summary()
+    varied = sweep(experiment, {}, replicas=2, metrics=["accuracy"], vary_data=True, jobs=1).summary()
     finals = []
     for k, seed in enumerate(np.random.SeedSequence(0).spawn(2)):
         curves = simulate(experiment.replace(**{"data.seed": 4 + k}), seed=seed).curves
         assert curves is not None
-        finals.append(curves["accuracy"].final)
+        finals.append(curves["accuracy"].final_mean)
 
     assert varied["mean"].tolist() == [pytest.approx(np.mean(finals))]
     with pytest.raises(SpecError, match=r"data\.seed is what vary_data varies"):
@@ -82,7 +82,7 @@ def test_records_are_dealt_anew_where_asked(tmp_path: Path) -> None:
 
 def test_progress_is_told(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    sweep(small(tmp_path), {"rounds": [3, 4]}, seeds=1, jobs=1, progress=lambda done, of: told.append((done, of)))
+    sweep(small(tmp_path), {"rounds": [3, 4]}, replicas=1, jobs=1, progress=lambda done, of: told.append((done, of)))
 
     assert told == [(1, 2), (2, 2)]
 
@@ -93,11 +93,11 @@ def test_what_is_not_allowed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"unknown field algorithm\.sigmal"):
         sweep(experiment, {"algorithm.sigmal": [1]})
     with pytest.raises(SpecError, match=r"metrics must be of average_loss, .*, got acuracy"):
-        sweep(experiment, {}, seeds=1, metrics=["acuracy"], jobs=1)
+        sweep(experiment, {}, replicas=1, metrics=["acuracy"], jobs=1)
     with pytest.raises(SpecError, match=r"a sweep needs values for algorithm\.sigma"):
         sweep(experiment, {"algorithm.sigma": []})
     with pytest.raises(SpecError, match="seeds must be at least 1, got 0"):
-        sweep(experiment, {}, seeds=0)
+        sweep(experiment, {}, replicas=0)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -106,10 +106,10 @@ def test_a_combination_that_cannot_be_run_is_named_before_any_is_simulated(tmp_p
     experiment = small(tmp_path).replace(algorithm={"name": "pd-ftgl", "epsilon": 1.0})
 
     with pytest.raises(SpecError, match=r"^algorithm\.sigma=1, rounds=0: rounds: must be greater than 0"):
-        sweep(small(tmp_path), {"algorithm.sigma": [1, 2], "rounds": [4, 0]}, seeds=1, jobs=jobs)
+        sweep(small(tmp_path), {"algorithm.sigma": [1, 2], "rounds": [4, 0]}, replicas=1, jobs=jobs)
     changes = {"algorithm.block_length": [2, 20]}
     with pytest.raises(SpecError, match=r"^algorithm\.block_length=20: .* \[BLOCK_LENGTH\]$"):
-        sweep(experiment, changes, seeds=1, jobs=jobs, progress=lambda done, _: told.append(done))
+        sweep(experiment, changes, replicas=1, jobs=jobs, progress=lambda done, _: told.append(done))
     assert told == []
 
 
@@ -117,15 +117,15 @@ def test_a_combination_that_cannot_be_run_is_named_before_any_is_simulated(tmp_p
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     """Of 400 intervals of 50 normal numbers a percentile bootstrap covers about 94 %; fewer than 88 %: p < 1e-5."""
     generator = np.random.default_rng(1)
-    low, high = intervals(generator.normal(size=(400, 50)))
+    low, high = compute_bootstrap_intervals(generator.normal(size=(400, 50)))
     covered = np.mean((low <= 0.0) & (high >= 0.0))
 
     assert 0.88 <= covered <= 0.985
 
 
 def test_an_interval_of_one_number_is_unknown_and_of_equal_ones_is_that_number() -> None:
-    assert np.isnan(intervals(np.ones((2, 1)))).all()
-    assert [each.tolist() for each in intervals(np.ones((2, 5)))] == [[1.0, 1.0], [1.0, 1.0]]
+    assert np.isnan(compute_bootstrap_intervals(np.ones((2, 1)))).all()
+    assert [each.tolist() for each in compute_bootstrap_intervals(np.ones((2, 5)))] == [[1.0, 1.0], [1.0, 1.0]]
 
 
 # ---- figures and files -----------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def swept(*fields: str) -> Results:
 
 
 def drawn(results: Results, x: str = "", log: set[str] | None = None) -> list[Figure]:
-    return figures(HorizontalAxis.of({"x": results}, x), log)
+    return make_figures(HorizontalAxis.choose({"x": results}, x), log)
 
 
 def test_a_figure_has_a_line_and_a_band_for_every_combination() -> None:
@@ -193,8 +193,8 @@ def test_epsilon_may_be_across() -> None:
     name, x, y = lines_of(table, "epsilon")[0]
     assert (name, x[:3], y[:3]) == ("accuracy", [1.0, 4.0, 16.0], [0.5, 2.5, 1.5])
     assert not np.isfinite(x[3:]).any()
-    assert HorizontalAxis.of({"x": table}, "epsilon").omission_note.endswith("(epsilon is infinite): 1 setting")
-    assert HorizontalAxis.of({"x": table}).omission_note == ""
+    assert HorizontalAxis.choose({"x": table}, "epsilon").omission_note.endswith("(epsilon is infinite): 1 setting")
+    assert HorizontalAxis.choose({"x": table}).omission_note == ""
     with pytest.raises(SpecError, match="--x must be one of rounds, epsilon, field, got mean"):
         drawn(table, "mean")
     with pytest.raises(SpecError, match="over epsilon there must be a finite one"):
@@ -227,7 +227,7 @@ def test_an_axis_is_logarithmic_where_it_spans_decades_or_is_asked_for(
 
 
 def test_curves_differ_in_dash_as_well_as_in_colour() -> None:
-    looks = [styled(k) for k in range(32)]
+    looks = [choose_style(k) for k in range(32)]
     assert len(set(looks)) == 32
     assert all(one[0] != other[0] and one[1] != other[1] for one, other in pairwise(looks))
     (drawing,) = drawn(swept())
@@ -272,7 +272,7 @@ def test_what_are_no_results_is_refused(tmp_path: Path) -> None:
     (tmp_path / "results.csv").write_text("a,b", encoding="utf-8")
     with pytest.raises(SpecError, match=r"results are read from results\.parquet or its folder"):
         read_results(tmp_path / "results.csv")
-    pq.write_table(Table.of(["a"], [(1,)]).to_arrow(), tmp_path / "results.parquet")
+    pq.write_table(Table.from_rows(["a"], [(1,)]).to_arrow(), tmp_path / "results.parquet")
     with pytest.raises(CaptureError, match=r"its columns must be spec, setting, .*, got a"):
         read_results(tmp_path)
     (tmp_path / "results.parquet").write_bytes(b"none")
@@ -304,8 +304,8 @@ def test_figures_are_files_with_what_they_show(tmp_path: Path) -> None:
 
 def test_gaps_are_drawn_as_gaps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    gap = line([1, 2, 3], [1.0, math.nan, 3.0], "a", BLUE)
-    export(tmp_path, ("svg",), {}, [Figure("gap", "gap", [gap], (View("", Axis("x", log=True), Axis("y")),))])
+    gap = make_line([1, 2, 3], [1.0, math.nan, 3.0], "a", BLUE)
+    export(tmp_path, ("svg",), {}, [Figure("gap", "gap", [gap], (PlotView("", Axis("x", log=True), Axis("y")),))])
 
     assert (tmp_path / "gap.svg").stat().st_size > 0
 

@@ -16,19 +16,19 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.transcripts import query as transcript
-from sottovoce_client.transcripts.query import format_cell, find, query
+from sottovoce_client.transcripts.query import find_transcripts, format_cell, query
 from sottovoce_client.transcripts.show import show
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import TranscriptWriter
-from sottovoce_eavesdropper.lookout import Row
+from sottovoce_eavesdropper.lookout import CaptureRow
 from tests.examples import made_up, small_run
 from tests.services.capturing import captured, conversation, encode_round, frame, hello, row
 
 
-def capture(folder: Path, rows: list[Row] | None = None, **more: Any) -> Path:
+def capture(folder: Path, rows: list[CaptureRow] | None = None, **more: Any) -> Path:
     asyncio.run(captured(folder, conversation(4) if rows is None else rows, **more))
     return folder
 
@@ -36,7 +36,7 @@ def capture(folder: Path, rows: list[Row] | None = None, **more: Any) -> Path:
 def asked(place: Path | str, sql: str) -> list[list[str]]:
     """The answer, as text, without the heads."""
     out = io.StringIO()
-    query(str(place), sql, as_csv=out)
+    query(str(place), sql, csv_file=out)
     return [line.split(",") for line in out.getvalue().splitlines()[1:]]
 
 
@@ -86,7 +86,7 @@ def test_many_captures_and_simulations_are_one_table(tmp_path: Path) -> None:
     run = small_run(3)
     (tmp_path / "simulated").mkdir()
     with TranscriptWriter(tmp_path / "simulated" / "transcript.parquet", "sim") as writer:
-        for step in simulate(run, made_up(run.spec), SeededNoise(0), 2):
+        for step in simulate_rounds(run, made_up(run.spec), SeededNoise(0), 2):
             writer.write(step.t, "y", step.message["y"])
     counts = asked(tmp_path, "SELECT run, world, count(*) FROM said GROUP BY ALL ORDER BY ALL")
     assert counts == [["run-1", "0", "8"], ["run-1", "1", "8"], ["sim", "0", "18"]]
@@ -114,7 +114,7 @@ def test_a_capture_anywhere(tmp_path: Path) -> None:
 
 def test_nothing_there_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="has neither captures nor"):
-        find(str(tmp_path))
+        find_transcripts(str(tmp_path))
     (tmp_path / "transcript.parquet").write_text("no parquet")
     with pytest.raises(CaptureError, match=r"transcript\.parquet"):
         asked(tmp_path, "SELECT * FROM said")
@@ -266,7 +266,7 @@ def test_a_capture_that_was_closed_and_has_gaps_says_so(tmp_path: Path) -> None:
 
     async def made() -> None:
         file = await captured(tmp_path / "one", conversation(2), close=False)
-        file.gaps.resumed(0, 1, due=2, t=9)
+        file.gaps.resume_channel(0, 1, next_round=2, t=9)
         await file.close()
 
     asyncio.run(made())

@@ -26,15 +26,15 @@ import yaml
 from rich.console import Console
 
 from sottovoce_client.watching import watch as watching
-from sottovoce_client.watching.canaries import CommitmentError, _save, load, placed
-from sottovoce_client.watching.following import FolderSource, Source, open_eavesdropper_source
-from sottovoce_client.watching.view import Gauges, WatchStatus, View, _power
-from sottovoce_client.watching.watch import WatchRequest, _Watching, watch, where
+from sottovoce_client.watching.canaries import CommitmentError, _save, insert_canaries, load_canaries
+from sottovoce_client.watching.following import CaptureSource, FolderSource, open_eavesdropper_source
+from sottovoce_client.watching.view import Gauges, WatchDisplay, WatchStatus, _power
+from sottovoce_client.watching.watch import WatchRequest, _Watching, open_source, watch
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
 from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.noise import Recorder, SeededNoise
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import load_spec
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from tests.examples import made_up, small_run
@@ -64,8 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = folder / "spec.yaml"
     spec.write_text(yaml.safe_dump(document), encoding="utf-8")
     prepared, recorder = prepare(load_spec(spec)), Recorder(SeededNoise(1))
-    list(simulate(prepared.run, prepared.data, recorder))
-    noise = np.stack(recorder.drawn["y"])
+    list(simulate_rounds(prepared.run, prepared.data, recorder))
+    noise = np.stack(recorder.noise_by_field["y"])
     noise[BROKEN_ROUND, 1] = 0.0
     np.savez(folder / "noise.npz", y=noise[:, :, 0])
     noise_file, out = str(folder / "noise.npz"), folder / "out"
@@ -92,10 +92,10 @@ def capture_in(folder: Path) -> Path:
 
 def watched(place: Path, **question: Any) -> tuple[int, str]:
     """Exit code, and what was printed."""
-    return followed(where(str(place), None, None), **question)
+    return followed(open_source(str(place), None, None), **question)
 
 
-def followed(source: AbstractAsyncContextManager[Source], **question: Any) -> tuple[int, str]:
+def followed(source: AbstractAsyncContextManager[CaptureSource], **question: Any) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=100)
     code = watch(source, WatchRequest(**question), prepare, console=console)
     assert isinstance(console.file, io.StringIO)
@@ -159,14 +159,14 @@ def test_what_cannot_be_watched_is_refused(folder: Path, tmp_path: Path) -> None
     with pytest.raises(SpecError, match=r"must be in \(0, 1\), got 1"):
         watched(folder, alpha=1.0)
     with pytest.raises(CaptureError, match="there is none"):
-        followed(where(str(tmp_path / "nowhere"), None, None, once=True), once=True)
+        followed(open_source(str(tmp_path / "nowhere"), None, None, once=True), once=True)
     with pytest.raises(CaptureError, match="there is none"):  # a file: nobody makes a folder of it
         watched(folder / "canaries.json")
     with pytest.raises(CaptureError, match="no capture"):
         watched(tmp_path, once=True)
     for arguments in ((None, None, None), ("folder", "host:1", "run"), (None, "host:1", None)):
         with pytest.raises(SpecError, match="--eavesdropper HOST:PORT and --run RUN_ID"):
-            where(*arguments)
+            open_source(*arguments)
     with pytest.raises(SpecError, match=r"has canaries in its records .*: give --canary-file"):
         watched(capture_in(folder), once=True)
 
@@ -227,22 +227,22 @@ def test_coins_are_committed_to_secret_and_guessed(folder: Path) -> None:
 
 
 def test_other_canaries_than_those_committed_to_are_refused(folder: Path, tmp_path: Path) -> None:
-    kept = load(folder / "canaries.json")
+    kept = load_canaries(folder / "canaries.json")
     turned = replace(kept, coins=tuple(1 - coin for coin in kept.coins))
     digest = _save(turned, tmp_path)
-    assert load(tmp_path / "canaries.json", digest) == turned
+    assert load_canaries(tmp_path / "canaries.json", digest) == turned
     assert _save(turned, tmp_path) != digest  # the nonce hides them from whoever tries all coins
     with pytest.raises(CommitmentError, match="to which the run committed"):
-        load(tmp_path / "canaries.json", digest)
+        load_canaries(tmp_path / "canaries.json", digest)
     with pytest.raises(CommitmentError):
         watched(folder, canaries=tmp_path / "canaries.json", commitment=digest, once=True)
 
 
 def test_canaries_of_another_run_are_refused(folder: Path) -> None:
-    canaries = load(folder / "canaries.json")
+    canaries = load_canaries(folder / "canaries.json")
     shorter = small_run(3)
     with pytest.raises(CaptureError, match="of another run"):
-        placed(PreparedRun(shorter, made_up(shorter.spec)), canaries)
+        insert_canaries(PreparedRun(shorter, made_up(shorter.spec)), canaries)
 
 
 # ---- following -------------------------------------------------------------------------------------------------------
@@ -251,18 +251,18 @@ def test_canaries_of_another_run_are_refused(folder: Path) -> None:
 class Growing:
     """A capture of which another part is there whenever somebody looks."""
 
-    awaited = "a capture"
+    wait_description = "a capture"
 
     def __init__(self, finished: Path, folder: Path, parts: int) -> None:
         import pyarrow as pa
 
         self._folder, self._facts = folder, json.loads((finished / "capture.json").read_text(encoding="utf-8"))
-        table = pa.Table.from_batches(list(open_capture(finished).batches()))
+        table = pa.Table.from_batches(list(open_capture(finished).read_batches()))
         size = -(-len(table) // parts)
         self._left = [table.slice(k * size, size) for k in range(parts)]
         self.looks = 0
 
-    async def latest(self) -> Capture | None:
+    async def fetch_latest(self) -> Capture | None:
         import pyarrow.parquet as parquet
 
         self.looks += 1
@@ -297,12 +297,12 @@ def test_a_capture_is_followed_until_it_is_complete(folder: Path, tmp_path: Path
 def test_a_folder_that_is_not_there_is_waited_for(tmp_path: Path) -> None:
     folder, found = tmp_path / "try", list[str]()
 
-    async def looked(source: Source) -> None:
-        found.append(source.awaited)
-        assert await source.latest() is None
+    async def looked(source: CaptureSource) -> None:
+        found.append(source.wait_description)
+        assert await source.fetch_latest() is None
         folder.mkdir(exist_ok=True)
-        found.append(source.awaited)
-        assert await source.latest() is None
+        found.append(source.wait_description)
+        assert await source.fetch_latest() is None
 
     asyncio.run(looked(FolderSource(str(folder), GUARD_S)))
     assert found == [str(folder), f"a capture in {folder}"]
@@ -322,10 +322,10 @@ def test_the_alarm_comes_while_the_run_goes_on(folder: Path, tmp_path: Path) -> 
 @pytest.mark.usefixtures("at_once")
 def test_whoever_interrupts_gets_a_summary(folder: Path, tmp_path: Path) -> None:
     class Interrupting(Growing):
-        async def latest(self) -> Capture | None:
+        async def fetch_latest(self) -> Capture | None:
             if self.looks == 5:
                 os.kill(os.getpid(), signal.SIGINT)
-            return await super().latest()
+            return await super().fetch_latest()
 
     source = Interrupting(capture_in(folder), tmp_path, 10)
     code, out = followed(nullcontext(source), learners=("ann",), canaries=folder / "canaries.json")
@@ -352,7 +352,7 @@ def test_a_capture_that_ends_early_says_who_is_missing(folder: Path, tmp_path: P
 
 
 def test_the_newest_capture_of_a_folder_is_found(folder: Path) -> None:
-    found = [asyncio.run(FolderSource(str(place)).latest()) for place in (folder, capture_in(folder))]
+    found = [asyncio.run(FolderSource(str(place)).fetch_latest()) for place in (folder, capture_in(folder))]
     assert found[0] is not None and found[1] is not None
     assert found[0].name == found[1].name
     with pytest.raises(SottovoceError, match="eavesdropper at 127"):
@@ -361,7 +361,7 @@ def test_the_newest_capture_of_a_folder_is_found(folder: Path) -> None:
 
 async def _first_of(address: str) -> Capture | None:
     async with open_eavesdropper_source(address, "run") as source:
-        return await source.latest()
+        return await source.fetch_latest()
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
@@ -383,15 +383,15 @@ def test_e_values_as_people_read_them(e: float, text: str) -> None:
 
 def test_the_panel_fits_a_terminal_and_logs_go_beside_it() -> None:
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
-    with View(console, clock=lambda: 0.0) as shown:
+    with WatchDisplay(console, clock=lambda: 0.0) as shown:
         shown.update(a_sight())
-        with shown.aside():
+        with shown.suspend():
             console.file.write("a log line\n")
         shown.update(a_sight())  # too soon
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("together") == 3  # shown, stopped, started again
     lines = Console(file=io.StringIO(), width=80, record=True)
-    lines.print(a_sight().picture())
+    lines.print(a_sight().render())
     text = lines.export_text().splitlines()
     assert max(map(len, text)) <= 80
     bars = {line.split()[0]: line.count("━") for line in text if line.split()[:1]}

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from sottovoce_client.live.connecting import connect_learner
-from sottovoce_client.watching.watch import WatchRequest, watch, where
+from sottovoce_client.watching.watch import WatchRequest, open_source, watch
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import CaptureError, DataError, SottovoceError, SpecError
 from sottovoce_core.experiment import prepare
@@ -82,7 +82,11 @@ async def lived(folder: Path) -> tuple[str, dict[str, list[int]]]:
         await until(lambda: len([*(folder / "journals").glob("kept/*@ann/*.log")]) > 1)  # the end adds another one
         await stopped(up, run_id)
         sessions = {name: learner._session for name, learner in up.learners.items()}
-        return run_id, {name: list(own.memory.books.counts) for name, own in sessions.items() if own is not None}
+        return run_id, {
+            name: list(own.state_machine.privacy_filter.record_counts)
+            for name, own in sessions.items()
+            if own is not None
+        }
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +99,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, 
 
 def followed(folder: Path, **question: Any) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=100)
-    code = watch(where(str(folder), None, None), WatchRequest(**question), prepare, console=console)
+    code = watch(open_source(str(folder), None, None), WatchRequest(**question), prepare, console=console)
     assert isinstance(console.file, io.StringIO)
     return code, console.file.getvalue()
 
 
 def batches(known: LoggedRecords, rounds: int) -> list[Batch]:
-    known.look()
-    assert known.rounds >= rounds
+    known.refresh()
+    assert known.known_rounds >= rounds
     return [known.batch(t) for t in range(rounds)]
 
 
@@ -123,7 +127,7 @@ async def test_a_log_says_what_was_learned_in_every_round(
     for i, name in enumerate(NAMES):
         known = LoggedRecords(state, name, outcome.run_id, spec, data.n_features)
         for t, found in enumerate(batches(known, 40)):
-            there = t in spec.roster.attendance(i, 40)
+            there = t in spec.participation.learner_participation(i, 40)
             assert found.size == (data.learners[i].batch(t).size if there else 0)
             if there:
                 np.testing.assert_array_equal(found.features, data.learners[i].batch(t).features)
@@ -136,8 +140,8 @@ def test_of_live_records_each_stands_in_one_round(run: tuple[Path, str, dict[str
     assert len(segments) > 2
     for name, rows in (("ann", [*range(30), *range(60, 90)]), ("ben", range(30, 60)), ("cleo", [])):
         known = LoggedRecords(folder / "journals", name, run_id, live_spec(), 3)
-        known.look()
-        found = [known.batch(t) for t in range(known.rounds)]
+        known.refresh()
+        found = [known.batch(t) for t in range(known.known_rounds)]
         assert [each.size for each in found] == counts[name][: len(found)] and len(found) >= len(counts[name]) - 1
         np.testing.assert_array_equal(np.concatenate([each.labels for each in found]), LABELS[list(rows)])
         assert len(np.concatenate([each.features for each in found])) == len(rows)
@@ -235,19 +239,19 @@ def test_a_log_that_was_not_kept_from_the_beginning_is_refused(
 def test_a_log_that_was_changed_ends_there(run: tuple[Path, str, dict[str, list[int]]], tmp_path: Path) -> None:
     folder, run_id, _ = run
     whole = LoggedRecords(folder / "journals", "ann", run_id, live_spec(), 3)
-    whole.look()
+    whole.refresh()
     shutil.copytree(folder / "journals" / "kept" / f"{run_id}@ann", tmp_path / f"{run_id}@ann")
     path = tmp_path / f"{run_id}@ann" / "00000001.log"
     raw = bytearray(path.read_bytes())
-    raw[wal.PAGE + 60] ^= 1
+    raw[wal.PAGE_BYTES + 60] ^= 1
     path.write_bytes(raw)
     cut = LoggedRecords(tmp_path, "ann", run_id, live_spec(), 3)
-    cut.look()
-    assert 0 < cut.rounds < whole.rounds
+    cut.refresh()
+    assert 0 < cut.known_rounds < whole.known_rounds
     code, said = followed(folder, learners=("ann",), logs=(tmp_path,))
-    assert code == 0 and f"The logs do not say what was learned in round {cut.rounds}" in said
+    assert code == 0 and f"The logs do not say what was learned in round {cut.known_rounds}" in said
     with pytest.raises(KeyError):
-        cut.batch(cut.rounds)
+        cut.batch(cut.known_rounds)
 
 
 def test_without_being_asked_for_nothing_is_kept(tmp_path: Path) -> None:
@@ -272,6 +276,6 @@ def test_of_a_planned_run_the_data_source_is_not_needed(tmp_path: Path) -> None:
         raise SpecError("nobody has the data source")
 
     console = Console(file=io.StringIO(), width=100)
-    question = WatchRequest(logs=(tmp_path / "journals",))
-    assert watch(where(str(tmp_path), None, None), question, never, console=console) == 0
+    question = WatchRequest(state_folders=(tmp_path / "journals",))
+    assert watch(open_source(str(tmp_path), None, None), question, never, console=console) == 0
     assert isinstance(console.file, io.StringIO) and "No alarm in 30 rounds" in console.file.getvalue()

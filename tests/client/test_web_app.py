@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from sottovoce_client.cli import app
 from sottovoce_client.running.monitoring import RunListItem
 from sottovoce_client.web.app import _is_own_host, _listening, _token_of, create_console_app
-from sottovoce_client.web.files import Files
+from sottovoce_client.web.files import ResultFiles
 from sottovoce_core.errors import SpecError, Unavailable
 from tests.client.consoles import COOKIE, TOKEN, Told, a_page
 
@@ -194,39 +194,41 @@ def test_nothing_else_is_opened(results: Path, path: str) -> None:
 def test_nothing_else_is_opened_however_it_is_asked(results: Path, path: str) -> None:
     """A browser mends a path before it asks; others need not."""
     outside = results.parent / "outside.html"
-    assert Files(results).opened(path) is None
-    assert Files(results).opened(str(outside)) is None and outside.exists()
+    assert ResultFiles(results).read_file(path) is None
+    assert ResultFiles(results).read_file(str(outside)) is None and outside.exists()
 
 
 def test_without_a_folder_nothing_is_opened() -> None:
     assert console().get("/files/report.html").status_code == 404
-    assert Files(None).results().reports == ()
+    assert ResultFiles(None).list_results().reports == ()
 
 
 def test_what_can_be_opened_is_listed(results: Path) -> None:
-    found = Files(results).results()
+    found = ResultFiles(results).list_results()
     listed = [*(each.path for each in found.reports), *(each.path for each in found.captures)]
     assert sorted(set(listed)) == ["captures/run-1-ab/capture.json", "link.html", "report.html"]
     (report,) = (each for each in found.reports if each.path == "report.html")
     assert report.title == "wards, finished"
     (capture,) = found.captures
     assert (capture.state, capture.messages, capture.bytes) == ("complete", 12, 1200)
-    assert found.ended == {"run-1": RunListItem("run-1", "finished", "", 0.0, (results / "summary.json").stat().st_mtime)}
+    assert found.ended_runs == {
+        "run-1": RunListItem("run-1", "finished", "", 0.0, (results / "summary.json").stat().st_mtime)
+    }
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"run_id": 1, "messages": "many"}', "null"])
 def test_files_of_others_that_say_nonsense_are_left_out(results: Path, text: str) -> None:
     (results / "captures" / "run-1-ab" / "capture.json").write_text(text)
     (results / "summary.json").write_text(text)
-    found = Files(results).results()
-    assert found.captures == () and found.ended == {} and found.reports
+    found = ResultFiles(results).list_results()
+    assert found.captures == () and found.ended_runs == {} and found.reports
 
 
 def test_what_the_eavesdropper_noticed_is_told(results: Path) -> None:
-    place, files = results / "captures" / "run-1-ab" / "capture.json", Files(results)
-    files.results()
+    place, files = results / "captures" / "run-1-ab" / "capture.json", ResultFiles(results)
+    files.list_results()
     place.write_text(json.dumps({**FACTS, "complete": False, "noticed_count": 2}))
-    (capture,) = files.results().captures
+    (capture,) = files.list_results().captures
     assert capture.state == "not complete; noticed what must never happen: 2"
 
 

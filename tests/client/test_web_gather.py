@@ -43,7 +43,7 @@ async def looking(asked: ConsoleOptions, run_id: str = "") -> AsyncIterator[Call
     gathering = Poller(asked)
     async with Tasks() as tasks:
         tasks.start(gathering.run(), "the console")
-        pages = gathering.pages(run_id)
+        pages = gathering.stream_states(run_id)
 
         async def until(holds: Callable[[Any], bool]) -> Any:
             async with asyncio.timeout(PATIENCE_S):
@@ -177,15 +177,15 @@ async def test_so_many_may_look_and_no_more() -> None:
     gathering = Poller(ConsoleOptions(None, ServiceAddresses("127.0.0.1:9")))
     with ExitStack() as stack:
         for _ in range(MAX_BROWSERS):
-            assert not gathering.full
+            assert not gathering.is_full
             stack.enter_context(gathering._looking(""))
-        assert gathering.full
-    assert not gathering.full
+        assert gathering.is_full
+    assert not gathering.is_full
 
 
 async def test_the_end_lets_everybody_go() -> None:
     gathering = Poller(ConsoleOptions(None, ServiceAddresses("127.0.0.1:9")))
-    waiting = asyncio.ensure_future(anext(gathering.pages(""), None))
+    waiting = asyncio.ensure_future(anext(gathering.stream_states(""), None))
     await asyncio.sleep(0)
     await gathering.end()
     assert await waiting is None
@@ -195,16 +195,20 @@ def test_addresses_given_by_hand_win(tmp_path: Path) -> None:
     (tmp_path / "services.json").write_text(
         json.dumps({"coordinator": "a:1", "eavesdropper": "b:2", "identity": "/id"})
     )
-    assert ConsoleOptions(tmp_path).now() == ServiceAddresses("a:1", "b:2", Path("/id"))
-    assert ConsoleOptions(tmp_path, ServiceAddresses("c:3")).now() == ServiceAddresses("c:3", "", Path("/id"))
-    assert ConsoleOptions(tmp_path, ServiceAddresses("c:3", "d:4", Path("/own"))).now() == ServiceAddresses("c:3", "d:4", Path("/own"))
+    assert ConsoleOptions(tmp_path).resolve_addresses() == ServiceAddresses("a:1", "b:2", Path("/id"))
+    assert ConsoleOptions(tmp_path, ServiceAddresses("c:3")).resolve_addresses() == ServiceAddresses(
+        "c:3", "", Path("/id")
+    )
+    assert ConsoleOptions(
+        tmp_path, ServiceAddresses("c:3", "d:4", Path("/own"))
+    ).resolve_addresses() == ServiceAddresses("c:3", "d:4", Path("/own"))
 
 
 @pytest.mark.parametrize("text", ["[]", "1", '{"coordinator": null}', ""])
 def test_services_of_nowhere(tmp_path: Path, text: str) -> None:
     (tmp_path / "services.json").write_text(text)
     with pytest.raises(FailedPrecondition, match="no run is up in"):
-        ConsoleOptions(tmp_path).now()
+        ConsoleOptions(tmp_path).resolve_addresses()
 
 
 async def test_a_run_that_is_over_is_shown_when_its_services_are_gone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, expect
 from playwright.async_api import Page as Tab
 
-from sottovoce_client.web.gather import Page, Problem
+from sottovoce_client.web.gather import ConsoleProblem, ConsoleState
 from tests.client.browsers import GUARD_MS, NEEDED, chromium, hindrances, tab
 from tests.client.consoles import NOON, TOKEN, Told, a_page, free_port, served
 
@@ -29,7 +29,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @asynccontextmanager
-async def shown(browser: Browser, page: Page, **look: Any) -> AsyncIterator[tuple[Tab, Told]]:
+async def shown(browser: Browser, page: ConsoleState, **look: Any) -> AsyncIterator[tuple[Tab, Told]]:
     """A page of a console that was opened by its address, and has heard from it."""
     told = Told(page)
     async with tab(browser, **look) as opened, served(told, free_port()) as address:
@@ -61,7 +61,9 @@ async def test_what_is_known_is_shown_and_follows(browser: Browser) -> None:
         assert told.asked == [""]
         page = a_page()
         assert page.run is not None
-        await told.put(replace(page, run=replace(page.run, round=21, state="failed", detail="gone", ended=NOON + 21.0)))
+        await told.put(
+            replace(page, run=replace(page.run, rounds_done=21, state="failed", detail="gone", ended_at=NOON + 21.0))
+        )
         await expect(seen.locator("#round")).to_have_text("21 of 1,000")
         await expect(seen.locator("#state")).to_have_text("failed")
         await expect(seen.locator("#said")).to_contain_text("The run is failed")
@@ -75,7 +77,7 @@ async def test_text_of_others_is_text(browser: Browser) -> None:
     run = replace(page.run, name=HOSTILE, detail=HOSTILE, warnings=(HOSTILE,), learners=learners)
     lines = tuple(replace(each, detail=HOSTILE, run_id=HOSTILE) for each in page.runs)
     captures = tuple(replace(each, name=HOSTILE, state=HOSTILE, path=HOSTILE) for each in page.captures)
-    hostile = replace(page, run=run, runs=lines, captures=captures, problems=(Problem(HOSTILE, NOON),))
+    hostile = replace(page, run=run, runs=lines, captures=captures, problems=(ConsoleProblem(HOSTILE, NOON),))
     async with shown(browser, hostile) as (seen, _):
         await expect(seen.locator("h1")).to_have_text(HOSTILE)
         await expect(seen.locator("#problems")).to_contain_text(HOSTILE)
@@ -84,7 +86,7 @@ async def test_text_of_others_is_text(browser: Browser) -> None:
 
 
 async def test_a_run_whose_coordinator_does_not_answer_is_not_said_to_run(browser: Browser) -> None:
-    async with shown(browser, a_page(gone=True, problems=(Problem("nobody is there", NOON),))) as (seen, told):
+    async with shown(browser, a_page(gone=True, problems=(ConsoleProblem("nobody is there", NOON),))) as (seen, told):
         await expect(seen.locator("#state")).to_have_text("no answer")
         await expect(seen.locator("#problems")).to_contain_text("nobody is there")
         await expect(seen.locator("body.stale")).to_have_count(1)
@@ -190,10 +192,12 @@ async def test_text_stands_out_from_its_ground(browser: Browser, scheme: Any) ->
         replace(each, state=state, epsilon=0.7 * k, warnings=("look here",), accuracy=0.9, away_since=NOON)
         for k, (each, state) in enumerate(zip(page.run.learners, states, strict=True))
     )
-    run = replace(page.run, learners=learners, warnings=("something",), state="failed", ended=NOON + 20.0)
+    run = replace(page.run, learners=learners, warnings=("something",), state="failed", ended_at=NOON + 20.0)
     assert page.watch is not None
-    watch = replace(page.watch, alarms=1, learners=tuple(replace(each, e=99.0) for each in page.watch.learners))
-    many = replace(page, run=run, watch=watch, problems=(Problem("the coordinator is away", NOON),))
+    watch = replace(
+        page.watch, alarms=1, learners=tuple(replace(each, log_e_value=99.0) for each in page.watch.learners)
+    )
+    many = replace(page, run=run, watch=watch, problems=(ConsoleProblem("the coordinator is away", NOON),))
     async with shown(browser, many, color_scheme=scheme) as (seen, told):
         assert await seen.evaluate(CONTRASTS) == []
         assert await hindrances(seen) == []
@@ -220,7 +224,7 @@ async def test_a_page_whose_console_is_gone_says_since_when_and_comes_back_by_it
 
 
 async def test_nobody_looks_from_a_page_without_a_run(browser: Browser) -> None:
-    async with shown(browser, Page(at=NOON, version="1")) as (seen, _):
+    async with shown(browser, ConsoleState(time=NOON, version="1")) as (seen, _):
         await expect(seen.locator("h1")).to_have_text("No run yet")
         await expect(seen.locator("#no-runs")).to_be_visible()
         await expect(seen.locator("#learners")).to_be_hidden()

@@ -6,7 +6,17 @@ import math
 
 import pytest
 
-from sottovoce_client.wording import describe_max_epsilon, chance, count, duration, number, pluralize, share, format_percent_range, size
+from sottovoce_client.wording import (
+    describe_max_epsilon,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    format_p_value,
+    format_percent,
+    format_percent_range,
+    pluralize,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,20 +38,20 @@ from sottovoce_client.wording import describe_max_epsilon, chance, count, durati
     ],
 )
 def test_number(value: float | None, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_a_chance_that_no_number_is_small_enough_for_is_below_the_least() -> None:
-    assert [chance(p) for p in (0.046, 4.4e-7, 0.0, math.nan)] == ["0.046", "4.4e−7", "< 1e−300", "–"]
+    assert [format_p_value(p) for p in (0.046, 4.4e-7, 0.0, math.nan)] == ["0.046", "4.4e−7", "< 1e−300", "–"]
 
 
 def test_number_has_no_zeros_at_its_end() -> None:
-    told = [number(value) for value in (8e-6, 1.43e-6, 1.2e9, -3e-12)]
+    told = [format_number(value) for value in (8e-6, 1.43e-6, 1.2e9, -3e-12)]
     assert told == ["8e−6", "1.43e−6", "1.2e9", "−3e−12"]
 
 
 def test_number_with_fewer_digits() -> None:
-    assert [number(value, 3) for value in (0.059271, 15.58, 3.14159e19)] == ["0.0593", "15.6", "3.14e19"]
+    assert [format_number(value, 3) for value in (0.059271, 15.58, 3.14159e19)] == ["0.0593", "15.6", "3.14e19"]
 
 
 @pytest.mark.parametrize(
@@ -50,25 +60,31 @@ def test_number_with_fewer_digits() -> None:
      (5 * 10**9, "5 GB"), (2 * 10**12, "2 TB")],
 )  # fmt: skip
 def test_size(n_bytes: int, text: str) -> None:
-    assert size(n_bytes) == text
+    assert format_bytes(n_bytes) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.0, "0 s"), (1.2135, "1.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (7_500, "2 h 05 min")]
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_shares() -> None:
-    assert [share(value) for value in (None, math.nan, 0.0, 0.9423, 1.0)] == ["–", "–", "0.0 %", "94.2 %", "100.0 %"]
+    assert [format_percent(value) for value in (None, math.nan, 0.0, 0.9423, 1.0)] == [
+        "–",
+        "–",
+        "0.0 %",
+        "94.2 %",
+        "100.0 %",
+    ]
     assert format_percent_range([0.95, None, 0.912]) == "91.2–95.0 %"
     assert format_percent_range([0.95]) == "95.0 %"
     assert format_percent_range([None]) == "–"
 
 
 def test_counts() -> None:
-    assert (count(5_000), pluralize(1, "edge"), pluralize(0, "edge")) == ("5,000", "1 edge", "0 edges")
+    assert (format_count(5_000), pluralize(1, "edge"), pluralize(0, "edge")) == ("5,000", "1 edge", "0 edges")
 
 
 def test_what_so_many_runs_cannot_show() -> None:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sottovoce_coordinator.store import MAX_INCARNATION, Claim, Membership
-from sottovoce_core.errors import FailedPrecondition, RemoteProtocolError, SottovoceError, PermissionDenied, Unavailable
+from sottovoce_coordinator.store import MAX_INCARNATION, Claim, LearnerBinding
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, RemoteProtocolError, SottovoceError, Unavailable
 
 HERE, ELSEWHERE = bytes(16), bytes([1] * 16)
 
 
-def joined(incarnation: int = 1) -> Membership:
-    return Membership(HERE, incarnation, incarnation)
+def joined(incarnation: int = 1) -> LearnerBinding:
+    return LearnerBinding(HERE, incarnation, incarnation)
 
 
 def claim(incarnation: int = 1, **more: Any) -> Claim:
@@ -24,18 +24,18 @@ def claim(incarnation: int = 1, **more: Any) -> Claim:
 
 
 def test_the_first_learner_of_a_name_binds_it_when_it_confirms() -> None:
-    issued = Membership().admit(claim(0), live=False)
-    assert issued == Membership(HERE, 1, 0)
+    issued = LearnerBinding().admit(claim(0), is_connected=False)
+    assert issued == LearnerBinding(HERE, 1, 0)
     assert issued.confirm(claim(0), 1) == joined()
-    assert issued.admit(claim(0, store=ELSEWHERE), live=False) == Membership(ELSEWHERE, 2, 0)
+    assert issued.admit(claim(0, store=ELSEWHERE), is_connected=False) == LearnerBinding(ELSEWHERE, 2, 0)
 
 
 @pytest.mark.parametrize("disk", [1, 2])
 def test_a_death_between_issue_and_confirmation_is_harmless(disk: int) -> None:
     """The folder knows the new number or not; either way the next start is let in."""
-    issued = joined().admit(claim(), live=False)
-    assert issued.issued == 2
-    assert issued.admit(claim(disk), live=False).issued == 3
+    issued = joined().admit(claim(), is_connected=False)
+    assert issued.issued_incarnation == 2
+    assert issued.admit(claim(disk), is_connected=False).issued_incarnation == 3
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,18 @@ def test_a_death_between_issue_and_confirmation_is_harmless(disk: int) -> None:
         (claim(store=ELSEWHERE, rejoins=True), False, PermissionDenied, "another state folder"),
         (claim(3), True, Unavailable, "is here already: stop the other process"),
         (claim(2), False, FailedPrecondition, "it knows incarnation 2 and 0 rounds, and must know 3 and 9"),
-        (claim(3), False, FailedPrecondition, "has no log of the run that this learner is in, and 9 rounds were said in it"),
-        (claim(3, journaled=8), False, FailedPrecondition, "it knows incarnation 3 and 8 rounds, and must know 3 and 9"),
+        (
+            claim(3),
+            False,
+            FailedPrecondition,
+            "has no log of the run that this learner is in, and 9 rounds were said in it",
+        ),
+        (
+            claim(3, journaled=8),
+            False,
+            FailedPrecondition,
+            "it knows incarnation 3 and 8 rounds, and must know 3 and 9",
+        ),
         (claim(2, rejoins=True), False, FailedPrecondition, "is an old one and ends"),
         (claim(2**32 + 1), False, RemoteProtocolError, "one more at each start of a learner, at most 4294967296"),
         (claim(2**63, rejoins=True), True, RemoteProtocolError, "got 9223372036854775808"),
@@ -54,32 +64,32 @@ def test_a_death_between_issue_and_confirmation_is_harmless(disk: int) -> None:
 )
 def test_who_is_refused(said: Claim, live: bool, kind: type[SottovoceError], text: str) -> None:
     with pytest.raises(kind, match=text):
-        joined(3).admit(said, live=live, journaled=9)
+        joined(3).admit(said, is_connected=live, rounds_committed=9)
 
 
 def test_whoever_tells_of_too_many_starts_locks_nobody_out() -> None:
     """A stranger joins with the highest number: the learner itself is let in all the same, once its name is free again."""
-    strange = Membership().admit(claim(MAX_INCARNATION, store=ELSEWHERE), live=False)
-    known = strange.confirm(claim(MAX_INCARNATION, store=ELSEWHERE), strange.issued).unbound()
+    strange = LearnerBinding().admit(claim(MAX_INCARNATION, store=ELSEWHERE), is_connected=False)
+    known = strange.confirm(claim(MAX_INCARNATION, store=ELSEWHERE), strange.issued_incarnation).unbind()
     for _ in range(3):
-        known = known.admit(claim(known.confirmed), live=False)
-        known = known.confirm(claim(known.confirmed), known.issued)
-        assert known.admit(claim(known.confirmed, rejoins=True), live=True) == known
+        known = known.admit(claim(known.confirmed_incarnation), is_connected=False)
+        known = known.confirm(claim(known.confirmed_incarnation), known.issued_incarnation)
+        assert known.admit(claim(known.confirmed_incarnation, rejoins=True), is_connected=True) == known
 
 
 def test_a_process_that_never_stopped_is_taken_back_also_by_a_coordinator_that_knows_nothing() -> None:
-    for known in (joined(3), Membership()):
+    for known in (joined(3), LearnerBinding()):
         for live in (False, True):  # the old stream may not have been noticed as broken
-            assert known.admit(claim(3, rejoins=True), live=live, journaled=9) == joined(3)
+            assert known.admit(claim(3, rejoins=True), is_connected=live, rounds_committed=9) == joined(3)
 
 
 def test_a_coordinator_that_knows_nothing_issues_no_number_again() -> None:
-    assert Membership().admit(claim(5), live=False).issued == 6
+    assert LearnerBinding().admit(claim(5), is_connected=False).issued_incarnation == 6
 
 
 def test_another_folder_may_take_a_name_that_was_unbound_and_numbers_go_on() -> None:
-    issued = joined(3).unbound().admit(claim(0, store=ELSEWHERE), live=False)
-    assert issued == Membership(ELSEWHERE, 4, 0)
+    issued = joined(3).unbind().admit(claim(0, store=ELSEWHERE), is_connected=False)
+    assert issued == LearnerBinding(ELSEWHERE, 4, 0)
 
 
 def test_a_folder_is_told_by_its_number() -> None:
@@ -89,9 +99,9 @@ def test_a_folder_is_told_by_its_number() -> None:
 
 def test_what_was_not_issued_last_is_not_confirmed() -> None:
     with pytest.raises(FailedPrecondition, match="must confirm incarnation 2, got 1: it was started twice"):
-        Membership(HERE, 2, 0).confirm(claim(0), 1)
+        LearnerBinding(HERE, 2, 0).confirm(claim(0), 1)
     with pytest.raises(FailedPrecondition):
-        Membership(HERE, 2, 0).confirm(claim(0, store=ELSEWHERE), 2)
+        LearnerBinding(HERE, 2, 0).confirm(claim(0, store=ELSEWHERE), 2)
 
 
 class Fencing(RuleBasedStateMachine):
@@ -99,7 +109,7 @@ class Fencing(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.known, self.disks = Membership(), [0]
+        self.known, self.disks = LearnerBinding(), [0]
         self.processes: list[int] = []  # incarnations of those that may speak
         self.handed: list[int] = []  # numbers that were confirmed, each to one process
 
@@ -112,10 +122,10 @@ class Fencing(RuleBasedStateMachine):
     def start(self, k: int, dies: str) -> None:
         k %= len(self.disks)
         try:
-            self.known = self.known.admit(claim(self.disks[k]), live=False)
+            self.known = self.known.admit(claim(self.disks[k]), is_connected=False)
         except FailedPrecondition:
             return
-        number = self.known.issued
+        number = self.known.issued_incarnation
         if dies == "after the issue":
             return
         self.disks[k] = number
@@ -132,9 +142,9 @@ class Fencing(RuleBasedStateMachine):
             return
         number = self.processes[k % len(self.processes)]
         try:
-            self.known = self.known.admit(claim(number, rejoins=True), live=True)
+            self.known = self.known.admit(claim(number, rejoins=True), is_connected=True)
         except FailedPrecondition:
-            assert number < self.known.issued
+            assert number < self.known.issued_incarnation
             self.processes.remove(number)
         else:
             assert number == max(self.handed)
@@ -146,7 +156,10 @@ class Fencing(RuleBasedStateMachine):
     @invariant()
     def some_disk_is_let_in(self) -> None:
         newest = claim(max(self.disks))
-        assert self.known.admit(newest, live=False).issued == max(self.known.issued, max(self.disks)) + 1
+        assert (
+            self.known.admit(newest, is_connected=False).issued_incarnation
+            == max(self.known.issued_incarnation, max(self.disks)) + 1
+        )
 
 
 TestFencing = Fencing.TestCase
@@ -154,6 +167,6 @@ TestFencing = Fencing.TestCase
 
 def test_the_checks_of_the_model_notice_one_step_instead_of_two() -> None:
     """Refused below the number issued, not the number confirmed: a lost answer would lock the learner out."""
-    one_step = replace(joined(2), confirmed=2)  # issued is taken as confirmed
+    one_step = replace(joined(2), confirmed_incarnation=2)  # issued is taken as confirmed
     with pytest.raises(FailedPrecondition):
-        one_step.admit(claim(1), live=False)
+        one_step.admit(claim(1), is_connected=False)

@@ -8,14 +8,21 @@ from typing import Any
 import pytest
 
 from sottovoce_coordinator.courses import ManagedRun
-from sottovoce_coordinator.runs import CaptureBinding, RunStateMachine, RunState
-from sottovoce_core.errors import Rule
+from sottovoce_coordinator.runs import CaptureBinding, RunState, RunStateMachine
+from sottovoce_core.errors import ViolationKind
 from sottovoce_core.network.graphs import _Edges
-from sottovoce_core.network.weights import digest_of
+from sottovoce_core.network.weights import combine_digests
 from sottovoce_core.running.run import build_run
-from sottovoce_rpc.learner_status import VIOLATION_KINDS, WaitCause, Attribution, LearnerState, LearnerStatus, WaitReport
+from sottovoce_rpc.learner_status import (
+    VIOLATION_KINDS,
+    Attribution,
+    LearnerState,
+    LearnerStatus,
+    WaitCause,
+    WaitReport,
+)
 from sottovoce_rpc.specs import spec_from_wire
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, RoundLease, Violation, Neighbour, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, Neighbour, RoundLease, TopologyEpoch, Violation
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 
@@ -33,7 +40,7 @@ def status(learner: str, state: LearnerState, done: int = 0, ready: int = 0, det
 
 
 def running(held: RunStateMachine, ready: int = 0) -> list[bool]:
-    return [held.report(status(name, RUNNING, ready=ready)) for name in "abc"]
+    return [held.handle_report(status(name, RUNNING, ready=ready)) for name in "abc"]
 
 
 def test_who_cannot_go_on_has_said_what_it_had_said() -> None:
@@ -41,12 +48,16 @@ def test_who_cannot_go_on_has_said_what_it_had_said() -> None:
     held = book()
     running(held, ready=9)
     for name in "abc":
-        held.report(
-            LearnerStatus(name, "r-1", RUNNING, rounds_done=4, rounds_said=5, rounds_with_data=9, epsilon_spent=2.0)
+        held.handle_report(
+            LearnerStatus(
+                name, "r-1", RUNNING, rounds_done=4, rounds_committed=5, rounds_with_data=9, epsilon_spent=2.0
+            )
         )
-    held.report(LearnerStatus("b", "r-1", LearnerState.FAILED, "its state folder is a copy"))
+    held.handle_report(LearnerStatus("b", "r-1", LearnerState.FAILED, "its state folder is a copy"))
     assert (held.state, held.detail) == (RunState.FAILED, "b failed: its state folder is a copy")
-    assert [(each.rounds_done, each.rounds_said, each.epsilon_spent) for each in held.statuses] == [(4, 5, 2.0)] * 3
+    assert [(each.rounds_done, each.rounds_committed, each.epsilon_spent) for each in held.statuses] == [
+        (4, 5, 2.0)
+    ] * 3
 
 
 # ---- what learners are told ------------------------------------------------------------------------------------------
@@ -55,8 +66,8 @@ def test_who_cannot_go_on_has_said_what_it_had_said() -> None:
 def test_an_assignment_says_all_that_a_guarantee_rests_on() -> None:
     """The spec as it is, but for its graph: a list of edges."""
     held = book()
-    held.capture_binding = CaptureBinding(mirror="mirror:9")
-    told = held.assignment(1)
+    held.capture_binding = CaptureBinding(mirror_address="mirror:9")
+    told = held.build_assignment(1)
     spec = spec_from_wire(told.spec, imports=False)
 
     assert (told.index, told.n_features, told.mirror_address) == (1, 3, "mirror:9")
@@ -66,8 +77,8 @@ def test_an_assignment_says_all_that_a_guarantee_rests_on() -> None:
 
 def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
     held = book()
-    held.capture_binding = CaptureBinding(relays={(1, 2): "relay:7", (0, 1): "relay:6"})
-    weight = held.run.network.at(0).heard_by(1)
+    held.capture_binding = CaptureBinding(relay_addresses={(1, 2): "relay:7", (0, 1): "relay:6"})
+    weight = held.run.network.mixing(0).in_neighbour_weights(1)
     assignment, epoch, grant = held.build_resume_commands(1)
 
     assert isinstance(assignment, Assignment)
@@ -81,7 +92,7 @@ def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
 
 def test_behind_a_wiretap_is_the_neighbour_itself() -> None:
     held = book(capture="wiretap")
-    held.capture_binding = CaptureBinding(relays={(1, 2): "tap:7", (0, 1): "tap:6"})
+    held.capture_binding = CaptureBinding(relay_addresses={(1, 2): "tap:7", (0, 1): "tap:6"})
     _, epoch, _ = held.build_resume_commands(1)
     assert isinstance(epoch, TopologyEpoch)
     assert [(each.address, each.relayed) for each in epoch.neighbours] == [("a:1", False), ("tap:7", False)]
@@ -90,7 +101,7 @@ def test_behind_a_wiretap_is_the_neighbour_itself() -> None:
 def test_of_a_fixed_topology_there_is_nothing_to_compare() -> None:
     held = book()
     running(held)
-    assert held.go_on() == RoundLease(until_round=4)
+    assert held.build_next_lease() == RoundLease(until_round=4)
 
 
 DIRECTED = {"kind": "edges", "edges": [(0, 1), (1, 2)], "directed": True}
@@ -101,7 +112,9 @@ def changing() -> RunStateMachine:
     """0 tells 1 and 1 tells 2 in rounds 0, 1, 3, 4, ...; 2 tells 0 in rounds 2, 5, ..."""
     sequence = {"kind": "periodic", "graphs": [DIRECTED, DIRECTED, BACK]}
     topology = {"sequence": sequence, "weights": "in_degree"}
-    return RunStateMachine("r-1", build_run(gossip_spec(topology, 10, ["a", "b", "c"], clock={"window": 4}), 3), 3, ADDRESSES)
+    return RunStateMachine(
+        "r-1", build_run(gossip_spec(topology, 10, ["a", "b", "c"], clock={"window": 4}), 3), 3, ADDRESSES
+    )
 
 
 def test_the_epoch_of_a_changing_topology_names_all_whom_a_learner_ever_talks_to() -> None:
@@ -122,23 +135,23 @@ def test_grants_of_a_changing_topology_hold_a_digest_of_its_rounds() -> None:
     network = held.run.network
 
     def granted(since: int, until: int) -> RoundLease:
-        known = digest_of(network.at(t).digest for t in range(since, until))
+        known = combine_digests(network.mixing(t).digest for t in range(since, until))
         return RoundLease(until_round=until, from_round=since, network_hash=known)
 
-    assert held.go_on() == granted(1, 4)
+    assert held.build_next_lease() == granted(1, 4)
     for name in "abc":
-        held.report(status(name, RUNNING, 3))
-    assert held.go_on() == granted(4, 7)
+        held.handle_report(status(name, RUNNING, 3))
+    assert held.build_next_lease() == granted(4, 7)
     assert held.build_resume_commands(0)[-1] == granted(2, 7)
 
 
 def test_routes_of_a_changing_topology_are_those_of_all_rounds() -> None:
     held = changing()
-    assert [(i, j) for i, j, _ in held.routes()] == [(0, 1), (0, 2), (1, 2)]
+    assert [(i, j) for i, j, _ in held.list_routes()] == [(0, 1), (0, 2), (1, 2)]
 
 
 def test_a_route_leads_from_the_lower_index_to_the_higher() -> None:
-    assert book().routes() == [(0, 1, "b:2"), (1, 2, "c:3")]
+    assert book().list_routes() == [(0, 1, "b:2"), (1, 2, "c:3")]
 
 
 # ---- the course of a run ---------------------------------------------------------------------------------------------
@@ -146,34 +159,34 @@ def test_a_route_leads_from_the_lower_index_to_the_higher() -> None:
 
 def test_nothing_is_granted_until_all_are_connected() -> None:
     held = book()
-    assert held.clock.granted == 0
+    assert held.clock.leased_until == 0
     assert running(held) == [False, False, True]
     assert held.state is RunState.RUNNING
-    assert held.clock.granted == 4
+    assert held.clock.leased_until == 4
 
 
 def test_progress_brings_the_next_grant() -> None:
     held = book()
     running(held)
-    assert [held.report(status(name, RUNNING, 2)) for name in "abc"] == [False, False, True]
-    assert held.clock.granted == 6
+    assert [held.handle_report(status(name, RUNNING, 2)) for name in "abc"] == [False, False, True]
+    assert held.clock.leased_until == 6
 
 
 def test_records_that_came_before_all_were_connected_count() -> None:
     """A learner that has nothing new to tell does not report again: what it said while connecting must be enough."""
     held = book(clock={"mode": "data"})
     assert running(held, ready=7) == [False, False, True]
-    assert held.clock.granted == 7
+    assert held.clock.leased_until == 7
 
 
 def test_a_run_is_finished_when_everybody_is() -> None:
     held = book()
     running(held)
     for name in "ab":
-        held.report(status(name, FINISHED, 10))
-        assert not held.ended
-    held.report(status("c", FINISHED, 10))
-    assert held.ended
+        held.handle_report(status(name, FINISHED, 10))
+        assert not held.has_ended
+    held.handle_report(status("c", FINISHED, 10))
+    assert held.has_ended
     assert (held.state, held.detail) == (RunState.FINISHED, "")
     assert [each.rounds_done for each in held.statuses] == [10, 10, 10]
 
@@ -192,17 +205,17 @@ def test_a_run_is_finished_when_everybody_is() -> None:
 def test_one_learner_can_end_a_run_and_is_named(state: LearnerState, final: RunState, text: str) -> None:
     held = book()
     running(held)
-    held.report(status("b", state, 3, detail="no more disk"))
+    held.handle_report(status("b", state, 3, detail="no more disk"))
 
     assert (held.state, held.detail) == (final, text)
-    assert held.stop().reason == text
+    assert held.build_stop().reason == text
 
 
 def test_a_run_ends_once() -> None:
     held = book()
     held.end(RunState.STOPPED, "first")
     held.end(RunState.FAILED, "second")
-    held.report(status("a", LearnerState.FAILED, detail="third"))
+    held.handle_report(status("a", LearnerState.FAILED, detail="third"))
     assert (held.state, held.detail) == (RunState.STOPPED, "first")
 
 
@@ -210,8 +223,8 @@ def test_an_ended_run_grants_nothing_more() -> None:
     held = book()
     running(held)
     held.end(RunState.STOPPED, "")
-    assert [held.report(status(name, RUNNING, 4)) for name in "abc"] == [False] * 3
-    assert held.clock.granted == 4
+    assert [held.handle_report(status(name, RUNNING, 4)) for name in "abc"] == [False] * 3
+    assert held.clock.leased_until == 4
 
 
 # ---- who is gone -----------------------------------------------------------------------------------------------------
@@ -222,40 +235,40 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 def test_a_run_outlives_a_learner_that_comes_back_before_its_deadline() -> None:
     held = book()
     running(held)
-    held.left(1, NOW)
-    held.back(1)
-    held.miss(1, NOW)
-    assert not held.ended and held.away == {}
-    held.left(1, NOW + timedelta(seconds=1))
-    held.miss(1, NOW)  # the deadline of the first absence
-    assert not held.ended
+    held.mark_disconnected(1, NOW)
+    held.mark_connected(1)
+    held.handle_deadline(1, NOW)
+    assert not held.has_ended and held.disconnected_since == {}
+    held.mark_disconnected(1, NOW + timedelta(seconds=1))
+    held.handle_deadline(1, NOW)  # the deadline of the first absence
+    assert not held.has_ended
 
 
 def test_a_learner_that_does_not_come_back_fails_its_run_and_is_named() -> None:
     held = book()
     running(held)
-    held.report(status("b", RUNNING, 3))
-    held.left(1, NOW)
-    held.miss(1, NOW)
+    held.handle_report(status("b", RUNNING, 3))
+    held.mark_disconnected(1, NOW)
+    held.handle_deadline(1, NOW)
     assert (held.state, held.detail) == (RunState.FAILED, "b is gone since round 3, and did not come back within 60 s")
 
 
 def test_a_learner_that_has_finished_is_not_missed() -> None:
     held = book()
     running(held)
-    held.report(status("b", FINISHED, 10))
-    held.left(1, NOW)
-    held.miss(1, NOW)
-    assert not held.ended
+    held.handle_report(status("b", FINISHED, 10))
+    held.mark_disconnected(1, NOW)
+    held.handle_deadline(1, NOW)
+    assert not held.has_ended
 
 
 def test_a_learner_that_gave_up_waiting_is_not_blamed_for_it() -> None:
     held = book()
     running(held)
-    held.left(2, NOW)
-    held.report(status("b", RUNNING, 3), WaitReport(3, WaitCause.NEIGHBOUR, (2,)))
+    held.mark_disconnected(2, NOW)
+    held.handle_report(status("b", RUNNING, 3), WaitReport(3, WaitCause.NEIGHBOUR, (2,)))
     failed = status("a", LearnerState.FAILED, 3, detail="waited 60 s for a neighbour (b) in round 3")
-    held.report(failed, WaitReport(3, WaitCause.NEIGHBOUR, (1,)))
+    held.handle_report(failed, WaitReport(3, WaitCause.NEIGHBOUR, (1,)))
     assert held.detail == "c is gone since round 0: a waited 60 s for a neighbour (b) in round 3"
 
 
@@ -263,10 +276,10 @@ def test_a_clock_that_waits_for_records_blames_who_has_none() -> None:
     held = book(clock={"mode": "data"})
     running(held)
     for name, ready in (("a", 9), ("c", 9)):
-        held.report(status(name, RUNNING, ready=ready), WaitReport(0, WaitCause.GRANT))
-    held.report(status("b", RUNNING), WaitReport(0, WaitCause.GRANT))
+        held.handle_report(status(name, RUNNING, ready=ready), WaitReport(0, WaitCause.LEASE))
+    held.handle_report(status("b", RUNNING), WaitReport(0, WaitCause.LEASE))
     failed = status("a", LearnerState.FAILED, ready=9, detail="waited 60 s for a grant of the coordinator in round 0")
-    held.report(failed, WaitReport(0, WaitCause.GRANT))
+    held.handle_report(failed, WaitReport(0, WaitCause.LEASE))
     assert held.detail.startswith("b has no records for round 0: a waited 60 s")
 
 
@@ -278,7 +291,7 @@ def triangle(policy: str) -> RunStateMachine:
 
 
 def of(learner: int, known_by: Attribution = Attribution.CERTIFICATE, t: int = 3, by: int | None = None) -> Violation:
-    (rule,) = (number for number, rule in VIOLATION_KINDS.items() if rule is Rule.ROUND)
+    (rule,) = (number for number, rule in VIOLATION_KINDS.items() if rule is ViolationKind.ROUND)
     return Violation(learner=learner, round=t, kind=rule, attribution=known_by.value, reporter=by)
 
 
@@ -287,19 +300,19 @@ def test_a_neighbour_that_breaks_a_rule_ends_the_run_whether_it_runs_yet_or_not(
         held = triangle("stop")
         if begun:
             running(held)
-        held.report(status("a", RUNNING), None, [of(1)])
+        held.handle_report(status("a", RUNNING), None, [of(1)])
         assert held.state is RunState.FAILED
         assert held.detail == "b said a round that was not its turn when round 3 was due, as a noticed"
 
 
 def test_what_is_said_before_the_run_begins_counts_when_it_has() -> None:
     held = triangle("drop")
-    held.report(status("a", RUNNING), None, [of(1)])
-    held.report(status("c", RUNNING), None, [of(1)])
-    assert (held.state, held.losing) == (RunState.CONNECTING, set())
-    held.report(status("b", RUNNING))
-    held.report(status("a", RUNNING), None, [of(1)])
-    assert (held.state, held.losing) == (RunState.RUNNING, {1})
+    held.handle_report(status("a", RUNNING), None, [of(1)])
+    held.handle_report(status("c", RUNNING), None, [of(1)])
+    assert (held.state, held.pending_removals) == (RunState.CONNECTING, set())
+    held.handle_report(status("b", RUNNING))
+    held.handle_report(status("a", RUNNING), None, [of(1)])
+    assert (held.state, held.pending_removals) == (RunState.RUNNING, {1})
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop"])
@@ -307,9 +320,9 @@ def test_who_may_be_a_stranger_is_remembered_and_no_more(policy: str) -> None:
     held = triangle(policy)
     running(held)
     for name in "ac":
-        held.report(status(name, RUNNING), None, [of(1, Attribution.NAME)])
-    assert (held.state, held.losing, len(held.misconduct)) == (RunState.RUNNING, set(), 2)
-    held.report(status("a", LearnerState.FAILED, detail="its disk is gone"))
+        held.handle_report(status(name, RUNNING), None, [of(1, Attribution.CLAIM)])
+    assert (held.state, held.pending_removals, len(held.violations)) == (RunState.RUNNING, set(), 2)
+    held.handle_report(status("a", LearnerState.FAILED, detail="its disk is gone"))
     assert held.detail.startswith("a failed: its disk is gone; somebody in the clear under the name of b said a round")
 
 
@@ -317,18 +330,18 @@ def test_the_first_word_on_a_neighbour_stands_and_none_is_on_oneself() -> None:
     held = triangle("drop")
     running(held)
     for t in (3, 4, 10**12):
-        held.report(status("a", RUNNING), None, [of(1, t=t), of(0), of(7)])
-    assert held.misconduct == {(0, 1): of(1, by=0)}
+        held.handle_report(status("a", RUNNING), None, [of(1, t=t), of(0), of(7)])
+    assert held.violations == {(0, 1): of(1, by=0)}
 
 
 def test_a_text_tells_the_first_of_many() -> None:
     held = triangle("drop")
     running(held)
-    held.report(status("a", RUNNING), None, [of(1), of(2)])
-    held.report(status("b", RUNNING), None, [of(0)])
-    held.report(status("c", RUNNING), None, [of(0, Attribution.NAME)])
-    assert held.append_violations("so").count(" noticed") == 3 < len(held.misconduct)
-    assert held.append_violations("so", of=2).count(" noticed") == 1
+    held.handle_report(status("a", RUNNING), None, [of(1), of(2)])
+    held.handle_report(status("b", RUNNING), None, [of(0)])
+    held.handle_report(status("c", RUNNING), None, [of(0, Attribution.CLAIM)])
+    assert held.append_violations("so").count(" noticed") == 3 < len(held.violations)
+    assert held.append_violations("so", learner=2).count(" noticed") == 1
 
 
 # ---- who watches -----------------------------------------------------------------------------------------------------
@@ -340,10 +353,10 @@ def test_who_watches_is_shown_what_all_have_done_after_ever_more_rounds() -> Non
     running(held, ready=100)
     for done in range(1, 101):
         for name in "abc":
-            before = course.shown
-            held.report(status(name, RUNNING, done, 100))
-            course.look()
+            before = course.view_event
+            held.handle_report(status(name, RUNNING, done, 100))
+            course.notify_if_due()
             if before.is_set():
-                assert name == "c" and course.shown is not before and not course.shown.is_set()
+                assert name == "c" and course.view_event is not before and not course.view_event.is_set()
                 shown.append(done)
     assert shown[:10] == [*range(1, 11)] and len(shown) == 32 and shown[-1] > 90

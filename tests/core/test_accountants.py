@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.budget.composition import worst_case_record_epsilon, message_losses, group_record_losses
+from sottovoce_core.budget.composition import group_record_losses, message_losses, worst_case_record_epsilon
 from sottovoce_core.data import LearnerData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.privacy.accountant import Accountant, PrecomputedAccountant, guarantee
-from sottovoce_core.privacy.guarantee import Event, GuaranteeBasis, Guarantee, Mechanism, ThreatModel, compose_guarantees
+from sottovoce_core.privacy.accountant import Accountant, PrecomputedAccountant, compute_guarantee
+from sottovoce_core.privacy.guarantee import (
+    Adjacency,
+    Guarantee,
+    GuaranteeBasis,
+    Mechanism,
+    ThreatModel,
+    compose_guarantees,
+)
 from tests.claims import EXPOSED, SETUPS, counts_of
 
 EVERY = pytest.mark.parametrize("name", [*SETUPS, *EXPOSED])
@@ -48,10 +55,10 @@ def plans(rounds: int, seed: int) -> tuple[IntArray, IntArray]:
 def test_what_is_promised_is_what_is_charged(name: str, seed: int) -> None:
     meter, rounds = meter_of(name)
     counts, _ = plans(rounds, seed)
-    promised = guarantee(meter, rounds, counts)
-    np.testing.assert_allclose(promised.per_round, charged(meter, counts), rtol=1e-12, atol=0)
+    promised = compute_guarantee(meter, rounds, counts)
+    np.testing.assert_allclose(promised.round_losses, charged(meter, counts), rtol=1e-12, atol=0)
     assert promised.epsilon() > 0.0 or seed > 0  # records that come in the last round alone show in no message
-    assert promised.paper.shape == (rounds,)
+    assert promised.paper_epsilon.shape == (rounds,)
 
 
 @EVERY
@@ -60,10 +67,10 @@ def test_a_told_meter_follows_that_change(name: str, seed: int) -> None:
     """In the learner's steps, alone, and many at once."""
     meter, rounds = meter_of(name)
     counts, changes = plans(rounds, seed)
-    together = meter.losses_of(counts, changes)
+    together = meter.losses_by_change(counts, changes)
     for change, losses in zip(changes, together, strict=True):
-        np.testing.assert_array_equal(guarantee(meter, rounds, counts, change).per_round, losses)
-        if meter.follows:
+        np.testing.assert_array_equal(compute_guarantee(meter, rounds, counts, change).round_losses, losses)
+        if meter.can_track_replacements:
             expected = charged(meter, counts, change)
             finite = np.isfinite(expected)
             np.testing.assert_array_equal(np.isfinite(losses), finite)
@@ -77,7 +84,7 @@ def test_a_told_meter_follows_that_change(name: str, seed: int) -> None:
 def test_nothing_replaced_costs_nothing(name: str) -> None:
     meter, rounds = meter_of(name)
     counts = np.full(rounds, 2)
-    assert guarantee(meter, rounds, counts, np.zeros(rounds, np.int64)).epsilon() == 0.0
+    assert compute_guarantee(meter, rounds, counts, np.zeros(rounds, np.int64)).epsilon() == 0.0
 
 
 @EVERY
@@ -85,28 +92,28 @@ def test_no_single_event_costs_more_than_the_dearest_by_any_round(name: str) -> 
     meter, rounds = meter_of(name)
     counts = np.full(rounds, 2)
     change = np.eye(rounds, dtype=np.int64)
-    if meter.event is Event.LEARNER:
+    if meter.adjacency is Adjacency.LEARNER:
         change = counts[None]
     with np.errstate(invalid="ignore"):
-        singles = np.cumsum(meter.losses_of(counts, change), axis=1)
+        singles = np.cumsum(meter.losses_by_change(counts, change), axis=1)
     assert (singles <= np.cumsum(meter.losses(counts)) * (1 + 1e-12) + 1e-12).all()
 
 
 def test_more_rounds_than_memory_are_refused() -> None:
     meter, _ = meter_of(next(iter(SETUPS)))
     with pytest.raises(SpecError, match="for at most 134217728 rounds, got 1000000000000"):
-        guarantee(meter, 10**12)
+        compute_guarantee(meter, 10**12)
 
 
 @EVERY
 def test_a_meter_stays_fresh_and_refuses_more_than_came(name: str) -> None:
     meter, rounds = meter_of(name)
     before = charged(meter, np.ones(rounds, np.int64))
-    guarantee(meter, rounds, np.full(rounds, 3), np.ones(rounds, np.int64))
+    compute_guarantee(meter, rounds, np.full(rounds, 3), np.ones(rounds, np.int64))
     np.testing.assert_array_equal(charged(meter, np.ones(rounds, np.int64)), before)
     with pytest.raises(SpecError, match="more records replaced than there are"):
-        guarantee(meter, rounds, np.ones(rounds, np.int64), np.full(rounds, 2))
-    if meter.follows:
+        compute_guarantee(meter, rounds, np.ones(rounds, np.int64), np.full(rounds, 2))
+    if meter.can_track_replacements:
         for records, replaced in ((1, 2), (0, 1), (1, -1)):
             with pytest.raises(SpecError, match="replaced must lie in"):
                 meter.advance(records, replaced)
@@ -125,32 +132,36 @@ class Own(Accountant):
     def next_loss(self) -> float:
         return 0.5 * self.t
 
-    def advance(self, records: int, replaced: int | None = None) -> None:
+    def advance(self, records: int, n_replaced: int | None = None) -> None:
         self.t += 1
 
 
 def test_every_default_is_the_careful_one() -> None:
     counts = np.full(4, 3)
-    promised = guarantee(Own(), 4, counts)
-    assert (promised.mechanism, promised.event, promised.shared) == (Mechanism.PURE, Event.RECORD, False)
-    assert promised.paper.tolist() == [0.0, 0.5, 1.5, 3.0]
-    assert (promised.infinite_horizon, promised.output) == (math.inf, None)
-    assert promised.grounds.threat_model is ThreatModel.WIRE
+    promised = compute_guarantee(Own(), 4, counts)
+    assert (promised.mechanism, promised.adjacency, promised.has_shared_records) == (
+        Mechanism.PURE,
+        Adjacency.RECORD,
+        False,
+    )
+    assert promised.paper_epsilon.tolist() == [0.0, 0.5, 1.5, 3.0]
+    assert (promised.infinite_horizon_epsilon, promised.output_epsilon) == (math.inf, None)
+    assert promised.basis.threat_model is ThreatModel.WIRE
     assert message_losses(Own(), counts) is None  # no single record is known: the sum is all there is
 
 
 def test_a_meter_that_follows_nothing_is_charged_k_times() -> None:
     counts, replaced = np.full(4, 3), np.array([2, 0, 3, 0])
-    assert guarantee(Own(), 4, counts, replaced).per_round.tolist() == [0.0, 2.5, 5.0, 7.5]
-    for event, many in ((Event.RECORD, 5), (Event.ROUND, 2), (Event.LEARNER, 1)):
-        listed = PrecomputedAccountant(np.array([0.0, 1.0, 0.0, 0.0]), event=event)
-        assert guarantee(listed, 4, counts, replaced).epsilon() == many
+    assert compute_guarantee(Own(), 4, counts, replaced).round_losses.tolist() == [0.0, 2.5, 5.0, 7.5]
+    for event, many in ((Adjacency.RECORD, 5), (Adjacency.ROUND, 2), (Adjacency.LEARNER, 1)):
+        listed = PrecomputedAccountant(np.array([0.0, 1.0, 0.0, 0.0]), adjacency=event)
+        assert compute_guarantee(listed, 4, counts, replaced).epsilon() == many
 
 
 def test_a_record_used_again_costs_n_events_where_the_meter_cannot_follow_it() -> None:
     own = LearnerData(np.zeros((2, 1)), np.zeros(2), np.array([0, 1, 0, 0]), np.arange(5))
     event = PrecomputedAccountant(np.array([0.0, 1.0, 0.5, 0.0])).losses(np.ones(4, np.int64))
-    found = {each.uses: each for each in group_record_losses(PrecomputedAccountant(event), own)}
+    found = {each.n_uses: each for each in group_record_losses(PrecomputedAccountant(event), own)}
     assert worst_case_record_epsilon(found.values(), event) == 3 * 1.5
     assert found[3].losses is None and found[1].losses is None
 
@@ -161,29 +172,37 @@ def test_a_record_used_again_costs_n_events_where_the_meter_cannot_follow_it() -
 @pytest.mark.parametrize(
     ("event", "shared", "replaced", "text"),
     [
-        (Event.RECORD, False, None, "1 record of one learner replaced (event level, numbers of records public)"),
-        (Event.RECORD, False, 3, "3 records of one learner replaced (event level, numbers of records public)"),
-        (Event.LEARNER, False, None, "all records of one learner replaced (event level, numbers of records public)"),
-        (Event.LEARNER, False, 1, "1 record of one learner replaced (event level, numbers of records public)"),
-        (Event.ROUND, False, None, "the loss of one round replaced, with all its records, of one learner"),
+        (Adjacency.RECORD, False, None, "1 record of one learner replaced (event level, numbers of records public)"),
+        (Adjacency.RECORD, False, 3, "3 records of one learner replaced (event level, numbers of records public)"),
         (
-            Event.ROUND,
+            Adjacency.LEARNER,
+            False,
+            None,
+            "all records of one learner replaced (event level, numbers of records public)",
+        ),
+        (Adjacency.LEARNER, False, 1, "1 record of one learner replaced (event level, numbers of records public)"),
+        (Adjacency.ROUND, False, None, "the loss of one round replaced, with all its records, of one learner"),
+        (
+            Adjacency.ROUND,
             True,
             2,
             "the losses of 2 rounds replaced, with all its records, which every learner holds: epsilons of all learners add up",
         ),
     ],
 )
-def test_adjacency_in_words(event: Event, shared: bool, replaced: int | None, text: str) -> None:
+def test_adjacency_in_words(event: Adjacency, shared: bool, replaced: int | None, text: str) -> None:
     zeros = np.zeros(1)
-    assert Guarantee(Mechanism.PURE, event, shared, replaced, zeros, zeros, 0.0, GuaranteeBasis()).adjacency == text
+    assert (
+        Guarantee(Mechanism.PURE, event, shared, replaced, zeros, zeros, 0.0, GuaranteeBasis()).adjacency_description
+        == text
+    )
 
 
 def test_learners_heard_together_cost_the_sum() -> None:
     meters = [PrecomputedAccountant(np.array([0.0, 1.0, 2.0]) * k) for k in (1, 2)]
-    alone = [guarantee(meter, 3) for meter in meters]
+    alone = [compute_guarantee(meter, 3) for meter in meters]
     together = compose_guarantees(alone)
-    assert together.per_round.tolist() == [0.0, 3.0, 6.0]
+    assert together.round_losses.tolist() == [0.0, 3.0, 6.0]
     assert together.epsilon() == sum(each.epsilon() for each in alone)
-    assert together.paper.tolist() == [0.0, 2.0, 6.0]
+    assert together.paper_epsilon.tolist() == [0.0, 2.0, 6.0]
     assert compose_guarantees(alone[:1]) is alone[0]

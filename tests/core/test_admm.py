@@ -13,24 +13,24 @@ from scipy.optimize import root
 from sklearn.linear_model import LogisticRegression
 
 from sottovoce_core.algorithms.admm.accounting import (
-    DualCalibration,
-    Node,
-    PrimalCalibration,
     CentreVariant,
+    DualCalibration,
+    NodeParameters,
+    PrimalCalibration,
     _output_loss,
 )
 from sottovoce_core.algorithms.admm.algorithm import Admm, _Hessian, _LocalProblem, _norm, _State
-from sottovoce_core.algorithms.interface import StackedMessages, LocalMessages, Message, Who
+from sottovoce_core.algorithms.interface import LocalMessages, Message, StackedMessages, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.losses import MarginLoss
-from sottovoce_core.losses.linear import Logistic, SmoothedHingeLoss
+from sottovoce_core.losses.linear import LogisticLoss, SmoothedHingeLoss
 from sottovoce_core.losses.loss import sigmoid
 from sottovoce_core.noise import NoiseRequest, NoiseSource, RecordedNoise, Recorder, SeededNoise, SystemNoise, no_noise
 from sottovoce_core.running.replay import PrivacyLosses, replay
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
@@ -49,7 +49,7 @@ def a_run(
 ) -> Run:
     loss = {"kind": "logistic", "ridge": 0.1}
     document = {"rounds": rounds, "learners": learners, "algorithm": algorithm, "loss": loss, **sections}
-    return build_run(parse_spec(document, imports=True), n_features)
+    return build_run(parse_spec(document, allow_imports=True), n_features)
 
 
 def admm(run: Run) -> Admm:
@@ -70,23 +70,25 @@ def at_once(data: PlacedData) -> PlacedData:
 
 def driven(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> Iterator[tuple[_State, _State]]:
     """The state after speaking and the one after listening, of every round, all learners at once."""
-    state = run.algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
+    state = run.algorithm.init(StateAxes(tuple(range(run.spec.n_learners)), replicas))
     for t in range(run.spec.rounds):
-        spoken, message = run.algorithm.speak(state, noise)
-        mixing = run.network.at(t)
-        state = run.algorithm.listen(spoken, StackedMessages(mixing, message), data.stacked(t))
+        spoken, message = run.algorithm.emit(state, noise)
+        mixing = run.network.mixing(t)
+        state = run.algorithm.update(spoken, StackedMessages(mixing, message), data.stack_round(t))
         yield spoken, state
 
 
 def said(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> FloatArray:
     """Messages `(rounds, learners, replicas, dim)`."""
-    return np.stack([step.message["y"] for step in simulate(run, data, noise, replicas)])
+    return np.stack([step.message["y"] for step in simulate_rounds(run, data, noise, replicas)])
 
 
-def a_node(alpha: float, n: float, weight: float, ridge: float, penalty: float, **more: Any) -> tuple[Node, float]:
+def a_node(
+    alpha: float, n: float, weight: float, ridge: float, penalty: float, **more: Any
+) -> tuple[NodeParameters, float]:
     """A node with two neighbours and bounds of the logistic loss, and its number of records."""
     numbers = {"lipschitz": 1.0, "curvature": 0.25, "tolerance": 0.0, "output_noise": 0.0, "dim": 3, **more}
-    return Node(alpha, alpha, 2.0, penalty, weight, ridge, **numbers), n
+    return NodeParameters(alpha, alpha, 2.0, penalty, weight, ridge, **numbers), n
 
 
 # ---- numeric anchors -------------------------------------------------------------------------------------------------
@@ -103,8 +105,8 @@ def a_node(alpha: float, n: float, weight: float, ridge: float, penalty: float, 
 )
 def test_parameters_of_dvp(numbers: tuple[float, ...], k: Any, phi: float, alpha_hat: float) -> None:
     node, count = a_node(*numbers)
-    step = DualCalibration(jacobian=k).step(node, count, 0.0, last=False)
-    printed = DualCalibration("printed", k, "printed").step(node, count, 0.0, last=False)
+    step = DualCalibration(jacobian=k).calibrate_iteration(node, count, 0.0, is_last=False)
+    printed = DualCalibration("printed", k, "printed").calibrate_iteration(node, count, 0.0, is_last=False)
     assert step.extra_ridge == pytest.approx(phi, rel=1e-9)
     assert step.rate == pytest.approx(alpha_hat / 2, rel=1e-9)
     assert printed.rate == pytest.approx(alpha_hat, rel=1e-9)
@@ -121,19 +123,22 @@ def test_sensitivities_of_pvp() -> None:
     for variant in VARIANTS:
         calibration, delta, deltas = PrimalCalibration(variant), 0.0, []
         for _ in range(600):
-            step = calibration.step(node, count, delta, last=False)
+            step = calibration.calibrate_iteration(node, count, delta, is_last=False)
             assert step.rate == pytest.approx(1.0 / step.sensitivity)
             deltas.append(delta := float(step.sensitivity))
         assert deltas[:4] == pytest.approx(expected[variant], rel=1e-8)
         assert deltas[-1] == pytest.approx(limits[variant], rel=1e-9)
-        assert PrimalCalibration(variant, "printed").step(node, count, 0.0, last=False).rate == pytest.approx(0.5)
+        assert PrimalCalibration(variant, "printed").calibrate_iteration(
+            node, count, 0.0, is_last=False
+        ).rate == pytest.approx(0.5)
 
 
 def test_the_balanced_rule_spares_the_noise_of_the_printed_one() -> None:
     """Just above the switch of the printed rule next to nothing is left for the noise; with an extra ridge, half of alpha."""
     node, count = a_node(2 * math.log1p(0.25 * 0.5 / 0.05) * (1 + 1e-4), 100, 50, 0.01, 0.01)
     balanced, printed = (
-        DualCalibration(rule, 2).step(node, count, 0.0, last=False) for rule in ("balanced", "printed")
+        DualCalibration(rule, 2).calibrate_iteration(node, count, 0.0, is_last=False)
+        for rule in ("balanced", "printed")
     )
     assert balanced.rate / printed.rate == pytest.approx(5000, rel=1e-3)
     assert balanced.extra_ridge > printed.extra_ridge == 0.0
@@ -146,7 +151,9 @@ def test_the_balanced_rule_spares_the_noise_of_the_printed_one() -> None:
 def test_without_noise_all_learners_reach_the_central_optimum(algorithm: dict[str, Any]) -> None:
     run = a_run({**algorithm, "loss_weight": 2.0}, rounds=250, topology={"graph": "path"})
     data = at_once(made_up(run.spec, records=12))
-    features = np.concatenate([run.loss.enforce(each.features[:12], each.labels[:12])[0] for each in data.learners])
+    features = np.concatenate(
+        [run.loss.enforce_bounds(each.features[:12], each.labels[:12])[0] for each in data.learners]
+    )
     labels = np.concatenate([each.labels[:12] for each in data.learners])
     data = replace(
         data,
@@ -156,10 +163,10 @@ def test_without_noise_all_learners_reach_the_central_optimum(algorithm: dict[st
     )
     model = LogisticRegression(C=2.0 / (12 * 4 * 0.1), fit_intercept=False, tol=1e-12, max_iter=10_000)
     optimum = model.fit(features, labels).coef_[0]
-    *_, last = simulate(run, data, no_noise)
+    *_, last = simulate_rounds(run, data, no_noise)
 
     assert np.abs(optimum).max() > 0.1
-    np.testing.assert_allclose(last.after[:, 0], np.tile(optimum, (4, 1)), atol=1e-6)
+    np.testing.assert_allclose(last.decisions_after[:, 0], np.tile(optimum, (4, 1)), atol=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", PRIVATE, ids=names)
@@ -185,10 +192,10 @@ def test_plain_admm_is_the_iteration_with_a_copy_for_every_edge() -> None:
     pairs = [(p, j) for p in range(n) for j in (p - 1, p + 1) if 0 <= j < n]
     f = np.zeros((n, 3))
     w, a, b = ({pair: np.zeros(3) for pair in pairs} for _ in range(3))
-    for step in list(simulate(run, data, no_noise))[1:]:
+    for step in list(simulate_rounds(run, data, no_noise))[1:]:
         for p in range(n):
             batch = data.learners[p].batch(0)
-            features, labels = run.loss.enforce(batch.features, batch.labels)
+            features, labels = run.loss.enforce_bounds(batch.features, batch.labels)
 
             def slope(x: FloatArray, p: int = p, A: FloatArray = features, y: FloatArray = labels) -> FloatArray:
                 total = A.T @ (sigmoid(A @ x) - y) / len(y) + ridge * x
@@ -211,26 +218,28 @@ def test_the_noise_follows_from_the_minimiser(final: bool) -> None:
     run = a_run({**LAST, "variant": "literal", "penalty": 0.3} if final else {**DVP, "penalty": 0.3})
     data, recorder = at_once(made_up(run.spec, batch=2)), Recorder(SeededNoise(3))
     states = list(driven(run, data, recorder))
-    coupling = (run.network.at(0).neighbours > 0).astype(float)
+    coupling = (run.network.mixing(0).neighbour_weights > 0).astype(float)
     for t in range(7 if final else 1, 8):
         before, after = states[t - 1][1], states[t][0]
         for p in range(4):
             batch = data.learners[p].batch(0)
-            features, labels = run.loss.enforce(batch.features, batch.labels)
+            features, labels = run.loss.enforce_bounds(batch.features, batch.labels)
             share, degree = len(labels) / 2.0, coupling[p].sum()
             f, old = after.primal[p, 0], states[t - 1][0].said[:, 0]
             centres = sum(coupling[p, i] * (old[p] + old[i]) for i in range(4))
-            phi = float(admm(run).calibration.step(admm(run).nodes[p], 16.0, 0.0, last=True).extra_ridge)
+            phi = float(
+                admm(run).calibration.calibrate_iteration(admm(run).nodes[p], 16.0, 0.0, is_last=True).extra_ridge
+            )
             e = -features.T @ (sigmoid(features @ f) - labels)
             e -= share * (0.1 * f + 2 * before.dual[p, 0] + (phi + 2 * 0.3 * degree) * f)
             e += share * 0.3 * centres
-            np.testing.assert_allclose(e, recorder.drawn["y"][t][p, 0], rtol=0, atol=1e-8)
+            np.testing.assert_allclose(e, recorder.noise_by_field["y"][t][p, 0], rtol=0, atol=1e-8)
 
 
 def test_pvp_says_the_minimiser_plus_noise_and_never_the_minimiser() -> None:
     run, recorder = a_run(PVP), Recorder(SeededNoise(4))
     for t, (state, _) in enumerate(driven(run, at_once(made_up(run.spec)), recorder)):
-        np.testing.assert_allclose(state.said, state.primal + recorder.drawn["y"][t], rtol=1e-12)
+        np.testing.assert_allclose(state.said, state.primal + recorder.noise_by_field["y"][t], rtol=1e-12)
         assert (state.said == state.primal).all() == (t == 0)
 
 
@@ -243,12 +252,12 @@ def test_before_its_first_record_a_learner_is_silent_about_it(algorithm: dict[st
     late = LearnerData(first.features, first.labels, first.order[:4], np.array([0, 0, 0, 0, 4, 4, 4, 4, 4]))
     data, recorder = data.with_learner(0, late), Recorder(SeededNoise(5))
     messages = said(run, data, recorder)
-    drawn = np.stack(recorder.drawn["y"])
+    drawn = np.stack(recorder.noise_by_field["y"])
 
     assert (messages[0] == 0.0).all()
     assert (drawn[:4, 0] == 0.0).all() and (drawn[4:, 0] != 0.0).all() and (drawn[1:, 1:] != 0.0).all()
     guarantee = run.guarantee(0, np.diff(late.offsets))
-    assert (guarantee.per_round[:4] == 0.0).all() and (guarantee.per_round[4:] > 0.0).all()
+    assert (guarantee.round_losses[:4] == 0.0).all() and (guarantee.round_losses[4:] > 0.0).all()
 
 
 # ---- the solver ------------------------------------------------------------------------------------------------------
@@ -256,12 +265,12 @@ def test_before_its_first_record_a_learner_is_silent_about_it(algorithm: dict[st
 
 @pytest.mark.parametrize(
     "loss",
-    [Logistic(feature_bound=1.0, ridge=0.0), SmoothedHingeLoss(feature_bound=1.0, ridge=0.0, width=1e-3)],
+    [LogisticLoss(feature_bound=1.0, ridge=0.0), SmoothedHingeLoss(feature_bound=1.0, ridge=0.0, width=1e-3)],
     ids=["logistic", "hinge"],
 )
 def test_the_solver_gets_there_from_everywhere(loss: MarginLoss) -> None:
     generator = np.random.default_rng(0)
-    features, labels = loss.enforce(generator.normal(size=(40, 4)), (generator.random(40) < 0.5).astype(float))
+    features, labels = loss.enforce_bounds(generator.normal(size=(40, 4)), (generator.random(40) < 0.5).astype(float))
     linear, start = (
         generator.normal(size=(50, 4)),
         10.0 ** generator.uniform(-3, 3, (50, 1)) * generator.normal(size=(50, 4)),
@@ -287,7 +296,7 @@ def test_a_hessian_is_the_same_in_the_smaller_space(records: int, dim: int) -> N
 
 
 def test_where_newton_fails_the_gradient_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = Logistic(feature_bound=1.0, ridge=0.0)
+    loss = LogisticLoss(feature_bound=1.0, ridge=0.0)
     problem = _LocalProblem(loss, Batch(np.eye(2), np.array([0.0, 1.0])), 1.0, 1.25, 1.0, np.array([3.0, -1.0]), 1e-10)
     best = problem.minimise(np.zeros(2))
     monkeypatch.setattr(_Hessian, "solve", lambda self, vectors: -vectors)
@@ -300,15 +309,15 @@ def test_where_newton_fails_the_gradient_gets_there(monkeypatch: pytest.MonkeyPa
 def driven_singly(run: Run, data: PlacedData, noise: list[NoiseSource]) -> FloatArray:
     """Messages `(rounds, learners, dim)` of learners with arrays `(dim,)`."""
     n, rounds = run.spec.n_learners, []
-    states = [run.algorithm.start(Who(i)) for i in range(n)]
+    states = [run.algorithm.init(StateAxes(i)) for i in range(n)]
     for t in range(run.spec.rounds):
         messages: dict[int, Message] = {}
         for i in range(n):
-            states[i], messages[i] = run.algorithm.speak(states[i], noise[i])
-        mixing = run.network.at(t)
+            states[i], messages[i] = run.algorithm.emit(states[i], noise[i])
+        mixing = run.network.mixing(t)
         for i in range(n):
-            heard = LocalMessages(mixing.heard_by(i), messages, float(mixing.own[i]))
-            states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(t))
+            heard = LocalMessages(mixing.in_neighbour_weights(i), messages, float(mixing.own_weights[i]))
+            states[i] = run.algorithm.update(states[i], heard, data.learners[i].batch(t))
         rounds.append(np.stack([messages[i]["y"] for i in range(n)]))
     return np.stack(rounds)
 
@@ -327,7 +336,7 @@ def test_single_learners_and_replicas_equal_all_at_once(algorithm: dict[str, Any
     data, recorder = made_up(run.spec, batch=2), Recorder(SeededNoise(6))
     data = ragged(data) if unequal else data
     together = said(run, data, recorder, replicas=2)
-    drawn = {name: np.stack(values) for name, values in recorder.drawn.items()}
+    drawn = {name: np.stack(values) for name, values in recorder.noise_by_field.items()}
     for k in range(2):
         one = {name: values[:, :, k] for name, values in drawn.items()}
         singly = driven_singly(run, data, [RecordedNoise({n: v[:, i] for n, v in one.items()}) for i in range(4)])
@@ -340,21 +349,21 @@ def test_single_learners_and_replicas_equal_all_at_once(algorithm: dict[str, Any
 def test_the_noise_has_the_rate_that_is_accounted_for_and_replay_knows_the_state(algorithm: dict[str, Any]) -> None:
     run = a_run({**algorithm, "alpha": [0.5, 1.0, 2.0, 0.9]})
     data, noise = made_up(run.spec, batch=2), Rates(11)
-    state = run.algorithm.start(Who(tuple(range(4)), 1))
+    state = run.algorithm.init(StateAxes(tuple(range(4)), 1))
     meters = [admm(run).accountant(i) for i in range(4)]
     for t in range(8):
-        spoken, message = run.algorithm.speak(state, noise)
-        replayed, _ = run.algorithm.overheard(state, message)
+        spoken, message = run.algorithm.emit(state, noise)
+        replayed, _ = run.algorithm.replay(state, message)
         np.testing.assert_allclose(replayed.primal, spoken.primal, rtol=0, atol=1e-9)
         assert (replayed.said == spoken.said).all()
         np.testing.assert_allclose(replayed.sensitivity, spoken.sensitivity, rtol=1e-12)
         rates = np.broadcast_to(noise.rates[t], (4, 1, 1))[:, 0, 0]
-        assert rates.tolist() == pytest.approx([float(meter.step.rate) for meter in meters])
+        assert rates.tolist() == pytest.approx([float(meter.perturbation.rate) for meter in meters])
         for meter in meters:
             meter.advance(2)
-        mixing = run.network.at(t)
+        mixing = run.network.mixing(t)
         heard = StackedMessages(mixing, message)
-        state = run.algorithm.listen(spoken, heard, data.stacked(t))
+        state = run.algorithm.update(spoken, heard, data.stack_round(t))
 
 
 class Rates(SeededNoise):
@@ -365,7 +374,7 @@ class Rates(SeededNoise):
         self.rates: list[Scalars] = []
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
-        if draw.law == "spherical":
+        if draw.distribution == "spherical":
             self.rates.append(draw.scale)
         return super().__call__(draw)
 
@@ -383,7 +392,7 @@ def test_a_state_is_a_value() -> None:
         *(driven(run, made_up(run.spec), SeededNoise(7)) for _ in range(2)), strict=True
     ):
         assert (spoken.said == again.said).all()
-        first, second = (run.algorithm.speak(after, SeededNoise(8))[1]["y"] for _ in range(2))
+        first, second = (run.algorithm.emit(after, SeededNoise(8))[1]["y"] for _ in range(2))
         assert (first == second).all()
 
 
@@ -408,7 +417,7 @@ def overheard(run: Run, data: PlacedData, seed: int, replicas: int) -> Transcrip
 
 def below(losses: PrivacyLosses, claim: FloatArray) -> None:
     """Round by round."""
-    assert (np.abs(losses.realised) <= claim[:, None, None] * (1 + 1e-7) + 1e-7).all()
+    assert (np.abs(losses.realised_losses) <= claim[:, None, None] * (1 + 1e-7) + 1e-7).all()
 
 
 PRINTED = [
@@ -429,14 +438,14 @@ def test_no_message_costs_more_than_its_claim(algorithm: dict[str, Any], streame
         data = data if streamed else at_once(data)
         own, transcript = data.learners[0], overheard(run, data, seed, 20)
         losses = replay(run, transcript, 0, [own, *strangers(own, 8, seed)])
-        claim = run.guarantee(0, np.diff(own.offsets)).per_round
+        claim = run.guarantee(0, np.diff(own.offsets)).round_losses
         below(losses, claim)
-        assert (losses.realised[0] == 0.0).all() and (
-            np.abs(losses.realised[1:]).max(axis=(1, 2)) > 0.02 * claim[1:]
+        assert (losses.realised_losses[0] == 0.0).all() and (
+            np.abs(losses.realised_losses[1:]).max(axis=(1, 2)) > 0.02 * claim[1:]
         ).all()
         if algorithm["name"] == "pvp" and "final" not in algorithm:
-            assert (np.abs(losses.realised) <= losses.largest * (1 + 1e-7) + 1e-7).all()
-            assert (losses.largest <= claim[:, None, None] * (1 + 1e-7)).all()
+            assert (np.abs(losses.realised_losses) <= losses.max_losses * (1 + 1e-7) + 1e-7).all()
+            assert (losses.max_losses <= claim[:, None, None] * (1 + 1e-7)).all()
 
 
 @pytest.mark.parametrize("algorithm", PRIVATE, ids=names)
@@ -449,8 +458,8 @@ def test_several_replaced_records_cost_at_most_their_claim(algorithm: dict[str, 
     for position in (0, 3, 4):
         world = world.with_use(position, -3.0 * own.features[position], float(own.labels[position]))
     replaced = np.array([1, 0, 0, 1, 1, 0, 0, 0])
-    claim = run.guarantee(0, np.ones(8, np.int64), replaced).per_round
-    one = run.guarantee(0, np.ones(8, np.int64)).per_round
+    claim = run.guarantee(0, np.ones(8, np.int64), replaced).round_losses
+    one = run.guarantee(0, np.ones(8, np.int64)).round_losses
 
     below(replay(run, transcript, 0, [own, world, own]), claim)
     assert (claim[1:4] == one[1:4]).all()
@@ -465,7 +474,7 @@ def test_the_claim_of_pvp_is_reached() -> None:
     one = LearnerData(np.ones((1, 1)), np.zeros(1), np.zeros(1, np.int64), np.array([0, *[1] * 8]))
     data = replace(data, learners=(one, one))
     losses = replay(run, overheard(run, data, 10, 1), 0, [one, one.with_record(0, np.ones(1), 1.0)])
-    assert losses.largest[1, 0, 0] == pytest.approx(0.5 * 0.8, rel=0.02)
+    assert losses.max_losses[1, 0, 0] == pytest.approx(0.5 * 0.8, rel=0.02)
 
 
 @pytest.mark.parametrize("algorithm", [DVP, {**PVP, "variant": "literal"}, LAST], ids=["dvp", "pvp", "last"])
@@ -502,15 +511,15 @@ def test_the_density_of_a_dvp_message_by_integration(scale: str) -> None:
     data = made_up(run.spec, 1)
     one = LearnerData(np.ones((1, 1)), np.zeros(1), np.zeros(1, np.int64), np.array([0, 1, 1]))
     other = one.with_record(0, np.ones(1), 1.0)
-    state = run.algorithm.start(Who((0, 0), 200_001))
-    state, _ = run.algorithm.speak(state, no_noise)
+    state = run.algorithm.init(StateAxes((0, 0), 200_001))
+    state, _ = run.algorithm.emit(state, no_noise)
     heard = LocalMessages({1: 1.0}, {1: Message({"y": np.zeros((1, 1, 1))})}, 0.0)
-    state = run.algorithm.listen(state, heard, replace(data, learners=(one, other)).stacked(0))
+    state = run.algorithm.update(state, heard, replace(data, learners=(one, other)).stack_round(0))
     f = np.linspace(-60.0, 60.0, 200_001)
-    _, density = run.algorithm.overheard(state, Message({"y": f[None, :, None]}))
+    _, density = run.algorithm.replay(state, Message({"y": f[None, :, None]}))
 
     np.testing.assert_allclose(np.trapezoid(np.exp(density) / 2.0, f, axis=1), 1.0, rtol=1e-5)
-    claim = float(run.guarantee(0).per_round[1])
+    claim = float(run.guarantee(0).round_losses[1])
     assert 0.4 * claim < np.abs(density[0] - density[1]).max() <= claim
     assert claim == pytest.approx(2.0 if scale == "tight" else 2.0 + (2.0 - math.log1p(0.25 / 1.1)))
 
@@ -527,16 +536,16 @@ def test_the_printed_noise_rate_of_dvp_costs_more_than_alpha() -> None:
             counts = np.array([100, *[0] * 7])
             losses[scale] = run.guarantee(0, counts)
         node, count = a_node(*numbers)
-        alpha_hat = 2 * float(DualCalibration().step(node, count, 0.0, last=False).rate)
-        np.testing.assert_allclose(losses["tight"].per_round, [0.0, *[numbers[0]] * 7])
-        np.testing.assert_allclose(losses["printed"].per_round[1:], 2 * alpha_hat + (numbers[0] - alpha_hat))
-        np.testing.assert_allclose(losses["printed"].paper, numbers[0] * np.arange(8))
+        alpha_hat = 2 * float(DualCalibration().calibrate_iteration(node, count, 0.0, is_last=False).rate)
+        np.testing.assert_allclose(losses["tight"].round_losses, [0.0, *[numbers[0]] * 7])
+        np.testing.assert_allclose(losses["printed"].round_losses[1:], 2 * alpha_hat + (numbers[0] - alpha_hat))
+        np.testing.assert_allclose(losses["printed"].paper_epsilon, numbers[0] * np.arange(8))
 
 
 def test_the_printed_noise_rate_of_pvp_costs_alpha_in_the_long_run_at_most() -> None:
     for variant in VARIANTS:
         run = a_run({**PVP, "variant": variant, "scale": "printed", "tolerance": 1e-12}, rounds=200)
-        losses = run.guarantee(0, np.array([10, *[0] * 199])).per_round
+        losses = run.guarantee(0, np.array([10, *[0] * 199])).round_losses
         assert (np.diff(losses) >= -1e-9).all()
         assert losses[-1] <= 0.8 * (1 + 1e-9)
         assert (losses[-1] > 0.79) == (variant == "literal")
@@ -544,9 +553,9 @@ def test_the_printed_noise_rate_of_pvp_costs_alpha_in_the_long_run_at_most() -> 
 
 def test_the_final_step_has_its_own_alpha() -> None:
     guarantee = a_run(LAST).guarantee(0)
-    assert guarantee.per_round == pytest.approx([0.0, *[0.8] * 6, 1.5])
-    assert guarantee.paper == pytest.approx(guarantee.cumulative_epsilon)
-    assert "last dvp" in guarantee.grounds.mode
+    assert guarantee.round_losses == pytest.approx([0.0, *[0.8] * 6, 1.5])
+    assert guarantee.paper_epsilon == pytest.approx(guarantee.cumulative_epsilon)
+    assert "last dvp" in guarantee.basis.mode
 
 
 def test_output_noise_costs_what_the_solver_leaves_open() -> None:
@@ -558,17 +567,19 @@ def test_output_noise_costs_what_the_solver_leaves_open() -> None:
         assert (state.said == state.primal).all()
     plan = np.array([8, *[0] * 7])
     node = admm(run).nodes[0]
-    phi = float(DualCalibration().step(node, 8.0, 0.0, last=False).extra_ridge)
+    phi = float(DualCalibration().calibrate_iteration(node, 8.0, 0.0, is_last=False).extra_ridge)
     extra = 2 * (math.sqrt(3) * 1e-8 / (0.1 + 2.0 + phi) + 3 * spacing) / 1e-3
     assert _output_loss(node, 2.1 + phi) == pytest.approx(extra)
-    assert run.guarantee(0, plan).per_round == pytest.approx([0.0, *[0.8 + extra] * 7], rel=1e-12)
-    assert run.guarantee(0, plan).per_round[1] > 0.8
+    assert run.guarantee(0, plan).round_losses == pytest.approx([0.0, *[0.8 + extra] * 7], rel=1e-12)
+    assert run.guarantee(0, plan).round_losses[1] > 0.8
 
 
 def test_the_solvers_error_is_part_of_pvps_sensitivity() -> None:
     (node, count), (rough, _) = a_node(1.0, 100, 10, 0.1, 0.5), a_node(1.0, 100, 10, 0.1, 0.5, tolerance=0.1)
-    assert rough.shift(count, 1.0, 0.3, 1.0) - node.shift(count, 1.0, 0.3, 1.0) == pytest.approx(0.2 / 2.1)
-    assert rough.shift(count, 1.0, 0.0, 0.0) == 0.0
+    assert rough.minimiser_shift(count, 1.0, 0.3, 1.0) - node.minimiser_shift(count, 1.0, 0.3, 1.0) == pytest.approx(
+        0.2 / 2.1
+    )
+    assert rough.minimiser_shift(count, 1.0, 0.0, 0.0) == 0.0
 
 
 @pytest.mark.parametrize("algorithm", [PLAIN, *PRIVATE], ids=["admm", *names])
@@ -579,31 +590,31 @@ def test_the_meter_charges_what_the_guarantee_claims(algorithm: dict[str, Any]) 
         charged.append(meter.next_loss())
         meter.advance(new)
     guarantee = run.guarantee(1, counts)
-    assert charged == guarantee.per_round.tolist()
+    assert charged == guarantee.round_losses.tolist()
     assert charged[:2] == [0.0, 0.0] and min(charged[2:]) > 0.0
-    assert guarantee.infinite_horizon == math.inf
+    assert guarantee.infinite_horizon_epsilon == math.inf
 
 
 def test_plain_admm_promises_nothing_and_shows_everything() -> None:
     run = a_run(PLAIN)
     data = at_once(made_up(run.spec))
     own, guarantee = data.learners[0], run.guarantee(0)
-    assert guarantee.per_round.tolist() == [0.0, *[math.inf] * 7]
+    assert guarantee.round_losses.tolist() == [0.0, *[math.inf] * 7]
     losses = replay(run, overheard(run, data, 13, 1), 0, [own, own.with_use(0, -own.features[0], float(own.labels[0]))])
-    assert losses.realised[:, 0, 0].tolist() == [0.0, *[math.inf] * 7]
+    assert losses.realised_losses[:, 0, 0].tolist() == [0.0, *[math.inf] * 7]
 
 
 def test_a_message_that_could_not_have_been_said() -> None:
     for algorithm in (PLAIN, DVP, PVP):
         run = a_run(algorithm)
-        state = run.algorithm.start(Who(0))
-        assert run.algorithm.overheard(state, Message({"y": np.zeros(3)}))[1] == 0.0
-        assert run.algorithm.overheard(state, Message({"y": np.full(3, 1e-6)}))[1] == -math.inf
+        state = run.algorithm.init(StateAxes(0))
+        assert run.algorithm.replay(state, Message({"y": np.zeros(3)}))[1] == 0.0
+        assert run.algorithm.replay(state, Message({"y": np.full(3, 1e-6)}))[1] == -math.inf
 
 
 def test_noise_scales_are_one_over_zeta() -> None:
     algo = admm(a_run(PVP))
-    step = PrimalCalibration().step(algo.nodes[0], 5.0, 0.0, last=False)
+    step = PrimalCalibration().calibrate_iteration(algo.nodes[0], 5.0, 0.0, is_last=False)
     assert [algo.noise_scale(0, t) for t in (0, 5)] == [0.0, pytest.approx(1 / float(step.rate))]
     assert a_run(PLAIN).algorithm.noise_scale(0, 3) == 0.0
 
@@ -670,5 +681,5 @@ def test_extra_ridge_names_the_number_of_records_that_avoids_it() -> None:
     (text,) = [finding.text for finding in run.warnings if finding.code == "EXTRA_RIDGE"]
     least = int(text.split("fewer than ")[1].split()[0])
     node = admm(run).nodes[0]
-    assert DualCalibration().step(node, least - 1.0, 0.0, last=False).extra_ridge > 0
-    assert DualCalibration().step(node, float(least), 0.0, last=False).extra_ridge == 0
+    assert DualCalibration().calibrate_iteration(node, least - 1.0, 0.0, is_last=False).extra_ridge > 0
+    assert DualCalibration().calibrate_iteration(node, float(least), 0.0, is_last=False).extra_ridge == 0

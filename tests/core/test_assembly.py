@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.transcript import RoundReassembler, BoundedDict
+from sottovoce_core.running.transcript import BoundedDict, RoundReassembler
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 
@@ -24,11 +24,11 @@ TURNS = {
 
 
 def take(assembly: RoundReassembler[str], t: int, i: int, what: str = "") -> None:
-    assembly.take(i, i, t, f"{t} {i} {what}".encode(), f"{i}{what}")
+    assembly.add_message(i, i, t, f"{t} {i} {what}".encode(), f"{i}{what}")
 
 
 def ready(assembly: RoundReassembler[str]) -> Iterator[tuple[int, list[str]]]:
-    return ((t, sorted(said.values())) for t, said in assembly.ready())
+    return ((t, sorted(said.values())) for t, said in assembly.pop_complete_rounds())
 
 
 def test_rounds_come_in_order_whatever_the_order_of_arrival() -> None:
@@ -37,7 +37,7 @@ def test_rounds_come_in_order_whatever_the_order_of_arrival() -> None:
         take(assembly, t, i)
         found += list(ready(assembly))
     assert found == [(0, ["0", "1", "2"]), (1, ["0", "1", "2"])]
-    assert (assembly.next, assembly.missing, assembly.equivocations) == (2, [1, 2], [])
+    assert (assembly.next_round, assembly.missing_senders, assembly.equivocations) == (2, [1, 2], [])
 
 
 @given(st.permutations([(t, i, again) for t in range(4) for i in range(3) for again in range(2)]), st.integers(1, 24))
@@ -61,7 +61,7 @@ def test_only_those_are_waited_for_whom_somebody_hears() -> None:
             take(assembly, t, i)
     assert list(ready(known)) == [(0, ["0", "1"]), (1, ["1", "2"])]
     assert list(ready(unknown)) == []
-    assert unknown.missing == [2]
+    assert unknown.missing_senders == [2]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -79,12 +79,12 @@ def test_whoever_says_two_things_is_known_and_the_first_stands(late: bool) -> No
 def test_what_is_none_of_this_run_is_refused(sender: int, claimed: int, t: int) -> None:
     limit = "in one of 4 rounds" if t >= 4 else "and as nobody else"
     with pytest.raises(CaptureError, match=f"2 learners .* {limit}, got learner {claimed} in round {t} from learner"):
-        RoundReassembler[str](2, 4).take(sender, claimed, t, b"", "")
+        RoundReassembler[str](2, 4).add_message(sender, claimed, t, b"", "")
 
 
 def test_memory_may_be_bounded() -> None:
     """What is forgotten is neither said again, nor noticed."""
-    assembly = RoundReassembler[str](1, 100, kept=10)
+    assembly = RoundReassembler[str](1, 100, max_remembered=10)
     for t in range(100):
         take(assembly, t, 0)
         assert list(ready(assembly)) == [(t, ["0"])]

@@ -11,16 +11,16 @@ from scipy.stats import binom
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.bounds import (
-    MOST_RUNS,
+    MAX_RUNS,
     Bound,
-    ceiling,
+    choose_threshold,
+    compute_confidence_interval,
     compute_epsilon_lower_bound,
-    interval,
-    compute_needed_runs,
+    compute_max_provable_epsilon,
     compute_min_runs,
-    threshold,
+    compute_needed_runs,
 )
-from sottovoce_core.auditing.coin_tests import calibration
+from sottovoce_core.auditing.coin_tests import run_calibration_tests
 from sottovoce_core.auditing.likelihood import RunLosses, guess
 
 
@@ -39,7 +39,7 @@ def ratios_of(worlds: np.ndarray, losses: FloatArray) -> RunLosses:
 
 def guessed_right(runs: RunLosses) -> float:
     """The p-value of the number of right guesses."""
-    return next(test.p_value for test in calibration([runs]) if test.name == "right guesses")
+    return next(test.p_value for test in run_calibration_tests([runs]) if test.name == "right guesses")
 
 
 # ---- anchors ---------------------------------------------------------------------------------------------------------
@@ -48,8 +48,13 @@ def guessed_right(runs: RunLosses) -> float:
 def test_anchors() -> None:
     assert compute_needed_runs(1.0) == pytest.approx(271 * (1 + math.e), rel=2e-3)
     assert compute_needed_runs(2.0) == pytest.approx(271 * (1 + math.e**2) / 4, rel=2e-3)
-    assert ceiling(1000, 0.05) == pytest.approx(math.log(2000 / 3), abs=2e-3)
-    assert compute_epsilon_lower_bound(0, 0, 0.05) == compute_epsilon_lower_bound(0, 10, 0.05) == compute_epsilon_lower_bound(5, 10, 0.05) == 0
+    assert compute_max_provable_epsilon(1000, 0.05) == pytest.approx(math.log(2000 / 3), abs=2e-3)
+    assert (
+        compute_epsilon_lower_bound(0, 0, 0.05)
+        == compute_epsilon_lower_bound(0, 10, 0.05)
+        == compute_epsilon_lower_bound(5, 10, 0.05)
+        == 0
+    )
 
 
 def test_the_bound_is_where_so_many_right_guesses_have_probability_alpha() -> None:
@@ -61,13 +66,13 @@ def test_more_runs_decide_only_what_is_above_the_claim() -> None:
     weak = Bound("likelihood", "somebody", "", 60, 100, 0.2, 0.01)
     factor = weak.find_deciding_factor()
     assert factor is not None and compute_epsilon_lower_bound(60 * factor, 100 * factor, 0.01) > 0.2 >= weak.value
-    assert replace(weak, correct=55, claim=0.3).find_deciding_factor() is None
+    assert replace(weak, correct_guesses=55, claim=0.3).find_deciding_factor() is None
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0])
 def test_so_many_runs_and_no_fewer_show_an_epsilon(epsilon: float) -> None:
     runs = compute_min_runs(epsilon, 0.01)
-    assert ceiling(int(runs), 0.01) > epsilon >= ceiling(int(runs) - 1, 0.01)
+    assert compute_max_provable_epsilon(int(runs), 0.01) > epsilon >= compute_max_provable_epsilon(int(runs) - 1, 0.01)
 
 
 @pytest.mark.parametrize("epsilon", [25.0, 95.6, 710.0, 1e6, math.inf])
@@ -77,7 +82,7 @@ def test_what_nobody_makes_is_no_number(epsilon: float) -> None:
 
 def test_more_epsilon_takes_more_runs_until_nobody_makes_them() -> None:
     shown = [compute_min_runs(float(epsilon), 0.01) for epsilon in np.linspace(0.0, 40.0, 200)]
-    assert shown == sorted(shown) and max(each for each in shown if math.isfinite(each)) <= MOST_RUNS
+    assert shown == sorted(shown) and max(each for each in shown if math.isfinite(each)) <= MAX_RUNS
 
 
 # ---- validity --------------------------------------------------------------------------------------------------------
@@ -99,7 +104,7 @@ def test_audits_of_a_correct_mechanism_raise_no_more_alarms_than_alpha() -> None
     rehearsed = laplace_runs(1.0, 500, generator)
     audits = [laplace_runs(1.0, 200, generator) for _ in range(400)]
     most = 400 * 0.05 + 5 * math.sqrt(400 * 0.05 * 0.95)
-    assert sum(guess(each, rehearsed, 1.0, 0.05).rejects for each in audits) <= most
+    assert sum(guess(each, rehearsed, 1.0, 0.05).is_above_claim for each in audits) <= most
     assert 0 < sum(guessed_right(each) < 0.05 for each in audits) <= most
 
 
@@ -124,7 +129,7 @@ def test_a_laplace_number_of_epsilon_one_is_audited_tightly(runs: int, audits: i
     Failure probability below .002 each.
     """
     generator = np.random.default_rng(0)
-    least_strength = threshold(np.abs(laplace_runs(1.0, 5000, generator).total), 2 * runs, 0.05)
+    least_strength = choose_threshold(np.abs(laplace_runs(1.0, 5000, generator).total), 2 * runs, 0.05)
     found = []
     for _ in range(audits):
         audited = laplace_runs(1.0, runs, generator)
@@ -144,8 +149,8 @@ def test_half_the_noise_gives_too_many_right_guesses() -> None:
 def test_the_threshold_is_the_strength_that_pays() -> None:
     """Few strong hints and many weak ones: with 1000 runs only the strong ones are worth a guess."""
     strengths = np.concatenate([np.full(100, 4.0), np.full(900, 0.1)])
-    assert threshold(strengths, 1000, 0.05) == pytest.approx(4.0)
-    assert threshold(np.full(100, 0.5), 1000, 0.05) == pytest.approx(0.5)
+    assert choose_threshold(strengths, 1000, 0.05) == pytest.approx(4.0)
+    assert choose_threshold(np.full(100, 0.5), 1000, 0.05) == pytest.approx(0.5)
 
 
 @pytest.mark.statistics
@@ -163,7 +168,9 @@ def test_a_bound_at_a_delta_is_above_epsilon_as_rarely_as_it_says(delta: float) 
     above = np.mean([known[k] > 1.0 for k in right.tolist()])
 
     assert above < 0.057
-    assert compute_epsilon_lower_bound(150, tested, 0.05, delta, tested) < compute_epsilon_lower_bound(150, tested, 0.05)
+    assert compute_epsilon_lower_bound(150, tested, 0.05, delta, tested) < compute_epsilon_lower_bound(
+        150, tested, 0.05
+    )
     assert compute_epsilon_lower_bound(150, tested, 0.05, 1e-12, tested) == pytest.approx(
         compute_epsilon_lower_bound(150, tested, 0.05)
     )
@@ -180,5 +187,5 @@ def test_the_runs_needed_at_a_delta_are_those_that_suffice() -> None:
 
 def test_intervals_are_exact() -> None:
     """By hand: none of 20 has probability 2.5 % at `1 - 0.025^(1/20)`."""
-    np.testing.assert_allclose(interval(0, 20), (0.0, 1.0 - 0.025 ** (1 / 20)))
-    np.testing.assert_allclose(interval(20, 20), (0.025 ** (1 / 20), 1.0))
+    np.testing.assert_allclose(compute_confidence_interval(0, 20), (0.0, 1.0 - 0.025 ** (1 / 20)))
+    np.testing.assert_allclose(compute_confidence_interval(20, 20), (0.025 ** (1 / 20), 1.0))

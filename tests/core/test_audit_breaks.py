@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.audit import Audit, ChunkStatistics, Work, audit_simulated
+from sottovoce_core.auditing.audit import Audit, ChunkStatistics, ChunkTask, audit_simulated
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.views import features
+from sottovoce_core.auditing.views import build_features
 from sottovoce_core.auditing.worlds import RunChunk
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import ThreatModel
@@ -41,12 +41,12 @@ def broken(change: Change) -> Callable[[np.random.SeedSequence], NoiseSource]:
 
 
 def in_float32(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
-    return draw.rounded(noise.astype(np.float32).astype(np.float64))
+    return draw.round_to_lattice(noise.astype(np.float32).astype(np.float64))
 
 
 def on_a_coarse_lattice(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
-    assert draw.grid is not None
-    spacing = draw.grid * 2.0**16
+    assert draw.spacing is not None
+    spacing = draw.spacing * 2.0**16
     rounded: FloatArray = np.rint(noise / spacing) * spacing
     return rounded
 
@@ -74,13 +74,13 @@ def a_round_late(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) 
 def of_few_streams(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
     """A message is one of 2^12 that there are."""
     learners, runs, dim = noise.shape
-    table = SeededNoise(99)(replace(draw, shape=(2**12, dim), scale=1.0, grid=2.0**-40))
+    table = SeededNoise(99)(replace(draw, shape=(2**12, dim), scale=1.0, spacing=2.0**-40))
     picked = table[np.random.default_rng(int(1e6 * abs(noise).sum()) % 2**32).integers(0, 2**12, (learners, runs))]
-    return draw.rounded(picked * draw.scale)
+    return draw.round_to_lattice(picked * draw.scale)
 
 
 def a_little_small(draw: NoiseRequest, noise: FloatArray, said: list[FloatArray]) -> FloatArray:
-    return draw.rounded(0.97 * noise)
+    return draw.round_to_lattice(0.97 * noise)
 
 
 BREAKS: dict[str, tuple[Change, int]] = {
@@ -105,7 +105,7 @@ def test_a_total_break_is_refuted(name: str) -> None:
     change, runs = BREAKS[name]
     done = audit_simulated(planned(runs=runs), noise=broken(change))
     assert done.verdict.kind == "refuted", done.verdict.text
-    assert min(test.p_value / test.level for test in done.found.tests) < 1e-2
+    assert min(test.p_value / test.level for test in done.findings.tests) < 1e-2
 
 
 @pytest.mark.statistics
@@ -116,18 +116,18 @@ def test_the_same_runs_without_a_break_are_consistent() -> None:
 def beside(plan: AuditPlan, tell: Callable[[AuditPlan, RunChunk, np.random.Generator], FloatArray]) -> Audit:
     """An audit of a correct learner that gives something away beside its numbers, `(runs, features)`."""
 
-    def over(work: Work, shares: Sequence[RunChunk]) -> Iterator[ChunkStatistics]:
+    def over(work: ChunkTask, shares: Sequence[RunChunk]) -> Iterator[ChunkStatistics]:
         for share in shares:
             part, generator = work(share), np.random.default_rng(share.seed)
-            told = tell(plan.pairs[share.pair], share, generator)
-            yield replace(part, channel=tuple({"gaps": features([("gap", row)])} for row in told))
+            told = tell(plan.pairs[share.pair_index], share, generator)
+            yield replace(part, channel_features=tuple({"gaps": build_features([("gap", row)])} for row in told))
 
     return audit_simulated(plan, mapper=over)
 
 
 def slow_by_norm(plan: AuditPlan, share: RunChunk, generator: np.random.Generator) -> FloatArray:
     """Milliseconds of the first round: 20 for every unit of the record's norm, and jitter of 5."""
-    norm = float(np.linalg.norm(plan.worlds.of(share.world).batch(0).features))
+    norm = float(np.linalg.norm(plan.worlds.get_records(share.world).batch(0).features))
     return 20.0 * norm + generator.exponential(5.0, (share.runs, 1))
 
 
@@ -138,7 +138,7 @@ def jitter(plan: AuditPlan, share: RunChunk, generator: np.random.Generator) -> 
 @pytest.mark.statistics
 def test_a_delay_by_the_norm_hides_from_a_mirror_pair_and_not_from_a_loud_and_a_silent_record() -> None:
     plan = planned(runs=60)
-    norms = [[float(np.linalg.norm(p.worlds.of(w).batch(0).features)) for w in (0, 1)] for p in plan.pairs]
+    norms = [[float(np.linalg.norm(p.worlds.get_records(w).batch(0).features)) for w in (0, 1)] for p in plan.pairs]
     assert any(first > second + 0.5 for first, second in norms)
     done = beside(plan, slow_by_norm)
     assert done.verdict.kind == "refuted" and "gaps" in done.verdict.text

@@ -12,27 +12,44 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray, as_floats
-from sottovoce_core.auditing.blackbox import GUESSED_FRACTION, level
-from sottovoce_core.auditing.bounds import BLIND, NOISE_ALLOCATION, AlphaAllocation, compute_epsilon_lower_bound, compute_min_runs
+from sottovoce_core.auditing.blackbox import GUESSED_FRACTION, compute_classifier_level
+from sottovoce_core.auditing.bounds import (
+    BLACK_BOX_ALLOCATION,
+    NOISE_ALLOCATION,
+    AlphaAllocation,
+    compute_epsilon_lower_bound,
+    compute_min_runs,
+)
 from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
-from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFindings, examine
-from sottovoce_core.auditing.foreign.power import Power, _gaussian_shift, compute_gaussian_epsilon
-from sottovoce_core.auditing.foreign.repeats import signs
+from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFindings, check_noise
+from sottovoce_core.auditing.foreign.power import PowerAnalysis, _gaussian_shift, compute_gaussian_epsilon
+from sottovoce_core.auditing.foreign.repeats import find_anomalies
 from sottovoce_core.auditing.foreign.views import build_answer_views
 from sottovoce_core.auditing.verdict import Findings, decide
-from sottovoce_core.auditing.views import RunTraffic, Decoded, Overheard, decoded, digest, numbers, build_timing_views, views
+from sottovoce_core.auditing.views import (
+    CapturedFrame,
+    DecodedMessage,
+    RunTraffic,
+    build_timing_views,
+    build_views,
+    collect_decoded_fields,
+    digest,
+    flatten_numbers,
+)
 from sottovoce_core.errors import CaptureError, SpecError
 
-ONE_FAMILY = AlphaAllocation(0.05, BLIND)
+ONE_FAMILY = AlphaAllocation(0.05, BLACK_BOX_ALLOCATION)
 
 Speaker = Callable[[int, int, np.random.Generator], Sequence[FloatArray]]
 """What is said in a run: from the world, the run's number and noise."""
 
 
-def said(values: FloatArray, t: int, *, sender: str = "clinic", read: bool = True) -> Overheard:
+def said(values: FloatArray, t: int, *, sender: str = "clinic", read: bool = True) -> CapturedFrame:
     payload = struct.pack("<I", t) + values.tobytes()
-    known = Decoded({"total": numbers(values)}, t, sender) if read else None
-    return Overheard("message", "/a/B", "back", 0, 0.1 * t, len(payload), payload[:64], digest(payload), decoded=known)
+    known = DecodedMessage({"total": flatten_numbers(values)}, t, sender) if read else None
+    return CapturedFrame(
+        "message", "/a/B", "back", 0, 0.1 * t, len(payload), payload[:64], digest(payload), decoded_message=known
+    )
 
 
 def conversations(
@@ -41,9 +58,7 @@ def conversations(
     generator = np.random.default_rng(seed)
     coins = generator.integers(2, size=runs).tolist() if worlds is None else list(worlds)
     return [
-        RunTraffic(
-            w, f"run {k}", float(k), tuple(said(v, t, read=read) for t, v in enumerate(speak(w, k, generator)))
-        )
+        RunTraffic(w, f"run {k}", float(k), tuple(said(v, t, read=read) for t, v in enumerate(speak(w, k, generator))))
         for k, w in enumerate(coins)
     ]
 
@@ -71,8 +86,8 @@ def test_correct_noise_is_consistent_with_more_than_its_epsilon() -> None:
     done = audited(conversations(once), 1.5, 0.95)
 
     assert done.verdict.kind == "consistent"
-    assert done.found.largest < 1.0
-    assert done.signs == ()
+    assert done.findings.epsilon_lower_bound < 1.0
+    assert done.anomalies == ()
 
 
 @pytest.mark.parametrize("read", [True, False])
@@ -83,7 +98,7 @@ def test_what_is_said_without_noise_refutes_the_claim_and_is_named(read: bool) -
     assert ("values of total" if read else "bytes") in done.verdict.text
     place = "number 0 of total, message 1 (round 1, from clinic)" if read else "of message 1, /a/B response"
     assert place in done.verdict.text and place in done.leaks[0].place
-    assert done.found.largest == pytest.approx(done.most, rel=0.1)
+    assert done.findings.epsilon_lower_bound == pytest.approx(done.max_provable_epsilon, rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [1e300, 1e-320])
@@ -91,8 +106,8 @@ def test_what_is_said_without_noise_refutes_the_claim_and_is_named(read: bool) -
 def test_numbers_of_any_size_are_audited(factor: float) -> None:
     done = audited(conversations(lambda *run: [factor * each for each in raw_later(*run)], 60))
 
-    assert {bound.guesser for bound in done.found.bounds} == {"logistic regression", "gradient boosting"}
-    assert factor < 1.0 or done.found.largest > 0.0
+    assert {bound.guesser for bound in done.findings.bounds} == {"logistic regression", "gradient boosting"}
+    assert factor < 1.0 or done.findings.epsilon_lower_bound > 0.0
 
 
 def test_without_a_claim_the_bound_alone_is_told() -> None:
@@ -105,8 +120,8 @@ def test_without_a_claim_the_bound_alone_is_told() -> None:
 
 def changed(run: RunTraffic, **facts: object) -> RunTraffic:
     """The same run, its first message different in world 1."""
-    first, *rest = run.heard
-    return replace(run, heard=(replace(first, **facts), *rest)) if run.world else run  # type: ignore[arg-type]
+    first, *rest = run.frames
+    return replace(run, frames=(replace(first, **facts), *rest)) if run.world else run  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +136,7 @@ def changed(run: RunTraffic, **facts: object) -> RunTraffic:
 )
 def test_every_side_channel_has_a_view_that_shows_it(view: str, facts: dict[str, object]) -> None:
     runs = [changed(run, **facts) for run in conversations(noised, 12, worlds=[0, 1] * 6)]
-    table, worlds = views(runs)[view], np.array([run.world for run in runs])
+    table, worlds = build_views(runs)[view], np.array([run.world for run in runs])
 
     assert any((column == column[0]).tolist() == (worlds == 0).tolist() for column in table.T)
 
@@ -130,7 +145,7 @@ def test_a_number_in_metadata_is_read_as_one() -> None:
     quiet = conversations(noised, 80)
     runs = [
         replace(
-            run, heard=(replace(run.heard[0], entries=(("x-loss", str(run.world + 0.1 * k / 80)),)), *run.heard[1:])
+            run, frames=(replace(run.frames[0], entries=(("x-loss", str(run.world + 0.1 * k / 80)),)), *run.frames[1:])
         )
         for k, run in enumerate(quiet)
     ]
@@ -142,33 +157,37 @@ def test_a_number_in_metadata_is_read_as_one() -> None:
 
 def test_timing_is_shown_and_not_judged() -> None:
     runs = [
-        replace(run, heard=tuple(replace(each, seconds=each.seconds * (1 + run.world)) for each in run.heard))
+        replace(run, frames=tuple(replace(each, seconds=each.seconds * (1 + run.world)) for each in run.frames))
         for run in conversations(noised)
     ]
     done = audited(runs)
 
-    assert max(bound.value for bound in done.timed) > 1.0
-    assert done.found.largest < 1.0 and done.verdict.kind == "inconclusive"
+    assert max(bound.value for bound in done.timing_bounds) > 1.0
+    assert done.findings.epsilon_lower_bound < 1.0 and done.verdict.kind == "inconclusive"
 
 
 def test_views_are_finite_whatever_passes() -> None:
-    odd = Overheard("message", "/a/B", "out", 3, 0.0, 10**12, b"", b"", (("k", "nan"), ("k", "1e999"), ("", "\ud800")))
+    odd = CapturedFrame(
+        "message", "/a/B", "out", 3, 0.0, 10**12, b"", b"", (("k", "nan"), ("k", "1e999"), ("", "\ud800"))
+    )
     wide = replace(
-        odd, direction="back", decoded=Decoded({"x": numbers([np.inf, np.nan, 1e300, 0.0]), "y": numbers([])})
+        odd,
+        direction="back",
+        decoded_message=DecodedMessage({"x": flatten_numbers([np.inf, np.nan, 1e300, 0.0]), "y": flatten_numbers([])}),
     )
     runs = [RunTraffic(k % 2, "", 0.0, (odd, wide)[: k % 3]) for k in range(12)]
 
-    for view in (*views(runs).values(), *build_timing_views(runs).values()):
+    for view in (*build_views(runs).values(), *build_timing_views(runs).values()):
         assert view.shape[0] == 12
         assert np.isfinite(view).all()
 
 
 def test_a_field_in_two_kinds_of_messages_is_two_fields() -> None:
     run = conversations(noised, 1)[0]
-    twice = replace(run, heard=(*run.heard, replace(run.heard[0], direction="out")))
+    twice = replace(run, frames=(*run.frames, replace(run.frames[0], direction="out")))
 
-    assert set(decoded([run])) == {"total"}
-    assert set(decoded([twice])) == {"total in /a/B response", "total in /a/B request"}
+    assert set(collect_decoded_fields([run])) == {"total"}
+    assert set(collect_decoded_fields([twice])) == {"total in /a/B response", "total in /a/B request"}
 
 
 # ---- answers to requests ---------------------------------------------------------------------------------
@@ -187,7 +206,7 @@ def asked_for_gradients(runs: int, *, loss_noise: float, calls: int = 8) -> list
 
 def _calls(
     features: FloatArray, labels: FloatArray, world: int, loss_noise: float, calls: int, generator: np.random.Generator
-) -> Iterator[Overheard]:
+) -> Iterator[CapturedFrame]:
     own = labels * np.where(np.arange(50) == 0, 1.0 - 2.0 * world, 1.0)
     for call in range(calls):
         weights = generator.normal(size=5)
@@ -200,7 +219,7 @@ def _calls(
         )
         for direction, fields in said:
             payload = b"".join(values.tobytes() for values in fields.values())
-            yield Overheard(
+            yield CapturedFrame(
                 "message",
                 "/a/Gradient",
                 direction,
@@ -209,7 +228,7 @@ def _calls(
                 len(payload),
                 payload[:64],
                 digest(payload),
-                decoded=Decoded({name: numbers(values) for name, values in fields.items()}),
+                decoded_message=DecodedMessage({name: flatten_numbers(values) for name, values in fields.items()}),
             )
 
 
@@ -217,7 +236,7 @@ def test_a_loss_without_noise_is_found_by_who_knows_what_was_asked() -> None:
     """300 runs in all. The loss varies by 0.5 with the parameters, and by 0.02 with the record."""
     done = audited(asked_for_gradients(300, loss_noise=0.0), confidence=0.95)
 
-    assert done.verdict.kind == "refuted" and done.found.largest > 2.0
+    assert done.verdict.kind == "refuted" and done.findings.epsilon_lower_bound > 2.0
     assert "answers of /a/Gradient beside their requests" in done.verdict.text
     assert "most shows in number 0 of loss, beside what its request explains" in done.verdict.text
 
@@ -229,7 +248,7 @@ def test_noised_answers_to_requests_are_consistent() -> None:
     """
     done = audited(asked_for_gradients(300, loss_noise=1.0), claim=2.0)
 
-    assert done.verdict.kind != "refuted" and done.found.largest < 1.0
+    assert done.verdict.kind != "refuted" and done.findings.epsilon_lower_bound < 1.0
 
 
 def test_answers_are_not_learnt_from_runs_that_are_guessed() -> None:
@@ -254,11 +273,11 @@ def test_noise_from_a_few_seeds_is_noticed() -> None:
     def reused(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
         return [np.random.default_rng(run % 200 + 1000 * world).laplace(scale=2.0, size=2)]
 
-    found = signs(conversations(reused))
+    found = find_anomalies(conversations(reused))
 
     assert [each.test for each in found] == ["said again"]
     assert "total" in found[0].text
-    assert "run " in found[0].where
+    assert "run " in found[0].location
 
 
 def test_a_claim_is_not_consistent_with_noise_said_again() -> None:
@@ -266,8 +285,8 @@ def test_a_claim_is_not_consistent_with_noise_said_again() -> None:
         one = noised(world, run, noise)[0]
         return [one, one] if run % 20 == 0 else [one, noised(world, run, noise)[0]]
 
-    found = tuple(map(str, signs(conversations(reused))))
-    verdict = decide(Findings(200, ONE_FAMILY, 1.0, signs=found))
+    found = tuple(map(str, find_anomalies(conversations(reused))))
+    verdict = decide(Findings(200, ONE_FAMILY, 1.0, anomalies=found))
 
     assert verdict.kind == "inconclusive"
     assert "repeated" in verdict.text
@@ -301,7 +320,7 @@ def test_coincidences_that_chance_explains_are_not_reported(kind: str) -> None:
     def honest(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
         return [ROUNDED[kind](noise.laplace(scale=2.0, size=8))]
 
-    assert signs(conversations(honest, 1000)) == ()
+    assert find_anomalies(conversations(honest, 1000)) == ()
 
 
 @pytest.mark.parametrize("kind", ["float64", "float32", "six decimals", "six decimals, large", "levels of a quantiser"])
@@ -317,7 +336,7 @@ def test_noise_said_again_is_noticed_beyond_its_resolution(kind: str) -> None:
         before = before if run % 10 == 9 else noise.laplace(scale=2.0, size=8)
         return [ROUNDED[kind](before)]
 
-    found = signs(conversations(reused, 1000))
+    found = find_anomalies(conversations(reused, 1000))
     assert [each.test for each in found] == ([] if kind == "levels of a quantiser" else ["said again"])
 
 
@@ -337,7 +356,7 @@ def cached_beside(world: int, run: int, noise: np.random.Generator) -> list[Floa
 
 @pytest.mark.parametrize("read", [True, False])
 def test_noise_that_a_server_draws_once_for_all_runs_is_noticed(read: bool) -> None:
-    found = signs(conversations(cached, 80, read=read))
+    found = find_anomalies(conversations(cached, 80, read=read))
 
     assert {each.test for each in found} == {"said again"}
     if read:
@@ -350,20 +369,20 @@ def test_numbers_from_a_short_list_are_no_noise() -> None:
     """As parameters that clients choose are: both worlds have the same ones."""
     some = np.random.default_rng(3).normal(size=10)
 
-    assert signs(conversations(lambda world, run, noise: [noise.choice(some, 2)], 200)) == ()
+    assert find_anomalies(conversations(lambda world, run, noise: [noise.choice(some, 2)], 200)) == ()
 
 
 def test_noise_from_a_short_list_of_one_server_is_noticed() -> None:
     lists = np.random.default_rng(3).normal(size=(2, 10))
 
-    found = signs(conversations(lambda world, run, noise: [noise.choice(lists[world], 2)], 200))
+    found = find_anomalies(conversations(lambda world, run, noise: [noise.choice(lists[world], 2)], 200))
     assert [each.test for each in found] == ["said again"]
 
 
 # ---- claimed noise ---------------------------------------------------------------------------------------
 
 
-def centre(world: int, message: Decoded, before: Sequence[Decoded]) -> FloatArray:
+def centre(world: int, message: DecodedMessage, before: Sequence[DecodedMessage]) -> FloatArray:
     return np.array([world, 3.0])
 
 
@@ -382,11 +401,11 @@ def said_with(scale: float | Sequence[float] = 2.0, law: str = "laplace") -> Spe
 
 def noise_in(runs: Sequence[RunTraffic], claim: NoiseClaim, epsilon: float = 1.0, delta: float = 0.0) -> NoiseFindings:
     levels = AlphaAllocation(0.001, NOISE_ALLOCATION)
-    return examine(runs, {"total": claim}, levels, np.random.default_rng(0), epsilon, delta)
+    return check_noise(runs, {"total": claim}, levels, np.random.default_rng(0), epsilon, delta)
 
 
 def rejected(found: NoiseFindings) -> set[str]:
-    return {test.name for test in found.tests if test.rejects}
+    return {test.name for test in found.tests if test.is_significant}
 
 
 @pytest.mark.parametrize("claim", [CENTRED, FREE])
@@ -395,8 +414,8 @@ def test_claimed_noise_is_not_refuted(claim: NoiseClaim, kind: str) -> None:
     """By construction with probability at most 0.001 each."""
     found = noise_in(conversations(lambda *run: [ROUNDED[kind](each) for each in noised(*run)], 100), claim)
 
-    assert rejected(found) == set() and found.left_out == ()
-    assert found.numbers == (400 if claim is CENTRED else 200)
+    assert rejected(found) == set() and found.exclusions == ()
+    assert found.noise_count == (400 if claim is CENTRED else 200)
     assert math.isnan(found.epsilon) if claim is FREE else found.epsilon == pytest.approx(1.0)
 
 
@@ -416,7 +435,7 @@ def test_another_law_is_found() -> None:
     """Gaussian noise whose sizes are as large on average."""
     scale = 2.0 * math.sqrt(math.pi / 2.0)
     assert {"tails", "shape", "law"} & rejected(noise_in(conversations(said_with(scale, "normal"), 500), CENTRED))
-    gaussian = replace(CENTRED, law="gaussian", scale=(scale,))
+    gaussian = replace(CENTRED, distribution="gaussian", scale=(scale,))
     assert not rejected(noise_in(conversations(said_with(scale, "normal"), 500), gaussian, 9.0, 1e-5))
 
 
@@ -424,7 +443,7 @@ def test_another_law_is_found() -> None:
 def test_noise_that_is_used_again_is_found_behind_messages_that_differ(speak: Speaker) -> None:
     beside = speak is cached_beside
 
-    def at(world: int, message: Decoded, before: Sequence[Decoded]) -> FloatArray:
+    def at(world: int, message: DecodedMessage, before: Sequence[DecodedMessage]) -> FloatArray:
         return np.array([world, 3.0]) + (round(message.fields["total"][1] - 3.0 - CACHED[0, 0, 1]) if beside else 0)
 
     runs = [run for run in conversations(speak, 80) if run.world == 0]
@@ -456,13 +475,18 @@ def test_gaussian_noise_has_an_epsilon_at_a_delta_alone() -> None:
 def test_numbers_that_are_rounded_to_more_than_the_noise_are_not_tested() -> None:
     found = noise_in(conversations(lambda *run: [np.round(each) for each in noised(*run)], 60), CENTRED)
 
-    assert (found.numbers, found.tests[:0]) == (0, ())
-    assert found.left_out == ("total is rounded to 0.5 scales: its noise was not tested",)
+    assert (found.noise_count, found.tests[:0]) == (0, ())
+    assert found.exclusions == ("total is rounded to 0.5 scales: its noise was not tested",)
 
 
 def test_noise_of_a_field_that_there_is_not() -> None:
     with pytest.raises(SpecError, match="--noise-law must name decoded fields, got 'totals'; there are total"):
-        examine(conversations(noised, 8), {"totals": FREE}, AlphaAllocation(0.05, NOISE_ALLOCATION), np.random.default_rng(0))
+        check_noise(
+            conversations(noised, 8),
+            {"totals": FREE},
+            AlphaAllocation(0.05, NOISE_ALLOCATION),
+            np.random.default_rng(0),
+        )
     two = replace(CENTRED, centre=lambda *_: [1.0, 2.0, 3.0])
     with pytest.raises(SpecError, match=r"the centre of total must be 2 finite numbers, got \[1.0, 2.0, 3.0\]"):
         noise_in(conversations(noised, 8), two)
@@ -475,7 +499,10 @@ def test_noise_with_its_centre_is_consistent_with_few_runs() -> None:
         audit_traffic(runs, claim=1.0, confidence=0.999, noise={"total": claim}) for claim in (CENTRED, FREE)
     )
 
-    assert known.verdict.kind == "consistent" and "noise whose scale is wrong by" in known.found.reaches[0].text
+    assert (
+        known.verdict.kind == "consistent"
+        and "noise whose scale is wrong by" in known.findings.detectable_effects[0].text
+    )
     assert free.verdict.kind == "inconclusive"
 
 
@@ -486,8 +513,8 @@ def test_claimed_noise_decides_nothing_of_a_field_without_noise_and_centre(claim
     other = np.random.default_rng(2).laplace(scale=2.0, size=(60, 2, 1))
     for run, noise in zip(runs, other, strict=True):
         for each, own in zip(run.messages, noise, strict=True):
-            assert each.decoded is not None
-            each.decoded.fields["other"] = numbers(run.world + own)  # type: ignore[index]
+            assert each.decoded_message is not None
+            each.decoded_message.fields["other"] = flatten_numbers(run.world + own)  # type: ignore[index]
     done = audit_traffic(runs, claim=1.0, confidence=0.999, noise=claims)
 
     assert done.verdict.kind == "inconclusive"
@@ -499,10 +526,12 @@ def test_what_a_client_sends_and_what_stays_the_same_need_no_noise_claim() -> No
     runs = conversations(noised, 60)
     for k, run in enumerate(runs):
         first = run.messages[0]
-        assert first.decoded is not None
-        first.decoded.fields["version"] = numbers(7.0)  # type: ignore[index]
-        asked = replace(first, method="/a/B", direction="out", decoded=Decoded({"seed": numbers(float(k))}))
-        runs[k] = replace(run, heard=(asked, *run.heard))
+        assert first.decoded_message is not None
+        first.decoded_message.fields["version"] = flatten_numbers(7.0)  # type: ignore[index]
+        asked = replace(
+            first, method="/a/B", direction="out", decoded_message=DecodedMessage({"seed": flatten_numbers(float(k))})
+        )
+        runs[k] = replace(run, frames=(asked, *run.frames))
     done = audit_traffic(runs, claim=1.0, confidence=0.999, noise={"total": CENTRED})
 
     assert done.verdict.kind == "consistent"
@@ -515,7 +544,7 @@ def test_messages_that_nobody_decodes_are_compared_whole() -> None:
     def resent(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
         return [np.random.default_rng(run % 30).normal(size=2)] if run % 3 == 0 else [noise.normal(size=2)]
 
-    (found,) = signs(conversations(resent, 99, read=False))
+    (found,) = find_anomalies(conversations(resent, 99, read=False))
 
     assert found.test == "said again"
     assert "byte for byte" in found.text
@@ -523,14 +552,14 @@ def test_messages_that_nobody_decodes_are_compared_whole() -> None:
 
 def test_one_round_in_two_versions_is_equivocation() -> None:
     runs = conversations(noised, 20)
-    first = runs[4].heard[0]
-    same = replace(runs[3], heard=(*runs[3].heard, runs[3].heard[0]))
-    other = replace(runs[4], heard=(*runs[4].heard, replace(first, digest=b"other")))
-    alike = replace(runs[5], heard=(*runs[5].heard, said(np.ones(2), 0, sender="another")))
+    first = runs[4].frames[0]
+    same = replace(runs[3], frames=(*runs[3].frames, runs[3].frames[0]))
+    other = replace(runs[4], frames=(*runs[4].frames, replace(first, digest=b"other")))
+    alike = replace(runs[5], frames=(*runs[5].frames, said(np.ones(2), 0, sender="another")))
 
-    assert [f for f in signs([*runs[:3], same, alike]) if f.test == "equivocation"] == []
-    (found,) = [f for f in signs([*runs[:3], other]) if f.test == "equivocation"]
-    assert found.where == "run 4, /a/B response, round 0"
+    assert [f for f in find_anomalies([*runs[:3], same, alike]) if f.test == "equivocation"] == []
+    (found,) = [f for f in find_anomalies([*runs[:3], other]) if f.test == "equivocation"]
+    assert found.location == "run 4, /a/B response, round 0"
 
 
 # ---- coins, and how many -----------------------------------------------------------------------------------
@@ -540,7 +569,7 @@ def test_what_even_the_best_guesser_would_not_find_is_inconclusive() -> None:
     """Half of the noise: epsilon 2, where 1 is claimed, in two messages."""
     done = audited(conversations(said_with(1.0), 100), 1.0, 0.95)
 
-    assert done.verdict.kind == "inconclusive" and done.messages == 2
+    assert done.verdict.kind == "inconclusive" and done.message_count == 2
     assert (
         "could not have found even a service with half of its noise (the best of guessers needs about"
         in done.verdict.text
@@ -549,13 +578,13 @@ def test_what_even_the_best_guesser_would_not_find_is_inconclusive() -> None:
 
 def test_power_grows_with_runs_and_falls_with_messages() -> None:
     """600 runs show 0.87 or so of an epsilon of 2 in four messages: not 1."""
-    powers = {messages: Power(1.0, 0.0, messages, ONE_FAMILY) for messages in (1, 4)}
+    powers = {messages: PowerAnalysis(1.0, 0.0, messages, ONE_FAMILY) for messages in (1, 4)}
 
     assert powers[1].can_detect(2.0, 600) and not powers[4].can_detect(2.0, 600) and powers[4].can_detect(2.0, 2000)
-    assert 0.4 < powers[4].shown(2.0, 600) < 0.9
+    assert 0.4 < powers[4].compute_bound(2.0, 600) < 0.9
     assert powers[4].find_needed_runs(2.0) == pytest.approx(800, rel=0.15)
-    assert powers[1].least(600) < 2.0 < powers[4].least(600)
-    assert Power(1.0, 1e-5, 4, ONE_FAMILY).least(10_000) < 3.0
+    assert powers[1].find_min_factor(600) < 2.0 < powers[4].find_min_factor(600)
+    assert PowerAnalysis(1.0, 1e-5, 4, ONE_FAMILY).find_min_factor(10_000) < 3.0
 
 
 def test_numbers_of_another_size_in_one_world_are_found_and_named() -> None:
@@ -571,28 +600,32 @@ def test_a_claim_at_a_delta_is_held_against_bounds_at_it() -> None:
     done = audit_traffic(conversations(raw_later), claim=1.0, delta=0.01)
 
     assert done.verdict.kind == "refuted" and "at delta 0.01, not 1" in done.verdict.text
-    assert 1.0 < done.found.largest < max(replace(bound, delta=0.0).value for bound in done.found.bounds)
+    assert (
+        1.0 < done.findings.epsilon_lower_bound < max(replace(bound, delta=0.0).value for bound in done.findings.bounds)
+    )
 
 
 def test_too_few_runs_say_how_many_are_needed() -> None:
     done = audited(conversations(noised, 40), 6.0, 0.95)
 
-    assert done.found.needed == compute_min_runs(6.0, level(ONE_FAMILY), GUESSED_FRACTION) > 20
+    assert (
+        done.findings.needed_runs == compute_min_runs(6.0, compute_classifier_level(ONE_FAMILY), GUESSED_FRACTION) > 20
+    )
     assert done.verdict.kind == "inconclusive"
-    assert f"{done.found.needed:,} of each world" in done.verdict.text
+    assert f"{done.findings.needed_runs:,} of each world" in done.verdict.text
 
 
 @pytest.mark.parametrize("claim", [50.0, 955.0, 1e9])
 def test_a_claim_that_nobody_could_refute_is_said_to_be_one(claim: float) -> None:
     done = audited(conversations(noised, 40), claim, 0.95)
 
-    assert (done.verdict.kind, done.found.needed) == ("inconclusive", math.inf)
+    assert (done.verdict.kind, done.findings.needed_runs) == ("inconclusive", math.inf)
     assert "more than anybody makes of each world are needed" in done.verdict.text
 
 
 @pytest.mark.parametrize("claim", [0.1, 1.0, 4.0])
 def test_the_runs_needed_are_those_that_suffice(claim: float) -> None:
-    tested = int(0.4 * 2 * compute_min_runs(claim, level(ONE_FAMILY), GUESSED_FRACTION))
+    tested = int(0.4 * 2 * compute_min_runs(claim, compute_classifier_level(ONE_FAMILY), GUESSED_FRACTION))
 
     assert compute_epsilon_lower_bound(tested, tested, 0.025) > claim
     assert compute_epsilon_lower_bound(tested - 3, tested - 3, 0.025) <= claim
@@ -602,15 +635,15 @@ def test_one_world_too_frequent_is_no_leak() -> None:
     """Always guessing the frequent world would be right in four of five. Refuted with probability at most 0.001."""
     done = audited(conversations(noised, 300, worlds=[int(k % 5 == 0) for k in range(300)]), 1.0)
 
-    assert done.left_out > 120
+    assert done.excluded_runs > 120
     assert abs(done.runs[0] - done.runs[1]) < 60
-    assert done.found.largest < 1.0 and done.verdict.kind == "inconclusive"
+    assert done.findings.epsilon_lower_bound < 1.0 and done.verdict.kind == "inconclusive"
 
 
 def test_worlds_one_after_the_other_are_said_so() -> None:
     done = audited(conversations(raw_later, 80, worlds=[0] * 40 + [1] * 40))
 
-    assert not done.in_turns
+    assert not done.is_interleaved
     assert "if nothing but the world changed" in done.verdict.text
 
 

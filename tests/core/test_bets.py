@@ -31,8 +31,8 @@ from sottovoce_core.auditing.online.seen import (
     _MAX_LAG_ROUNDS,
     KEY_MATCH_PROBABILITY,
     LAGS,
-    Keys,
-    Memory,
+    KeyTable,
+    NoiseHistory,
     RoundNoise,
     RoundObservation,
     _keys_of,
@@ -51,8 +51,8 @@ def said(values: FloatArray, generator: np.random.Generator) -> RoundNoise:
     known = np.isfinite(values)
     round_.values[:] = values
     round_.steps[known] = np.rint(values[known] * 2.0**40).astype(np.int64)
-    round_.said[known] = round_.steps[known] + generator.integers(-(2**40), 2**40, size=known.sum())
-    round_.lost[known] = 0
+    round_.message_steps[known] = round_.steps[known] + generator.integers(-(2**40), 2**40, size=known.sum())
+    round_.lost_bits[known] = 0
     round_.past[:, 0] = 1.0
     round_.past[:, 1] = generator.normal(size=values.shape)
     return round_
@@ -62,7 +62,7 @@ class Watched:
     """Rounds as bets see them."""
 
     def __init__(self, learners: int, numbers: int, seed: int = 0) -> None:
-        self._memory = Memory(learners, numbers, Keys())
+        self._memory = NoiseHistory(learners, numbers, KeyTable())
         self._generator = np.random.default_rng(seed)
 
     def see(self, values: FloatArray) -> RoundObservation:
@@ -182,7 +182,7 @@ def test_e_values_are_at_most_one_on_average() -> None:
         for values in rounds:
             stakes.add(watched.see(values))
         each = [bet.e(sums) for bet, sums in zip(bets, totals(bets, Watched(2, 4, seed), rounds), strict=True)]
-        found.append(np.concatenate([*each, stakes.e]))
+        found.append(np.concatenate([*each, stakes.log_e_values]))
     e_values = np.exp(found)
     assert np.all(e_values.mean(axis=0) <= 1.0 + 5.0 * e_values.std(axis=0) / math.sqrt(len(e_values)))
 
@@ -198,7 +198,7 @@ def test_changes_are_at_most_the_blocks_begun_on_average() -> None:
         watched, stakes = Watched(1, 2), EProcesses(1)
         for _ in range(_BLOCKS[0] + 2):
             stakes.add(watched.see(generator.laplace(size=(1, 2))))
-        found.append(np.exp(stakes.change))
+        found.append(np.exp(stakes.change_log_e_values))
     most = (2.0 + 1.0) / 2.0
     assert np.all(np.mean(found, axis=0) <= most + 5.0 * np.std(found, axis=0) / math.sqrt(len(found)))
 
@@ -233,41 +233,46 @@ def test_keys_are_as_unlikely_as_stated() -> None:
 
 def test_numbers_heard_before_are_known_up_to_their_sign() -> None:
     """Of six numbers five have one that follows. Chance repeats have probability below 1e-8."""
-    generator, keys = np.random.default_rng(0), Keys()
+    generator, keys = np.random.default_rng(0), KeyTable()
     first, everywhere = generator.laplace(size=(2, 6)), np.ones((2, 6), dtype=bool)
-    assert keys.hear(first, everywhere).known.tolist() == [0, 0]
-    heard = keys.hear(np.stack([-first[1], generator.laplace(size=6)]), everywhere)
-    assert (heard.known.tolist(), heard.again.tolist()) == ([5, 0], [5, 0])
+    assert keys.add_round(first, everywhere).repeat_counts.tolist() == [0, 0]
+    heard = keys.add_round(np.stack([-first[1], generator.laplace(size=6)]), everywhere)
+    assert (heard.repeat_counts.tolist(), heard.followed_repeat_counts.tolist()) == ([5, 0], [5, 0])
     moved = np.stack([generator.laplace(size=6), np.round(first[0] * 2.0**40 + 1.0) / 2.0**40])
-    assert keys.hear(moved, everywhere).again.sum() >= 3  # one lattice point hardly ever moves a key
+    assert (
+        keys.add_round(moved, everywhere).followed_repeat_counts.sum() >= 3
+    )  # one lattice point hardly ever moves a key
     assert (heard.same_round_repeat_counts.tolist(), heard.same_round_followed_counts.tolist()) == ([0, 0], [0, 0])
 
 
 def test_who_copies_in_the_same_round_is_told_from_who_repeats() -> None:
-    generator, keys = np.random.default_rng(1), Keys()
+    generator, keys = np.random.default_rng(1), KeyTable()
     row, everywhere = generator.laplace(size=4), np.ones((3, 4), dtype=bool)
-    heard = keys.hear(np.stack([row, row, np.full(4, 0.7)]), everywhere)
-    assert (heard.same_round_repeat_counts.tolist(), heard.same_round_followed_counts.tolist()) == ([0, 3, 0], [0, 3, 0])
-    assert (heard.known.tolist(), heard.again.tolist()) == ([0, 0, 2], [0, 0, 2])
+    heard = keys.add_round(np.stack([row, row, np.full(4, 0.7)]), everywhere)
+    assert (heard.same_round_repeat_counts.tolist(), heard.same_round_followed_counts.tolist()) == (
+        [0, 3, 0],
+        [0, 3, 0],
+    )
+    assert (heard.repeat_counts.tolist(), heard.followed_repeat_counts.tolist()) == ([0, 0, 2], [0, 0, 2])
 
 
 def test_zero_after_zero_is_known_from_the_start() -> None:
-    heard = Keys().hear(np.zeros((1, 5)), np.ones((1, 5), dtype=bool))
-    assert (heard.known.tolist(), heard.again.tolist()) == ([4], [4])
+    heard = KeyTable().add_round(np.zeros((1, 5)), np.ones((1, 5), dtype=bool))
+    assert (heard.repeat_counts.tolist(), heard.followed_repeat_counts.tolist()) == ([4], [4])
 
 
 def test_a_number_a_message_is_a_stream_of_its_own() -> None:
     """Of one number a round, what followed it is known, too."""
-    keys, numbers = Keys(), np.random.default_rng(2).laplace(size=5)
-    found = [keys.hear(np.array([[x]]), np.ones((1, 1), dtype=bool)) for x in (*numbers, *numbers)]
-    assert [int(heard.again[0]) for heard in found] == [0] * 6 + [1] * 4
+    keys, numbers = KeyTable(), np.random.default_rng(2).laplace(size=5)
+    found = [keys.add_round(np.array([[x]]), np.ones((1, 1), dtype=bool)) for x in (*numbers, *numbers)]
+    assert [int(heard.followed_repeat_counts[0]) for heard in found] == [0] * 6 + [1] * 4
 
 
 def test_numbers_that_float64_blurs_are_not_compared() -> None:
-    watched, blurred = Memory(1, 3, Keys()), said(np.zeros((1, 3)), np.random.default_rng(0))
+    watched, blurred = NoiseHistory(1, 3, KeyTable()), said(np.zeros((1, 3)), np.random.default_rng(0))
     blurred.resolution[:] = 2.0**-30
     seen = watched.see(blurred)
-    assert (seen.exact.sum(), seen.twice.sum(), seen.heard.known.sum()) == (0, 0, 0)
+    assert (seen.exact_counts.sum(), seen.repeat_counts.sum(), seen.key_repeats.repeat_counts.sum()) == (0, 0, 0)
 
 
 # ---- what adds up ----------------------------------------------------------------------------------------------------
@@ -285,14 +290,14 @@ def test_sums_and_differences_are_found_however_scales_differ() -> None:
     first, second, third = on_lattice(generator, 3, 3, 40)
     for said in (first, second):
         heard = sums.hear(said, scale, exact)
-        assert not heard.before.any() and not heard.now.any()
+        assert not heard.earlier_counts.any() and not heard.same_round_counts.any()
     third[0] = first[2] * 0.5 - second[0]
     third[1] = -second[1]
     third[2] = (third[0] + second[1] * 4.0) / 0.5
     heard = sums.hear(third, scale, exact)
-    assert np.all(heard.before[:2] > 31) and heard.before[2] == 0
-    assert heard.now[:2].sum() == 0 and heard.now[2] > 31
-    assert sums.hear(first, scale, exact).before[:2].sum() == 0  # two rounds are kept
+    assert np.all(heard.earlier_counts[:2] > 31) and heard.earlier_counts[2] == 0
+    assert heard.same_round_counts[:2].sum() == 0 and heard.same_round_counts[2] > 31
+    assert sums.hear(first, scale, exact).earlier_counts[:2].sum() == 0  # two rounds are kept
 
 
 def test_what_adds_up_by_chance_is_no_more_than_is_expected() -> None:
@@ -305,7 +310,12 @@ def test_what_adds_up_by_chance_is_no_more_than_is_expected() -> None:
     found = np.zeros(4)
     for _ in range(500):
         heard = sums.hear(generator.laplace(size=(4, 2)), scale, exact)
-        found += [heard.before.sum(), heard.expected.sum(), heard.now.sum(), heard.expected_same_round_counts.sum()]
+        found += [
+            heard.earlier_counts.sum(),
+            heard.expected_counts.sum(),
+            heard.same_round_counts.sum(),
+            heard.expected_same_round_counts.sum(),
+        ]
     for hits, expected in (found[:2], found[2:]):
         assert expected / 100.0 < hits <= expected + 5.0 * math.sqrt(expected)
 
@@ -314,10 +324,16 @@ def test_numbers_that_are_not_known_add_up_to_nothing() -> None:
     values, scale, sums = on_lattice(np.random.default_rng(2), 2, 6), np.ones((2, 6)), _Sums(1, 2, 6)
     exact = np.arange(12).reshape(6, 2).T % 4 > 0
     nothing = sums.hear(values, scale, exact)
-    assert (nothing.before.sum(), nothing.now.sum(), nothing.expected_same_round_counts[0]) == (0, 0, 0.0)
+    assert (nothing.earlier_counts.sum(), nothing.same_round_counts.sum(), nothing.expected_same_round_counts[0]) == (
+        0,
+        0,
+        0.0,
+    )
     again = sums.hear(values, scale, exact)
-    assert again.before.tolist() == [3, 6]
-    assert again.expected == pytest.approx([KEY_MATCH_PROBABILITY * 3 * 5**2, KEY_MATCH_PROBABILITY * 3 * (3**2 + 5**2)])
+    assert again.earlier_counts.tolist() == [3, 6]
+    assert again.expected_counts == pytest.approx(
+        [KEY_MATCH_PROBABILITY * 3 * 5**2, KEY_MATCH_PROBABILITY * 3 * (3**2 + 5**2)]
+    )
 
 
 # ---- streams that are not what is claimed ----------------------------------------------------------------------------
@@ -365,7 +381,7 @@ def rounds_to_alarm(stream: Iterator[FloatArray], numbers: int, most: int, alarm
     watched, stakes = Watched(1, numbers), EProcesses(1)
     for t, values in zip(range(1, most + 1), stream, strict=False):
         stakes.add(watched.see(values[None]))
-        if stakes.e[1] >= alarm:
+        if stakes.log_e_values[1] >= alarm:
             return t
     return most + 1
 

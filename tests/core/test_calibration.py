@@ -12,11 +12,11 @@ from scipy.stats import binom
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.audit import audit_simulated
-from sottovoce_core.auditing.coin_tests import _tilted, calibration
-from sottovoce_core.auditing.likelihood import RunLosses, ratios
+from sottovoce_core.auditing.coin_tests import _tilted, run_calibration_tests
+from sottovoce_core.auditing.likelihood import RunLosses, compute_run_losses
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.verdict import decide
-from sottovoce_core.auditing.worlds import overhear, shares
+from sottovoce_core.auditing.worlds import plan_chunks, simulate_runs
 from sottovoce_core.noise import NoiseSource, SeededNoise
 from tests.claims import SETUPS, Times
 from tests.examples import made_up
@@ -36,7 +36,7 @@ def drawn(losses: FloatArray, generator: np.random.Generator, truth: float = 1.0
 
 
 def p_values(losses: FloatArray, coins: IntArray, stretches: FloatArray | None = None) -> dict[str, float]:
-    return {test.name: test.p_value for test in calibration([ratios_of(losses, coins, stretches)])}
+    return {test.name: test.p_value for test in run_calibration_tests([ratios_of(losses, coins, stretches)])}
 
 
 # ---- anchors ---------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_what_one_world_alone_could_say_is_certain() -> None:
     found = p_values(losses, wrong)
     assert found["surest wrong guess"] == 0.0
     assert all(math.isfinite(p) for p in found.values())
-    (test,) = (each for each in calibration([ratios_of(losses, wrong)]) if each.name == "surest wrong guess")
+    (test,) = (each for each in run_calibration_tests([ratios_of(losses, wrong)]) if each.name == "surest wrong guess")
     assert test.statistic == math.inf
 
 
@@ -163,12 +163,15 @@ def test_the_losses_of_every_algorithm_are_calibrated(name: str) -> None:
     setup = SETUPS[name]
     run = setup.build()
     data = made_up(run.spec, setup.n_features)
-    if run.algorithm.accountant(0).shared:
+    if run.algorithm.accountant(0).has_shared_records:
         data = replace(data, learners=data.learners[:1] * run.spec.n_learners)
     plan = plan_audit(run, data, 0, runs=200, seed=5)
-    parts = (overhear(run, data, plan.worlds, share, SeededNoise) for share in shares(200, 200, plan.seeds.audited))
-    losses = RunLosses.joined([ratios(run, plan.worlds, part, plan.claim) for part in parts])
-    found = calibration([losses])
+    parts = (
+        simulate_runs(run, data, plan.worlds, share, SeededNoise)
+        for share in plan_chunks(200, 200, plan.seeds.audited_runs)
+    )
+    losses = RunLosses.concatenate([compute_run_losses(run, plan.worlds, part, plan.claim) for part in parts])
+    found = run_calibration_tests([losses])
     assert all(test.p_value > 1e-4 for test in found), [(test.name, test.p_value) for test in found]
 
 
@@ -177,12 +180,14 @@ def test_an_audit_judges_them_at_their_level() -> None:
     setup = SETUPS["ldp-dol"]
     run = setup.build()
     plan = plan_audit(run, made_up(run.spec, setup.n_features), 1, runs=200, seed=1)
-    correct, broken = (audit_simulated(plan, noise=noise).found for noise in (SeededNoise, halved))
+    correct, broken = (audit_simulated(plan, noise=noise).findings for noise in (SeededNoise, halved))
     for found in (correct, broken):
         tests = [test for test in found.tests if test.part == "calibration"]
-        assert sum(test.level for test in tests) == pytest.approx(plan.levels.of("likelihood", "calibration"))
+        assert sum(test.level for test in tests) == pytest.approx(
+            plan.alpha_allocation.compute_level("likelihood", "calibration")
+        )
     alone = replace(broken, tests=tuple(test for test in broken.tests if test.part == "calibration"), bounds=())
-    assert decide(replace(alone, excess=None, rounds=None)).kind == "refuted"
+    assert decide(replace(alone, excess=None, round_bounds=None)).kind == "refuted"
 
 
 def halved(seed: np.random.SeedSequence) -> NoiseSource:

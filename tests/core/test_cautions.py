@@ -24,7 +24,7 @@ def told(folder: Path, rows: list[str], data: dict[str, Any] | None = None, **sp
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     document = {"learners": 2, "rounds": 4, "algorithm": "ldp-dol", **spec}
     document["data"] = {"source": str(path), **(data or {})}
-    return {each.code: each.text for each in prepare(parse_spec(document, imports=True)).cautions}
+    return {each.code: each.text for each in prepare(parse_spec(document, allow_imports=True)).warnings}
 
 
 def rows(*labels: Any, many: int = 10) -> list[str]:
@@ -114,8 +114,8 @@ BUDGETED: list[dict[str, Any]] = [
 def test_a_budget_that_ends_before_the_run_is_told_with_the_round_and_what_fits(changes: dict[str, Any]) -> None:
     document = {"rounds": 30, "learners": 2, "data": {"reuse": True}, "loss": {"ridge": 0.0}, **changes}
     document["data"] = {"reuse": True, **document["data"]}
-    found = prepare(parse_spec(document, imports=True))
-    text = next(each.text for each in found.cautions if each.code == "BUDGET_ENDS")
+    found = prepare(parse_spec(document, allow_imports=True))
+    text = next(each.text for each in found.warnings if each.code == "BUDGET_ENDS")
     told = {int(name): int(t) for name, t in re.findall(r"learner-(\d) in round (\d+)", text)}
     stopped = {}
     for i, own in enumerate(found.data.learners):
@@ -123,7 +123,7 @@ def test_a_budget_that_ends_before_the_run_is_told_with_the_round_and_what_fits(
         t = 0
         try:
             for t, records in enumerate(np.diff(own.offsets).tolist()):
-                books.charge(books.price(t))
+                books.charge(books.admit_round(t))
                 books.advance(records)
         except BudgetExhausted:
             stopped[i] = t
@@ -133,15 +133,15 @@ def test_a_budget_that_ends_before_the_run_is_told_with_the_round_and_what_fits(
     assert budget is not None
     fitting = [{"privacy": {"budget": parse_yaml(budget[1])}}] + ([{"rounds": int(rounds[1])}] if rounds else [])
     for fits in fitting:
-        cautions = prepare(parse_spec({**document, **fits}, imports=True)).cautions
+        cautions = prepare(parse_spec({**document, **fits}, allow_imports=True)).warnings
         assert "BUDGET_ENDS" not in {each.code for each in cautions}, fits
 
 
 def test_a_budget_that_is_below_the_cost_by_a_rounding_error_is_told_with_the_digits_that_show_it() -> None:
     document = parse_yaml((Path(__file__).parents[2] / "examples" / "wards.yaml").read_text(encoding="utf-8"))
     assert isinstance(document, dict)
-    found = prepare(parse_spec({**document, "privacy": {"budget": 4.0}}, imports=True))
-    text = next(each.text for each in found.cautions if each.code == "BUDGET_ENDS")
+    found = prepare(parse_spec({**document, "privacy": {"budget": 4.0}}, allow_imports=True))
+    text = next(each.text for each in found.warnings if each.code == "BUDGET_ENDS")
     cost = re.search(r"budget 4 is below what 8 rounds cost, epsilon ([\d.]+) at", text)
     assert cost is not None and 4.0 < float(cost[1]) < 4.0 + 1e-6
     assert format_above(2.0, 3.0) == "2" and format_above(3.5, 3.0) == "3.5" and format_above(math.inf, 3.0) == "inf"
@@ -149,9 +149,9 @@ def test_a_budget_that_is_below_the_cost_by_a_rounding_error_is_told_with_the_di
 
 def test_a_budget_that_is_enough_or_is_what_ends_the_run_is_no_matter() -> None:
     document = {"rounds": 30, "learners": 2, "algorithm": {"name": "ldp-dol", "sigma": 2.0}, "privacy": {"budget": 1e4}}
-    assert "BUDGET_ENDS" not in {each.code for each in prepare(parse_spec(document, imports=True)).cautions}
+    assert "BUDGET_ENDS" not in {each.code for each in prepare(parse_spec(document, allow_imports=True)).warnings}
     live = {**document, "rounds": None, "data": {"source": "live", "features": 3}, "privacy": {"budget": 1.5}}
-    assert prepare(parse_spec(live, imports=True), live=True).cautions == ()
-    (caution,) = estimate_live_run(parse_spec(live, imports=True), 30, 1.0).cautions
-    (planned,) = prepare(parse_spec({**live, "rounds": 30}, imports=True), live=True).cautions
+    assert prepare(parse_spec(live, allow_imports=True), live=True).warnings == ()
+    (caution,) = estimate_live_run(parse_spec(live, allow_imports=True), 30, 1.0).warnings
+    (planned,) = prepare(parse_spec({**live, "rounds": 30}, allow_imports=True), live=True).warnings
     assert caution.code == planned.code == "BUDGET_ENDS" and caution.text == planned.text

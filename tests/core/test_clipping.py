@@ -14,7 +14,7 @@ from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.replay import Replay, replay
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import RunSpec
 from tests.examples import made_up, small_spec
@@ -33,8 +33,8 @@ def run_of(name: str, policy: str, **more: Any) -> Run:
 
 
 def said_by_all(run: Run, replicas: int = 1) -> Transcript:
-    return Transcript.of(
-        step.message for step in simulate(run, made_up(run.spec, N_FEATURES), SeededNoise(1), replicas)
+    return Transcript.from_rounds(
+        step.message for step in simulate_rounds(run, made_up(run.spec, N_FEATURES), SeededNoise(1), replicas)
     )
 
 
@@ -55,8 +55,8 @@ def test_what_is_used_is_within_reach_and_what_is_near_stays(name: str) -> None:
     far = {field: np.full((2, *shape), 1e99) for field, shape in shapes.items()}
     near = {field: np.full((2, *shape), -0.999 * reach[field]) for field, shape in shapes.items()}
     for field in shapes:
-        np.testing.assert_array_equal(run.clipping.of(1, 7, Message(far))[field], reach[field])
-        np.testing.assert_array_equal(run.clipping.of(1, 7, Message(near))[field], near[field])
+        np.testing.assert_array_equal(run.clipping.clip(1, 7, Message(far))[field], reach[field])
+        np.testing.assert_array_equal(run.clipping.clip(1, 7, Message(near))[field], near[field])
 
 
 def test_all_are_clipped_as_each_is() -> None:
@@ -66,7 +66,7 @@ def test_all_are_clipped_as_each_is() -> None:
     )
     message = Message({"y": np.full((3, 4, run.algorithm.dim), 1e99)})
     together = run.clipping.clip_all(5, message)["y"]
-    alone = [run.clipping.of(i, 5, Message({"y": message["y"][i]}))["y"] for i in range(3)]
+    alone = [run.clipping.clip(i, 5, Message({"y": message["y"][i]}))["y"] for i in range(3)]
     np.testing.assert_array_equal(together, alone)
     assert together[0].max() < together[1].max() < together[2].max()
 
@@ -80,7 +80,7 @@ def test_losses_are_exact_whatever_a_neighbour_says() -> None:
     other = own.with_use(0, -own.features[0], 1.0 - own.labels[0])
     losses = replay(run, said, 0, [own, other])
     assert np.abs(losses.supremum).max() <= run.guarantee(0).cumulative_epsilon[-1]
-    assert len(losses.realised) == ROUNDS
+    assert len(losses.realised_losses) == ROUNDS
 
 
 @pytest.mark.parametrize(("policy", "same"), [("clip", True), ("stop", False)])
@@ -124,7 +124,9 @@ def test_nor_where_older_ones_may_be_used(clock: dict[str, Any]) -> None:
 def test_nor_where_the_guarantee_rests_on_what_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     run = build_run(small_spec(), 3)
     monkeypatch.setattr(type(run.algorithm.accountant(0)), "is_valid_for_any_messages", False)
-    with pytest.raises(AssumptionViolated, match="holds whatever is heard, and that of ldp-dol does not say so") as refused:
+    with pytest.raises(
+        AssumptionViolated, match="holds whatever is heard, and that of ldp-dol does not say so"
+    ) as refused:
         build_run(small_spec(misconduct="clip"), 3)
     assert refused.value.code == "MISCONDUCT_CLIP"
 

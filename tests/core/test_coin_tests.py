@@ -9,7 +9,7 @@ import pytest
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.blackbox import attack
-from sottovoce_core.auditing.bounds import BLIND, AlphaAllocation
+from sottovoce_core.auditing.bounds import BLACK_BOX_ALLOCATION, AlphaAllocation
 from sottovoce_core.auditing.coin_tests import PairRuns, run_channel_tests, run_classifier_tests
 
 Generator = np.random.Generator
@@ -66,8 +66,8 @@ def test_features_of_every_pair_of_worlds_are_paid_for() -> None:
     mirror = PairRuns(mirror.losses, mirror.coins, {"sizes": generator.normal(size=(60, 3))})
     (alone,), (both,) = run_channel_tests([loud]), run_channel_tests([mirror, loud])
     assert both.p_value == pytest.approx(4 * alone.p_value) and both.p_value < 1e-6
-    assert both.family == "black box" and both.primary
-    assert not run_channel_tests([runs(generator, 60)])[0].primary  # numbers are for the second half of the level
+    assert both.family == "black box" and both.is_primary
+    assert not run_channel_tests([runs(generator, 60)])[0].is_primary  # numbers are for the second half of the level
 
 
 @pytest.mark.statistics
@@ -97,7 +97,9 @@ def test_infinite_losses_leave_nothing_to_tell() -> None:
 
 def learned(heard: PairRuns) -> dict[str, float]:
     """p-values, by classifier."""
-    attacks = attack(heard.views, 1 - heard.coins, AlphaAllocation(0.05, BLIND), 20.0, np.random.SeedSequence(0))
+    attacks = attack(
+        heard.views, 1 - heard.coins, AlphaAllocation(0.05, BLACK_BOX_ALLOCATION), 20.0, np.random.SeedSequence(0)
+    )
     return {test.name: test.p_value for test in run_classifier_tests(heard, attacks)}
 
 

@@ -16,16 +16,16 @@ from sottovoce_core.budget import composition
 from sottovoce_core.budget.composition import (
     RecordGroup,
     _plans_of_use,
-    worst_case_record_epsilon,
     envelope,
     epsilon_for_delta,
     group_loss,
-    message_losses,
     group_record_losses,
+    message_losses,
+    worst_case_record_epsilon,
 )
 from sottovoce_core.data import LearnerData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.privacy.guarantee import Event, Mechanism
+from sottovoce_core.privacy.guarantee import Adjacency, Mechanism
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
@@ -46,7 +46,7 @@ def build(name: str) -> Run:
     """A small run of an algorithm, with the parameters of `RUNS`."""
     topology = {"topology": {"graph": "ring", "weights": "out_degree"}} if name == "dpps" else {}
     document = {"rounds": 12, "learners": 3, "algorithm": {"name": name, **RUNS.get(name, {})}, **topology}
-    return build_run(parse_spec(document, imports=True), 3)
+    return build_run(parse_spec(document, allow_imports=True), 3)
 
 
 # ---- uses, groups, learners ------------------------------------------------------------------------------------------
@@ -69,14 +69,14 @@ def test_a_record_is_charged_for_all_of_its_uses(name: str) -> None:
     counts = np.diff(own.offsets)
     event = run.guarantee(0, counts)
     found = group_record_losses(run.algorithm.accountant(0), own)
-    assert [(each.records, each.uses) for each in found] == [(1, 3)] * 4
+    assert [(each.n_records, each.n_uses) for each in found] == [(1, 3)] * 4
     for each, first in zip(found, range(4), strict=True):
         replaced = np.isin(np.arange(12) % 4, first).astype(np.int64)
-        expected = run.guarantee(0, counts, replaced).per_round
-        np.testing.assert_allclose(each.charged(event.per_round), expected, rtol=1e-12, atol=1e-300)
-    dearest = worst_case_record_epsilon(found, event.per_round)
+        expected = run.guarantee(0, counts, replaced).round_losses
+        np.testing.assert_allclose(each.charged_losses(event.round_losses), expected, rtol=1e-12, atol=1e-300)
+    dearest = worst_case_record_epsilon(found, event.round_losses)
     assert event.epsilon() < dearest <= 3 * event.epsilon() * (1 + 1e-12)
-    assert dearest == max(math.fsum(each.charged(event.per_round)) for each in found)
+    assert dearest == max(math.fsum(each.charged_losses(event.round_losses)) for each in found)
 
 
 def test_many_plans_are_bounded_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_many_plans_are_bounded_by_events(monkeypatch: pytest.MonkeyPatch) -> No
     exact = group_record_losses(run.algorithm.accountant(0), own)
     monkeypatch.setattr(composition, "MOST_STEPS", 11)  # two records of several uses, over six rounds: 12
     bounded = group_record_losses(run.algorithm.accountant(0), own)
-    event = run.guarantee(0).per_round
+    event = run.guarantee(0).round_losses
     assert [each.losses is None for each in bounded] == [True] * 3
     assert worst_case_record_epsilon(bounded, event) == pytest.approx(3 * math.fsum(event))
     assert worst_case_record_epsilon(exact, event) < worst_case_record_epsilon(bounded, event)
@@ -93,7 +93,11 @@ def test_many_plans_are_bounded_by_events(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_group_costs_the_sum_of_its_dearest_records() -> None:
     event = np.array([0.25, 0.5])
-    records = [RecordGroup(2, 1, None), RecordGroup(1, 2, np.array([1.0, 1.0])), RecordGroup(5, 1, np.array([0.1, 0.0]))]
+    records = [
+        RecordGroup(2, 1, None),
+        RecordGroup(1, 2, np.array([1.0, 1.0])),
+        RecordGroup(5, 1, np.array([0.1, 0.0])),
+    ]
     assert group_loss(records, event, 1) == 2.0
     assert group_loss(records, event, 2) == 2.75
     assert group_loss(records, event, 4) == pytest.approx(3.6)
@@ -109,10 +113,10 @@ def test_sums_are_exact() -> None:
 def test_a_whole_objective_is_one_event_whatever_its_records() -> None:
     run = build("pdop")
     own = made_up(run.spec, batch=2, records=4).learners[0]
-    assert run.guarantee(0).event is Event.LEARNER
+    assert run.guarantee(0).adjacency is Adjacency.LEARNER
     (everything,) = group_record_losses(run.algorithm.accountant(0), own)
-    assert (everything.records, everything.uses, everything.losses) == (4, 1, None)
-    assert build("dsgd").guarantee(0).event is Event.RECORD
+    assert (everything.n_records, everything.n_uses, everything.losses) == (4, 1, None)
+    assert build("dsgd").guarantee(0).adjacency is Adjacency.RECORD
 
 
 # ---- at a delta ------------------------------------------------------------------------------------------------------
@@ -183,7 +187,7 @@ def test_message_losses_dominate_every_single_record(name: str) -> None:
     assert bound is not None
     bound = np.sort(bound)[::-1]
     for t in np.flatnonzero(counts):
-        single = run.guarantee(0, counts, (np.arange(12) == t).astype(np.int64)).per_round
+        single = run.guarantee(0, counts, (np.arange(12) == t).astype(np.int64)).round_losses
         assert (np.sort(single)[::-1] <= bound * (1 + 1e-12)).all()
 
 
@@ -193,7 +197,7 @@ def test_increments_of_a_maximum_are_no_message_losses() -> None:
     bound = message_losses(run.algorithm.accountant(0), np.ones(12, np.int64))
     assert bound is not None
     assert np.count_nonzero(bound) == 1
-    assert np.count_nonzero(run.guarantee(0).per_round) > 1
+    assert np.count_nonzero(run.guarantee(0).round_losses) > 1
     assert math.fsum(bound) == pytest.approx(run.guarantee(0).epsilon())
 
 
@@ -209,14 +213,14 @@ def test_several_events_are_not_one_event_several_times() -> None:
     delta, pure = 0.09, Mechanism.PURE
     together = epsilon_for_delta(delta, np.array([4.0, 4.0]), pure)
     assert epsilon_for_delta(delta, np.array([6.0, 2.0]), pure) < together - 0.005
-    assert together < epsilon_for_delta(delta, RecordGroup(1, 2, None).messages(np.array([3.0, 1.0])), pure)
+    assert together < epsilon_for_delta(delta, RecordGroup(1, 2, None).composable_losses(np.array([3.0, 1.0])), pure)
 
 
 def test_uses_that_are_metered_or_single_are_composed_message_by_message() -> None:
     single, metered = np.array([3.0, 1.0]), np.array([4.0, 3.5])
-    assert RecordGroup(1, 1, None).messages(single) is single
-    assert RecordGroup(1, 2, metered).messages(single) is metered
-    assert RecordGroup(1, 2, None).messages(single).tolist() == [8.0, 0.0]
+    assert RecordGroup(1, 1, None).composable_losses(single) is single
+    assert RecordGroup(1, 2, metered).composable_losses(single) is metered
+    assert RecordGroup(1, 2, None).composable_losses(single).tolist() == [8.0, 0.0]
 
 
 def test_envelope_sorts_first() -> None:

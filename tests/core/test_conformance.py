@@ -20,13 +20,13 @@ from scipy import stats
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.battery import examine_noise
-from sottovoce_core.auditing.conformance.residuals import convert_to_laplace, residuals
-from sottovoce_core.auditing.swaps import swaps
+from sottovoce_core.auditing.conformance.residuals import compute_residuals, convert_to_laplace
+from sottovoce_core.auditing.swaps import list_replacements
 from sottovoce_core.auditing.worlds import Worlds
 from sottovoce_core.data import PlacedData
 from sottovoce_core.noise import NoiseRequest, NoiseSource, Recorder, SeededNoise
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
@@ -41,17 +41,17 @@ LEVELS = AlphaAllocation(0.01)
 
 def conformance(run: Run, transcript: Transcript, data: PlacedData) -> tuple[Test, ...]:
     """All tests of all learners' noise, each with its level; none if no message carries any."""
-    worlds = Worlds(0, data.learners[0], swaps(data, 0)[0][0], "")
-    return examine_noise(run, data, worlds, 0, transcript, transcript.replicas).tests(LEVELS)
+    worlds = Worlds(0, data.learners[0], list_replacements(data, 0)[0][0], "")
+    return examine_noise(run, data, worlds, 0, transcript, transcript.replicas).compute_tests(LEVELS)
 
 
 def rejected(tests: Iterable[Test]) -> tuple[Test, ...]:
     """The tests that fail: any at all for correct learners with probability at most 0.01."""
-    return tuple(test for test in tests if test.rejects)
+    return tuple(test for test in tests if test.is_significant)
 
 
 def overheard(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> Transcript:
-    return Transcript.of(step.message for step in simulate(run, data, noise, replicas))
+    return Transcript.from_rounds(step.message for step in simulate_rounds(run, data, noise, replicas))
 
 
 def of_the_field(name: str) -> tuple[Run, PlacedData]:
@@ -59,7 +59,7 @@ def of_the_field(name: str) -> tuple[Run, PlacedData]:
     changes = next(run for run in FIELD["runs"] if run["name"] == name)
     if "block_length" in changes["algorithm"]:
         changes = {**changes, "algorithm": {**changes["algorithm"], "block_length": 8}}
-    spec = parse_spec({**FIELD["common"], **changes, "rounds": min(50, changes.get("rounds", 50))}, imports=True)
+    spec = parse_spec({**FIELD["common"], **changes, "rounds": min(50, changes.get("rounds", 50))}, allow_imports=True)
     return build_run(spec, 6), made_up(spec, 6, batch=2)
 
 
@@ -75,14 +75,14 @@ def test_residuals_are_the_noise_that_was_drawn() -> None:
     data, recorder = made_up(run.spec), Recorder(SeededNoise(0))
     transcript = overheard(run, data, recorder, replicas=4)
     for learner in range(3):
-        (found,) = residuals(run, transcript, data, learner)
+        (found,) = compute_residuals(run, transcript, data, learner)
         scale = np.array([run.algorithm.noise_scale(learner, t) for t in range(12)])
-        drawn = np.stack(recorder.drawn["y"])[:, learner]
+        drawn = np.stack(recorder.noise_by_field["y"])[:, learner]
 
         assert (found.learner, found.field) == (learner, "y")
         np.testing.assert_allclose(found.values, drawn / scale[:, None, None], atol=2.0**-38)
         np.testing.assert_array_equal(found.scale, scale)
-        assert not found.off.any() and not found.lost.any()
+        assert not found.is_off_lattice.any() and not found.lost_bits.any()
         assert np.abs(found.steps - drawn / found.grid[:, None, None]).max() <= 1
 
 
@@ -90,7 +90,7 @@ def test_only_perturbed_coordinates_have_residuals() -> None:
     """Dual averaging of split parameters: a learner perturbs its own block, and nothing in round 0."""
     run, data = of_the_field("dpsda-c")
     transcript = overheard(run, data, SeededNoise(0))
-    blocks = [np.isfinite(residuals(run, transcript, data, i)[0].values[:, 0]) for i in range(5)]
+    blocks = [np.isfinite(compute_residuals(run, transcript, data, i)[0].values[:, 0]) for i in range(5)]
 
     assert not np.any([block[0] for block in blocks])
     np.testing.assert_array_equal(np.sum([block[1:] for block in blocks], axis=0), 1)
@@ -105,7 +105,7 @@ def test_noise_far_below_what_stands_beside_it_is_not_accused(name: str, times: 
     graphs = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": name != "dpsda-c"}}
     topology = {**graphs, "weights": "metropolis" if name == "dpsda-c" else "out_degree"}
     document = {**FIELD["common"], **changes, "algorithm": algorithm, "topology": topology, "learners": 3, "rounds": 8}
-    spec = parse_spec(document, imports=True)
+    spec = parse_spec(document, allow_imports=True)
     run, data = build_run(spec, 20), made_up(spec, 20)
     assert not rejected(conformance(run, overheard(run, data, SeededNoise(0), replicas=20), data))
 
@@ -114,7 +114,7 @@ def test_noise_far_below_what_stands_beside_it_is_not_accused(name: str, times: 
 def test_messages_without_noise_of_their_own_are_not_tested(name: str) -> None:
     run, data = of_the_field(name)
     transcript = overheard(run, data, SeededNoise(0))
-    assert residuals(run, transcript, data, 0) == ()
+    assert compute_residuals(run, transcript, data, 0) == ()
     assert conformance(run, transcript, data) == ()
 
 
@@ -124,12 +124,12 @@ def test_what_follows_from_a_message_that_nobody_heard_is_left_out() -> None:
     said = overheard(run, data, SeededNoise(3)).fields["y"].copy()
     said[10, 0] = np.nan
     transcript = Transcript({"y": said})
-    known = [np.isfinite(residuals(run, transcript, data, i)[0].values[:, 0, 0]) for i in range(4)]
+    known = [np.isfinite(compute_residuals(run, transcript, data, i)[0].values[:, 0, 0]) for i in range(4)]
 
     assert [int(each.sum()) for each in known] == [10, 11, 30, 30]
     assert rejected(conformance(run, transcript, data)) == ()
     said[0] = np.nan
-    assert residuals(run, Transcript({"y": said}), data, 0) == ()
+    assert compute_residuals(run, Transcript({"y": said}), data, 0) == ()
     assert conformance(run, Transcript({"y": said}), data) == ()
 
 
@@ -203,15 +203,15 @@ class Broken:
 
 
 def half(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
-    return draw.rounded(0.5 * drawn)
+    return draw.round_to_lattice(0.5 * drawn)
 
 
 def nine_tenths(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
-    return draw.rounded(0.9 * drawn)
+    return draw.round_to_lattice(0.9 * drawn)
 
 
 def a_little_less(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
-    return draw.rounded(0.97 * drawn)
+    return draw.round_to_lattice(0.97 * drawn)
 
 
 def from_the_round_before(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
@@ -227,12 +227,12 @@ def in_other_scales(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> Floa
     if not draw.round % 2:
         self.standard = drawn / draw.scale
         return drawn
-    return draw.rounded(self.standard * draw.scale)
+    return draw.round_to_lattice(self.standard * draw.scale)
 
 
 def half_of_it_stays(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     """Correlated, but never equal."""
-    return draw.rounded(0.6 * self.said[-1] + 0.8 * drawn) if draw.round else drawn
+    return draw.round_to_lattice(0.6 * self.said[-1] + 0.8 * drawn) if draw.round else drawn
 
 
 def not_in_one_round(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
@@ -240,7 +240,7 @@ def not_in_one_round(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> Flo
 
 
 def little_in_one_round(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
-    return draw.rounded(0.01 * drawn) if draw.round == 17 else drawn
+    return draw.round_to_lattice(0.01 * drawn) if draw.round == 17 else drawn
 
 
 def in_the_first_round_only(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
@@ -252,12 +252,12 @@ def not_on_one_coordinate(self: Broken, draw: NoiseRequest, drawn: FloatArray) -
 
 
 def little_on_one_coordinate(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
-    return np.where(np.arange(drawn.shape[-1]) == 3, draw.rounded(0.3 * drawn), drawn)
+    return np.where(np.arange(drawn.shape[-1]) == 3, draw.round_to_lattice(0.3 * drawn), drawn)
 
 
 def normal(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
     """Of the same variance."""
-    return draw.rounded(self.generator.normal(size=drawn.shape) * draw.scale * np.sqrt(2.0))
+    return draw.round_to_lattice(self.generator.normal(size=drawn.shape) * draw.scale * np.sqrt(2.0))
 
 
 def raw_doubles(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
@@ -269,7 +269,7 @@ def the_same_for_all_learners(self: Broken, draw: NoiseRequest, drawn: FloatArra
 
 
 def alike_for_all_learners(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
-    return draw.rounded(0.6 * drawn[:1] + 0.8 * drawn)
+    return draw.round_to_lattice(0.6 * drawn[:1] + 0.8 * drawn)
 
 
 def one_number(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
@@ -277,7 +277,7 @@ def one_number(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArra
 
 
 def running_sums(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
-    return draw.rounded(0.6 * np.roll(drawn, 1, axis=-1) + 0.8 * drawn)
+    return draw.round_to_lattice(0.6 * np.roll(drawn, 1, axis=-1) + 0.8 * drawn)
 
 
 def mostly_positive(self: Broken, draw: NoiseRequest, drawn: FloatArray) -> FloatArray:
@@ -326,8 +326,8 @@ def test_a_test_says_where_it_failed() -> None:
     said = overheard(run, data, SeededNoise(2)).fields["y"].copy()
     said[17, 1] += 50.0 * run.algorithm.noise_scale(1, 17)  # nobody hears the noise alone: the message says it
     (worst, *_) = sorted(conformance(run, Transcript({"y": said}), data), key=lambda test: test.p_value)
-    assert "learner-1," in worst.where and "round 17" in " ".join(
-        test.where for test in rejected(conformance(run, Transcript({"y": said}), data))
+    assert "learner-1," in worst.location and "round 17" in " ".join(
+        test.location for test in rejected(conformance(run, Transcript({"y": said}), data))
     )
 
 

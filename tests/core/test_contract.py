@@ -13,7 +13,7 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
 from tests.examples import made_up
 from tests.gossip import Gossip, GossipSpec, gossip_spec
@@ -37,7 +37,7 @@ def said(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         changed.__wrapped__ = own  # type: ignore[attr-defined]
         monkeypatch.setattr(Gossip, method, changed)
         run = build_run(spec, 2)
-        return list(simulate(run, made_up(run.spec, 2), SeededNoise(1), replicas=4))
+        return list(simulate_rounds(run, made_up(run.spec, 2), SeededNoise(1), replicas=4))
 
     return simulated
 

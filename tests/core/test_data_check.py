@@ -10,10 +10,17 @@ import pytest
 
 from sottovoce_core.data import check_batch
 from sottovoce_core.errors import DataError
-from sottovoce_core.losses.linear import HingeLoss, LeastSquaresLoss, Logistic, RidgeLoss, SmoothedHingeLoss, SoftmaxLoss
+from sottovoce_core.losses.linear import (
+    HingeLoss,
+    LeastSquaresLoss,
+    LogisticLoss,
+    RidgeLoss,
+    SmoothedHingeLoss,
+    SoftmaxLoss,
+)
 from sottovoce_core.losses.loss import Loss
 
-LOGISTIC, RIDGE = Logistic(), RidgeLoss()
+LOGISTIC, RIDGE = LogisticLoss(), RidgeLoss()
 SECRET = 8.625
 """A record value that no message may quote."""
 

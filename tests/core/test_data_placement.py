@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec
 from sottovoce_core.arrays import Batch
 from sottovoce_core.data import Dataset, LearnerData, PlacedData
-from sottovoce_core.data.spec import LabelPartition, DataSpec, DirichletPartition, Iid, Paper4060Partition, Partition
+from sottovoce_core.data.spec import (
+    DataSpec,
+    DirichletPartition,
+    IidPartition,
+    LabelPartition,
+    Paper4060Partition,
+    Partition,
+)
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.running.placement import place
+from sottovoce_core.running.placement import place_data
 from sottovoce_core.spec import RunSpec
 
 NO_TEST = Batch(np.empty((0, 1)), np.empty(0))
@@ -46,7 +53,7 @@ def learned(placed: PlacedData) -> list[list[list[int]]]:
 
 
 partitions: st.SearchStrategy[Partition] = st.one_of(
-    st.just(Iid(kind="iid")),
+    st.just(IidPartition(kind="iid")),
     st.floats(0, 1).map(lambda mixed: LabelPartition(kind="by_label", mixed=mixed)),
     st.floats(1e-3, 1e3).map(lambda concentration: DirichletPartition(kind="dirichlet", concentration=concentration)),
     st.just(Paper4060Partition(kind="paper_40_60")),
@@ -81,7 +88,7 @@ def test_every_record_gets_one_learner_and_the_same_one_again(
 @settings(max_examples=60, deadline=None)
 def test_placed_and_held_out_records_are_all_records(partition: str, records: int, n_learners: int, seed: int) -> None:
     spec = run_spec(learners=n_learners, partition=partition, seed=seed, intercept=False)
-    placed = place(spec, numbered(records, n_classes=3))
+    placed = place_data(spec, numbered(records, n_classes=3))
     dealt = [i for learner in placed.learners for i in ids(learner.features)]
     assert sorted(dealt + ids(placed.test_features)) == list(range(records))
 
@@ -91,7 +98,7 @@ def test_placed_and_held_out_records_are_all_records(partition: str, records: in
 def test_equal_partitions_differ_by_one_record_at_most(
     classes: np.ndarray, n_learners: int, mixed: float, seed: int
 ) -> None:
-    for partition in (Iid(kind="iid"), LabelPartition(kind="by_label", mixed=mixed)):
+    for partition in (IidPartition(kind="iid"), LabelPartition(kind="by_label", mixed=mixed)):
         sizes = np.bincount(owners(partition, classes, n_learners, seed), minlength=n_learners)
         assert sizes.max() - sizes.min() <= 1
 
@@ -142,21 +149,21 @@ def test_dirichlet_skew_falls_with_the_concentration() -> None:
 
 
 def test_partition_deals_by_class_not_by_the_binary_label() -> None:
-    placed = place(run_spec(learners=4, partition="by_label"), numbered(40, n_classes=4, test=NO_TEST))
+    placed = place_data(run_spec(learners=4, partition="by_label"), numbered(40, n_classes=4, test=NO_TEST))
     assert [{i % 4 for i in ids(learner.features)} for learner in placed.learners] == [{0}, {1}, {2}, {3}]
 
 
 def test_classes_default_to_labels() -> None:
     dataset = Dataset("numbers", np.arange(8.0)[:, None], np.array([2.5, -1.0] * 4), test=NO_TEST)
-    placed = place(run_spec(partition="by_label"), dataset)
+    placed = place_data(run_spec(partition="by_label"), dataset)
     assert [set(learner.labels) for learner in placed.learners] == [{-1.0}, {2.5}]
 
 
 def test_learner_without_records_is_refused_with_advice() -> None:
     with pytest.raises(SpecError, match=r"rome \(index 2\) gets none: take fewer learners"):
-        place(run_spec(learners=("bern", "oslo", "rome")), numbered(3))
+        place_data(run_spec(learners=("bern", "oslo", "rome")), numbered(3))
     with pytest.raises(SpecError, match=r"and rome \(index 2\), wien \(index 3\) get none: take fewer learners"):
-        place(run_spec(learners=("bern", "oslo", "rome", "wien")), numbered(3))
+        place_data(run_spec(learners=("bern", "oslo", "rome", "wien")), numbered(3))
 
 
 # ---- held-out part and scaling ---------------------------------------------------------------------------------------
@@ -165,28 +172,28 @@ def test_learner_without_records_is_refused_with_advice() -> None:
 @pytest.mark.parametrize(("fraction", "held"), [(0.25, 5), (0.001, 1), (0.999, 19)])
 def test_held_out_share(fraction: float, held: int) -> None:
     """At least one record is held out, and at least one is left to learn from."""
-    assert len(place(run_spec(learners=1, test_fraction=fraction), numbered(20)).test_labels) == held
+    assert len(place_data(run_spec(learners=1, test_fraction=fraction), numbered(20)).test_labels) == held
 
 
 def test_order_and_partition_do_not_change_the_split() -> None:
-    first = place(run_spec(seed=3), numbered(40))
-    given_order = place(run_spec(seed=3, order="given"), numbered(40))
-    other_partition = place(run_spec(seed=3, partition="by_label"), numbered(40))
+    first = place_data(run_spec(seed=3), numbered(40))
+    given_order = place_data(run_spec(seed=3, order="given"), numbered(40))
+    other_partition = place_data(run_spec(seed=3, partition="by_label"), numbered(40))
     assert np.array_equal(first.test_features, given_order.test_features)
     assert np.array_equal(first.test_features, other_partition.test_features)
     assert all(
         np.array_equal(a.features, b.features) for a, b in zip(first.learners, given_order.learners, strict=True)
     )
-    assert not np.array_equal(first.test_features, place(run_spec(seed=4), numbered(40)).test_features)
+    assert not np.array_equal(first.test_features, place_data(run_spec(seed=4), numbered(40)).test_features)
 
 
 def test_same_seed_same_placement() -> None:
-    assert learned(place(run_spec(seed=9), numbered(40))) == learned(place(run_spec(seed=9), numbered(40)))
+    assert learned(place_data(run_spec(seed=9), numbered(40))) == learned(place_data(run_spec(seed=9), numbered(40)))
 
 
 def test_test_part_of_the_source_is_used_in_place_of_a_split() -> None:
     dataset = numbered(6, test=Batch(np.array([[100.0]]), np.array([1.0])))
-    placed = place(run_spec(intercept=False), dataset)
+    placed = place_data(run_spec(intercept=False), dataset)
     assert placed.test_features.tolist() == [[100.0]]
     assert sorted(i for learner in placed.learners for i in ids(learner.features)) == list(range(6))
 
@@ -196,21 +203,21 @@ def test_scale_constants_come_from_the_held_out_part(scale: str, expected: float
     test = Batch(np.column_stack([np.tile([2.0, 6.0], 3), np.full(6, 7.1)]), np.zeros(6))
     assert test.features[:, 1].std() > 0, "rounding must make the constant column look as if it varied"
     dataset = Dataset("numbers", np.array([[40.0, 9.1]]), np.zeros(1), test=test)
-    learner = place(run_spec(learners=1, scale=scale), dataset).learners[0]
+    learner = place_data(run_spec(learners=1, scale=scale), dataset).learners[0]
     # The second column is constant in the held-out part: it is shifted and divided by 1.
     assert learner.features == pytest.approx(np.array([[expected, 2.0, 1.0]]))
 
 
 @pytest.mark.parametrize("scale", ["standard", "range"])
 def test_scaled_held_out_part_is_normalised(scale: str) -> None:
-    scaled = place(run_spec(scale=scale), numbered(40)).test_features[:, 0]
+    scaled = place_data(run_spec(scale=scale), numbered(40)).test_features[:, 0]
     came = (scaled.mean(), scaled.std()) if scale == "standard" else (scaled.min(), scaled.max())
     assert came == pytest.approx((0, 1))
 
 
 @pytest.mark.parametrize(("intercept", "n"), [(True, 2), (False, 1)])
 def test_intercept_is_a_last_column_of_ones(intercept: bool, n: int) -> None:
-    placed = place(run_spec(intercept=intercept), numbered(8))
+    placed = place_data(run_spec(intercept=intercept), numbered(8))
     assert placed.n_features == n
     for features in (placed.test_features, *(learner.features for learner in placed.learners)):
         assert features.shape[1] == n
@@ -220,7 +227,7 @@ def test_intercept_is_a_last_column_of_ones(intercept: bool, n: int) -> None:
 def test_range_that_overflows_is_refused() -> None:
     dataset = numbered(1, test=Batch(np.array([[-1.7e308], [1.7e308]]), np.zeros(2)))
     with np.errstate(over="ignore"), pytest.raises(DataError, match="range of column 0"):
-        place(run_spec(learners=1, scale="range"), dataset)
+        place_data(run_spec(learners=1, scale="range"), dataset)
 
 
 # ---- schedule --------------------------------------------------------------------------------------------------------
@@ -230,7 +237,7 @@ def test_range_that_overflows_is_refused() -> None:
 @settings(max_examples=60, deadline=None)
 def test_schedule(records: int, batch_size: int, rounds: int, reuse: bool, order: str) -> None:
     spec = run_spec(rounds, 1, batch_size=batch_size, reuse=reuse, order=order)
-    learner = place(spec, numbered(records, test=NO_TEST)).learners[0]
+    learner = place_data(spec, numbered(records, test=NO_TEST)).learners[0]
     sizes = [learner.batch(t).size for t in range(rounds)]
     total = rounds * batch_size if reuse else min(records, rounds * batch_size)
     assert sizes == [min(batch_size, max(total - t * batch_size, 0)) for t in range(rounds)]
@@ -242,16 +249,16 @@ def test_schedule(records: int, batch_size: int, rounds: int, reuse: bool, order
 
 
 def test_reuse_wraps_within_a_batch() -> None:
-    placed = place(run_spec(4, 1, batch_size=2, reuse=True, order="given"), numbered(3, test=NO_TEST))
+    placed = place_data(run_spec(4, 1, batch_size=2, reuse=True, order="given"), numbered(3, test=NO_TEST))
     assert learned(placed) == [[[0, 1], [2, 0], [1, 2], [0, 1]]]
     assert placed.learners[0].uses().tolist() == [3, 3, 2]
-    assert placed.learners[0].rounds_of(1) == [0, 2, 3]
+    assert placed.learners[0].find_rounds(1) == [0, 2, 3]
 
 
 def test_without_reuse_later_rounds_are_empty() -> None:
-    placed = place(run_spec(4, 1, batch_size=2, order="given"), numbered(3, test=NO_TEST))
+    placed = place_data(run_spec(4, 1, batch_size=2, order="given"), numbered(3, test=NO_TEST))
     assert learned(placed) == [[[0, 1], [2], [], []]]
-    assert placed.learners[0].rounds_of(2) == [1]
+    assert placed.learners[0].find_rounds(2) == [1]
     assert placed.learners[0].batch(3).features.shape == (0, 2)
 
 
@@ -266,18 +273,18 @@ def test_without_reuse_later_rounds_are_empty() -> None:
 )
 def test_more_places_than_memory_are_refused(rounds: int, data: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="at most 134217728 places for records"):
-        place(run_spec(rounds, **data), numbered(6, test=NO_TEST))
+        place_data(run_spec(rounds, **data), numbered(6, test=NO_TEST))
 
 
 def test_a_batch_may_be_larger_than_all_records() -> None:
     """Its end in a late round is beyond int64."""
-    placed = place(run_spec(3000, 1, batch_size=2**53, intercept=False), numbered(6, test=NO_TEST))
+    placed = place_data(run_spec(3000, 1, batch_size=2**53, intercept=False), numbered(6, test=NO_TEST))
     assert [len(each) for each in learned(placed)[0]] == [6, *[0] * 2999]
 
 
 @pytest.mark.parametrize("reuse", [True, False])
 def test_shuffled_order_is_shuffled_per_learner(reuse: bool) -> None:
-    placed = place(run_spec(100, reuse=reuse), numbered(80, test=NO_TEST))
+    placed = place_data(run_spec(100, reuse=reuse), numbered(80, test=NO_TEST))
     orders = [learner.order[:40].tolist() for learner in placed.learners]
     assert orders[0] != orders[1]
     assert orders[0] != sorted(orders[0])
@@ -286,7 +293,7 @@ def test_shuffled_order_is_shuffled_per_learner(reuse: bool) -> None:
 @pytest.mark.parametrize("t", [-1, 4])
 def test_round_outside_the_run_is_refused(t: int) -> None:
     with pytest.raises(IndexError, match=rf"round must be in \[0, 4\), got {t}"):
-        place(run_spec(4), numbered(8)).learners[0].batch(t)
+        place_data(run_spec(4), numbered(8)).learners[0].batch(t)
 
 
 # ---- placement by the file -------------------------------------------------------------------------------------------
@@ -297,7 +304,7 @@ def test_round_outside_the_run_is_refused(t: int) -> None:
 def test_explicit_placement_is_kept_exactly(where: list[tuple[int, int]], seed: int, reuse: bool) -> None:
     where = [*where, (0, 0), (1, 4), (2, 2)]
     dataset = numbered(len(where), learner=column(*(i for i, _ in where)), round=column(*(t for _, t in where)))
-    placed = place(run_spec(5, 3, seed=seed, reuse=reuse, batch_size=2, partition="by_label"), dataset)
+    placed = place_data(run_spec(5, 3, seed=seed, reuse=reuse, batch_size=2, partition="by_label"), dataset)
     expected = [[[k for k, at in enumerate(where) if at == (i, t)] for t in range(5)] for i in range(3)]
     assert [[sorted(records) for records in rounds] for rounds in learned(placed)] == expected
     assert placed.test_features.shape == (0, 2)
@@ -307,18 +314,20 @@ def test_explicit_placement_is_kept_exactly(where: list[tuple[int, int]], seed: 
 def test_given_order_holds_within_a_round_of_the_file() -> None:
     # Long enough that a sort which is not stable would mix the rows of a round.
     dataset = numbered(200, learner=np.zeros(200, dtype=np.int64), round=1 - np.arange(200) % 2)
-    assert learned(place(run_spec(2, 1, order="given"), dataset)) == [[list(range(1, 200, 2)), list(range(0, 200, 2))]]
+    assert learned(place_data(run_spec(2, 1, order="given"), dataset)) == [
+        [list(range(1, 200, 2)), list(range(0, 200, 2))]
+    ]
 
 
 def test_learner_column_alone_is_scheduled_by_batch_size() -> None:
     dataset = numbered(5, learner=column(1, 0, 1, 0, 1))
-    placed = place(run_spec(2, 2, batch_size=2, order="given"), dataset)
+    placed = place_data(run_spec(2, 2, batch_size=2, order="given"), dataset)
     assert learned(placed) == [[[1, 3], []], [[0, 2], [4]]]
 
 
 def test_round_column_alone_keeps_rounds_and_partitions_learners() -> None:
     dataset = numbered(40, round=np.arange(40) % 4)
-    placed = place(run_spec(4, 2), dataset)
+    placed = place_data(run_spec(4, 2), dataset)
     for t in range(4):
         assert sorted(learned(placed)[0][t] + learned(placed)[1][t]) == list(range(t, 40, 4))
     assert [len(learner.labels) for learner in placed.learners] == [20, 20]
@@ -326,7 +335,7 @@ def test_round_column_alone_keeps_rounds_and_partitions_learners() -> None:
 
 def test_learner_names_of_the_file_are_those_of_the_run() -> None:
     dataset = numbered(3, learner=column(0, 1, 0), learner_names=("bern", "rome"))
-    placed = place(run_spec(2, ("rome", "bern"), order="given", batch_size=2), dataset)
+    placed = place_data(run_spec(2, ("rome", "bern"), order="given", batch_size=2), dataset)
     assert [ids(learner.features) for learner in placed.learners] == [[1], [0, 2]]
 
 
@@ -345,38 +354,38 @@ def test_learner_names_of_the_file_are_those_of_the_run() -> None:
 )
 def test_explicit_placement_refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        place(run_spec(4, ("a", "b")), numbered(3, **fields))
+        place_data(run_spec(4, ("a", "b")), numbered(3, **fields))
 
 
 def test_scale_without_held_out_part_is_refused() -> None:
     with pytest.raises(SpecError, match="takes its constants from held-out records, and this source has none"):
-        place(run_spec(scale="standard"), numbered(2, learner=column(0, 1)))
+        place_data(run_spec(scale="standard"), numbered(2, learner=column(0, 1)))
 
 
 # ---- stacking --------------------------------------------------------------------------------------------------------
 
 
 def test_equal_batches_are_stacked_without_a_mask() -> None:
-    placed = place(run_spec(2, 2, order="given", batch_size=2), numbered(4, learner=column(0, 0, 1, 1)))
-    batch = placed.stacked(0)
+    placed = place_data(run_spec(2, 2, order="given", batch_size=2), numbered(4, learner=column(0, 0, 1, 1)))
+    batch = placed.stack_round(0)
     assert batch.features[..., 0].tolist() == [[0, 1], [2, 3]]
     assert batch.labels.shape == (2, 2)
-    assert batch.present is None
+    assert batch.mask is None
 
 
 def test_ragged_batches_are_padded_and_marked() -> None:
-    placed = place(run_spec(2, 2, order="given", batch_size=2), numbered(4, learner=column(0, 1, 1, 1)))
-    batch = placed.stacked(0)
+    placed = place_data(run_spec(2, 2, order="given", batch_size=2), numbered(4, learner=column(0, 1, 1, 1)))
+    batch = placed.stack_round(0)
     assert batch.features.tolist() == [[[0, 1], [0, 0]], [[1, 1], [2, 1]]]
     assert batch.labels.tolist() == [[0, 0], [1, 0]]
-    assert batch.present is not None
-    assert batch.present.tolist() == [[1, 0], [1, 1]]
+    assert batch.mask is not None
+    assert batch.mask.tolist() == [[1, 0], [1, 1]]
 
 
 def test_round_in_which_nobody_learns_has_no_slots() -> None:
-    placed = place(run_spec(2, 2), numbered(2, learner=column(0, 1)))
-    assert placed.stacked(1).features.shape == (2, 0, 2)
-    assert placed.stacked(1).present is None
+    placed = place_data(run_spec(2, 2), numbered(2, learner=column(0, 1)))
+    assert placed.stack_round(1).features.shape == (2, 0, 2)
+    assert placed.stack_round(1).mask is None
 
 
 # ---- swaps -----------------------------------------------------------------------------------------------------------
@@ -400,7 +409,7 @@ def test_uses_and_rounds_are_counted_from_the_batches(data: LearnerData) -> None
     rows = [data.rows(t).tolist() for t in range(data.rounds)]
     for row in range(len(data.labels)):
         assert data.uses()[row] == sum(r.count(row) for r in rows)
-        assert data.rounds_of(row) == [t for t, r in enumerate(rows) if row in r]
+        assert data.find_rounds(row) == [t for t, r in enumerate(rows) if row in r]
 
 
 @given(learner_data(), st.data())
@@ -449,7 +458,7 @@ def test_swap_refused(index: int, features: np.ndarray, label: float, message: s
 
 
 def test_adjacent_world_differs_in_one_learner() -> None:
-    placed = place(run_spec(learners=3), numbered(12))
+    placed = place_data(run_spec(learners=3), numbered(12))
     other = placed.with_learner(1, placed.learners[1].with_record(0, np.array([-9.0, 1.0]), 1.0))
     assert [a is b for a, b in zip(placed.learners, other.learners, strict=True)] == [True, False, True]
     assert ids(other.learners[1].features)[0] == -9
@@ -460,7 +469,7 @@ def test_adjacent_world_differs_in_one_learner() -> None:
 
 
 def test_shared_records_are_everybodys_in_the_same_rounds() -> None:
-    placed = place(run_spec(6, 3, partition={"kind": "shared"}, batch_size=2), numbered(20))
+    placed = place_data(run_spec(6, 3, partition={"kind": "shared"}, batch_size=2), numbered(20))
 
     first = placed.learners[0]
     assert len(first.labels) == 15 and sorted(first.order) == sorted(set(first.order)) and len(first.order) == 12
@@ -471,5 +480,5 @@ def test_shared_records_are_everybodys_in_the_same_rounds() -> None:
 
 @pytest.mark.parametrize(("reuse", "sizes"), [(False, [5, 0, 0]), (True, [5, 5, 5])])
 def test_all_records_at_once(reuse: bool, sizes: list[int]) -> None:
-    placed = place(run_spec(3, 3, batch_size="all", reuse=reuse), numbered(20))
+    placed = place_data(run_spec(3, 3, batch_size="all", reuse=reuse), numbered(20))
     assert [placed.learners[0].batch(t).size for t in range(3)] == sizes

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from sottovoce_core.data import Dataset, load_dataset
-from sottovoce_core.data.known import KNOWN, get_data_folders
+from sottovoce_core.data.known import CATALOGUE, get_data_folders
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.losses.linear import HingeLoss, LeastSquaresLoss, Logistic, RidgeLoss, SoftmaxLoss
+from sottovoce_core.losses.linear import HingeLoss, LeastSquaresLoss, LogisticLoss, RidgeLoss, SoftmaxLoss
 from sottovoce_core.losses.loss import Loss
 
 pytestmark = pytest.mark.each
 
-LOGISTIC, RIDGE = Logistic(), RidgeLoss()
+LOGISTIC, RIDGE = LogisticLoss(), RidgeLoss()
 Save = Callable[..., Path]
 
 
@@ -64,10 +64,10 @@ def test_scikit_learn_sources(source: str, shape: tuple[int, int], classes: int)
 
 
 def test_the_made_source_is_what_is_said_of_it_and_the_same_at_every_call() -> None:
-    known, made, again = KNOWN["vital_signs"], load("vital_signs"), load("vital_signs")
+    known, made, again = CATALOGUE["vital_signs"], load("vital_signs"), load("vital_signs")
 
     assert made.features.shape == (known.records, known.features)
-    assert made.test is not None and len(made.test.labels) == known.held_out
+    assert made.test is not None and len(made.test.labels) == known.test_records
     assert set(made.labels) == {0.0, 1.0}
     assert np.array_equal(made.features, again.features) and np.array_equal(made.labels, again.labels)
     assert abs(made.labels.mean() - made.test.labels.mean()) < 0.02

@@ -31,13 +31,13 @@ from sottovoce_core.auditing.conformance.pairs import (
     _tracy_widom_p,
 )
 from sottovoce_core.auditing.conformance.regressors import MAX_RELATIVE_SIZE, _clipped, _log_sizes
-from sottovoce_core.noise import NoiseRequest, KeyedNoise, grid
+from sottovoce_core.noise import KeyedNoise, NoiseRequest, lattice_spacing
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
 MID = (5, 16, 20, 17)
 """Learners, rounds, runs, numbers."""
 
-SPACING = float(grid(SCALE)) / SCALE
+SPACING = float(lattice_spacing(SCALE)) / SCALE
 """Of the lattice, in scales."""
 
 
@@ -50,11 +50,11 @@ def examined(*blocks: Block) -> dict[str, Test]:
 
 
 def judged(found: Dependence, alpha: float = 0.01) -> tuple[Test, ...]:
-    return AlphaAllocation(alpha).judged("dependence", found.tests())
+    return AlphaAllocation(alpha).assign_levels("dependence", found.compute_tests())
 
 
 def refuted(tests: Mapping[str, Test]) -> set[str]:
-    return {name for name, test in tests.items() if test.rejects}
+    return {name for name, test in tests.items() if test.is_significant}
 
 
 def gradient(rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, FloatArray]:
@@ -162,8 +162,8 @@ def test_sums_at_all_lags_are_those_of_products(alike: bool) -> None:
     lags.add(block)
 
     noisy = [0, 2, 3]
-    scores = (block.normal, block.normal_size_scores, block.signs.astype(float))
-    voices = [(i, part) for i in range(2) for _, part in block.layout.parts()]
+    scores = (block.normal_scores, block.normal_size_scores, block.signs.astype(float))
+    voices = [(i, part) for i in range(2) for _, part in block.layout.iterate_field_slices()]
     for pair, (v, w) in enumerate(itertools.combinations_with_replacement(voices, 2)):
         for tau, kappa in itertools.product(range(-2, 3), range(-2, 3)):
             expected, count = np.zeros(5), 0
@@ -240,12 +240,12 @@ def test_runs_add_up() -> None:
     first.merge(pickle.loads(pickle.dumps(second)))  # noqa: S301  as between processes
     empty.merge(first)
     for other in (after, first, empty):
-        for one, two in zip(at_once.tests(), other.tests(), strict=True):
+        for one, two in zip(at_once.compute_tests(), other.compute_tests(), strict=True):
             assert one.name == two.name
             if not one.name.endswith("of runs"):
                 assert two.statistic == pytest.approx(one.statistic, rel=1e-3, abs=1e-6)
                 assert two.p_value == pytest.approx(one.p_value, rel=1e-2, abs=1e-6)
-                assert two.where == one.where
+                assert two.location == one.location
 
 
 def cut(block: Block, runs: slice) -> Block:
@@ -260,7 +260,7 @@ def test_runs_are_looked_at_only_where_that_was_asked_for() -> None:
     block = block_of(discrete_laplace(rng, (2, 3, 4, 5)))
     found = Dependence(block.layout)
     found.add(block)
-    assert found.tests() == []
+    assert found.compute_tests() == []
 
 
 # ---- correct noise ---------------------------------------------------------------------------------------------------
@@ -323,8 +323,8 @@ def test_noise_of_deployed_learners_is_not_accused() -> None:
     for i, run in itertools.product(range(3), range(12)):
         source = KeyedNoise("a secret", f"run {run}", i)
         for t in range(8):
-            drawn = source(NoiseRequest("laplace", "y", t, SCALE, float(grid(SCALE)), (11,)))
-            steps[i, t, run] = np.rint(drawn / float(grid(SCALE)))
+            drawn = source(NoiseRequest("laplace", "y", t, SCALE, float(lattice_spacing(SCALE)), (11,)))
+            steps[i, t, run] = np.rint(drawn / float(lattice_spacing(SCALE)))
     assert refuted(examined(made(np.random.default_rng(12), steps))) == set()
 
 
@@ -407,7 +407,7 @@ def test_noise_that_depends_on_noise_is_found(name: str) -> None:
     rng = np.random.default_rng(13)
     tests = examined(made(rng, noise_of(broken(rng, rng.normal(size=MID)))))
     assert test in refuted(tests), (tests[test].p_value, refuted(tests))
-    assert where in tests[test].where
+    assert where in tests[test].location
 
 
 def test_one_field_that_follows_another_is_found() -> None:
@@ -416,7 +416,7 @@ def test_one_field_that_follows_another_is_found() -> None:
     z[0, ..., 6:] = 0.4 * z[0, ..., :6] + math.sqrt(0.84) * z[0, ..., 6:]
     tests = examined(block_of(noise_of(z), fields=[("a", 6), ("b", 6)], past=gradient(rng, z.shape)))
     assert "near values" in refuted(tests)
-    assert tests["near values"].where.startswith("learner 0, field 'a', and learner 0, field 'b' 0 noisy rounds")
+    assert tests["near values"].location.startswith("learner 0, field 'a', and learner 0, field 'b' 0 noisy rounds")
 
 
 def test_a_centre_that_is_off_along_a_regressor_is_found() -> None:
@@ -438,7 +438,7 @@ def test_noise_that_follows_messages_is_found() -> None:
     z[2, 1:] = np.copysign(z[2, 1:], np.where(rng.random(z[2, 1:].shape) < 0.2, said[0, :-1], z[2, 1:]))
     tests = examined(block_of(noise_of(z), centre=said - noise_of(z), past=gradient(rng, MID)))
     assert "signs on another's last message" in refuted(tests)
-    assert tests["signs on another's last message"].where == "signs of learner 2 on last message of learner 0"
+    assert tests["signs on another's last message"].location == "signs of learner 2 on last message of learner 0"
 
     past = gradient(rng, MID)
     steps = np.rint(discrete_laplace(rng, MID) * (1.0 + 0.1 * np.tanh(past["gradient"]))).astype(np.int64)
@@ -455,9 +455,9 @@ def test_linear_relations_are_found() -> None:
 
     scale: FloatArray = SCALE * 0.9 ** np.arange(6.0)[:, None]
     steps = discrete_laplace(rng, (3, 6, 4, 5))
-    spacing = np.asarray(grid(scale))
+    spacing = np.asarray(lattice_spacing(scale))
     total = steps[0, 4, 2] * spacing[4] + steps[0, 3, 2] * spacing[3]
     steps[0, 5, 2] = np.rint(total / spacing[5])
     tests = examined(block_of(steps, scale=scale, past=gradient(rng, steps.shape)))
     assert "sums of rounds" in refuted(tests)
-    assert tests["sums of rounds"].where == "round t - round t-1 - round t-2"
+    assert tests["sums of rounds"].location == "round t - round t-1 - round t-2"

@@ -19,7 +19,7 @@ from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise, no_noise
 from sottovoce_core.running.metrics import Metrics
-from sottovoce_core.running.simulator import simulate as rounds_of
+from sottovoce_core.running.simulator import simulate_rounds as rounds_of
 from tests.core.test_experiment import small
 
 pytestmark = pytest.mark.each
@@ -30,8 +30,8 @@ NAMES = [
     "Experiment",
     "Guarantee",
     "LabelJoin",
-    "Prequential",
-    "Results",
+    "PrequentialEvaluation",
+    "ResultListing",
     "Simulation",
     "SottovoceError",
     "SpecError",
@@ -128,12 +128,12 @@ def test_a_simulation_is_that_of_the_simulator(tmp_path: Path) -> None:
     metrics = Metrics(experiment.run, experiment.records)
     steps = list(rounds_of(experiment.run, experiment.records, SeededNoise(3), 4))
     for step in steps:
-        metrics.take(step)
+        metrics.add_round(step)
 
     assert passed == list(range(6))
     assert result.transcript is not None
     assert result.curves is not None
-    np.testing.assert_array_equal(result.decisions, steps[-1].after)
+    np.testing.assert_array_equal(result.decisions, steps[-1].decisions_after)
     np.testing.assert_array_equal(result.transcript.fields["y"], [step.message["y"] for step in steps])
     for name, curve in metrics.curves.curves.items():
         table = result.metrics.where(metric=name)
@@ -204,7 +204,7 @@ def test_numbers_of_repetitions_are_whole(tmp_path: Path, given: object, said: s
     with pytest.raises(SpecError, match=f"replicas must be .*{said}"):
         sv.simulate(experiment, replicas=given)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=f"seeds must be .*{said}"):
-        sv.sweep(experiment, {}, seeds=given)  # type: ignore[arg-type]
+        sv.sweep(experiment, {}, replicas=given)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=f"runs must be .*{said}"):
         sv.audit(experiment, runs=given)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=f"replicas must be .*{said}"):
@@ -239,7 +239,7 @@ def test_a_comparison_is_a_table(tmp_path: Path) -> None:
     assert curves is not None
     assert table["spec"].tolist() == [experiment.name, "other"]
     assert table["epsilon"].tolist() == [experiment.epsilon(), other.epsilon()]
-    assert table["mean"][1] == curves["accuracy"].final
+    assert table["mean"][1] == curves["accuracy"].final_mean
     assert table["standard_error"][1] == curves["accuracy"].final_error
     assert [each.facts.spec for each in sv.compare({"a": experiment, "b": experiment}, 1).runs] == ["a", "b"]
     with pytest.raises(
@@ -260,7 +260,7 @@ def test_an_audit_is_planned_as_asked(tmp_path: Path) -> None:
     done = sv.audit(experiment, runs=60, learner="cleo", seed=3)  # one seed in twenty may not be consistent
     planned = plan_audit(experiment.run, experiment.records, 2, runs=60, seed=3)
 
-    assert done.plan.worlds.what == planned.worlds.what
-    assert (done.plan.worlds.learner, done.plan.all_runs, done.verdict.kind) == (2, 60, "consistent")
+    assert done.plan.worlds.description == planned.worlds.description
+    assert (done.plan.worlds.learner, done.plan.total_runs, done.verdict.kind) == (2, 60, "consistent")
     with pytest.raises(SpecError, match="threat must be one of wire, neighbour, output, got 'air'"):
         sv.audit(experiment, threat="air")

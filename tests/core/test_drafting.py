@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_core.data.cells import Cells
-from sottovoce_core.data.drafting import draft
+from sottovoce_core.data.drafting import draft_schema
 from sottovoce_core.data.encoding import Encoder
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError
@@ -32,7 +32,7 @@ MANY = 20
 def taken(values: Cells, name: str = "x") -> tuple[Any, str]:
     """What a column is taken for, and why."""
     n = len(values)
-    found = draft({name: values, "label": [k % 2 for k in range(n)], "z": [1.5] * n}).columns[0]
+    found = draft_schema({name: values, "label": [k % 2 for k in range(n)], "z": [1.5] * n}).columns[0]
     return found.field, found.why
 
 
@@ -164,7 +164,7 @@ def test_codes_of_a_few_wards_are_categories_and_other_names_are_none() -> None:
 
 
 def label_of(values: Any, **columns: Any) -> Any:
-    return draft({"x": [1.5] * len(values), **columns, "outcome": values}).label.field
+    return draft_schema({"x": [1.5] * len(values), **columns, "outcome": values}).label.field
 
 
 @pytest.mark.parametrize(
@@ -207,14 +207,14 @@ def test_a_label_that_cannot_be_learned_is_refused(values: Any, message: str) ->
 
 def test_which_column_is_the_label() -> None:
     columns: dict[str, Cells] = {"y": [1, 0], "a": [1.5, 2], "label ": [0, 1]}
-    assert draft(columns).label.name == "label"
-    assert draft(columns, " y").label.name == "y"
-    assert draft({"y": [1, 0], "a": [2, 1]}).label.name == "y"
-    assert draft({"b": [1, 0], "a": [2, 1]}).label.name == "a"
+    assert draft_schema(columns).label.name == "label"
+    assert draft_schema(columns, " y").label.name == "y"
+    assert draft_schema({"y": [1, 0], "a": [2, 1]}).label.name == "y"
+    assert draft_schema({"b": [1, 0], "a": [2, 1]}).label.name == "a"
     with pytest.raises(SpecError, match=r"one of the columns, got 'z' \('y', 'a', 'label'\)"):
-        draft(columns, "z")
+        draft_schema(columns, "z")
     with pytest.raises(DataError, match="it names records"):
-        draft({"a": [3, 2], "patient_id": [1, 2]})
+        draft_schema({"a": [3, 2], "patient_id": [1, 2]})
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_which_column_is_the_label() -> None:
 )
 def test_what_gives_no_schema_is_refused(columns: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        draft(columns)
+        draft_schema(columns)
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_a_draft_is_a_file_for_people() -> None:
         "stay": spread("1.5", "n/a"),
         "outcome": spread("home", "died"),
     }
-    text = draft({name: list(values) for name, values in columns.items()}).text
+    text = draft_schema({name: list(values) for name, values in columns.items()}).text
     assert text.partition("features:\n")[2] == (
         "  # 17 to 36 in the sample\n"
         "  age: {type: number, bounds: [0, 40]}\n"
@@ -299,14 +299,14 @@ def test_a_draft_fits_what_it_was_made_from(
     """Whatever the table, once it is accepted: the file loads, and says what was drafted."""
     table: dict[str, Cells] = {**columns, "label": label, "z": [1.5] * 6}
     try:
-        made = draft(table)
+        made = draft_schema(table)
     except DataError:
         return
     (path := tmp_path_factory.mktemp("draft") / "schema.yaml").write_text(made.text, encoding="utf-8")
     schema = load_schema(path)
     assert schema == Schema.model_validate(made.document)
-    found = Encoder.of(schema, loss_for(schema)).columns(table)
-    assert found.refused == {} and len(found.labels) == 6
+    found = Encoder.from_schema(schema, loss_for(schema)).encode_columns(table)
+    assert found.refusals == {} and len(found.labels) == 6
     assert {*schema.features, *schema.ignored, schema.label.name} == {name.strip() for name in map(_composed, table)}
 
 
@@ -318,10 +318,10 @@ def _composed(name: str) -> str:
 
 def test_a_draft_of_a_draft_is_the_same() -> None:
     columns: dict[str, Cells] = {"age": ["17", "94", ""], "ward": ["no", "yes", "maybe"], "y": ["1", "0", "1"]}
-    made = draft(columns)
-    assert draft(columns).text == made.text
+    made = draft_schema(columns)
+    assert draft_schema(columns).text == made.text
     assert yaml.safe_load(made.text)["features"] == made.document["features"]
-    assert draft({name: [*cells, *cells] for name, cells in columns.items()}).document == made.document
+    assert draft_schema({name: [*cells, *cells] for name, cells in columns.items()}).document == made.document
 
 
 def test_a_hundred_thousand_records(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_hundred_thousand_records(tmp_path: Path) -> None:
         "since": [str(datetime.date.fromordinal(730_000 + k % 5_000)) for k in range(n)],
         "outcome": [("home", "died")[k % 2] for k in range(n)],
     }
-    made = draft(columns)
+    made = draft_schema(columns)
     assert [each.field and each.field["type"] for each in made.columns] == [
         None,
         "number",
@@ -344,4 +344,4 @@ def test_a_hundred_thousand_records(tmp_path: Path) -> None:
         "date",
     ]
     schema = Schema.model_validate(made.document)
-    assert Encoder.of(schema, loss_for(schema)).columns(columns).fits.all()
+    assert Encoder.from_schema(schema, loss_for(schema)).encode_columns(columns).accepted_mask.all()

@@ -14,20 +14,20 @@ import pytest
 from sottovoce_core.algorithms.dual_averaging.accounting import DualAveragingAccountant
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging, _State
 from sottovoce_core.algorithms.dual_averaging.parameters import _blocks
-from sottovoce_core.algorithms.interface import StackedMessages, LocalMessages, Message, Who
-from sottovoce_core.algorithms.setting import Setting
+from sottovoce_core.algorithms.interface import LocalMessages, Message, StackedMessages, StateAxes
+from sottovoce_core.algorithms.setting import RunContext
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.losses import Loss
-from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.network.network import Network, PeriodicNetwork
 from sottovoce_core.network.weights import Mixing
 from sottovoce_core.noise import NoiseSource, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import compose_guarantees
 from sottovoce_core.running.replay import PrivacyLosses, Replay, replay
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 
@@ -56,11 +56,11 @@ def digraphs(n: int, period: int = 3, seed: int = 0) -> PeriodicNetwork:
 
 
 def metropolis(n: int, graph: str = "path") -> Network:
-    spec = parse_spec({"rounds": 1, "algorithm": {"name": "ldp-dol"}, "topology": {"graph": graph}}, imports=True)
-    return spec.topology.network(n, rounds=1)
+    spec = parse_spec({"rounds": 1, "algorithm": {"name": "ldp-dol"}, "topology": {"graph": graph}}, allow_imports=True)
+    return spec.topology.build_network(n, rounds=1)
 
 
-class Gradient(Logistic):
+class Gradient(LogisticLoss):
     """Not logistic: a record's gradient is its row (label 0), or `||row|| theta/||theta||` (label 1)."""
 
     def gradient_sum(self, theta: FloatArray, batch: Batch) -> FloatArray:
@@ -75,7 +75,7 @@ class Gradient(Logistic):
 class Bent(Gradient):
     """A loss that does not say that it is convex."""
 
-    convex: ClassVar[bool] = False
+    is_convex: ClassVar[bool] = False
 
 
 def assemble(
@@ -92,9 +92,9 @@ def assemble(
     network = network or (digraphs(3) if name in ("dpsda-ps", "dpps") else metropolis(3))
     document = {"rounds": rounds, "learners": network.n_learners, "algorithm": {"name": name, **parameters}}
     sections = {"loss": loss if isinstance(loss, dict) else {}, "decision_set": decision_set}
-    spec = parse_spec({**document, **sections}, imports=True)
+    spec = parse_spec({**document, **sections}, allow_imports=True)
     made: Loss = spec.loss if isinstance(loss, dict) else loss
-    setting = Setting(rounds, dim, made, spec.decision_set, network)
+    setting = RunContext(rounds, dim, made, spec.decision_set, network)
     algorithm, findings = spec.algorithm.build(setting)
     return Run(spec.model_copy(update={"loss": made}), network, algorithm, findings)
 
@@ -130,11 +130,11 @@ class Step(NamedTuple):
 
 def rounds_of(run: Run, data: PlacedData, noise: NoiseSource, network: Network | None = None) -> Iterator[Step]:
     algorithm = method(run)
-    state = algorithm.start(Who(tuple(range(run.spec.n_learners)), 1))
+    state = algorithm.init(StateAxes(tuple(range(run.spec.n_learners)), 1))
     for t in range(run.spec.rounds):
-        spoken, message = algorithm.speak(state, noise)
-        mix = (network or run.network).at(t)
-        after = algorithm.listen(spoken, StackedMessages(mix, message), data.stacked(t))
+        spoken, message = algorithm.emit(state, noise)
+        mix = (network or run.network).mixing(t)
+        after = algorithm.update(spoken, StackedMessages(mix, message), data.stack_round(t))
         yield Step(t, state, spoken, message, after)
         state = after
 
@@ -145,9 +145,11 @@ def stacked_gradient(run: Run, data: PlacedData, step: Step) -> FloatArray:
     stacked = np.zeros(algorithm.dim)
     for i, owned in enumerate(_blocks(algorithm.dim, run.spec.n_learners)):
         batch, y = data.learners[i].batch(step.t), step.spoken.decision[i, 0]
-        features, labels = run.loss.enforce(batch.features, batch.labels)
-        block = run.loss.gradient_sum(y, Batch(features, labels))[owned] / (len(labels) if algorithm.mean else 1)
-        block *= min(1.0, algorithm.clip / np.linalg.norm(block))
+        features, labels = run.loss.enforce_bounds(batch.features, batch.labels)
+        block = run.loss.gradient_sum(y, Batch(features, labels))[owned] / (
+            len(labels) if algorithm.has_mean_loss else 1
+        )
+        block *= min(1.0, algorithm.clip_threshold / np.linalg.norm(block))
         stacked[owned] = block + run.loss.ridge * y[owned]
     return stacked
 
@@ -181,7 +183,7 @@ def test_the_closed_form() -> None:
     """(17) with own-block noise and a fixed W: `z(t+1) = sum_s W^(t-s) (n u(s)) + W^(t+1-s) eta(s)`."""
     run = assemble(rounds=8, dim=6)
     data, steps = shared(run), []
-    weights, mask = run.network.at(0).matrix, _blocks(6, 3)
+    weights, mask = run.network.mixing(0).matrix, _blocks(6, 3)
     noise, pushed = [], []
     for step in rounds_of(run, data, SeededNoise(2)):
         steps.append(step)
@@ -226,7 +228,7 @@ def test_one_learner_is_centralised_dual_averaging(name: str) -> None:
         said = step.message["h"][0, 0]
         y = np.clip(-0.5 / math.sqrt(max(step.t, 1)) * said, -1.0, 1.0)
         batch = data.learners[0].batch(step.t)
-        rows, _ = run.loss.enforce(batch.features, batch.labels)
+        rows, _ = run.loss.enforce_bounds(batch.features, batch.labels)
         dual = said + ((1 / (1 + np.exp(-rows @ y)) - batch.labels) @ rows) / 2 + 0.05 * y
         np.testing.assert_allclose(step.after.dual[0, 0], dual, rtol=1e-12, atol=1e-12)
 
@@ -239,7 +241,7 @@ def test_dpps_takes_the_whole_gradient_of_its_own_records() -> None:
     first = next(rounds_of(run, data, SeededNoise(6)))
     for i in range(3):
         batch = data.learners[i].batch(0)
-        rows, _ = run.loss.enforce(batch.features, batch.labels)
+        rows, _ = run.loss.enforce_bounds(batch.features, batch.labels)
         np.testing.assert_allclose(first.after.dual[i, 0], (0.5 - batch.labels) @ rows, rtol=1e-12)
 
 
@@ -319,50 +321,52 @@ def test_row_stochastic_weights_lead_to_a_wrong_point_on_a_ball() -> None:
 def test_single_learners_equal_all_learners_at_once(name: str, primal: str) -> None:
     run = assemble(name, rounds=25, primal=primal, clip=0.4, batch="sum")
     data, recorder = shared(run, batch=2), Recorder(SeededNoise(10))
-    together = list(simulate(run, data, recorder))
-    drawn = np.stack(recorder.drawn["h"])
-    states = [run.algorithm.start(Who(i)) for i in range(3)]
+    together = list(simulate_rounds(run, data, recorder))
+    drawn = np.stack(recorder.noise_by_field["h"])
+    states = [run.algorithm.init(StateAxes(i)) for i in range(3)]
     for step in together:
         messages = {}
         for i in range(3):
-            states[i], messages[i] = run.algorithm.speak(states[i], RecordedNoise({"h": drawn[:, i, 0]}))
+            states[i], messages[i] = run.algorithm.emit(states[i], RecordedNoise({"h": drawn[:, i, 0]}))
         for i in range(3):
             assert {k: v.shape for k, v in messages[i].fields.items()} == run.algorithm.field_shapes()
             np.testing.assert_allclose(step.message["h"][i, 0], messages[i]["h"], rtol=1e-12, atol=1e-12)
-            np.testing.assert_allclose(step.before[i, 0], run.algorithm.decision(states[i]), rtol=1e-12, atol=1e-12)
-            mix = run.network.at(step.t)
-            weights = mix.heard_by(i)
-            heard = LocalMessages(weights, {j: messages[j] for j in weights}, float(mix.own[i]))
-            states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(step.t))
+            np.testing.assert_allclose(
+                step.decisions_before[i, 0], run.algorithm.decision(states[i]), rtol=1e-12, atol=1e-12
+            )
+            mix = run.network.mixing(step.t)
+            weights = mix.in_neighbour_weights(i)
+            heard = LocalMessages(weights, {j: messages[j] for j in weights}, float(mix.own_weights[i]))
+            states[i] = run.algorithm.update(states[i], heard, data.learners[i].batch(step.t))
 
 
 @pytest.mark.parametrize("name", ["dpsda-c", "dpsda-ps"])
 def test_every_replica_is_a_run_of_its_own(name: str) -> None:
     run = assemble(name, rounds=10)
     data, recorder = shared(run), Recorder(SeededNoise(11))
-    together = list(simulate(run, data, recorder, replicas=3))
-    drawn = np.stack(recorder.drawn["h"])
+    together = list(simulate_rounds(run, data, recorder, replicas=3))
+    drawn = np.stack(recorder.noise_by_field["h"])
     for k in range(3):
-        alone = simulate(run, data, RecordedNoise({"h": drawn[:, :, k : k + 1]}))
+        alone = simulate_rounds(run, data, RecordedNoise({"h": drawn[:, :, k : k + 1]}))
         for many, one in zip(together, alone, strict=True):
             np.testing.assert_allclose(many.message["h"][:, k], one.message["h"][:, 0], rtol=1e-12, atol=1e-12)
-            np.testing.assert_allclose(many.before[:, k], one.before[:, 0], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(many.decisions_before[:, k], one.decisions_before[:, 0], rtol=1e-12, atol=1e-12)
 
 
 def test_a_round_without_records_moves_nothing_but_the_ridge() -> None:
     run = assemble(rounds=2)
-    state = run.algorithm.start(Who(0))
-    state, message = run.algorithm.speak(state, no_noise)
-    mix = run.network.at(0)
-    heard = LocalMessages(mix.heard_by(0), dict.fromkeys(range(3), message), float(mix.own[0]))
-    assert (run.algorithm.listen(state, heard, Batch.empty(7)).dual == 0.0).all()
+    state = run.algorithm.init(StateAxes(0))
+    state, message = run.algorithm.emit(state, no_noise)
+    mix = run.network.mixing(0)
+    heard = LocalMessages(mix.in_neighbour_weights(0), dict.fromkeys(range(3), message), float(mix.own_weights[0]))
+    assert (run.algorithm.update(state, heard, Batch.empty(7)).dual == 0.0).all()
 
 
 # ---- privacy -----------------------------------------------------------------------------------------------------
 
 
 def overheard(run: Run, data: PlacedData, seed: int, replicas: int = 1) -> Transcript:
-    return Transcript.of(step.message for step in simulate(run, data, SeededNoise(seed), replicas))
+    return Transcript.from_rounds(step.message for step in simulate_rounds(run, data, SeededNoise(seed), replicas))
 
 
 def swapped(data: PlacedData, t: int, generator: np.random.Generator) -> LearnerData:
@@ -375,9 +379,9 @@ def swapped(data: PlacedData, t: int, generator: np.random.Generator) -> Learner
 
 
 def within(losses: PrivacyLosses, claim: FloatArray) -> None:
-    assert np.isfinite(losses.realised).all()
-    assert (np.abs(losses.realised) <= losses.largest * (1 + 1e-9) + 1e-9).all()
-    assert (losses.largest <= claim[:, None, None] * (1 + 1e-9) + 1e-9).all()
+    assert np.isfinite(losses.realised_losses).all()
+    assert (np.abs(losses.realised_losses) <= losses.max_losses * (1 + 1e-9) + 1e-9).all()
+    assert (losses.max_losses <= claim[:, None, None] * (1 + 1e-9) + 1e-9).all()
 
 
 @pytest.mark.parametrize("name", ["dpsda-c", "dpsda-ps", "dpps", "dpcda"])
@@ -407,11 +411,11 @@ def test_replayed_losses_stay_within_the_claim(name: str, primal: str, decision_
             replaced = np.eye(12, dtype=np.int64)[t] * 2
             for i in range(run.spec.n_learners):
                 losses = replay(run, transcript, i, worlds)
-                within(losses, run.guarantee(i, np.full(12, 2), replaced).per_round)
-                assert (losses.largest[: t + 1] == 0.0).all()
-                assert t == 11 or losses.largest[t + 1].max() > 0.0
+                within(losses, run.guarantee(i, np.full(12, 2), replaced).round_losses)
+                assert (losses.max_losses[: t + 1] == 0.0).all()
+                assert t == 11 or losses.max_losses[t + 1].max() > 0.0
                 if primal == "noised":
-                    assert (losses.largest[t + 2 :] == 0.0).all()
+                    assert (losses.max_losses[t + 2 :] == 0.0).all()
 
 
 def test_the_realised_loss_is_a_log_likelihood_ratio() -> None:
@@ -450,25 +454,25 @@ def test_one_round_can_cost_more_than_the_paper_says() -> None:
         decision_set=BALL,
     )
     data = shared(run, features=np.full((3, 9), 1 / 3))
-    transcript = Transcript.of(step.message for step in rounds_of(run, data, no_noise))
+    transcript = Transcript.from_rounds(step.message for step in rounds_of(run, data, no_noise))
     own = data.learners[0]
     largest = [
         replay(run, transcript, i, [own, own.with_use(1, own.features[1], 1.0)]).supremum[0, 0] for i in range(9)
     ]
     guarantee = run.guarantee(0)
 
-    assert guarantee.paper[0] == pytest.approx(2 * 9 * 1.0)
-    assert sum(largest) == pytest.approx(6.0 * guarantee.paper[0], rel=1e-9)
-    assert joint_epsilon(run) == pytest.approx(9.0 * guarantee.paper[0], rel=1e-9)
+    assert guarantee.paper_epsilon[0] == pytest.approx(2 * 9 * 1.0)
+    assert sum(largest) == pytest.approx(6.0 * guarantee.paper_epsilon[0], rel=1e-9)
+    assert joint_epsilon(run) == pytest.approx(9.0 * guarantee.paper_epsilon[0], rel=1e-9)
 
 
 def test_noised_decisions_are_functions_of_messages_and_clean_ones_are_not() -> None:
     for primal, equal in (("noised", True), ("clean", False)):
         run = assemble(primal=primal, rounds=2)
-        state = run.algorithm.start(Who((0, 0), 1))
+        state = run.algorithm.init(StateAxes((0, 0), 1))
         said = Message({"h": np.full((1, 1, 7), 0.3)})
         state = replace(state, t=1, fresh=np.array([[[0.3] * 7], [[0.1, *[0.3] * 6]]]))
-        heard, density = run.algorithm.overheard(state, said)
+        heard, density = run.algorithm.replay(state, said)
         decided = run.algorithm.decision(heard)
         assert (decided[0] == decided[1]).all() == equal
         assert density[0, 0] == pytest.approx(-3 * math.log(2.0))  # the own block of 3, scale 1
@@ -479,11 +483,11 @@ def test_what_a_learner_could_not_have_said_has_density_zero() -> None:
     run = assemble("dpsda-ps", rounds=4)
     steps = list(rounds_of(run, shared(run), SeededNoise(15)))
     state, message = steps[3].before, steps[3].message
-    _, possible = run.algorithm.overheard(state, message)
+    _, possible = run.algorithm.replay(state, message)
     forged = message["h"].copy()
     forged[0, 0, 6] += 1e-6  # a block of another learner
-    _, foreign = run.algorithm.overheard(state, Message({**message.fields, "h": forged}))
-    _, weight = run.algorithm.overheard(state, Message({**message.fields, "w": message["w"] * 1.001}))
+    _, foreign = run.algorithm.replay(state, Message({**message.fields, "h": forged}))
+    _, weight = run.algorithm.replay(state, Message({**message.fields, "w": message["w"] * 1.001}))
 
     assert np.isfinite(possible).all()
     assert foreign[0, 0] == -np.inf and np.isfinite(foreign[1:]).all()
@@ -497,30 +501,30 @@ def test_a_noised_primal_is_charged_once_and_a_clean_one_by_the_recursion() -> N
     """By hand: n = 3, d_0 = 3, B = G = 1 (and r = 0), alpha = step/sqrt(t)."""
     loss = {"kind": "logistic", "ridge": 0.0, "feature_bound": 1.0}
     noised = assemble(loss=loss, rounds=5).guarantee(0)
-    assert noised.per_round[[0, 2, 3, 4]].tolist() == [0.0] * 4
+    assert noised.round_losses[[0, 2, 3, 4]].tolist() == [0.0] * 4
     assert noised.epsilon() == pytest.approx(math.sqrt(3) * 3 * 2, rel=1e-9)
-    assert noised.infinite_horizon == noised.epsilon()
+    assert noised.infinite_horizon_epsilon == noised.epsilon()
 
     clean = assemble(loss=loss, rounds=5, step=0.5, primal="clean").guarantee(0)
     difference, expected = 6.0, [0.0]
     for t in range(1, 5):
         expected.append(math.sqrt(3) * difference)
         difference = 3 * min(2.0, 0.25 * min(math.sqrt(3) * 2, 0.5 / math.sqrt(t) * difference))
-    np.testing.assert_allclose(clean.per_round, expected, rtol=1e-9)
-    assert clean.epsilon() < clean.infinite_horizon < 1.2 * clean.epsilon()
+    np.testing.assert_allclose(clean.round_losses, expected, rtol=1e-9)
+    assert clean.epsilon() < clean.infinite_horizon_epsilon < 1.2 * clean.epsilon()
 
 
 def test_the_first_round_is_the_worst_to_replace_and_the_horizon_does_not_matter() -> None:
     run = assemble(rounds=40, primal="clean")
     totals = single_totals(run, 1)
     assert max(totals) == totals[0] == run.guarantee(1).epsilon()
-    assert totals[-1] == 0.0 and run.algorithm.accountant(1).dominates
+    assert totals[-1] == 0.0 and run.algorithm.accountant(1).has_dominating_losses
     # nG = 3 * 1.5^2/4: the spec's estimate of about ((nG)^2 + nG sqrt(pi) + 1) one-round losses, for any horizon.
     loss, n_g = {"kind": "logistic", "ridge": 0.0, "feature_bound": 1.5}, 3 * 1.5**2 / 4
     long = assemble(rounds=500, loss=loss, primal="clean", decision_set={"kind": "l2_ball", "radius": 1e6})
     guarantee = long.guarantee(0)
-    assert guarantee.epsilon() / guarantee.per_round[1] < n_g**2 + n_g * math.sqrt(math.pi) + 1.5
-    assert guarantee.epsilon() == pytest.approx(guarantee.infinite_horizon)
+    assert guarantee.epsilon() / guarantee.round_losses[1] < n_g**2 + n_g * math.sqrt(math.pi) + 1.5
+    assert guarantee.epsilon() == pytest.approx(guarantee.infinite_horizon_epsilon)
 
 
 def single_totals(run: Run, learner: int) -> list[float]:
@@ -528,15 +532,15 @@ def single_totals(run: Run, learner: int) -> list[float]:
     rounds = run.spec.rounds
     counts = np.ones(rounds, dtype=np.int64)
     change = np.eye(rounds, dtype=np.int64)
-    return [math.fsum(each) for each in run.algorithm.accountant(learner).losses_of(counts, change)]
+    return [math.fsum(each) for each in run.algorithm.accountant(learner).losses_by_change(counts, change)]
 
 
 def sparse(n: int, rounds: int, seed: int) -> Network:
     """Digraphs drawn anew in every round, so thin that push weights rise and fall by much."""
     sequence = {"kind": "random", "probability": 0.3, "seed": seed, "directed": True}
     topology = {"sequence": sequence, "weights": "out_degree"}
-    spec = parse_spec({"rounds": rounds, "algorithm": {"name": "dpps"}, "topology": topology}, imports=True)
-    return spec.topology.network(n, rounds=rounds)
+    spec = parse_spec({"rounds": rounds, "algorithm": {"name": "dpps"}, "topology": topology}, allow_imports=True)
+    return spec.topology.build_network(n, rounds=rounds)
 
 
 GRAPHS: dict[str, Callable[[], Network]] = {
@@ -558,7 +562,7 @@ def test_a_clean_primal_on_a_changing_graph_costs_what_its_worst_round_does(name
     for plan in (np.ones(40, dtype=np.int64), counts):
         for i in range(3):
             singles = np.eye(40, dtype=np.int64)[plan > 0]
-            each = np.cumsum(run.algorithm.accountant(i).losses_of(plan, singles), axis=1)
+            each = np.cumsum(run.algorithm.accountant(i).losses_by_change(plan, singles), axis=1)
             charged = run.guarantee(i, plan).cumulative_epsilon
             np.testing.assert_allclose(charged, each.max(axis=0), rtol=1e-9)
             assert (np.diff(charged) >= 0.0).all()
@@ -588,14 +592,14 @@ def attained(run: Run, learner: int, replaced: int) -> float:
     In later rounds the label lies in the middle between both worlds' predictions: there the gradient moves most.
     """
     machine, algorithm, total = Replay(run, learner, worlds=2), method(run), 0.0
-    own = algorithm.owned[learner]
+    own = algorithm.owned_mask[learner]
     row = (own / np.sqrt(own.sum()))[None]
     for t in range(run.spec.rounds):
-        centre = Message({name: value[:1] for name, value in machine.says(no_noise).fields.items()})
-        density = machine.density(centre)
+        centre = Message({name: value[:1] for name, value in machine.emit(no_noise).fields.items()})
+        density = machine.log_density(centre)
         total += float(density[0, 0] - density[1, 0])
         zeros, weights = np.zeros((1, 1, run.algorithm.dim)), algorithm.push_weights[t]
-        messages = {j: Message({"h": zeros, "w": np.full((1, 1, 1), weights[j])}) for j in machine.concerned}
+        messages = {j: Message({"h": zeros, "w": np.full((1, 1, 1), weights[j])}) for j in machine.required_senders}
         looked = copy(machine)
         looked.step(messages, *[Batch(row, np.zeros(1))] * 2)
         scores = looked.decision[:, 0] @ row[0]
@@ -613,7 +617,7 @@ def test_the_meter_adds_up_to_the_guarantee_and_to_the_epsilon_asked_for(name: s
         for _ in range(15):
             charged.append(meter.next_loss())
             meter.advance(4)
-        assert charged == run.guarantee(i).per_round.tolist()
+        assert charged == run.guarantee(i).round_losses.tolist()
         assert charged[0] == 0.0
     parts = [run.guarantee(i).epsilon() for i in range(3)]
     assert 0.5 - 1e-9 < (max(parts) if name == "dpps" else joint_epsilon(run)) <= 0.5
@@ -628,7 +632,7 @@ def test_a_replaced_loss_costs_what_two_gradients_differ_by_at_one_decision() ->
         guarantee = assemble(loss=loss, sigma=2.0, clip=clip).guarantee(0)
         expected = 3 * math.sqrt(3) * min(change, 2 * (clip or bound)) / 2.0
         assert guarantee.epsilon() == pytest.approx(expected, rel=1e-9)
-    named = {name: each.value for name, each in assemble(loss=loss).guarantee(0).grounds.constants.items()}
+    named = {name: each.value for name, each in assemble(loss=loss).guarantee(0).basis.constants.items()}
     assert (named["gradient_bound"], named["gradient_change"]) == pytest.approx((bound, change))
 
 
@@ -636,25 +640,25 @@ def test_replaced_rounds_and_rounds_without_records() -> None:
     run = assemble(rounds=6)
     two = run.guarantee(0, np.full(6, 3), np.array([0, 1, 0, 3, 0, 1]))
     one = run.guarantee(0)
-    assert np.flatnonzero(two.per_round).tolist() == [2, 4]
+    assert np.flatnonzero(two.round_losses).tolist() == [2, 4]
     assert two.epsilon() == pytest.approx(2 * one.epsilon())
     late = run.guarantee(0, counts=np.array([0, 0, 2, 1, 1, 1]))
-    assert np.flatnonzero(late.per_round).tolist() == [3]
-    assert one.paper.tolist() == pytest.approx([2 * 3 * 1.5 * (t + 1) for t in range(6)])
+    assert np.flatnonzero(late.round_losses).tolist() == [3]
+    assert one.paper_epsilon.tolist() == pytest.approx([2 * 3 * 1.5 * (t + 1) for t in range(6)])
 
 
 def test_a_sum_over_records_has_no_known_smoothness() -> None:
     """Clean primal: every later round is charged in full; the number of records does not matter."""
     guarantee = assemble(rounds=6, batch="sum", clip=0.5, primal="clean", step=1e-3, loss={"ridge": 0.0}).guarantee(0)
-    np.testing.assert_allclose(guarantee.per_round[1:], guarantee.per_round[1], rtol=1e-9)
-    assert guarantee.infinite_horizon == math.inf
+    np.testing.assert_allclose(guarantee.round_losses[1:], guarantee.round_losses[1], rtol=1e-9)
+    assert guarantee.infinite_horizon_epsilon == math.inf
 
 
 def test_without_noise_nothing_is_promised() -> None:
     run = assemble(sigma=0.0, rounds=4, batch="sum")
     assert [finding.code for finding in run.warnings] == ["NO_NOISE"]
     assert run.guarantee(0).epsilon() == math.inf
-    said = [step.message["h"] for step in simulate(run, shared(run), SeededNoise(16))]
+    said = [step.message["h"] for step in simulate_rounds(run, shared(run), SeededNoise(16))]
     assert (said[0] == 0.0).all() and (said[1] != 0.0).sum() == 7
     assert isinstance(run.algorithm.accountant(0), DualAveragingAccountant)
 
@@ -678,7 +682,7 @@ ROWS = mixing([[0.5, 0.5, 0.0], [1 / 3, 1 / 3, 1 / 3], [0.0, 0.5, 0.5]])
         ("BLOCKS", "dpsda-c", {"dim": 2}),
         ("ONE_LEARNER", "dpcda", {}),
         ("DOUBLY_STOCHASTIC", "dpsda-c", {"network": cycle(ROWS)}),
-        ("DOUBLY_STOCHASTIC", "dpsda-c", {"network": cycle(metropolis(3).at(0), ROWS)}),
+        ("DOUBLY_STOCHASTIC", "dpsda-c", {"network": cycle(metropolis(3).mixing(0), ROWS)}),
         ("DOUBLY_STOCHASTIC", "dpsda-c", {"network": cycle(mixing(0.5 * np.eye(3)))}),
         ("COLUMN_STOCHASTIC", "dpsda-ps", {"network": cycle(ROWS)}),
         ("COLUMN_STOCHASTIC", "dpps", {"network": cycle(ROWS)}),
@@ -725,7 +729,7 @@ def test_what_is_reported(codes: list[str], name: str, changes: dict[str, Any]) 
 )
 def test_a_spec_names_them(name: str, learners: int, topology: dict[str, Any]) -> None:
     document = {"rounds": 3, "learners": learners, "algorithm": {"name": name}, "topology": topology}
-    run = build_run(parse_spec({**document, "decision_set": BOX}, imports=True), 5)
-    messages = [step.message for step in simulate(run, shared(run), SeededNoise(17))]
+    run = build_run(parse_spec({**document, "decision_set": BOX}, allow_imports=True), 5)
+    messages = [step.message for step in simulate_rounds(run, shared(run), SeededNoise(17))]
     assert run.algorithm.name == name and method(run).sigma == 1.0
     assert {field: values.shape[2:] for field, values in messages[2].fields.items()} == run.algorithm.field_shapes()

@@ -12,7 +12,7 @@ import yaml
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import prepare
-from sottovoce_core.registry import ENDLESS
+from sottovoce_core.registry import UNBOUNDED_ROUNDS
 from sottovoce_core.running.policy import Policy
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec, dump_spec, parse_spec
@@ -25,7 +25,7 @@ ALL = {**SETUPS, **EXPOSED}
 
 def endless(**sections: Any) -> RunSpec:
     document = {"rounds": None, "learners": 3, "algorithm": "ldp-dol", "data": LIVE, **sections}
-    return parse_spec(document, imports=False)
+    return parse_spec(document, allow_imports=False)
 
 
 def without_an_end(setup: Setup) -> Run | SpecError:
@@ -39,7 +39,7 @@ def without_an_end(setup: Setup) -> Run | SpecError:
         **setup.sections,
     }
     try:
-        spec = parse_spec({**document, "algorithm": setup.algorithm, "data": LIVE}, imports=True)
+        spec = parse_spec({**document, "algorithm": setup.algorithm, "data": LIVE}, allow_imports=True)
         return build_run(spec, setup.n_features)
     except SpecError as refused:
         return refused
@@ -52,7 +52,7 @@ def test_who_needs_no_end_promises_the_same_without_one(name: str) -> None:
         fades = ("noise must not fade", "noise scale is positive in every round", "noise scale must stay within")
         assert any(text in str(run) for text in ("needs a number of rounds, got rounds: null", *fades))
         return
-    assert run.spec.endless
+    assert run.spec.is_unbounded
     first, counts = range(setup.rounds - 1), np.ones(setup.rounds - 1, np.int64)  # the last one of some is another
     for i in range(run.spec.n_learners):
         assert [run.algorithm.noise_scale(i, t) for t in first] == [planned.algorithm.noise_scale(i, t) for t in first]
@@ -69,10 +69,10 @@ def test_the_docs_name_who_needs_no_end() -> None:
 
 def test_null_is_read_and_written() -> None:
     spec = endless()
-    assert (spec.rounds, spec.endless) == (ENDLESS, True)
+    assert (spec.rounds, spec.is_unbounded) == (UNBOUNDED_ROUNDS, True)
     assert yaml.safe_load(dump_spec(spec))["rounds"] is None
-    assert parse_spec(yaml.safe_load(dump_spec(spec)), imports=False) == spec
-    assert not small_spec().endless
+    assert parse_spec(yaml.safe_load(dump_spec(spec)), allow_imports=False) == spec
+    assert not small_spec().is_unbounded
 
 
 def test_a_schema_of_specs_has_both() -> None:
@@ -90,7 +90,7 @@ def test_records_must_go_on() -> None:
 @pytest.mark.parametrize("learners", [3, 50])
 def test_it_is_checked_without_going_through_its_rounds(learners: int) -> None:
     run = prepare(endless(learners=learners), live=True).run
-    assert run.spec.endless
+    assert run.spec.is_unbounded
     with pytest.raises(SpecError, match="known for a number of rounds, got rounds: null: give one"):
         run.guarantee(0)
 

@@ -9,7 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from sottovoce_core.errors import AssumptionViolated, EquivocationError, RemoteProtocolError, Rule, RunEnded, SottovoceError
+from sottovoce_core.errors import (
+    AssumptionViolated,
+    EquivocationError,
+    RemoteProtocolError,
+    RunEnded,
+    SottovoceError,
+    ViolationKind,
+)
 
 RAISED_BY = (
     "sottovoce_client.auditing.network",
@@ -46,7 +53,12 @@ def test_every_error_reaches_another_process() -> None:
 
 @pytest.mark.parametrize(
     "raised",
-    [RunEnded("over", "aborted"), RemoteProtocolError("no", Rule.ROUND), EquivocationError("two"), AssumptionViolated("A", "b")],
+    [
+        RunEnded("over", "aborted"),
+        RemoteProtocolError("no", ViolationKind.ROUND),
+        EquivocationError("two"),
+        AssumptionViolated("A", "b"),
+    ],
 )
 def test_what_an_error_knows_goes_with_it(raised: SottovoceError) -> None:
     found = copy.copy(raised)

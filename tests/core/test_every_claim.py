@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sottovoce_core.algorithms import ALGORITHMS
-from sottovoce_core.algorithms.interface import LocalMessages, Message, Who
+from sottovoce_core.algorithms.interface import LocalMessages, Message, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise
 from sottovoce_core.privacy.guarantee import compose_guarantees
@@ -47,7 +47,9 @@ def seeded(name: str, offset: int = 0) -> np.random.Generator:
 
 
 def test_every_algorithm_is_attacked() -> None:
-    assert {setup.algorithm["name"] for setup in (*SETUPS.values(), *EXPOSED.values())} == set(ALGORITHMS.built_in_classes)
+    assert {setup.algorithm["name"] for setup in (*SETUPS.values(), *EXPOSED.values())} == set(
+        ALGORITHMS.built_in_classes
+    )
 
 
 # ---- never above the claim -------------------------------------------------------------------------------------------
@@ -187,15 +189,15 @@ def test_a_lie_about_push_weights_makes_no_decision_move_more(name: str, lie: fl
     setup = SETUPS[name]
     run = setup.build()
     algorithm, dim = run.algorithm, run.algorithm.dim
-    state = algorithm.start(Who((0,), 1))
+    state = algorithm.init(StateAxes((0,), 1))
     for t in range(setup.rounds - 1):
-        state, _ = algorithm.speak(state, SeededNoise(t))
-        mixing = run.network.at(t)
-        weights = mixing.heard_by(0)
+        state, _ = algorithm.emit(state, SeededNoise(t))
+        mixing = run.network.mixing(t)
+        weights = mixing.in_neighbour_weights(0)
         heard = Message({"h": np.zeros((1, 1, dim)), "w": np.full((1, 1, 1), lie)})
         batch = Batch(np.zeros((1, 1, setup.n_features)), np.zeros((1, 1)))
-        state = algorithm.listen(
-            state, LocalMessages(weights, dict.fromkeys(weights, heard), float(mixing.own[0])), batch
+        state = algorithm.update(
+            state, LocalMessages(weights, dict.fromkeys(weights, heard), float(mixing.own_weights[0])), batch
         )
         assert state.push_weight.item() >= algorithm.push_weights[t + 1, 0]  # type: ignore[attr-defined]
 

@@ -11,7 +11,7 @@ import pytest
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment, load
-from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.spec import load_spec, parse_spec
 
 
@@ -35,7 +35,7 @@ def small(folder: Path, **changes: Any) -> Experiment:
 def test_words_mappings_and_objects_say_the_same() -> None:
     word, mapping, made = (
         Experiment(rounds=5, algorithm={"name": "ldp-dol"}, loss=loss, topology={"graph": graph})
-        for loss, graph in (("logistic", "ring"), ({"kind": "logistic"}, {"kind": "ring"}), (Logistic(), "ring"))
+        for loss, graph in (("logistic", "ring"), ({"kind": "logistic"}, {"kind": "ring"}), (LogisticLoss(), "ring"))
     )
 
     assert word == mapping == made
@@ -53,7 +53,7 @@ def test_words_mappings_and_objects_say_the_same() -> None:
 )
 def test_errors_are_those_of_a_spec_file(fields: dict[str, Any]) -> None:
     with pytest.raises(SpecError) as parsed:
-        parse_spec(fields, source="experiment", imports=True)
+        parse_spec(fields, source="experiment", allow_imports=True)
     with pytest.raises(SpecError) as made:
         Experiment(**fields)
 
@@ -103,7 +103,7 @@ def test_guarantees_are_those_of_the_records_that_are_learned(tmp_path: Path) ->
     promises = [experiment.guarantee(name).epsilon() for name in experiment.names]
 
     assert promises == [experiment.guarantee(i).epsilon() for i in range(3)]
-    assert experiment.epsilon() == max(promises) == promises[experiment.dearest()]
+    assert experiment.epsilon() == max(promises) == promises[experiment.find_worst_case_learner()]
     for nobody in ("dora", 3, -1):
         with pytest.raises(SpecError, match="one of ann, ben, cleo"):
             experiment.guarantee(nobody)

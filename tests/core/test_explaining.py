@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment, require_count
-from sottovoce_core.explaining import lines_of
+from sottovoce_core.explaining import format_validation_errors
 from sottovoce_core.spec import RunSpec, parse_spec
 
 pytestmark = pytest.mark.each
@@ -44,7 +44,7 @@ WRONG = [
 def test_a_place_has_one_line_in_our_words(changes: dict[str, Any], line: str) -> None:
     document = {"rounds": 5, "algorithm": {"name": "ldp-dol"}, **changes}
     with pytest.raises(SpecError) as refused:
-        parse_spec(document, source="s.yaml", imports=True)
+        parse_spec(document, source="s.yaml", allow_imports=True)
     assert str(refused.value) == f"s.yaml: {line}"
     with pytest.raises(SpecError) as refused:
         Experiment(**document)
@@ -53,14 +53,14 @@ def test_a_place_has_one_line_in_our_words(changes: dict[str, Any], line: str) -
 
 def test_what_is_wrong_with_the_whole_does_not_quote_it() -> None:
     with pytest.raises(SpecError) as refused:
-        parse_spec({"rounds": None, "algorithm": "ldp-dol"}, source="s.yaml", imports=True)
+        parse_spec({"rounds": None, "algorithm": "ldp-dol"}, source="s.yaml", allow_imports=True)
     assert str(refused.value).startswith("s.yaml: rounds: null needs records that go on")
     assert "{" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["Krankenhaus Süd", "北院", "a.b-c_d"])
 def test_learners_are_called_as_their_language_has_it(name: str) -> None:
-    spec = parse_spec({"rounds": 5, "algorithm": "ldp-dol", "learners": [name, "other"]}, imports=True)
+    spec = parse_spec({"rounds": 5, "algorithm": "ldp-dol", "learners": [name, "other"]}, allow_imports=True)
     assert spec.names == (name, "other")
 
 
@@ -68,7 +68,7 @@ def test_every_problem_is_told_at_once() -> None:
     document = {"rounds": "x", "learners": [1], "data": {"seed": -1}, "algorithm": {"name": "ldp-dol", "v": "y"}}
     with pytest.raises(ValidationError) as refused:
         RunSpec.model_validate(document)
-    assert [line.partition(":")[0] for line in lines_of(refused.value, document, RunSpec)] == [
+    assert [line.partition(":")[0] for line in format_validation_errors(refused.value, document, RunSpec)] == [
         "rounds",
         "learners.0",
         "algorithm.v",

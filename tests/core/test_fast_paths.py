@@ -18,12 +18,12 @@ from sottovoce_core.algorithms.interface import StackedMessages
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.decision_sets import L2Ball
-from sottovoce_core.losses import Loss, bounded, loss, scale_rows
-from sottovoce_core.losses.linear import Logistic, RidgeLoss
-from sottovoce_core.noise import NoiseRequest, SeededNoise, grid, simulated
+from sottovoce_core.losses import Loss, enforce_bounds, loss, scale_rows
+from sottovoce_core.losses.linear import LogisticLoss, RidgeLoss
+from sottovoce_core.noise import NoiseRequest, SeededNoise, lattice_spacing, simulated
 from sottovoce_core.running import simulator
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 from tests.strategies import vectors
@@ -46,23 +46,25 @@ class PlainNoise:
     """
 
     def __init__(self, seed: int) -> None:
-        first, self._others = (np.random.SeedSequence(seed, spawn_key=(simulated._REPLICA_SPAWN_KEY, 0, k)) for k in range(2))
+        first, self._others = (
+            np.random.SeedSequence(seed, spawn_key=(simulated._REPLICA_SPAWN_KEY, 0, k)) for k in range(2)
+        )
         self._first, self._left = np.random.Generator(np.random.SFC64(first)), np.empty(0)
         self._draws = 0
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
-        assert draw.law == "laplace" and draw.grid is not None
+        assert draw.distribution == "laplace" and draw.spacing is not None
         lead, replicas, dim = (1, 1, *draw.shape)[-3:]  # without learners: of one; without replicas: of the first one
         count = lead * dim
         if count > len(self._left):
-            self._left = self._standard(self._first, max(simulated.AHEAD, count))
+            self._left = self._standard(self._first, max(simulated.MIN_BLOCK_NUMBERS, count))
         rows, self._left = [self._left[:count]], self._left[count:]
         if replicas > 1:
             self._draws += 1
             at = np.random.PCG64DXSM(self._others).advance(2**64 * self._draws)
             rows += list(self._standard(np.random.Generator(at), (replicas - 1) * count).reshape(-1, count))
         standard = np.stack([row.reshape(lead, dim) for row in rows], axis=1).reshape(draw.shape)
-        rounded: FloatArray = np.floor(standard * (draw.scale / draw.grid) + 0.5) * draw.grid
+        rounded: FloatArray = np.floor(standard * (draw.scale / draw.spacing) + 0.5) * draw.spacing
         return rounded
 
     def _standard(self, generator: np.random.Generator, count: int) -> FloatArray:
@@ -79,7 +81,7 @@ def plain_project(ball: L2Ball, theta: FloatArray) -> FloatArray:
 
 
 def plain_batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
-    return (data.stacked(t) for t in range(rounds))
+    return (data.stack_round(t) for t in range(rounds))
 
 
 def plain_sum(heard: StackedMessages, weights: FloatArray, name: str) -> FloatArray:
@@ -95,12 +97,12 @@ def plain_sum(heard: StackedMessages, weights: FloatArray, name: str) -> FloatAr
 def test_a_long_run_is_the_plain_one(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     most = 40 if changes["algorithm"]["name"] in SOLVING else ROUNDS
     rounds = min(most, changes.get("rounds", most))
-    spec = parse_spec({**FIELD["common"], **changes, "rounds": rounds}, imports=True)
+    spec = parse_spec({**FIELD["common"], **changes, "rounds": rounds}, allow_imports=True)
     run, data = build_run(spec, 6), made_up(spec, 6)
 
     def every_hundredth() -> list[FloatArray]:
-        steps = enumerate(simulate(run, data, SeededNoise(1), 2))
-        return [step.after.copy() for t, step in steps if t % 100 == 0 or t == rounds - 1]
+        steps = enumerate(simulate_rounds(run, data, SeededNoise(1), 2))
+        return [step.decisions_after.copy() for t, step in steps if t % 100 == 0 or t == rounds - 1]
 
     fast = every_hundredth()
     monkeypatch.setattr(loss, "_weighted_rows", np.matmul)
@@ -129,11 +131,11 @@ def test_thousands_of_rounds_are_the_recursion(name: str) -> None:
         "loss": {"kind": "logistic", "ridge": ridge, "feature_bound": 9.0},
         "decision_set": {"kind": "l2_ball", "radius": 3.0},
     }
-    spec = parse_spec(document, imports=True)
+    spec = parse_spec(document, allow_imports=True)
     run, data = build_run(spec, 4), made_up(spec, 4)
     drawn, theta = noise.Recorder(SeededNoise(2)), np.zeros((learners, 4))
-    for t, step in enumerate(simulate(run, data, drawn)):
-        said = theta + drawn.rounds["y"].pop(t)[:, 0]
+    for t, step in enumerate(simulate_rounds(run, data, drawn)):
+        said = theta + drawn.noise_by_round["y"].pop(t)[:, 0]
         after, played = np.empty_like(theta), np.empty_like(theta)
         for i, own in enumerate(data.learners):
             heard = sum(0.3 * said[j] for j in range(learners) if j != i)
@@ -146,25 +148,27 @@ def test_thousands_of_rounds_are_the_recursion(name: str) -> None:
                 pull = (t + 1) ** -0.65 * (heard - 0.6 * theta[i])
                 after[i] = played[i] = theta[i] + pull - (t + 1) ** -0.77 * gradient
         theta, played = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True) / 3.0, 1.0) for x in (after, played))
-        np.testing.assert_allclose(step.after[:, 0], played, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(step.decisions_after[:, 0], played, rtol=0, atol=1e-9)
 
 
 # ---- part by part ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [7, 585, simulated.AHEAD // 2, simulated.AHEAD // 2 + 1, 58_500])
+@pytest.mark.parametrize(
+    "count", [7, 585, simulated.MIN_BLOCK_NUMBERS // 2, simulated.MIN_BLOCK_NUMBERS // 2 + 1, 58_500]
+)
 def test_seeded_numbers_are_those_of_their_definition(count: int) -> None:
     source, plain = SeededNoise(5), PlainNoise(5)
     for t in range(40_000 // count + 3):
         scale = 1.5 * (t + 1.0) ** 0.11
-        draw = NoiseRequest("laplace", "y", t, scale, grid(scale), (count,))
+        draw = NoiseRequest("laplace", "y", t, scale, lattice_spacing(scale), (count,))
         np.testing.assert_array_equal(source(draw), plain(draw))
 
 
 def test_what_is_done_to_a_draw_reaches_no_other_one() -> None:
     source, plain = SeededNoise(6), PlainNoise(6)
     for t in range(100):
-        draw = NoiseRequest("laplace", "y", t, 1.0, grid(1.0), (2, 300))
+        draw = NoiseRequest("laplace", "y", t, 1.0, lattice_spacing(1.0), (2, 300))
         values = source(draw)
         np.testing.assert_array_equal(values, plain(draw))
         values[:] = np.nan
@@ -195,11 +199,13 @@ def test_a_single_row_is_scaled_as_one_of_many(row: FloatArray, bound: float) ->
     )
 
 
-@pytest.mark.parametrize("loss", [Logistic(feature_bound=2.0), RidgeLoss(feature_bound=2.0, label_bound=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "loss", [LogisticLoss(feature_bound=2.0), RidgeLoss(feature_bound=2.0, label_bound=0.9)], ids=str
+)
 def test_only_records_that_obey_are_taken_as_they_are(loss: Loss) -> None:
     """Batches say so of themselves, for one loss; another loss looks at them again."""
     spec = parse_spec(
-        {"rounds": 40, "learners": 2, "algorithm": {"name": "ldp-dol"}, "loss": loss.model_dump()}, imports=True
+        {"rounds": 40, "learners": 2, "algorithm": {"name": "ldp-dol"}, "loss": loss.model_dump()}, allow_imports=True
     )
     obeying = 0
     for scale in (0.1, 3.0):
@@ -209,15 +215,17 @@ def test_only_records_that_obey_are_taken_as_they_are(loss: Loss) -> None:
                 i, type(own)(scale * own.features, 0.5 * own.labels * scale, own.order, own.offsets)
             )
         for t, batch in enumerate(simulator._batches(data, 40, loss)):
-            features, labels = loss.enforce(data.stacked(t).features, data.stacked(t).labels)
+            features, labels = loss.enforce_bounds(data.stack_round(t).features, data.stack_round(t).labels)
             obeying += batch.bounding_loss is loss
-            for each in (bounded(loss, batch), bounded(loss, bounded(loss, batch))):
+            for each in (enforce_bounds(loss, batch), enforce_bounds(loss, enforce_bounds(loss, batch))):
                 np.testing.assert_array_equal(each.features, features)
                 np.testing.assert_array_equal(each.labels, labels)
             louder = replace(
-                bounded(loss, batch), features=100.0 * batch.features
+                enforce_bounds(loss, batch), features=100.0 * batch.features
             )  # other records: nothing is known of them
-            np.testing.assert_array_equal(bounded(loss, louder).features, loss.enforce(louder.features, labels)[0])
+            np.testing.assert_array_equal(
+                enforce_bounds(loss, louder).features, loss.enforce_bounds(louder.features, labels)[0]
+            )
             stricter = loss.model_copy(update={"feature_bound": 0.01})
-            assert np.linalg.norm(bounded(stricter, batch).features, axis=-1).max() <= 0.01 * (1 + 1e-12)
+            assert np.linalg.norm(enforce_bounds(stricter, batch).features, axis=-1).max() <= 0.01 * (1 + 1e-12)
     assert obeying == 40

@@ -17,16 +17,16 @@ from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.block import Block, Layout
 from sottovoce_core.auditing.conformance.freshness import (
+    LARGEST_PAIR_TIE_PROBABILITY,
     MAX_COPIES,
     SIZE_TIE_PROBABILITY,
-    LARGEST,
     Freshness,
     _Keys,
     _mixed,
     _paired,
     _Ties,
 )
-from sottovoce_core.noise import NoiseRequest, KeyedNoise, grid
+from sottovoce_core.noise import KeyedNoise, NoiseRequest, lattice_spacing
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
 MID = (5, 16, 20, 17)
@@ -38,11 +38,11 @@ def examined(*blocks: Block) -> dict[str, Test]:
     found = Freshness(blocks[0].layout)
     for block in blocks:
         found.add(block)
-    return {test.name: test for test in AlphaAllocation(0.01).judged("freshness", found.tests())}
+    return {test.name: test for test in AlphaAllocation(0.01).assign_levels("freshness", found.compute_tests())}
 
 
 def refuted(tests: Mapping[str, Test]) -> set[str]:
-    return {name for name, test in tests.items() if test.rejects}
+    return {name for name, test in tests.items() if test.is_significant}
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_one_size_that_is_said_often_is_found_among_many_numbers() -> None:
         steps = discrete_laplace(rng, (5, 20, 100, 100))
         steps[rng.random(steps.shape) < 1e-3] = 2**40 + 7 * 2**30
         found.add(block_of(steps))
-    tests = {test.name: test for test in found.tests()}
+    tests = {test.name: test for test in found.compute_tests()}
     assert tests["ties"].p_value < 1e-6
 
 
@@ -159,7 +159,7 @@ def test_ties_expected_of_numbers_pairs_and_streams() -> None:
     assert expected(27_200, SIZE_TIE_PROBABILITY / 2.0) == pytest.approx(0.0054, abs=5e-5)
     assert expected(10**6, SIZE_TIE_PROBABILITY / 2.0) == pytest.approx(7.28, abs=5e-3)
     assert expected(10**6, SIZE_TIE_PROBABILITY**2) < 1e-7  # a hash of 63 bits rules, 2^-72 would be 1e-10
-    assert expected(10**6, LARGEST) < 1e-7
+    assert expected(10**6, LARGEST_PAIR_TIE_PROBABILITY) < 1e-7
     assert special.pdtr(0, 500 * 499 / 2 / 50_000) == pytest.approx(0.0825, abs=1e-4)
 
 
@@ -185,14 +185,14 @@ def test_runs_add_up() -> None:
     second.add(halves[1])
     first.merge(pickle.loads(pickle.dumps(second)))  # noqa: S301  as between processes
     empty.merge(first)
-    assert "pair ties" in {test.name for test in at_once.tests() if test.p_value < 1e-9}
-    for other in (examined(*halves), *({t.name: t for t in each.tests()} for each in (first, empty))):
-        for test in at_once.tests():
+    assert "pair ties" in {test.name for test in at_once.compute_tests() if test.p_value < 1e-9}
+    for other in (examined(*halves), *({t.name: t for t in each.compute_tests()} for each in (first, empty))):
+        for test in at_once.compute_tests():
             assert (other[test.name].statistic, other[test.name].p_value) == (test.statistic, test.p_value)
 
 
 def test_no_noise_is_no_test() -> None:
-    assert Freshness(Layout(("a",), 3, (("y", 5),))).tests() == []
+    assert Freshness(Layout(("a",), 3, (("y", 5),))).compute_tests() == []
     steps = np.zeros((2, 3, 4, 5), np.int64)
     assert examined(block_of(steps, known=np.array(False))) == {}
     assert examined(block_of(steps, lost=1)) == {}  # float64 does not resolve it, so equal numbers say nothing
@@ -207,7 +207,9 @@ def fresh(rng: np.random.Generator, shape: tuple[int, int, int, int]) -> Block:
     """Fresh noise of decaying scales around centres that do not move, 5 % of it replayed off by one."""
     drawn = discrete_laplace(rng, shape)
     slips = np.zeros_like(drawn)
-    slips[:, 1:] = np.where(np.abs(drawn[:, :-1]) > 3.0 / (float(grid(SCALE)) / SCALE), np.sign(drawn[:, :-1]), 0)
+    slips[:, 1:] = np.where(
+        np.abs(drawn[:, :-1]) > 3.0 / (float(lattice_spacing(SCALE)) / SCALE), np.sign(drawn[:, :-1]), 0
+    )
     scale: FloatArray = (
         SCALE * 2.0 ** -np.arange(float(shape[1]))[None, :, None]
     )  # so that spacings have one ratio to scales
@@ -227,7 +229,7 @@ def test_fresh_noise_is_not_accused() -> None:
             block = fresh(rng, shape)
             found = Freshness(block.layout)
             found.add(block)
-            tests = AlphaAllocation(1.0).judged("freshness", found.tests())
+            tests = AlphaAllocation(1.0).assign_levels("freshness", found.compute_tests())
             smallest.append(min((test.p_value / test.level for test in tests), default=1.0))
     for alpha in (0.01, 0.3):
         accused = int(np.count_nonzero(np.array(smallest) < alpha))
@@ -239,10 +241,10 @@ def test_low_words_of_fresh_noise_come_twice_as_often_as_chance_has_it() -> None
     found = Freshness(Layout(tuple("abcde"), 20, (("y", 120),)))
     for n in range(4):
         drawn = KeyedNoise("a secret", f"part {n}", 0)(
-            NoiseRequest("laplace", "y", 0, SCALE, float(grid(SCALE)), (5, 20, 50, 120))
+            NoiseRequest("laplace", "y", 0, SCALE, float(lattice_spacing(SCALE)), (5, 20, 50, 120))
         )
-        found.add(block_of(np.rint(drawn / float(grid(SCALE))).astype(np.int64)))
-    tests = {test.name: test for test in AlphaAllocation(0.01).judged("freshness", found.tests())}
+        found.add(block_of(np.rint(drawn / float(lattice_spacing(SCALE))).astype(np.int64)))
+    tests = {test.name: test for test in AlphaAllocation(0.01).assign_levels("freshness", found.compute_tests())}
     assert refuted(tests) == set()
     assert tests["low words"].statistic > 0
 
@@ -306,23 +308,25 @@ def test_noise_that_is_said_again_is_found(name: str) -> None:
     tests = examined(block_of(broken(rng, discrete_laplace(rng, MID))))
     assert refuted(tests) >= expected, {name: test.p_value for name, test in tests.items()}
     if where:
-        assert any(where in tests[each].where for each in expected)
+        assert any(where in tests[each].location for each in expected)
 
 
 def test_a_copy_in_another_scale_is_found_and_one_in_the_same_units_is() -> None:
     """Learner 1 has 0.3 of learner 0's scale. It says the other's noise in its own scale, or as it is on its own lattice."""
     rng = np.random.default_rng(7)
     scale = SCALE * np.array([1.0, 0.3])[:, None, None]
-    spacing = np.asarray(grid(scale)) / scale
+    spacing = np.asarray(lattice_spacing(scale)) / scale
     steps = discrete_laplace(rng, (2, 4, 10, 12))
     standard = steps.copy()
     standard[1, 2, 5] = np.rint(steps[0, 2, 5] * (spacing[0] / spacing[1]))
     assert {"ties", "pair ties", "permuted messages"} <= refuted(examined(block_of(standard, scale=scale)))
     as_it_is = steps.copy()
-    as_it_is[1, 2, 5] = np.rint(steps[0, 2, 5] * (float(grid(SCALE)) / np.asarray(grid(scale))[1, 0, 0]))
+    as_it_is[1, 2, 5] = np.rint(
+        steps[0, 2, 5] * (float(lattice_spacing(SCALE)) / np.asarray(lattice_spacing(scale))[1, 0, 0])
+    )
     tests = examined(block_of(as_it_is, scale=scale))
     assert {"ties", "pair ties"} <= refuted(tests)
-    assert tests["pair ties"].where.startswith("pairs as they are")
+    assert tests["pair ties"].location.startswith("pairs as they are")
 
 
 def test_one_number_said_again_in_the_next_run_is_found() -> None:
@@ -361,5 +365,5 @@ def test_learners_and_worlds_are_looked_at_together() -> None:
     second[1, 2, 4] = first[0, 3, 1]
     one, other = (block_of(each, learners=("ann", "ben")) for each in (first, second))
     tests = examined(one, other)
-    assert "ann, round 3" in tests["pair ties"].where
-    assert "ben, round 2" in tests["pair ties"].where
+    assert "ann, round 3" in tests["pair ties"].location
+    assert "ben, round 2" in tests["pair ties"].location

@@ -23,20 +23,20 @@ from sottovoce_core.algorithms.follow_the_leader.accounting import (
 from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
 from sottovoce_core.algorithms.follow_the_leader.d_ftgl import _DFtgl
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
-from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec, Problem
-from sottovoce_core.algorithms.interface import StackedMessages, LocalMessages, Message, Who
-from sottovoce_core.algorithms.setting import Setting
+from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec, RegretParameters
+from sottovoce_core.algorithms.interface import LocalMessages, Message, StackedMessages, StateAxes
+from sottovoce_core.algorithms.setting import RunContext
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.losses import mean_gradient
-from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.network.topology import FixedNetwork
 from sottovoce_core.noise import NoiseRequest, NoiseSource, Recorder, SeededNoise, no_noise
-from sottovoce_core.privacy.accountant import guarantee
+from sottovoce_core.privacy.accountant import compute_guarantee
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import SimulatedRound, simulate
+from sottovoce_core.running.simulator import SimulatedRound, simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
@@ -54,7 +54,7 @@ def ran(name: str, rounds: int = 83, learners: int = 5, *, n_features: int = 3, 
     chosen = {key: value for key, value in given.items() if value is not None}
     sections = {"loss": LOSS, "decision_set": BALL, **more}
     document = {"rounds": rounds, "learners": learners, "durability": "process", **sections}
-    return build_run(parse_spec({**document, "algorithm": {"name": name, **chosen}}, imports=True), n_features)
+    return build_run(parse_spec({**document, "algorithm": {"name": name, **chosen}}, allow_imports=True), n_features)
 
 
 def letter(name: str, graph: str = "complete", **algorithm: Any) -> Run:
@@ -79,7 +79,7 @@ class Again:
     part: Any
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
-        drawn: FloatArray = self.recorder.rounds[draw.field][draw.round][self.part]
+        drawn: FloatArray = self.recorder.noise_by_round[draw.field][draw.round][self.part]
         return drawn
 
 
@@ -90,11 +90,11 @@ def ftgl(run: Run) -> PdFtgl:
 
 
 def simulated(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> list[SimulatedRound]:
-    return list(simulate(run, data, noise, replicas))
+    return list(simulate_rounds(run, data, noise, replicas))
 
 
 def transcript_of(steps: list[SimulatedRound]) -> Transcript:
-    return Transcript.of(step.message for step in steps)
+    return Transcript.from_rounds(step.message for step in steps)
 
 
 # ---- the algorithm as the paper writes it ----------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def block_gradient(run: Run, data: PlacedData, learner: int, rounds: range, x: F
     total = np.zeros(3)
     for t in rounds:
         batch = data.learners[learner].batch(t)
-        features, labels = run.loss.enforce(batch.features, batch.labels)
+        features, labels = run.loss.enforce_bounds(batch.features, batch.labels)
         total = total + mean_gradient(run.loss, x, replace(batch, features=features, labels=labels))
     return total
 
@@ -158,27 +158,27 @@ def test_decisions_are_those_of_the_paper(name: str, placement: str, rounds: int
     run = ran(name, rounds, algorithm={"noise_placement": placement})
     data, noise = made_up(run.spec, batch=2), Recorder(SeededNoise(1))
     steps = simulated(run, data, noise)
-    expected = by_the_book(run, data, {t // 10: drawn[:, 0] for t, drawn in noise.rounds["y"].items()})
+    expected = by_the_book(run, data, {t // 10: drawn[:, 0] for t, drawn in noise.noise_by_round["y"].items()})
 
-    assert ftgl(run).gossip.share == 0.5
+    assert ftgl(run).gossip.mixing_share == 0.5
     for step in steps:
-        np.testing.assert_allclose(step.before[:, 0], expected[step.t // 10 + 1], rtol=1e-8, atol=1e-9)
-    assert max(float(np.abs(step.before).max()) for step in steps) > 0.01
-    np.testing.assert_array_equal(steps[-1].after, steps[-1].before)  # x(Z+1) would never be played
+        np.testing.assert_allclose(step.decisions_before[:, 0], expected[step.t // 10 + 1], rtol=1e-8, atol=1e-9)
+    assert max(float(np.abs(step.decisions_before).max()) for step in steps) > 0.01
+    np.testing.assert_array_equal(steps[-1].decisions_after, steps[-1].decisions_before)  # x(Z+1) would never be played
 
 
 @pytest.mark.parametrize("name", PRIVATE)
 def test_a_decision_rests_on_what_is_two_or_three_blocks_older(name: str) -> None:
     run = ran(name)
     data = made_up(run.spec)
-    first = [step.before for step in simulated(run, data, SeededNoise(2))]
+    first = [step.decisions_before for step in simulated(run, data, SeededNoise(2))]
     delay = 2 if name == "pd-ftgl" else 3
     assert all(not first[t].any() for t in range(10 * delay))
 
     for block in range(8):
         t = 10 * block + 4
         changed = data.with_learner(1, data.learners[1].with_use(t, np.array([2.0, -1.0, 3.0]), 1.0))
-        second = [step.before for step in simulated(run, changed, SeededNoise(2))]
+        second = [step.decisions_before for step in simulated(run, changed, SeededNoise(2))]
         apart = [t for t in range(83) if (first[t] != second[t]).any()]
         # The last two (three) block sums are never said, so they move nothing.
         assert apart[:1] == ([] if block + delay > 8 else [10 * (block + delay)])
@@ -189,7 +189,7 @@ def test_the_message_is_gossip_and_elsewhere_a_blank() -> None:
     run = ran("pd-ftgl", algorithm={"gossip_steps": 6})
     data, noise = made_up(run.spec), Recorder(SeededNoise(3))
     steps = simulated(run, data, noise)
-    assert sorted(noise.rounds["y"]) == [10 * leaf for leaf in range(1, 8)]
+    assert sorted(noise.noise_by_round["y"]) == [10 * leaf for leaf in range(1, 8)]
 
     for step in steps:
         block, k = divmod(step.t, 10)
@@ -202,7 +202,9 @@ def test_the_message_is_gossip_and_elsewhere_a_blank() -> None:
         mixed = ftgl(run).gossip.polynomial(k, ftgl(run).momentum) @ first
         np.testing.assert_allclose(said[:, 0], mixed, rtol=1e-10, atol=1e-10)
     own = np.stack([block_gradient(run, data, i, range(10), np.zeros(3)) for i in range(5)])
-    np.testing.assert_allclose(steps[10].message["y"][:, 0] - noise.rounds["y"][10][:, 0], own, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(
+        steps[10].message["y"][:, 0] - noise.noise_by_round["y"][10][:, 0], own, rtol=0, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -211,7 +213,7 @@ def test_the_message_is_gossip_and_elsewhere_a_blank() -> None:
 )
 def test_decisions_stay_in_the_decision_set(name: str, decision_set: dict[str, Any]) -> None:
     run = ran(name, decision_set=decision_set, algorithm={"multiplier": 0.01, "epsilon": 0.1})
-    last = simulated(run, made_up(run.spec), SeededNoise(4), 4)[-1].after
+    last = simulated(run, made_up(run.spec), SeededNoise(4), 4)[-1].decisions_after
     np.testing.assert_allclose(ftgl(run).decision_set.project(last), last, atol=1e-12)
     assert np.abs(last).max() > 0.09
 
@@ -224,7 +226,7 @@ def test_matrices_stay_in_the_trace_norm_ball(name: str) -> None:
         decision_set={"kind": "trace_norm", "rows": 2, "columns": 3, "radius": 0.5},
         algorithm={"multiplier": 0.01},
     )
-    last = simulated(run, made_up(run.spec), SeededNoise(4), 4)[-1].after
+    last = simulated(run, made_up(run.spec), SeededNoise(4), 4)[-1].decisions_after
     trace_norms = np.linalg.norm(last.reshape(5, 4, 2, 3), ord="nuc", axis=(2, 3))
     assert trace_norms.max() == pytest.approx(0.5, rel=0.1)
     assert trace_norms.max() <= 0.5 + 1e-12
@@ -234,7 +236,7 @@ def test_conditional_gradient_comes_as_near_as_its_bound() -> None:
     """After L steps within `4 R / sqrt(L + 2)` of the minimiser of (9), with a gap of at most `8 c R^2 / (L + 2)`."""
     run = ran("pd-ocg", 200, algorithm={"block_length": 40, "multiplier": 0.02, "epsilon": 1.0})
     algorithm, generator = ftgl(run), np.random.default_rng(5)
-    state = algorithm.start(Who((0,), 50))
+    state = algorithm.init(StateAxes((0,), 50))
     x = algorithm.decision_set.project(generator.normal(size=(1, 50, 3)))
     state = replace(state, ahead=x, prefix=30 * generator.normal(size=(1, 50, 3)))
     curvature = algorithm.loss.ridge * 40 + 2 * algorithm.regularization
@@ -266,8 +268,8 @@ def test_the_baseline_without_noise_comes_near_the_central_optimum() -> None:
 
 def near_the_optimum(run: Run) -> None:
     data = made_up(run.spec, records=20)
-    *_, last = simulate(run, data, no_noise)
-    features = np.concatenate([run.loss.enforce(each.features, each.labels)[0] for each in data.learners])
+    *_, last = simulate_rounds(run, data, no_noise)
+    features = np.concatenate([run.loss.enforce_bounds(each.features, each.labels)[0] for each in data.learners])
     labels = np.concatenate([each.labels for each in data.learners])
 
     def objective(x: FloatArray) -> float:
@@ -276,13 +278,13 @@ def near_the_optimum(run: Run) -> None:
 
     optimum = minimize(objective, np.zeros(3), tol=1e-12).x
     assert np.linalg.norm(optimum) > 0.1
-    assert np.abs(last.after[:, 0] - optimum).max() < 0.05 * np.linalg.norm(optimum)
+    assert np.abs(last.decisions_after[:, 0] - optimum).max() < 0.05 * np.linalg.norm(optimum)
 
 
 def test_learning_starts_where_the_loss_says() -> None:
     """A network of neurons has its own starting point: regularisation pulls towards it, not towards zero."""
 
-    class Elsewhere(Logistic):
+    class Elsewhere(LogisticLoss):
         def initial(self, dim: int) -> FloatArray:
             return np.full(dim, 0.25)
 
@@ -290,7 +292,7 @@ def test_learning_starts_where_the_loss_says() -> None:
         run = ran(name, loss={**LOSS, "ridge": 0.0}, algorithm={"multiplier": 1e6})
         assert isinstance(run.algorithm, PdFtgl | _DFtgl)
         elsewhere = replace(run.algorithm, loss=Elsewhere(feature_bound=2.0, ridge=0.0))
-        last = simulated(replace(run, algorithm=elsewhere), made_up(run.spec), no_noise)[-1].after
+        last = simulated(replace(run, algorithm=elsewhere), made_up(run.spec), no_noise)[-1].decisions_after
         np.testing.assert_allclose(last, 0.25, atol=1e-3)
 
 
@@ -300,31 +302,31 @@ def test_learning_starts_where_the_loss_says() -> None:
 def test_a_round_of_the_baseline_is_the_papers_update() -> None:
     """(3) and (4), rounds counted from 0."""
     run = ran("d-ftgl", 30, 4, topology={"graph": "path"})
-    data, P, algorithm = made_up(run.spec, batch=2), run.network.at(0).matrix, run.algorithm
+    data, P, algorithm = made_up(run.spec, batch=2), run.network.mixing(0).matrix, run.algorithm
     assert isinstance(algorithm, _DFtgl)
     total = np.zeros((4, 3))
     for step in simulated(run, data, no_noise):
         np.testing.assert_allclose(step.message["y"][:, 0], total, atol=1e-12)
-        seen = [block_gradient(run, data, i, range(step.t, step.t + 1), step.before[i, 0]) for i in range(4)]
+        seen = [block_gradient(run, data, i, range(step.t, step.t + 1), step.decisions_before[i, 0]) for i in range(4)]
         total = P @ total + np.stack(seen)
         x = -total / (0.1 * (step.t + 1) + 2 * algorithm.regularization)
-        np.testing.assert_allclose(step.after[:, 0], algorithm.decision_set.project(x), rtol=1e-11)
+        np.testing.assert_allclose(step.decisions_after[:, 0], algorithm.decision_set.project(x), rtol=1e-11)
 
 
 def test_the_baseline_promises_nothing() -> None:
     run = ran("d-ftgl", 30)
     meter, guarantee = run.algorithm.accountant(0), run.guarantee(0)
     assert [finding.code for finding in run.warnings] == ["WIRE_EXPOSED"]
-    assert guarantee.per_round[0] == 0.0
-    assert (guarantee.per_round[1:] == math.inf).all()
+    assert guarantee.round_losses[0] == 0.0
+    assert (guarantee.round_losses[1:] == math.inf).all()
     assert run.algorithm.noise_scale(0, 3) == 0.0
-    for loss in guarantee.per_round:
+    for loss in guarantee.round_losses:
         assert meter.next_loss() == loss
         meter.advance(1)
     data = made_up(run.spec)
     own = data.learners[0]
     worlds = [own, own.with_use(3, np.array([2.0, -1.0, 3.0]), 1.0)]
-    realised = replay(run, transcript_of(simulated(run, data, no_noise)), 0, worlds).realised[:, 0, 0]
+    realised = replay(run, transcript_of(simulated(run, data, no_noise)), 0, worlds).realised_losses[:, 0, 0]
     assert np.flatnonzero(realised == math.inf).tolist() == [4]  # then the forced message is every world's own
     assert not realised[np.isfinite(realised)].any()
 
@@ -340,7 +342,7 @@ def test_values_of_the_letter_experiment(
     graph: str, gap: float, theta: float, length: int, count: int, sharp: int
 ) -> None:
     algorithm = ftgl(letter("pd-ftgl", graph))
-    assert algorithm.gossip.gap == pytest.approx(gap, abs=5e-6)
+    assert algorithm.gossip.spectral_gap == pytest.approx(gap, abs=5e-6)
     assert algorithm.momentum == pytest.approx(theta, abs=5e-6)
     assert algorithm.blocks == BlockSchedule(150_000, length, length, count - 2)
     assert algorithm.gossip.sharp_steps(150_000) == sharp
@@ -352,11 +354,11 @@ def test_values_of_the_letter_experiment(
 def test_scales_of_the_letter_experiment(placement: str, rule: str, scale: float) -> None:
     run = letter("pd-ftgl", scale_rule=rule, noise_placement=placement)
     guarantee = run.guarantee(0)
-    claim = guarantee.cumulative_epsilon[-1] if guarantee.output is None else guarantee.output[-1]
+    claim = guarantee.cumulative_epsilon[-1] if guarantee.output_epsilon is None else guarantee.output_epsilon[-1]
     assert ftgl(run).scales == pytest.approx((scale,) * 9, abs=5e-3)
     assert claim <= 10.0
     assert claim == pytest.approx(10.0 if rule == "tight" else 10.0 * 48.95 / 234.90, rel=1e-4)
-    assert guarantee.paper[-1] == pytest.approx(10.0 * 234.90 / scale, rel=1e-3)
+    assert guarantee.paper_epsilon[-1] == pytest.approx(10.0 * 234.90 / scale, rel=1e-3)
     assert levels(ftgl(run).blocks.leaves) == 12
 
 
@@ -367,7 +369,7 @@ def test_gossip_agrees_as_fast_as_promised(n: int, steps: int, seed: int) -> Non
     weights = np.random.default_rng(seed).random((n, n))
     weights = (weights + weights.T) / (4 * n)
     np.fill_diagonal(weights, 0.0)
-    gossip = Gossip.of(FixedNetwork.from_weights(weights - np.diag(weights.sum(axis=1))), "auto")
+    gossip = Gossip.from_network(FixedNetwork.from_weights(weights - np.diag(weights.sum(axis=1))), "auto")
     Q, J = gossip.polynomial(steps, gossip.momentum), np.full((n, n), 1 / n)
     s = math.sqrt(1 - gossip.sigma_2**2)
     np.testing.assert_allclose(Q.sum(axis=0), 1.0)
@@ -378,8 +380,8 @@ def test_lazy_gossip_is_half_the_step() -> None:
     complete = {"graph": "complete"}
     run, lazy_run = (ran("pd-ftgl", topology=complete, algorithm={"lazy": lazy}) for lazy in ("auto", True))
     plain, lazy = ftgl(run).gossip, ftgl(lazy_run).gossip
-    np.testing.assert_allclose(lazy.matrix, (np.eye(5) + run.network.at(0).matrix) / 2)
-    assert plain.share == 1.0
+    np.testing.assert_allclose(lazy.matrix, (np.eye(5) + run.network.mixing(0).matrix) / 2)
+    assert plain.mixing_share == 1.0
     own, others = np.array([1.0, -2.0]), np.array([3.0, 5.0])
     np.testing.assert_allclose(plain.mix(own, 0.8 * others, 0.2), 0.2 * own + 0.8 * others)
     np.testing.assert_allclose(lazy.mix(own, 0.8 * others, 0.2), 0.6 * own + 0.4 * others)
@@ -390,7 +392,7 @@ def test_a_prefix_carries_the_noise_of_its_nodes_and_little_is_kept(leaves: int)
     nodes, prefix = OpenNodes(), 0.0
     noise = np.random.default_rng(leaves).integers(-(2**20), 2**20, leaves + 1).astype(float)
     for leaf in range(1, leaves + 1):
-        prefix += noise[leaf] - float(nodes.merged(leaf))
+        prefix += noise[leaf] - float(nodes.merged_noise(leaf))
         nodes = nodes.add_leaf(leaf, np.array(noise[leaf]))
         assert prefix == sum(noise[r] for r in prefix_nodes(leaf))
         assert len(nodes.noise) == leaf.bit_count() <= levels(leaf)
@@ -412,18 +414,20 @@ def test_single_learners_equal_all_learners_at_once(name: str, placement: str) -
     run = ran(name, algorithm={"noise_placement": placement} if name in PRIVATE else {})
     data, noise = made_up(run.spec, batch=3), Recorder(SeededNoise(6))
     together = simulated(run, data, noise)
-    states = [run.algorithm.start(Who(i)) for i in range(5)]
+    states = [run.algorithm.init(StateAxes(i)) for i in range(5)]
     for step in together:
         messages: dict[int, Message] = {}
-        mixing = run.network.at(step.t)
+        mixing = run.network.mixing(step.t)
         for i in range(5):
-            states[i], messages[i] = run.algorithm.speak(states[i], Again(noise, (i, 0)))
+            states[i], messages[i] = run.algorithm.emit(states[i], Again(noise, (i, 0)))
         for i in range(5):
             assert messages[i]["y"].shape == (3,)
-            heard = LocalMessages(mixing.heard_by(i), messages, float(mixing.own[i]))
-            states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(step.t))
+            heard = LocalMessages(mixing.in_neighbour_weights(i), messages, float(mixing.own_weights[i]))
+            states[i] = run.algorithm.update(states[i], heard, data.learners[i].batch(step.t))
             np.testing.assert_allclose(messages[i]["y"], step.message["y"][i, 0], rtol=1e-12, atol=1e-12)
-            np.testing.assert_allclose(run.algorithm.decision(states[i]), step.after[i, 0], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(
+                run.algorithm.decision(states[i]), step.decisions_after[i, 0], rtol=1e-12, atol=1e-12
+            )
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -435,20 +439,20 @@ def test_every_replica_is_a_run_of_its_own(name: str) -> None:
         alone = simulated(run, data, Again(noise, (slice(None), slice(k, k + 1))))
         for many, one in zip(together, alone, strict=True):
             np.testing.assert_allclose(many.message["y"][:, k], one.message["y"][:, 0], rtol=1e-12, atol=1e-12)
-            np.testing.assert_allclose(many.after[:, k], one.after[:, 0], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(many.decisions_after[:, k], one.decisions_after[:, 0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [*PRIVATE, "d-ftgl"])
 def test_a_state_is_a_value(name: str) -> None:
     run = ran(name)
-    data, state = made_up(run.spec), run.algorithm.start(Who((0, 1, 2, 3, 4), 1))
-    mixing = run.network.at(0)
+    data, state = made_up(run.spec), run.algorithm.init(StateAxes((0, 1, 2, 3, 4), 1))
+    mixing = run.network.mixing(0)
     for t in range(45):
-        spoken, message = run.algorithm.speak(state, SeededNoise(t))
-        assert (run.algorithm.speak(state, SeededNoise(t))[1]["y"] == message["y"]).all()
+        spoken, message = run.algorithm.emit(state, SeededNoise(t))
+        assert (run.algorithm.emit(state, SeededNoise(t))[1]["y"] == message["y"]).all()
         heard = StackedMessages(mixing, message)
         before = run.algorithm.decision(spoken).copy()
-        one, two = (run.algorithm.listen(spoken, heard, data.stacked(t)) for _ in range(2))
+        one, two = (run.algorithm.update(spoken, heard, data.stack_round(t)) for _ in range(2))
         assert (run.algorithm.decision(spoken) == before).all()
         assert (run.algorithm.decision(one) == run.algorithm.decision(two)).all()
         state = one
@@ -458,17 +462,17 @@ def test_a_learner_alone_learns() -> None:
     run = ran("pd-ftgl", learners=1)
     data, noise = made_up(run.spec), Recorder(SeededNoise(8))
     steps = simulated(run, data, noise)
-    expected = by_the_book(run, data, {t // 10: drawn[:, 0] for t, drawn in noise.rounds["y"].items()})
-    np.testing.assert_allclose(steps[-1].before[:, 0], expected[9], rtol=1e-8, atol=1e-9)
+    expected = by_the_book(run, data, {t // 10: drawn[:, 0] for t, drawn in noise.noise_by_round["y"].items()})
+    np.testing.assert_allclose(steps[-1].decisions_before[:, 0], expected[9], rtol=1e-8, atol=1e-9)
 
 
 def test_memory_does_not_grow_with_blocks() -> None:
     run = ran("pd-ftgl", 400, algorithm={"block_length": 1, "gossip_steps": 1})
     data, algorithm = made_up(run.spec), run.algorithm
-    state, mixing = algorithm.start(Who((0, 1, 2, 3, 4), 1)), run.network.at(0)
+    state, mixing = algorithm.init(StateAxes((0, 1, 2, 3, 4), 1)), run.network.mixing(0)
     for t in range(399):
-        state, message = algorithm.speak(state, SeededNoise(t))
-        state = algorithm.listen(state, StackedMessages(mixing, message), data.stacked(t))
+        state, message = algorithm.emit(state, SeededNoise(t))
+        state = algorithm.update(state, StackedMessages(mixing, message), data.stack_round(t))
         assert len(state.nodes.noise) <= levels(398)
 
 
@@ -478,7 +482,7 @@ def test_memory_does_not_grow_with_blocks() -> None:
 def within(run: Run, data: PlacedData, worlds: list[LearnerData], transcript: Transcript, claim: FloatArray) -> float:
     """Round by round at most the claim. Returns the largest loss of all."""
     losses = replay(run, transcript, 0, worlds)
-    shown, worst = np.cumsum(losses.realised, axis=0), np.cumsum(losses.largest, axis=0)
+    shown, worst = np.cumsum(losses.realised_losses, axis=0), np.cumsum(losses.max_losses, axis=0)
     assert (np.abs(shown) <= claim[:, None, None] * (1 + 1e-9) + 1e-9).all()
     assert (worst <= claim[:, None, None] * (1 + 1e-9) + 1e-9).all()
     return float(losses.supremum.max())
@@ -506,7 +510,7 @@ def test_several_records_cost_at_most_the_sum_over_their_nodes(name: str) -> Non
     transcript, own = transcript_of(simulated(run, data, SeededNoise(9), 4)), data.learners[0]
     worlds = [own, *(own.with_record(row, np.array([2.0, -3.0, 1.0]), 1.0) for row in range(6))]
     for row in range(6):
-        replaced = np.bincount(own.rounds_of(row), minlength=83)
+        replaced = np.bincount(own.find_rounds(row), minlength=83)
         claim = run.guarantee(0, None, replaced).cumulative_epsilon
         assert within(run, data, [own, worlds[row + 1]], transcript, claim) > 0.1
         assert claim[-1] > run.guarantee(0).epsilon()
@@ -523,7 +527,7 @@ def test_the_claim_is_attained() -> None:
     losses = replay(run, transcript, 0, [own, own.with_use(0, aligned, 1.0)])
 
     assert losses.supremum[0, 0] == pytest.approx(2.0, rel=1e-6)
-    assert np.flatnonzero(losses.largest[:, 0, 0] > 1e-9).tolist() == [10, 20, 40]
+    assert np.flatnonzero(losses.max_losses[:, 0, 0] > 1e-9).tolist() == [10, 20, 40]
     assert run.guarantee(0).epsilon() == pytest.approx(2.0, rel=1e-6)
     assert run.guarantee(0).epsilon() <= 2.0
 
@@ -549,14 +553,14 @@ def test_as_published_the_wire_tells_everything(name: str) -> None:
     losses = replay(run, transcript, 0, [own, own, own.with_use(3, np.array([2.0, 1.0, -1.0]), 1.0)])
 
     assert (losses.total[0] == 0.0).all()
-    assert (losses.realised[10, 1] == math.inf).all()
-    assert np.isinf(guarantee.per_round).nonzero()[0].tolist() == [
+    assert (losses.realised_losses[10, 1] == math.inf).all()
+    assert np.isinf(guarantee.round_losses).nonzero()[0].tolist() == [
         10 * leaf for leaf in range(1, 8 - (name == "pd-ocg"))
     ]
     assert run.algorithm.noise_scale(0, 10) == 0.0
     assert "WIRE_EXPOSED" in {finding.code for finding in run.warnings}
-    assert guarantee.output is not None and guarantee.output[-1] == pytest.approx(0.01, rel=1e-5)
-    assert guarantee.output[-1] <= 0.01
+    assert guarantee.output_epsilon is not None and guarantee.output_epsilon[-1] == pytest.approx(0.01, rel=1e-5)
+    assert guarantee.output_epsilon[-1] <= 0.01
 
 
 def test_too_few_steps_cost_more_in_decisions_but_not_on_the_wire() -> None:
@@ -568,7 +572,7 @@ def test_too_few_steps_cost_more_in_decisions_but_not_on_the_wire() -> None:
             for place in PLACEMENTS
         )
         ratio = after.scales[0] / before.scales[0]
-        assert ratio == pytest.approx(after.reach.sum(axis=0).max(), rel=1e-6)
+        assert ratio == pytest.approx(after.prefix_weights.sum(axis=0).max(), rel=1e-6)
         assert reach is None or ratio == pytest.approx(reach, rel=1e-3)
 
 
@@ -581,7 +585,7 @@ def test_the_meter_charges_what_the_guarantee_says(rounds: int, length: int, see
     counts = generator.integers(0, 4, rounds) if several else np.ones(rounds, np.int64)
 
     def cost(share: float) -> float:
-        return sensitivity.loss(share, 3.0)
+        return sensitivity.node_privacy_loss(share, 3.0)
 
     meter, charged = TreeAccountant(blocks, cost), []
     for count in counts.tolist():
@@ -589,16 +593,16 @@ def test_the_meter_charges_what_the_guarantee_says(rounds: int, length: int, see
         meter.advance(count)
     losses = TreeAccountant(blocks, cost).losses(counts)
     np.testing.assert_allclose(charged, losses, rtol=1e-12, atol=0)
-    singles = TreeAccountant(blocks, cost).losses_of(counts, np.eye(rounds, dtype=np.int64)[counts > 0])
+    singles = TreeAccountant(blocks, cost).losses_by_change(counts, np.eye(rounds, dtype=np.int64)[counts > 0])
     worst = np.cumsum(singles, axis=1).max(axis=0, initial=0.0)
     np.testing.assert_allclose(np.cumsum(losses), worst, rtol=1e-9)
 
 
 def test_what_is_planned_must_fit() -> None:
-    blocks, cost, one = BlockSchedule(30, 5, 5, 4), LeafSensitivity(2, 1.0).loss, np.ones(30, np.int64)
+    blocks, cost, one = BlockSchedule(30, 5, 5, 4), LeafSensitivity(2, 1.0).node_privacy_loss, np.ones(30, np.int64)
     for counts, replaced in ((one[1:], None), (-one, None), (one, 2 * one)):
         with pytest.raises(SpecError, match=r"counts|replaced"):
-            guarantee(TreeAccountant(blocks, lambda share: cost(share, 1.0)), 30, counts, replaced)
+            compute_guarantee(TreeAccountant(blocks, lambda share: cost(share, 1.0)), 30, counts, replaced)
 
 
 def test_before_gossip_leaves_a_square_root_of_n_less_noise() -> None:
@@ -608,7 +612,7 @@ def test_before_gossip_leaves_a_square_root_of_n_less_noise() -> None:
         exact = {"block_length": 2, "gossip_steps": 1, "momentum": 0.0}
         more = {**exact, "noise_placement": place, "regularization": 1e4}
         run = ran("pd-ftgl", 16, 9, topology={"graph": "complete"}, algorithm=more)
-        last = simulated(run, made_up(run.spec), SeededNoise(14), 4000)[-1].after
+        last = simulated(run, made_up(run.spec), SeededNoise(14), 4000)[-1].decisions_after
         variances.append(float(last.var(axis=1).mean()))
     assert variances[1] / variances[0] == pytest.approx(9.0, rel=0.15)
 
@@ -623,14 +627,14 @@ def test_no_noise_no_promise() -> None:
 
 def test_a_replay_refuses_what_could_not_be_said() -> None:
     run = ran("pd-ftgl")
-    data, state = made_up(run.spec), run.algorithm.start(Who((0, 1, 2, 3, 4), 1))
-    mixing, wrong = run.network.at(0), Message({"y": np.full((5, 1, 3), 0.5)})
+    data, state = made_up(run.spec), run.algorithm.init(StateAxes((0, 1, 2, 3, 4), 1))
+    mixing, wrong = run.network.mixing(0), Message({"y": np.full((5, 1, 3), 0.5)})
     for t in range(12):
-        said, message = run.algorithm.speak(state, SeededNoise(t))
-        _, density = run.algorithm.overheard(state, message)
+        said, message = run.algorithm.emit(state, SeededNoise(t))
+        _, density = run.algorithm.replay(state, message)
         assert np.isfinite(density).all()
-        assert np.isfinite(run.algorithm.overheard(state, wrong)[1]).all() == (t == 10)
-        state = run.algorithm.listen(said, StackedMessages(mixing, message), data.stacked(t))
+        assert np.isfinite(run.algorithm.replay(state, wrong)[1]).all() == (t == 10)
+        state = run.algorithm.update(said, StackedMessages(mixing, message), data.stack_round(t))
 
 
 # ---- parameters and checks -------------------------------------------------------------------------------------------
@@ -658,7 +662,9 @@ def test_default_regularization_minimises_the_regret_bound() -> None:
 def test_default_regularization_of_strongly_convex_losses(alpha: float) -> None:
     """The bound (8) itself, scanned; `alpha L` where that is larger."""
     run = ran("pd-ftgl", 1000, loss={**LOSS, "ridge": alpha}, algorithm={"multiplier": None})
-    problem = Problem.of(Setting(run.spec.rounds, 3, run.loss, run.spec.decision_set, run.network))
+    problem = RegretParameters.from_context(
+        RunContext(run.spec.rounds, 3, run.loss, run.spec.decision_set, run.network)
+    )
     G, R, L, E = problem.lipschitz, problem.radius, 10, 25.0
     z = np.arange(1, 101)
 
@@ -716,13 +722,13 @@ def test_what_is_refused(code: str, text: str, changes: dict[str, Any]) -> None:
 def test_a_default_regularization_beyond_float64_is_refused(alpha: float) -> None:
     """The bisection would never end."""
     with pytest.raises(AssumptionViolated, match="set regularization") as failed:
-        Problem(rounds=83, radius=2.0, lipschitz=1.0, alpha=alpha).regularization(10, 12.0, math.inf)
+        RegretParameters(rounds=83, radius=2.0, lipschitz=1.0, alpha=alpha).regularization(10, 12.0, math.inf)
     assert failed.value.code == "REGULARIZATION"
 
 
 @pytest.mark.parametrize("private", [{"epsilon": 1.0}, {"noise_scale": 1.0}, {"noise_scale": 0.0}], ids=str)
 def test_gradients_without_bound_are_refused(private: dict[str, float]) -> None:
-    class Unbounded(Logistic):
+    class Unbounded(LogisticLoss):
         def gradient_bound(self, radius: float) -> float:
             return math.inf
 
@@ -730,7 +736,7 @@ def test_gradients_without_bound_are_refused(private: dict[str, float]) -> None:
             return math.inf
 
     run = ran("pd-ftgl")
-    setting = Setting(83, 3, Unbounded(feature_bound=2.0, ridge=0.1), ftgl(run).decision_set, run.network)
+    setting = RunContext(83, 3, Unbounded(feature_bound=2.0, ridge=0.1), ftgl(run).decision_set, run.network)
     with pytest.raises(AssumptionViolated, match=r"loss\.clip_norm") as failed:
         PdFtglSpec.model_validate({"name": "pd-ftgl", "block_length": 10, **private}).build(setting)
     assert failed.value.code == "GRADIENT_BOUND"
@@ -761,13 +767,13 @@ def test_what_the_user_is_told() -> None:
     assert codes("pd-ftgl", noise_placement="after_gossip") == ["GOSSIP_SHORT", "WIRE_EXPOSED"]
     assert codes("pd-ocg", 25) == ["NO_MOVE", "GOSSIP_SHORT"]
     run = ran("pd-ocg", 25)
-    assert not simulated(run, made_up(run.spec), SeededNoise(0))[-1].after.any()
+    assert not simulated(run, made_up(run.spec), SeededNoise(0))[-1].decisions_after.any()
     assert run.guarantee(0).epsilon() == 0.0
 
 
 def test_plain_gossip_over_the_complete_graph_agrees_at_once() -> None:
     run = ran("pd-ftgl", topology={"graph": "complete"}, algorithm={"momentum": 0.0, "gossip_steps": 1})
     assert isinstance(run.algorithm, PdFtgl)
-    after = simulated(run, made_up(run.spec), SeededNoise(13))[-1].after
+    after = simulated(run, made_up(run.spec), SeededNoise(13))[-1].decisions_after
     np.testing.assert_allclose(after - after.mean(axis=0), 0.0, atol=1e-12)
     assert np.abs(after).max() > 0.01

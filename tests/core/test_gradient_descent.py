@@ -18,7 +18,7 @@ from sklearn.linear_model import LogisticRegression
 from sottovoce_core.algorithms.gradient_descent import accounting as privacy
 from sottovoce_core.algorithms.gradient_descent.accounting import DescentAccountant, LearnerUpdate
 from sottovoce_core.algorithms.gradient_descent.algorithm import GossipDescent
-from sottovoce_core.algorithms.interface import StackedMessages, LocalMessages, Message, Who
+from sottovoce_core.algorithms.interface import LocalMessages, Message, StackedMessages, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import AssumptionViolated, SpecError
@@ -27,9 +27,9 @@ from sottovoce_core.noise import NoiseSource, RecordedNoise, Recorder, SeededNoi
 from sottovoce_core.privacy.guarantee import Regularity
 from sottovoce_core.running.replay import PrivacyLosses, replay
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import SimulatedRound, simulate
+from sottovoce_core.running.simulator import SimulatedRound, simulate_rounds
 from sottovoce_core.running.transcript import Transcript
-from sottovoce_core.spec import dump_spec, parse_spec, build_spec_json_schema
+from sottovoce_core.spec import build_spec_json_schema, dump_spec, parse_spec
 from tests.examples import made_up
 
 LOGISTIC = {"kind": "logistic", "ridge": 0.05, "feature_bound": 1.5}
@@ -58,7 +58,7 @@ STAR = {"graph": "star", "weights": "in_degree"}
 def run_of(form: dict[str, Any], rounds: int = 20, learners: int = 4, n_features: int = 3, **sections: Any) -> Run:
     base = {"decision_set": {"kind": "l2_ball", "radius": 2.0}, "loss": LOGISTIC, "durability": "process"}
     return build_run(
-        parse_spec({"rounds": rounds, "learners": learners, "algorithm": form, **base, **sections}, imports=True),
+        parse_spec({"rounds": rounds, "learners": learners, "algorithm": form, **base, **sections}, allow_imports=True),
         n_features,
     )
 
@@ -70,16 +70,16 @@ def descent(run: Run) -> GossipDescent:
 
 
 def simulated(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> list[SimulatedRound]:
-    return list(simulate(run, data, noise, replicas))
+    return list(simulate_rounds(run, data, noise, replicas))
 
 
 def transcript_of(steps: Sequence[SimulatedRound]) -> Transcript:
-    return Transcript.of(step.message for step in steps)
+    return Transcript.from_rounds(step.message for step in steps)
 
 
 def gradient(run: Run, batch: Batch, at: FloatArray) -> FloatArray:
     """The mean gradient of a round's records, ridge included."""
-    records = Batch(*run.loss.enforce(batch.features, batch.labels))
+    records = Batch(*run.loss.enforce_bounds(batch.features, batch.labels))
     return mean_gradient(run.loss, at, records) + run.loss.ridge * at
 
 
@@ -97,12 +97,12 @@ def test_a_round_is_the_published_update(form: dict[str, Any], topology: dict[st
     """Term by term, for every learner, from the messages and the noise; the lattice moves a state by 2^-40 scales."""
     run = run_of(form, rounds=8, topology=topology)
     data, recorder = made_up(run.spec, batch=2), Recorder(SeededNoise(1))
-    weights, algorithm = run.network.at(0).matrix, descent(run)
+    weights, algorithm = run.network.mixing(0).matrix, descent(run)
     project = algorithm.decision_set.project
     dsgd, consensus = form["name"] == "dsgd", form.get("form") == "consensus"
     x, e = np.zeros((4, 3)), np.eye(4)
     for t, step in enumerate(simulated(run, data, recorder)):
-        noise = recorder.drawn["y"][t][:, 0]
+        noise = recorder.noise_by_field["y"][t][:, 0]
         said = x + noise
         np.testing.assert_allclose(step.message["y"][:, 0], said, rtol=0, atol=1e-11)
         nxt = np.empty_like(x)
@@ -115,7 +115,9 @@ def test_a_round_is_the_published_update(form: dict[str, Any], topology: dict[st
             own = consensus or form["name"] == "dpsr" or form.get("gradient_at") == "own"
             nxt[i] = project(b - alpha * gradient(run, data.learners[i].batch(t), x[i] if own else b))
             plays_b = (dsgd and "form" not in form) or form["name"] == "pd-ogd"
-            np.testing.assert_allclose(step.after[i, 0], project(b) if plays_b else nxt[i], rtol=0, atol=1e-11)
+            np.testing.assert_allclose(
+                step.decisions_after[i, 0], project(b) if plays_b else nxt[i], rtol=0, atol=1e-11
+            )
         x, e = nxt, weights @ e
 
 
@@ -125,20 +127,20 @@ def test_adapt_then_combine_and_combine_then_adapt_say_the_same() -> None:
     first, second = (simulated(run, data, SeededNoise(2)) for run in runs)
     for one, two in zip(first, second, strict=True):
         assert (one.message["y"] == two.message["y"]).all()
-    assert not np.allclose(first[-1].after, second[-1].after)
+    assert not np.allclose(first[-1].decisions_after, second[-1].decisions_after)
 
 
 def test_d_ogd_is_its_update_and_says_its_clean_state() -> None:
     run = run_of({"name": "d-ogd"}, rounds=6)
-    data, weights = made_up(run.spec), run.network.at(0).matrix
+    data, weights = made_up(run.spec), run.network.mixing(0).matrix
     scale = 2.0 / (1.5 + 0.05 * 2.0)
     for step in simulated(run, data, SeededNoise(3)):
-        x = step.before[:, 0]
+        x = step.decisions_before[:, 0]
         assert (step.message["y"][:, 0] == x).all()
         for i in range(4):
             moved = weights[i] @ x - scale / math.sqrt(step.t + 1) * gradient(run, data.learners[i].batch(step.t), x[i])
             expected = moved * min(1.0, 2.0 / np.linalg.norm(moved))
-            np.testing.assert_allclose(step.after[i, 0], expected, rtol=1e-12, atol=1e-13)
+            np.testing.assert_allclose(step.decisions_after[i, 0], expected, rtol=1e-12, atol=1e-13)
 
 
 def test_the_first_message_knows_no_data_and_a_record_shows_in_the_next_one() -> None:
@@ -155,7 +157,7 @@ def test_the_first_message_knows_no_data_and_a_record_shows_in_the_next_one() ->
 
 def optimum(run: Run, data: PlacedData, shares: Sequence[float]) -> FloatArray:
     """Minimiser of the mean loss over learners, each weighed by its share."""
-    features = np.concatenate([run.loss.enforce(each.features, each.labels)[0] for each in data.learners])
+    features = np.concatenate([run.loss.enforce_bounds(each.features, each.labels)[0] for each in data.learners])
     labels = np.concatenate([each.labels for each in data.learners])
     weights = np.repeat(shares, len(data.learners[0].labels))
     total = weights.sum() * run.loss.ridge
@@ -182,7 +184,7 @@ def test_all_learners_come_to_the_common_optimum_without_noise(form: str) -> Non
     run = run_of({"name": "dsgd", "form": form, "step": HARMONIC, "noise": SILENT}, rounds=1500, loss=STRONG)
     data = skewed(run)
     steps, best = simulated(run, data, no_noise), optimum(run, data, [1.0] * 4)
-    early, late = (float(np.abs(steps[t].after[:, 0] - best).max()) for t in (149, 1499))
+    early, late = (float(np.abs(steps[t].decisions_after[:, 0] - best).max()) for t in (149, 1499))
     assert late < 0.015 * np.linalg.norm(best)
     assert late < 0.15 * early  # of the order of the step size
 
@@ -195,7 +197,7 @@ def test_rescaling_leads_from_the_perron_weighted_optimum_to_the_true_one() -> N
     data = skewed(plain)
     weighted, true = optimum(plain, data, [4.0, 2.0, 2.0, 2.0]), optimum(plain, data, [1.0] * 4)
     size, apart = np.linalg.norm(true), np.linalg.norm(weighted - true)
-    without, with_it = (simulated(run, data, no_noise)[-1].after[:, 0] for run in (plain, rescaled))
+    without, with_it = (simulated(run, data, no_noise)[-1].decisions_after[:, 0] for run in (plain, rescaled))
 
     assert apart > 0.08 * size
     assert np.linalg.norm(without - weighted, axis=1).max() < 0.2 * apart
@@ -207,8 +209,8 @@ def test_the_regret_of_d_ogd_grows_like_a_root() -> None:
     """Regret of the worst learner against the network's loss over the square root of T, for T = 250 and 4000."""
     run = run_of({"name": "d-ogd"}, rounds=4000, loss={**LOGISTIC, "ridge": 0.0})
     data = made_up(run.spec)
-    played = np.stack([step.before[:, 0] for step in simulated(run, data, no_noise)])
-    features = np.stack([run.loss.enforce(each.features, each.labels)[0] for each in data.learners])  # (4, T, 3)
+    played = np.stack([step.decisions_before[:, 0] for step in simulated(run, data, no_noise)])
+    features = np.stack([run.loss.enforce_bounds(each.features, each.labels)[0] for each in data.learners])  # (4, T, 3)
     labels = np.stack([each.labels for each in data.learners])
 
     def loss(scores: FloatArray, of: FloatArray) -> FloatArray:
@@ -233,44 +235,48 @@ def test_the_regret_of_d_ogd_grows_like_a_root() -> None:
 def test_a_learner_alone_equals_its_row_of_the_simulator(form: dict[str, Any]) -> None:
     run = run_of(form, rounds=25)
     data, recorder = made_up(run.spec, batch=2), Recorder(SeededNoise(5))
-    together, drawn, mixing = simulated(run, data, recorder), np.stack(recorder.drawn["y"]), run.network.at(0)
-    states = [run.algorithm.start(Who(i)) for i in range(4)]
+    together, drawn, mixing = (
+        simulated(run, data, recorder),
+        np.stack(recorder.noise_by_field["y"]),
+        run.network.mixing(0),
+    )
+    states = [run.algorithm.init(StateAxes(i)) for i in range(4)]
     sources = [RecordedNoise({"y": drawn[:, i, 0]}) for i in range(4)]
     for step in together:
         messages: dict[int, Message] = {}
         for i in range(4):
-            states[i], messages[i] = run.algorithm.speak(states[i], sources[i])
+            states[i], messages[i] = run.algorithm.emit(states[i], sources[i])
             assert {name: value.shape for name, value in messages[i].fields.items()} == run.algorithm.field_shapes()
         for i in range(4):
-            heard = LocalMessages(mixing.heard_by(i), messages, float(mixing.own[i]))
-            states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(step.t))
+            heard = LocalMessages(mixing.in_neighbour_weights(i), messages, float(mixing.own_weights[i]))
+            states[i] = run.algorithm.update(states[i], heard, data.learners[i].batch(step.t))
             decided = run.algorithm.decision(states[i])
             np.testing.assert_allclose(step.message["y"][i, 0], messages[i]["y"], rtol=1e-12, atol=1e-12)
-            np.testing.assert_allclose(step.after[i, 0], decided, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(step.decisions_after[i, 0], decided, rtol=1e-12, atol=1e-12)
 
 
 @every_form
 def test_every_replica_is_a_run_of_its_own(form: dict[str, Any]) -> None:
     run = run_of(form, rounds=12)
     data, recorder = made_up(run.spec), Recorder(SeededNoise(6))
-    together, drawn = simulated(run, data, recorder, replicas=3), np.stack(recorder.drawn["y"])
+    together, drawn = simulated(run, data, recorder, replicas=3), np.stack(recorder.noise_by_field["y"])
     for k in range(3):
         alone = simulated(run, data, RecordedNoise({"y": drawn[:, :, k : k + 1]}))
         for many, one in zip(together, alone, strict=True):
             np.testing.assert_allclose(many.message["y"][:, k], one.message["y"][:, 0], rtol=1e-12, atol=1e-12)
-            np.testing.assert_allclose(many.after[:, k], one.after[:, 0], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(many.decisions_after[:, k], one.decisions_after[:, 0], rtol=1e-12, atol=1e-12)
 
 
 @every_form
 def test_a_state_is_a_value(form: dict[str, Any]) -> None:
     run = run_of(form, rounds=4)
-    data, mixing = made_up(run.spec), run.network.at(0)
-    state = run.algorithm.start(Who((0, 1, 2, 3), 1))
+    data, mixing = made_up(run.spec), run.network.mixing(0)
+    state = run.algorithm.init(StateAxes((0, 1, 2, 3), 1))
     for t in range(4):
         before = run.algorithm.decision(state).copy()
-        spoken, message = run.algorithm.speak(state, SeededNoise(t))
+        spoken, message = run.algorithm.emit(state, SeededNoise(t))
         heard = StackedMessages(mixing, message)
-        one, two = (run.algorithm.listen(spoken, heard, data.stacked(t)) for _ in range(2))
+        one, two = (run.algorithm.update(spoken, heard, data.stack_round(t)) for _ in range(2))
         assert (run.algorithm.decision(state) == before).all()
         assert (run.algorithm.decision(one) == run.algorithm.decision(two)).all()
         state = one
@@ -278,16 +284,16 @@ def test_a_state_is_a_value(form: dict[str, Any]) -> None:
 
 def test_a_lie_about_shares_cannot_make_a_step_larger_than_what_is_charged() -> None:
     run = run_of({"name": "dpsr", "noise": SILENT}, rounds=6, topology=STAR)
-    own, mixing = made_up(run.spec).learners[1], run.network.at(0)
+    own, mixing = made_up(run.spec).learners[1], run.network.mixing(0)
 
     def last(e: float) -> FloatArray:
-        state = before = run.algorithm.start(Who(1))
+        state = before = run.algorithm.init(StateAxes(1))
         for t in range(6):
-            state, message = run.algorithm.speak(state, no_noise)
+            state, message = run.algorithm.emit(state, no_noise)
             lie = Message({"y": np.zeros(3), "e": message["e"] * e})
-            heard = LocalMessages(mixing.heard_by(1), {0: lie}, float(mixing.own[1]))
-            before, state = state, run.algorithm.listen(state, heard, own.batch(t))
-        pull = mixing.own[1] * before.descent.x
+            heard = LocalMessages(mixing.in_neighbour_weights(1), {0: lie}, float(mixing.own_weights[1]))
+            before, state = state, run.algorithm.update(state, heard, own.batch(t))
+        pull = mixing.own_weights[1] * before.descent.x
         moved = np.linalg.norm(run.algorithm.decision(state) - pull)
         slope = np.linalg.norm(gradient(run, own.batch(5), before.descent.x))
         return np.array([moved / slope, descent(run).step[1](5)])
@@ -308,7 +314,7 @@ def test_dola_costs_one_record_its_worst_message() -> None:
     promise = run.guarantee(0)
     each = np.array([math.sqrt(3) * 2.0 / math.sqrt(k + 1) * 3.0 / (0.35 / (k + 2)) for k in range(29)])
     np.testing.assert_allclose(promise.cumulative_epsilon, np.append(0.0, np.maximum.accumulate(each)), rtol=1e-10)
-    np.testing.assert_allclose(promise.paper, np.append(0.0, np.cumsum(each)), rtol=1e-12)
+    np.testing.assert_allclose(promise.paper_epsilon, np.append(0.0, np.cumsum(each)), rtol=1e-12)
     assert [finding.code for finding in run.warnings] == ["NOISE_FADES"]
 
 
@@ -319,7 +325,7 @@ def test_pdop_protects_a_whole_objective_by_its_closed_form() -> None:
     promise = run.guarantee(0)
     limit = 2 * 1.5 * math.sqrt(3) * 1.5 / (0.5 * (0.9 - 0.6))
     assert promise.epsilon() == pytest.approx(limit, rel=1e-9)
-    assert promise.paper[-1] == pytest.approx(limit, rel=1e-12)
+    assert promise.paper_epsilon[-1] == pytest.approx(limit, rel=1e-12)
     by_record = run_of(
         {"name": "pdop", "noise": noise, "step": step, "adjacency": "record"}, rounds=150, decision_set=WIDE
     )
@@ -333,9 +339,9 @@ def test_pd_ogd_costs_epsilon_in_all_and_the_t_fold_scale_a_t_th_of_it() -> None
     )
     promise, cautious = once.guarantee(1), fold.guarantee(1)
     assert promise.epsilon() == pytest.approx(2.0, rel=1e-9) and promise.epsilon() <= 2.0
-    np.testing.assert_allclose(promise.paper, 2.0 * np.arange(50), rtol=1e-9)
+    np.testing.assert_allclose(promise.paper_epsilon, 2.0 * np.arange(50), rtol=1e-9)
     assert cautious.epsilon() == pytest.approx(2.0 / 50, rel=1e-9)
-    np.testing.assert_allclose(cautious.paper, 2.0 / 50 * np.arange(50), rtol=1e-9)
+    np.testing.assert_allclose(cautious.paper_epsilon, 2.0 / 50 * np.arange(50), rtol=1e-9)
     for t in range(50):
         assert fold.algorithm.noise_scale(1, t) == pytest.approx(50 * once.algorithm.noise_scale(1, t), rel=1e-9)
     eta, bound = 2.0 / (1.5 + 0.05 * 2.0), 1.5
@@ -349,7 +355,7 @@ def test_dsgd_follows_the_recursion_of_every_record() -> None:
     run = run_of({"name": "dsgd"}, rounds=40, loss={**LOGISTIC, "ridge": 0.0})
     alpha = [(t + 1.0) ** -0.77 for t in range(40)]
     rho = [(t + 1.0) ** 0.1 / math.sqrt(2) for t in range(40)]
-    own = run.network.at(0).own[0]
+    own = run.network.mixing(0).own_weights[0]
     totals, messages = np.zeros((39, 40)), np.zeros((39, 40))
     for k in range(39):
         z = alpha[k] * 3.0
@@ -359,14 +365,20 @@ def test_dsgd_follows_the_recursion_of_every_record() -> None:
             z = min(max(1.0, abs(1 - alpha[t] * 0.5625)) * grown, grown + alpha[t] * 3.0)
         totals[k] = np.cumsum(messages[k])
     promise = run.guarantee(0)
-    np.testing.assert_allclose(promise.cumulative_epsilon, np.maximum.accumulate(totals.max(axis=0)), rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(promise.paper, np.cumsum(messages.max(axis=0)), rtol=1e-12)
+    np.testing.assert_allclose(
+        promise.cumulative_epsilon, np.maximum.accumulate(totals.max(axis=0)), rtol=1e-9, atol=1e-9
+    )
+    np.testing.assert_allclose(promise.paper_epsilon, np.cumsum(messages.max(axis=0)), rtol=1e-12)
 
 
 def test_without_noise_nothing_is_promised() -> None:
     for form in ({"name": "d-ogd"}, {"name": "dola", "noise": {"kind": "power", "sigma": 0.0}}):
         promise = run_of(form).guarantee(0)
-        assert promise.per_round[0] == 0.0 and (promise.per_round[1:] == np.inf).all() and promise.epsilon() == np.inf
+        assert (
+            promise.round_losses[0] == 0.0
+            and (promise.round_losses[1:] == np.inf).all()
+            and promise.epsilon() == np.inf
+        )
 
 
 # ---- the running meter -----------------------------------------------------------------------------------------------
@@ -408,7 +420,7 @@ def test_the_meter_covers_every_record_and_no_more(
 
 
 def test_a_crowded_meter_charges_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = LearnerUpdate(3, lambda t: 0.5, lambda t: 1.0, lambda t: 0.5, at_mix=True)
+    update = LearnerUpdate(3, lambda t: 0.5, lambda t: 1.0, lambda t: 0.5, is_gradient_at_mix=True)
     exact = brute(constants(), update, [1] * 60).max(axis=0)
     monkeypatch.setattr(privacy, "FRONTIER", 12)
     losses = DescentAccountant(constants(), update).losses(np.ones(60, np.int64))
@@ -417,9 +429,9 @@ def test_a_crowded_meter_charges_a_little_more(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_replacing_several_records_never_costs_more_than_each_alone() -> None:
-    update = LearnerUpdate(3, lambda t: 0.5 / math.sqrt(t + 1), lambda t: 1.0, lambda t: 0.4, at_mix=False)
+    update = LearnerUpdate(3, lambda t: 0.5 / math.sqrt(t + 1), lambda t: 1.0, lambda t: 0.4, is_gradient_at_mix=False)
     replaced = [2, 0, 1, 0, 3, 0, 0, 1, 0, 0]
-    (together,) = DescentAccountant(constants(), update).losses_of(np.full(10, 3), np.array([replaced]))
+    (together,) = DescentAccountant(constants(), update).losses_by_change(np.full(10, 3), np.array([replaced]))
     alone = brute(constants(), update, [3] * 10)
     assert alone.max() < together.sum() <= np.dot(replaced, alone[:, -1]) * (1 + 1e-9)
 
@@ -432,7 +444,7 @@ def test_the_learners_meter_adds_up_to_the_guarantee(form: dict[str, Any]) -> No
         for t in range(15):
             spent.append(meter.next_loss())
             meter.advance(1 if counts is None else int(counts[t]))
-        assert spent == run.guarantee(2, counts).per_round.tolist()
+        assert spent == run.guarantee(2, counts).round_losses.tolist()
         assert sum(spent) > 0.0
 
 
@@ -447,10 +459,10 @@ def test_geometric_noise_gives_up_only_where_it_says_so() -> None:
 
 
 def within(losses: PrivacyLosses, claim: FloatArray) -> None:
-    worst = np.cumsum(losses.largest, axis=0)
+    worst = np.cumsum(losses.max_losses, axis=0)
     bound = claim[:, None, None] * (1 + 1e-9) + 1e-9
-    assert (np.abs(losses.realised) <= losses.largest * (1 + 1e-9) + 1e-9).all()
-    assert (np.abs(np.cumsum(losses.realised, axis=0)) <= bound).all()
+    assert (np.abs(losses.realised_losses) <= losses.max_losses * (1 + 1e-9) + 1e-9).all()
+    assert (np.abs(np.cumsum(losses.realised_losses, axis=0)) <= bound).all()
     assert (worst <= bound).all()
 
 
@@ -482,7 +494,7 @@ def test_no_transcript_shows_more_of_a_reused_record_than_is_claimed(form: dict[
     losses = replay(run, transcript_of(simulated(run, data, SeededNoise(9), 3)), 0, worlds)
     promise = run.guarantee(0, np.diff(own.offsets), replaced)
 
-    assert replaced.sum() == 4 and promise.adjacency.startswith("4 ")
+    assert replaced.sum() == 4 and promise.adjacency_description.startswith("4 ")
     within(losses, promise.cumulative_epsilon)
     assert losses.supremum.max() > 0.0
 
@@ -495,7 +507,7 @@ def test_a_record_of_dola_shows_in_one_message_and_reaches_most_of_the_claim() -
     data = data.with_learner(0, own)
     said = transcript_of(simulated(run, data, SeededNoise(10)))
     losses = replay(run, said, 0, [own, own.with_use(0, np.ones(1), 1.0)])
-    shown = losses.largest[:, 0, 0]
+    shown = losses.max_losses[:, 0, 0]
     assert (shown[[0, 2, 3, 4, 5]] == 0.0).all()
     assert shown[1] == pytest.approx(run.guarantee(0).epsilon() / 2, rel=1e-9)
 
@@ -571,5 +583,5 @@ def test_a_list_must_have_one_number_per_learner() -> None:
 @pytest.mark.parametrize("name", ["dsgd", "dola", "pdop", "dpdola", "pd-ogd", "d-ogd", "dpsr"])
 def test_a_method_needs_its_name_alone_and_survives_being_written(name: str) -> None:
     spec = run_of({"name": name}).spec
-    assert parse_spec(yaml.safe_load(dump_spec(spec)), imports=True) == spec
+    assert parse_spec(yaml.safe_load(dump_spec(spec)), allow_imports=True) == spec
     assert f'"const": "{name}"' in build_spec_json_schema()

@@ -234,9 +234,9 @@ def test_a_network_is_that_of_the_file_whoever_reads_it(tmp_path: Path, kind: st
     section = {"graph": graph} if kind == "graph" else {"sequence": {"kind": "periodic", "graphs": [graph, graph]}}
     topology = Topology.model_validate(section)
     for network in (
-        topology.network(3, 4, ParticipationSchedule(NAMES)),
-        topology.to_edge_list(NAMES).network(3, 4),
-        topology.inline_files(NAMES).network(3, 4),
+        topology.build_network(3, 4, ParticipationSchedule(NAMES)),
+        topology.to_edge_list(NAMES).build_network(3, 4),
+        topology.inline_files(NAMES).build_network(3, 4),
     ):
         assert network.edges == ((0, 1), (1, 2))
 
@@ -251,7 +251,7 @@ def test_paths_of_all_graphs_of_a_spec_begin_where_it_lies(tmp_path: Path, monke
     )
     monkeypatch.chdir(tmp_path)
     loaded = load_spec(spec)
-    assert loaded.topology.network(3, 4, loaded.roster).edges == ((0, 1), (0, 2), (1, 2))
+    assert loaded.topology.build_network(3, 4, loaded.participation).edges == ((0, 1), (0, 2), (1, 2))
     (tmp_path / "kept").mkdir()
     copy = written(tmp_path / "kept" / "spec.yaml", dump_spec(loaded, tmp_path / "kept"))
     assert load_spec(copy).topology == loaded.topology

@@ -12,10 +12,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sottovoce_core.arrays import Batch, FloatArray
-from sottovoce_core.data.schedule import stack
+from sottovoce_core.data.schedule import stack_batches
 from sottovoce_core.losses import Loss
-from sottovoce_core.losses.history import MAX_PENDING_RECORDS, History, QuadraticHistory, RecordHistory, start_history
-from sottovoce_core.losses.linear import Logistic, PassGlmLoss, QuadraticLoss, RidgeLoss, SoftmaxLoss
+from sottovoce_core.losses.history import (
+    MAX_PENDING_RECORDS,
+    GradientHistory,
+    QuadraticHistory,
+    RecordHistory,
+    start_history,
+)
+from sottovoce_core.losses.linear import LogisticLoss, PassGlmLoss, QuadraticLoss, RidgeLoss, SoftmaxLoss
 from tests.strategies import labels_for, margin_losses, matrices, softmaxes, vectors
 
 DIM = 3
@@ -28,7 +34,7 @@ def brute_force(loss: Loss, batches: Sequence[Batch], theta: FloatArray) -> Floa
         for features, label in zip(batch.features, batch.labels, strict=True):
             gradient = unclipped(loss, features, label, theta)
             norm = float(np.linalg.norm(gradient))
-            gradients.append(gradient * min(1.0, loss.clip / norm) if norm > 0 else gradient)
+            gradients.append(gradient * min(1.0, loss.clip_threshold / norm) if norm > 0 else gradient)
     return np.mean(gradients, axis=0) if gradients else np.zeros(loss.dim(DIM))
 
 
@@ -40,7 +46,7 @@ def unclipped(loss: Any, features: FloatArray, label: float, theta: FloatArray) 
     return float(loss.slope(np.array(features @ theta), np.array(label))) * features
 
 
-def observed(history: History, batches: Sequence[Batch]) -> History:
+def observed(history: GradientHistory, batches: Sequence[Batch]) -> GradientHistory:
     for batch in batches:
         history = history.observe(batch)
     return history
@@ -52,7 +58,7 @@ def some_batches(draw: st.DrawFn, loss: Loss, rounds: int) -> list[Batch]:
     made = []
     for size in draw(st.lists(st.integers(0, 3), min_size=rounds, max_size=rounds)):
         features, labels = draw(matrices(size, DIM, 3.0)), draw(labels_for(loss, size))
-        made.append(Batch(*loss.enforce(features, labels)))
+        made.append(Batch(*loss.enforce_bounds(features, labels)))
     return made
 
 
@@ -75,8 +81,8 @@ def test_the_gradient_is_the_mean_over_the_records(data: st.DataObject, loss: Lo
 @pytest.mark.parametrize(
     "loss",
     [
-        Logistic(feature_bound=9.0, ridge=0.0),
-        Logistic(feature_bound=9.0, ridge=0.0, clip_norm=0.3),
+        LogisticLoss(feature_bound=9.0, ridge=0.0),
+        LogisticLoss(feature_bound=9.0, ridge=0.0, clip_norm=0.3),
         RidgeLoss(feature_bound=9.0, ridge=0.0, label_bound=9.0),
         RidgeLoss(feature_bound=9.0, ridge=0.0, clip_norm=0.7, label_bound=9.0),
         PassGlmLoss(feature_bound=9.0, ridge=0.0, score_bound=4.0),
@@ -93,7 +99,7 @@ def test_stacked_ragged_batches_give_every_learner_its_own_mean(loss: Loss, seed
     sizes = generator.integers(0, 4, size=(6, 3))
     sizes[:2, 1] = 0
     by_learner = [random_batches(sizes[:, i].tolist(), seed + i) for i in range(3)]
-    rounds = [stack([batches[t] for batches in by_learner]) for t in range(6)]
+    rounds = [stack_batches([batches[t] for batches in by_learner]) for t in range(6)]
     theta = generator.normal(size=(3, replicas, loss.dim(DIM)))
     got = observed(start_history(loss), rounds).gradient(theta)
 
@@ -127,7 +133,7 @@ def test_statistics_equal_the_records(loss: QuadraticLoss, data: st.DataObject, 
     "loss",
     [
         *QUADRATIC,
-        Logistic(feature_bound=9.0, ridge=0.0),
+        LogisticLoss(feature_bound=9.0, ridge=0.0),
         SoftmaxLoss(feature_bound=9.0, ridge=0.0, clip_norm=0.5, classes=3),
     ],
     ids=str,
@@ -145,9 +151,13 @@ def test_padding_counts_for_nothing_whatever_stands_there(loss: Loss) -> None:
 def test_the_cheapest_exact_history_is_chosen() -> None:
     assert isinstance(start_history(RidgeLoss(feature_bound=1.0, ridge=0.0, label_bound=1.0)), QuadraticHistory)
     assert isinstance(start_history(PassGlmLoss(feature_bound=1.0, ridge=0.0, score_bound=4.0)), QuadraticHistory)
-    assert isinstance(start_history(RidgeLoss(feature_bound=1.0, ridge=0.0, clip_norm=0.5, label_bound=1.0)), RecordHistory)
-    assert isinstance(start_history(Logistic(feature_bound=1.0, ridge=0.0)), RecordHistory)
-    assert isinstance(start_history(SoftmaxLoss(feature_bound=1.0, ridge=0.0, clip_norm=None, classes=2)), RecordHistory)
+    assert isinstance(
+        start_history(RidgeLoss(feature_bound=1.0, ridge=0.0, clip_norm=0.5, label_bound=1.0)), RecordHistory
+    )
+    assert isinstance(start_history(LogisticLoss(feature_bound=1.0, ridge=0.0)), RecordHistory)
+    assert isinstance(
+        start_history(SoftmaxLoss(feature_bound=1.0, ridge=0.0, clip_norm=None, classes=2)), RecordHistory
+    )
 
 
 @pytest.mark.parametrize("loss", QUADRATIC, ids=str)
@@ -164,13 +174,15 @@ def test_statistics_do_not_grow(loss: QuadraticLoss) -> None:
     history = QuadraticHistory(loss)
     for batch in random_batches([2] * 50):
         history = history.observe(batch)
-        assert history.recent is None or history.recent.length < MAX_PENDING_RECORDS
+        assert history.pending_rows is None or history.pending_rows.length < MAX_PENDING_RECORDS
     assert history.moments is not None
     assert history.moments.shape == (DIM + 1, DIM + 1)
 
 
 @pytest.mark.parametrize(
-    "loss", [Logistic(feature_bound=9.0, ridge=0.0), RidgeLoss(feature_bound=9.0, ridge=0.0, label_bound=9.0)], ids=str
+    "loss",
+    [LogisticLoss(feature_bound=9.0, ridge=0.0), RidgeLoss(feature_bound=9.0, ridge=0.0, label_bound=9.0)],
+    ids=str,
 )
 def test_before_the_first_record_the_gradient_is_zero(loss: Loss) -> None:
     history = start_history(loss).observe(Batch.empty(DIM))
@@ -182,7 +194,10 @@ def test_before_the_first_record_the_gradient_is_zero(loss: Loss) -> None:
 
 @pytest.mark.parametrize(
     "loss",
-    [Logistic(feature_bound=9.0, ridge=0.0, clip_norm=0.5), RidgeLoss(feature_bound=9.0, ridge=0.0, label_bound=9.0)],
+    [
+        LogisticLoss(feature_bound=9.0, ridge=0.0, clip_norm=0.5),
+        RidgeLoss(feature_bound=9.0, ridge=0.0, label_bound=9.0),
+    ],
     ids=str,
 )
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3)), min_size=1, max_size=40), st.integers(0, 2**32))
@@ -190,7 +205,7 @@ def test_old_values_stay_valid_whatever_grows_from_them(loss: Loss, steps: list[
     """A random tree of histories: each node appended to some earlier one, then all compared with brute force."""
     batches = random_batches([size for _, size in steps], seed)
     theta = np.array([0.5, -1.0, 2.0])
-    values: list[tuple[History, list[Batch]]] = [(start_history(loss), [])]
+    values: list[tuple[GradientHistory, list[Batch]]] = [(start_history(loss), [])]
     for (parent, _), batch in zip(steps, batches, strict=True):
         history, seen = values[parent % len(values)]
         values.append((history.observe(batch), [*seen, batch]))
@@ -201,7 +216,7 @@ def test_old_values_stay_valid_whatever_grows_from_them(loss: Loss, steps: list[
 
 def test_a_shared_buffer_is_not_written_twice() -> None:
     """Two successors of one value, and the value itself after both."""
-    loss, theta = Logistic(feature_bound=9.0, ridge=0.0), np.array([1.0, 0.0, -1.0])
+    loss, theta = LogisticLoss(feature_bound=9.0, ridge=0.0), np.array([1.0, 0.0, -1.0])
     first, left, right = random_batches([2, 3, 3])
     root = RecordHistory(loss).observe(first)
     before = root.gradient(theta)
@@ -220,4 +235,4 @@ def test_clipping_is_before_averaging() -> None:
     gradient = RecordHistory(loss).observe(batch).gradient(np.zeros(DIM))
 
     np.testing.assert_allclose(gradient, [-0.5, -0.2, 0.0])
-    assert math.isclose(loss.clip, 1.0)
+    assert math.isclose(loss.clip_threshold, 1.0)

@@ -63,7 +63,7 @@ def test_what_is_joined_and_what_is_counted_is_what_the_rules_say(told: list[tup
         now += later
         if what == "expect":
             expected += 1
-            join.expect(key, record, now)
+            join.add_event(key, record, now)
             plainly.tell(what, key, now, record)
         else:
             labelled += 1
@@ -71,10 +71,10 @@ def test_what_is_joined_and_what_is_counted_is_what_the_rules_say(told: list[tup
     counts = join.counts
     for name in ("joined", "expired", "evicted_events", "repeated", "unmatched_labels", "duplicate_labels"):
         assert getattr(counts, name) == plainly.found.count(name), name
-    assert join.waiting <= MOST
+    assert join.waiting_events <= MOST
     # nothing is lost without a count
-    assert expected == counts.joined + counts.unlabelled_events + counts.repeated + join.waiting
-    assert labelled == counts.joined + counts.unmatched_labels + counts.duplicate_labels
+    assert expected == counts.joined_events + counts.unlabelled_events + counts.duplicate_events + join.waiting_events
+    assert labelled == counts.joined_events + counts.unmatched_labels + counts.duplicate_labels
 
 
 events = st.lists(st.tuples(st.floats(0.0, 5.0), st.lists(st.floats(0.0, 14.0), max_size=2)), min_size=1, max_size=12)
@@ -97,7 +97,7 @@ def learned(told: list[tuple[float, str, int, int]], upto: int, kept: int = -1) 
     join, found = LabelJoin[int](WINDOW_S, 1_000), list[tuple[int, int]]()
     for at, what, key, position in told[:upto]:
         if what == "expect":
-            join.expect(key, key, at)
+            join.add_event(key, key, at)
         elif join.label(key, at) is not None and position > kept:
             found.append((position, key))
     return found
@@ -121,11 +121,11 @@ def test_who_begins_a_window_earlier_learns_each_record_once(
 
 def test_time_alone_gives_up_what_waits() -> None:
     join = LabelJoin[str](WINDOW_S, MOST)
-    join.expect("a", "record", 0.0)
+    join.add_event("a", "record", 0.0)
     join.advance_time(WINDOW_S)
-    assert join.waiting == 1
+    assert join.waiting_events == 1
     join.advance_time(WINDOW_S + 0.1)
-    assert (join.waiting, join.counts.expired, join.counts.unlabelled_events) == (0, 1, 1)
+    assert (join.waiting_events, join.counts.expired_events, join.counts.unlabelled_events) == (0, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_bits_that_are_fair_but_not_independent_are_found(
     noise = discrete_laplace(np.random.default_rng(14), MID)
     change(noise, axis, bit)
     test = judged(block_of(noise))["bits together"]
-    assert test.p_value < 1e-300 and test.where == where
+    assert test.p_value < 1e-300 and test.location == where
 
 
 def test_coarse_messages_show_without_their_centre() -> None:
@@ -142,11 +142,13 @@ def test_off_the_lattice_is_certain() -> None:
     block = noise_block(np.random.default_rng(3))
     off = np.zeros(MID, np.bool_)
     off[4, 2, 1, 6] = True
-    test = judged(replace(block, off=off, layout=replace(block.layout, fields=(("x", 3), ("y", 14)))))["lattice"]
-    assert (test.p_value, test.statistic, test.where) == (0.0, 1.0, "learner 4, field 'y'")
-    assert test.rejects
+    test = judged(replace(block, is_off_lattice=off, layout=replace(block.layout, fields=(("x", 3), ("y", 14)))))[
+        "lattice"
+    ]
+    assert (test.p_value, test.statistic, test.location) == (0.0, 1.0, "learner 4, field 'y'")
+    assert test.is_significant
     assert judged(block)["lattice"].p_value == 1.0
-    nothing_else = replace(block, off=np.ones(MID, np.bool_), lost=np.full(MID, 64, np.int8))
+    nothing_else = replace(block, is_off_lattice=np.ones(MID, np.bool_), lost_bits=np.full(MID, 64, np.int8))
     assert refuted(nothing_else) == {"lattice"}
 
 
@@ -156,9 +158,9 @@ def test_places_are_named() -> None:
     noise[1, 7, 11, 5:] &= -(2**20)
     noise[3, ..., 5:] |= 2**13
     tests = judged(block_of(noise, fields=(("x", 5), ("y", 12)), learners=("ann", "ben", "eve", "Süd", "zoe")))
-    assert tests["coarse messages"].where == "ben, field 'y', round 7"
-    assert tests["bits"].where == "bit 13"
-    assert tests["learner bits"].where == "Süd, field 'y', bit 13"
+    assert tests["coarse messages"].location == "ben, field 'y', round 7"
+    assert tests["bits"].location == "bit 13"
+    assert tests["learner bits"].location == "Süd, field 'y', bit 13"
 
 
 # ---- correct noise ---------------------------------------------------------------------------------------------------
@@ -206,13 +208,13 @@ def test_nothing_judged_comes_to_nothing() -> None:
     noise = discrete_laplace(np.random.default_rng(10), (2, 3, 4, 5))
     empty, full = (Lattice(block_of(noise).layout) for _ in range(2))
     empty.add(closely(block_of(noise, judged=np.array(False))))
-    assert empty.tests() == []
+    assert empty.compute_tests() == []
     full.add(closely(block_of(noise)))
-    expected = full.tests()
+    expected = full.compute_tests()
     full.merge(empty)
-    assert full.tests() == expected
+    assert full.compute_tests() == expected
     empty.merge(full)
-    assert empty.tests() == expected
+    assert empty.compute_tests() == expected
 
 
 def test_a_field_without_a_lattice_is_left_out() -> None:
@@ -227,7 +229,7 @@ def test_a_field_without_a_lattice_is_left_out() -> None:
 def test_primary_tests_are_of_all_numbers() -> None:
     """They share the first half of the level."""
     tests = judged(noise_block(np.random.default_rng(12), MID))
-    assert {name for name, test in tests.items() if test.primary} == {
+    assert {name for name, test in tests.items() if test.is_primary} == {
         "bits",
         "said bits",
         "trailing zeros",

@@ -43,11 +43,13 @@ def test_slack_is_what_the_loss_charges_at_most(dim: int) -> None:
         accountant.advance(1)
     slack = guarantee.epsilon() - math.fsum(without)
 
-    assert slack <= np.count_nonzero(guarantee.per_round) * dim * 2.0**-40 + 1e-12 * guarantee.epsilon()
+    assert slack <= np.count_nonzero(guarantee.round_losses) * dim * 2.0**-40 + 1e-12 * guarantee.epsilon()
     assert slack <= MAX_LATTICE_SHARE * guarantee.epsilon()
 
 
 def test_without_a_promise_there_is_nothing_to_tell() -> None:
-    run = build_run(parse_spec({"rounds": 2_000, "learners": 3, "algorithm": {"name": "d-ogd"}}, imports=True), 10**6)
+    run = build_run(
+        parse_spec({"rounds": 2_000, "learners": 3, "algorithm": {"name": "d-ogd"}}, allow_imports=True), 10**6
+    )
     assert run.guarantee(0).epsilon() == math.inf
     assert check_lattice(run) == ()

@@ -17,22 +17,22 @@ from hypothesis import strategies as st
 from scipy.special import zeta
 
 from sottovoce_core.algorithms.ldp_dol.accounting import (
+    AccountingMode,
     LdpDolAccountant,
     LearnerScales,
-    AccountingMode,
     SharedSchedules,
     _infinite_horizon,
 )
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import AssumptionViolated, SpecError
-from sottovoce_core.noise import grid
-from sottovoce_core.privacy.accountant import Accountant, guarantee
-from sottovoce_core.privacy.guarantee import Event, Guarantee, Mechanism, Regularity, ThreatModel
+from sottovoce_core.noise import lattice_spacing
+from sottovoce_core.privacy.accountant import Accountant, compute_guarantee
+from sottovoce_core.privacy.guarantee import Adjacency, Guarantee, Mechanism, Regularity, ThreatModel
 
 MODES: tuple[AccountingMode, ...] = get_args(AccountingMode)
 SCHEDULES = SharedSchedules(lam0=1.0, v=0.77, gam0=1.0, u=0.65)
 LEARNER = LearnerScales(own_weight=0.6, dim=3, sigma=math.sqrt(2), varsigma=0.11)
-LOGISTIC = Regularity(2.0, 0.25, 1.0, 0.0, math.inf, convex=True, margin=True)
+LOGISTIC = Regularity(2.0, 0.25, 1.0, 0.0, math.inf, is_convex=True, is_convex_when_clipped=True)
 
 
 def sensitivities(
@@ -58,9 +58,11 @@ def epsilon(mode: AccountingMode, constants: Regularity, learner: LearnerScales,
     return promise(mode, constants, rounds, learner).epsilon()
 
 
-def promise(mode: AccountingMode, constants: Regularity, rounds: int, learner: LearnerScales = LEARNER, **plan: Any) -> Guarantee:
+def promise(
+    mode: AccountingMode, constants: Regularity, rounds: int, learner: LearnerScales = LEARNER, **plan: Any
+) -> Guarantee:
     """What is promised with the schedules of this page."""
-    return guarantee(LdpDolAccountant(mode, constants, SCHEDULES, learner), rounds, **plan)
+    return compute_guarantee(LdpDolAccountant(mode, constants, SCHEDULES, learner), rounds, **plan)
 
 
 # ---- anchors ---------------------------------------------------------------------------------------------------------
@@ -96,13 +98,15 @@ def test_next_loss_is_sensitivity_and_lattice_over_scale() -> None:
     for t in range(1, 5):
         accountant.advance(1)
         scale = LEARNER.laplace_scale(t)
-        expected = (math.sqrt(3) * accountant.sensitivity + 3 * grid(scale)) / scale
+        expected = (math.sqrt(3) * accountant.sensitivity + 3 * lattice_spacing(scale)) / scale
         assert accountant.next_loss() == expected > math.sqrt(3) * accountant.sensitivity / scale
 
 
 MUSHROOMS = LearnerScales(own_weight=0.6, dim=117, sigma=math.sqrt(2), varsigma=0.11)
-SPLIT_1 = Regularity(2.0, 0.25, 1.0, 0.01, math.inf, convex=True, margin=True)
-SPLIT_22 = Regularity(2 * math.sqrt(22), 5.5, math.sqrt(22), 0.01, math.inf, convex=True, margin=True)
+SPLIT_1 = Regularity(2.0, 0.25, 1.0, 0.01, math.inf, is_convex=True, is_convex_when_clipped=True)
+SPLIT_22 = Regularity(
+    2 * math.sqrt(22), 5.5, math.sqrt(22), 0.01, math.inf, is_convex=True, is_convex_when_clipped=True
+)
 # The first two columns are the paper's reading: the ridge is part of L instead of s_t.
 WHOLE_1 = replace(SPLIT_1, smoothness=0.26, ridge=0.0)
 WHOLE_22 = replace(SPLIT_22, smoothness=5.51, ridge=0.0)
@@ -120,7 +124,9 @@ WHOLE_22 = replace(SPLIT_22, smoothness=5.51, ridge=0.0)
         ("best", SPLIT_22, 1594, 2077),
     ],
 )
-def test_honest_budgets_of_mushrooms(mode: AccountingMode, constants: Regularity, finite: float, infinite: float) -> None:
+def test_honest_budgets_of_mushrooms(
+    mode: AccountingMode, constants: Regularity, finite: float, infinite: float
+) -> None:
     relative = {2.1e4: 0.025, 1e38: 0.5}.get(finite, 0)  # printed to two digits, one digit, whole numbers
     assert epsilon(mode, constants, MUSHROOMS, 2000) == pytest.approx(finite, rel=relative, abs=0.5)
     bound = _infinite_horizon(mode, constants, SCHEDULES, MUSHROOMS)
@@ -272,7 +278,7 @@ def test_clipping_bounds_the_gradient_change() -> None:
 
 def test_one_dimensional_linear_losses_attain_smooth_and_convex() -> None:
     """Loss `c * theta` with c = 1 or -1 for record 0: C = 2, L = 0."""
-    constants = Regularity(2.0, 0.0, math.inf, 0.05, math.inf, convex=True, margin=True)
+    constants = Regularity(2.0, 0.0, math.inf, 0.05, math.inf, is_convex=True, is_convex_when_clipped=True)
     one = LearnerScales(own_weight=0.6, dim=1, sigma=1.0, varsigma=0.1)
     theta, other, heard = 0.3, 0.3, 0.6 * -1.7
     smooth, convex = (sensitivities(mode, constants, 30, learner=one) for mode in ("smooth", "convex"))
@@ -312,8 +318,8 @@ class Adjacent:
             min(self.bound, self.clip),
             self.ridge,
             2 * self.radius,
-            convex=True,
-            margin=True,
+            is_convex=True,
+            is_convex_when_clipped=True,
         )
 
     def worlds(self) -> tuple[list[FloatArray], list[FloatArray]]:
@@ -436,7 +442,7 @@ def test_modes_beyond_their_proof_are_refused(mode: AccountingMode, changes: dic
 
 
 def test_unclipped_losses_need_no_margin_for_convex() -> None:
-    general = replace(LOGISTIC, margin=False, clip_norm=math.inf)
+    general = replace(LOGISTIC, is_convex_when_clipped=False, clip_norm=math.inf)
     assert sensitivities("convex", general, 5) == sensitivities("convex", LOGISTIC, 5)
 
 
@@ -471,7 +477,9 @@ def test_infinite_horizon_bounds_every_finite_one(
 
 @pytest.mark.parametrize(("gam0", "ridge"), [(60.0, 0.0), (1.0, 200.0)])
 @pytest.mark.parametrize("mode", ["smooth", "convex"])
-def test_infinite_horizon_waits_until_steps_no_longer_overshoot(mode: AccountingMode, gam0: float, ridge: float) -> None:
+def test_infinite_horizon_waits_until_steps_no_longer_overshoot(
+    mode: AccountingMode, gam0: float, ridge: float
+) -> None:
     """Strong coupling or ridge: the first rounds multiply Phi, and a tail that starts among them would miss it."""
     strong, constants = replace(SCHEDULES, gam0=gam0, v=0.95, u=0.55), replace(LOGISTIC, ridge=ridge)
     bound = _infinite_horizon(mode, constants, strong, LEARNER)
@@ -557,54 +565,60 @@ def test_paper_epsilon_is_the_double_sum_of_theorem_5() -> None:
             factors = (1 - w_bar * SCHEDULES.coupling(q) + SCHEDULES.step_size(q) * smoothness for q in range(p + 1, t))
             phi += SCHEDULES.step_size(p) * 2.0 * math.prod(factors)
         expected.append(expected[-1] + math.sqrt(3) * phi / LEARNER.laplace_scale(t))
-    meter = LdpDolAccountant("best", constants, SCHEDULES, LEARNER, smallest_own_weight=w_bar)
-    assert meter.paper(rounds) == pytest.approx(expected, rel=1e-12)
+    meter = LdpDolAccountant("best", constants, SCHEDULES, LEARNER, min_own_weight=w_bar)
+    assert meter.paper_epsilon(rounds) == pytest.approx(expected, rel=1e-12)
 
 
 def test_guarantee_is_the_accountant_over_the_plan() -> None:
     counts, replaced = np.array([0, 3, 1, 0, 2]), np.array([0, 1, 1, 0, 0])
     promised = promise("best", SPLIT_1, 5, counts=counts, replaced=replaced)
     accountant = LdpDolAccountant("best", SPLIT_1, SCHEDULES, LEARNER)
-    for loss, new, swapped in zip(promised.per_round, counts.tolist(), replaced.tolist(), strict=True):
+    for loss, new, swapped in zip(promised.round_losses, counts.tolist(), replaced.tolist(), strict=True):
         assert loss == accountant.next_loss()
         accountant.advance(new, swapped)
-    assert promised.per_round[2] > 0 == promised.per_round[1]
-    assert (promised.grounds.mode, promised.grounds.threat_model) == ("best", ThreatModel.WIRE)
-    assert (promised.mechanism, promised.event, promised.shared) == (Mechanism.LAPLACE, Event.RECORD, False)
-    assert promised.adjacency.startswith("2 records ")
-    assert promised.infinite_horizon == math.inf
-    assert promised.paper == pytest.approx(LdpDolAccountant("loose", SPLIT_1, SCHEDULES, LEARNER).paper(5))
+    assert promised.round_losses[2] > 0 == promised.round_losses[1]
+    assert (promised.basis.mode, promised.basis.threat_model) == ("best", ThreatModel.WIRE)
+    assert (promised.mechanism, promised.adjacency, promised.has_shared_records) == (
+        Mechanism.LAPLACE,
+        Adjacency.RECORD,
+        False,
+    )
+    assert promised.adjacency_description.startswith("2 records ")
+    assert promised.infinite_horizon_epsilon == math.inf
+    assert promised.paper_epsilon == pytest.approx(
+        LdpDolAccountant("loose", SPLIT_1, SCHEDULES, LEARNER).paper_epsilon(5)
+    )
 
 
 def test_guarantee_promises_no_infinite_horizon_to_reused_records() -> None:
     for replaced, finite in (([1, 0, 0], True), ([1, 1, 0], False)):
         promised = promise("best", SPLIT_1, 3, replaced=np.array(replaced))
-        assert (promised.infinite_horizon < math.inf) is finite
+        assert (promised.infinite_horizon_epsilon < math.inf) is finite
 
 
 def test_guarantee_reports_its_grounds() -> None:
-    meter = LdpDolAccountant("convex", SPLIT_1, SCHEDULES, LEARNER, smallest_own_weight=0.3)
-    promised = guarantee(meter, 9)
+    meter = LdpDolAccountant("convex", SPLIT_1, SCHEDULES, LEARNER, min_own_weight=0.3)
+    promised = compute_guarantee(meter, 9)
     # No diameter: it is infinite, so nothing rests on it.
-    assert set(promised.grounds.constants) == {"gradient_change", "smoothness", "clip_norm", "ridge", "own_weight"}
-    assert promised.grounds.constants["smoothness"].value == 0.25
-    assert all(constant.enforced_by for constant in promised.grounds.constants.values())
-    assert promised.infinite_horizon == _infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER)
-    assert promised.paper == pytest.approx(meter.paper(9))
-    assert promised.paper[-1] > promise("convex", SPLIT_1, 9).paper[-1]  # by the smaller own weight
-    assert promised.adjacency.startswith("1 record of")
+    assert set(promised.basis.constants) == {"gradient_change", "smoothness", "clip_norm", "ridge", "own_weight"}
+    assert promised.basis.constants["smoothness"].value == 0.25
+    assert all(constant.enforcement for constant in promised.basis.constants.values())
+    assert promised.infinite_horizon_epsilon == _infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER)
+    assert promised.paper_epsilon == pytest.approx(meter.paper_epsilon(9))
+    assert promised.paper_epsilon[-1] > promise("convex", SPLIT_1, 9).paper_epsilon[-1]  # by the smaller own weight
+    assert promised.adjacency_description.startswith("1 record of")
 
 
 @pytest.mark.parametrize(("counts", "batch"), [([2, 3, 2], 2), ([2, 0, 2], None)])
 def test_guarantee_continues_with_the_smallest_batch(counts: list[int], batch: int | None) -> None:
     promised = promise("convex", SPLIT_1, 3, counts=np.array(counts))
     expected = _infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER, batch) if batch else math.inf
-    assert promised.infinite_horizon == expected
+    assert promised.infinite_horizon_epsilon == expected
 
 
 def test_plans_that_do_not_fit_are_refused() -> None:
     for name, plan in itertools.product(("counts", "replaced"), ([1, 1], [1, 1, -1], [1, 1, 0.5], [[1, 1, 1]])):
         with pytest.raises(SpecError, match=f"{name} must be 3 whole numbers"):
-            guarantee(LdpDolAccountant("best", SPLIT_1, SCHEDULES, LEARNER), 3, **{name: np.array(plan)})
+            compute_guarantee(LdpDolAccountant("best", SPLIT_1, SCHEDULES, LEARNER), 3, **{name: np.array(plan)})
     with pytest.raises(SpecError, match="replaced must be at most counts"):
         promise("best", SPLIT_1, 3, counts=np.array([1, 0, 1]), replaced=np.array([0, 1, 0]))

@@ -13,7 +13,7 @@ from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec, _check_ldp_
 from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.losses import Loss
-from sottovoce_core.losses.linear import LeastSquaresLoss, Logistic, PassGlmLoss, RidgeLoss
+from sottovoce_core.losses.linear import LeastSquaresLoss, LogisticLoss, PassGlmLoss, RidgeLoss
 from sottovoce_core.privacy.guarantee import Regularity
 from sottovoce_core.running.run import build_run
 from tests.examples import small_spec
@@ -37,7 +37,7 @@ class Web:
         return self.own_weights[learner]
 
 
-LOGISTIC = Regularity(2.0, 0.25, 1.0, 0.0, 10.0, convex=True, margin=True)
+LOGISTIC = Regularity(2.0, 0.25, 1.0, 0.0, 10.0, is_convex=True, is_convex_when_clipped=True)
 QUIET = LdpDolSpec(name="ldp-dol", lam0=1e-4, v=0.9, gam0=0.25, u=0.7, accounting="best")
 
 
@@ -158,7 +158,7 @@ def test_best_without_smoothness_or_clipping_needs_a_gradient_change() -> None:
 @pytest.mark.parametrize("mode", ["loose", "smooth", "convex", "clip", "best"])
 @pytest.mark.parametrize(("margin", "clip"), [(True, 1.0), (False, math.inf), (False, 1.0)])
 def test_convex_mode_of_clipped_gradients_needs_a_margin_loss(mode: str, margin: bool, clip: float) -> None:
-    constants = replace(LOGISTIC, margin=margin, clip_norm=clip)
+    constants = replace(LOGISTIC, is_convex_when_clipped=margin, clip_norm=clip)
     if mode != "convex" or margin or clip == math.inf:
         assert check(constants, accounting=mode) == ()
         return
@@ -171,7 +171,7 @@ def test_convex_mode_of_clipped_gradients_needs_a_margin_loss(mode: str, margin:
 
 
 def test_convex_mode_needs_a_convex_loss() -> None:
-    bent = replace(LOGISTIC, convex=False)
+    bent = replace(LOGISTIC, is_convex=False)
     assert refusal(bent, accounting="convex").code == "NOT_CONVEX"
     assert check(bent, accounting="best") == ()
 
@@ -221,7 +221,7 @@ def test_coupling_overshoot() -> None:
         (RidgeLoss(clip_norm=1.0), 5_792, ""),
         (LeastSquaresLoss(), 20_000, "20001 x 20001 numbers: 3 GiB"),
         (PassGlmLoss(score_bound=3.0), 5_792, "history: exact"),
-        (Logistic(), 20_000, ""),
+        (LogisticLoss(), 20_000, ""),
     ],
 )
 def test__large_statistics(loss: Loss, dim: int, told: str) -> None:
@@ -296,7 +296,7 @@ def test_an_unbounded_set_without_ridge_leaves_d_finite() -> None:
 
 
 def test_convergence_of_non_convex_losses_is_nobodys_claim() -> None:
-    assert check(replace(LOGISTIC, convex=False), strong_convexity=0.0, lam0=5.0, v=0.75) == ()
+    assert check(replace(LOGISTIC, is_convex=False), strong_convexity=0.0, lam0=5.0, v=0.75) == ()
 
 
 def test_one_learner_alone_is_quiet() -> None:

@@ -23,7 +23,7 @@ from sottovoce_core.losses.history import start_history
 from sottovoce_core.losses.linear import (
     HingeLoss,
     LeastSquaresLoss,
-    Logistic,
+    LogisticLoss,
     PassGlmLoss,
     QuadraticLoss,
     RidgeLoss,
@@ -36,7 +36,7 @@ from sottovoce_core.losses.loss import sigmoid
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.privacy.guarantee import Regularity
 from sottovoce_core.running.replay import replay
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
@@ -60,7 +60,7 @@ losses: st.SearchStrategy[Loss] = st.one_of(margin_losses, softmaxes)
 
 def gradient(loss: Loss, theta: FloatArray, features: FloatArray, label: float) -> FloatArray:
     """Data gradient of one record, made to obey the bounds and clipped, as a learner computes it."""
-    return loss.gradient_sum(theta, Batch(*loss.enforce(features[None], np.array([label]))))
+    return loss.gradient_sum(theta, Batch(*loss.enforce_bounds(features[None], np.array([label]))))
 
 
 def inside(theta: FloatArray, radius: float) -> FloatArray:
@@ -89,14 +89,14 @@ def test_slope_and_bend_are_the_derivatives(data: st.DataObject, loss: MarginLos
     turn = loss.slope(scores + step, labels) - loss.slope(scores - step, labels)
 
     assert loss.slope(scores, labels) == pytest.approx(rise / (2 * step), rel=1e-5, abs=1e-5)
-    assert loss.bend(scores, labels) == pytest.approx(turn / (2 * step), rel=1e-5, abs=1e-5)
+    assert loss.second_derivative(scores, labels) == pytest.approx(turn / (2 * step), rel=1e-5, abs=1e-5)
 
 
 @given(st.data(), margin_losses, vectors(4, 60.0))
 def test_slope_and_curvature_bounds_are_not_exceeded(data: st.DataObject, loss: MarginLoss, scores: FloatArray) -> None:
     labels = data.draw(labels_for(loss, 4))
     assert (np.abs(loss.slope(scores, labels)) <= loss.slope_bound).all()
-    assert (loss.bend(scores, labels) <= loss.curvature).all()
+    assert (loss.second_derivative(scores, labels) <= loss.curvature).all()
 
 
 @given(st.data(), softmaxes, matrices(2, DIM, 3.0))
@@ -104,7 +104,7 @@ def test_the_softmax_gradient_is_the_derivative_of_its_value(
     data: st.DataObject, loss: SoftmaxLoss, features: FloatArray
 ) -> None:
     unclipped = SoftmaxLoss(feature_bound=loss.feature_bound, ridge=0.0, clip_norm=None, classes=CLASSES)
-    batch = Batch(*loss.enforce(features, data.draw(labels_for(loss, 2))))
+    batch = Batch(*loss.enforce_bounds(features, data.draw(labels_for(loss, 2))))
     theta, step = parameters(data, loss, 5.0), 1e-5
     moves = step * np.eye(theta.size)
     rise = [(loss.values(theta + m, batch) - loss.values(theta - m, batch)).sum() / (2 * step) for m in moves]
@@ -117,21 +117,23 @@ def test_a_sum_is_over_the_clipped_gradients_of_the_records(
     data: st.DataObject, loss: Loss, features: FloatArray
 ) -> None:
     labels, theta = data.draw(labels_for(loss, 3)), parameters(data, loss, 5.0)
-    batch = Batch(*loss.enforce(features, labels))
+    batch = Batch(*loss.enforce_bounds(features, labels))
     alone = [loss.gradient_sum(theta, Batch(batch.features[k : k + 1], batch.labels[k : k + 1])) for k in range(3)]
 
-    assert all(np.linalg.norm(each) <= loss.clip * SLACK for each in alone)
+    assert all(np.linalg.norm(each) <= loss.clip_threshold * SLACK for each in alone)
     np.testing.assert_allclose(loss.gradient_sum(theta, batch), np.sum(alone, axis=0), rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(mean_gradient(loss, theta, batch), np.mean(alone, axis=0), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("clip", [None, 0.4])
-@pytest.mark.parametrize("kind", [Logistic, HingeLoss, SmoothedHingeLoss, RidgeLoss, PassGlmLoss, SoftmaxLoss])
+@pytest.mark.parametrize("kind", [LogisticLoss, HingeLoss, SmoothedHingeLoss, RidgeLoss, PassGlmLoss, SoftmaxLoss])
 def test_leading_axes_are_computed_each_by_itself(kind: type[Loss], clip: float | None) -> None:
     """Two learners with unequal numbers of records and three replicas, against one vector at a time."""
     if kind is PassGlmLoss and clip is not None:
         return  # refused: to clip, one needs the records
-    fields: dict[str, Any] = {"classes": 4} if kind is SoftmaxLoss else {"score_bound": 4.0} if kind is PassGlmLoss else {}
+    fields: dict[str, Any] = (
+        {"classes": 4} if kind is SoftmaxLoss else {"score_bound": 4.0} if kind is PassGlmLoss else {}
+    )
     loss = kind.model_validate({"feature_bound": 9.0, "ridge": 0.0, "clip_norm": clip, **fields})
     generator = np.random.default_rng(1)
     theta = generator.normal(size=(2, 3, loss.dim(DIM)))
@@ -156,7 +158,7 @@ def test_leading_axes_are_computed_each_by_itself(kind: type[Loss], clip: float 
 
 LOSSES_OF_EVERY_KIND: list[Loss] = [
     kind.model_validate({"feature_bound": 9.0, "clip_norm": clip, **({"classes": 4} if kind is SoftmaxLoss else {})})
-    for kind in (Logistic, HingeLoss, SmoothedHingeLoss, RidgeLoss, LeastSquaresLoss, SoftmaxLoss)
+    for kind in (LogisticLoss, HingeLoss, SmoothedHingeLoss, RidgeLoss, LeastSquaresLoss, SoftmaxLoss)
     for clip in (None, 0.4)
 ] + [PassGlmLoss(score_bound=4.0)]
 
@@ -250,8 +252,8 @@ def test_clipped_gradients_of_softmax_are_not_those_of_a_convex_function() -> No
     assert rises > 0
     assert not clipped.is_convex_when_clipped
     assert free.is_convex_when_clipped
-    assert not Regularity.of(clipped, L2Ball(radius=1.0), 3).can_use_convex_mode
-    assert Regularity.of(free, L2Ball(radius=1.0), 3).can_use_convex_mode
+    assert not Regularity.from_loss(clipped, L2Ball(radius=1.0), 3).can_use_convex_mode
+    assert Regularity.from_loss(free, L2Ball(radius=1.0), 3).can_use_convex_mode
 
 
 @given(st.one_of(squared_losses, pass_glms), st.floats(0.1, 50.0))
@@ -269,7 +271,7 @@ def test_a_quadratic_losses_bounds_are_attained(loss: QuadraticLoss, radius: flo
 @pytest.mark.parametrize(
     "loss",
     [
-        Logistic(feature_bound=2.0, ridge=0.0),
+        LogisticLoss(feature_bound=2.0, ridge=0.0),
         SoftmaxLoss(feature_bound=2.0, ridge=0.0, clip_norm=None, classes=2),
         SmoothedHingeLoss(feature_bound=2.0, ridge=0.0, width=0.7),
     ],
@@ -305,7 +307,10 @@ def test_the_bounds_of_softmax_are_neared() -> None:
 def test_softmax_of_two_classes_is_logistic(theta: FloatArray, features: FloatArray) -> None:
     """With rows -theta/2 and theta/2: equal values, and a gradient of g and -g."""
     both, labels = np.concatenate([-theta / 2, theta / 2]), np.array([0.0, 1.0, 1.0, 0.0])
-    two, one = SoftmaxLoss(feature_bound=9.0, ridge=0.0, clip_norm=None, classes=2), Logistic(feature_bound=9.0, ridge=0.0)
+    two, one = (
+        SoftmaxLoss(feature_bound=9.0, ridge=0.0, clip_norm=None, classes=2),
+        LogisticLoss(feature_bound=9.0, ridge=0.0),
+    )
     batch = Batch(features, labels)
     expected = one.gradient_sum(theta, batch)
 
@@ -350,7 +355,10 @@ def test_the_smoothed_hinge_lies_below_the_hinge_by_half_its_width(
 
 def test_hinges_by_hand() -> None:
     scores, ones, zeros = np.array([-1.0, 0.5, 0.9, 1.0, 2.0]), np.ones(5), np.zeros(5)
-    hinge, smoothed = HingeLoss(feature_bound=1.0, ridge=0.0), SmoothedHingeLoss(feature_bound=1.0, ridge=0.0, width=0.25)
+    hinge, smoothed = (
+        HingeLoss(feature_bound=1.0, ridge=0.0),
+        SmoothedHingeLoss(feature_bound=1.0, ridge=0.0, width=0.25),
+    )
     assert hinge.value(scores, ones) == pytest.approx([2.0, 0.5, 0.1, 0.0, 0.0])
     assert hinge.slope(scores, ones).tolist() == [-1.0, -1.0, -1.0, 0.0, 0.0]
     assert hinge.slope(scores, zeros).tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
@@ -375,7 +383,7 @@ def test_the_approximation_is_chebyshevs_series(bound: float) -> None:
 
 @given(pass_glms, st.floats(-1.0, 1.0))
 def test_the_slope_error_holds_and_is_attained(loss: PassGlmLoss, share: float) -> None:
-    exact, labels = Logistic(feature_bound=1.0, ridge=0.0), np.ones(1)
+    exact, labels = LogisticLoss(feature_bound=1.0, ridge=0.0), np.ones(1)
     score = np.array([share * loss.score_bound])
     grid = np.linspace(-loss.score_bound, loss.score_bound, 4001)
 
@@ -389,10 +397,10 @@ def test_the_gradient_error_holds_where_scores_are_inside(
     loss: PassGlmLoss, theta: FloatArray, features: FloatArray
 ) -> None:
     loss = PassGlmLoss(feature_bound=loss.feature_bound, ridge=0.0, clip_norm=None, score_bound=loss.score_bound)
-    batch = Batch(*loss.enforce(features, np.array([0.0, 1.0, 1.0, 0.0, 1.0])))
+    batch = Batch(*loss.enforce_bounds(features, np.array([0.0, 1.0, 1.0, 0.0, 1.0])))
     theta = inside(theta, loss.score_bound / loss.feature_bound)
     apart = mean_gradient(loss, theta, batch) - mean_gradient(
-        Logistic(feature_bound=loss.feature_bound, ridge=0.0), theta, batch
+        LogisticLoss(feature_bound=loss.feature_bound, ridge=0.0), theta, batch
     )
 
     assert np.linalg.norm(apart) <= loss.gradient_error * SLACK + 1e-12
@@ -428,13 +436,13 @@ def test_no_transcript_shows_more_than_the_constants_allow(
     """Replaced records of a run, large and of either label: the largest loss of all messages is below the claim."""
     run = small_run(15, loss=loss, decision_set=decision_set, algorithm={"accounting": mode})
     data, generator = made_up(run.spec, batch=2), np.random.default_rng(1)
-    said = [step.message["y"] for step in simulate(run, data, SeededNoise(1))]
+    said = [step.message["y"] for step in simulate_rounds(run, data, SeededNoise(1))]
     own = data.learners[0]
     strangers = [own.with_use(0, 3.0 * generator.normal(size=3), float(k % 2)) for k in range(10)]
     losses = replay(run, Transcript({"y": np.stack(said)}), 0, [own, *strangers])
     claim = run.guarantee(0, np.diff(own.offsets)).cumulative_epsilon
 
-    assert (np.cumsum(losses.largest, axis=0) <= claim[:, None, None] * SLACK).all()
+    assert (np.cumsum(losses.max_losses, axis=0) <= claim[:, None, None] * SLACK).all()
     assert losses.supremum.max() > 0.01 * claim[-1]
 
 
@@ -447,7 +455,7 @@ def test_the_gradient_leads_to_scikit_learns_model() -> None:
     """The minimiser of the mean loss with its ridge, of three classes."""
     features, labels = load_iris(return_X_y=True)
     loss = SoftmaxLoss(feature_bound=10.0, ridge=0.1, clip_norm=None, classes=3)
-    batch = Batch(*loss.enforce(features, labels.astype(np.float64)))
+    batch = Batch(*loss.enforce_bounds(features, labels.astype(np.float64)))
 
     def objective(theta: FloatArray) -> tuple[float, FloatArray]:
         value = loss.values(theta, batch).mean() + loss.ridge / 2 * theta @ theta
@@ -466,7 +474,7 @@ def test_enforced_records_obey_the_bounds_and_others_are_left_alone(
     data: st.DataObject, loss: Loss, features: FloatArray
 ) -> None:
     labels = data.draw(labels_for(loss, 4))
-    kept, kept_labels = loss.enforce(features, labels)
+    kept, kept_labels = loss.enforce_bounds(features, labels)
     norms = np.linalg.norm(features, axis=1)
 
     assert (np.linalg.norm(kept, axis=1) <= loss.feature_bound * SLACK).all()
@@ -490,7 +498,7 @@ def test_the_sigmoid_does_not_overflow() -> None:
     scores = np.array([-1e308, -800.0, 0.0, 800.0, 1e308])
     assert sigmoid(scores) == pytest.approx([0.0, 0.0, 0.5, 1.0, 1.0], abs=1e-300)
     assert sigmoid(np.array(0.0)) == 0.5
-    assert Logistic(feature_bound=1.0, ridge=0.0).value(scores[1:4], np.array([1.0, 1.0, 0.0])) == pytest.approx(
+    assert LogisticLoss(feature_bound=1.0, ridge=0.0).value(scores[1:4], np.array([1.0, 1.0, 0.0])) == pytest.approx(
         [800.0, math.log(2), 800.0]
     )
 
@@ -498,7 +506,7 @@ def test_the_sigmoid_does_not_overflow() -> None:
 def test_classes_are_told_at_the_boundary_of_each_loss() -> None:
     scores = np.array([-1.0, 0.0, 0.1, 0.5, 0.6])
     for loss in (
-        Logistic(feature_bound=1.0, ridge=0.0),
+        LogisticLoss(feature_bound=1.0, ridge=0.0),
         HingeLoss(feature_bound=1.0, ridge=0.0),
         SmoothedHingeLoss(feature_bound=1.0, ridge=0.0),
         PassGlmLoss(feature_bound=1.0, ridge=0.0, score_bound=4.0),
@@ -513,10 +521,13 @@ def test_classes_are_told_at_the_boundary_of_each_loss() -> None:
 @pytest.mark.parametrize(
     ("section", "loss"),
     [
-        ("logistic", Logistic()),
-        ({"feature_bound": 2.0, "ridge": 0.1}, Logistic(feature_bound=2.0, ridge=0.1)),
+        ("logistic", LogisticLoss()),
+        ({"feature_bound": 2.0, "ridge": 0.1}, LogisticLoss(feature_bound=2.0, ridge=0.1)),
         ({"history": "pass_glm", "score_bound": 3}, PassGlmLoss(score_bound=3.0)),
-        ({"kind": "ridge", "label_bound": 3.0, "clip_norm": 0.5}, RidgeLoss(ridge=0.01, clip_norm=0.5, label_bound=3.0)),
+        (
+            {"kind": "ridge", "label_bound": 3.0, "clip_norm": 0.5},
+            RidgeLoss(ridge=0.01, clip_norm=0.5, label_bound=3.0),
+        ),
         ({"kind": "least_squares", "label_bound": 3.0}, LeastSquaresLoss(ridge=0.0, label_bound=3.0)),
         ({"kind": "hinge", "clip_norm": 0.5}, HingeLoss(clip_norm=0.5)),
         ({"kind": "smoothed_hinge", "width": 0.2}, SmoothedHingeLoss(width=0.2)),
@@ -556,7 +567,7 @@ class Absolute(MarginLoss):
     """A loss of one's own, in six lines: `|b - z|` of labels in [-1, 1]."""
 
     kind: str = "absolute"
-    binary: ClassVar[bool] = False
+    has_binary_labels: ClassVar[bool] = False
     n_classes: ClassVar[int | None] = None
 
     def value(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
@@ -568,9 +579,9 @@ class Absolute(MarginLoss):
 
 def test_a_loss_of_ones_own_is_named_by_module_and_class() -> None:
     document = {"rounds": 3, "algorithm": "ldp-dol", "loss": {"kind": "tests.core.test_losses:Absolute", "ridge": 0.5}}
-    spec = parse_spec(document, imports=True)
+    spec = parse_spec(document, allow_imports=True)
     assert isinstance(spec.loss, Absolute)
     assert (spec.loss.ridge, spec.loss.gradient_change(9.0), spec.loss.n_classes) == (0.5, 2.0, None)
-    assert parse_spec(spec.model_dump(mode="json"), imports=True) == spec
+    assert parse_spec(spec.model_dump(mode="json"), allow_imports=True) == spec
     with pytest.raises(SpecError, match="imports no code that a spec from elsewhere names"):
-        parse_spec(document, imports=False)
+        parse_spec(document, allow_imports=False)

@@ -14,8 +14,8 @@ import pytest
 
 from sottovoce_core.arrays import IntArray
 from sottovoce_core.auditing.conformance.marginal import Marginal, _maximum
-from sottovoce_core.auditing.conformance.p_values import gamma
-from sottovoce_core.noise import grid
+from sottovoce_core.auditing.conformance.p_values import compute_gamma_p_value
+from sottovoce_core.noise import lattice_spacing
 from tests import blocks
 from tests.blocks import (
     MID,
@@ -28,7 +28,7 @@ from tests.blocks import (
     require_right_p_values,
 )
 
-RATE = float(grid(SCALE)) / SCALE
+RATE = float(lattice_spacing(SCALE)) / SCALE
 judged, refuted = partial(blocks.judged, Marginal), partial(blocks.refuted, Marginal)
 
 
@@ -48,7 +48,7 @@ def test_reference_noise_has_its_law(rate: float, bit: int, share: float) -> Non
     ("mean", "count", "p_value"), [(0.97, 64_000, 1.783e-14), (0.97, 27_200, 5.851e-7), (0.99, 5_120, 0.476)]
 )
 def test_a_scale_is_judged_by_its_exact_law(mean: float, count: int, p_value: float) -> None:
-    assert gamma(mean * count, count) == pytest.approx(p_value, rel=1e-3)
+    assert compute_gamma_p_value(mean * count, count) == pytest.approx(p_value, rel=1e-3)
 
 
 @pytest.mark.parametrize(("size", "count", "p_value"), [(6.5, 20_000, 1.71e-13), (7.0, 5_000, 0.0209)])
@@ -72,9 +72,9 @@ def test_counts_are_those_of_the_numbers() -> None:
     steps = np.arange(len(uniform) + 1) / len(uniform)
     distance = max((steps[1:] - uniform).max(), (uniform - steps[:-1]).max())
     assert distance - 1 / 128 <= tests["law"].statistic <= distance  # seen at the edges of bins
-    j = round(float(tests["tails"].where.split()[-1]) / math.log(2.0))
+    j = round(float(tests["tails"].location.split()[-1]) / math.log(2.0))
     assert tests["tails"].statistic == pytest.approx((sizes > j * math.log(2.0)).mean())
-    j = int(tests["near zero"].where[3:])
+    j = int(tests["near zero"].location[3:])
     assert tests["near zero"].statistic == pytest.approx((-np.expm1(-sizes) <= 2.0**-j).mean())
 
 
@@ -169,10 +169,10 @@ def test_places_are_named() -> None:
     noise[1, 7, 11, 3] = 2**46
     noise[3, ..., 9] >>= 1
     tests = judged(block_of(noise, fields=(("x", 5), ("y", 12)), learners=("ann", "ben", "eve", "Süd", "zoe")))
-    assert tests["largest"].where == "ben, field 'x'"
-    assert tests["message scale"].where == "ben, round 7, run 11"
-    assert tests["learner's coordinate scale"].where == "Süd, field 'y', coordinate 4"
-    assert tests["learner scale"].where == "Süd, field 'y'"
+    assert tests["largest"].location == "ben, field 'x'"
+    assert tests["message scale"].location == "ben, round 7, run 11"
+    assert tests["learner's coordinate scale"].location == "Süd, field 'y', coordinate 4"
+    assert tests["learner scale"].location == "Süd, field 'y'"
 
 
 def test_the_run_is_named_in_whatever_block_it_came() -> None:
@@ -180,8 +180,8 @@ def test_the_run_is_named_in_whatever_block_it_came() -> None:
     noise = discrete_laplace(rng, MID)
     noise[:, :, 2] >>= 1
     tests = judged(noise_block(rng), block_of(noise))
-    assert tests["run scale"].where == "run 22"
-    assert tests["run scale"].rejects
+    assert tests["run scale"].location == "run 22"
+    assert tests["run scale"].is_significant
 
 
 # ---- correct noise ---------------------------------------------------------------------------------------------------
@@ -201,16 +201,16 @@ def test_nothing_known_comes_to_nothing() -> None:
     noise = discrete_laplace(np.random.default_rng(8), (2, 3, 4, 5))
     empty, full = (Marginal(block_of(noise).layout) for _ in range(2))
     empty.add(block_of(noise, known=np.array(False)))
-    assert empty.tests() == []
+    assert empty.compute_tests() == []
     full.add(block_of(noise))
-    expected = full.tests()
+    expected = full.compute_tests()
     full.merge(empty)
-    assert full.tests() == expected
+    assert full.compute_tests() == expected
     empty.merge(full)
-    assert empty.tests() == expected
+    assert empty.compute_tests() == expected
 
 
 def test_a_single_number_has_the_primary_tests() -> None:
     """The primary tests are those that share the first half of the level."""
     tests = judged(noise_block(np.random.default_rng(9), (1, 1, 1, 1)))
-    assert {name for name, test in tests.items() if test.primary} == {"scale", "signs", "tails", "largest"}
+    assert {name for name, test in tests.items() if test.is_primary} == {"scale", "signs", "tails", "largest"}

@@ -13,15 +13,23 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.noise import NoiseRequest, KeyedNoise, SeededNoise, SystemNoise, grid, mechanisms, no_noise
+from sottovoce_core.noise import (
+    KeyedNoise,
+    NoiseRequest,
+    SeededNoise,
+    SystemNoise,
+    lattice_spacing,
+    mechanisms,
+    no_noise,
+)
 from sottovoce_core.noise.mechanisms import (
+    add_gaussian_noise,
+    add_laplace_noise,
     dirac_log_density,
     gaussian_log_density,
     gaussian_zcdp_rho,
     laplace_log_density,
     laplace_loss,
-    add_gaussian_noise,
-    add_laplace_noise,
     spherical_log_density,
     zcdp_epsilon,
 )
@@ -163,7 +171,9 @@ def test_zcdp_epsilon_is_that_of_bun_and_steinke() -> None:
 # ---- saying ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("say", "density"), [(add_laplace_noise, laplace_log_density), (add_gaussian_noise, gaussian_log_density)])
+@pytest.mark.parametrize(
+    ("say", "density"), [(add_laplace_noise, laplace_log_density), (add_gaussian_noise, gaussian_log_density)]
+)
 def test_without_noise_a_vector_is_said_as_it_is(say: Callable[..., FloatArray], density: Callable[..., float]) -> None:
     vector = np.array([0.1, -2.0])
     assert say(no_noise, "y", 0, vector, 0.0) is vector
@@ -179,7 +189,9 @@ def test_every_learner_has_its_scale(say: Callable[..., FloatArray]) -> None:
     size = np.abs(say(SeededNoise(1), "y", 0, vector, scales)).mean(axis=(1, 2))
 
     assert (vector == 0.0).all()  # nothing was written into it
-    np.testing.assert_allclose(size / scales.ravel(), 1.0 if say is add_laplace_noise else math.sqrt(2 / math.pi), rtol=0.05)
+    np.testing.assert_allclose(
+        size / scales.ravel(), 1.0 if say is add_laplace_noise else math.sqrt(2 / math.pi), rtol=0.05
+    )
 
 
 def test_a_certain_density_forgives_rounding_alone() -> None:
@@ -203,7 +215,7 @@ def test_the_spherical_density_is_that_of_its_norm() -> None:
 def test_whatever_the_state_what_is_said_lies_on_the_lattice(
     state: float, scale: float, say: Callable[..., FloatArray]
 ) -> None:
-    points = say(SystemNoise(), "y", 0, np.full(8, state), scale) / grid(scale)
+    points = say(SystemNoise(), "y", 0, np.full(8, state), scale) / lattice_spacing(scale)
     assert (points == np.rint(points)).all()
 
 
@@ -217,7 +229,7 @@ def test_low_bits_of_what_is_said_are_uniform_for_any_state() -> None:
 
 def last_bits(state: float, seed: int) -> npt.NDArray[np.int64]:
     said = add_laplace_noise(KeyedNoise("hush", "run", seed), "y", 0, np.full(100_000, state), 1.0)
-    bits: npt.NDArray[np.int64] = (said / grid(1.0)).astype(np.int64) & 255
+    bits: npt.NDArray[np.int64] = (said / lattice_spacing(1.0)).astype(np.int64) & 255
     return bits
 
 

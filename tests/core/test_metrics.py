@@ -17,12 +17,12 @@ from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.decision_sets import L2Ball
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
-from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.running import metrics
 from sottovoce_core.running.metrics import Curves, Metrics, _checkpoints, _Objective
 from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import SimulatedRound, simulate
+from sottovoce_core.running.simulator import SimulatedRound, simulate_rounds
 from tests.examples import made_up, small_run, small_spec
 
 minimize: Any = optimize.minimize
@@ -53,8 +53,8 @@ def some_objective(loss: dict[str, Any], seed: int = 0, records: int = 60, dim: 
 
 def measured(run: Run, data: PlacedData, noise: Any, replicas: int = 1, **options: Any) -> Curves:
     meter = Metrics(run, data, **options)
-    for step in simulate(run, data, noise, replicas):
-        meter.take(step)
+    for step in simulate_rounds(run, data, noise, replicas):
+        meter.add_round(step)
     return meter.curves
 
 
@@ -101,8 +101,8 @@ def test_a_loss_with_a_corner_is_minimised_nearly() -> None:
     assert objective.values(found[None])[0] <= best.fun * 1.001
 
 
-class Bent(Logistic):
-    convex: ClassVar[bool] = False
+class Bent(LogisticLoss):
+    is_convex: ClassVar[bool] = False
 
 
 def test_a_loss_that_is_not_convex_has_no_minimiser_and_no_regret() -> None:
@@ -160,7 +160,7 @@ def least(function: Any) -> tuple[FloatArray, float]:
 def test_losses_and_regrets_are_their_definitions() -> None:
     data = ragged()
     run = small_run(12, loss={"kind": "logistic", "ridge": RIDGE, "feature_bound": 1.0})
-    steps = list(simulate(run, data, SeededNoise(3), 2))
+    steps = list(simulate_rounds(run, data, SeededNoise(3), 2))
     found = measured(run, data, SeededNoise(3), 2, at=(7, 12), dynamic=True)
 
     def network(t: int, theta: FloatArray) -> float:
@@ -173,14 +173,17 @@ def test_losses_and_regrets_are_their_definitions() -> None:
             return sum(record_loss(theta, *of_rounds(own, 0, T)) for own in data.learners) / 3
 
         cost = np.array(
-            [[sum(network(t, steps[t].before[i, r]) for t in range(rounds)) for r in range(2)] for i in range(3)]
+            [
+                [sum(network(t, steps[t].decisions_before[i, r]) for t in range(rounds)) for r in range(2)]
+                for i in range(3)
+            ]
         )
         _, whole = least(lambda x, T=T: sum(network(t, x) for t in range(T + 1)))
         rounds_best = sum(least(lambda x, t=t: network(t, x))[1] for t in range(rounds))
         best, value = least(so_far)
-        before = steps[T].before
+        before = steps[T].decisions_before
         now = np.array([[so_far(before[i, r]) - value for r in range(2)] for i in range(3)])
-        after = steps[T].after
+        after = steps[T].decisions_after
         spread = np.linalg.norm(after - after.mean(axis=0), axis=-1)
         wanted = {
             "average_loss": cost
@@ -201,7 +204,7 @@ def test_the_spread_is_that_over_replicas_and_a_learner_is_a_mean_over_them() ->
     run = small_run(10)
     data, recorder = made_up(run.spec), Recorder(SeededNoise(4))
     together = measured(run, data, recorder, 3)
-    noise = np.stack(recorder.drawn["y"])
+    noise = np.stack(recorder.noise_by_field["y"])
     alone = [measured(run, data, RecordedNoise({"y": noise[:, :, r : r + 1]})) for r in range(3)]
 
     for name, curve in together.curves.items():
@@ -231,9 +234,9 @@ def test_without_noise_learners_find_the_optimum() -> None:
 
     assert found.rounds[0] == 1
     assert found.rounds[-1] == 600
-    assert found["tracking_error"].final < 0.02 < found["tracking_error"].mean[0]
-    assert 0 <= found["instantaneous_regret"].final < 1e-3
-    assert found["static_regret"].final / 600 < 0.05
+    assert found["tracking_error"].final_mean < 0.02 < found["tracking_error"].mean[0]
+    assert 0 <= found["instantaneous_regret"].final_mean < 1e-3
+    assert found["static_regret"].final_mean / 600 < 0.05
 
 
 def test_accuracy_is_a_share_of_records_and_balanced_accuracy_one_of_classes() -> None:
@@ -243,10 +246,10 @@ def test_accuracy_is_a_share_of_records_and_balanced_accuracy_one_of_classes() -
     test = np.ones((12, 3))
     data = PlacedData((learner, learner), test, (np.arange(12) < 9).astype(np.float64))
     meter = Metrics(run, data)
-    meter.take(SimulatedRound(0, Message({}), np.zeros((2, 1, 3)), np.full((2, 1, 3), 0.5)))
+    meter.add_round(SimulatedRound(0, Message({}), np.zeros((2, 1, 3)), np.full((2, 1, 3), 0.5)))
 
-    assert meter.curves["accuracy"].final == pytest.approx(0.75)
-    assert meter.curves["balanced_accuracy"].final == pytest.approx(0.5)
+    assert meter.curves["accuracy"].final_mean == pytest.approx(0.75)
+    assert meter.curves["balanced_accuracy"].final_mean == pytest.approx(0.5)
     measurements = replace(data, test_labels=np.linspace(0, 1, 12))
     assert "accuracy" not in measured(run, measurements, no_noise)
 
@@ -258,7 +261,7 @@ def test_rounds_without_records_cost_nothing() -> None:
     assert found["static_regret"].mean.tolist() == [0.0, 0.0, 0.0]
     for name in ("average_loss", "tracking_error", "tracking_error_of_mean", "instantaneous_regret"):
         assert np.isnan(found[name].mean).all(), name
-    assert found.with_records.tolist() == [0.0, 0.0, 0.0] and not found.has_records_in_all_rounds
+    assert found.rounds_with_records.tolist() == [0.0, 0.0, 0.0] and not found.has_records_in_all_rounds
 
 
 def test_rounds_after_the_last_record_change_no_average() -> None:
@@ -275,15 +278,15 @@ def test_rounds_after_the_last_record_change_no_average() -> None:
         return PlacedData((own, own, none), x, y)
 
     until, after = measured(short, placed(5), no_noise), measured(long, placed(40), no_noise, at=(5, 20, 40))
-    assert until["average_loss"].final > 0.1
-    assert after["average_loss"].mean == pytest.approx([until["average_loss"].final] * 3)
-    assert after.with_records == pytest.approx([10 / 3] * 3) and not until.has_records_in_all_rounds
+    assert until["average_loss"].final_mean > 0.1
+    assert after["average_loss"].mean == pytest.approx([until["average_loss"].final_mean] * 3)
+    assert after.rounds_with_records == pytest.approx([10 / 3] * 3) and not until.has_records_in_all_rounds
     full = measured(small_run(5, 2), PlacedData(placed(5).learners[:2], x, y), no_noise)
-    assert full.has_records_in_all_rounds and full.with_records.tolist() == [1, 2, 3, 4, 5]
-    *_, last = simulate(short, placed(5), no_noise, 1)  # F_t is the mean over the two learners that have records
+    assert full.has_records_in_all_rounds and full.rounds_with_records.tolist() == [1, 2, 3, 4, 5]
+    *_, last = simulate_rounds(short, placed(5), no_noise, 1)  # F_t is the mean over the two learners that have records
     _, value = least(lambda theta: record_loss(theta, x, y))
-    regret = np.mean([record_loss(last.before[i, 0], x, y) - value for i in range(3)])
-    assert until["instantaneous_regret"].final == pytest.approx(regret, abs=1e-6)
+    regret = np.mean([record_loss(last.decisions_before[i, 0], x, y) - value for i in range(3)])
+    assert until["instantaneous_regret"].final_mean == pytest.approx(regret, abs=1e-6)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 20, 25, 26, 30, 40, 60, 2000, 10**7])

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce_core.errors import CaptureError, AssumptionViolated, SpecError
+from sottovoce_core.errors import AssumptionViolated, CaptureError, SpecError
 from sottovoce_core.network.graphs import _Edges, _RandomGraphs
-from sottovoce_core.network.network import NetworkDigests, Network, PeriodicNetwork, cut_off
+from sottovoce_core.network.network import Network, NetworkDigests, PeriodicNetwork, describe_disconnection
 from sottovoce_core.network.roster import ParticipationSchedule
 from sottovoce_core.network.topology import FixedNetwork, Topology
-from sottovoce_core.network.weights import MetropolisWeights, Mixing, digest_of
+from sottovoce_core.network.weights import MetropolisWeights, Mixing, combine_digests
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
@@ -36,7 +36,7 @@ FORK = {"kind": "edges", "edges": [(0, 1), (0, 2), (1, 2), (2, 0)], "directed": 
 
 
 def network(n: int, rounds: int = 50, **topology: Any) -> Network:
-    return Topology.model_validate(topology).network(n, rounds)
+    return Topology.model_validate(topology).build_network(n, rounds)
 
 
 def periodic(*graphs: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def step(value: float) -> dict[str, Any]:
 
 def sums_to_one(built: Network, rounds: int | None = None) -> tuple[bool, bool]:
     """Whether rows, and columns, of the weights of all rounds do."""
-    matrices = np.stack([built.at(t).matrix for t in range(rounds or built.horizon)])
+    matrices = np.stack([built.mixing(t).matrix for t in range(rounds or built.horizon)])
     assert matrices.min() >= 0.0
     rows, columns = (bool((np.abs(matrices.sum(axis=axis) - 1.0) <= 1e-12).all()) for axis in (2, 1))
     return rows, columns
@@ -79,10 +79,10 @@ def sums_to_one(built: Network, rounds: int | None = None) -> tuple[bool, bool]:
 def test_weights_of_a_directed_graph(weights: Any, matrix: Any) -> None:
     """Rows receive: 0 tells 1 and 2, so column 0 has its messages."""
     built = network(3, graph=FORK, weights=weights)
-    np.testing.assert_allclose(built.at(7).matrix, matrix, rtol=1e-15)
+    np.testing.assert_allclose(built.mixing(7).matrix, matrix, rtol=1e-15)
     assert sums_to_one(built) == ("out_degree" not in str(weights), "out_degree" in str(weights))
-    assert built.at(0).heard_by(2) == {0: matrix[2][0], 1: matrix[2][1]}
-    assert [built.at(0).out_neighbours(i) for i in range(3)] == [(1, 2), (2,), (0,)]
+    assert built.mixing(0).in_neighbour_weights(2) == {0: matrix[2][0], 1: matrix[2][1]}
+    assert [built.mixing(0).out_neighbours(i) for i in range(3)] == [(1, 2), (2,), (0,)]
     assert built.edges == ((0, 1), (0, 2), (1, 2))
 
 
@@ -106,7 +106,7 @@ def test_degree_weights_of_an_undirected_graph_are_not_symmetric(weights: str) -
     """A star: the centre has degree 3, the others 1."""
     built = network(4, graph="star", weights=weights)
     assert isinstance(built, PeriodicNetwork)
-    matrix = built.at(0).matrix if weights == "in_degree" else built.at(0).matrix.T
+    matrix = built.mixing(0).matrix if weights == "in_degree" else built.mixing(0).matrix.T
     np.testing.assert_allclose(matrix[:2, :2], [[1 / 4, 1 / 4], [1 / 2, 1 / 2]])
 
 
@@ -114,9 +114,9 @@ def test_lazy_weights_have_no_negative_eigenvalue() -> None:
     plain, lazy = (
         network(4, graph="ring", weights={"kind": "constant", "value": 0.45, "lazy": lazy}) for lazy in (False, True)
     )
-    np.testing.assert_allclose(lazy.at(0).matrix, (np.eye(4) + plain.at(0).matrix) / 2)
-    assert np.linalg.eigvalsh(plain.at(0).matrix)[0] < -0.1
-    assert np.linalg.eigvalsh(lazy.at(0).matrix)[0] >= 0.0
+    np.testing.assert_allclose(lazy.mixing(0).matrix, (np.eye(4) + plain.mixing(0).matrix) / 2)
+    assert np.linalg.eigvalsh(plain.mixing(0).matrix)[0] < -0.1
+    assert np.linalg.eigvalsh(lazy.mixing(0).matrix)[0] >= 0.0
 
 
 @pytest.mark.parametrize("rule", ["metropolis", "max_degree", {"kind": "constant", "value": 0.1}])
@@ -124,7 +124,9 @@ def test_lazy_weights_have_no_negative_eigenvalue() -> None:
     "where", [{"graph": CYCLE}, {"sequence": periodic("ring", CYCLE)}, {"sequence": random(directed=True)}]
 )
 def test_rules_for_undirected_graphs_are_refused_on_directed_ones(rule: Any, where: dict[str, Any]) -> None:
-    with pytest.raises(AssumptionViolated, match=r"weights need undirected graphs, got a directed one; take out_degree") as no:
+    with pytest.raises(
+        AssumptionViolated, match=r"weights need undirected graphs, got a directed one; take out_degree"
+    ) as no:
         network(3, weights=rule, **where)
     assert no.value.code == "W_DIRECTED"
 
@@ -153,13 +155,13 @@ def test_a_learner_must_keep_some_weight_for_itself(weights: Any, where: dict[st
 
 def test_a_periodic_sequence_comes_again() -> None:
     built = network(3, sequence=periodic(edges((0, 1)), edges((1, 2)), edges((1, 2))))
-    assert [[built.at(t).out_neighbours(i) for i in range(3)] for t in (0, 1, 3, 301)] == [
+    assert [[built.mixing(t).out_neighbours(i) for i in range(3)] for t in (0, 1, 3, 301)] == [
         [(1,), (0,), ()],
         [(), (2,), (1,)],
         [(1,), (0,), ()],
         [(), (2,), (1,)],
     ]
-    assert built.at(0).own.tolist() == [0.5, 0.5, 1.0]
+    assert built.mixing(0).own_weights.tolist() == [0.5, 0.5, 1.0]
     assert (sums_to_one(built), built.edges, built.horizon) == ((True, True), ((0, 1), (1, 2)), 3)
 
 
@@ -230,7 +232,9 @@ def test_what_sums_to_one_in_a_random_sequence_follows_from_the_rule(
 )
 def test_learners_that_are_cut_off_are_named(where: dict[str, Any], lost: str) -> None:
     with pytest.raises(AssumptionViolated, match=lost):
-        Topology.model_validate(where).network(4, 50, ParticipationSchedule(["ann", "ben", "Krankenhaus Süd", "eve"], []))
+        Topology.model_validate(where).build_network(
+            4, 50, ParticipationSchedule(["ann", "ben", "Krankenhaus Süd", "eve"], [])
+        )
 
 
 @pytest.mark.parametrize(
@@ -260,7 +264,7 @@ def test_a_sequence_must_connect_everybody_within_the_rounds_of_the_run() -> Non
     assert network(3, 2, sequence=sequence).n_learners == 3
     document = {"rounds": 1, "learners": 3, "topology": {"sequence": sequence}, "algorithm": {"name": "ldp-dol"}}
     with pytest.raises(AssumptionViolated, match="W_DISCONNECTED"):
-        build_run(parse_spec(document, imports=True), 3)
+        build_run(parse_spec(document, allow_imports=True), 3)
 
 
 @settings(deadline=None, max_examples=60)
@@ -273,7 +277,7 @@ def test_strong_connectivity_is_networkx_s(n: int, data: st.DataObject) -> None:
     hears = np.zeros((n, n))
     for i, j in chosen:
         hears[j, i] = 1.0
-    assert (cut_off(hears) == "") == nx.is_strongly_connected(reference)
+    assert (describe_disconnection(hears) == "") == nx.is_strongly_connected(reference)
 
 
 # ---- files, and what a learner is given ------------------------------------------------------------------------------
@@ -286,7 +290,7 @@ def test_directed_edges_of_files_lead_from_teller_to_hearer(tmp_path: Path) -> N
     for path in (listed, graphml):
         graph = {"kind": "file", "path": path, "directed": True}
         built = network(3, graph=graph, weights="out_degree")
-        assert [built.at(0).out_neighbours(i) for i in range(3)] == [(2,), (0,), (1,)]
+        assert [built.mixing(0).out_neighbours(i) for i in range(3)] == [(2,), (0,), (1,)]
         told = Topology.model_validate({"graph": graph, "weights": "out_degree"}).to_edge_list(3)
         assert isinstance(told.graph, _Edges) and told.graph.directed
         assert sorted(told.graph.edges) == [(0, 2), (1, 0), (2, 1)]
@@ -301,7 +305,7 @@ def test_a_graphml_file_is_directed_exactly_if_the_spec_says_so(tmp_path: Path) 
 
 def test_random_digraphs_are_directed() -> None:
     graph = {"kind": "erdos_renyi", "probability": 0.4, "seed": 1, "directed": True}
-    heard = network(12, graph=graph, weights="in_degree").at(0).neighbours > 0
+    heard = network(12, graph=graph, weights="in_degree").mixing(0).neighbour_weights > 0
     assert (heard != heard.T).any()
 
 
@@ -320,9 +324,9 @@ def test_random_digraphs_are_directed() -> None:
 def test_an_explicit_topology_is_the_same_and_needs_no_graph_library(topology: dict[str, Any]) -> None:
     spec = Topology.model_validate(topology)
     told = Topology.model_validate(spec.to_edge_list(3).model_dump(mode="json"))
-    ours, theirs = spec.network(3, 20), told.network(3, 20)
+    ours, theirs = spec.build_network(3, 20), told.build_network(3, 20)
     for t in range(8):
-        assert np.array_equal(ours.at(t).matrix, theirs.at(t).matrix)
+        assert np.array_equal(ours.mixing(t).matrix, theirs.mixing(t).matrix)
     assert told.to_edge_list(3) == told
     code = (
         "import sys; from sottovoce_core.network.topology import Topology\n"
@@ -337,7 +341,7 @@ def test_a_graph_and_a_sequence_exclude_each_other() -> None:
     with pytest.raises(SpecError, match="graph and sequence exclude each other"):
         parse_spec(
             {"rounds": 3, "algorithm": {"name": "ldp-dol"}, "topology": {"graph": "ring", "sequence": random()}},
-            imports=True,
+            allow_imports=True,
         )
 
 
@@ -345,7 +349,7 @@ def test_an_algorithm_for_one_undirected_graph_refuses_others() -> None:
     for topology in ({"graph": CYCLE, "weights": "in_degree"}, {"sequence": random(0.9)}):
         document = {"rounds": 9, "learners": 3, "topology": topology, "algorithm": {"name": "ldp-dol"}}
         with pytest.raises(AssumptionViolated, match="TOPOLOGY_FIXED"):
-            build_run(parse_spec(document, imports=True), 3)
+            build_run(parse_spec(document, allow_imports=True), 3)
 
 
 # ---- what was not overheard ------------------------------------------------------------------------------------------
@@ -356,15 +360,15 @@ def test_a_learner_is_replayed_until_nobody_heard_it() -> None:
     graphs = periodic(edges((0, 1)), "ring", "ring", "ring", edges((0, 2)), "ring")
     spec = gossip_spec({"sequence": graphs}, 6, 3)
     run, data = build_run(spec, 3), made_up(spec)
-    said = np.stack([each.message["y"] for each in simulate(run, data, SeededNoise(1))])
+    said = np.stack([each.message["y"] for each in simulate_rounds(run, data, SeededNoise(1))])
     whole, gaps = Transcript({"y": said}), said.copy()
     gaps[4, 1], gaps[0, 2] = np.nan, np.nan
     broken, other = Transcript({"y": gaps}), data.learners[0]
 
     assert [broken.count_complete_rounds(i) for i in range(3)] == [6, 4, 0]
     assert [whole.count_complete_rounds(i) for i in range(3)] == [6, 6, 6]
-    expected = replay(run, whole, 1, [data.learners[1], other]).realised
-    found = replay(run, broken, 1, [data.learners[1], other]).realised
+    expected = replay(run, whole, 1, [data.learners[1], other]).realised_losses
+    found = replay(run, broken, 1, [data.learners[1], other]).realised_losses
     assert np.abs(expected).max() > 0.01
     np.testing.assert_allclose(found, expected[:4], rtol=1e-12)
     with pytest.raises(CaptureError, match="nobody heard learner-2 in round 0"):
@@ -373,25 +377,30 @@ def test_a_learner_is_replayed_until_nobody_heard_it() -> None:
 
 def test_a_digest_tells_networks_apart_and_forgives_the_last_bit() -> None:
     """Machines may differ in the last bits of a weight."""
-    true = MetropolisWeights().mix(np.ones((4, 4)) - np.eye(4), one_way=False)
-    nearly = Mixing(np.nextafter(true.neighbours, 1.0) * (true.neighbours > 0), true.own)
-    heavier, fewer = true.neighbours.copy(), true.neighbours.copy()
+    true = MetropolisWeights().mix(np.ones((4, 4)) - np.eye(4), is_directed=False)
+    nearly = Mixing(np.nextafter(true.neighbour_weights, 1.0) * (true.neighbour_weights > 0), true.own_weights)
+    heavier, fewer = true.neighbour_weights.copy(), true.neighbour_weights.copy()
     heavier[0, 1] += 1e-6
     fewer[0, 1] = 0.0
-    turned = Mixing(fewer.T.copy(), true.own)
-    assert not np.array_equal(nearly.neighbours, true.neighbours)
+    turned = Mixing(fewer.T.copy(), true.own_weights)
+    assert not np.array_equal(nearly.neighbour_weights, true.neighbour_weights)
     assert nearly.digest == true.digest
-    others = {true.digest, Mixing(heavier, true.own).digest, Mixing(fewer, true.own).digest, turned.digest}
+    others = {
+        true.digest,
+        Mixing(heavier, true.own_weights).digest,
+        Mixing(fewer, true.own_weights).digest,
+        turned.digest,
+    }
     assert len(others) == 4
 
 
 def test_digests_of_rounds_are_the_same_whatever_is_kept_of_them() -> None:
     """Also of rounds before those that are kept, which somebody may ask for who was away for long."""
     rings = {"sequence": {"kind": "periodic", "graphs": ["ring", "star", "path"]}}
-    network = Topology.model_validate(rings).network(5, 50)
+    network = Topology.model_validate(rings).build_network(5, 50)
     few, all_ = NetworkDigests(network, 2), NetworkDigests(network, 50)
     asked = [(1, 9), (0, 3), (7, 20), (2, 19)]
-    expected = [digest_of(network.at(t).digest for t in range(*each)) for each in asked]
-    assert [few.of(*each) for each in asked] == [all_.of(*each) for each in asked] == expected
+    expected = [combine_digests(network.mixing(t).digest for t in range(*each)) for each in asked]
+    assert [few.combined_digest(*each) for each in asked] == [all_.combined_digest(*each) for each in asked] == expected
     assert len(set(expected)) == len(asked)
-    assert few.of(4, 4) == b"" == NetworkDigests(Topology().network(5), 2).of(1, 9)
+    assert few.combined_digest(4, 4) == b"" == NetworkDigests(Topology().build_network(5), 2).combined_digest(1, 9)

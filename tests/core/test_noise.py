@@ -24,16 +24,16 @@ from scipy import stats
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import (
-    NoiseRequest,
+    Distribution,
     KeyedNoise,
-    Law,
+    NoiseRequest,
     NoiseSource,
     OpenDpNoise,
     RecordedNoise,
     Recorder,
     SeededNoise,
     SystemNoise,
-    grid,
+    lattice_spacing,
     no_noise,
     round_to_lattice,
 )
@@ -64,7 +64,7 @@ class InRounds:
         self._source = source
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
-        one = replace(draw, shape=(100,), later=lambda t: draw.scale)
+        one = replace(draw, shape=(100,), future_scale=lambda t: draw.scale)
         return np.concatenate([self._source(replace(one, round=t)) for t in range(math.prod(draw.shape) // 100)])
 
 
@@ -96,18 +96,18 @@ def laplace_of(sampler: str) -> FloatArray:
 def gaussian_of(sampler: str) -> FloatArray:
     """The same of standard deviation 1."""
     count = 30_000 if sampler == "opendp" else DRAWS
-    return source_of(sampler)(NoiseRequest("gaussian", "y", 0, 1.0, grid(1.0), (count,)))
+    return source_of(sampler)(NoiseRequest("gaussian", "y", 0, 1.0, lattice_spacing(1.0), (count,)))
 
 
 def lattice_points(values: FloatArray) -> npt.NDArray[np.int64]:
     """What multiples of the spacing for scale 1 they are."""
-    points = values / grid(1.0)
+    points = values / lattice_spacing(1.0)
     assert (points == np.rint(points)).all()
     return points.astype(np.int64)
 
 
 def drawn(source: NoiseSource, scale: float, count: int = DRAWS, spacing: float = 0.0) -> FloatArray:
-    return source(NoiseRequest("laplace", "y", 0, scale, spacing or grid(scale), (count,)))
+    return source(NoiseRequest("laplace", "y", 0, scale, spacing or lattice_spacing(scale), (count,)))
 
 
 # ---- every sampler ---------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_bitwise_and_opendp_draw_the_same_gaussian() -> None:
 @needs_opendp
 @pytest.mark.parametrize("scale", [1.37, 0.3])
 @pytest.mark.parametrize("law", ["laplace", "gaussian"])
-def test_bitwise_and_opendp_agree_point_by_point(law: Law, scale: float) -> None:
+def test_bitwise_and_opendp_agree_point_by_point(law: Distribution, scale: float) -> None:
     """Chi-square of two samples over single lattice points, 8 a unit. Failure probability 1e-9."""
     edge = math.ceil(3 * scale / COARSE)
     counts = []
@@ -232,7 +232,7 @@ def test_bitwise_and_opendp_agree_point_by_point(law: Law, scale: float) -> None
 
 @needs_opendp
 def test_opendp_is_for_one_learner_and_keeps_the_shape() -> None:
-    assert OpenDpNoise()(NoiseRequest("laplace", "y", 0, 1.0, grid(1.0), (2, 3))).shape == (2, 3)
+    assert OpenDpNoise()(NoiseRequest("laplace", "y", 0, 1.0, lattice_spacing(1.0), (2, 3))).shape == (2, 3)
     with pytest.raises(TypeError, match="scale must be one number"):
         OpenDpNoise()(NoiseRequest("gaussian", "y", 0, np.ones(2), np.ones(2), (2, 3)))
 
@@ -246,7 +246,7 @@ def test_opendp_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("source", [SystemNoise(), KeyedNoise("hush", "run", 0), SeededNoise(0)])
 def test_an_unknown_law_is_not_taken_for_another_one(source: NoiseSource) -> None:
     with pytest.raises(AssertionError, match="cauchy"):
-        source(NoiseRequest("cauchy", "y", 0, 1.0, grid(1.0), (3,)))  # type: ignore[arg-type]
+        source(NoiseRequest("cauchy", "y", 0, 1.0, lattice_spacing(1.0), (3,)))  # type: ignore[arg-type]
 
 
 # ---- the operating system's noise ------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_system_noise_has_the_discrete_gaussian_law(scale: float) -> None:
 
 def test_the_moments_of_bitwise_gaussian_noise() -> None:
     """`E |x|` and `E x^2` of two million numbers, six standard deviations each: failure probability 4e-9, fixed seed."""
-    x = SystemNoise(Entropy(13))(NoiseRequest("gaussian", "y", 0, 1.0, grid(1.0), (2_000_000,)))
+    x = SystemNoise(Entropy(13))(NoiseRequest("gaussian", "y", 0, 1.0, lattice_spacing(1.0), (2_000_000,)))
     assert abs(np.abs(x).mean() - math.sqrt(2 / math.pi)) < 6 * math.sqrt((1 - 2 / math.pi) / x.size)
     assert abs((x**2).mean() - 1) < 6 * math.sqrt(2 / x.size)
 
@@ -373,7 +373,7 @@ def test_low_bits_are_accepted_with_their_probability(coin: int, share: float) -
 
 @given(st.floats(1e-6, 1e6), st.integers(0, 2**32))
 def test_system_noise_lies_on_the_lattice(scale: float, seed: int) -> None:
-    spacing = float(grid(scale))
+    spacing = float(lattice_spacing(scale))
     values = SystemNoise(Entropy(seed))(NoiseRequest("laplace", "y", 0, scale, spacing, (4, 5)))
 
     assert values.shape == (4, 5)
@@ -388,7 +388,7 @@ def test_system_noise_asks_the_operating_system_by_default() -> None:
 def test_system_noise_is_for_one_learner() -> None:
     scales = np.ones((2, 1, 1))
     with pytest.raises(TypeError, match="scale must be one number"):
-        SystemNoise()(NoiseRequest("laplace", "y", 0, scales, grid(scales), (2, 1, 3)))
+        SystemNoise()(NoiseRequest("laplace", "y", 0, scales, lattice_spacing(scales), (2, 1, 3)))
 
 
 def test_system_noise_of_a_lattice_law_needs_a_lattice() -> None:
@@ -417,7 +417,7 @@ def test_system_noise_refuses_a_lattice_that_it_is_too_fine_for() -> None:
     ],
 )
 def test_no_source_of_real_noise_serves_a_scale_without_noise(
-    sampler: str, law: Law, scale: float, spacing: float
+    sampler: str, law: Distribution, scale: float, spacing: float
 ) -> None:
     with pytest.raises(SpecError, match="must have 0 < grid <= scale < inf"):
         source_of(sampler)(NoiseRequest(law, "y", 3, scale, spacing, (3,)))
@@ -440,7 +440,7 @@ def test_a_ratio_that_underflows_is_refused() -> None:
 def test_a_scale_without_a_lattice_has_no_grid(scale: float) -> None:
     for value in (scale, np.array([1.0, scale])):
         with pytest.raises(SpecError, match="must be positive, finite and have a lattice in float64"):
-            grid(value)
+            lattice_spacing(value)
 
 
 # ---- the keyed source ------------------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ def test_keyed_noise_stays_what_it_is() -> None:
 
 
 def test_keyed_noise_of_other_laws_stays_what_it_is() -> None:
-    key, lattice = KeyedNoise("hush", "run", 3), NoiseRequest("gaussian", "y", 1, 1.0, grid(1.0), (50,))
+    key, lattice = KeyedNoise("hush", "run", 3), NoiseRequest("gaussian", "y", 1, 1.0, lattice_spacing(1.0), (50,))
     assert lattice_points(key(lattice)[:3]).tolist() == [-213374010738, -628902032352, -164198827505]
     vectors = key(NoiseRequest("spherical", "y", 1, 1.5, None, (4, 3)))
     assert vectors[0].tolist() == pytest.approx(
@@ -488,7 +488,7 @@ def test_keyed_noise_of_other_laws_stays_what_it_is() -> None:
 
 
 def drawn_at(source: KeyedNoise, t: int, name: str = "y") -> FloatArray:
-    return source(NoiseRequest("laplace", name, t, 1.0, grid(1.0), (50,)))
+    return source(NoiseRequest("laplace", name, t, 1.0, lattice_spacing(1.0), (50,)))
 
 
 # ---- other sources ---------------------------------------------------------------------------------------------------
@@ -497,11 +497,11 @@ def drawn_at(source: KeyedNoise, t: int, name: str = "y") -> FloatArray:
 def test_seeded_noise_is_laplace_for_every_learner() -> None:
     """Kolmogorov-Smirnov for each of two scales. Failure probability 2e-6 together, fixed seed."""
     scales = np.array([0.5, 4.0]).reshape(2, 1, 1)
-    values = SeededNoise(6)(NoiseRequest("laplace", "y", 0, scales, grid(scales), (2, 1000, 50)))
+    values = SeededNoise(6)(NoiseRequest("laplace", "y", 0, scales, lattice_spacing(scales), (2, 1000, 50)))
 
     for row, scale in zip(values, scales.ravel(), strict=True):
         assert stats.kstest(row.ravel(), "laplace", (0, scale)).pvalue > 1e-6
-        assert (row / grid(float(scale)) == np.rint(row / grid(float(scale)))).all()
+        assert (row / lattice_spacing(float(scale)) == np.rint(row / lattice_spacing(float(scale)))).all()
 
 
 def test_seeded_noise_repeats_with_its_seed_alone() -> None:
@@ -516,12 +516,12 @@ def test_seeded_noise_goes_on_in_the_next_round() -> None:
 
 def test_seeded_noise_is_rounded_only_where_there_is_a_lattice() -> None:
     draw = NoiseRequest("laplace", "y", 0, 1.5, 0.5, (50,))
-    rounded, raw = SeededNoise(9)(draw), SeededNoise(9)(replace(draw, grid=None))
-    assert (draw.rounded(raw) == rounded).all() and (rounded != raw).any()
+    rounded, raw = SeededNoise(9)(draw), SeededNoise(9)(replace(draw, spacing=None))
+    assert (draw.round_to_lattice(raw) == rounded).all() and (rounded != raw).any()
 
 
 @pytest.mark.parametrize("law", ["laplace", "gaussian"])
-def test_seeded_noise_has_no_more_even_numbers_than_odd_ones(law: Law) -> None:
+def test_seeded_noise_has_no_more_even_numbers_than_odd_ones(law: Distribution) -> None:
     """On a lattice so fine that few binary places are left, halves are frequent. Fails with probability 1e-6 (4.9 deviations)."""
     drawn = SeededNoise(11)(NoiseRequest(law, "y", 0, 2.0**49, 1.0, (40_000,)))
     odd = int((drawn.astype(np.int64) & 1).sum())
@@ -554,10 +554,12 @@ def test_recorded_noise_must_have_the_shape() -> None:
 
 def test_a_recorder_keeps_what_passes() -> None:
     recorder = Recorder(SeededNoise(10))
-    rounds = [recorder(NoiseRequest("laplace", "y", t, 1.0, float(grid(1.0)), (2, 3))) for t in range(3)]
+    rounds = [recorder(NoiseRequest("laplace", "y", t, 1.0, float(lattice_spacing(1.0)), (2, 3))) for t in range(3)]
 
-    assert np.array_equal(recorder.drawn["y"], rounds)
-    assert np.array_equal(RecordedNoise({"y": np.stack(rounds)})(NoiseRequest("laplace", "y", 2, 1.0, 1.0, (2, 3))), rounds[2])
+    assert np.array_equal(recorder.noise_by_field["y"], rounds)
+    assert np.array_equal(
+        RecordedNoise({"y": np.stack(rounds)})(NoiseRequest("laplace", "y", 2, 1.0, 1.0, (2, 3))), rounds[2]
+    )
 
 
 # ---- the lattice -----------------------------------------------------------------------------------------------------
@@ -565,17 +567,17 @@ def test_a_recorder_keeps_what_passes() -> None:
 
 @given(st.floats(1e-100, 1e100))
 def test_the_spacing_is_a_power_of_two_about_2_to_minus_40_scales(scale: float) -> None:
-    spacing = grid(scale)
+    spacing = lattice_spacing(scale)
 
     assert isinstance(spacing, float)
     assert math.frexp(spacing)[0] == 0.5
     assert 2.0**-41 < spacing / scale <= 2.0**-40
-    assert np.asarray(grid(np.array([[scale]]))).item() == spacing
+    assert np.asarray(lattice_spacing(np.array([[scale]]))).item() == spacing
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e3))
 def test_rounding_moves_by_half_a_spacing_at_most(value: float, scale: float) -> None:
-    spacing = float(grid(scale))
+    spacing = float(lattice_spacing(scale))
     rounded = float(round_to_lattice(np.array([value]), spacing)[0])
 
     assert abs(rounded - value) <= spacing / 2

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sottovoce_core.algorithms.interface import Who
+from sottovoce_core.algorithms.interface import StateAxes
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.noise import NoiseRequest, KeyedNoise, NoiseSource, SeededNoise, SystemNoise, grid
-from sottovoce_core.noise.draw import MOST_ROWS, PrefetchCache, Row
+from sottovoce_core.noise import KeyedNoise, NoiseRequest, NoiseSource, SeededNoise, SystemNoise, lattice_spacing
+from sottovoce_core.noise.draw import MAX_PREFETCH_ROWS, PrefetchCache, PrefetchKey
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import parse_spec
 from tests.core.test_noise import Entropy
@@ -40,7 +40,7 @@ def rising(t: int) -> float:
 
 
 def draw(t: int, scale: Callable[[int], float] = rising, dim: int = DIM) -> NoiseRequest:
-    return NoiseRequest("laplace", "y", t, scale(t), grid(scale(t)), (dim,), scale)
+    return NoiseRequest("laplace", "y", t, scale(t), lattice_spacing(scale(t)), (dim,), scale)
 
 
 def rounds(source: NoiseSource, first: int, last: int, scale: Callable[[int], float] = rising) -> FloatArray:
@@ -58,12 +58,14 @@ def share(rows: FloatArray, others: FloatArray) -> bool:
 def test_rows_are_drawn_together_and_given_out_in_order() -> None:
     entropy = Entropy(1)
     source, constant = SystemNoise(entropy), lambda t: 1.5
-    given = [source(draw(t, constant)) for t in range(MOST_ROWS)]
-    assert entropy.asked.count(OF_ONE * DIM * MOST_ROWS) == 1 and entropy.asked.count(OF_ONE * DIM) == 0
-    source(draw(MOST_ROWS, constant))
-    assert entropy.asked.count(OF_ONE * DIM * MOST_ROWS) == 2
+    given = [source(draw(t, constant)) for t in range(MAX_PREFETCH_ROWS)]
+    assert entropy.asked.count(OF_ONE * DIM * MAX_PREFETCH_ROWS) == 1 and entropy.asked.count(OF_ONE * DIM) == 0
+    source(draw(MAX_PREFETCH_ROWS, constant))
+    assert entropy.asked.count(OF_ONE * DIM * MAX_PREFETCH_ROWS) == 2
 
-    together = SystemNoise(Entropy(1))._whole(np.full(MOST_ROWS, grid(1.5) / 1.5), DIM) * grid(1.5)
+    together = SystemNoise(Entropy(1))._whole(
+        np.full(MAX_PREFETCH_ROWS, lattice_spacing(1.5) / 1.5), DIM
+    ) * lattice_spacing(1.5)
     np.testing.assert_array_equal(np.concatenate(given), together)
 
 
@@ -71,8 +73,8 @@ def test_rows_have_each_its_own_scale_and_lattice() -> None:
     """Kolmogorov-Smirnov in units of the scale. Failure probability 1e-9, fixed seed. The last bit of each is fair: 1e-9."""
     rows = rounds(SystemNoise(Entropy(2)), 0, 2000)
     scales = np.array([[rising(t)] for t in range(2000)])
-    points = rows / grid(scales)
-    assert len(set(np.ravel(grid(scales)))) > 1
+    points = rows / lattice_spacing(scales)
+    assert len(set(np.ravel(lattice_spacing(scales)))) > 1
     assert (points == np.rint(points)).all()
     assert stats.kstest(np.ravel(rows / scales), "laplace").pvalue > 1e-9
     for part in (points[:20], points[40:100], points[1000:]):
@@ -98,7 +100,9 @@ def test_every_row_is_an_array_of_its_own() -> None:
 @pytest.mark.parametrize("edge", [0.0, math.inf, math.nan, 1e200, 2.0**-1000])
 def test_rows_end_where_later_noise_would_have_no_lattice(edge: float) -> None:
     entropy = Entropy(4)
-    SystemNoise(entropy)(NoiseRequest("laplace", "y", 0, 1.5, grid(1.5), (DIM,), lambda t: 1.5 if t < 3 else edge))
+    SystemNoise(entropy)(
+        NoiseRequest("laplace", "y", 0, 1.5, lattice_spacing(1.5), (DIM,), lambda t: 1.5 if t < 3 else edge)
+    )
     assert entropy.asked[0] == OF_ONE * DIM * 3
 
 
@@ -113,14 +117,14 @@ def test_what_is_drawn_ahead_is_bounded() -> None:
     for dim in (1, 117, 4096, 8192):
         entropy = Entropy(6)
         SystemNoise(entropy)(draw(0, lambda t: 1.5, dim))
-        assert entropy.asked[0] == OF_ONE * dim * min(MOST_ROWS, 2**14 // dim)
+        assert entropy.asked[0] == OF_ONE * dim * min(MAX_PREFETCH_ROWS, 2**14 // dim)
 
 
 @pytest.mark.parametrize("source", [lambda: KeyedNoise("hush", "run", 0), lambda: SeededNoise(1)])
 def test_noise_that_can_be_drawn_again_is_not_drawn_ahead(source: Callable[[], NoiseSource]) -> None:
     ahead, plain = source(), source()
     for t in range(5):
-        np.testing.assert_array_equal(ahead(draw(t)), plain(replace(draw(t), later=None)))
+        np.testing.assert_array_equal(ahead(draw(t)), plain(replace(draw(t), future_scale=None)))
 
 
 AHEAD = {
@@ -133,12 +137,12 @@ AHEAD = {
 @pytest.mark.parametrize("name", AHEAD)
 def test_a_learner_says_noise_that_was_drawn_ahead(name: str) -> None:
     """Failure probability 1e-9, fixed seed."""
-    spec = parse_spec({"rounds": 50, "learners": 2, "algorithm": AHEAD[name]}, imports=True)
+    spec = parse_spec({"rounds": 50, "learners": 2, "algorithm": AHEAD[name]}, allow_imports=True)
     algorithm = build_run(spec, DIM).algorithm
     entropy = Entropy(7)
-    source, state, said = SystemNoise(entropy), algorithm.start(Who(0)), []
+    source, state, said = SystemNoise(entropy), algorithm.init(StateAxes(0)), []
     for t in range(1, 51):
-        state, message = algorithm.speak(replace(state, t=t), source)
+        state, message = algorithm.emit(replace(state, t=t), source)
         said.append(next(iter(message.fields.values())) / algorithm.noise_scale(0, t))
     whole = [asked for asked in entropy.asked if asked >= OF_ONE * DIM]
     assert sum(whole) >= 50 * OF_ONE * DIM and len(whole) <= 3
@@ -149,7 +153,7 @@ def test_a_learner_says_noise_that_was_drawn_ahead(name: str) -> None:
 
 OTHERS = {
     "scale": replace(draw(1), scale=rising(1) * (1 + 2**-50)),
-    "grid": replace(draw(1), grid=grid(rising(1)) / 2),
+    "grid": replace(draw(1), spacing=lattice_spacing(rising(1)) / 2),
     "shape": replace(draw(1), shape=(DIM, 1)),
     "shorter": replace(draw(1), shape=(DIM - 1,)),
     "round": draw(2),
@@ -160,7 +164,7 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_rows_of_another_law_or_shape_are_thrown_away(other: str) -> None:
     source = SystemNoise(Entropy(8))
-    waiting = rounds(SystemNoise(Entropy(8)), 0, MOST_ROWS // 2)
+    waiting = rounds(SystemNoise(Entropy(8)), 0, MAX_PREFETCH_ROWS // 2)
     source(draw(0))
     drawn = source(OTHERS[other])
     assert drawn.shape == OTHERS[other].shape
@@ -171,7 +175,7 @@ def test_rows_of_another_law_or_shape_are_thrown_away(other: str) -> None:
 def test_a_draw_whose_next_is_not_known_leaves_what_waits() -> None:
     source, plain = SystemNoise(Entropy(9)), rounds(SystemNoise(Entropy(9)), 0, 2)
     source(draw(0))
-    source(replace(draw(1), later=None))
+    source(replace(draw(1), future_scale=None))
     np.testing.assert_array_equal(source(draw(1)), plain[1])
 
 
@@ -180,7 +184,7 @@ def test_fields_wait_each_for_itself() -> None:
     source = SystemNoise(entropy)
     rows = [source(replace(draw(t, lambda t: 1.5), field=field)) for t in range(20) for field in ("y", "z")]
     assert len({row[0] for row in rows}) == 40
-    assert entropy.asked.count(OF_ONE * DIM * MOST_ROWS) == 2
+    assert entropy.asked.count(OF_ONE * DIM * MAX_PREFETCH_ROWS) == 2
 
 
 # ---- copies, processes, threads --------------------------------------------------------------------------------------
@@ -255,7 +259,7 @@ def test_threads_never_share_a_row() -> None:
 
 
 def test_threads_that_want_the_same_row_take_one_each() -> None:
-    ahead, row, rows = PrefetchCache(), Row(0, 1.5, 2.0**-40, (1,)), 5_000
+    ahead, row, rows = PrefetchCache(), PrefetchKey(0, 1.5, 2.0**-40, (1,)), 5_000
     ahead.draw("y", [row] * (rows + 1), lambda all_of_them: np.arange(-1.0, rows)[:, None])
     numbers = in_four_threads(lambda: [taken[0] for taken in iter(lambda: ahead.take("y", row), None)])
     assert sorted(numbers) == list(range(rows))

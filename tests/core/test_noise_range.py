@@ -18,7 +18,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.noise import MAX_NOISE_SCALE, MIN_NOISE_SCALE, NoiseRequest, SeededNoise
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
@@ -33,7 +33,7 @@ ROUNDS = 36
 def document(name: str, rounds: int = ROUNDS) -> dict[str, Any]:
     """A run of the field, with everything in it that a spec may say."""
     short = {**FIELD["common"], **RUNS[name], "rounds": rounds}
-    return copy.deepcopy(parse_spec(short, imports=True).model_dump(mode="json"))
+    return copy.deepcopy(parse_spec(short, allow_imports=True).model_dump(mode="json"))
 
 
 def numbers(section: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -74,12 +74,12 @@ class Looking(SeededNoise):
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
         scale = np.asarray(draw.scale)
-        if draw.law == "spherical" and draw.round == 0:
+        if draw.distribution == "spherical" and draw.round == 0:
             assert np.isinf(scale).all()  # before the first record nothing is asked of a real source
-        elif draw.grid is None:
+        elif draw.spacing is None:
             assert ((scale > 0) & (1.0 / scale >= MIN_NOISE_SCALE) & (1.0 / scale <= MAX_NOISE_SCALE)).all(), draw
         else:
-            assert ((scale >= MIN_NOISE_SCALE) & (scale <= MAX_NOISE_SCALE) & (draw.grid > 0.0)).all(), draw
+            assert ((scale >= MIN_NOISE_SCALE) & (scale <= MAX_NOISE_SCALE) & (draw.spacing > 0.0)).all(), draw
         return super().__call__(draw)
 
 
@@ -89,12 +89,12 @@ def test_extreme_parameters_are_refused_or_charged(of: tuple[str, dict[tuple[Any
     """No price is not a number, or below 0; and what has a finite one is said with noise of a scale in range."""
     try:
         with np.errstate(all="ignore"):
-            run = build_run(parse_spec(changed(*of), imports=True), 6)
+            run = build_run(parse_spec(changed(*of), allow_imports=True), 6)
     except SpecError:
         return
     with np.errstate(all="ignore"):
         prices(run)
-        for _ in simulate(run, made_up(run.spec, 6), Looking(1)):
+        for _ in simulate_rounds(run, made_up(run.spec, 6), Looking(1)):
             pass
 
 
@@ -135,5 +135,5 @@ def test_noise_that_float64_or_the_wire_cannot_carry_is_refused(name: str, param
         algorithm["alpha"] = 0.25
     short = {**FIELD["common"], **RUNS[name], "rounds": 60, "algorithm": algorithm}
     with pytest.raises(AssumptionViolated, match="the noise scale must stay within") as caught:
-        build_run(parse_spec(short, imports=True), 6)
+        build_run(parse_spec(short, allow_imports=True), 6)
     assert caught.value.code in ("NOISE_SCALE", "SIGMA", "SOLVER")

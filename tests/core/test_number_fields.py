@@ -92,7 +92,9 @@ def fields_of(
     begin = {} if not place else least(section)
     for name, field in section.model_fields.items():
         inner = list(parts(field.annotation, field.metadata))
-        classes = [(kind, each.find(kind)) for each in inner if isinstance(each, Registry) for kind in each.built_in_classes]
+        classes = [
+            (kind, each.find(kind)) for each in inner if isinstance(each, Registry) for kind in each.built_in_classes
+        ]
         if not any(isinstance(each, Registry) for each in inner):
             classes = [(each.__name__, each) for each in inner]
         listed = "tuple" in str(field.annotation)
@@ -121,7 +123,7 @@ OF_POLICY = dict(fields_of(Policy, dict, "", frozenset({Policy})))
 def refusal(document: dict[str, Any]) -> str:
     """Why a document is refused; empty where it is not."""
     try:
-        build_run(parse_spec(document, imports=True), 8)
+        build_run(parse_spec(document, allow_imports=True), 8)
     except SpecError as error:
         return str(error)
     return ""

@@ -15,8 +15,8 @@ from sottovoce_core.auditing.conformance.battery import CONFORMANCE_TESTS, Batte
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest
 from sottovoce_core.auditing.conformance.lattice import _counted, _length, _trailing
 from sottovoce_core.auditing.conformance.regressors import _Noise
-from sottovoce_core.auditing.conformance.residuals import UNKNOWN, Residuals, Schedule, residuals
-from sottovoce_core.auditing.swaps import swaps
+from sottovoce_core.auditing.conformance.residuals import UNKNOWN_VALUES, Residuals, Schedule, compute_residuals
+from sottovoce_core.auditing.swaps import list_replacements
 from sottovoce_core.auditing.worlds import Worlds
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.transcript import Transcript
@@ -64,7 +64,7 @@ def test_pieces_are_all_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     past: dict[str, FloatArray] = {"all": rng.random((3, 4, 7, 5)), "same in all runs": rng.random((3, 4, 1, 5))}
     block = block_of(steps, past=past)
     again = np.zeros_like(steps)
-    for i, runs, piece in block.pieces():
+    for i, runs, piece in block.iterate_pieces():
         assert len(piece.values) == 1 and piece.runs <= 2
         assert np.shares_memory(piece.steps, block.steps)
         again[i : i + 1, :, runs] += piece.steps
@@ -124,7 +124,9 @@ def test_all_learners_on_anothers_past_is_each_of_them_on_it(heard: float) -> No
 
 
 def full_of_rubbish(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
-    rows: dict[str, Any] = {name: np.full(shape, 1, np.asarray(nothing).dtype) for name, nothing in UNKNOWN.items()}
+    rows: dict[str, Any] = {
+        name: np.full(shape, 1, np.asarray(nothing).dtype) for name, nothing in UNKNOWN_VALUES.items()
+    }
     rows["scale"], rows["grid"] = np.ones(shape[0]), np.ones(shape[0])
     return Residuals(learner, field, **rows)
 
@@ -143,11 +145,11 @@ def test_residuals_fill_memory_whatever_was_in_it(name: str) -> None:
             room = {
                 field: full_of_rubbish(i, field, (part.rounds, 3, values.shape[-1])) for field, values in fields.items()
             }
-            new = residuals(run, part, data, i, close=True)
-            used = residuals(run, part, data, i, close=True, room=room, schedule=schedule)
+            new = compute_residuals(run, part, data, i, keep_past=True)
+            used = compute_residuals(run, part, data, i, keep_past=True, buffers=room, schedule=schedule)
             assert [each.field for each in used] == [each.field for each in new]
             for one, other in zip(used, new, strict=True):
-                for row in UNKNOWN:
+                for row in UNKNOWN_VALUES:
                     mine, its = getattr(one, row), getattr(other, row)
                     np.testing.assert_array_equal(mine, np.broadcast_to(its.T, mine.T.shape).T, err_msg=row)
                 assert one.past.keys() == other.past.keys()
@@ -160,7 +162,7 @@ def test_shares_of_an_audit_come_to_what_one_comes_to() -> None:
     run = small_run(rounds=8, learners=3, n_features=4)
     data = made_up(run.spec, 4)
     said = overheard(run, data, SeededNoise(9), replicas=30).fields["y"]
-    worlds = Worlds(0, data.learners[0], swaps(data, 0)[0][0], "")
+    worlds = Worlds(0, data.learners[0], list_replacements(data, 0)[0][0], "")
 
     def of(runs: slice, share: float) -> Battery:
         return examine_noise(run, data, worlds, 0, Transcript({"y": said[:, :, runs]}), 30, share)
@@ -169,8 +171,8 @@ def test_shares_of_an_audit_come_to_what_one_comes_to() -> None:
     merged = of(slice(0, 10), 1 / 3)
     for k in (10, 20):
         merged.merge(of(slice(k, k + 10), 1 / 3))
-    assert merged.numbers == whole.numbers
-    by_name = {test.name: test for test in merged.tests(AlphaAllocation(0.01))}
-    for test in whole.tests(AlphaAllocation(0.01)):
+    assert merged.noise_count == whole.noise_count
+    by_name = {test.name: test for test in merged.compute_tests(AlphaAllocation(0.01))}
+    for test in whole.compute_tests(AlphaAllocation(0.01)):
         if not test.name.endswith("runs"):  # which meet within a share
             assert by_name[test.name].p_value == pytest.approx(test.p_value, rel=1e-3), test.name

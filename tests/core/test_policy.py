@@ -16,10 +16,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_core.algorithms.setting import RunWarning, Setting
+from sottovoce_core.algorithms.setting import RunContext, RunWarning
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.accountant import PrecomputedAccountant
-from sottovoce_core.privacy.guarantee import Event, GuaranteeBasis, ThreatModel
+from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, ThreatModel
 from sottovoce_core.running import policy as module
 from sottovoce_core.running.policy import MAX_POLICY_BYTES, GuaranteeRequirements, Policy
 from sottovoce_core.running.run import build_run
@@ -36,22 +36,22 @@ LOSS = 0.25
 class PromisingSpec(GossipSpec):
     """Gossip that promises what its spec says."""
 
-    event: Event = Event.RECORD
+    event: Adjacency = Adjacency.RECORD
     threat_model: ThreatModel = ThreatModel.WIRE
     proof: str = "not stated"
 
-    def build(self, setting: Setting) -> tuple[Promising, tuple[RunWarning, ...]]:
+    def build(self, context: RunContext) -> tuple[Promising, tuple[RunWarning, ...]]:
         grounds = GuaranteeBasis(proof=self.proof, threat_model=self.threat_model)
-        return Promising(setting.dim, setting.rounds, self.scale, self.step, event=self.event, grounds=grounds), ()
+        return Promising(context.dim, context.rounds, self.scale, self.step, event=self.event, grounds=grounds), ()
 
 
 @dataclass(frozen=True)
 class Promising(Gossip):
-    event: Event = Event.RECORD
+    event: Adjacency = Adjacency.RECORD
     grounds: GuaranteeBasis = field(default_factory=GuaranteeBasis)
 
     def accountant(self, learner: int) -> PrecomputedAccountant:
-        return PrecomputedAccountant(np.full(self.rounds, LOSS), event=self.event, grounds=self.grounds)
+        return PrecomputedAccountant(np.full(self.rounds, LOSS), adjacency=self.event, basis=self.grounds)
 
 
 NAME = "tests.core.test_policy:PromisingSpec"
@@ -60,7 +60,7 @@ NAME = "tests.core.test_policy:PromisingSpec"
 def promising(rounds: int = 10, learners: int = 3, **sections: Any) -> RunSpec:
     promised = sections.pop("promised", {})
     document = {"rounds": rounds, "learners": learners, "algorithm": {"name": NAME, **promised}, **sections}
-    return parse_spec(document, imports=True)
+    return parse_spec(document, allow_imports=True)
 
 
 def refused(policy: Policy, spec: RunSpec, n_features: int = 3, **more: Any) -> str:
@@ -82,7 +82,7 @@ WEAKER: dict[str, Callable[[RunSpec, int], Any]] = {
     "most_parameters": lambda spec, n_features: n_features - 1,
     "most_rounds": lambda spec, n_features: spec.rounds - 1,
     "most_learners": lambda spec, n_features: spec.n_learners - 1,
-    "guarantees.adjacency": lambda spec, n_features: Event.LEARNER,
+    "guarantees.adjacency": lambda spec, n_features: Adjacency.LEARNER,
     "guarantees.threat_model": lambda spec, n_features: ThreatModel.WIRE,
     "guarantees.proof": lambda spec, n_features: True,
 }
@@ -109,7 +109,7 @@ def fitting(spec: RunSpec, n_features: int) -> dict[str, Any]:
         "most_parameters": n_features,
         "most_rounds": spec.rounds,
         "most_learners": spec.n_learners,
-        "guarantees.adjacency": Event.ROUND,
+        "guarantees.adjacency": Adjacency.ROUND,
         "guarantees.threat_model": ThreatModel.NEIGHBOUR,
         "guarantees.proof": False,
     }
@@ -120,7 +120,9 @@ WEIGHED = "; an owner who can answer for it sets other clauses in the file of --
 
 def made(clauses: dict[str, Any]) -> Policy:
     least = {name.partition(".")[2]: value for name, value in clauses.items() if "." in name}
-    return Policy(guarantees=GuaranteeRequirements(**least), **{name: each for name, each in clauses.items() if "." not in name})
+    return Policy(
+        guarantees=GuaranteeRequirements(**least), **{name: each for name, each in clauses.items() if "." not in name}
+    )
 
 
 @given(st.integers(2, 40), st.integers(2, 5), st.integers(2, 9), st.sets(st.sampled_from(sorted(WEAKER))))
@@ -163,13 +165,17 @@ def test_a_refusal_ends_in_the_line_that_allows_the_run(tmp_path: Path) -> None:
 
 def test_each_promise_covers_the_weaker_ones() -> None:
     """An event of a round is any record of it; one of a learner is any round of it."""
-    for least in Event:
-        fits = {each for each in Event if _admits(GuaranteeRequirements(adjacency=least), {"event": each.value})}
-        assert fits == {Event.RECORD: set(Event), Event.ROUND: {Event.ROUND, Event.LEARNER}}.get(least, {Event.LEARNER})
+    for least in Adjacency:
+        fits = {each for each in Adjacency if _admits(GuaranteeRequirements(adjacency=least), {"event": each.value})}
+        assert fits == {Adjacency.RECORD: set(Adjacency), Adjacency.ROUND: {Adjacency.ROUND, Adjacency.LEARNER}}.get(
+            least, {Adjacency.LEARNER}
+        )
     wire, neighbour, output = ThreatModel.WIRE, ThreatModel.NEIGHBOUR, ThreatModel.OUTPUT
     for model, enough in ((wire, {wire}), (neighbour, {wire, neighbour}), (output, {wire, neighbour, output})):
         fits_too = {
-            each for each in ThreatModel if _admits(GuaranteeRequirements(threat_model=model), {"threat_model": each.value})
+            each
+            for each in ThreatModel
+            if _admits(GuaranteeRequirements(threat_model=model), {"threat_model": each.value})
         }
         assert fits_too == enough
 
@@ -196,7 +202,7 @@ FIELD: dict[str, Any] = yaml.safe_load(
 @pytest.mark.parametrize("changes", FIELD["runs"], ids=lambda run: str(run["name"]))
 def test_every_built_in_algorithm_names_its_proof_and_holds_on_the_wire(changes: dict[str, Any]) -> None:
     """Those that hide nothing on the wire are refused by their price."""
-    spec = parse_spec({**FIELD["common"], **changes}, imports=False)
+    spec = parse_spec({**FIELD["common"], **changes}, allow_imports=False)
     ALLOWING.model_copy(update={"guarantees": GuaranteeRequirements(proof=True)}).admit(spec, 6, 0)
 
 
@@ -209,7 +215,9 @@ def test_a_spec_whose_noise_is_all_but_switched_off_is_refused_by_default() -> N
 
 
 def test_where_nothing_is_promised_the_price_is_infinite() -> None:
-    without = parse_spec({"rounds": 3, "learners": 2, "algorithm": {"name": "tests.gossip:GossipSpec"}}, imports=True)
+    without = parse_spec(
+        {"rounds": 3, "learners": 2, "algorithm": {"name": "tests.gossip:GossipSpec"}}, allow_imports=True
+    )
     assert refused(Policy(), without).endswith("epsilon_per_run 100, the spec asks for inf" + WEIGHED)
     ALLOWING.admit(without, 3, 0)
 
@@ -238,7 +246,7 @@ def test_the_planned_price_is_that_of_the_guarantee() -> None:
     """By the numbers of records that the spec names; who is away pays as if it spoke, and nothing after its last round."""
     run = small_run(30, data={"batch_size": 4}, absences=[{"learner": "learner-1", "first_round": 20}])
     for i in range(3):
-        counts = 4 * run.attendance(i).mask().astype(np.int64)
+        counts = 4 * run.participation(i).mask().astype(np.int64)
         assert run.planned_epsilon(i, 1000) == pytest.approx(run.guarantee(i, counts).epsilon(), rel=1e-12)
         assert run.planned_epsilon(i, 10) == pytest.approx(run.guarantee(i, counts).epsilon(10), rel=1e-12)
 
@@ -275,7 +283,7 @@ def test_a_run_that_is_too_large_is_refused_before_it_is_built(monkeypatch: pyte
 def test_a_number_for_every_round_and_learner_needs_room(name: str) -> None:
     """What has none is refused in words before it is asked for."""
     changes = next(each for each in FIELD["runs"] if each["name"] == name)
-    spec = parse_spec({**FIELD["common"], **changes, "rounds": 9_000_000, "learners": 16}, imports=False)
+    spec = parse_spec({**FIELD["common"], **changes, "rounds": 9_000_000, "learners": 16}, allow_imports=False)
     with pytest.raises(SpecError, match=r"9000000 rounds of 16 learners .* need more memory than there is"):
         Policy().admit(spec, 6, 0)
 

@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import Batch, FloatArray
-from sottovoce_core.auditing.audit import Audit, conclude, examine, gathered
+from sottovoce_core.auditing.audit import Audit, compute_chunk_statistics, conclude, merge_noise
 from sottovoce_core.auditing.coin_tests import PairRuns, run_channel_tests, run_private_quantity_tests
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.views import features
-from sottovoce_core.auditing.worlds import PRIVATE_QUANTITIES, Recording, RunChunk, Worlds, chosen, differences, overhear, shares
+from sottovoce_core.auditing.views import build_features
+from sottovoce_core.auditing.worlds import (
+    PRIVATE_QUANTITIES,
+    RecordedRuns,
+    RunChunk,
+    Worlds,
+    build_worlds,
+    compute_private_differences,
+    plan_chunks,
+    simulate_runs,
+)
 from sottovoce_core.data import PlacedData
 from sottovoce_core.losses import mean_gradient
 from sottovoce_core.noise import SeededNoise
@@ -34,34 +43,34 @@ def mirror_pair(at: int, rounds: int = ROUNDS) -> tuple[Run, PlacedData, Worlds]
     row = int(own.rows(at)[0])
     record = own.features[row] / np.linalg.norm(own.features[row]) * run.loss.feature_bound
     data = data.with_learner(0, own.with_record(row, record, 1.0))
-    return run, data, chosen(data, 0, row, -record, 1.0)
+    return run, data, build_worlds(data, 0, row, -record, 1.0)
 
 
-def norms(run: Run, worlds: Worlds, heard: Recording, world: int, t: int) -> FloatArray:
+def norms(run: Run, worlds: Worlds, heard: RecordedRuns, world: int, t: int) -> FloatArray:
     """`(runs,)` of the learner's gradient in a round, in a world."""
     assert heard.decisions is not None
-    batch = worlds.of(world).batch(t)
-    enforced = Batch(*run.loss.enforce(batch.features, batch.labels))
+    batch = worlds.get_records(world).batch(t)
+    enforced = Batch(*run.loss.enforce_bounds(batch.features, batch.labels))
     found: FloatArray = np.linalg.norm(mean_gradient(run.loss, heard.decisions[t, 0], enforced), axis=-1)
     return found
 
 
-def overheard(run: Run, data: PlacedData, worlds: Worlds, share: RunChunk) -> Recording:
-    return overhear(run, data, worlds, share, SeededNoise, everybody=True, decisions=True)
+def overheard(run: Run, data: PlacedData, worlds: Worlds, share: RunChunk) -> RecordedRuns:
+    return simulate_runs(run, data, worlds, share, SeededNoise, keep_all_learners=True, keep_decisions=True)
 
 
 def test_worlds_differ_by_what_each_would_have_made_of_the_round() -> None:
     """Of the last round, before which there is no difference; nothing of the world that the run lived in."""
     run, data, worlds = mirror_pair(ROUNDS - 1)
     heard = overheard(run, data, worlds, RunChunk(1, 40, np.random.SeedSequence(0)))
-    found = differences(run, worlds, heard.transcript)
+    found = compute_private_differences(run, worlds, heard.transcript)
     first, second = (norms(run, worlds, heard, world, ROUNDS - 1) for world in (0, 1))
     assert found.shape == (40, len(PRIVATE_QUANTITIES))
     assert found[:, 0] == pytest.approx(first - second) and np.ptp(found[:, 0]) > 0.5
     assert np.sign(found[:, 0]) == pytest.approx(np.sign(found[:, 1]))  # a steeper loss is a larger one
     assert found[:, 2] == pytest.approx(0.0)
-    swapped = replace(worlds, first=worlds.second, second=worlds.first)
-    assert differences(run, swapped, heard.transcript) == pytest.approx(-found)
+    swapped = replace(worlds, records_0=worlds.records_1, records_1=worlds.records_0)
+    assert compute_private_differences(run, swapped, heard.transcript) == pytest.approx(-found)
 
 
 def leaking(view: str, count: int, seed: int) -> PairRuns:
@@ -69,13 +78,18 @@ def leaking(view: str, count: int, seed: int) -> PairRuns:
     run, data, worlds = mirror_pair(3)
     generator = np.random.default_rng(seed)
     parts, coins, told = [], [], []
-    for share in shares(count, 10**6, np.random.SeedSequence(seed)):
+    for share in plan_chunks(count, 10**6, np.random.SeedSequence(seed)):
         heard = overheard(run, data, worlds, share)
         norm = norms(run, worlds, heard, share.world, 3)
         shown = np.rint(1000.0 * norm) if view == "metadata" else norm + generator.exponential(0.02, share.runs)
         told.append(np.column_stack([shown, generator.normal(size=(share.runs, 20))]))
         coins.append(np.full(share.runs, 1 - share.world))
-        parts.append((worlds.losses(run, heard.transcript).sum(axis=0), differences(run, worlds, heard.transcript)))
+        parts.append(
+            (
+                worlds.compute_losses(run, heard.transcript).sum(axis=0),
+                compute_private_differences(run, worlds, heard.transcript),
+            )
+        )
     losses, private = (np.concatenate(each) for each in zip(*parts, strict=True))
     return PairRuns(losses, np.concatenate(coins), {view: np.concatenate(told)}, private)
 
@@ -124,18 +138,20 @@ def test_correct_runs_raise_no_more_alarms_than_the_level(epsilon: float, count:
 def audit_of(plan: AuditPlan, told: float) -> Audit:
     """An audit of a correct learner whose delays grow by so much with the norm of its gradient in one round."""
     parts, said, generator = [], [], np.random.default_rng(5)
-    for share in shares(plan.runs, 10**6, plan.seeds.audited):
+    for share in plan_chunks(plan.runs, 10**6, plan.seeds.audited_runs):
         heard = overheard(plan.run, plan.data, plan.worlds, share)
         delays = told * norms(plan.run, plan.worlds, heard, share.world, 3) + generator.exponential(0.02, share.runs)
-        channel = tuple({"gaps": features([("gap", [delay])])} for delay in delays.tolist())
-        parts.append(examine(plan, replace(heard, channel=channel)))
+        channel = tuple({"gaps": build_features([("gap", [delay])])} for delay in delays.tolist())
+        parts.append(compute_chunk_statistics(plan, replace(heard, channel_features=channel)))
         said.append(heard.transcript)
-    return conclude(plan, gathered(parts), said[0], "tests")
+    return conclude(plan, merge_noise(parts), said[0], "tests")
 
 
 def test_an_audit_refutes_a_learner_whose_delay_tells_a_norm() -> None:
     """A correct one is refuted with probability below 0.05; seeds are fixed."""
     run, data, worlds = mirror_pair(3)
     plan = plan_audit(run, data, 0, runs=40, seed=3, worlds=worlds)
-    refuted = {told: [test.name for test in audit_of(plan, told).found.tests if test.rejects] for told in (0.0, 1.0)}
+    refuted = {
+        told: [test.name for test in audit_of(plan, told).findings.tests if test.is_significant] for told in (0.0, 1.0)
+    }
     assert refuted == {0.0: [], 1.0: ["private quantities"]}

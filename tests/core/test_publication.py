@@ -12,7 +12,7 @@ from sottovoce_core.algorithms.interface import PublicModelAlgorithm
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.replay import Replay
-from sottovoce_core.running.run import PublicationCoverage, Run, publication
+from sottovoce_core.running.run import PublicationCoverage, Run, assess_publication
 from tests.claims import EXPOSED, RING, SETUPS, Setup, _setup, learner_data, overhear, records
 from tests.examples import small_run
 from tests.gossip import GOSSIP
@@ -36,7 +36,7 @@ def _decisions(setup: Setup, run: Run) -> list[FloatArray]:
     heard = overhear(run, one, 0, SeededNoise(7), 3, generator, loudest=2.0)
     machine, found = Replay(run, 0, 3, 2), []
     for t in range(run.spec.rounds):
-        machine.step(heard.messages(t, 0, machine.concerned), one.batch(t), other.batch(t))
+        machine.step(heard.messages(t, 0, machine.required_senders), one.batch(t), other.batch(t))
         assert machine.decision.shape == (2, 3, run.algorithm.dim)  # also where both worlds share it
         found.append(run.algorithm.decision(machine._state))
     return found
@@ -85,31 +85,43 @@ PUBLISHED = {"pd-ftgl after gossip", "pd-ocg after gossip"}
 @pytest.mark.parametrize("name", EVERY)
 def test_what_handing_out_the_model_costs(name: str) -> None:
     run = EVERY[name].build()
-    told = publication(run, 0, run.spec.rounds)
-    cover = PublicationCoverage.MESSAGES if name in PROTECTED else PublicationCoverage.DECISIONS if name in PUBLISHED else PublicationCoverage.NOTHING
-    assert told.cover is cover and told.is_protected == (cover is not PublicationCoverage.NOTHING)
+    told = assess_publication(run, 0, run.spec.rounds)
+    cover = (
+        PublicationCoverage.MESSAGES
+        if name in PROTECTED
+        else PublicationCoverage.DECISIONS
+        if name in PUBLISHED
+        else PublicationCoverage.UNCOVERED
+    )
+    assert told.coverage is cover and told.is_protected == (cover is not PublicationCoverage.UNCOVERED)
     promise = run.guarantee(0)
     if cover is PublicationCoverage.MESSAGES:
         assert told.epsilon == promise.epsilon() < math.inf
-        assert publication(run, 0, run.spec.rounds, 0.25).epsilon == 0.25
-        assert publication(run, 0, run.spec.rounds, private=False).cover is PublicationCoverage.NOTHING
+        assert assess_publication(run, 0, run.spec.rounds, 0.25).epsilon == 0.25
+        assert (
+            assess_publication(run, 0, run.spec.rounds, has_private_noise=False).coverage
+            is PublicationCoverage.UNCOVERED
+        )
     elif cover is PublicationCoverage.DECISIONS:
-        assert promise.output is not None and told.epsilon == promise.output[-1]
+        assert promise.output_epsilon is not None and told.epsilon == promise.output_epsilon[-1]
     else:
         assert told.epsilon == math.inf and "no epsilon covers it" in told.text
 
 
 def test_before_its_last_step_pvp_says_no_model() -> None:
     run = SETUPS["pvp and dvp"].build()
-    assert [publication(run, 0, t).cover for t in (4, 5)] == [PublicationCoverage.NOTHING, PublicationCoverage.MESSAGES]
+    assert [assess_publication(run, 0, t).coverage for t in (4, 5)] == [
+        PublicationCoverage.UNCOVERED,
+        PublicationCoverage.MESSAGES,
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_who_heard_the_messages_of_noise_after_gossip_is_promised_nothing(name: str) -> None:
     setup = EVERY[name]
     run = Setup(setup.algorithm, {**setup.sections, "capture": "relay"}, setup.n_features, setup.rounds).build()
-    told = publication(run, 0, run.spec.rounds)
-    assert told.cover is PublicationCoverage.NOTHING and "this run was captured (capture: relay)" in told.text
+    told = assess_publication(run, 0, run.spec.rounds)
+    assert told.coverage is PublicationCoverage.UNCOVERED and "this run was captured (capture: relay)" in told.text
 
 
 def test_who_was_away_went_on_without_noise() -> None:
@@ -117,22 +129,22 @@ def test_who_was_away_went_on_without_noise() -> None:
     setup = EVERY["dola mixed"]
     for absence, rounds, cover in (
         ({"first_round": 5}, 5, PublicationCoverage.MESSAGES),
-        ({"first_round": 5}, 6, PublicationCoverage.NOTHING),
+        ({"first_round": 5}, 6, PublicationCoverage.UNCOVERED),
         ({"until_round": 3}, 6, PublicationCoverage.MESSAGES),
     ):
         away = {"absences": [{"learner": "learner-0", **absence}]}
         run = Setup(setup.algorithm, {**setup.sections, **away}, setup.n_features, setup.rounds).build()
-        assert publication(run, 0, rounds).cover is cover
+        assert assess_publication(run, 0, rounds).coverage is cover
 
 
 def test_before_any_record_was_learned_a_model_is_public() -> None:
-    assert publication(small_run(), 0, 0).epsilon == 0.0
+    assert assess_publication(small_run(), 0, 0).epsilon == 0.0
 
 
 def test_learners_that_share_their_records_are_told_of() -> None:
-    assert "epsilons add up" in publication(SETUPS["dpsda-c"].build(), 0, 5).text
+    assert "epsilons add up" in assess_publication(SETUPS["dpsda-c"].build(), 0, 5).text
 
 
 def test_an_algorithm_of_ones_own_that_does_not_say_is_covered_by_nothing() -> None:
     run = Setup({"name": GOSSIP}, {"topology": RING}).build()
-    assert run.guarantee(0).epsilon() > 0.0 and publication(run, 0, 3).cover is PublicationCoverage.NOTHING
+    assert run.guarantee(0).epsilon() > 0.0 and assess_publication(run, 0, 3).coverage is PublicationCoverage.UNCOVERED

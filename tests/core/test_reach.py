@@ -10,8 +10,8 @@ import pytest
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.bounds import Test
-from sottovoce_core.auditing.plan import AuditPlan, divided, plan_audit
-from sottovoce_core.auditing.verdict import Findings, reached
+from sottovoce_core.auditing.plan import AuditPlan, divide_runs, plan_audit
+from sottovoce_core.auditing.verdict import Findings, add_detectable_effects
 from sottovoce_core.privacy.guarantee import ThreatModel
 from tests.claims import SETUPS
 from tests.examples import made_up
@@ -27,11 +27,16 @@ def planned(name: str = "ldp-dol", **more: Any) -> AuditPlan:
 def within_reach(plan: AuditPlan, numbers: int, losses: FloatArray = NOTHING, *, on_lattice: bool = True) -> Findings:
     """What would have been found, where there is a test of the lattice or none."""
     tests = (Test("lattice", "", 0.0, 1.0, part="lattice"),) if on_lattice else ()
-    return reached(Findings(plan.all_runs, plan.levels, plan.epsilon, tests), plan, numbers, losses)
+    return add_detectable_effects(
+        Findings(plan.total_runs, plan.alpha_allocation, plan.epsilon, tests), plan, numbers, losses
+    )
 
 
 def least(plan: AuditPlan, numbers: int) -> dict[str, float]:
-    return {each.text.split(" by ")[0].split(" up ")[0]: each.least for each in within_reach(plan, numbers).reaches}
+    return {
+        each.text.split(" by ")[0].split(" up ")[0]: each.size
+        for each in within_reach(plan, numbers).detectable_effects
+    }
 
 
 def test_more_numbers_show_smaller_errors() -> None:
@@ -52,7 +57,7 @@ def test_deeper_bits_of_signs_take_more_numbers() -> None:
     ]
     assert bits == [45, 46]
     for without in (within_reach(planned(), 4_000, on_lattice=False), within_reach(planned(), 30)):
-        assert not any("bits" in each.text for each in without.reaches)
+        assert not any("bits" in each.text for each in without.detectable_effects)
 
 
 @pytest.mark.statistics
@@ -72,37 +77,37 @@ def test_an_error_of_the_scale_of_that_size_is_found() -> None:
             return lambda draw: draw.rounded(factor * source(draw))
 
         done = audit_simulated(plan, noise=wrong)
-        assert done.numbers == numbers
+        assert done.noise_count == numbers
         found += done.verdict.kind == "refuted"
     assert found >= 6
 
 
 def test_runs_are_divided_among_pairs_that_have_enough_of_them() -> None:
-    assert divided(1000, 3) == [500, 250, 125, 125]
-    assert divided(1000, 1) == [750, 250]
-    assert divided(100, 3) == [51, 25, 24]
-    assert divided(60, 3) == [36, 24]
-    assert divided(48, 3) == [24, 24]
-    assert divided(47, 3) == [47] and divided(20, 3) == [20]
-    assert planned().all_runs == 400 and len(planned().pairs) == 4
-    swaps = [pair.worlds.what for pair in planned().pairs]
+    assert divide_runs(1000, 3) == [500, 250, 125, 125]
+    assert divide_runs(1000, 1) == [750, 250]
+    assert divide_runs(100, 3) == [51, 25, 24]
+    assert divide_runs(60, 3) == [36, 24]
+    assert divide_runs(48, 3) == [24, 24]
+    assert divide_runs(47, 3) == [47] and divide_runs(20, 3) == [20]
+    assert planned().total_runs == 400 and len(planned().pairs) == 4
+    swaps = [pair.worlds.description for pair in planned().pairs]
     assert len(set(swaps)) == len(swaps)
 
 
 def test_an_audit_that_could_find_nothing_is_inconclusive() -> None:
     """Somebody who sees decisions only, and so few runs that even right guesses alone stay below the claim."""
     plan = planned("pd-ftgl", runs=40, threat=ThreatModel.OUTPUT)
-    assert within_reach(plan, 0).most < plan.epsilon
+    assert within_reach(plan, 0).max_provable_epsilon < plan.epsilon
     done = audit_simulated(plan)
     assert done.verdict.kind == "inconclusive" and "without noise" in done.verdict.text
 
 
 def test_what_an_audit_could_have_found_is_what_it_had() -> None:
     plan = planned()
-    assert plan.epsilon > within_reach(plan, 0).most
-    assert within_reach(plan, 0, NOTHING).blind == "a learner without noise"
-    assert within_reach(plan, 5, NOTHING).blind == "a learner with half of its noise"
-    assert within_reach(plan, 1000, NOTHING).blind == ""
+    assert plan.epsilon > within_reach(plan, 0).max_provable_epsilon
+    assert within_reach(plan, 0, NOTHING).undetectable_violation == "a learner without noise"
+    assert within_reach(plan, 5, NOTHING).undetectable_violation == "a learner with half of its noise"
+    assert within_reach(plan, 1000, NOTHING).undetectable_violation == ""
     # Losses that are as large as these would all be right guesses, and so many are too many.
-    assert within_reach(plan, 0, np.full(400, 1.5)).blind == ""
-    assert within_reach(plan, 0, np.full(3, 0.01)).blind == "a learner without noise"
+    assert within_reach(plan, 0, np.full(400, 1.5)).undetectable_violation == ""
+    assert within_reach(plan, 0, np.full(3, 0.01)).undetectable_violation == "a learner without noise"

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_core.algorithms.interface import LocalMessages, Message, Who, HiddenNoiseAlgorithm
+from sottovoce_core.algorithms.interface import HiddenNoiseAlgorithm, LocalMessages, Message, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray, IntArray
-from sottovoce_core.auditing.conformance.residuals import learned
-from sottovoce_core.auditing.swaps import compute_worst_losses, swaps
+from sottovoce_core.auditing.conformance.residuals import collect_past
+from sottovoce_core.auditing.swaps import compute_worst_losses, list_replacements
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import AssumptionViolated, DataError
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce_core.running.replay import PrivacyLosses, Replay, replay, replayed
+from sottovoce_core.running.replay import PrivacyLosses, Replay, iterate_replay, replay
 from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
-from sottovoce_lab.mutants import ALGORITHMS
+from sottovoce_lab.mutants import ALGORITHM_RUNS
 from tests.examples import made_up, small_run
 
 LOGISTIC = {"kind": "logistic", "ridge": 0.05, "feature_bound": 1.5}
@@ -31,7 +31,7 @@ LOSSES = [LOGISTIC, CLIPPED, SQUARED]
 
 
 def overheard(run: Run, data: PlacedData, seed: int, replicas: int = 1) -> Transcript:
-    return Transcript.of(step.message for step in simulate(run, data, SeededNoise(seed), replicas))
+    return Transcript.from_rounds(step.message for step in simulate_rounds(run, data, SeededNoise(seed), replicas))
 
 
 def stranger(generator: np.random.Generator) -> tuple[FloatArray, float]:
@@ -46,9 +46,9 @@ def claimed(run: Run, own: LearnerData, replaced: IntArray | None = None) -> Flo
 
 def within(losses: PrivacyLosses, claim: FloatArray) -> None:
     """Round by round: what was shown is at most what could have been shown, and that is at most the claim."""
-    worst = np.cumsum(losses.largest, axis=0)
-    assert (np.abs(losses.realised) <= losses.largest * (1 + 1e-9) + 1e-9).all()
-    assert (np.abs(np.cumsum(losses.realised, axis=0)) <= claim[:, None, None] * (1 + 1e-9) + 1e-9).all()
+    worst = np.cumsum(losses.max_losses, axis=0)
+    assert (np.abs(losses.realised_losses) <= losses.max_losses * (1 + 1e-9) + 1e-9).all()
+    assert (np.abs(np.cumsum(losses.realised_losses, axis=0)) <= claim[:, None, None] * (1 + 1e-9) + 1e-9).all()
     assert (worst <= claim[:, None, None] * (1 + 1e-9) + 1e-9).all()
 
 
@@ -62,36 +62,36 @@ def batches(worlds: Sequence[LearnerData], t: int) -> list[Batch]:
 @pytest.mark.parametrize("name", ["ldp-dol", "dola", "dpsda-c", "pd-ftgl", "dvp", "pvp", "d-ogd"])
 def test_a_replay_decides_and_says_what_the_learner_did(name: str) -> None:
     """In the world that was; what the noise was is read off a recording."""
-    run, data = ALGORITHMS[name].build()
+    run, data = ALGORITHM_RUNS[name].build()
     recorder = Recorder(SeededNoise(3))
-    steps = list(simulate(run, data, recorder, replicas=2))
-    noise = RecordedNoise({field: np.stack(rounds)[:, 1:2] for field, rounds in recorder.drawn.items()})
+    steps = list(simulate_rounds(run, data, recorder, replicas=2))
+    noise = RecordedNoise({field: np.stack(rounds)[:, 1:2] for field, rounds in recorder.noise_by_field.items()})
     machine = Replay(run, 1, replicas=2)
     for t, step in enumerate(steps):
         said = step.split_by_sender()
-        for field, value in machine.says(noise).fields.items():
+        for field, value in machine.emit(noise).fields.items():
             np.testing.assert_allclose(
                 np.broadcast_to(value, said[1][field].shape), said[1][field], rtol=1e-7, atol=1e-7
             )
         density = machine.step(said, data.learners[1].batch(t))
         assert density is not None and np.isfinite(density).all()
-        np.testing.assert_allclose(machine.decision, step.before[1:2], rtol=1e-7, atol=1e-7)
-    assert machine.known and machine.t == run.spec.rounds
+        np.testing.assert_allclose(machine.decision, step.decisions_before[1:2], rtol=1e-7, atol=1e-7)
+    assert machine.is_known and machine.t == run.spec.rounds
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ALGORITHM_RUNS)
 def test_a_model_follows_from_records_and_what_was_overheard(name: str) -> None:
     """After every round, of every algorithm; but for noise that stays in a state."""
-    run, data = ALGORITHMS[name].build()
-    steps = list(simulate(run, data, SeededNoise(3), replicas=2))
+    run, data = ALGORITHM_RUNS[name].build()
+    steps = list(simulate_rounds(run, data, SeededNoise(3), replicas=2))
     last = run.spec.n_learners - 1
-    transcript = Transcript.of(step.message for step in steps)
-    found = [machine.model[0] for machine in replayed(run, transcript, last, data.learners[last])]
+    transcript = Transcript.from_rounds(step.message for step in steps)
+    found = [machine.model[0] for machine in iterate_replay(run, transcript, last, data.learners[last])]
     if isinstance(run.algorithm, HiddenNoiseAlgorithm) and run.algorithm.has_hidden_noise:
         assert found == []
         return
     for model, step in zip(found, steps, strict=True):
-        np.testing.assert_allclose(model, step.after[last], rtol=1e-7, atol=1e-7)
+        np.testing.assert_allclose(model, step.decisions_after[last], rtol=1e-7, atol=1e-7)
 
 
 LOSS_KINDS: dict[str, dict[str, Any]] = {
@@ -117,60 +117,62 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", LOSS_KINDS)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ALGORITHM_RUNS)
 def test_every_driver_computes_the_same_with_every_loss(name: str, kind: str) -> None:
     """The simulator `(learners, replicas, dim)`, the service `(dim,)`, and replay, whose state may be one for all worlds."""
-    base = ALGORITHMS[name]
+    base = ALGORITHM_RUNS[name]
     sections = {**base.sections, "rounds": 4, "loss": {"kind": kind.split()[0], **LOSS_KINDS[kind]}}
     if kind in REFUSED.get(name, ()):
         with pytest.raises(AssumptionViolated):
             replace(base, sections=sections).build()
         return
     for batch in (1, 3):
-        run, data = replace(base, sections=sections, batch=batch, epsilon=None).build()
+        run, data = replace(base, sections=sections, batch_size=batch, epsilon=None).build()
         recorder, last = Recorder(SeededNoise(3)), run.spec.n_learners - 1
-        steps = list(simulate(run, data, recorder, replicas=2))
-        noise = RecordedNoise({field: np.stack(rounds)[:, last, 0] for field, rounds in recorder.drawn.items()})
+        steps = list(simulate_rounds(run, data, recorder, replicas=2))
+        noise = RecordedNoise(
+            {field: np.stack(rounds)[:, last, 0] for field, rounds in recorder.noise_by_field.items()}
+        )
         worlds = [
             data.learners[last],
             data.learners[last].with_use(0, -np.ones(3), 1.0 - data.learners[last].labels[0]),
         ]
-        served = run.algorithm.start(Who(last))
+        served = run.algorithm.init(StateAxes(last))
         alone, both, swapped = (Replay(run, last, 2, many) for many in (1, 2, 2))
         hidden = isinstance(run.algorithm, HiddenNoiseAlgorithm) and run.algorithm.has_hidden_noise
         differ = False
         for t, step in enumerate(steps):
             said, (first, second) = step.split_by_sender(), batches(worlds, t)
-            served, message = run.algorithm.speak(served, noise)
+            served, message = run.algorithm.emit(served, noise)
             for field, value in message.fields.items():
                 close(value, said[last][field][0, 0])
-            close(run.algorithm.decision(served), step.before[last, 0])
-            served = run.algorithm.listen(served, heard_alone(run, t, last, said), first)
+            close(run.algorithm.decision(served), step.decisions_before[last, 0])
+            served = run.algorithm.update(served, heard_alone(run, t, last, said), first)
 
             alone.step(said, first)
             both.step(said, first, second)
             swapped.step(said, second, first)
-            close(alone.decision[0], step.before[last])
+            close(alone.decision[0], step.decisions_before[last])
             close(both.decision, swapped.decision[::-1])
-            for what, values in learned(both, first).items():
-                close(values, learned(alone, first)[what])
+            for what, values in collect_past(both, first).items():
+                close(values, collect_past(alone, first)[what])
             if not hidden:
-                close(run.algorithm.decision(served), step.after[last, 0])
-                close(alone.model[0], step.after[last])
-                close(both.model[0], step.after[last])
+                close(run.algorithm.decision(served), step.decisions_after[last, 0])
+                close(alone.model[0], step.decisions_after[last])
+                close(both.model[0], step.decisions_after[last])
                 close(both.model, swapped.model[::-1])
             differ |= any(
-                len(centre) == 2 and (centre[0] != centre[1]).any() for centre in both.says(no_noise).fields.values()
+                len(centre) == 2 and (centre[0] != centre[1]).any() for centre in both.emit(no_noise).fields.values()
             )
         assert differ
 
 
 def heard_alone(run: Run, t: int, learner: int, said: Mapping[int, Message]) -> LocalMessages:
     """What a service hears in the first of the simulator's replicas."""
-    mixing = run.network.at(t)
-    weights = mixing.heard_by(learner)
+    mixing = run.network.mixing(t)
+    weights = mixing.in_neighbour_weights(learner)
     messages = {j: Message({field: value[0, 0] for field, value in said[j].fields.items()}) for j in weights}
-    return LocalMessages(weights, messages, float(mixing.own[learner]))
+    return LocalMessages(weights, messages, float(mixing.own_weights[learner]))
 
 
 def close(found: FloatArray, expected: FloatArray) -> None:
@@ -182,7 +184,12 @@ def test_a_model_is_not_known_any_more_once_something_was_not_overheard() -> Non
     data = made_up(run.spec)
     gaps = overheard(run, data, 2).fields["y"].copy()
     gaps[4, 2] = np.nan
-    assert [len(list(replayed(run, Transcript({"y": gaps}), i, data.learners[i]))) for i in range(4)] == [6, 4, 4, 4]
+    assert [len(list(iterate_replay(run, Transcript({"y": gaps}), i, data.learners[i]))) for i in range(4)] == [
+        6,
+        4,
+        4,
+        4,
+    ]
 
 
 def test_questions_change_nothing_and_copies_go_on_by_themselves() -> None:
@@ -192,13 +199,13 @@ def test_questions_change_nothing_and_copies_go_on_by_themselves() -> None:
     worlds = [own, own.with_use(0, np.ones(3), 1.0 - own.labels[0])]
     asked, straight = Replay(run, 0, 3, 2), Replay(run, 0, 3, 2)
     for t in range(6):
-        messages = transcript.messages(t, 0, asked.concerned)
-        assert asked.concerned == set(messages) == {0, *run.network.at(t).heard_by(0)}
-        foreseen, centre = asked.density(messages[0]), asked.says(no_noise)
+        messages = transcript.messages(t, 0, asked.required_senders)
+        assert asked.required_senders == set(messages) == {0, *run.network.mixing(t).in_neighbour_weights(0)}
+        foreseen, centre = asked.log_density(messages[0]), asked.emit(no_noise)
         elsewhere = copy(asked)
         assert elsewhere.step(messages, *batches([worlds[1], worlds[0]], t)) is not None
         assert elsewhere.t == t + 1 == asked.t + 1
-        assert np.array_equal(asked.says(no_noise)["y"], centre["y"])
+        assert np.array_equal(asked.emit(no_noise)["y"], centre["y"])
         for machine in (asked, straight):
             found = machine.step(messages, *batches(worlds, t))
             assert found is not None and found.shape == (2, 3)
@@ -218,7 +225,7 @@ def test_what_was_not_overheard_ends_what_is_known() -> None:
             kept = transcript.messages(1, 1, set(range(4)) - {missing})
             density = machine.step({**kept, **unheard}, own.batch(1))
             assert (density is not None) == density_known
-            assert machine.known == (missing == 3)
+            assert machine.is_known == (missing == 3)
             assert machine.t == (2 if missing == 3 else 1)
             assert (machine.step(transcript.messages(2, 1, range(4)), own.batch(2)) is not None) == (missing == 3)
 
@@ -233,8 +240,8 @@ def test_losses_end_where_a_neighbour_was_not_overheard() -> None:
     found = replay(run, Transcript({"y": gaps}), 1, worlds)
     expected = replay(run, whole, 1, worlds)
 
-    assert np.array_equal(found.realised, expected.realised[:6])
-    assert np.array_equal(found.largest, expected.largest[:6])
+    assert np.array_equal(found.realised_losses, expected.realised_losses[:6])
+    assert np.array_equal(found.max_losses, expected.max_losses[:6])
 
 
 # ---- never above the claim -------------------------------------------------------------------------------------------
@@ -291,7 +298,7 @@ def test_the_claim_is_not_far_above_what_can_be_reached() -> None:
     claim = claimed(run, own)
 
     # At the origin both slopes are 1/2, so the first step parts the worlds by half of C.
-    assert 0.4 * claim[1] < losses.largest[:2].sum() <= claim[1]
+    assert 0.4 * claim[1] < losses.max_losses[:2].sum() <= claim[1]
 
 
 def test_nothing_shows_before_the_swapped_record_and_in_equal_worlds() -> None:
@@ -300,10 +307,10 @@ def test_nothing_shows_before_the_swapped_record_and_in_equal_worlds() -> None:
     own, transcript = data.learners[0], overheard(run, data, 1, replicas=2)
     losses = replay(run, transcript, 0, [own, own, own.with_use(6, np.ones(3), 1.0)])
 
-    assert losses.realised.shape == losses.largest.shape == (10, 2, 2)
-    assert (losses.realised[:, 0] == 0.0).all()
-    assert (losses.largest[:7, 1] == 0.0).all()
-    assert (losses.largest[7:, 1] > 0.0).all()
+    assert losses.realised_losses.shape == losses.max_losses.shape == (10, 2, 2)
+    assert (losses.realised_losses[:, 0] == 0.0).all()
+    assert (losses.max_losses[:7, 1] == 0.0).all()
+    assert (losses.max_losses[7:, 1] > 0.0).all()
 
 
 # ---- in law ----------------------------------------------------------------------------------------------------------
@@ -346,7 +353,7 @@ def test_the_worst_swap_is_the_worst_of_its_candidates_and_below_the_claim(every
     flipped = swap(0, own.features[0], 1.0 - own.labels[0])
 
     assert abs(worst.total[0, 0]) <= worst.supremum[0, 0] <= claim[-1]
-    assert worst.realised.shape == (20, 1, 1)
+    assert worst.realised_losses.shape == (20, 1, 1)
     assert worst.supremum[0, 0] >= replay(run, transcript, 0, [own, flipped]).supremum[0, 0] * (1 - 1e-12)
 
 
@@ -362,7 +369,9 @@ def test_a_learner_among_others_without_records_has_a_worst_swap_too() -> None:
     data = made_up(run.spec)
     own = data.learners[0]
     nothing = LearnerData(own.features[:0], own.labels[:0], own.order[:0], np.zeros_like(own.offsets))
-    worst = compute_worst_losses(run, overheard(run, data.with_learner(1, nothing), 5), data.with_learner(1, nothing), 0)
+    worst = compute_worst_losses(
+        run, overheard(run, data.with_learner(1, nothing), 5), data.with_learner(1, nothing), 0
+    )
     assert worst is not None and 0.0 < worst.supremum[0, 0] <= claimed(run, own)[-1]
 
 
@@ -372,5 +381,5 @@ def test_a_record_without_another_one_has_no_swap() -> None:
     own = data.learners[0]
     alone = data.with_learner(0, replace(own, features=np.zeros_like(own.features), labels=np.ones_like(own.labels)))
     with pytest.raises(DataError, match="Krankenhaus Süd must have a record to swap, and has none"):
-        swaps(data.with_learner(0, replace(own, order=own.order[:0])), 0, names=["Krankenhaus Süd"])
-    assert swaps(alone, 0) == [] and compute_worst_losses(run, overheard(run, alone, 5), alone, 0) is None
+        list_replacements(data.with_learner(0, replace(own, order=own.order[:0])), 0, names=["Krankenhaus Süd"])
+    assert list_replacements(alone, 0) == [] and compute_worst_losses(run, overheard(run, alone, 5), alone, 0) is None

@@ -14,30 +14,30 @@ from sottovoce_core.algorithms.ldp_dol.accounting import _SensitivityRecursion
 from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.audit import audit_simulated
-from sottovoce_core.auditing.online.canaries import CanaryTest, draw
+from sottovoce_core.auditing.online.canaries import CanaryTest, draw_canaries
 from sottovoce_core.auditing.online.watch import Watch
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.auditing.swaps import swaps
-from sottovoce_core.budget.composition import worst_case_record_epsilon, message_losses, group_record_losses
+from sottovoce_core.auditing.swaps import list_replacements
+from sottovoce_core.budget.composition import group_record_losses, message_losses, worst_case_record_epsilon
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.errors import AssumptionViolated, DataError, FailedPrecondition, SpecError
 from sottovoce_core.experiment import Experiment
 from sottovoce_core.network.network import Network, PartialNetwork
-from sottovoce_core.network.roster import OfflineInterval, Mask, ParticipationSchedule
+from sottovoce_core.network.roster import Mask, OfflineInterval, ParticipationSchedule
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.network.weights import Mixing
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import Regularity, ThreatModel
 from sottovoce_core.running.metrics import Metrics
-from sottovoce_core.running.participation import require_valid_reconfiguration, with_learner, without
-from sottovoce_core.running.placement import place
+from sottovoce_core.running.participation import add_learner, remove_learner, require_valid_reconfiguration
+from sottovoce_core.running.placement import place_data
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_lab.mutants import ALGORITHMS
+from sottovoce_lab.mutants import ALGORITHM_RUNS
 from sottovoce_learner.budget import PrivacyFilter
 from tests.claims import Times
 from tests.examples import made_up, small_spec
@@ -62,11 +62,11 @@ def of_algorithm(name: str, absences: Any = ABSENCES, **sections: Any) -> RunSpe
     """The algorithm's small run, with four learners who all hear each other; with LDP-DOL alone somebody pauses."""
     if absences is ABSENCES and name != "ldp-dol":
         absences = ABSENCES[:2]
-    document = ALGORITHMS[name].build()[0].spec.model_dump(mode="json", exclude_none=True)
+    document = ALGORITHM_RUNS[name].build()[0].spec.model_dump(mode="json", exclude_none=True)
     one_way = document["topology"]["weights"]["kind"] in ("in_degree", "out_degree")
     topology = {"graph": DIRECTED if one_way else "complete", "weights": document["topology"]["weights"]}
     changed = {"learners": NAMES, "rounds": ROUNDS, "topology": topology, "absences": absences, **sections}
-    return parse_spec({**document, **changed}, imports=True)
+    return parse_spec({**document, **changed}, allow_imports=True)
 
 
 def there_at(spec: RunSpec) -> Mask:
@@ -82,7 +82,7 @@ def away(absences: Any, name: str, t: int) -> bool:
 
 
 def heard(run: Run, data: PlacedData, seed: int = 1, replicas: int = 1) -> Transcript:
-    return Transcript.of(step.message for step in simulate(run, data, SeededNoise(seed), replicas))
+    return Transcript.from_rounds(step.message for step in simulate_rounds(run, data, SeededNoise(seed), replicas))
 
 
 # ---- the roster ------------------------------------------------------------------------------------------------------
@@ -105,11 +105,11 @@ def test_a_roster_is_what_its_absences_say(some: tuple[OfflineInterval, ...]) ->
     roster = ParticipationSchedule(NAMES, some)
     expected = there_at(spec_of(some))
     by_round = [tuple(row) for row in expected.tolist()]
-    assert [tuple(roster.there(t).tolist()) for t in range(ROUNDS)] == by_round
+    assert [tuple(roster.participant_mask(t).tolist()) for t in range(ROUNDS)] == by_round
     changes = {t for t in range(1, ROUNDS) if by_round[t] != by_round[t - 1]}
     assert changes <= set(roster.changes) and list(roster.changes) == sorted(set(roster.changes))
     for t in range(ROUNDS):
-        assert roster.since(t) == max((change for change in roster.changes if change <= t), default=0)
+        assert roster.last_change(t) == max((change for change in roster.changes if change <= t), default=0)
         assert [roster.is_participating(i, t) for i in range(len(NAMES))] == expected[t].tolist()
 
 
@@ -117,12 +117,12 @@ def test_a_roster_is_what_its_absences_say(some: tuple[OfflineInterval, ...]) ->
 def test_attendance_is_a_learners_column_of_it(some: tuple[OfflineInterval, ...], t: int) -> None:
     expected = there_at(spec_of(some))
     for i in range(len(NAMES)):
-        attendance = ParticipationSchedule(NAMES, some).attendance(i, ROUNDS)
+        attendance = ParticipationSchedule(NAMES, some).learner_participation(i, ROUNDS)
         mine = np.flatnonzero(expected[:, i]).tolist()
         assert attendance.mask().tolist() == expected[:, i].tolist()
         assert [round_ for round_ in range(ROUNDS + 3) if round_ in attendance] == mine
         assert attendance.end == max(mine, default=-1) + 1
-        assert attendance.following(t) == min((each for each in mine if each >= t), default=ROUNDS)
+        assert attendance.next_round(t) == min((each for each in mine if each >= t), default=ROUNDS)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_attendance_is_a_learners_column_of_it(some: tuple[OfflineInterval, ...]
 def test_absences_that_cannot_be_are_refused(some: Any, text: str) -> None:
     document = {"rounds": ROUNDS, "learners": NAMES, "algorithm": "ldp-dol", "absences": some}
     with pytest.raises(SpecError, match=r"absences") as failure:
-        parse_spec(document, imports=True)
+        parse_spec(document, allow_imports=True)
     assert text in str(failure.value)
     with pytest.raises(SpecError) as failure:
         Experiment(**document)
@@ -157,8 +157,8 @@ def test_absences_that_cannot_be_are_refused(some: Any, text: str) -> None:
 
 def test_who_is_lost_in_the_end_may_be_unheard_before() -> None:
     spec = spec_of([{"learner": "ben", "first_round": ROUNDS, "unheard": {"ann": ROUNDS - 1}}])
-    assert there_at(spec).all() and spec.roster.lost_senders(0, ROUNDS - 1) == {1}
-    assert not spec.roster.lost_senders(0, ROUNDS - 2) and not spec.roster.lost_senders(2, ROUNDS - 1)
+    assert there_at(spec).all() and spec.participation.lost_senders(0, ROUNDS - 1) == {1}
+    assert not spec.participation.lost_senders(0, ROUNDS - 2) and not spec.participation.lost_senders(2, ROUNDS - 1)
 
 
 # ---- the network of those who are there ------------------------------------------------------------------------------
@@ -193,63 +193,70 @@ def on_the_induced_graph(topology: Topology, t: int, there: Mask) -> Mixing:
     graphs = topology.graph or topology.sequence
     adjacency = topology.graph.adjacency(n) if topology.graph else topology.sequence.adjacency(t, n)  # type: ignore[union-attr]
     one_way = getattr(graphs, "one_way", False)
-    small = topology.weights.mix(adjacency[np.ix_(ones, ones)], one_way=one_way)
+    small = topology.weights.mix(adjacency[np.ix_(ones, ones)], is_directed=one_way)
     neighbours, own = np.zeros((n, n)), np.ones(n)
-    neighbours[np.ix_(ones, ones)], own[ones] = small.neighbours, small.own
+    neighbours[np.ix_(ones, ones)], own[ones] = small.neighbour_weights, small.own_weights
     return Mixing(neighbours, own)
 
 
 @pytest.mark.parametrize("document", TOPOLOGIES, ids=str)
 def test_weights_are_those_of_the_graph_that_is_left(document: dict[str, Any]) -> None:
     topology, roster = Topology.model_validate(document), ParticipationSchedule(NAMES, PAUSES)
-    whole = topology.network(len(NAMES), ROUNDS)
-    partial = topology.network(len(NAMES), ROUNDS, roster)
+    whole = topology.build_network(len(NAMES), ROUNDS)
+    partial = topology.build_network(len(NAMES), ROUNDS, roster)
     assert isinstance(partial, PartialNetwork)
     for t in range(ROUNDS):
-        there, found = roster.there(t), partial.at(t)
-        expected = whole.at(t) if there.all() else on_the_induced_graph(topology, t, there)
-        np.testing.assert_allclose(found.neighbours, expected.neighbours, rtol=0, atol=1e-15)
-        np.testing.assert_allclose(found.own, expected.own, rtol=0, atol=1e-15)
+        there, found = roster.participant_mask(t), partial.mixing(t)
+        expected = whole.mixing(t) if there.all() else on_the_induced_graph(topology, t, there)
+        np.testing.assert_allclose(found.neighbour_weights, expected.neighbour_weights, rtol=0, atol=1e-15)
+        np.testing.assert_allclose(found.own_weights, expected.own_weights, rtol=0, atol=1e-15)
         gone = ~there
         assert (
-            (found.own[gone] == 1.0).all() and not found.neighbours[gone].any() and not found.neighbours[:, gone].any()
+            (found.own_weights[gone] == 1.0).all()
+            and not found.neighbour_weights[gone].any()
+            and not found.neighbour_weights[:, gone].any()
         )
     assert partial.edges == whole.edges and partial.n_learners == whole.n_learners
 
 
 def test_nothing_changes_where_nobody_is_away() -> None:
     topology = Topology.model_validate(COMPLETE)
-    assert not isinstance(topology.network(4, ROUNDS, ParticipationSchedule(NAMES)), PartialNetwork)
+    assert not isinstance(topology.build_network(4, ROUNDS, ParticipationSchedule(NAMES)), PartialNetwork)
 
 
 @pytest.mark.parametrize("document", TOPOLOGIES, ids=str)
 def test_beyond_the_horizon_rounds_come_again(document: dict[str, Any]) -> None:
     topology = Topology.model_validate(document)
-    whole = topology.network(len(NAMES), ROUNDS)
-    partial = topology.network(len(NAMES), ROUNDS, ParticipationSchedule(NAMES, PAUSES))
+    whole = topology.build_network(len(NAMES), ROUNDS)
+    partial = topology.build_network(len(NAMES), ROUNDS, ParticipationSchedule(NAMES, PAUSES))
     assert partial.horizon == 8 + whole.horizon
     if whole.horizon < ROUNDS:  # else no round is planned beyond it
         for t in range(partial.horizon, partial.horizon + 5):
-            again = partial.at(t - whole.horizon)
-            assert (partial.at(t).neighbours == again.neighbours).all() and (partial.at(t).own == again.own).all()
+            again = partial.mixing(t - whole.horizon)
+            assert (partial.mixing(t).neighbour_weights == again.neighbour_weights).all() and (
+                partial.mixing(t).own_weights == again.own_weights
+            ).all()
 
 
 def test_a_message_that_did_not_arrive_goes_to_the_hearers_own_value() -> None:
     """From the round in which it is not heard until the learner is away; nothing else moves, and nothing that was planned."""
     lost = OfflineInterval(learner="ben", first_round=8, unheard={"ann": 5, "cleo": 7})
     topology = Topology.model_validate(COMPLETE)
-    network, whole = topology.network(4, ROUNDS, ParticipationSchedule(NAMES, [lost])), topology.network(4, ROUNDS)
+    network, whole = (
+        topology.build_network(4, ROUNDS, ParticipationSchedule(NAMES, [lost])),
+        topology.build_network(4, ROUNDS),
+    )
     for t in range(ROUNDS):
-        planned, found = network.planned(t), network.at(t)
+        planned, found = network.planned_mixing(t), network.mixing(t)
         deaf = {0: 5 <= t < 8, 2: 7 <= t < 8}
-        expected = planned.neighbours.copy()
+        expected = planned.neighbour_weights.copy()
         for hearer in (i for i, is_deaf in deaf.items() if is_deaf):
             expected[hearer, 1] = 0.0
-        assert (found.neighbours == expected).all()
+        assert (found.neighbour_weights == expected).all()
         np.testing.assert_allclose(found.matrix.sum(axis=1), planned.matrix.sum(axis=1), rtol=0, atol=1e-15)
-        assert (found.own[[1, 3]] == planned.own[[1, 3]]).all()
+        assert (found.own_weights[[1, 3]] == planned.own_weights[[1, 3]]).all()
         np.testing.assert_allclose([planned.matrix.sum(axis=axis) for axis in (0, 1)], 1.0, rtol=0, atol=1e-12)
-        assert (planned.matrix == whole.at(t).matrix).all() == (t < 8)
+        assert (planned.matrix == whole.mixing(t).matrix).all() == (t < 8)
     assert network.horizon == 9
 
 
@@ -265,9 +272,11 @@ def test_those_who_are_there_must_reach_each_other() -> None:
 def test_a_constant_weight_fits_the_graph_that_is_left() -> None:
     """|w_ii| may exceed 1 where weights are free, as in a run without absences."""
     topology = Topology.model_validate({"graph": "complete", "weights": {"kind": "constant", "value": 0.6}})
-    network: Network = topology.network(4, ROUNDS, ParticipationSchedule(NAMES, [OfflineInterval(learner="dora", first_round=6)]))
-    np.testing.assert_allclose(network.at(0).own, 1 - 3 * 0.6)
-    np.testing.assert_allclose(network.at(6).own, [1 - 2 * 0.6] * 3 + [1.0])
+    network: Network = topology.build_network(
+        4, ROUNDS, ParticipationSchedule(NAMES, [OfflineInterval(learner="dora", first_round=6)])
+    )
+    np.testing.assert_allclose(network.mixing(0).own_weights, 1 - 3 * 0.6)
+    np.testing.assert_allclose(network.mixing(6).own_weights, [1 - 2 * 0.6] * 3 + [1.0])
 
 
 # ---- simulated and replayed ------------------------------------------------------------------------------------------
@@ -285,26 +294,26 @@ def test_a_transcript_tells_no_more_than_is_promised(name: str) -> None:
     for values in said.fields.values():
         assert (np.isnan(values) == unsaid[:, :, None, None]).all()
     for i, own in enumerate(data.learners):
-        assert not replay(run, said, i, [own, own]).realised.any()
+        assert not replay(run, said, i, [own, own]).realised_losses.any()
         claim = run.guarantee(i, np.diff(own.offsets)).cumulative_epsilon[:, None, None]
-        losses = replay(run, said, i, [own, *(second for second, _ in swaps(data, i))])
-        assert len(losses.realised) == ROUNDS and np.isfinite(losses.realised).all()
-        assert np.abs(losses.realised).max() > 0.0 and not losses.realised[unsaid[:, i]].any()
-        assert (np.abs(losses.realised) <= losses.largest * (1 + 1e-9) + 1e-9).all()
-        assert (np.cumsum(losses.largest, axis=0) <= claim * (1 + 1e-9) + 1e-9).all()
+        losses = replay(run, said, i, [own, *(second for second, _ in list_replacements(data, i))])
+        assert len(losses.realised_losses) == ROUNDS and np.isfinite(losses.realised_losses).all()
+        assert np.abs(losses.realised_losses).max() > 0.0 and not losses.realised_losses[unsaid[:, i]].any()
+        assert (np.abs(losses.realised_losses) <= losses.max_losses * (1 + 1e-9) + 1e-9).all()
+        assert (np.cumsum(losses.max_losses, axis=0) <= claim * (1 + 1e-9) + 1e-9).all()
 
 
 @pytest.mark.parametrize("name", ["ldp-dol", "dola", "dpps", "d-ogd"])
 def test_who_is_never_there_changes_nothing_for_the_others(name: str) -> None:
     """The run of all but the last one is the same with it away as without it."""
     spec = of_algorithm(name, [{"learner": "dora"}])
-    small = parse_spec({**spec.model_dump(mode="json"), "learners": NAMES[:3], "absences": []}, imports=True)
+    small = parse_spec({**spec.model_dump(mode="json"), "learners": NAMES[:3], "absences": []}, allow_imports=True)
     data = made_up(spec)
     recorder = Recorder(SeededNoise(2))
     expected = heard_with(
         build_run(small, 3), PlacedData(data.learners[:3], data.test_features, data.test_labels), recorder
     )
-    drawn = {field: np.stack(rounds) for field, rounds in recorder.drawn.items()}
+    drawn = {field: np.stack(rounds) for field, rounds in recorder.noise_by_field.items()}
     noise = RecordedNoise({field: np.concatenate([each, each[:, :1]], axis=1) for field, each in drawn.items()})
     found = heard_with(build_run(spec, 3), data, noise)
     for field, values in expected.fields.items():
@@ -312,7 +321,7 @@ def test_who_is_never_there_changes_nothing_for_the_others(name: str) -> None:
 
 
 def heard_with(run: Run, data: PlacedData, noise: Any) -> Transcript:
-    return Transcript.of(step.message for step in simulate(run, data, noise))
+    return Transcript.from_rounds(step.message for step in simulate_rounds(run, data, noise))
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -337,35 +346,40 @@ def test_an_absent_learner_goes_on_alone_without_noise() -> None:
     """One that comes back begins with what it had, moved by the records that it knew and nothing else."""
     spec = spec_of([{"learner": "cleo", "first_round": 3, "until_round": 6}])
     run, data = build_run(spec, 3), made_up(spec)
-    one, other = (list(simulate(run, data, SeededNoise(seed))) for seed in (1, 2))
-    assert (one[2].after[2] != other[2].after[2]).any()
+    one, other = (list(simulate_rounds(run, data, SeededNoise(seed))) for seed in (1, 2))
+    assert (one[2].decisions_after[2] != other[2].decisions_after[2]).any()
     # The same state before it leaves, other noise of everybody from then on: the same state when it comes back.
     recorded = [Recorder(SeededNoise(seed)) for seed in (1, 2)]
     for each in recorded:
-        list(simulate(run, data, each))
-    first, second = (np.stack(each.drawn["y"]) for each in recorded)
+        list(simulate_rounds(run, data, each))
+    first, second = (np.stack(each.noise_by_field["y"]) for each in recorded)
     spliced = RecordedNoise({"y": np.concatenate([first[:3], second[3:]])})
-    both = list(simulate(run, data, spliced))
-    np.testing.assert_array_equal(both[6].before[2], one[6].before[2])
-    assert (both[6].before[0] != one[6].before[0]).any()
+    both = list(simulate_rounds(run, data, spliced))
+    np.testing.assert_array_equal(both[6].decisions_before[2], one[6].decisions_before[2])
+    assert (both[6].decisions_before[0] != one[6].decisions_before[0]).any()
 
 
 def test_records_in_a_round_away_are_refused() -> None:
     everybody = spec_of(())
     with pytest.raises(DataError, match="in rounds in which they are away, got some of ben in round 8: place"):
-        next(simulate(build_run(spec_of(ABSENCES[1:2]), 3), made_up(everybody), no_noise))
+        next(simulate_rounds(build_run(spec_of(ABSENCES[1:2]), 3), made_up(everybody), no_noise))
 
 
 def test_a_learner_that_is_not_heard_where_it_was_is_not_one_that_was_away() -> None:
     spec = spec_of()
     run, data = build_run(spec, 3), made_up(spec)
     said = heard(run, data)
-    attendances = [spec.roster.attendance(i, ROUNDS) for i in range(4)]
+    attendances = [spec.participation.learner_participation(i, ROUNDS) for i in range(4)]
     assert [said.count_complete_rounds(i) for i in range(4)] == [12, 8, 3, 0]
     assert [said.count_complete_rounds(i, each) for i, each in enumerate(attendances)] == [12] * 4
     gap = said.fields["y"].copy()
     gap[7, 2] = np.nan
-    assert [Transcript({"y": gap}).count_complete_rounds(i, each) for i, each in enumerate(attendances)] == [12, 12, 7, 12]
+    assert [Transcript({"y": gap}).count_complete_rounds(i, each) for i, each in enumerate(attendances)] == [
+        12,
+        12,
+        7,
+        12,
+    ]
 
 
 # ---- placement -------------------------------------------------------------------------------------------------------
@@ -384,7 +398,7 @@ def dataset(records: int = 64, **more: Any) -> Dataset:
 def test_no_records_are_placed_where_a_learner_is_away(reuse: bool, size: Any) -> None:
     """It learns the same ones in the same order, later; who is always there is placed as ever."""
     data = {"batch_size": size, "reuse": reuse, "order": "shuffled"}
-    with_absences, without_any = (place(spec_of(some, data=data), dataset()) for some in (ABSENCES, ()))
+    with_absences, without_any = (place_data(spec_of(some, data=data), dataset()) for some in (ABSENCES, ()))
     there = there_at(spec_of())
     for i, (own, ever) in enumerate(zip(with_absences.learners, without_any.learners, strict=True)):
         assert not np.diff(own.offsets)[~there[:, i]].any()
@@ -398,7 +412,7 @@ def test_no_records_are_placed_where_a_learner_is_away(reuse: bool, size: Any) -
 def test_records_that_a_file_places_in_such_a_round_are_left_out() -> None:
     rounds, learners = np.arange(96) % ROUNDS, np.repeat(np.arange(4), 24)
     placed_by_file = dataset(96, learner=learners, learner_names=NAMES, round=rounds)
-    found = place(spec_of(), placed_by_file).learners
+    found = place_data(spec_of(), placed_by_file).learners
     there = there_at(spec_of())
     for i, own in enumerate(found):
         assert np.diff(own.offsets).tolist() == (2 * there[:, i]).tolist()
@@ -406,7 +420,7 @@ def test_records_that_a_file_places_in_such_a_round_are_left_out() -> None:
 
 def test_shared_records_are_refused_with_absences() -> None:
     with pytest.raises(SpecError, match=r"absences: data\.partition shared gives all learners the same records"):
-        place(spec_of(data={"partition": "shared"}), dataset())
+        place_data(spec_of(data={"partition": "shared"}), dataset())
 
 
 # ---- the guarantee ---------------------------------------------------------------------------------------------------
@@ -419,12 +433,12 @@ def test_a_promise_covers_what_the_books_charge(name: str, batch: int) -> None:
     spec = of_algorithm(name)
     run, data = build_run(spec, 3), made_up(spec, batch=batch)
     for i, own in enumerate(data.learners):
-        counts, attendance = np.diff(own.offsets), spec.roster.attendance(i, ROUNDS)
+        counts, attendance = np.diff(own.offsets), spec.participation.learner_participation(i, ROUNDS)
         books, spent = PrivacyFilter(run.algorithm.accountant(i), None), []
         for t in range(ROUNDS):
             if t in attendance:
-                books.charge(books.price(t))
-            spent.append(books.spent)
+                books.charge(books.admit_round(t))
+            spent.append(books.epsilon_spent)
             books.advance(int(counts[t]))
         promised = run.guarantee(i, counts)
         assert (np.array(spent) <= promised.cumulative_epsilon * (1 + 1e-12)).all() and spent[-1] > 0.0
@@ -436,15 +450,15 @@ def test_after_the_last_round_nothing_is_charged() -> None:
     run = build_run(spec_of(), 3)
     always = build_run(spec_of(()), 3).guarantee(1, np.ones(ROUNDS, np.int64))
     promised = run.guarantee(1)
-    assert not promised.per_round[8:].any() and promised.per_round[1:8].all()
-    assert promised.epsilon() == promised.epsilon(8) == promised.infinite_horizon < np.inf
-    cut = always.until(8)
-    np.testing.assert_array_equal(cut.per_round[:8], always.per_round[:8])
-    assert not cut.per_round[8:].any() and (cut.paper[8:] == always.paper[7]).all()
-    assert cut.infinite_horizon == cut.epsilon() == always.epsilon(8)
-    assert always.until(ROUNDS) is always
-    nothing = always.until(0)
-    assert nothing.epsilon() == 0.0 and not nothing.paper.any()
+    assert not promised.round_losses[8:].any() and promised.round_losses[1:8].all()
+    assert promised.epsilon() == promised.epsilon(8) == promised.infinite_horizon_epsilon < np.inf
+    cut = always.truncate(8)
+    np.testing.assert_array_equal(cut.round_losses[:8], always.round_losses[:8])
+    assert not cut.round_losses[8:].any() and (cut.paper_epsilon[8:] == always.paper_epsilon[7]).all()
+    assert cut.infinite_horizon_epsilon == cut.epsilon() == always.epsilon(8)
+    assert always.truncate(ROUNDS) is always
+    nothing = always.truncate(0)
+    assert nothing.epsilon() == 0.0 and not nothing.paper_epsilon.any()
 
 
 def test_a_learner_that_is_never_there_costs_nothing() -> None:
@@ -459,21 +473,24 @@ def test_ldp_dol_is_charged_by_the_own_weights_of_every_round(learner: int) -> N
     run = build_run(spec, 3)
     algorithm = run.algorithm
     assert isinstance(algorithm, LdpDol)
-    own, known = spec.roster.attendance(learner, ROUNDS), Regularity.of(spec.loss, spec.decision_set, 3)
-    weights = [float(run.network.at(t).neighbours[learner].sum()) for t in range(ROUNDS)]
+    own, known = (
+        spec.participation.learner_participation(learner, ROUNDS),
+        Regularity.from_loss(spec.loss, spec.decision_set, 3),
+    )
+    weights = [float(run.network.mixing(t).neighbour_weights[learner].sum()) for t in range(ROUNDS)]
     assert len(set(weights)) > 1 and all((weights[t] > 0) == (t in own) for t in range(ROUNDS))
     recursion = _SensitivityRecursion("best", known, algorithm.schedules, lambda t: weights[t])
     expected = []
     for t in range(ROUNDS):
         scale = algorithm.noise_scale(learner, t)
         expected.append(np.sqrt(3) * recursion.phi / scale)
-        replaced = 1 if t in own and t == own.following(0) else 0
+        replaced = 1 if t in own and t == own.next_round(0) else 0
         recursion.advance(int(t in own), replaced)
     expected[own.end :] = [0.0] * (ROUNDS - own.end)
     # The lattice's term is 3 * 2^-40 at most; of the first record, which is the dearest: it moves states for longest.
-    np.testing.assert_allclose(run.guarantee(learner).per_round, expected, rtol=0, atol=1e-10)
-    always = build_run(spec_of(()), 3).guarantee(learner).per_round
-    assert not np.allclose(always, run.guarantee(learner).per_round)
+    np.testing.assert_allclose(run.guarantee(learner).round_losses, expected, rtol=0, atol=1e-10)
+    always = build_run(spec_of(()), 3).guarantee(learner).round_losses
+    assert not np.allclose(always, run.guarantee(learner).round_losses)
 
 
 @pytest.mark.parametrize("name", ["ldp-dol", "dsgd", "dola"])
@@ -482,12 +499,12 @@ def test_who_leaves_costs_no_more_by_record_or_at_a_delta(name: str) -> None:
     gone = {"data": {"reuse": True}, "absences": [{"learner": "ben", "first_round": 8}]}
     run, short = (build_run(of_algorithm(name, **each), 3) for each in (gone, {**gone, "absences": (), "rounds": 8}))
     own, until = (made_up(each.spec, records=5).learners[1] for each in (run, short))
-    assert run.attendance(1).end == 8
+    assert run.participation(1).end == 8
     records = group_record_losses(run.algorithm.accountant(1), own, 8)
     expected = group_record_losses(short.algorithm.accountant(1), until)
-    event = run.guarantee(1, np.diff(own.offsets)).per_round
-    assert sorted(each.records for each in records) == sorted(each.records for each in expected)
-    cost = worst_case_record_epsilon(expected, short.guarantee(1, np.diff(until.offsets)).per_round)
+    event = run.guarantee(1, np.diff(own.offsets)).round_losses
+    assert sorted(each.n_records for each in records) == sorted(each.n_records for each in expected)
+    cost = worst_case_record_epsilon(expected, short.guarantee(1, np.diff(until.offsets)).round_losses)
     assert worst_case_record_epsilon(records, event) == pytest.approx(cost, rel=1e-9)
     assert worst_case_record_epsilon(group_record_losses(run.algorithm.accountant(1), own), event) > cost * 1.01
     single = message_losses(run.algorithm.accountant(1), np.diff(own.offsets), 8)
@@ -502,7 +519,9 @@ def test_who_leaves_costs_no_more_by_record_or_at_a_delta(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pd-ftgl", "pd-ocg", "dvp", "pvp", "admm", "d-ftgl"])
 def test_algorithms_for_all_learners_in_all_rounds_refuse_absences(name: str) -> None:
-    with pytest.raises(AssumptionViolated, match=r"needs all learners in all rounds, got absences: leave them out") as failure:
+    with pytest.raises(
+        AssumptionViolated, match=r"needs all learners in all rounds, got absences: leave them out"
+    ) as failure:
         build_run(of_algorithm(name), 3)
     assert failure.value.code == "TOPOLOGY_FIXED"
 
@@ -578,16 +597,18 @@ def test_what_is_said_after_a_long_pause_is_within_what_was_promised() -> None:
     data = made_up(run.spec, 2)
     own, bound = data.learners[2], np.array([1.0, 0.0])
     worlds = own.with_use(2, bound, 1.0), own.with_use(2, -bound, 1.0)
-    said = Transcript.of(step.message for step in simulate(run, data.with_learner(2, worlds[0]), SeededNoise(3), 4))
+    said = Transcript.from_rounds(
+        step.message for step in simulate_rounds(run, data.with_learner(2, worlds[0]), SeededNoise(3), 4)
+    )
     replaced = np.zeros(45, np.int64)
     replaced[2] = 1
-    largest = np.abs(replay(run, said, 2, worlds).largest).max(axis=(1, 2))
+    largest = np.abs(replay(run, said, 2, worlds).max_losses).max(axis=(1, 2))
     assert not largest[:40].any() and largest[40:].all()
     assert (np.cumsum(largest) <= run.guarantee(2, np.diff(own.offsets), replaced).cumulative_epsilon).all()
 
 
 def test_others_that_come_and_go_are_no_pause() -> None:
-    assert [len(build_run(spec_of(), 3).attendance(i).stretches) for i in range(4)] == [1, 1, 2, 1]
+    assert [len(build_run(spec_of(), 3).participation(i).intervals) for i in range(4)] == [1, 1, 2, 1]
 
 
 # ---- amended ---------------------------------------------------------------------------------------------------------
@@ -595,11 +616,15 @@ def test_others_that_come_and_go_are_no_pause() -> None:
 
 @settings(max_examples=60)
 @given(absences(), st.sampled_from(NAMES), st.integers(0, ROUNDS - 1), st.booleans())
-def test_an_amendment_changes_no_round_before_it(some: tuple[OfflineInterval, ...], name: str, t: int, leaves: bool) -> None:
+def test_an_amendment_changes_no_round_before_it(
+    some: tuple[OfflineInterval, ...], name: str, t: int, leaves: bool
+) -> None:
     """So every learner accepts it that has said no round from then on; after it, the learner is away, or there."""
     try:
-        before = spec_of(some if leaves else [*(each for each in some if each.learner != name), OfflineInterval(learner=name)])
-        after = without(before, name, t) if leaves else with_learner(before, name, t)
+        before = spec_of(
+            some if leaves else [*(each for each in some if each.learner != name), OfflineInterval(learner=name)]
+        )
+        after = remove_learner(before, name, t) if leaves else add_learner(before, name, t)
     except (FailedPrecondition, SpecError):
         assume(False)
     old, new, index = there_at(before), there_at(after), NAMES.index(name)
@@ -609,14 +634,14 @@ def test_an_amendment_changes_no_round_before_it(some: tuple[OfflineInterval, ..
     assert not new[t:, index].any() if leaves else new[t, index]
     changed = np.flatnonzero((new != old).any(axis=1))
     for i in range(4):
-        require_valid_reconfiguration(before.roster, after.roster, i, t, t)
+        require_valid_reconfiguration(before.participation, after.participation, i, t, t)
         if len(changed):
             first = int(changed[0])
             with pytest.raises(SpecError, match=rf"round {first} of this learner is over"):
-                require_valid_reconfiguration(before.roster, after.roster, i, first + 1, first + 1)
+                require_valid_reconfiguration(before.participation, after.participation, i, first + 1, first + 1)
     if len(changed) and changed[0] == t:
         with pytest.raises(SpecError, match=rf"round {t} was said by this learner"):
-            require_valid_reconfiguration(before.roster, after.roster, index, t + 1, t)
+            require_valid_reconfiguration(before.participation, after.participation, index, t + 1, t)
 
 
 @settings(max_examples=60)
@@ -626,33 +651,33 @@ def test_who_is_lost_is_unheard_from_the_rounds_that_are_named(
 ) -> None:
     hearers = data.draw(st.dictionaries(st.sampled_from([each for each in NAMES if each != name]), st.integers(0, t)))
     before = spec_of(some)
-    assume(before.roster.is_participating(NAMES.index(name), t - 1) and hearers)
-    after = without(before, name, t, hearers)
+    assume(before.participation.is_participating(NAMES.index(name), t - 1) and hearers)
+    after = remove_learner(before, name, t, hearers)
     np.testing.assert_array_equal(there_at(after)[:t], there_at(before)[:t])
     for i, hearer in enumerate(NAMES):
-        lost = [NAMES.index(name) in after.roster.lost_senders(i, s) for s in range(ROUNDS)]
+        lost = [NAMES.index(name) in after.participation.lost_senders(i, s) for s in range(ROUNDS)]
         assert lost == [hearer in hearers and s >= hearers[hearer] for s in range(ROUNDS)]
         since = hearers.get(hearer, t)
-        require_valid_reconfiguration(before.roster, after.roster, i, since, since)
-        if since < t and before.roster.is_participating(NAMES.index(name), since):
+        require_valid_reconfiguration(before.participation, after.participation, i, since, since)
+        if since < t and before.participation.is_participating(NAMES.index(name), since):
             with pytest.raises(SpecError, match=rf"round {since} of this learner is over"):
-                require_valid_reconfiguration(before.roster, after.roster, i, since + 1, since + 1)
+                require_valid_reconfiguration(before.participation, after.participation, i, since + 1, since + 1)
     with pytest.raises(FailedPrecondition, match="start a new run"):
-        with_learner(after, name, t)
+        add_learner(after, name, t)
 
 
 def test_who_is_away_cannot_leave_and_who_is_there_cannot_join() -> None:
     spec = spec_of()
     with pytest.raises(FailedPrecondition, match=r"ben is away from round 9 on as it is"):
-        without(spec, "ben", 9)
+        remove_learner(spec, "ben", 9)
     for name in ("ann", "ben"):
         with pytest.raises(
             FailedPrecondition, match=rf"only who has a place in the spec and no round yet .* and {name} has some"
         ):
-            with_learner(spec, name, 3)
+            add_learner(spec, name, 3)
     alone = spec_of([{"learner": name, "first_round": 2} for name in NAMES[1:]])
     with pytest.raises(SpecError, match=r"somebody must be there in every round, got nobody in round 5"):
-        without(alone, "ann", 5)
+        remove_learner(alone, "ann", 5)
 
 
 # ---- audited ---------------------------------------------------------------------------------------------------------
@@ -696,13 +721,13 @@ def test_half_the_noise_of_one_that_is_away_now_and_then_is_refuted(learner: int
 def test_who_is_away_is_not_in_the_means() -> None:
     spec = spec_of()
     run, data = build_run(spec, 3), made_up(spec)
-    steps = list(simulate(run, data, SeededNoise(1), 2))
-    meter = Metrics(run, data, at=range(1, ROUNDS + 1))
+    steps = list(simulate_rounds(run, data, SeededNoise(1), 2))
+    meter = Metrics(run, data, checkpoints=range(1, ROUNDS + 1))
     for step in steps:
-        meter.take(step)
+        meter.add_round(step)
     curves, there = meter.curves, there_at(spec)
     for t, step in enumerate(steps):
-        mine = step.after[there[t]]
+        mine = step.decisions_after[there[t]]
         expected = np.linalg.norm(mine - mine.mean(axis=0), axis=-1).mean()
         assert curves["consensus_error"].mean[t] == pytest.approx(expected, rel=1e-12)
     for name in ("average_loss", "tracking_error", "instantaneous_regret", "static_regret", "accuracy"):
@@ -719,11 +744,11 @@ def test_a_watch_accuses_nobody_who_is_away() -> None:
     run, data = build_run(spec, 3), made_up(spec)
     for seed in range(5):
         whole, heard_only = (Watch(run, data.learners, 1e-3, range(4)) for _ in range(2))
-        for step in simulate(run, data, SeededNoise(seed)):
+        for step in simulate_rounds(run, data, SeededNoise(seed)):
             messages = step.split_by_sender()
-            there = {i: said for i, said in messages.items() if spec.roster.is_participating(i, step.t)}
+            there = {i: said for i, said in messages.items() if spec.participation.is_participating(i, step.t)}
             assert not whole.take(step.t, messages) and not heard_only.take(step.t, there)
-        assert whole.e == heard_only.e and all(each.heard and each.rounds == 40 for each in whole.learners)
+        assert whole.e == heard_only.e and all(each.is_replayable and each.rounds == 40 for each in whole.learners)
 
 
 def test_a_watch_sees_too_little_noise_of_who_joined_late() -> None:
@@ -741,7 +766,7 @@ def test_a_watch_sees_too_little_noise_of_who_joined_late() -> None:
             return drawn
 
     watch, alarms = Watch(run, data.learners, 1e-3, range(4)), []
-    for step in simulate(run, data, Quartered(1)):
+    for step in simulate_rounds(run, data, Quartered(1)):
         alarms += watch.take(step.t, step.split_by_sender())
     assert 3 in {alarm.learner for alarm in alarms} and {alarm.learner for alarm in alarms} <= {3, None}
 
@@ -751,11 +776,11 @@ def test_canaries_are_where_learners_are_there() -> None:
     spec = spec_of(rounds=40)
     run, data = build_run(spec, 3), made_up(spec)
     for seed in range(3):
-        canaries = draw(run, data, 12, np.random.default_rng(seed))
-        assert all(spec.roster.is_participating(each.learner, each.round) for each in canaries.places)
+        canaries = draw_canaries(run, data, 12, np.random.default_rng(seed))
+        assert all(spec.participation.is_participating(each.learner, each.round) for each in canaries.positions)
         known = canaries.insert_into(data)
         test = CanaryTest(run, known, canaries, 1e-3)
-        for step in simulate(run, known, SeededNoise(seed)):
+        for step in simulate_rounds(run, known, SeededNoise(seed)):
             assert not test.take(step.t, step.split_by_sender())
         assert test.scored_count == 12
 
@@ -784,16 +809,16 @@ def test_who_was_lost_counts_for_nobody_once_nobody_knows_of_it(
     lost = zip(("cleo", "dora"), unheard, strict=False)
     spec = spec_of([{"learner": name, "first_round": 8, "unheard": since} for name, since in lost])
     network = build_run(spec, 3).network
-    assert {t: np.flatnonzero(spec.roster.doubtful(t)).tolist() for t in doubtful} == doubtful
-    assert {t: np.flatnonzero(network.heard(t)).tolist() for t in heard} == heard
+    assert {t: np.flatnonzero(spec.participation.unreceived_sender_mask(t)).tolist() for t in doubtful} == doubtful
+    assert {t: np.flatnonzero(network.sender_mask(t)).tolist() for t in heard} == heard
 
 
 def test_who_was_lost_when_all_others_had_finished_was_heard_to_the_end() -> None:
     lost = {"learner": "dora", "first_round": ROUNDS, "unheard": dict.fromkeys(NAMES[:3], ROUNDS)}
-    assert not any(spec_of([lost]).roster.doubtful(t).any() for t in range(ROUNDS))
+    assert not any(spec_of([lost]).participation.unreceived_sender_mask(t).any() for t in range(ROUNDS))
 
 
 def test_who_has_only_a_place_has_heard_nobody() -> None:
     lost = {"learner": "cleo", "first_round": 8, "unheard": {"ann": 5, "ben": 5, "dora": 8}}
-    roster = spec_of([{"learner": "dora"}, lost]).roster
-    assert [t for t in range(ROUNDS) if roster.doubtful(t).any()] == [5, 6, 7]
+    roster = spec_of([{"learner": "dora"}, lost]).participation
+    assert [t for t in range(ROUNDS) if roster.unreceived_sender_mask(t).any()] == [5, 6, 7]

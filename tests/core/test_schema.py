@@ -18,7 +18,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_core.auditing.online.canaries import draw
+from sottovoce_core.auditing.online.canaries import draw_canaries
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.data import load_dataset
 from sottovoce_core.data.columns import read_cells, read_columns
@@ -26,9 +26,9 @@ from sottovoce_core.data.encoding import UNDECLARED_FIELD_REASON, EncodedRecords
 from sottovoce_core.data.spec import MAX_FEATURES, DataSpec, Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import Experiment, load, prepare
-from sottovoce_core.losses.linear import Logistic, RidgeLoss, SoftmaxLoss
-from sottovoce_core.spec import find_imports, dump_spec, load_schema, load_spec, parse_spec, build_spec_json_schema
-from sottovoce_rpc.specs import document_from_wire, plan_hash, spec_from_wire, spec_to_wire
+from sottovoce_core.losses.linear import LogisticLoss, RidgeLoss, SoftmaxLoss
+from sottovoce_core.spec import build_spec_json_schema, dump_spec, find_imports, load_schema, load_spec, parse_spec
+from sottovoce_rpc.specs import compute_plan_hash, document_from_wire, spec_from_wire, spec_to_wire
 
 pytestmark = pytest.mark.each
 
@@ -59,22 +59,22 @@ def of_one(kind: Any, label: Any = None) -> Schema:
 
 
 WARDS_SCHEMA = schema_of()
-ENCODER = Encoder.of(WARDS_SCHEMA, Logistic())
+ENCODER = Encoder.from_schema(WARDS_SCHEMA, LogisticLoss())
 
 
 def one(record: dict[str, Any], encoder: Encoder = ENCODER) -> EncodedRecords:
-    return encoder.records([record])
+    return encoder.encode_records([record])
 
 
 def reason_of(record: dict[str, Any], encoder: Encoder = ENCODER) -> str | None:
-    return one(record, encoder).refused.get(0)
+    return one(record, encoder).refusals.get(0)
 
 
 def column(kind: Any, values: Any) -> tuple[list[list[float]], dict[int, str]]:
     """The features of a column `x`, and why some do not fit."""
-    encoder = Encoder.of(of_one(kind), Logistic())
-    found = encoder.columns({"x": values}, labelled=False)
-    return found.features.tolist(), {row: why.removeprefix("x: ") for row, why in found.refused.items()}
+    encoder = Encoder.from_schema(of_one(kind), LogisticLoss())
+    found = encoder.encode_columns({"x": values}, has_labels=False)
+    return found.features.tolist(), {row: why.removeprefix("x: ") for row, why in found.refusals.items()}
 
 
 # ---- what it declares ------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_a_record_is_scaled_by_what_is_declared_alone() -> None:
     day = datetime.date(2025, 1, 1).toordinal()
     assert found.features[0] == pytest.approx([2 * (day - LOW) / (HIGH - LOW) - 1, -0.5, 1, 0, 0, 0, 1, 0])
     assert found.labels.tolist() == [1.0] and found.classes is not None and found.classes.tolist() == [1]
-    assert found.fits.all() and found.refused == {}
+    assert found.accepted_mask.all() and found.refusals == {}
 
 
 @pytest.mark.parametrize(
@@ -231,20 +231,25 @@ def test_numbers_beyond_are_clipped_where_that_is_declared() -> None:
 def test_a_gap_is_neutral_or_flagged(missing: str, expected: list[list[float]]) -> None:
     kind = {**TENS, "missing": missing}
     assert column(kind, ["10", "", "NA"]) == (expected, {})
-    encoder = Encoder.of(of_one(kind), Logistic())
-    assert encoder.records([{"x": 10}, {}, {"x": None}], labelled=False).features.tolist() == expected
-    assert encoder.columns({"y": ["a"] * 2}).features.tolist() == expected[1:], "a field without a column is a gap"
+    encoder = Encoder.from_schema(of_one(kind), LogisticLoss())
+    assert encoder.encode_records([{"x": 10}, {}, {"x": None}], has_labels=False).features.tolist() == expected
+    assert encoder.encode_columns({"y": ["a"] * 2}).features.tolist() == expected[1:], (
+        "a field without a column is a gap"
+    )
 
 
 def test_declared_missing_values_are_words_or_numbers() -> None:
     fields = {"features": {"x": {**TENS, "missing": "neutral"}}, "label": {"name": "y", "type": "boolean"}}
     schema = Schema.model_validate({**fields, "missing_values": ["none", -999, "-7", "nan"]})
-    encoder = Encoder.of(schema, Logistic())
+    encoder = Encoder.from_schema(schema, LogisticLoss())
     gaps = ["NONE", "-999.0", -999, -999.0, "-7.0", -7, math.nan, "NaN", "", None]
-    found = encoder.columns({"x": [*gaps, "NA"]}, labelled=False)
+    found = encoder.encode_columns({"x": [*gaps, "NA"]}, has_labels=False)
     assert found.features.tolist() == [[0.0]] * len(gaps)
-    assert found.refused == {len(gaps): "x: not a number"}, "the default ones hold no more"
-    assert encoder.columns({"x": np.array([-999.0, math.nan, 5.0])}, labelled=False).features.tolist() == [[0.0]] * 3
+    assert found.refusals == {len(gaps): "x: not a number"}, "the default ones hold no more"
+    assert (
+        encoder.encode_columns({"x": np.array([-999.0, math.nan, 5.0])}, has_labels=False).features.tolist()
+        == [[0.0]] * 3
+    )
 
 
 @pytest.mark.parametrize("categories", [[1, 2, 10], [1.0, 2.0, 10.0]])
@@ -317,24 +322,28 @@ def test_dates_of_numpy_and_beyond() -> None:
 
 def test_declared_categories_give_class_numbers_whichever_occur() -> None:
     schema = of_one("boolean", {"type": "category", "categories": ["c", "a", "b"]})
-    found = Encoder.of(schema, SoftmaxLoss(classes=3)).columns({"x": [1, 1], "y": ["b", "a"]})
+    found = Encoder.from_schema(schema, SoftmaxLoss(classes=3)).encode_columns({"x": [1, 1], "y": ["b", "a"]})
     assert found.labels.tolist() == [2.0, 1.0]
-    binary = Encoder.of(schema, Logistic()).columns({"x": [1, 1, 1], "y": ["c", "a", "b"]})
+    binary = Encoder.from_schema(schema, LogisticLoss()).encode_columns({"x": [1, 1, 1], "y": ["c", "a", "b"]})
     assert (
         binary.labels.tolist() == [0.0, 0.0, 1.0]
         and binary.classes is not None
         and binary.classes.tolist() == [0, 1, 2]
     )
-    assert Encoder.of(schema, Logistic(), ("c",)).columns({"x": [1, 1], "y": ["c", "b"]}).labels.tolist() == [1.0, 0.0]
+    assert Encoder.from_schema(schema, LogisticLoss(), ("c",)).encode_columns(
+        {"x": [1, 1], "y": ["c", "b"]}
+    ).labels.tolist() == [1.0, 0.0]
 
 
 def test_a_boolean_label_is_two_classes_and_a_number_is_scaled() -> None:
-    yes = Encoder.of(of_one("boolean", {"type": "boolean"}), Logistic()).columns({"x": [1, 1], "y": ["no", "YES"]})
+    yes = Encoder.from_schema(of_one("boolean", {"type": "boolean"}), LogisticLoss()).encode_columns(
+        {"x": [1, 1], "y": ["no", "YES"]}
+    )
     assert yes.labels.tolist() == [0.0, 1.0]
-    cost = Encoder.of(of_one("boolean", {"type": "number", "bounds": [0, 1000]}), RidgeLoss())
-    found = cost.columns({"x": [1] * 4, "y": ["0", 750, 1001, ""]})
+    cost = Encoder.from_schema(of_one("boolean", {"type": "number", "bounds": [0, 1000]}), RidgeLoss())
+    found = cost.encode_columns({"x": [1] * 4, "y": ["0", 750, 1001, ""]})
     assert found.labels.tolist() == [-1.0, 0.5] and found.classes is None
-    assert found.refused == {2: "y: beyond its bounds", 3: "y: missing"}
+    assert found.refusals == {2: "y: beyond its bounds", 3: "y: missing"}
 
 
 @pytest.mark.parametrize(
@@ -352,7 +361,7 @@ def test_positive_labels_are_named_as_records_name_them(
 ) -> None:
     spec = load_spec(spec_file(tmp_path, of_one("boolean", label).model_dump(mode="json"), positive=list(positive)))
     assert spec.data.schema is not None
-    assert Encoder.of(spec.data.schema, Logistic(), spec.data.positive).values == tuple(values)
+    assert Encoder.from_schema(spec.data.schema, LogisticLoss(), spec.data.positive).class_values == tuple(values)
 
 
 @pytest.mark.parametrize(
@@ -360,19 +369,19 @@ def test_positive_labels_are_named_as_records_name_them(
     [
         (
             {"type": "number", "bounds": [0, 1]},
-            Logistic(),
+            LogisticLoss(),
             None,
             "must be a category or a boolean for the logistic loss",
         ),
         ({"type": "boolean"}, RidgeLoss(), None, "must be a number for the ridge loss, got type boolean"),
         ({"type": "category", "categories": [1, 2, 3]}, SoftmaxLoss(classes=2), None, "got 2 for 3 labels: 1, 2, 3"),
-        ({"type": "category", "categories": [1, 2]}, Logistic(), (3,), r"labels that are declared \(1, 2\), got 3"),
-        ({"type": "category", "categories": [1, 2]}, Logistic(), (1, 2), "some of the labels 1, 2, not all"),
+        ({"type": "category", "categories": [1, 2]}, LogisticLoss(), (3,), r"labels that are declared \(1, 2\), got 3"),
+        ({"type": "category", "categories": [1, 2]}, LogisticLoss(), (1, 2), "some of the labels 1, 2, not all"),
     ],
 )
 def test_a_label_fits_its_loss(label: Any, loss: Any, positive: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        Encoder.of(of_one("boolean", label), loss, positive)
+        Encoder.from_schema(of_one("boolean", label), loss, positive)
 
 
 # ---- records that do not fit -----------------------------------------------------------------------------------------
@@ -390,9 +399,9 @@ def test_the_first_reason_counts_and_says_nothing_of_the_record() -> None:
         RECORD,
         {**RECORD, "age": hidden, "patient_id": hidden},
     ]
-    found = ENCODER.records(records)
+    found = ENCODER.encode_records(records)
 
-    assert found.fits.tolist() == [False] * 6 + [True, False]
+    assert found.accepted_mask.tolist() == [False] * 6 + [True, False]
     assert len(found.features) == len(found.labels) == 1
     assert found.reasons == {
         UNDECLARED_FIELD_REASON: 3,
@@ -407,22 +416,22 @@ def test_a_missing_label_is_refused_unless_none_is_asked_for() -> None:
     bare = {name: value for name, value in RECORD.items() if name != "outcome"}
     assert reason_of(bare) == "outcome: missing"
     assert reason_of({**RECORD, "outcome": "moved"}) == "outcome: none of its categories"
-    found = ENCODER.records([bare, {**bare, "outcome": "?"}], labelled=False)
-    assert found.fits.all() and found.labels.size == 0 and found.classes is None
+    found = ENCODER.encode_records([bare, {**bare, "outcome": "?"}], has_labels=False)
+    assert found.accepted_mask.all() and found.labels.size == 0 and found.classes is None
 
 
 def test_columns_are_lists_of_equal_length() -> None:
     with pytest.raises(DataError, match="equally many"):
-        ENCODER.columns({"age": [1, 2], "stay": [1]})
+        ENCODER.encode_columns({"age": [1, 2], "stay": [1]})
     with pytest.raises(DataError, match="'age' must be a list of values, one for each record, got str"):
-        ENCODER.columns({"age": "12"})
+        ENCODER.encode_columns({"age": "12"})
     with pytest.raises(DataError, match="got int"):
-        ENCODER.columns({"age": 12})
+        ENCODER.encode_columns({"age": 12})
     with pytest.raises(DataError, match="array of 2 axes"):
-        ENCODER.columns({"age": np.ones((2, 2))})
+        ENCODER.encode_columns({"age": np.ones((2, 2))})
     with pytest.raises(DataError, match="must be a mapping"):
-        ENCODER.records([[1, 2]])  # type: ignore[list-item]
-    assert ENCODER.records([]).features.shape == (0, WARDS_SCHEMA.width)
+        ENCODER.encode_records([[1, 2]])  # type: ignore[list-item]
+    assert ENCODER.encode_records([]).features.shape == (0, WARDS_SCHEMA.width)
 
 
 @pytest.mark.parametrize("dtype", ["Int64", "float64", "float32", "object"])
@@ -463,24 +472,24 @@ def rows_of(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[str, 
 
 
 def told(found: EncodedRecords) -> tuple[Any, ...]:
-    return found.features.tolist(), found.labels.tolist(), found.fits.tolist(), dict(found.refused)
+    return found.features.tolist(), found.labels.tolist(), found.accepted_mask.tolist(), dict(found.refusals)
 
 
 def together(parts: list[EncodedRecords]) -> tuple[Any, ...]:
-    refused = {i: part.refused[0] for i, part in enumerate(parts) if part.refused}
+    refused = {i: part.refusals[0] for i, part in enumerate(parts) if part.refusals}
     return (
         [row for part in parts for row in part.features.tolist()],
         [label for part in parts for label in part.labels.tolist()],
-        [bool(part.fits[0]) for part in parts],
+        [bool(part.accepted_mask[0]) for part in parts],
         refused,
     )
 
 
 @given(rows_of(_ANY))
 def test_one_by_one_is_all_at_once(records: list[dict[str, Any]]) -> None:
-    whole = told(ENCODER.records(records))
+    whole = told(ENCODER.encode_records(records))
     assert whole == together([one(record) for record in records])
-    assert whole == told(ENCODER.columns({name: [record[name] for record in records] for name in _FIELDS}))
+    assert whole == told(ENCODER.encode_columns({name: [record[name] for record in records] for name in _FIELDS}))
     assert np.abs(whole[0] or [[0.0]]).max() <= 1.0
     assert (np.linalg.norm(np.asarray(whole[0] or [[0.0]]), axis=1) <= math.sqrt(5) + 1e-12).all()
 
@@ -493,10 +502,10 @@ def test_arrays_of_numbers_are_lists_of_numbers(numbers: list[float]) -> None:
     for values in (np.array(floats), np.array(whole, dtype=np.int64)):
         for name in _FIELDS:
             same = [{name: values}, {name: values.tolist()}, {name: [*values]}]
-            first, *others = (told(ENCODER.columns(columns)) for columns in same)
+            first, *others = (told(ENCODER.encode_columns(columns)) for columns in same)
             assert all(first == other for other in others)
-        numeric = Encoder.of(of_one({"type": "category", "categories": [5, -999, 1.5, 0]}), Logistic())
-        a, b = (told(numeric.columns({"x": each}, labelled=False)) for each in (values, values.tolist()))
+        numeric = Encoder.from_schema(of_one({"type": "category", "categories": [5, -999, 1.5, 0]}), LogisticLoss())
+        a, b = (told(numeric.encode_columns({"x": each}, has_labels=False)) for each in (values, values.tolist()))
         assert a == b
 
 
@@ -509,7 +518,7 @@ def test_text_is_the_same_by_csv_and_parquet(
     table = arrow.table({name: [record[name] for record in records] for name in _FIELDS})
     csv.write_csv(table, folder / "r.csv")
     parquet.write_table(table, folder / "r.parquet")
-    direct = told(ENCODER.records(records))
+    direct = told(ENCODER.encode_records(records))
     for name in ("r.csv", "r.parquet"):
         assert from_file(folder / name) == direct
 
@@ -532,7 +541,7 @@ def test_typed_columns_are_the_same_by_csv_and_parquet(tmp_path: Path) -> None:
     )
     csv.write_csv(table, tmp_path / "r.csv")
     parquet.write_table(table, tmp_path / "r.parquet")
-    direct = told(ENCODER.records(records))
+    direct = told(ENCODER.encode_records(records))
     assert (
         from_file(tmp_path / "r.csv") == from_file(tmp_path / "r.parquet") == direct == together([*map(one, records)])
     )
@@ -540,7 +549,7 @@ def test_typed_columns_are_the_same_by_csv_and_parquet(tmp_path: Path) -> None:
 
 
 def from_file(path: Path) -> tuple[Any, ...]:
-    return told(ENCODER.columns(read_cells(path)[0]))
+    return told(ENCODER.encode_columns(read_cells(path)[0]))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -580,12 +589,12 @@ def adult(tmp_path: Path) -> Callable[..., DataSpec]:
 
 
 def test_a_file_of_text_gaps_and_dates_is_read(adult: Callable[..., DataSpec]) -> None:
-    found = load_dataset(adult(), Logistic())
+    found = load_dataset(adult(), LogisticLoss())
     assert found.features.shape == (8, 1 + 1 + 2 + 2 + 4)
     assert found.labels.tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
     assert found.classes is not None and found.classes.tolist() == found.labels.tolist()
     assert np.abs(found.features).max() <= 1.0
-    swapped = load_dataset(adult(positive=["<=50K"]), Logistic())
+    swapped = load_dataset(adult(positive=["<=50K"]), LogisticLoss())
     assert (swapped.labels == 1 - found.labels).all()
 
 
@@ -595,12 +604,12 @@ def test_columns_that_place_a_record_keep_their_meaning(adult: Callable[..., Dat
         text = "\n".join(
             [f"{lines[0]}, round,learner", *(f"{line},{k % 3},{words[k % 2]}" for k, line in enumerate(lines[1:]))]
         )
-        found = load_dataset(adult(text), Logistic())
+        found = load_dataset(adult(text), LogisticLoss())
         assert found.round is not None and found.round.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
         assert found.learner is not None and found.learner.tolist() == [1, 0] * 4
         assert found.learner_names == names
     with pytest.raises(DataError, match="'round' must be an integer >= 0, got -1"):
-        load_dataset(adult("\n".join([f"{lines[0]},round", *(f"{line},-1" for line in lines[1:])])), Logistic())
+        load_dataset(adult("\n".join([f"{lines[0]},round", *(f"{line},-1" for line in lines[1:])])), LogisticLoss())
 
 
 @pytest.mark.parametrize(
@@ -622,7 +631,7 @@ def test_columns_that_place_a_record_keep_their_meaning(adult: Callable[..., Dat
 def test_a_file_that_does_not_fit_is_refused(adult: Callable[..., DataSpec], old: str, new: str, message: str) -> None:
     data = adult(ROWS.replace(old, new))
     with pytest.raises(DataError, match=message) as refused:
-        load_dataset(data, Logistic())
+        load_dataset(data, LogisticLoss())
     told = str(refused.value).replace(str(data.source), "")
     assert "5 0" not in told and "500" not in told
 
@@ -630,12 +639,12 @@ def test_a_file_that_does_not_fit_is_refused(adult: Callable[..., DataSpec], old
 @pytest.mark.parametrize("text", ["", "a\n", ROWS.splitlines()[0] + "\n"])
 def test_a_file_without_records_is_refused(adult: Callable[..., DataSpec], text: str) -> None:
     with pytest.raises(DataError):
-        load_dataset(adult(text), Logistic())
+        load_dataset(adult(text), LogisticLoss())
 
 
 def test_a_file_of_windows_reads_alike(adult: Callable[..., DataSpec]) -> None:
-    plain = load_dataset(adult(), Logistic())
-    windows = load_dataset(adult("\ufeff" + ROWS.replace("\n", "\r\n")), Logistic())
+    plain = load_dataset(adult(), LogisticLoss())
+    windows = load_dataset(adult("\ufeff" + ROWS.replace("\n", "\r\n")), LogisticLoss())
     assert np.array_equal(plain.features, windows.features)
 
 
@@ -667,7 +676,7 @@ def test_a_file_that_is_written_otherwise_is_refused(
     data = adult()
     Path(data.source).write_bytes(content)
     with pytest.raises(DataError, match=message) as refused:
-        load_dataset(data, Logistic())
+        load_dataset(data, LogisticLoss())
     told = str(refused.value).replace(str(data.source), "")
     assert not any(word in told for word in ("Doe", "State-gov", "39"))
 
@@ -724,9 +733,9 @@ def test_what_python_has_no_value_for_fits_no_field(tmp_path: Path) -> None:
 def test_a_schema_reads_files_alone(tmp_path: Path) -> None:
     for source in ("breast_cancer", str(tmp_path / "x.npz")):
         with pytest.raises(SpecError, match=r"a schema reads \.csv and \.parquet files"):
-            load_dataset(DataSpec.model_validate({"source": source, "schema": ADULT}), Logistic())
+            load_dataset(DataSpec.model_validate({"source": source, "schema": ADULT}), LogisticLoss())
     with pytest.raises(SpecError, match="must be in a file that exists"):
-        load_dataset(DataSpec.model_validate({"source": str(tmp_path / "x.csv"), "schema": ADULT}), Logistic())
+        load_dataset(DataSpec.model_validate({"source": str(tmp_path / "x.csv"), "schema": ADULT}), LogisticLoss())
 
 
 # ---- in a spec -------------------------------------------------------------------------------------------------------
@@ -759,14 +768,14 @@ def test_a_path_stands_in_place_once_the_file_is_read(tmp_path: Path, monkeypatc
 def test_a_spec_with_a_schema_goes_round(tmp_path: Path) -> None:
     spec = load_spec(spec_file(tmp_path, yaml.safe_load(WARDS)))
     for document in (yaml.safe_load(dump_spec(spec)), json.loads(json.dumps(spec.model_dump(mode="json")))):
-        assert parse_spec(document, imports=False) == spec
+        assert parse_spec(document, allow_imports=False) == spec
     assert spec_from_wire(spec_to_wire(spec), imports=False) == spec
     assert json.loads(build_spec_json_schema())["$defs"]["Schema"]["required"] == ["features", "label"]
     sorted_keys = json.loads(json.dumps(spec.model_dump(mode="json"), sort_keys=True))
-    assert plan_hash(parse_spec(sorted_keys, imports=False), 9) == plan_hash(spec, 9)
+    assert compute_plan_hash(parse_spec(sorted_keys, allow_imports=False), 9) == compute_plan_hash(spec, 9)
     other = schema_of(label={"name": "outcome", "type": "category", "categories": ["died", "home"]})
     changed = spec.model_copy(update={"data": spec.data.model_copy(update={"schema": other})})
-    assert plan_hash(changed, 9) != plan_hash(spec, 9), "the order of classes is part of the plan"
+    assert compute_plan_hash(changed, 9) != compute_plan_hash(spec, 9), "the order of classes is part of the plan"
 
 
 @pytest.mark.parametrize(
@@ -785,7 +794,7 @@ def test_no_file_is_read_for_a_spec_from_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "wards.yaml").write_text(WARDS, encoding="utf-8")
     document = {"rounds": 3, "algorithm": "ldp-dol", "data": {"schema": str(tmp_path / "wards.yaml")}}
     with pytest.raises(SpecError, match=r"data\.schema: "):
-        parse_spec(document_from_wire(json.dumps(document)), imports=False)
+        parse_spec(document_from_wire(json.dumps(document)), allow_imports=False)
 
 
 def test_names_of_columns_are_no_code() -> None:
@@ -800,7 +809,7 @@ def test_names_of_columns_are_no_code() -> None:
 
 def allowed(schema: Schema, row: list[float]) -> bool:
     """Whether some record has these features and an intercept."""
-    encoder, at, record = Encoder.of(schema, Logistic()), 0, {}
+    encoder, at, record = Encoder.from_schema(schema, LogisticLoss()), 0, {}
     for name, feature in schema.features.items():
         names = feature.names(name)
         own, at = row[at : at + len(names)], at + len(names)
@@ -819,13 +828,14 @@ def allowed(schema: Schema, row: list[float]) -> bool:
             case "category":
                 value = feature.categories[own.index(1.0)]  # type: ignore[attr-defined]
         record[name] = value
-    found = encoder.records([record], labelled=False)
-    return not found.refused and row[-1] == 1.0 and bool(np.allclose(found.features[0], row[:-1], atol=1e-12))
+    found = encoder.encode_records([record], has_labels=False)
+    return not found.refusals and row[-1] == 1.0 and bool(np.allclose(found.features[0], row[:-1], atol=1e-12))
 
 
 def test_an_audit_swaps_records_that_the_schema_allows(adult: Callable[..., DataSpec]) -> None:
     spec = parse_spec(
-        {"rounds": 5, "learners": 2, "algorithm": "ldp-dol", "data": adult().model_dump(mode="json")}, imports=False
+        {"rounds": 5, "learners": 2, "algorithm": "ldp-dol", "data": adult().model_dump(mode="json")},
+        allow_imports=False,
     )
     prepared = prepare(spec)
     schema = spec.data.schema
@@ -833,17 +843,19 @@ def test_an_audit_swaps_records_that_the_schema_allows(adult: Callable[..., Data
     planned = plan_audit(prepared.run, prepared.data, 0, runs=400, seed=1)
     assert len(planned.pairs) > 1
     for pair in planned.pairs:
-        for records in (pair.worlds.first, pair.worlds.second):
-            assert all(allowed(schema, row) for row in records.features.tolist()), pair.worlds.what
+        for records in (pair.worlds.records_0, pair.worlds.records_1):
+            assert all(allowed(schema, row) for row in records.features.tolist()), pair.worlds.description
 
 
 def test_canaries_are_records_that_the_schema_allows(adult: Callable[..., DataSpec]) -> None:
     data = adult().model_dump(mode="json")
-    prepared = prepare(parse_spec({"rounds": 5, "learners": 2, "algorithm": "ldp-dol", "data": data}, imports=False))
+    prepared = prepare(
+        parse_spec({"rounds": 5, "learners": 2, "algorithm": "ldp-dol", "data": data}, allow_imports=False)
+    )
     schema = prepared.run.spec.data.schema
     assert schema is not None
-    canaries = draw(prepared.run, prepared.data, 2, np.random.default_rng(0))
-    first, second = (canaries.record(0, coin, prepared.data.n_features).tolist() for coin in (0, 1))
+    canaries = draw_canaries(prepared.run, prepared.data, 2, np.random.default_rng(0))
+    first, second = (canaries.build_record(0, coin, prepared.data.n_features).tolist() for coin in (0, 1))
     assert first != second and allowed(schema, first) and allowed(schema, second)
     for own in canaries.insert_into(prepared.data).learners:
         assert all(allowed(schema, row) for row in own.features.tolist())
@@ -851,16 +863,21 @@ def test_canaries_are_records_that_the_schema_allows(adult: Callable[..., DataSp
     only = of_one({"type": "category", "categories": ["a"]}).model_dump(mode="json")
     Path(data["source"]).write_text("x,y\na,a\na,b\na,a\na,b\n", encoding="utf-8")
     spec = {"rounds": 5, "learners": 1, "algorithm": "ldp-dol", "data": {**data, "schema": only}}
-    prepared = prepare(parse_spec(spec, imports=False))
+    prepared = prepare(parse_spec(spec, allow_imports=False))
     with pytest.raises(SpecError, match=r"two different records, and data\.schema allows one only"):
-        draw(prepared.run, prepared.data, 1, np.random.default_rng(0))
+        draw_canaries(prepared.run, prepared.data, 1, np.random.default_rng(0))
 
 
 def test_what_is_made_up_is_at_the_ends_and_in_the_middle() -> None:
     schema = WARDS_SCHEMA
-    loud, quiet = schema.make_max_norm_record(), schema.quiet()
+    loud, quiet = schema.make_max_norm_record(), schema.make_min_norm_record()
     assert np.linalg.norm(loud) == pytest.approx(math.sqrt(5))
     assert quiet.tolist()[1:] == [0, 1, 0, 1, 0, 0, 0] and abs(quiet[0]) < 1e-3
-    for row in (loud, quiet, schema.opposite(loud), schema.opposite(schema.opposite(loud))):
+    for row in (
+        loud,
+        quiet,
+        schema.make_opposite_record(loud),
+        schema.make_opposite_record(schema.make_opposite_record(loud)),
+    ):
         assert allowed(schema, [*row.tolist(), 1.0])
-    assert schema.opposite(loud).tolist() == [-1, -1, -1, -1, 0, 1, 0, 0]
+    assert schema.make_opposite_record(loud).tolist() == [-1, -1, -1, -1, 0, 1, 0, 0]

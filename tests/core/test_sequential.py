@@ -81,7 +81,7 @@ def test_the_bound_holds_at_all_times_and_comes_near() -> None:
         bound, so_far = EpsilonBound(np.linspace(0.0, 3.0, 61)), []
         for part in np.split(guesses(seed, 1.0, 1000), [100, 300]):
             bound.add(part)
-            so_far.append(bound.lower(0.05))
+            so_far.append(bound.compute_lower_bound(0.05))
         broken += so_far[-1] > 1.0
         reached.append(so_far)
     medians = np.median(reached, axis=0)
@@ -89,7 +89,7 @@ def test_the_bound_holds_at_all_times_and_comes_near() -> None:
     assert broken <= 30
     assert medians[0] < medians[1] < medians[2] < 1.0
     assert medians[2] > 0.6
-    assert EpsilonBound().lower(0.05) == 0.0
+    assert EpsilonBound().compute_lower_bound(0.05) == 0.0
 
 
 def test_the_bound_is_where_guesses_are_refuted() -> None:
@@ -104,8 +104,8 @@ def test_the_bound_is_where_guesses_are_refuted() -> None:
 
     assert max(highest) > math.log(20) > e(single)
     assert bound.log_e_values[1] == pytest.approx(e(single))
-    assert bound.lower(0.05) >= 1.0
-    assert bound.lower(0.9 * math.exp(-max(highest))) < 1.0
+    assert bound.compute_lower_bound(0.05) >= 1.0
+    assert bound.compute_lower_bound(0.9 * math.exp(-max(highest))) < 1.0
 
 
 # ---- many e-values ---------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from scipy import stats
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.losses.linear import RidgeLoss
-from sottovoce_core.noise import NoiseRequest, Law, Recorder, SeededNoise, grid, simulated
+from sottovoce_core.noise import Distribution, NoiseRequest, Recorder, SeededNoise, lattice_spacing, simulated
 from sottovoce_core.running import simulator
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
@@ -52,31 +52,34 @@ def test_every_round_has_its_records(sizes: np.ndarray, ahead: int, monkeypatch:
     batches = list(simulator._batches(data, 9, LOSS))
     assert len(batches) == 9
     for t, batch in enumerate(batches):
-        wanted = data.stacked(t)
+        wanted = data.stack_round(t)
         np.testing.assert_array_equal(batch.features, wanted.features)
         np.testing.assert_array_equal(batch.labels, wanted.labels)
-        assert (batch.present is None) == (wanted.present is None)
-        if wanted.present is not None:
-            np.testing.assert_array_equal(batch.present, wanted.present)
+        assert (batch.mask is None) == (wanted.mask is None)
+        if wanted.mask is not None:
+            np.testing.assert_array_equal(batch.mask, wanted.mask)
 
 
-@pytest.mark.parametrize("count", [7, simulated.AHEAD // 2, simulated.AHEAD // 2 + 1, simulated.AHEAD + 1])
+@pytest.mark.parametrize(
+    "count",
+    [7, simulated.MIN_BLOCK_NUMBERS // 2, simulated.MIN_BLOCK_NUMBERS // 2 + 1, simulated.MIN_BLOCK_NUMBERS + 1],
+)
 def test_small_and_large_draws_are_new_laplace_numbers(count: int) -> None:
     """Fails by chance with probability below 1e-6."""
     source, rounds = SeededNoise(3), 40_000 // count + 2
-    drawn = [source(NoiseRequest("laplace", "y", t, 2.0, grid(2.0), (count,))) for t in range(rounds)]
+    drawn = [source(NoiseRequest("laplace", "y", t, 2.0, lattice_spacing(2.0), (count,))) for t in range(rounds)]
     kept = [values.copy() for values in drawn]
-    source(NoiseRequest("laplace", "y", rounds, 2.0, grid(2.0), (count,)))
+    source(NoiseRequest("laplace", "y", rounds, 2.0, lattice_spacing(2.0), (count,)))
     values = np.concatenate(drawn)
     assert (values == np.concatenate(kept)).all(), "a draw must not change an older one"
     assert len(np.unique(values)) == len(values)
     assert stats.kstest(values, stats.laplace(scale=2.0).cdf).pvalue > 1e-6
-    assert (values / grid(2.0) == np.rint(values / grid(2.0))).all()
+    assert (values / lattice_spacing(2.0) == np.rint(values / lattice_spacing(2.0))).all()
 
 
 def test_every_learner_has_its_own_scale() -> None:
     scales = np.array([1.0, 100.0]).reshape(-1, 1, 1)
-    drawn = SeededNoise(4)(NoiseRequest("laplace", "y", 0, scales, np.asarray(grid(scales)), (2, 50, 100)))
+    drawn = SeededNoise(4)(NoiseRequest("laplace", "y", 0, scales, np.asarray(lattice_spacing(scales)), (2, 50, 100)))
     np.testing.assert_allclose(np.abs(drawn).mean(axis=(1, 2)), [1.0, 100.0], rtol=0.1)  # ten standard errors
 
 
@@ -91,14 +94,14 @@ FIELD: dict[str, Any] = yaml.safe_load(
 def test_a_replica_is_the_same_beside_any_number_of_others(changes: dict[str, Any]) -> None:
     """Its noise to the last bit; what comes of it up to rounding, for a product of larger matrices may sum in another order."""
     rounds = min(60, changes.get("rounds", 60))
-    spec = parse_spec({**FIELD["common"], **changes, "rounds": rounds}, imports=True)
+    spec = parse_spec({**FIELD["common"], **changes, "rounds": rounds}, allow_imports=True)
     run, data = build_run(spec, 6), made_up(spec, 6)
 
     def of(replicas: int) -> tuple[dict[str, list[FloatArray]], FloatArray, dict[str, FloatArray]]:
         noise = Recorder(SeededNoise(1))
-        steps = list(simulate(run, data, noise, replicas))
+        steps = list(simulate_rounds(run, data, noise, replicas))
         said = {name: np.stack([step.message[name] for step in steps]) for name in steps[0].message.fields}
-        return noise.drawn, np.stack([step.after for step in steps]), said
+        return noise.noise_by_field, np.stack([step.decisions_after for step in steps]), said
 
     drawn, after, said = of(11)
     for fewer in (1, 2, 10):
@@ -114,13 +117,13 @@ def test_a_replica_is_the_same_beside_any_number_of_others(changes: dict[str, An
 @pytest.mark.parametrize("ahead", [1, 50, 10_000])
 @pytest.mark.parametrize("law", ["laplace", "gaussian", "spherical"])
 def test_seeded_noise_is_the_same_for_any_number_of_replicas(
-    law: Law, ahead: int, monkeypatch: pytest.MonkeyPatch
+    law: Distribution, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two fields with vectors of two lengths, drawn in turns."""
     monkeypatch.setattr(simulated, "AHEAD", ahead)
 
     def of(replicas: int) -> list[FloatArray]:
-        source, lattice = SeededNoise(2), None if law == "spherical" else grid(2.0)
+        source, lattice = SeededNoise(2), None if law == "spherical" else lattice_spacing(2.0)
         shapes = [(3, replicas, 4), (3, replicas, 7)] * 40
         return [source(NoiseRequest(law, "y", t, 2.0, lattice, shape)) for t, shape in enumerate(shapes)]
 
@@ -136,7 +139,7 @@ def test_seeded_noise_of_one_learner_has_replicas_first() -> None:
     """As arrays of a learner that is driven alone have; and replica 0 stands for itself."""
 
     def drawn(shape: tuple[int, ...]) -> FloatArray:
-        return SeededNoise(2)(NoiseRequest("laplace", "y", 0, 2.0, grid(2.0), shape))
+        return SeededNoise(2)(NoiseRequest("laplace", "y", 0, 2.0, lattice_spacing(2.0), shape))
 
     np.testing.assert_array_equal(drawn((5, 4)), drawn((1, 5, 4))[0])
     np.testing.assert_array_equal(drawn((4,)), drawn((5, 4))[0])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.running.run import build_run
-from sottovoce_core.spec import RunSpec, dump_spec, load_spec, parse_spec, build_spec_json_schema
+from sottovoce_core.spec import RunSpec, build_spec_json_schema, dump_spec, load_spec, parse_spec
 from sottovoce_core.yaml_files import parse_yaml
 
 pytestmark = pytest.mark.each
@@ -27,7 +27,7 @@ def document(**changes: Any) -> dict[str, Any]:
 
 def refusal(**changes: Any) -> str:
     with pytest.raises(SpecError) as failure:
-        parse_spec(document(**changes), source="s.yaml", imports=True)
+        parse_spec(document(**changes), source="s.yaml", allow_imports=True)
     return str(failure.value)
 
 
@@ -116,7 +116,7 @@ def test_every_problem_gets_a_line() -> None:
 
 @pytest.mark.parametrize("value", [0, 0.0, -2.5, float("nan"), float("inf")])
 def test_a_noise_scale_must_be_positive(value: float) -> None:
-    spec = parse_spec(document(algorithm={"name": "ldp-dol", "sigma": value}), imports=True)
+    spec = parse_spec(document(algorithm={"name": "ldp-dol", "sigma": value}), allow_imports=True)
     with pytest.raises(AssumptionViolated, match=rf"sigma must be positive and finite, got {float(value)} \[SIGMA\]"):
         build_run(spec, 3)
 
@@ -134,7 +134,7 @@ def test_a_noise_scale_must_be_positive(value: float) -> None:
 )
 def test_a_list_needs_one_number_per_learner(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(SpecError, match=text):
-        build_run(parse_spec(document(**changes), imports=True), 3)
+        build_run(parse_spec(document(**changes), allow_imports=True), 3)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_list_needs_one_number_per_learner(changes: dict[str, Any], text: str)
 )
 def test_a_spec_is_a_mapping(content: object, form: str) -> None:
     with pytest.raises(SpecError, match=f"must be a mapping of fields, got {form}$"):
-        parse_spec(content, imports=True)
+        parse_spec(content, allow_imports=True)
 
 
 @pytest.mark.parametrize("content", ["rounds: [1, 2", "a: b: c", "\t- x", "!!python/object/apply:os.getcwd []"])
@@ -213,19 +213,19 @@ def test_a_file_must_be_readable(tmp_path: Path, content: bytes | None) -> None:
 @pytest.mark.parametrize("rule", ["metropolis", "max_degree"])
 @pytest.mark.parametrize("graph", ["ring", "path", "star", "complete"])
 def test_a_word_stands_for_its_kind(graph: str, rule: str) -> None:
-    topology = parse_spec(document(topology={"graph": graph, "weights": rule}), imports=True).topology
+    topology = parse_spec(document(topology={"graph": graph, "weights": rule}), allow_imports=True).topology
     assert topology.graph is not None
     assert (topology.graph.kind, topology.weights.kind) == (graph, rule)
 
 
 def test_learners_are_a_number_or_names() -> None:
-    assert parse_spec(document(learners=2), imports=True).names == ("learner-0", "learner-1")
-    assert parse_spec(document(learners=["a", "b"]), imports=True).names == ("a", "b")
+    assert parse_spec(document(learners=2), allow_imports=True).names == ("learner-0", "learner-1")
+    assert parse_spec(document(learners=["a", "b"]), allow_imports=True).names == ("a", "b")
 
 
 def test_a_spec_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        parse_spec(LEAST, imports=True).rounds = 3  # type: ignore[misc] # that it cannot is the point
+        parse_spec(LEAST, allow_imports=True).rounds = 3  # type: ignore[misc] # that it cannot is the point
 
 
 budgets = st.floats(0.01, 9)
@@ -268,13 +268,13 @@ specs = st.fixed_dictionaries(
 
 @given(specs)
 def test_a_dumped_spec_reads_back_equal(fields: dict[str, Any]) -> None:
-    spec = parse_spec(fields, imports=True)
-    assert parse_spec(yaml.safe_load(dump_spec(spec)), imports=True) == spec
-    assert parse_spec(json.loads(json.dumps(spec.model_dump(mode="json"))), imports=True) == spec
+    spec = parse_spec(fields, allow_imports=True)
+    assert parse_spec(yaml.safe_load(dump_spec(spec)), allow_imports=True) == spec
+    assert parse_spec(json.loads(json.dumps(spec.model_dump(mode="json"))), allow_imports=True) == spec
 
 
 def test_a_dumped_spec_shows_the_defaults() -> None:
-    shown = yaml.safe_load(dump_spec(parse_spec(LEAST, imports=True)))
+    shown = yaml.safe_load(dump_spec(parse_spec(LEAST, allow_imports=True)))
     assert shown["durability"] == "power"
     unset = dict.fromkeys(("period_s", "late", "late_s", "patience_s"))
     assert shown["clock"] == {"mode": "free", "window": 100, "deadline_s": 60.0, **unset}
@@ -304,20 +304,20 @@ def _parts(value: Any) -> list[dict[str, Any]]:
 def test_code_that_a_spec_from_elsewhere_names_is_not_imported(changes: dict[str, Any]) -> None:
     document = {"rounds": 3, "algorithm": {"name": "ldp-dol"}, **changes}
     with pytest.raises(SpecError, match="--allow-imports") as refused:
-        parse_spec(document, imports=False)
+        parse_spec(document, allow_imports=False)
     assert ":" in str(refused.value)
-    assert parse_spec({"rounds": 3, "algorithm": {"name": "ldp-dol"}}, imports=False).rounds == 3
+    assert parse_spec({"rounds": 3, "algorithm": {"name": "ldp-dol"}}, allow_imports=False).rounds == 3
 
 
 def test_an_algorithm_without_parameters_is_its_name() -> None:
-    assert parse_spec({"rounds": 3, "algorithm": "dsgd"}, imports=True).algorithm.name == "dsgd"
+    assert parse_spec({"rounds": 3, "algorithm": "dsgd"}, allow_imports=True).algorithm.name == "dsgd"
 
 
 def test_near_misses_are_named() -> None:
     with pytest.raises(SpecError, match=r"did you mean pd-ftgl\?"):
-        parse_spec({"rounds": 3, "algorithm": {"name": "pdftgl"}}, imports=True)
+        parse_spec({"rounds": 3, "algorithm": {"name": "pdftgl"}}, allow_imports=True)
     with pytest.raises(SpecError, match=r"unknown field algorithm.alfa; the fields are name, .*alpha"):
-        parse_spec({"rounds": 3, "algorithm": {"name": "dvp", "alfa": 1.0}}, imports=True)
+        parse_spec({"rounds": 3, "algorithm": {"name": "dvp", "alfa": 1.0}}, allow_imports=True)
 
 
 @pytest.mark.parametrize(
@@ -332,14 +332,14 @@ def test_near_misses_are_named() -> None:
 )
 def test_a_graph_of_another_name_is_suggested_its_own(graph: str, said: str) -> None:
     with pytest.raises(SpecError) as refused:
-        parse_spec({"rounds": 3, "algorithm": "dsgd", "topology": {"graph": graph}}, imports=True)
+        parse_spec({"rounds": 3, "algorithm": "dsgd", "topology": {"graph": graph}}, allow_imports=True)
     assert str(refused.value).endswith(said)
 
 
 def test_the_fields_of_a_section_are_listed_once() -> None:
     document = {"rounds": 3, "algorithm": {"name": "dvp", "a": 1, "b": 2}, "foo": 1, "bar": 1}
     with pytest.raises(SpecError) as refused:
-        parse_spec(document, imports=True)
+        parse_spec(document, allow_imports=True)
     lines = str(refused.value).splitlines()
     assert [line.partition("; ")[0] for line in lines] == [
         f"spec: unknown field {name}" for name in ("algorithm.a", "algorithm.b", "foo", "bar")
@@ -350,4 +350,4 @@ def test_the_fields_of_a_section_are_listed_once() -> None:
 def test_a_spec_without_an_algorithm_says_so() -> None:
     for document in ({"rounds": 5}, {}):
         with pytest.raises(SpecError, match="field algorithm is required"):
-            parse_spec(document, imports=True)
+            parse_spec(document, allow_imports=True)

@@ -8,7 +8,7 @@ import pytest
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_core.spec_versions import FIELD, FORMAT, STRICT, add_format, drop_unknown_fields
+from sottovoce_core.spec_versions import FORMAT, FORMAT_FIELD, STRICT_SECTIONS, add_format, drop_unknown_fields
 from tests.examples import small_spec
 
 pytestmark = pytest.mark.each
@@ -17,7 +17,7 @@ DOCUMENT: dict[str, Any] = small_spec(7, ["a", "b"], clock={"window": 3}).model_
 
 
 def of_format(number: Any, **more: Any) -> dict[str, Any]:
-    return {**add_format(DOCUMENT), FIELD: number, **more}
+    return {**add_format(DOCUMENT), FORMAT_FIELD: number, **more}
 
 
 def test_what_is_written_can_be_read() -> None:
@@ -31,7 +31,7 @@ def test_a_newer_document_loses_what_is_unknown() -> None:
     document, left_out = drop_unknown_fields(newer, RunSpec)
     assert document == DOCUMENT
     assert set(left_out) == {"clock.lenience_s", "participation"}
-    assert parse_spec(document, imports=True) == parse_spec(DOCUMENT, imports=True)
+    assert parse_spec(document, allow_imports=True) == parse_spec(DOCUMENT, allow_imports=True)
     assert newer["participation"] == 0.5  # what came is not touched
 
 
@@ -39,14 +39,14 @@ def test_a_newer_document_loses_what_is_unknown() -> None:
 def test_any_other_document_is_held_to_the_letter(written: int | None) -> None:
     document = of_format(written, colour="red")
     if written is None:
-        del document[FIELD]
+        del document[FORMAT_FIELD]
     kept, left_out = drop_unknown_fields(document, RunSpec)
     assert left_out == ()
     with pytest.raises(SpecError, match="unknown field colour"):
-        parse_spec(kept, imports=True)
+        parse_spec(kept, allow_imports=True)
 
 
-@pytest.mark.parametrize("section", sorted(STRICT))
+@pytest.mark.parametrize("section", sorted(STRICT_SECTIONS))
 def test_nothing_is_left_out_that_a_guarantee_may_rest_on(section: str) -> None:
     """A condition that is not known would not be enforced."""
     assert section in RunSpec.model_fields
@@ -54,13 +54,13 @@ def test_nothing_is_left_out_that_a_guarantee_may_rest_on(section: str) -> None:
     document, left_out = drop_unknown_fields(changed, RunSpec)
     assert left_out == ()
     with pytest.raises(SpecError, match="colour"):
-        parse_spec(document, imports=True)
+        parse_spec(document, allow_imports=True)
 
 
 def test_a_file_says_no_format() -> None:
     """The command line reads files of its own version."""
     with pytest.raises(SpecError, match="unknown field format"):
-        parse_spec(add_format(DOCUMENT), imports=True)
+        parse_spec(add_format(DOCUMENT), allow_imports=True)
 
 
 @pytest.mark.parametrize("written", [0, -1, "2", 1.5, True, None])

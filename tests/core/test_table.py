@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.table import SHOWN, Table
+from sottovoce_core.table import MAX_DISPLAYED_ROWS, Table
 
 ROWS = [("north", 1, 0.5), (None, 2, math.nan), ("a_b & <c>", 3, math.inf)]
 
 
 def table() -> Table:
-    return Table.of(["learner", "rounds", "mean"], ROWS)
+    return Table.from_rows(["learner", "rounds", "mean"], ROWS)
 
 
 def test_columns_have_the_types_of_their_values() -> None:
@@ -23,7 +23,7 @@ def test_columns_have_the_types_of_their_values() -> None:
 
     assert kinds == {"learner": np.dtype(object), "rounds": np.dtype(np.int64), "mean": np.dtype(np.float64)}
     assert table().to_numpy()["rounds"].tolist() == [1, 2, 3]
-    assert len(Table.of(["a"], [])) == 0
+    assert len(Table.from_rows(["a"], [])) == 0
 
 
 def test_rows_are_chosen_by_value() -> None:
@@ -46,9 +46,9 @@ def test_what_is_missing_among_numbers_is_chosen_too() -> None:
 def test_what_no_row_has_is_refused_with_what_there_is(wanted: dict[str, object], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         table().where(**wanted)
-    assert len(Table.of(["a"], []).where(a=1)) == 0
+    assert len(Table.from_rows(["a"], []).where(a=1)) == 0
     with pytest.raises(SpecError, match=r"0, 1, .*, 11, \.\.\., got -1"):
-        Table.of(["a"], [(k,) for k in range(30)]).where(a=-1)
+        Table.from_rows(["a"], [(k,) for k in range(30)]).where(a=-1)
 
 
 def test_columns_must_be_equally_long() -> None:
@@ -84,7 +84,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_csv_is_in_full(tmp_path: Path) -> None:
-    exact = Table.of(["name", "value"], [("a,b", 0.1 + 0.2), (None, math.nan)])
+    exact = Table.from_rows(["name", "value"], [("a,b", 0.1 + 0.2), (None, math.nan)])
     exact.to_csv(tmp_path / "t.csv")
 
     assert (tmp_path / "t.csv").read_text(encoding="utf-8") == 'name,value\n"a,b",0.30000000000000004\n,\n'
@@ -99,11 +99,11 @@ def test_latex_is_escaped(tmp_path: Path) -> None:
 
 
 def test_long_tables_are_cut_on_the_screen_alone() -> None:
-    long = Table.of(["k"], [(k,) for k in range(SHOWN + 5)])
+    long = Table.from_rows(["k"], [(k,) for k in range(MAX_DISPLAYED_ROWS + 5)])
 
     assert repr(long).splitlines()[-1] == "… 5 more rows"
-    assert len(repr(long).splitlines()) == SHOWN + 2
-    assert len(list(long.rows())) == SHOWN + 5
+    assert len(repr(long).splitlines()) == MAX_DISPLAYED_ROWS + 2
+    assert len(list(long.rows())) == MAX_DISPLAYED_ROWS + 5
 
 
 def test_notebooks_see_no_markup_of_the_values() -> None:

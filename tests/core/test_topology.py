@@ -30,7 +30,7 @@ TEXTS = {
 
 
 def topology(graph: Any, n: int, weights: Any = "metropolis") -> FixedNetwork:
-    built = Topology.model_validate({"graph": graph, "weights": weights}).network(n)
+    built = Topology.model_validate({"graph": graph, "weights": weights}).build_network(n)
     assert isinstance(built, FixedNetwork)
     return built
 
@@ -170,17 +170,22 @@ def test_the_ring_of_five_of_the_paper() -> None:
 
 def test_neighbours_edges_and_own_weight_of_a_weighted_path() -> None:
     path = FixedNetwork.from_weights(laplacian([[0, 0, 0.25], [0, 0, 0.5], [0.25, 0.5, 0]]))
-    assert path.at(0).heard_by(2) == {0: 0.25, 1: 0.5}
-    assert list(path.at(0).heard_by(2)) == [0, 1]
-    assert path.at(0).heard_by(0) == {2: 0.25}
+    assert path.mixing(0).in_neighbour_weights(2) == {0: 0.25, 1: 0.5}
+    assert list(path.mixing(0).in_neighbour_weights(2)) == [0, 1]
+    assert path.mixing(0).in_neighbour_weights(0) == {2: 0.25}
     assert path.edges == ((0, 2), (1, 2))
     assert [path.own_weight(i) for i in range(3)] == [0.25, 0.5, 0.75]
-    assert path.at(0).neighbours.tolist() == [[0, 0, 0.25], [0, 0, 0.5], [0.25, 0.5, 0]]
+    assert path.mixing(0).neighbour_weights.tolist() == [[0, 0, 0.25], [0, 0, 0.5], [0.25, 0.5, 0]]
 
 
 def test_one_learner_alone_is_connected_and_has_no_disagreement() -> None:
     alone = FixedNetwork.from_weights([[0.0]])
-    assert (alone.n_learners, alone.edges, alone.at(0).heard_by(0), alone.own_weight(0)) == (1, (), {}, 0.0)
+    assert (alone.n_learners, alone.edges, alone.mixing(0).in_neighbour_weights(0), alone.own_weight(0)) == (
+        1,
+        (),
+        {},
+        0.0,
+    )
     assert (alone.delta_2, alone.delta_m) == (-math.inf, 0.0)
 
 
@@ -275,7 +280,7 @@ def test_a_constant_weight_whose_row_sums_overflow_is_refused() -> None:
 def test_weights_of_each_rule(weights: Any, expected: list[float]) -> None:
     """Learner 0 has degree 3, learner 1 degree 1, learners 2 and 3 degree 2."""
     built = topology({"kind": "edges", "edges": [(0, 1), (0, 2), (0, 3), (2, 3)]}, 4, weights)
-    assert [built.at(0).neighbours[edge] for edge in [(0, 1), (0, 2), (2, 3)]] == pytest.approx(expected)
+    assert [built.mixing(0).neighbour_weights[edge] for edge in [(0, 1), (0, 2), (2, 3)]] == pytest.approx(expected)
 
 
 # ---- properties ------------------------------------------------------------------------------------------------------
@@ -289,7 +294,7 @@ def test_w_is_a_symmetric_zero_row_sum_matrix_with_a_gap(graph: tuple[int, list[
     scale = np.abs(built.weights).max()
     assert np.array_equal(built.weights, built.weights.T)
     assert np.abs(built.weights.sum(axis=1)).max() <= 1e-14 * scale
-    assert (built.at(0).neighbours >= 0).all()
+    assert (built.mixing(0).neighbour_weights >= 0).all()
     assert list(built.edges) == edges
     assert built.delta_2 < 0 or n == 1
     # Gershgorin: every eigenvalue lies within |w_ii| of w_ii.
@@ -312,7 +317,9 @@ def test_a_graph_is_refused_exactly_if_networkx_finds_it_disconnected(
     n, edges = graph
     reference = nx.Graph(edges)
     reference.add_nodes_from(range(n))
-    expected = nullcontext() if nx.is_connected(reference) else pytest.raises(AssumptionViolated, match="W_DISCONNECTED")
+    expected = (
+        nullcontext() if nx.is_connected(reference) else pytest.raises(AssumptionViolated, match="W_DISCONNECTED")
+    )
     with expected:
         topology({"kind": "edges", "edges": edges}, n, rule)
 
@@ -324,7 +331,7 @@ def test_neighbours_give_back_the_matrix(graph: tuple[int, list[tuple[int, int]]
     built = topology({"kind": "edges", "edges": edges}, n)
     rebuilt = np.zeros((n, n))
     for i in range(n):
-        for j, weight in built.at(0).heard_by(i).items():
+        for j, weight in built.mixing(0).in_neighbour_weights(i).items():
             rebuilt[i, j] = weight
         rebuilt[i, i] = -built.own_weight(i)
     assert np.array_equal(FixedNetwork.from_weights(rebuilt).weights, built.weights)

@@ -11,20 +11,20 @@ import pytest
 import yaml
 from sklearn.datasets import load_digits
 
-from sottovoce_core.algorithms.interface import LocalMessages, Message, Who
+from sottovoce_core.algorithms.interface import LocalMessages, Message, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import LearnerData, PlacedData, check_batch
 from sottovoce_core.data.encoding import map_labels
 from sottovoce_core.errors import AssumptionViolated, DataError, SpecError
 from sottovoce_core.losses import mean_gradient
-from sottovoce_core.losses.linear import Logistic, SoftmaxLoss
+from sottovoce_core.losses.linear import LogisticLoss, SoftmaxLoss
 from sottovoce_core.losses.torch import TorchLoss
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
-from sottovoce_core.spec import dump_spec, parse_spec, build_spec_json_schema
+from sottovoce_core.spec import build_spec_json_schema, dump_spec, parse_spec
 from tests.examples import small_run, small_spec
 
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
@@ -88,19 +88,23 @@ def records(count: int, *lead: int, n_features: int = 64, classes: int = 10, see
 
 
 def parameters(loss: TorchLoss, *lead: int, seed: int = 1) -> FloatArray:
-    return loss.initial(0) + 0.3 * np.random.default_rng(seed).normal(size=(*lead, len(loss.initial(0))))
+    return loss.initial_parameters(0) + 0.3 * np.random.default_rng(seed).normal(
+        size=(*lead, len(loss.initial_parameters(0)))
+    )
 
 
 def by_hand(loss: TorchLoss, theta: FloatArray, batch: Batch) -> FloatArray:
     """`(records, dim)` clipped gradients, one backward pass each."""
-    weights = list(_trainable(loss.made.module).values())
-    torch.nn.utils.vector_to_parameters(torch.tensor(theta, dtype=loss.made.dtype), weights)
+    weights = list(_trainable(loss.loaded_module.module).values())
+    torch.nn.utils.vector_to_parameters(torch.tensor(theta, dtype=loss.loaded_module.dtype), weights)
     rows = []
     for record, label in zip(batch.features, batch.labels, strict=True):
-        scores = loss.made.module(torch.tensor(record, dtype=loss.made.dtype).reshape(1, *loss.made.shape))
+        scores = loss.loaded_module.module(
+            torch.tensor(record, dtype=loss.loaded_module.dtype).reshape(1, *loss.loaded_module.shape)
+        )
         value = torch.nn.functional.cross_entropy(scores, torch.tensor([int(label)]))
         gradient = torch.cat([each.ravel() for each in torch.autograd.grad(value, weights)]).numpy().astype(float)
-        rows.append(gradient * min(1.0, loss.clip / np.linalg.norm(gradient)))
+        rows.append(gradient * min(1.0, loss.clip_threshold / np.linalg.norm(gradient)))
     return np.array(rows)
 
 
@@ -126,7 +130,7 @@ def test_parts_of_bounded_size_add_up() -> None:
 def test_float32_is_float64_to_its_precision_and_still_clipped() -> None:
     fast, exact = loss_of(dtype="float32"), loss_of()
     batch, theta = records(5), parameters(exact)
-    np.testing.assert_array_equal(fast.initial(0), exact.initial(0))
+    np.testing.assert_array_equal(fast.initial_parameters(0), exact.initial_parameters(0))
     np.testing.assert_allclose(fast.gradient_sum(theta, batch), exact.gradient_sum(theta, batch), atol=1e-5)
     for row, label in zip(batch.features, batch.labels, strict=True):
         one = Batch(row[None], np.array([label]))
@@ -190,7 +194,7 @@ def test_two_classes_are_the_logistic_loss() -> None:
     clip = 0.4
     loss, logistic = (
         linear_loss(5, 2, clip_norm=clip),
-        Logistic(feature_bound=1e9, ridge=0.0, clip_norm=clip / math.sqrt(2)),
+        LogisticLoss(feature_bound=1e9, ridge=0.0, clip_norm=clip / math.sqrt(2)),
     )
     theta = parameters(loss)
     margin = theta[5:] - theta[:5]
@@ -224,16 +228,16 @@ def test_theta_is_the_trainable_parameters_one_after_the_other() -> None:
     weights = np.arange(6.0)
     np.testing.assert_allclose(loss.predict(weights, np.array([[1.0, 10.0, 100.0]])), [[210.0, 543.0]])
     network = loss_of()
-    assert network.dim(64) == len(network.initial(0)) == 4 * 9 + 4 + 8 + 160 + 10
-    assert "temperature" not in _trainable(network.made.module)
+    assert network.dim(64) == len(network.initial_parameters(0)) == 4 * 9 + 4 + 8 + 160 + 10
+    assert "temperature" not in _trainable(network.loaded_module.module)
 
 
 def test_the_start_depends_on_the_seed_alone() -> None:
     torch.manual_seed(5)
-    first, other = loss_of(seed=1).initial(0), loss_of(seed=2).initial(0)
+    first, other = loss_of(seed=1).initial_parameters(0), loss_of(seed=2).initial_parameters(0)
     drawn = torch.rand(1)
     torch.manual_seed(6)
-    np.testing.assert_array_equal(first, loss_of(seed=1).initial(0))
+    np.testing.assert_array_equal(first, loss_of(seed=1).initial_parameters(0))
     assert not np.array_equal(first, other)
     torch.manual_seed(5)
     assert torch.rand(1) == drawn, "building a loss must leave the global generator as it was"
@@ -241,23 +245,23 @@ def test_the_start_depends_on_the_seed_alone() -> None:
 
 def test_calls_leave_the_module_as_it_is() -> None:
     loss = loss_of()
-    start = loss.initial(0)
-    before = {name: value.clone() for name, value in loss.made.module.state_dict().items()}
+    start = loss.initial_parameters(0)
+    before = {name: value.clone() for name, value in loss.loaded_module.module.state_dict().items()}
     loss.gradient_sum(parameters(loss), records(3))
     loss.predict(parameters(loss), records(3).features)
-    assert all(torch.equal(before[name], value) for name, value in loss.made.module.state_dict().items())
-    np.testing.assert_array_equal(loss.initial(0), start)
+    assert all(torch.equal(before[name], value) for name, value in loss.loaded_module.module.state_dict().items())
+    np.testing.assert_array_equal(loss.initial_parameters(0), start)
 
 
 def test_only_clipping_bounds_a_network() -> None:
     loss = loss_of(clip_norm=0.7)
     assert (loss.gradient_bound(1e9), loss.gradient_change(1e9)) == (0.7, 1.4)
-    assert (loss.smoothness, loss.convex) == (math.inf, False)
+    assert (loss.smoothness, loss.is_convex) == (math.inf, False)
 
 
 def test_labels_are_made_to_be_classes() -> None:
     loss = loss_of()
-    _, labels = loss.enforce(np.zeros((4, 64)), np.array([-3.0, 2.4, 9.0, 77.0]))
+    _, labels = loss.enforce_bounds(np.zeros((4, 64)), np.array([-3.0, 2.4, 9.0, 77.0]))
     np.testing.assert_array_equal(labels, [0.0, 2.0, 9.0, 9.0])
 
 
@@ -276,7 +280,7 @@ def test_built_in_networks(name: str, shape: tuple[int, ...], dim: int) -> None:
     n_features = math.prod(shape)
     assert loss.dim(n_features) == dim
     batch = records(2, n_features=n_features)
-    theta = loss.initial(dim)
+    theta = loss.initial_parameters(dim)
     np.testing.assert_allclose(loss.gradient_sum(theta, batch), by_hand(loss, theta, batch).sum(axis=0), atol=1e-10)
 
 
@@ -285,7 +289,7 @@ def test_built_in_networks(name: str, shape: tuple[int, ...], dim: int) -> None:
 
 def test_a_network_without_clipping_is_refused_with_the_reason() -> None:
     with pytest.raises(AssumptionViolated, match="clip_norm") as caught:
-        loss_of(clip_norm=None).made.dim  # noqa: B018
+        loss_of(clip_norm=None).loaded_module.dim  # noqa: B018
     assert caught.value.code == "GRAD_CHANGE"
 
 
@@ -306,14 +310,14 @@ def test_a_network_without_clipping_is_refused_with_the_reason() -> None:
 )
 def test_modules_that_cannot_be_used(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(SpecError, match=text):
-        loss_of(**fields).made.dim  # noqa: B018
+        loss_of(**fields).loaded_module.dim  # noqa: B018
 
 
 def test_without_pytorch_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "sottovoce_core.losses.torch_module", raising=False)
     with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[torch\]'"):
-        TorchLoss.model_validate(section()).made.dim  # noqa: B018
+        TorchLoss.model_validate(section()).loaded_module.dim  # noqa: B018
 
 
 def test_records_must_fill_the_shape() -> None:
@@ -329,7 +333,7 @@ def test_modes_that_need_what_no_network_has_are_refused(mode: str) -> None:
 
 def test_a_spec_survives_writing_and_its_schema_knows_it() -> None:
     spec = small_spec(loss=section(options={"channels": 2}))
-    assert parse_spec(yaml.safe_load(dump_spec(spec)), imports=True) == spec
+    assert parse_spec(yaml.safe_load(dump_spec(spec)), allow_imports=True) == spec
     assert "TorchLoss" in build_spec_json_schema()
 
 
@@ -356,26 +360,29 @@ def test_ldp_dol_trains_a_network() -> None:
     algorithm = {"lam0": 4.0, "v": 0.6, "gam0": 0.5, "u": 0.55, "sigma": 0.01, "varsigma": 0.02}
     run = small_run(rounds=30, learners=2, n_features=64, loss=section(clip_norm=2.0), algorithm=algorithm)
     data = digits(run, batch=8)
-    *_, last = simulate(run, data, SeededNoise(1))
-    first = run.algorithm.decision(run.algorithm.start(Who(0)))
-    np.testing.assert_array_equal(first, run.loss.initial(run.algorithm.dim))
+    *_, last = simulate_rounds(run, data, SeededNoise(1))
+    first = run.algorithm.decision(run.algorithm.init(StateAxes(0)))
+    np.testing.assert_array_equal(first, run.loss.initial_parameters(run.algorithm.dim))
     assert accuracy(run, first, data) < 0.3
-    assert accuracy(run, last.after, data) > 0.5
+    assert accuracy(run, last.decisions_after, data) > 0.5
 
 
 def test_a_learner_alone_is_its_row_of_the_simulator() -> None:
     run = small_run(rounds=4, learners=3, n_features=64, loss=section(ridge=0.1))
     data = digits(run, batch=2)
     recorder = Recorder(SeededNoise(3))
-    steps = list(simulate(run, data, recorder))
-    weights, own = run.network.at(0).heard_by(1), float(run.network.at(0).own[1])
-    state, noise = run.algorithm.start(Who(1)), RecordedNoise({"y": np.stack(recorder.drawn["y"])[:, 1, 0]})
+    steps = list(simulate_rounds(run, data, recorder))
+    weights, own = run.network.mixing(0).in_neighbour_weights(1), float(run.network.mixing(0).own_weights[1])
+    state, noise = (
+        run.algorithm.init(StateAxes(1)),
+        RecordedNoise({"y": np.stack(recorder.noise_by_field["y"])[:, 1, 0]}),
+    )
     for step in steps:
-        state, message = run.algorithm.speak(state, noise)
+        state, message = run.algorithm.emit(state, noise)
         np.testing.assert_allclose(message["y"], step.message["y"][1, 0], atol=1e-12)
         heard = LocalMessages(weights, {j: Message({"y": step.message["y"][j, 0]}) for j in weights}, own)
-        state = run.algorithm.listen(state, heard, data.learners[1].batch(step.t))
-        np.testing.assert_allclose(run.algorithm.decision(state), step.after[1, 0], atol=1e-12)
+        state = run.algorithm.update(state, heard, data.learners[1].batch(step.t))
+        np.testing.assert_allclose(run.algorithm.decision(state), step.decisions_after[1, 0], atol=1e-12)
 
 
 def test_no_transcript_costs_more_than_clipping_promises() -> None:
@@ -384,21 +391,21 @@ def test_no_transcript_costs_more_than_clipping_promises() -> None:
     clip = small_run(
         rounds=12, learners=3, n_features=64, loss=section(clip_norm=0.5), algorithm={"accounting": "clip"}
     )
-    claimed = run.guarantee(0).per_round
-    np.testing.assert_array_equal(claimed, clip.guarantee(0).per_round)
+    claimed = run.guarantee(0).round_losses
+    np.testing.assert_array_equal(claimed, clip.guarantee(0).round_losses)
     assert claimed[0] == 0
     assert np.isfinite(claimed).all()
     accountant = run.algorithm.accountant(0)
     data = digits(run, batch=1)
-    steps = list(simulate(run, data, SeededNoise(4)))
-    transcript = Transcript.of(step.message for step in steps)
+    steps = list(simulate_rounds(run, data, SeededNoise(4)))
+    transcript = Transcript.from_rounds(step.message for step in steps)
     own = data.learners[0]
     worlds = [own, *(own.with_use(0, row, float(k)) for k, row in enumerate(data.test_features[:4]))]
     losses = replay(run, transcript, 0, worlds)
-    assert (np.abs(losses.largest) <= claimed[:, None, None]).all()
-    assert (np.abs(losses.realised[1]) > 0).all(), "worlds that do not differ would show nothing"
+    assert (np.abs(losses.max_losses) <= claimed[:, None, None]).all()
+    assert (np.abs(losses.realised_losses[1]) > 0).all(), "worlds that do not differ would show nothing"
     later = replay(run, transcript, 0, [own, own.with_use(2, -own.features[2], 3.0)])
-    assert (later.largest[:3] == 0).all()
+    assert (later.max_losses[:3] == 0).all()
     assert later.supremum[0, 0] <= claimed.sum()
     total = 0.0
     for _ in range(12):

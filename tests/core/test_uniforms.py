@@ -16,7 +16,7 @@ from sottovoce_core.auditing.conformance.block import Block
 from sottovoce_core.auditing.conformance.residuals import convert_to_laplace
 from sottovoce_core.auditing.conformance.uniforms import Uniforms
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.noise import NoiseRequest, SeededNoise, grid
+from sottovoce_core.noise import NoiseRequest, SeededNoise, lattice_spacing
 from tests import blocks
 from tests.blocks import MID, SCALE, block_of, closely, gaussian, noise_block, require_adds_up, require_right_p_values
 from tests.claims import SETUPS
@@ -25,7 +25,7 @@ from tests.examples import made_up
 
 Words = npt.NDArray[np.uint64]
 
-SPACING = float(grid(SCALE)) / SCALE
+SPACING = float(lattice_spacing(SCALE)) / SCALE
 """Of the lattice, in scales."""
 
 SMALL = (3, 8, 20, 16)
@@ -70,13 +70,13 @@ def test_a_sign_that_is_a_bit_of_the_word_of_its_size_is_found(width: int, k: in
     """Doornik's flaw: bit 45 of u is resolved in 240 of the numbers, and the sign follows it in all of these."""
     drawn = words(np.random.default_rng(1), width)
     tests = judged(inverted(drawn, width, bit(drawn, k), offset))
-    assert tests["signs and bits"].rejects and tests["signs and bits"].where == where
+    assert tests["signs and bits"].is_significant and tests["signs and bits"].location == where
 
 
 @pytest.mark.parametrize(("offset", "where"), [(1.0, "bits 32 and 33 of exp(-size)"), (0.5, "bit 32 of exp(-size)")])
 def test_the_last_bit_of_a_word_is_found_on_either_side_of_where_it_changes(offset: float, where: str) -> None:
     drawn = words(np.random.default_rng(2), 32)
-    assert judged(inverted(drawn, 32, bit(drawn, 0), offset))["signs and bits"].where == where
+    assert judged(inverted(drawn, 32, bit(drawn, 0), offset))["signs and bits"].location == where
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -93,7 +93,7 @@ def test_deep_bits_are_found_in_the_few_numbers_that_resolve_them(k: int) -> Non
 def test_a_sign_that_is_a_bit_of_a_neighbours_word_is_found(axis: int, kind: str, shift: int, side: str) -> None:
     drawn = words(np.random.default_rng(4), 53)
     test = judged(inverted(drawn, 53, bit(np.roll(drawn, shift, axis), 8)))["signs and neighbours' bits"]
-    assert test.rejects and test.where == f"bit 45 of exp(-size) of the {side} {kind}"
+    assert test.is_significant and test.location == f"bit 45 of exp(-size) of the {side} {kind}"
 
 
 def test_a_neighbour_is_the_next_round_with_noise() -> None:
@@ -102,9 +102,9 @@ def test_a_neighbour_is_the_next_round_with_noise() -> None:
     drawn, noisy = words(rng, 53), np.arange(SMALL[1]) % 2 == 0
     signs = bit(np.roll(drawn, 2, axis=1), 8)
     block = inverted(drawn, 53, signs)
-    block.values[:, ~noisy], block.lost[:, ~noisy], block.scale[:, ~noisy] = np.nan, 64, np.nan
+    block.values[:, ~noisy], block.lost_bits[:, ~noisy], block.scale[:, ~noisy] = np.nan, 64, np.nan
     test = judged(block)["signs and neighbours' bits"]
-    assert test.rejects and test.where == "bit 45 of exp(-size) of the previous round"
+    assert test.is_significant and test.location == "bit 45 of exp(-size) of the previous round"
 
 
 @pytest.mark.parametrize(("low", "first"), [(14, 40), (20, 34), (30, 24)])
@@ -113,8 +113,8 @@ def test_low_bits_that_two_sizes_share_are_found(low: int, first: int) -> None:
     drawn, mask = words(rng, 53), np.uint64(2**low - 1)
     drawn[..., 1::2] = drawn[..., 1::2] & ~mask | drawn[..., ::2] & mask
     test = judged(inverted(drawn, 53, bit(words(rng, 53), 0)))["shared bits"]
-    assert test.rejects and test.where.endswith("also of the next coordinate")
-    assert first <= int(test.where.split()[1]) <= 40
+    assert test.is_significant and test.location.endswith("also of the next coordinate")
+    assert first <= int(test.location.split()[1]) <= 40
 
 
 def test_two_sizes_from_overlapping_parts_of_a_word_are_found() -> None:
@@ -124,8 +124,8 @@ def test_two_sizes_from_overlapping_parts_of_a_word_are_found() -> None:
     drawn[..., 1::2] = drawn[..., ::2] & np.uint64(2**53 - 1)
     drawn[..., ::2] >>= np.uint64(11)
     found = judged(inverted(drawn, 53, bit(words(rng, 53), 0)))["pairs of bits"]
-    first, second = int(found.where.split()[1]), int(found.where.split()[6])
-    assert found.rejects and found.where.endswith("of the next coordinate") and first - second == 11
+    first, second = int(found.location.split()[1]), int(found.location.split()[6])
+    assert found.is_significant and found.location.endswith("of the next coordinate") and first - second == 11
 
 
 def test_words_of_few_bits_are_found() -> None:
@@ -140,7 +140,9 @@ def test_signs_that_are_a_bit_as_deep_as_the_reach_says_are_found() -> None:
     run = SETUPS["ldp-dol"].build()
     plan = plan_audit(run, made_up(run.spec, SETUPS["ldp-dol"].n_features), 1, runs=400, confidence=0.99)
     rng, found = np.random.default_rng(18), 0
-    [depth] = [int(each.least) for each in within_reach(plan, 7_680).reaches if each.text.startswith("signs that")]
+    [depth] = [
+        int(each.size) for each in within_reach(plan, 7_680).detectable_effects if each.text.startswith("signs that")
+    ]
     assert 46 <= depth <= 50
     for _ in range(16):
         drawn = words(rng, 53)
@@ -169,7 +171,7 @@ def test_all_pairs_of_a_long_run_are_cut_short() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1.0 + 2.0**-40, 1.999999, 1e-6, 1e6])
 def test_noise_of_the_simulator_is_not_accused(scale: float) -> None:
     """Its words have 53 bits, the last of which is always 1, and are rounded to the lattice; a fresh seed fails with 1/600."""
-    spacing, shape = float(grid(scale)), (40, 1600, 8)
+    spacing, shape = float(lattice_spacing(scale)), (40, 1600, 8)
     drawn = SeededNoise(13)(NoiseRequest("laplace", "y", 0, scale, spacing, shape))
     steps = np.rint(drawn / spacing).astype(np.int64).reshape(5, 8, 1600, 8)
     assert not refuted(block_of(steps, scale=scale))
@@ -185,9 +187,9 @@ def test_gaussian_noise_is_not_accused() -> None:
 def test_noise_that_float64_does_not_resolve_is_not_judged() -> None:
     drawn = words(np.random.default_rng(15), 53)
     block = inverted(drawn, 53, bit(drawn, 20))
-    block.lost[:] = 2
+    block.lost_bits[:] = 2
     assert judged(block) == {}
-    block.lost[:] = 1
+    block.lost_bits[:] = 1
     assert "signs and bits" in refuted(closely(block))
 
 

@@ -16,13 +16,13 @@ from scipy import stats
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray, Scalars
 from sottovoce_core.auditing.online.bets import _BLOCKS
-from sottovoce_core.auditing.online.seen import Keys
+from sottovoce_core.auditing.online.seen import KeyTable
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise
 from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from tests.examples import made_up, small_run
 from tests.watched import Changed, alarms
 
@@ -44,7 +44,7 @@ class Broken:
         drawn = self._source(draw)
         before = drawn if self._before is None else self._before
         if draw.round >= self._since:
-            spacing = draw.grid if isinstance(draw.grid, float) else np.asarray(draw.grid)[BROKEN]
+            spacing = draw.spacing if isinstance(draw.spacing, float) else np.asarray(draw.spacing)[BROKEN]
             drawn[BROKEN] = self._change(draw.round, drawn[BROKEN], before[BROKEN], spacing)
         self._before = drawn
         return drawn
@@ -82,7 +82,7 @@ def a_run(dim: int, rounds: int, learners: int = 3) -> tuple[Run, PlacedData]:
 
 def overheard(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1) -> Iterator[list[dict[int, Message]]]:
     """By round, what was said in every replica."""
-    for step in simulate(run, data, noise, replicas):
+    for step in simulate_rounds(run, data, noise, replicas):
         yield [
             {i: Message({"y": step.message["y"][i : i + 1, k : k + 1]}) for i in range(run.spec.n_learners)}
             for k in range(replicas)
@@ -110,7 +110,7 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
         for k, (watch, messages) in enumerate(zip(watches, replicas, strict=True)):
             if watch.take(t, messages):
                 alarmed[0.05].add(k)
-            if watch.e >= watch.threshold + more or watch.change >= watch.change_log_threshold + more:
+            if watch.e >= watch.log_threshold + more or watch.change_log_e_value >= watch.change_log_threshold + more:
                 alarmed[0.001].add(k)
     for alpha, most in ((0.05, 21), (0.001, 3)):
         assert stats.binom.sf(most, len(watches), alpha) < 1e-3
@@ -167,10 +167,10 @@ def test_a_broken_learner_is_named_soon(change: Change, dim: int, most: int, tes
     rounds = []
     for seed in range(5):
         watch = Watch(run, data.learners, 1e-3, (0, 1, 2))
-        found = [a for a in alarms_of(watch, overheard(run, data, Broken(seed, change))) if not a.change]
+        found = [a for a in alarms_of(watch, overheard(run, data, Broken(seed, change))) if not a.is_change]
         assert {alarm.learner for alarm in found} <= {BROKEN}
         rounds += [found[0].round + 1 if found else most + 1]
-        assert all(alarm.test in tests and alarm.e >= alarm.threshold for alarm in found)
+        assert all(alarm.test in tests and alarm.log_e_value >= alarm.log_threshold for alarm in found)
     assert np.median(rounds) <= most
 
 
@@ -180,7 +180,7 @@ def test_what_breaks_on_the_way_is_seen_by_the_detector_first() -> None:
     run, data = a_run(1, 600, 2)
     watch = Watch(run, data.learners, 1e-3, (0, 1))
     found = alarms_of(watch, overheard(run, data, Broken(3, times(0.25), since=300)))
-    first = {change: min((a.round for a in found if a.change is change), default=600) for change in (False, True)}
+    first = {change: min((a.round for a in found if a.is_change is change), default=600) for change in (False, True)}
     assert {alarm.learner for alarm in found} == {BROKEN}
     assert 300 <= first[True] < first[False]
 
@@ -190,7 +190,7 @@ def test_two_different_messages_of_a_round_refute_a_learner() -> None:
     watch = Watch(run, data.learners, 1e-3, (0, BROKEN))
     assert watch.report_equivocation(2, 3) == []  # is not watched
     (alarm,) = watch.report_equivocation(BROKEN, 3)
-    assert (alarm.learner, alarm.round, alarm.test, alarm.e) == (BROKEN, 3, "equivocation", math.inf)
+    assert (alarm.learner, alarm.round, alarm.test, alarm.log_e_value) == (BROKEN, 3, "equivocation", math.inf)
     assert watch.report_equivocation(BROKEN, 4) == []  # once is enough
 
 
@@ -212,8 +212,8 @@ def test_who_was_not_overheard_is_not_watched_from_there_on() -> None:
     watch = Watch(run, data.learners, 1e-3, (0, 1, 2))
     for t, (messages,) in enumerate(overheard(run, data, SeededNoise(0))):
         watch.take(t, {i: m for i, m in messages.items() if (t, i) != (7, 2)})
-    heard_by = [run.network.at(7).heard_by(i) for i in range(3)]
-    assert [w.heard for w in watch.learners] == [i != 2 and 2 not in heard_by[i] for i in range(3)]
+    heard_by = [run.network.mixing(7).in_neighbour_weights(i) for i in range(3)]
+    assert [w.is_replayable for w in watch.learners] == [i != 2 and 2 not in heard_by[i] for i in range(3)]
     assert watch.learners[2].rounds == 7
 
 
@@ -252,10 +252,10 @@ def test_state_is_as_large_after_many_rounds_as_after_few() -> None:
 
 def test_noise_of_the_run_before_is_known_again() -> None:
     """At once, and every learner is named; without the keys of that run there is no alarm, but with probability 0.001."""
-    keys = Keys()
+    keys = KeyTable()
     assert list(alarms(20, Changed(1), keys=keys)) == []
     again = list(alarms(3, Changed(1), keys=keys))
-    assert {(alarm.learner, alarm.round, alarm.test) for alarm in again if not alarm.change} == {
+    assert {(alarm.learner, alarm.round, alarm.test) for alarm in again if not alarm.is_change} == {
         (i, 0, "repeats") for i in range(5)
     }
     assert list(alarms(20, Changed(2), keys=keys)) == []

@@ -12,7 +12,7 @@ from pydantic import ValidationError, create_model
 from sottovoce_core.errors import SpecError
 from sottovoce_core.registry import Section
 from sottovoce_core.spec import RunSpec, load_spec
-from sottovoce_core.yaml_files import LONGEST, parse_yaml, text_of, write_yaml
+from sottovoce_core.yaml_files import MAX_FILE_BYTES, parse_yaml, read_text_file, write_yaml
 
 pytestmark = pytest.mark.each
 
@@ -139,12 +139,12 @@ def test_a_file_that_is_none_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_file_without_end_is_not_read_to_it(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=f"/dev/zero: a run spec has at most {LONGEST} bytes, got more"):
+    with pytest.raises(SpecError, match=f"/dev/zero: a run spec has at most {MAX_FILE_BYTES} bytes, got more"):
         load_spec(Path("/dev/zero"))
     path = written(tmp_path, "x" * 11)
-    assert text_of(path, "a note", 11) == "x" * 11
+    assert read_text_file(path, "a note", 11) == "x" * 11
     with pytest.raises(SpecError, match="a note has at most 10 bytes, got more"):
-        text_of(path, "a note", 10)
+        read_text_file(path, "a note", 10)
 
 
 def test_what_the_library_writes_is_read_as_it_was() -> None:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from sottovoce_client.pki import AUTHORITY_KEY, Authority, read_certificate
-from sottovoce_rpc.certificates import CERTIFICATE
+from sottovoce_rpc.certificates import CERTIFICATE_FILE
 from tests.deploy.engine import Engine
 from tests.deploy.images import name_of
 from tests.deploy.promises import USER
@@ -198,7 +198,7 @@ def _issue(
             value = x509.SubjectAlternativeName([x for x in value if isinstance(x, x509.UniformResourceIdentifier)])
         made = made.add_extension(value, each.critical)
     certificate = made.sign(key, hashes.SHA256())
-    (folder / CERTIFICATE).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / CERTIFICATE_FILE).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     for path in (folder, *folder.iterdir()):
         os.chown(path, USER, USER)
 

@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from sottovoce_client.cli import app
-from sottovoce_client.cli.common_options import common
+from sottovoce_client.cli.common_options import get_common_options
 from sottovoce_rpc.principals import Principal
 from tests.deploy_chart.rendering import (
     CHART,
@@ -294,7 +294,7 @@ def test_a_pod_is_started_as_its_values_say() -> None:
     taken = _parsed("learner", container["args"][1:]).params
 
     assert taken["name"] == ["north"]
-    assert common().coordinator == "centre.ward.example:7400"
+    assert get_common_options().coordinator == "centre.ward.example:7400"
     assert taken["advertise"] == OWN["address"]
     assert (taken["budget"], taken["keep_log"]) == (OWN["budget"], True)
     assert (taken["owner"], taken["feeder"]) == (OWN["owners"], OWN["feeders"])

@@ -62,13 +62,13 @@ def spec_of(graph: str, **more: Any) -> RunSpec:
         "data": {"source": "live", "features": 3},
         **more,
     }
-    return parse_spec(document, imports=False)
+    return parse_spec(document, allow_imports=False)
 
 
 def edges_of(spec: RunSpec) -> set[tuple[str, str]]:
     """Of all rounds, by their weights: the lower index opens the stream. Whoever is away may still be let in later."""
-    network = spec.topology.network(spec.n_learners, spec.rounds)
-    heard = np.any([network.at(t).neighbours > 0 for t in range(network.horizon)], axis=0)
+    network = spec.topology.build_network(spec.n_learners, spec.rounds)
+    heard = np.any([network.mixing(t).neighbour_weights > 0 for t in range(network.horizon)], axis=0)
     either = heard | heard.T
     return {(NAMES[i], NAMES[j]) for i, j in itertools.combinations(range(len(NAMES)), 2) if either[i, j]}
 

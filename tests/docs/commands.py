@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from sottovoce_client.cli.app import app
-from sottovoce_client.command_words import command_words
+from sottovoce_client.command_words import strip_common_options
 from tests.docs.pages import FENCE, blocks
 
 ENDS = {"|", "||", "&&", "&", ";", "&;"}
@@ -74,7 +74,7 @@ def _tree() -> Any:
 
 def mistake(command: Named) -> str:
     """What of a command is not there; empty where all is."""
-    at, words = _tree(), command_words(command.words) or list(command.words)
+    at, words = _tree(), strip_common_options(command.words) or list(command.words)
     before = list(command.words[: len(command.words) - len(words)])
     while hasattr(at, "commands") and words and not words[0].startswith("-"):
         if words[0] not in at.commands:

@@ -9,7 +9,7 @@ import typer
 
 from sottovoce_client.cli.app import app
 from sottovoce_core.algorithms import ALGORITHMS
-from sottovoce_core.auditing.verdict import Kind
+from sottovoce_core.auditing.verdict import VerdictKind
 from tests.docs.commands import Named, mistake, named
 from tests.docs.pages import CHECKOUT, text_of
 
@@ -31,11 +31,11 @@ def test_every_term_of_the_glossary_is_used_on_another_page() -> None:
 
 def test_the_glossary_has_the_verdicts_that_there_are() -> None:
     entry = text_of("docs/glossary.md").split("## Verdict\n")[1].split("\n## ")[0]
-    assert sorted(CODE.findall(entry)) == sorted(get_args(Kind))
+    assert sorted(CODE.findall(entry)) == sorted(get_args(VerdictKind))
 
 
 def test_every_verdict_is_explained_without_a_formula() -> None:
-    assert sorted(BOLD_CELL.findall(text_of("docs/verdict.md"))) == sorted(get_args(Kind))
+    assert sorted(BOLD_CELL.findall(text_of("docs/verdict.md"))) == sorted(get_args(VerdictKind))
 
 
 def test_every_wish_has_a_command_or_a_page() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from sottovoce_core.errors import DataError
-from sottovoce_learner.storage.ledger import Standing
-from sottovoce_learner.storage.state_folder import Files
-from sottovoce_learner.storage.wal import Reading, read_log
+from sottovoce_learner.storage.ledger import StoredState
+from sottovoce_learner.storage.state_folder import LearnerPaths
+from sottovoce_learner.storage.wal import LogContents, read_log
 from tests.faults.link import Link
 from tests.faults.roster import ROSTER
 from tests.faults.stage import COORDINATOR, EAVESDROPPER, NAMES, Stage
@@ -133,10 +133,10 @@ async def _torn_above(stage: Stage) -> None:
     stage.arm(name, "journaled", stage.random.randint(3, stage.spec.rounds - 2))
     await stage.until(0.0)
     await stage.death(name)
-    files, reading = Files(stage.state, name), _log(stage, name)
+    files, reading = LearnerPaths(stage.state, name), _log(stage, name)
     for _ in torn(reading, stage):
         await asyncio.sleep(0)  # let others go on
-        Standing.of(files)  # raises, if anything is missing
+        StoredState.read_verified(files)  # raises, if anything is missing
     await stage.start(name)
 
 
@@ -145,48 +145,48 @@ async def _torn_below(stage: Stage) -> None:
     await stage.sometime()
     name = stage.chosen()
     await stage.kill(name)
-    files, reading = Files(stage.state, name), _marked(stage, name)
+    files, reading = LearnerPaths(stage.state, name), _marked(stage, name)
     for place in torn(reading, stage):
         await asyncio.sleep(0)
         try:
-            Standing.of(files)
+            StoredState.read_verified(files)
         except DataError:
             continue
         raise AssertionError(f"a cut at byte {place} of {reading.path} is not noticed")
     await stage.comes_back(name)
 
 
-def torn(reading: Reading, stage: Stage) -> Iterator[int]:
+def torn(reading: LogContents, stage: Stage) -> Iterator[int]:
     """Cut a log at every byte of its last entry: of the file, or of what was written in it. At the end one stays."""
     raw = reading.path.read_bytes()
     begin = _begin_of_last(reading, raw)
-    places = list(range(begin, reading.end))
+    places = list(range(begin, reading.end_offset))
     stage.random.shuffle(places)
     for place in places:
         short = stage.random.random() < 0.5
         reading.path.write_bytes(raw[:place] if short else raw[:place] + bytes(len(raw) - place))
-        if raw[place : reading.end].strip(b"\0"):  # else nothing is lost
+        if raw[place : reading.end_offset].strip(b"\0"):  # else nothing is lost
             yield place
 
 
-def _begin_of_last(reading: Reading, raw: bytes) -> int:
+def _begin_of_last(reading: LogContents, raw: bytes) -> int:
     """Where the last entry begins: 56 bytes of header and 16 of chain stand around its body, filled up to 8."""
     body = len(reading.entries[-1].body)
-    return reading.end - (56 + body + -body % 8 + 16)
+    return reading.end_offset - (56 + body + -body % 8 + 16)
 
 
-def _log(stage: Stage, name: str) -> Reading:
-    found = Standing.look(Files(stage.state, name)).log
+def _log(stage: Stage, name: str) -> LogContents:
+    found = StoredState.read(LearnerPaths(stage.state, name)).log
     assert found is not None
     return found
 
 
-def _marked(stage: Stage, name: str) -> Reading:
+def _marked(stage: Stage, name: str) -> LogContents:
     """The log up to the last entry that the mark knows."""
-    standing, reading = Standing.look(Files(stage.state, name)), _log(stage, name)
-    assert standing.mark is not None
-    raw, kept = reading.path.read_bytes(), standing.mark.sequence + 1
-    while reading.next > kept:
+    standing, reading = StoredState.read(LearnerPaths(stage.state, name)), _log(stage, name)
+    assert standing.high_water_mark is not None
+    raw, kept = reading.path.read_bytes(), standing.high_water_mark.sequence + 1
+    while reading.next_sequence > kept:
         begin = _begin_of_last(reading, raw)
         reading.path.write_bytes(raw[:begin] + bytes(len(raw) - begin))
         reading = read_log(reading.path.parent)

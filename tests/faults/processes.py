@@ -17,7 +17,7 @@ from random import Random
 
 import sottovoce_eavesdropper.service  # noqa: F401 - imported once, before processes are forked
 from sottovoce_client.cli.services import _serve
-from sottovoce_client.entry import main, settle
+from sottovoce_client.entry import main, set_environment_defaults
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.hosting import serve
@@ -47,7 +47,7 @@ class Process:
     def __init__(self, work: Callable[[], None], log: Path, point: Point | None = None) -> None:
         self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
         _forking.set_forkserver_preload(_IMPORTED)
-        settle()  # before the first one is forked
+        set_environment_defaults()  # before the first one is forked
         self._process: BaseProcess = _forking.Process(
             target=_begin, args=(work, str(self._out), str(self._err), point), daemon=True
         )

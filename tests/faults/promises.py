@@ -25,7 +25,7 @@ def promises(trial: Trial) -> list[str]:
 
 def last_round(spec: RunSpec, index: int) -> int:
     """The round after the last one in which a learner takes part."""
-    return spec.roster.attendance(index, spec.rounds).end
+    return spec.participation.learner_participation(index, spec.rounds).end
 
 
 def price(spec: RunSpec, index: int, rounds: int) -> float:
@@ -59,7 +59,7 @@ def _all_heard(trial: Trial) -> Iterator[str]:
     """Everything that was said is in the capture, and everything in the capture was written down by who said it."""
     network = build_run(trial.spec, FEATURES).network
     due = {(sender, t) for sender in range(len(NAMES)) for t in _due(trial.spec, sender)}
-    heard = {(sender, t) for sender, t in due if network.heard(t)[sender]}
+    heard = {(sender, t) for sender, t in due if network.sender_mask(t)[sender]}
     for where, said, wanted in (("capture", trial.overheard, heard), ("logs", trial.logged, due)):
         missing = wanted - _rounds(said)
         if missing and not (where == "capture" and trial.fault.blind):
@@ -92,9 +92,9 @@ def _same_trajectory(trial: Trial) -> Iterator[str]:
 def _one_signed(trial: Trial) -> Iterator[str]:
     """What passed in somebody's name is what it signed, once."""
     for name, words in trial.signed.items():
-        if wrong := words.twice or words.others:
+        if wrong := words.equivocated_rounds or words.mismatched_rounds:
             yield f"{name} has signed something else of round {wrong[0]} than it said"
-        yield from (f"a signature of {name} is refused: {why}" for why in words.refused)
+        yield from (f"a signature of {name} is refused: {why}" for why in words.refusals)
 
 
 def _proved(trial: Trial) -> Iterator[str]:
@@ -103,8 +103,12 @@ def _proved(trial: Trial) -> Iterator[str]:
     for name, words in trial.signed.items():
         index = _index(name)
         whole = last_round(trial.spec, index) // ROUNDS_PER_BLOCK * ROUNDS_PER_BLOCK
-        ends = {t: t // ROUNDS_PER_BLOCK * ROUNDS_PER_BLOCK + ROUNDS_PER_BLOCK - 1 for t in words.unsigned if t < whole}
-        missing = [t for t, end in ends.items() if network.heard(end)[index]]
+        ends = {
+            t: t // ROUNDS_PER_BLOCK * ROUNDS_PER_BLOCK + ROUNDS_PER_BLOCK - 1
+            for t in words.unsigned_rounds
+            if t < whole
+        }
+        missing = [t for t, end in ends.items() if network.sender_mask(end)[index]]
         if missing and not trial.fault.blind and index not in _lost(trial.spec):
             yield f"{len(missing)} rounds of {name} are not signed, the first of them {min(missing)}"
 
@@ -155,8 +159,8 @@ def _nothing_left(trial: Trial) -> Iterator[str]:
 
 def _due(spec: RunSpec, index: int) -> set[int]:
     """Rounds that a learner must have said: of one that was lost, those that others have learned."""
-    there = spec.roster.attendance(index, spec.rounds)
-    return {t for t in range(there.end) if t in there and not spec.roster.doubtful(t)[index]}
+    there = spec.participation.learner_participation(index, spec.rounds)
+    return {t for t in range(there.end) if t in there and not spec.participation.unreceived_sender_mask(t)[index]}
 
 
 def _lost(spec: RunSpec) -> set[int]:

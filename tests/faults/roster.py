@@ -17,7 +17,7 @@ from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.network.roster import OfflineInterval
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 from tests.faults.stage import COORDINATOR, EAVESDROPPER, ENDING_S, NAMES, Stage, TooLate
 from tests.faults.trial import Fault
@@ -47,7 +47,7 @@ _SECOND = 2
 async def _run(stage: Stage) -> coordinator_pb2.Run:
     """The run as its coordinator has it, once that is there."""
     while True:
-        async with channel(stage.address(COORDINATOR), Role.COORDINATOR, credentials=stage.credentials) as to:
+        async with open_channel(stage.address(COORDINATOR), Role.COORDINATOR, credentials=stage.credentials) as to:
             stub = coordinator_pb2_grpc.CoordinatorStub(to)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 (run,) = (await stub.ListRuns(coordinator_pb2.ListRunsRequest(), timeout=ENDING_S)).runs
@@ -95,7 +95,7 @@ async def _until_lost(stage: Stage, name: str) -> None:
 async def _until(stage: Stage, name: str, *states: LearnerState) -> None:
     """Until a learner is in one of these states, as it says itself."""
     while True:
-        async with channel(stage.address(name), Role.LEARNER, name, credentials=stage.credentials) as to:
+        async with open_channel(stage.address(name), Role.LEARNER, name, credentials=stage.credentials) as to:
             answer = await learner_pb2_grpc.LearnerStub(to).GetStatus(learner_pb2.GetStatusRequest(), timeout=ENDING_S)
         if LearnerStatus.from_wire(answer.status).state in states:
             return

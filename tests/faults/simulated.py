@@ -9,10 +9,10 @@ import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.noise import NoiseRequest, KeyedNoise, NoiseSource
-from sottovoce_core.running.participation import NONE, USED_ROUNDS_FIELD
+from sottovoce_core.noise import KeyedNoise, NoiseRequest, NoiseSource
+from sottovoce_core.running.participation import NO_ROUND, USED_ROUNDS_FIELD
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up
@@ -32,8 +32,8 @@ def decoded(spec: RunSpec, said: Iterable[Said]) -> Decoded:
 def unlike(spec: RunSpec, said: Decoded) -> tuple[int, int] | None:
     """Sender and round of the first message that is not what the simulator says; None: all are."""
     run = build_run(spec, FEATURES)
-    used = _used(spec, said) if run.late else None
-    for step in simulate(run, made_up(spec), keyed(spec), used=used):
+    used = _used(spec, said) if run.has_bounded_staleness else None
+    for step in simulate_rounds(run, made_up(spec), keyed(spec), used_rounds=used):
         for i in range(spec.n_learners):
             own = said.get((i, step.t))
             if own is not None and not all(
@@ -46,7 +46,10 @@ def unlike(spec: RunSpec, said: Decoded) -> tuple[int, int] | None:
 
 def anybody_late(said: Decoded) -> bool:
     """Did an update go on with an earlier message than its round's?"""
-    return any(((message[USED_ROUNDS_FIELD] != NONE) & (message[USED_ROUNDS_FIELD] < t - 1)).any() for (_, t), message in said.items())
+    return any(
+        ((message[USED_ROUNDS_FIELD] != NO_ROUND) & (message[USED_ROUNDS_FIELD] < t - 1)).any()
+        for (_, t), message in said.items()
+    )
 
 
 def _used(spec: RunSpec, said: Decoded) -> FloatArray:

@@ -16,8 +16,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce_client.running.operate import Outcome, run_on
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.operate import Outcome, run_on_services
+from sottovoce_client.running.summary import RunProgress
 from sottovoce_core.spec import RunSpec
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.storage.store import Ledger
@@ -132,7 +132,7 @@ class _Soak:
         memory = {name: each.memory_info().rss for name, each in found.items()}
         return Usage(when, rounds / seconds, disk, memory, {name: each.num_fds() for name, each in found.items()})
 
-    def look(self, progress: Progress, state: str) -> None:
+    def look(self, progress: RunProgress, state: str) -> None:
         """Note how far the run is."""
         self.rounds = max(self.rounds, min(progress.rounds))
         if self.rounds:
@@ -169,7 +169,7 @@ async def soak(folder: Path, minutes: float, seed: int) -> bool:
         for name in (EAVESDROPPER, COORDINATOR, *run.groups):
             await run.start(name)
         data = made_up(spec, records=RECORDS)
-        running = asyncio.ensure_future(run_on(run.address(COORDINATOR), spec, data, run.look, run.stop))
+        running = asyncio.ensure_future(run_on_services(run.address(COORDINATOR), spec, data, run.look, run.stop))
         used = await _watched(run, running, minutes * 60)
         run.stop.set()
         outcome = await asyncio.wait_for(running, PATIENCE_S)
@@ -220,7 +220,7 @@ def _wrong(run: _Soak) -> list[str]:
         if known.setdefault((sender, t), payload) != payload:
             broken.append(f"{NAMES[sender]} has two contents of round {t}")
     for index, name in enumerate(NAMES):
-        spent, due = Ledger(run.folder / "learners").spent(name), price(run.spec, index, said[index])
+        spent, due = Ledger(run.folder / "learners").sum_epsilon(name), price(run.spec, index, said[index])
         if spent < due * (1 - 1e-9):
             broken.append(
                 f"the ledger of {name} says {spent:.6g}, and {said[index]} rounds that it said cost {due:.6g}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.summary import RunProgress
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.certificates import AUTHORITIES_FILE
 from sottovoce_rpc.credentials import Credentials
@@ -244,7 +244,7 @@ class Stage:
 
     # ---- the run ------------------------------------------------------------------------------------------
 
-    def look(self, progress: Progress, state: str) -> None:
+    def look(self, progress: RunProgress, state: str) -> None:
         """Note how far the run is."""
         self._begun.set()
         there = [rounds for i, rounds in enumerate(progress.rounds) if i not in progress.left]

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.transcripts.verify import Words
+from sottovoce_client.transcripts.verify import LearnerSignatures
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.running.participation import encode_punctual_rounds
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import RoundCodec
-from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, DIGEST_BYTES, Statement, digest
+from sottovoce_rpc.signatures import DIGEST_BYTES, ROUNDS_PER_BLOCK, Statement, compute_frame_digest
 from tests.examples import made_up
 from tests.faults.catalogue import EVERY
 from tests.faults.page import Row, page
@@ -81,16 +81,16 @@ def test_whatever_breaks_is_noticed(change: dict[str, Any], words: str) -> None:
     assert words in broken
 
 
-def words(said: int, signed: int, what: bytes = b"", refused: str = "") -> Words:
+def words(said: int, signed: int, what: bytes = b"", refused: str = "") -> LearnerSignatures:
     """Of so many rounds, of which so many are signed."""
-    found = Words()
+    found = LearnerSignatures()
     for t in range(said):
-        found.passed(t, digest(b"%d" % t))
+        found.record_message(t, compute_frame_digest(b"%d" % t))
     for block in range(-(-signed // ROUNDS_PER_BLOCK)):
         rounds = range(ROUNDS_PER_BLOCK * block, ROUNDS_PER_BLOCK * (block + 1))
-        digests = [digest(b"%d" % t + what) if t < signed else bytes(DIGEST_BYTES) for t in rounds]
-        found.sign(Statement("run", 1, block, b"".join(digests)))
-    found.refused.update([refused] if refused else [])
+        digests = [compute_frame_digest(b"%d" % t + what) if t < signed else bytes(DIGEST_BYTES) for t in rounds]
+        found.record_statement(Statement("run", 1, block, b"".join(digests)))
+    found.refusals.update([refused] if refused else [])
     return found
 
 
@@ -104,7 +104,9 @@ def words(said: int, signed: int, what: bytes = b"", refused: str = "") -> Words
         (words(0, 0, refused="nobody"), "stopped", ["a signature of ben is refused: nobody"]),
     ],
 )
-def test_what_is_signed_is_what_was_said_but_for_the_end(told: Words, state: str, broken: list[str]) -> None:
+def test_what_is_signed_is_what_was_said_but_for_the_end(
+    told: LearnerSignatures, state: str, broken: list[str]
+) -> None:
     may_end = replace(UNDISTURBED, ends="gone")
     spec = SPEC.model_copy(update={"rounds": 80})
     plain = replace(GOOD, fault=may_end, state=state, reason="gone", spec=spec)
@@ -126,9 +128,9 @@ def simulated(spec: RunSpec, used: FloatArray | None = None) -> tuple[Said, ...]
             step.t,
             codec.encode(step.t, i, Message({name: value[i, 0] for name, value in step.message.fields.items()})),
         )
-        for step in simulate(run, made_up(spec), keyed(spec), used=used)
+        for step in simulate_rounds(run, made_up(spec), keyed(spec), used_rounds=used)
         for i in range(len(NAMES))
-        if spec.roster.is_participating(i, step.t)
+        if spec.participation.is_participating(i, step.t)
     )
 
 

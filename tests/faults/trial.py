@@ -12,8 +12,8 @@ from pathlib import Path
 
 import grpc
 
-from sottovoce_client.running.operate import run_on
-from sottovoce_client.transcripts.verify import Words, read
+from sottovoce_client.running.operate import run_on_services
+from sottovoce_client.transcripts.verify import LearnerSignatures, read_signatures
 from sottovoce_core.errors import CaptureError, DataError, EquivocationError, SottovoceError
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec
@@ -23,7 +23,7 @@ from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 from tests.examples import made_up
 from tests.faults.processes import Process, chance, command
@@ -117,7 +117,7 @@ class Trial:
     silent: Mapping[str, int] = field(default_factory=dict)
     crashed: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
-    signed: Mapping[str, Words] = field(default_factory=dict)
+    signed: Mapping[str, LearnerSignatures] = field(default_factory=dict)
 
 
 async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Calm) -> Trial:
@@ -151,17 +151,17 @@ async def _found(fault: Fault, seed: int, stage: Stage, calm: Mapping[tuple[int,
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.sleep(0)  # what it does before anything is started
             await stage.begin()
-            outcome = await run_on(
+            outcome = await run_on_services(
                 stage.address(COORDINATOR),
                 spec,
                 made_up(spec),
                 stage.look,
                 stage.stop,
-                place=made_up,
+                place_data=made_up,
                 credentials=stage.credentials,
             )
             stage.over = True
-            spec = spec.model_copy(update={"absences": outcome.absences})
+            spec = spec.model_copy(update={"absences": outcome.offline_intervals})
             state, reason = outcome.state, outcome.detail
             told = tuple(status.rounds_done for status in outcome.statuses)
             with contextlib.suppress(TimeoutError):
@@ -211,7 +211,7 @@ async def _own(stage: Stage) -> tuple[int, ...]:
         if stage.processes[name].code is not None:
             found.append(-1)
             continue
-        async with channel(stage.address(name), Role.LEARNER, name, credentials=stage.credentials) as to:
+        async with open_channel(stage.address(name), Role.LEARNER, name, credentials=stage.credentials) as to:
             answer = await learner_pb2_grpc.LearnerStub(to).GetStatus(learner_pb2.GetStatusRequest(), timeout=ENDING_S)
         found.append(LearnerStatus.from_wire(answer.status).rounds_done)
     return tuple(found)
@@ -223,16 +223,16 @@ def overheard(captures: Path) -> list[Said]:
     for capture in find_captures(open_folder(captures)):
         codec = RoundCodec(capture.shapes)
         with contextlib.suppress(CaptureError):  # nothing was said
-            for payload in capture.messages(("payload",))["payload"].to_pylist():
+            for payload in capture.read_messages(("payload",))["payload"].to_pylist():
                 t, sender, _ = codec.decode(payload)
                 found.append((sender, t, payload))
     return found
 
 
-def _signed(captures: Path, authorities: bytes) -> dict[str, Words]:
+def _signed(captures: Path, authorities: bytes) -> dict[str, LearnerSignatures]:
     """What a capture proves."""
     found = list(find_captures(open_folder(captures))) if authorities else []
-    return read(found[0], authorities) if found else {}
+    return read_signatures(found[0], authorities) if found else {}
 
 
 def _unread(captures: Path, spec: RunSpec, *, blind: bool) -> str:
@@ -240,15 +240,15 @@ def _unread(captures: Path, spec: RunSpec, *, blind: bool) -> str:
     run = build_run(spec, FEATURES)
     try:
         (capture,) = find_captures(open_folder(captures))
-        if capture.facts["spec"]["absences"] != spec.model_dump(mode="json")["absences"]:
-            return f"it says of who is away {capture.facts['spec']['absences']}"
+        if capture.metadata["spec"]["absences"] != spec.model_dump(mode="json")["absences"]:
+            return f"it says of who is away {capture.metadata['spec']['absences']}"
         if blind:
             return ""
-        said = capture.transcript(run.field_shapes, run.spec.n_learners, run.network)
+        said = capture.read_transcript(run.field_shapes, run.spec.n_learners, run.network)
     except (CaptureError, EquivocationError) as error:
         return str(error)
     # Who is left alone is not overheard, and what was lost with two learners may be.
-    rounds = 1 + max(t for t in range(spec.rounds) if run.network.heard(t).any())
+    rounds = 1 + max(t for t in range(spec.rounds) if run.network.sender_mask(t).any())
     return "" if said.rounds >= rounds else f"it has {said.rounds} of {rounds} rounds"
 
 
@@ -266,7 +266,7 @@ async def _ledgers(stage: Stage) -> tuple[dict[int, float], frozenset[int]]:
     spent, repaired = {}, set()
     for index, name in enumerate(NAMES):
         try:
-            spent[index] = Ledger(stage.state).spent(name)
+            spent[index] = Ledger(stage.state).sum_epsilon(name)
         except DataError:
             repaired.add(index)
             spent[index] = await _repaired(stage, name)
@@ -280,7 +280,7 @@ async def _repaired(stage: Stage, name: str) -> float:
     await asyncio.wait_for(process.over(), ENDING_S)
     if process.code == 2 and "--charge" in process.words:
         return float("inf")
-    return Ledger(stage.state).spent(name)
+    return Ledger(stage.state).sum_epsilon(name)
 
 
 class Calm:

@@ -16,14 +16,14 @@ from functools import wraps
 from typing import Any, NamedTuple, NoReturn
 
 from sottovoce_coordinator.conducting import RunController
-from sottovoce_coordinator.store import Store
+from sottovoce_coordinator.store import CoordinatorStore
 from sottovoce_core.errors import Unavailable
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.run_log import RunLog
-from sottovoce_learner.storage.store import Store as Ledgers
-from sottovoce_learner.storage.wal import Kind
+from sottovoce_learner.storage.store import LearnerStore as Ledgers
+from sottovoce_learner.storage.wal import EntryKind
 
 FULL_S = 3.0
 _TRANSPORT_S = 0.05
@@ -104,9 +104,9 @@ def _told_one(nth: int) -> None:
             await true(self, t)
             return
         frame = await self._speak(t)
-        first = min(self.plan.part(t).told)
+        first = min(self.plan.get_round_part(t).out_neighbours)
         self.links[first].queue(t, frame)
-        await self.links[first].flushed()
+        await self.links[first].wait_flushed()
         await asyncio.sleep(_TRANSPORT_S)
         _die()
 
@@ -124,14 +124,14 @@ def _tells_one(method: str) -> Callable[[int], None]:
             nonlocal calls
             calls += 1
             if calls == nth:
-                tell, told = self._members.tell, list[str]()
+                tell, told = self._members.enqueue_commands, list[str]()
 
                 def to_one(run_id: str, directives: Any) -> None:
                     if not told:
                         told.extend(list(directives)[:1])
                         tell(run_id, {told[0]: directives[told[0]]})
 
-                self._members.tell = to_one  # type: ignore[method-assign]
+                self._members.enqueue_commands = to_one  # type: ignore[method-assign]
                 asyncio.get_running_loop().call_later(_TRANSPORT_S, _die)
             return true(self, *arguments)
 
@@ -196,25 +196,25 @@ def _full_in_a_change(nth: int) -> None:
 
 def _full_when_all_rest(nth: int) -> None:
     """As before, once all rest for that."""
-    true, calls = Store.amend, 0
+    true, calls = CoordinatorStore.update_spec, 0
 
     @wraps(true)
-    def amend(self: Store, *arguments: Any) -> None:
+    def amend(self: CoordinatorStore, *arguments: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == nth:
             _full_for_a_while(1)
         true(self, *arguments)
 
-    Store.amend = amend  # type: ignore[assignment, method-assign]
+    CoordinatorStore.update_spec = amend  # type: ignore[assignment, method-assign]
 
 
 def _full_for_a_while(nth: int) -> None:
     """From the n-th write on, and for some seconds, a coordinator's disk takes nothing."""
-    true, calls, until = Store._written, 0, math.inf
+    true, calls, until = CoordinatorStore._written, 0, math.inf
 
     @contextmanager
-    def written(self: Store) -> Iterator[sqlite3.Connection]:
+    def written(self: CoordinatorStore) -> Iterator[sqlite3.Connection]:
         nonlocal calls, until
         calls += 1
         if calls == nth:
@@ -224,7 +224,7 @@ def _full_for_a_while(nth: int) -> None:
         with true(self) as db:
             yield db
 
-    Store._written = written  # type: ignore[method-assign]
+    CoordinatorStore._written = written  # type: ignore[method-assign]
 
 
 def _read_only(nth: int) -> None:
@@ -244,15 +244,15 @@ def _read_only(nth: int) -> None:
     os.open, io.open = opened, io_opened  # type: ignore[assignment]
 
 
-def _a_round(log: RunLog, kind: Kind, *more: Any) -> bool:
-    return kind is Kind.ROUND
+def _a_round(log: RunLog, kind: EntryKind, *more: Any) -> bool:
+    return kind is EntryKind.ROUND
 
 
-def _confirmation(store: Store, name: str, known: Any) -> bool:
+def _confirmation(store: CoordinatorStore, name: str, known: Any) -> bool:
     return bool(known.issued == known.confirmed)
 
 
-def _written_grant(store: Store, run_id: str, until: int, *more: Any) -> bool:
+def _written_grant(store: CoordinatorStore, run_id: str, until: int, *more: Any) -> bool:
     return until > store._granted.get(run_id, 0)
 
 
@@ -272,14 +272,14 @@ POINTS: dict[str, Callable[[int], None]] = {
     "full in a change": _full_in_a_change,
     "full when all rest": _full_when_all_rest,
     "read-only": _read_only,
-    "before a grant": _dies(Store, "grant", after=False, when=_written_grant),
-    "after a grant": _dies(Store, "grant", after=True, when=_written_grant),
-    "before a confirmation": _dies(Store, "remember", after=False, when=_confirmation),
-    "after a confirmation": _dies(Store, "remember", after=True, when=_confirmation),
+    "before a grant": _dies(CoordinatorStore, "grant", after=False, when=_written_grant),
+    "after a grant": _dies(CoordinatorStore, "grant", after=True, when=_written_grant),
+    "before a confirmation": _dies(CoordinatorStore, "remember", after=False, when=_confirmation),
+    "after a confirmation": _dies(CoordinatorStore, "remember", after=True, when=_confirmation),
     "before all rest": _dies(RunController, "_rest", after=False),
     "one was told to rest": _tells_one("_rest"),
     "all rest": _dies(RunController, "_rest", after=True),
-    "a change is written": _dies(Store, "amend", after=True),
+    "a change is written": _dies(CoordinatorStore, "amend", after=True),
     "one was told a change": _tells_one("_begin_anew"),
     "told to rest": _dies(Learner, "_end_run", after=False),
     "rests": _dies(Learner, "_end_run", after=True),

@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.codec import RoundCodec, to_fields
-from sottovoce_rpc.server import channel
-from sottovoce_rpc.specs import plan_hash, spec_from_wire, spec_to_wire
+from sottovoce_rpc.server import open_channel
+from sottovoce_rpc.specs import compute_plan_hash, spec_from_wire, spec_to_wire
 from sottovoce_rpc.status import CallOutcome
 from sottovoce_wire.v1 import (
     coordinator_pb2,
@@ -65,7 +65,7 @@ class Houses:
         """So many calls of a service, several at a time; returns what should not have come of them."""
         random, found = chance(seed), list[str]()
         async with contextlib.AsyncExitStack() as held:
-            to = [await held.enter_async_context(channel(self.addresses[house])) for _ in range(4)]
+            to = [await held.enter_async_context(open_channel(self.addresses[house])) for _ in range(4)]
             room = asyncio.Semaphore(_AT_ONCE)
 
             async def one(k: int, said: Call) -> None:
@@ -87,7 +87,7 @@ class Houses:
     async def _ended(self) -> list[str]:
         """End what strangers have begun, and every run of theirs and every capture can be ended."""
         found = []
-        async with channel(self.addresses[COORDINATOR]) as to, channel(self.addresses[EAVESDROPPER]) as ear:
+        async with open_channel(self.addresses[COORDINATOR]) as to, open_channel(self.addresses[EAVESDROPPER]) as ear:
             runs, captures = coordinator_pb2_grpc.CoordinatorStub(to), eavesdropper_pb2_grpc.EavesdropperStub(ear)
             listed = await runs.ListRuns(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S)
             for run in listed.runs:
@@ -144,7 +144,7 @@ class Houses:
 
     async def again(self) -> None:
         """Begin a run anew, where somebody has ended the one before."""
-        async with channel(self.addresses[COORDINATOR]) as to:
+        async with open_channel(self.addresses[COORDINATOR]) as to:
             stub = coordinator_pb2_grpc.CoordinatorStub(to)
             if self.known.run_id:
                 asked = coordinator_pb2.GetRunRequest(run_id=self.known.run_id)
@@ -179,7 +179,7 @@ def _known(run: coordinator_pb2.Run) -> Known:
     codec = RoundCodec({"y": (_FEATURES,)})
     hello = learner_pb2.Hello(
         run_id=run.run_id,
-        plan_hash=plan_hash(spec, run.n_features),
+        plan_hash=compute_plan_hash(spec, run.n_features),
         learner=0,
         next_round=0,
         fields=to_fields(codec.shapes),
@@ -204,7 +204,7 @@ async def _answered(to: grpc.aio.Channel, said: Call) -> tuple[grpc.StatusCode, 
             await asked.done_writing()
         while await asked.read() is not grpc.aio.EOF:
             pass
-    status = await ending.status()
+    status = await ending.wait_for_status()
     return status.code(), status.details() or ""
 
 
@@ -214,7 +214,7 @@ async def _served(house: str, address: str) -> None:
     Raises:
         AioRpcError: not within `PATIENCE_S`.
     """
-    async with channel(address) as to:
+    async with open_channel(address) as to:
         check: Any = health_pb2_grpc.HealthStub(to)
         await check.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         if house == COORDINATOR:

@@ -15,7 +15,7 @@ from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import NoiseSource, SeededNoise, no_noise
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from sottovoce_lab.cases import _from_both, _from_decisions, _from_messages, _guess, _Pair, _roc, _simulate_worlds
@@ -27,7 +27,7 @@ from sottovoce_lab.rebuild import (
     _read_stream,
     _recognised,
     _similarity,
-    rebuild,
+    reconstruct_records,
 )
 from tests.examples import made_up
 
@@ -43,7 +43,9 @@ PUBLISHED = {"name": "pd-ftgl", "epsilon": 1.0, "block_length": 1, "noise_placem
 def problem(algorithm: dict[str, Any], *, rounds: int = 9, batch: int = 1, **sections: Any) -> tuple[Run, PlacedData]:
     """Four learners with records that cannot be negative; the last feature is a constant 1."""
     fixed = {"loss": SOFTMAX, "decision_set": {"kind": "l2_ball", "radius": 1000.0}, "durability": "process"}
-    spec = parse_spec({**fixed, "rounds": rounds, "learners": 4, "algorithm": algorithm, **sections}, imports=True)
+    spec = parse_spec(
+        {**fixed, "rounds": rounds, "learners": 4, "algorithm": algorithm, **sections}, allow_imports=True
+    )
     data, generator, learners = made_up(spec, FEATURES + 1, batch=batch), np.random.default_rng(1), []
     for own in data.learners:
         features = np.abs(own.features)
@@ -56,11 +58,11 @@ def problem(algorithm: dict[str, Any], *, rounds: int = 9, batch: int = 1, **sec
 
 
 def overheard(run: Run, data: PlacedData, noise: NoiseSource) -> Transcript:
-    return Transcript.of(step.message for step in simulate(run, data, noise))
+    return Transcript.from_rounds(step.message for step in simulate_rounds(run, data, noise))
 
 
 def attacked(run: Run, data: PlacedData, noise: NoiseSource | None = None) -> Reconstruction:
-    return rebuild(run, data, overheard(run, data, noise or SeededNoise(0)))
+    return reconstruct_records(run, data, overheard(run, data, noise or SeededNoise(0)))
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def test_without_an_intercept_records_are_read_up_to_their_length() -> None:
     rows, labels = _read_stream(
         _added(run, overheard(run, data, no_noise), 2), run.loss, intercept=False, nonnegative=True
     )
-    truth, _ = run.loss.enforce(data.learners[2].features[:8], data.learners[2].labels[:8])
+    truth, _ = run.loss.enforce_bounds(data.learners[2].features[:8], data.learners[2].labels[:8])
     np.testing.assert_allclose(rows, truth, atol=1e-6)
     np.testing.assert_array_equal(labels, data.learners[2].labels[:8])
 
@@ -113,8 +115,12 @@ def test_without_an_intercept_records_are_read_up_to_their_length() -> None:
 def test_published_gossip_is_read_whatever_epsilon_its_decisions_have() -> None:
     run, data = problem({**PUBLISHED, "epsilon": 1e-3, "regularization": 1e6})
     made = attacked(run, data)
-    assert made.error < 1e-12 and made.alike == pytest.approx(1.0) and made.found == made.told == 1.0
-    output = run.guarantee(0).output
+    assert (
+        made.mean_squared_error < 1e-12
+        and made.similarity == pytest.approx(1.0)
+        and made.recognised_share == made.identified_share == 1.0
+    )
+    output = run.guarantee(0).output_epsilon
     assert output is not None and output[-1] <= 1e-3
     assert math.isinf(run.guarantee(0).epsilon())
 
@@ -132,8 +138,8 @@ def test_noise_leaves_pictures_at_chance(algorithm: dict[str, Any]) -> None:
     """28 records or more; a pair is similar by less than 0.3 in nearly all cases, so their mean is by far less than 0.15."""
     run, data = problem(algorithm)
     made, bare = attacked(run, data), problem({"name": "d-ogd", "step": STEP})
-    assert abs(made.alike) < 0.15 < attacked(*bare, no_noise).alike
-    assert made.found < 0.2 and made.error > 0.05
+    assert abs(made.similarity) < 0.15 < attacked(*bare, no_noise).similarity
+    assert made.recognised_share < 0.2 and made.mean_squared_error > 0.05
 
 
 def test_less_noise_shows_more() -> None:
@@ -141,9 +147,9 @@ def test_less_noise_shows_more() -> None:
         attacked(*problem({"name": "pd-ogd", "step": STEP, "noise": {"kind": "calibrated", "epsilon": epsilon}}))
         for epsilon in (1e5, 1e3, 1.0)
     ]
-    assert made[0].alike > made[1].alike > made[2].alike
-    assert made[0].error < made[1].error < made[2].error
-    assert made[0].found == 1.0 and made[1].told == 1.0
+    assert made[0].similarity > made[1].similarity > made[2].similarity
+    assert made[0].mean_squared_error < made[1].mean_squared_error < made[2].mean_squared_error
+    assert made[0].recognised_share == 1.0 and made[1].identified_share == 1.0
 
 
 def test_of_two_records_the_gradient_tells_which() -> None:
@@ -171,7 +177,7 @@ def test_what_cannot_be_attacked_is_said(algorithm: dict[str, Any], batch: int, 
 def test_one_message_shows_nothing_that_was_added() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
     with pytest.raises(SpecError, match="got 1"):
-        _added(run, overheard(run, data, no_noise).until(1), 0)
+        _added(run, overheard(run, data, no_noise).truncate(1), 0)
 
 
 def test_records_of_who_is_away_now_and_then_are_not_rebuilt() -> None:

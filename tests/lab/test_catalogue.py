@@ -11,20 +11,27 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.conformance.residuals import residuals
+from sottovoce_core.auditing.conformance.residuals import compute_residuals
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.worlds import RunChunk, children, overhear
-from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, grid
+from sottovoce_core.auditing.worlds import RunChunk, simulate_runs, spawn_seeds
+from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, lattice_spacing
 from sottovoce_lab.catalogue import CATALOGUE, QUICK_MUTANTS
 from sottovoce_lab.catalogue.distribution import _shaped
 from sottovoce_lab.catalogue.reuse import _correlated, _repeated
-from sottovoce_lab.mutants import BASE_RUNS, Kind, estimate_from_messages, estimate_from_numbers, event, rescaled
-from sottovoce_lab.trial import audited
+from sottovoce_lab.mutants import (
+    BASE_RUNS,
+    Kind,
+    compute_bernoulli_kl,
+    compute_scale_kl,
+    estimate_from_messages,
+    estimate_from_numbers,
+)
+from sottovoce_lab.trial import audit_mutant
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
 SEED = np.random.SeedSequence(7)
 SCALE = 2.0
-GRID = float(grid(SCALE))
+GRID = float(lattice_spacing(SCALE))
 
 
 @cache
@@ -34,21 +41,23 @@ def planned(base: str) -> AuditPlan:
 
 
 def said(source: NoiseSource, rounds: int, shape: tuple[int, ...], scale: float) -> FloatArray:
-    return np.stack([source(NoiseRequest("laplace", "y", t, scale, float(grid(scale)), shape)) for t in range(rounds)])
+    return np.stack(
+        [source(NoiseRequest("laplace", "y", t, scale, float(lattice_spacing(scale)), shape)) for t in range(rounds)]
+    )
 
 
 def drawn(name: str, rounds: int = 8, shape: tuple[int, ...] = (3, 50, 16), scale: float = SCALE) -> FloatArray:
     """`(rounds, learners, runs, numbers)` of a broken learner's Laplace noise."""
-    return said(BY_NAME[name].breaks(planned("ldp-dol")).noise(SEED), rounds, shape, scale)
+    return said(BY_NAME[name].build_fault(planned("ldp-dol")).noise(SEED), rounds, shape, scale)
 
 
 def correct(rounds: int = 8, shape: tuple[int, ...] = (3, 50, 16), scale: float = SCALE) -> FloatArray:
     """The same of the correct noise that it was made from."""
-    return said(SeededNoise(children(SEED, 2)[0]), rounds, shape, scale)
+    return said(SeededNoise(spawn_seeds(SEED, 2)[0]), rounds, shape, scale)
 
 
 def steps(noise: FloatArray, scale: float = SCALE) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    return np.rint(noise / float(grid(scale))).astype(np.int64)
+    return np.rint(noise / float(lattice_spacing(scale))).astype(np.int64)
 
 
 # ---- the list --------------------------------------------------------------------------------------------------------
@@ -69,14 +78,14 @@ def test_some_of_them_are_tried_by_every_self_test() -> None:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_break_fits_its_own_run_and_breaks_one_thing(name: str) -> None:
     mutant = BY_NAME[name]
-    broken = mutant.breaks(planned(mutant.base))
-    other = (broken.noise is not SeededNoise, broken.actual is not None, broken.claim_factor != 1.0)
-    assert sum((*other, broken.leak is not None, broken.noticed is not None)) == 1
+    broken = mutant.build_fault(planned(mutant.base))
+    other = (broken.noise is not SeededNoise, broken.actual_run is not None, broken.claim_factor != 1.0)
+    assert sum((*other, broken.compute_leak is not None, broken.detect is not None)) == 1
 
 
 ON_NO_LATTICE = {"raw doubles"}
 NOISY = [
-    m.name for m in CATALOGUE if m.breaks(planned(m.base)).noise is not SeededNoise and m.name not in ON_NO_LATTICE
+    m.name for m in CATALOGUE if m.build_fault(planned(m.base)).noise is not SeededNoise and m.name not in ON_NO_LATTICE
 ]
 
 
@@ -143,7 +152,7 @@ def test_laws_have_the_right_variance_or_mean_size() -> None:
 
 def test_spherical_noise_becomes_gaussian_of_the_same_variance() -> None:
     """Within 2 %: their standard error is 0.2 %."""
-    broken = BY_NAME["Gaussian"].breaks(planned("pvp")).noise(SEED)
+    broken = BY_NAME["Gaussian"].build_fault(planned("pvp")).noise(SEED)
     draw = NoiseRequest("spherical", "y", 0, 0.5, None, (200_000, 3))
     assert np.var(broken(draw)) == pytest.approx(np.var(SeededNoise(1)(draw)), rel=0.02)
 
@@ -152,7 +161,7 @@ def test_noise_that_is_left_out() -> None:
     first, but_one, last = drawn("first only"), drawn("a round left out"), drawn("a coordinate left out")
     assert np.array_equal(first[0], correct()[0]) and not first[1:].any()
     (silent,) = np.flatnonzero(~drawn("a round left out", 16).any(axis=(1, 2, 3)))
-    assert silent == planned("ldp-dol").listener.rounds[-1] and np.array_equal(but_one, correct()[:8])
+    assert silent == planned("ldp-dol").adversary.visible_rounds[-1] and np.array_equal(but_one, correct()[:8])
     assert not last[..., -1].any() and np.array_equal(last[..., :-1], correct()[..., :-1])
     zeros = drawn("0.1 % of messages without noise", 8, (3, 2000, 4)) == 0.0
     assert (zeros.any(axis=-1) == zeros.all(axis=-1)).all()
@@ -243,8 +252,10 @@ def test_noise_that_is_said_again() -> None:
 
 
 def test_noise_that_is_said_again_at_another_scale() -> None:
-    source = BY_NAME["at another scale"].breaks(planned("ldp-dol")).noise(SEED)
-    first, second = (source(NoiseRequest("laplace", "y", t, 1.5 + t, float(grid(1.5 + t)), (1, 5, 4))) for t in (0, 1))
+    source = BY_NAME["at another scale"].build_fault(planned("ldp-dol")).noise(SEED)
+    first, second = (
+        source(NoiseRequest("laplace", "y", t, 1.5 + t, float(lattice_spacing(1.5 + t)), (1, 5, 4))) for t in (0, 1)
+    )
     np.testing.assert_allclose(second / 2.5, first / 1.5, rtol=1e-9, atol=1e-11)
 
 
@@ -309,7 +320,7 @@ def test_seeds_are_as_few_as_they_say() -> None:
 
 def test_worlds_share_seeds() -> None:
     """Whatever the seed of the simulated runs, the streams are the same ones."""
-    broken = BY_NAME["2^8 seeds"].breaks(planned("ldp-dol"))
+    broken = BY_NAME["2^8 seeds"].build_fault(planned("ldp-dol"))
     sources = (broken.noise(np.random.SeedSequence(seed)) for seed in (1, 2))
     first, second = (set(said(source, 1, (3, 1000, 1), SCALE).ravel()) for source in sources)
     assert len(first & second) > 200
@@ -338,18 +349,18 @@ def test_runs_from_a_snapshot() -> None:
 def taken_off(name: str, runs: int = 200) -> tuple[AuditPlan, FloatArray]:
     """What the audit takes for noise, `(rounds, runs, numbers)` in scales, of the audited learner in the first world."""
     plan = planned(BY_NAME[name].base)
-    broken = BY_NAME[name].breaks(plan)
+    broken = BY_NAME[name].build_fault(plan)
     share = RunChunk(0, runs, SEED)
-    run, data = broken.actual or plan.run, plan.worlds.data(plan.data, 0)
-    transcript = overhear(run, plan.data, plan.worlds, share, broken.noise, everybody=True).transcript
-    (found,) = residuals(plan.run, transcript, data, 0)
+    run, data = broken.actual_run or plan.run, plan.worlds.build_data(plan.data, 0)
+    transcript = simulate_runs(run, plan.data, plan.worlds, share, broken.noise, keep_all_learners=True).transcript
+    (found,) = compute_residuals(plan.run, transcript, data, 0)
     return plan, found.values
 
 
 def test_scales_and_means_that_follow_the_label() -> None:
     """Of 16 rounds of 200 runs of 16 numbers; a mean has a standard error below 1 %."""
     plan, noise = taken_off("0.8 after label 1")
-    own = plan.worlds.first
+    own = plan.worlds.records_0
     after = np.array([False, *(own.batch(t).labels[0] > 0.0 for t in range(15))])
     assert after.any() and not after.all()
     assert np.mean(np.abs(noise[after])) == pytest.approx(0.8, rel=0.05)
@@ -378,8 +389,10 @@ def test_signs_that_follow_keep_sizes() -> None:
     """The audit takes the same sizes off it, and signs of a tenth of the numbers are others."""
     plan = planned("ldp-dol")
     _, noise = taken_off("20 % of signs follow")
-    transcript = overhear(plan.run, plan.data, plan.worlds, RunChunk(0, 200, SEED), SeededNoise, everybody=True).transcript
-    (was,) = residuals(plan.run, transcript, plan.worlds.data(plan.data, 0), 0)
+    transcript = simulate_runs(
+        plan.run, plan.data, plan.worlds, RunChunk(0, 200, SEED), SeededNoise, keep_all_learners=True
+    ).transcript
+    (was,) = compute_residuals(plan.run, transcript, plan.worlds.build_data(plan.data, 0), 0)
     np.testing.assert_allclose(np.abs(noise), np.abs(was.values), atol=1e-9)
     assert np.mean(noise * was.values < 0.0) == pytest.approx(0.1 * 15 / 16, abs=0.01)
 
@@ -389,8 +402,10 @@ def test_a_wrong_centre_moves_what_is_taken_for_noise(name: str) -> None:
     """From the second round on."""
     plan = planned(BY_NAME[name].base)
     _, noise = taken_off(name)
-    transcript = overhear(plan.run, plan.data, plan.worlds, RunChunk(0, 200, SEED), SeededNoise, everybody=True).transcript
-    (was,) = residuals(plan.run, transcript, plan.worlds.data(plan.data, 0), 0)
+    transcript = simulate_runs(
+        plan.run, plan.data, plan.worlds, RunChunk(0, 200, SEED), SeededNoise, keep_all_learners=True
+    ).transcript
+    (was,) = compute_residuals(plan.run, transcript, plan.worlds.build_data(plan.data, 0), 0)
     moved = np.abs(noise - was.values)
     assert moved[0].max() < 1e-9 and moved[1:].max() > 1e-3
 
@@ -403,10 +418,10 @@ def test_what_leaks_is_heard_in_every_run(name: str) -> None:
     """As the channel of an audit."""
     mutant = BY_NAME[name]
     run, data = BASE_RUNS[mutant.base].build()
-    worlds = None if mutant.swap is None else mutant.swap(run, data, 0)
+    worlds = None if mutant.build_worlds is None else mutant.build_worlds(run, data, 0)
     plan = plan_audit(run, data, 0, runs=20, worlds=worlds)
-    heard = audited(plan, mutant.breaks(plan))
-    assert heard.views["channel"] > 0
+    heard = audit_mutant(plan, mutant.build_fault(plan))
+    assert heard.varying_counts["channel"] > 0
 
 
 # ---- evidence --------------------------------------------------------------------------------------------------------
@@ -414,9 +429,9 @@ def test_what_leaks_is_heard_in_every_run(name: str) -> None:
 
 def test_evidence_in_numbers() -> None:
     """By hand."""
-    assert event(0.5, 0.25) == pytest.approx(0.5 * math.log(4.0 / 3.0))
-    assert event(0.0, 0.5) == pytest.approx(math.log(2.0)) and event(0.3, 0.3) == 0.0
-    assert rescaled(0.99) == pytest.approx(0.01**2 / 2.0, rel=0.01) and _correlated(0.1) == pytest.approx(
+    assert compute_bernoulli_kl(0.5, 0.25) == pytest.approx(0.5 * math.log(4.0 / 3.0))
+    assert compute_bernoulli_kl(0.0, 0.5) == pytest.approx(math.log(2.0)) and compute_bernoulli_kl(0.3, 0.3) == 0.0
+    assert compute_scale_kl(0.99) == pytest.approx(0.01**2 / 2.0, rel=0.01) and _correlated(0.1) == pytest.approx(
         0.005, rel=0.01
     )
     # Normal of variance 2: E x^2/4 = 1/2 and E |x| = 2/sqrt(pi).
@@ -429,6 +444,8 @@ def test_evidence_in_runs() -> None:
     """Of 3 learners, 8 rounds and 3 numbers, twice: 144 numbers."""
     run = planned("dola").run
     assert estimate_from_numbers(0.01)(run, 0.05) == pytest.approx(math.log(20.0) / 1.44)
-    assert estimate_from_messages(10.0, 0.01)(run, 0.05) == pytest.approx(math.log(10.0) / 0.48)  # else none is there to be found
+    assert estimate_from_messages(10.0, 0.01)(run, 0.05) == pytest.approx(
+        math.log(10.0) / 0.48
+    )  # else none is there to be found
     # 1,000 of 217,147 values: e^(-1000^2/(2 * 217147)) = 0.1 that no two are equal.
     assert _repeated(217_147.0, lambda run: 10.0)(run, 0.05) == pytest.approx(50.0, rel=1e-5)

@@ -19,7 +19,7 @@ from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
 from sottovoce_lab import cases
-from sottovoce_lab.gallery import SHOWN, _png, write_capture_gallery
+from sottovoce_lab.gallery import MAX_PICTURES_PER_ROW, _png, write_capture_gallery
 from tests.services.network import network
 
 for module in ("sklearn", "scipy", "jinja2"):
@@ -54,7 +54,7 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
     assert "pip install &#39;.[torch]&#39;" in page and "proves nothing" in page
     assert not re.search(r"<(?:img|script|link)[^>]+(?:src|href)=\"(?!data:)", page)
     rows = 4 + 4  # of two attacks: the true records, and three strips
-    assert page.count('<img src="data:image/png;base64,') == SHOWN * rows
+    assert page.count('<img src="data:image/png;base64,') == MAX_PICTURES_PER_ROW * rows
 
 
 def test_a_picture_is_a_grey_png() -> None:
@@ -80,11 +80,11 @@ async def captured(folder: Path, algorithm: dict[str, Any], **sections: Any) -> 
         "durability": "process",
         **sections,
     }
-    prepared = prepare(parse_spec(document, imports=True))
+    prepared = prepare(parse_spec(document, allow_imports=True))
     async with network(folder, prepared.run.spec.names) as up:
         outcome = await up.run(prepared.run.spec, prepared.data)
-    assert outcome.state == "finished" and outcome.capture is not None
-    return Path(outcome.capture)
+    assert outcome.state == "finished" and outcome.capture_location is not None
+    return Path(outcome.capture_location)
 
 
 def shown(capture: Path, folder: Path) -> tuple[str, dict[str, Any]]:

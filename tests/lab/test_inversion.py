@@ -14,11 +14,11 @@ from sottovoce_core.data import PlacedData  # noqa: E402
 from sottovoce_core.losses.torch import TorchLoss  # noqa: E402
 from sottovoce_core.noise import SeededNoise  # noqa: E402
 from sottovoce_core.running.run import build_run  # noqa: E402
-from sottovoce_core.running.simulator import simulate  # noqa: E402
+from sottovoce_core.running.simulator import simulate_rounds  # noqa: E402
 from sottovoce_core.running.transcript import Transcript  # noqa: E402
 from sottovoce_core.spec import parse_spec  # noqa: E402
 from sottovoce_lab.inversion import invert  # noqa: E402
-from sottovoce_lab.rebuild import Reconstruction, rebuild  # noqa: E402
+from sottovoce_lab.rebuild import Reconstruction, reconstruct_records  # noqa: E402
 from tests.examples import made_up  # noqa: E402
 
 LOSS = {
@@ -39,19 +39,21 @@ def document(noise: dict[str, Any]) -> dict[str, Any]:
 
 
 def attacked(noise: dict[str, Any]) -> Reconstruction:
-    spec = parse_spec(document(noise), imports=True)
+    spec = parse_spec(document(noise), allow_imports=True)
     drawn = made_up(spec, 64)
     learners = tuple(type(own)(np.abs(own.features), own.labels, own.order, own.offsets) for own in drawn.learners)
     data = PlacedData(learners, np.abs(drawn.test_features), drawn.test_labels)
     run = build_run(spec, 64)
-    return rebuild(run, data, Transcript.of(step.message for step in simulate(run, data, SeededNoise(0))))
+    return reconstruct_records(
+        run, data, Transcript.from_rounds(step.message for step in simulate_rounds(run, data, SeededNoise(0)))
+    )
 
 
 def test_the_record_and_its_label_are_found() -> None:
-    loss = parse_spec(document({"kind": "none"}), imports=True).loss
+    loss = parse_spec(document({"kind": "none"}), allow_imports=True).loss
     assert isinstance(loss, TorchLoss)
-    features, labels = loss.enforce(np.abs(np.random.default_rng(3).normal(size=(1, 64))), np.array([7.0]))
-    theta = loss.initial(loss.dim(64))
+    features, labels = loss.enforce_bounds(np.abs(np.random.default_rng(3).normal(size=(1, 64))), np.array([7.0]))
+    theta = loss.initial_parameters(loss.dim(64))
     threads = torch.get_num_threads()
     found = invert(loss, theta, loss.gradient_sum(theta, Batch(features, labels)), 0)
     assert found.label == 7 and found.mismatch < 1e-6
@@ -61,9 +63,9 @@ def test_the_record_and_its_label_are_found() -> None:
 
 def test_the_wire_without_noise_gives_pictures_away() -> None:
     made = attacked({"kind": "none"})
-    assert made.alike > 0.99 and made.found == 1.0 and made.told == 1.0
+    assert made.similarity > 0.99 and made.recognised_share == 1.0 and made.identified_share == 1.0
 
 
 def test_noise_hides_pictures() -> None:
     made = attacked({"kind": "calibrated", "epsilon": 10.0})
-    assert abs(made.alike) < 0.4 and made.error > 0.05
+    assert abs(made.similarity) < 0.4 and made.mean_squared_error > 0.05

@@ -13,8 +13,8 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import NoiseRequest
 from sottovoce_lab.catalogue import QUICK_MUTANTS
 from sottovoce_lab.catalogue.wire import _forgetful, _notices, _overspent, _Spoken
-from sottovoce_lab.mutants import ALGORITHMS, BASE_RUNS, Broken, Mutant, noisy, times
-from sottovoce_lab.trial import FalseAlarmCounts, MutantOutcome, added, attempt, false_alarms
+from sottovoce_lab.mutants import ALGORITHM_RUNS, BASE_RUNS, Fault, Mutant, mutate_noise, scale_noise
+from sottovoce_lab.trial import FalseAlarmCounts, MutantOutcome, measure_false_alarms, sum_false_alarms, try_mutant
 
 BY_NAME = {mutant.name: mutant for mutant in QUICK_MUTANTS}
 
@@ -27,13 +27,13 @@ def planned(base: str = "ldp-dol, budget") -> AuditPlan:
 def tried(name: str, base: str | None = None) -> MutantOutcome:
     mutant = BY_NAME[name]
     base = base or mutant.base
-    return attempt(mutant, (BASE_RUNS.get(base) or ALGORITHMS[base]).build())
+    return try_mutant(mutant, (BASE_RUNS.get(base) or ALGORITHM_RUNS[base]).build())
 
 
 def test_draws_know_their_lattice() -> None:
     noise = np.array([0.3, 0.7])
-    assert np.array_equal(NoiseRequest("laplace", "y", 0, 1.0, 0.5, (2,)).rounded(noise), [0.5, 0.5])
-    assert np.array_equal(NoiseRequest("spherical", "y", 0, 1.0, None, (2,)).rounded(noise), noise)
+    assert np.array_equal(NoiseRequest("laplace", "y", 0, 1.0, 0.5, (2,)).round_to_lattice(noise), [0.5, 0.5])
+    assert np.array_equal(NoiseRequest("spherical", "y", 0, 1.0, None, (2,)).round_to_lattice(noise), noise)
 
 
 # ---- caught ----------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_draws_know_their_lattice() -> None:
 def test_broken_learners_are_caught(name: str) -> None:
     """By the family that should see it. The rest of them: `tests/lab/test_whole.py`."""
     outcome = tried(name)
-    assert outcome.needed is not None and outcome.needed <= outcome.allowed and not outcome.missed
+    assert outcome.needed is not None and outcome.needed <= outcome.allowed and not outcome.is_missed
     assert BY_NAME[name].family in outcome.families and outcome.evidence
 
 
@@ -73,9 +73,9 @@ def test_correct_messages_are_not_noticed() -> None:
 
 def test_what_breaks_nothing_is_missed() -> None:
     """Else it would be the tests that are broken. A false alarm: 1/20 for each number of runs; at this seed none."""
-    nothing = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 100)
-    outcome = attempt(nothing, BASE_RUNS["dola"].build(), seed=3)
-    assert outcome.missed and outcome.needed is None and outcome.families == () and outcome.numbers > 0
+    nothing = Mutant("nothing", "all is well", lambda plan: Fault(), "conformance", 100)
+    outcome = try_mutant(nothing, BASE_RUNS["dola"].build(), seed=3)
+    assert outcome.is_missed and outcome.needed is None and outcome.families == () and outcome.numbers > 0
 
 
 @pytest.mark.parametrize(
@@ -94,49 +94,51 @@ def test_what_breaks_nothing_is_missed() -> None:
 )
 def test_a_mutant_that_does_not_fit_says_why(name: str, base: str, why: str) -> None:
     outcome = tried(name, base)
-    assert why in outcome.unfit and not outcome.missed and outcome.needed is None
+    assert why in outcome.unfit and not outcome.is_missed and outcome.needed is None
 
 
 def test_a_length_tells_nothing_where_no_gradient_is_ever_zero() -> None:
     """In batches, every feature is in some record."""
-    base = replace(BASE_RUNS["ldp-dol, epsilon 1"], batch=4)
-    assert "ever zero" in attempt(BY_NAME["length"], base.build()).unfit
+    base = replace(BASE_RUNS["ldp-dol, epsilon 1"], batch_size=4)
+    assert "ever zero" in try_mutant(BY_NAME["length"], base.build()).unfit
 
 
 def test_a_mutant_of_ones_own() -> None:
-    loud = Mutant("loud", "0.7 of the scale", noisy(times(0.7)), "conformance", 20)
-    assert attempt(loud, BASE_RUNS["dola"].build()).families == ("conformance",)
+    loud = Mutant("loud", "0.7 of the scale", mutate_noise(scale_noise(0.7)), "conformance", 20)
+    assert try_mutant(loud, BASE_RUNS["dola"].build()).families == ("conformance",)
 
 
 # ---- false alarms ----------------------------------------------------------------------------------------------------
 
 
 def test_every_algorithm_has_a_run_for_false_alarms() -> None:
-    assert set(ALGORITHMS) == set(algorithms.ALGORITHMS.built_in_classes)
-    for name, base in ALGORITHMS.items():
+    assert set(ALGORITHM_RUNS) == set(algorithms.ALGORITHMS.built_in_classes)
+    for name, base in ALGORITHM_RUNS.items():
         claim = base.build()[0].guarantee(0).epsilon()
         assert claim == pytest.approx(0.3, rel=0.1) or (name in {"admm", "d-ogd", "d-ftgl"} and claim == np.inf)
 
 
 def test_false_alarms_are_counted() -> None:
     """At these seeds there are none; one with other seeds would be no fault."""
-    found = false_alarms(*ALGORITHMS["dola"].build(), [1, 2], name="dola")
+    found = measure_false_alarms(*ALGORITHM_RUNS["dola"].build(), [1, 2], name="dola")
     assert found == FalseAlarmCounts("dola", 0, 2, 0, 8) and not found.is_excessive
-    assert false_alarms(*ALGORITHMS["d-ogd"].build(), [1], name="d-ogd") == FalseAlarmCounts("d-ogd", 0, 0, 0, 0)
+    assert measure_false_alarms(*ALGORITHM_RUNS["d-ogd"].build(), [1], name="d-ogd") == FalseAlarmCounts(
+        "d-ogd", 0, 0, 0, 0
+    )
 
 
 def test_too_many_false_alarms_are_no_chance() -> None:
     few, many = FalseAlarmCounts("x", 5, 20, 0, 80), FalseAlarmCounts("x", 6, 20, 0, 80)  # chances 0.0026 and 0.00033
     assert not few.is_excessive and many.is_excessive
     assert not replace(few, alarmed=1).is_excessive and replace(few, alarmed=3).is_excessive  # 0.077 and 0.00008
-    both = added([replace(few, families=("black box",)), replace(many, families=("conformance",))])
+    both = sum_false_alarms([replace(few, families=("black box",)), replace(many, families=("conformance",))])
     assert both == FalseAlarmCounts("x", 11, 40, 0, 160, ("black box", "conformance"))
 
 
 def test_nobody_hears_the_learner_twice() -> None:
     """On a path of two there is one neighbour only, and nobody to tell something else."""
     base = replace(BASE_RUNS["dola"], sections={"learners": 2, "topology": {"graph": "path"}})
-    assert "only one learner hears" in attempt(BY_NAME["two faces"], base.build()).unfit
+    assert "only one learner hears" in try_mutant(BY_NAME["two faces"], base.build()).unfit
 
 
 def test_a_budget_that_is_enough_cannot_be_forgotten() -> None:

@@ -14,11 +14,17 @@ import pytest
 from rich.console import Console
 
 from sottovoce_lab import power
-from sottovoce_lab.broken_learners import WIRETAP_MUTANTS, NETWORK_MUTANTS
+from sottovoce_lab.broken_learners import NETWORK_MUTANTS, WIRETAP_MUTANTS
 from sottovoce_lab.broken_services import FOREIGN_SERVICE_MUTANTS, measure_foreign_power, measure_service_power
 from sottovoce_lab.catalogue import CATALOGUE
-from sottovoce_lab.mutants import Broken, Mutant, estimate_from_runs
-from sottovoce_lab.trial import MIN_EVIDENCE_FACTOR, POWER_RUN_COUNTS, Power, find, measure
+from sottovoce_lab.mutants import Fault, Mutant, estimate_from_runs
+from sottovoce_lab.trial import (
+    MIN_EVIDENCE_FACTOR,
+    POWER_RUN_COUNTS,
+    PowerMeasurement,
+    measure_mutant_power,
+    search_run_count,
+)
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
 RUNNING = {broken.name: broken for broken in NETWORK_MUTANTS}
@@ -29,7 +35,15 @@ SERVICES = {
     "## By wiretap": set(TAPPED),
     "## Foreign services": set(CALLED),
 }
-FAINT = Mutant("faint", "all but well", lambda plan: Broken(), "conformance", 20, base="dola", limit=estimate_from_runs(1e-3))
+FAINT = Mutant(
+    "faint",
+    "all but well",
+    lambda plan: Fault(),
+    "conformance",
+    20,
+    base="dola",
+    estimate_min_runs=estimate_from_runs(1e-3),
+)
 """As if it were one of somebody's own; nothing is wrong, and no more than that is said to be."""
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -72,8 +86,8 @@ def test_what_gives_too_little_evidence_is_not_missed(monkeypatch: pytest.Monkey
 
 
 def test_what_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = Power("lost", "", None, int(10 * MIN_EVIDENCE_FACTOR), 2, "dola", limit=10.0)
-    assert lost.missed and not replace(lost, most=int(10 * MIN_EVIDENCE_FACTOR) - 1).missed
+    lost = PowerMeasurement("lost", "", None, int(10 * MIN_EVIDENCE_FACTOR), 2, "dola", limit=10.0)
+    assert lost.is_missed and not replace(lost, most=int(10 * MIN_EVIDENCE_FACTOR) - 1).is_missed
     monkeypatch.setattr(power, "measure", lambda mutant, **more: lost)
     monkeypatch.setattr(power, "CATALOGUE", [FAINT])
     without_services(monkeypatch)
@@ -84,7 +98,7 @@ def test_what_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_worlds_in_which_a_break_does_nothing_are_audits_that_miss_it() -> None:
     """With the seed 3 an audit of five runs takes records without zeros, so no message is shorter."""
-    found = measure(BY_NAME["length"], audits=1, seed=3, most=5)
+    found = measure_mutant_power(BY_NAME["length"], audits=1, seed=3, max_runs=5)
 
     assert (found.needed, found.found_by) == (None, "")
 
@@ -92,7 +106,7 @@ def test_worlds_in_which_a_break_does_nothing_are_audits_that_miss_it() -> None:
 @pytest.mark.statistics
 def test_the_fewest_runs_with_enough_evidence_are_found() -> None:
     """3 % of scale in numbers of 3 learners, 16 rounds and 16 coordinates: 24.4/0.03^2 of them, so 18 runs of each world."""
-    found = measure(BY_NAME["0.97 of the scale"], audits=2, most=100)
+    found = measure_mutant_power(BY_NAME["0.97 of the scale"], audits=2, max_runs=100)
     assert found.needed in {10, 20, 50} and found.found_by == "marginal" and found.limit is not None
     assert found.limit == pytest.approx(6.53, rel=0.01) and found.needed in POWER_RUN_COUNTS
 
@@ -146,7 +160,7 @@ def test_broken_services_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_a_foreign_service_says_again_is_found() -> None:
-    found = measure_foreign_power(CALLED["said again"], rungs=(24,), audits=1)
+    found = measure_foreign_power(CALLED["said again"], run_counts=(24,), audits=1)
     assert (found.needed, found.found_by) == (24, "said again")
 
 
@@ -157,25 +171,25 @@ def test_what_a_foreign_service_says_again_is_found() -> None:
 )
 def test_a_broken_learner_is_found_on_real_services(name: str, found_by: set[str]) -> None:
     """Half the noise gives 0.19 nats a number, of which 24 runs of each world have 2,304; the rest tells a record every time."""
-    found = measure_service_power(RUNNING[name], "relay", rungs=(24,), audits=1)
-    assert found.needed == 24 and found.found_by in found_by and not found.missed
+    found = measure_service_power(RUNNING[name], "relay", run_counts=(24,), audits=1)
+    assert found.needed == 24 and found.found_by in found_by and not found.is_missed
 
 
 @pytest.mark.slow
 def test_a_correct_learner_is_not_accused_on_real_services() -> None:
     """By construction with probability at most 0.01."""
-    found = measure_service_power(RUNNING["correct"], "relay", rungs=(24,), audits=1)
-    assert (found.correct, found.found, found.audits, found.missed) == (True, 0, 1, False)
+    found = measure_service_power(RUNNING["correct"], "relay", run_counts=(24,), audits=1)
+    assert (found.correct, found.found, found.audits, found.is_missed) == (True, 0, 1, False)
 
 
 def test_only_the_first_of_each_kind_are_correct() -> None:
-    assert [each.name for each in NETWORK_MUTANTS if each.correct] == ["correct"]
-    assert [each.name for each in FOREIGN_SERVICE_MUTANTS if each.correct] == ["correct", "six digits"]
+    assert [each.name for each in NETWORK_MUTANTS if each.is_correct] == ["correct"]
+    assert [each.name for each in FOREIGN_SERVICE_MUTANTS if each.is_correct] == ["correct", "six digits"]
     assert len(RUNNING) == len(NETWORK_MUTANTS) and len(CALLED) == len(FOREIGN_SERVICE_MUTANTS)
 
 
-def blank(*, correct: bool) -> Power:
-    return Power("some", "", "foreign services", 48, 5, correct=correct)
+def blank(*, correct: bool) -> PowerMeasurement:
+    return PowerMeasurement("some", "", "foreign services", 48, 5, correct=correct)
 
 
 def test_a_broken_service_needs_the_fewest_runs_with_which_enough_audits_find_it() -> None:
@@ -185,17 +199,17 @@ def test_a_broken_service_needs_the_fewest_runs_with_which_enough_audits_find_it
         held.append((runs, seed))
         return "sizes" if runs >= 48 else ""
 
-    found = find(blank(correct=False), found_by, (24, 48, 100), seed=7)
-    assert (found.needed, found.found_by, found.found, found.missed) == (48, "sizes", 5, False)
+    found = search_run_count(blank(correct=False), found_by, (24, 48, 100), seed=7)
+    assert (found.needed, found.found_by, found.found, found.is_missed) == (48, "sizes", 5, False)
     assert held == [(24, 7), *((48, 7 + k) for k in range(5))]
-    assert find(blank(correct=False), lambda runs, seed: "", (24, 48), seed=0).missed
+    assert search_run_count(blank(correct=False), lambda runs, seed: "", (24, 48), seed=0).is_missed
 
 
 @pytest.mark.parametrize(("accused", "missed"), [(0, False), (1, False), (2, True)])
 def test_a_correct_service_is_audited_with_all_runs_and_may_hardly_be_accused(accused: int, missed: bool) -> None:
     """At 99 %, two of five audits accuse it with probability 0.001; two of ten with 0.004, three with 0.0001."""
-    found = find(blank(correct=True), lambda runs, seed: "sizes" if seed < accused else "", (24,), seed=0)
-    assert (found.needed, found.found, found.audits, found.missed) == (None, accused, 5, missed)
+    found = search_run_count(blank(correct=True), lambda runs, seed: "sizes" if seed < accused else "", (24,), seed=0)
+    assert (found.needed, found.found, found.audits, found.is_missed) == (None, accused, 5, missed)
 
 
 def test_a_false_alarm_fails(monkeypatch: pytest.MonkeyPatch) -> None:

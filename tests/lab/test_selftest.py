@@ -14,10 +14,10 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_lab import selftest
 from sottovoce_lab.catalogue import QUICK_MUTANTS
-from sottovoce_lab.mutants import ALGORITHMS, BASE_RUNS, Broken, Mutant
-from sottovoce_lab.trial import FalseAlarmCounts, attempt
+from sottovoce_lab.mutants import ALGORITHM_RUNS, BASE_RUNS, Fault, Mutant
+from sottovoce_lab.trial import FalseAlarmCounts, try_mutant
 
-NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 20, base="dola")
+NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Fault(), "conformance", 20, base="dola")
 """As if it were one of somebody's own."""
 
 
@@ -26,12 +26,12 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two mutants, and three correct algorithms."""
     chosen = [mutant for mutant in QUICK_MUTANTS if mutant.name in {"summed", "retry"}]
     monkeypatch.setattr(selftest, "MUTANTS", chosen)
-    monkeypatch.setattr(selftest, "ALGORITHMS", {name: ALGORITHMS[name] for name in ("dola", "pd-ftgl", "admm")})
+    monkeypatch.setattr(selftest, "ALGORITHMS", {name: ALGORITHM_RUNS[name] for name in ("dola", "pd-ftgl", "admm")})
 
 
 def outcome_of(**more: object) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=100)
-    code = selftest.self_test(jobs=1, console=console, **{"alarms": 1, **more})  # type: ignore[arg-type]
+    code = selftest.run_self_test(jobs=1, console=console, **{"alarms": 1, **more})  # type: ignore[arg-type]
     assert isinstance(console.file, io.StringIO)
     return code, console.file.getvalue()
 
@@ -60,7 +60,9 @@ def test_a_mutant_that_is_missed_fails(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_false_alarms_that_are_no_chance_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "_alarms_of", lambda name, seeds: FalseAlarmCounts(name, 4, len(seeds), 0, 4 * len(seeds)))
+    monkeypatch.setattr(
+        selftest, "_alarms_of", lambda name, seeds: FalseAlarmCounts(name, 4, len(seeds), 0, 4 * len(seeds))
+    )
     code, text = outcome_of(alarms=5)
     assert code == 1 and "12 of 15 audits of correct learners refuted them" in " ".join(text.split())
 
@@ -85,4 +87,4 @@ def test_a_mutant_must_be_one(name: str, problem: str) -> None:
 def test_a_base_must_be_known() -> None:
     assert "ldp-dol" in BASE_RUNS
     with pytest.raises(SpecError, match="base must be one of"):
-        attempt(Mutant("x", "", lambda plan: Broken(), "ledger", 20, base="none"))
+        try_mutant(Mutant("x", "", lambda plan: Fault(), "ledger", 20, base="none"))

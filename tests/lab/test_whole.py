@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from sottovoce_lab.power import measure_power
-from sottovoce_lab.selftest import self_test
+from sottovoce_lab.selftest import run_self_test
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(7200)]
 
@@ -18,4 +18,4 @@ def test_whatever_gives_enough_evidence_is_found() -> None:
 
 def test_broken_learners_are_caught_and_correct_ones_are_let_off() -> None:
     """So many false alarms as make it fail have a probability below 0.001 for each algorithm; seeds are fixed."""
-    assert self_test(alarms=200, console=Console(width=100)) == 0
+    assert run_self_test(audits=200, console=Console(width=100)) == 0

@@ -24,7 +24,7 @@ class Meter(Accountant):
     def next_loss(self) -> float:
         return self.prices[len(self.records)]
 
-    def advance(self, records: int, replaced: int | None = None) -> None:
+    def advance(self, records: int, n_replaced: int | None = None) -> None:
         self.records.append(records)
 
 
@@ -35,19 +35,19 @@ prices = st.lists(st.floats(0.0, 10.0), min_size=1, max_size=20)
 def test_spending_adds_up_and_never_exceeds_the_budget(losses: list[float], budget: float | None) -> None:
     books = PrivacyFilter(Meter(losses), budget)
     for t, loss in enumerate(losses):
-        before = books.spent
+        before = books.epsilon_spent
         try:
-            after = books.price(t)
+            after = books.admit_round(t)
         except BudgetExhausted:
             assert budget is not None
             assert before + loss > budget
-            assert books.spent == before
+            assert books.epsilon_spent == before
             return
-        assert books.spent == before  # a price is not a charge
+        assert books.epsilon_spent == before  # a price is not a charge
         books.charge(after)
         books.advance(1)
-    assert books.spent == pytest.approx(math.fsum(losses))
-    assert budget is None or books.spent <= budget
+    assert books.epsilon_spent == pytest.approx(math.fsum(losses))
+    assert budget is None or books.epsilon_spent <= budget
 
 
 limits = st.one_of(st.none(), st.floats(0.0, 50.0))
@@ -62,8 +62,8 @@ def test_no_limit_of_the_owner_is_exceeded_and_none_stops_before(
     before = (
         (0.0, budget),
         (0.0, allowed.max_epsilon_per_run),
-        (allowed.lately, allowed.max_epsilon_per_month),
-        (allowed.elsewhere, allowed.in_all),
+        (allowed.other_runs_month_epsilon, allowed.max_epsilon_per_month),
+        (allowed.other_runs_epsilon, allowed.max_epsilon_in_all_runs),
     )
 
     def fits(spent: float) -> bool:
@@ -71,53 +71,56 @@ def test_no_limit_of_the_owner_is_exceeded_and_none_stops_before(
 
     for t, loss in enumerate(losses):
         try:
-            books.charge(books.price(t))
+            books.charge(books.admit_round(t))
         except BudgetExhausted:
-            assert not fits(books.spent + loss)
+            assert not fits(books.epsilon_spent + loss)
             return
         books.advance(1)
-        assert fits(books.spent)
+        assert fits(books.epsilon_spent)
 
 
 @pytest.mark.parametrize(
     ("allowed", "text"),
     [
-        (Allowance(max_epsilon_per_run=2.0), "spent in this run from 1 to 2.5, above what this learner's owner allows in one, 2"),
         (
-            Allowance(max_epsilon_per_month=5.0, lately=3.0),
+            Allowance(max_epsilon_per_run=2.0),
+            "spent in this run from 1 to 2.5, above what this learner's owner allows in one, 2",
+        ),
+        (
+            Allowance(max_epsilon_per_month=5.0, other_runs_month_epsilon=3.0),
             "spent in 30 days from 4 to 5.5, above what this learner's owner allows in so many, 5",
         ),
         (
-            Allowance(in_all=5.0, elsewhere=3.0),
+            Allowance(max_epsilon_in_all_runs=5.0, other_runs_epsilon=3.0),
             "spent in all runs from 4 to 5.5, above what this learner's owner allows, 5",
         ),
     ],
 )
 def test_the_refusal_says_which_limit_of_the_owner_holds(allowed: Allowance, text: str) -> None:
     books = PrivacyFilter(Meter([1.0, 1.5]), None, allowed)
-    books.charge(books.price(0))
+    books.charge(books.admit_round(0))
     books.advance(1)
     with pytest.raises(BudgetExhausted, match=re.escape(f"would bring the epsilon {text}")):
-        books.price(1)
+        books.admit_round(1)
 
 
 def test_the_refusal_says_what_would_be_spent() -> None:
     books = PrivacyFilter(Meter([1.0, 1.5]), 2.0)
-    books.charge(books.price(0))
+    books.charge(books.admit_round(0))
     books.advance(3)
     text = "saying round 1 would bring the spent epsilon from 1 to 2.5, above the budget of 2"
     with pytest.raises(BudgetExhausted, match=text):
-        books.price(1)
+        books.admit_round(1)
 
 
 def test_exactly_the_budget_may_be_spent() -> None:
-    assert PrivacyFilter(Meter([2.0]), 2.0).price(0) == 2.0
+    assert PrivacyFilter(Meter([2.0]), 2.0).admit_round(0) == 2.0
 
 
 def test_an_infinite_price_exceeds_every_budget() -> None:
     with pytest.raises(BudgetExhausted):
-        PrivacyFilter(Meter([math.inf]), 1e300).price(0)
-    assert PrivacyFilter(Meter([math.inf]), None).price(0) == math.inf
+        PrivacyFilter(Meter([math.inf]), 1e300).admit_round(0)
+    assert PrivacyFilter(Meter([math.inf]), None).admit_round(0) == math.inf
 
 
 @pytest.mark.parametrize("price", [math.nan, -1.0])
@@ -125,15 +128,17 @@ def test_what_has_no_price_is_not_said(price: float) -> None:
     for books in (
         PrivacyFilter(Meter([price]), None),
         PrivacyFilter(Meter([price]), 2.0),
-        PrivacyFilter(Meter([price]), None, Allowance(in_all=2.0)),
+        PrivacyFilter(Meter([price]), None, Allowance(max_epsilon_in_all_runs=2.0)),
     ):
         with pytest.raises(BudgetExhausted, match="the price of round 0 must be at least 0"):
-            books.price(0)
+            books.admit_round(0)
 
 
 def test_what_was_spent_elsewhere_and_is_no_number_leaves_nothing() -> None:
     with pytest.raises(BudgetExhausted, match="above what this learner's owner allows"):
-        PrivacyFilter(Meter([0.5]), None, Allowance(in_all=2.0, elsewhere=math.nan)).price(0)
+        PrivacyFilter(
+            Meter([0.5]), None, Allowance(max_epsilon_in_all_runs=2.0, other_runs_epsilon=math.nan)
+        ).admit_round(0)
 
 
 def test_the_meter_hears_of_every_record() -> None:
@@ -148,7 +153,7 @@ def test_the_books_of_a_run_end_where_its_guarantee_does() -> None:
     run = small_run(rounds=30)
     books = PrivacyFilter(run.algorithm.accountant(0), None)
     for t in range(30):
-        books.charge(books.price(t))
+        books.charge(books.admit_round(t))
         books.advance(1)
-    assert books.spent == pytest.approx(run.guarantee(0).epsilon(), rel=1e-12)
-    assert books.spent > 0
+    assert books.epsilon_spent == pytest.approx(run.guarantee(0).epsilon(), rel=1e-12)
+    assert books.epsilon_spent > 0

@@ -13,11 +13,11 @@ import pytest
 
 from sottovoce_core.errors import DataError
 from sottovoce_learner.storage import ledger, state_folder, wal
-from sottovoce_learner.storage.ledger import LedgerEntry, Standing
-from sottovoce_learner.storage.run_log import SLOT_BYTES, RunLog, Terms
-from sottovoce_learner.storage.state_folder import Claim, Files, content
-from sottovoce_learner.storage.store import Ledger, Store
-from sottovoce_learner.storage.wal import PAGE, Durability, Said
+from sottovoce_learner.storage.ledger import LedgerEntry, StoredState
+from sottovoce_learner.storage.run_log import SLOT_BYTES, LogOptions, RunLog
+from sottovoce_learner.storage.state_folder import LearnerLock, LearnerPaths, read_if_exists
+from sottovoce_learner.storage.store import LearnerStore, Ledger
+from sottovoce_learner.storage.wal import PAGE_BYTES, Durability, RoundPayload
 
 SIZE, ROUNDS, PRICE = 24, 3, 0.25
 NAME, AHEAD = "ann", 512
@@ -31,17 +31,17 @@ def line(run_id: str, name: str = NAME) -> LedgerEntry:
 def open_run(
     folder: Path, run_id: str, name: str = NAME, durability: Durability = "process", window: int = 2
 ) -> RunLog:
-    terms = Terms(durability, SIZE, window, 9, 5.0)
-    store = Store(folder, name)
-    return store.open_run(line(run_id, name), terms, store.standing.spent(but=run_id))
+    terms = LogOptions(durability, SIZE, window, 9, 5.0)
+    store = LearnerStore(folder, name)
+    return store.open_run(line(run_id, name), terms, store.stored_state.sum_epsilon(excluded_run_id=run_id))
 
 
 def say(log: RunLog, rounds: range) -> None:
     for t in rounds:
         heard = (bytes([t]) * SIZE,) if t else ()
-        log.write_ahead(t, PRICE * (t + 1), Said(bytes([100 + t]) * SIZE, heard, t, 1))
-        log.keep(t, b"records")
-        log.settle()  # as before a receipt
+        log.write_ahead(t, PRICE * (t + 1), RoundPayload(bytes([100 + t]) * SIZE, heard, t, 1))
+        log.append_records(t, b"records")
+        log.make_durable()  # as before a receipt
 
 
 def lived(folder: Path, name: str = NAME) -> float:
@@ -61,7 +61,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    assert lived(tmp_path) == Ledger(tmp_path).spent(NAME)
+    assert lived(tmp_path) == Ledger(tmp_path).sum_epsilon(NAME)
     return tmp_path
 
 
@@ -72,9 +72,12 @@ def files(folder: Path) -> list[Path]:
 
 def holds(folder: Path) -> list[object]:
     """What rests on a folder: the entries, up to the last that something visible rests on, and the figures."""
-    standing = Standing.of(Files(folder, NAME))
+    standing = StoredState.read_verified(LearnerPaths(folder, NAME))
     assert standing is not None and standing.log is not None
-    return [standing.log.entries, [(run.run_id, run.said, run.spent) for run in standing.runs()]]
+    return [
+        standing.log.entries,
+        [(run.run_id, run.rounds_committed, run.epsilon_spent) for run in standing.iterate_entries()],
+    ]
 
 
 def noticed_or_whole(folder: Path, whole: list[object]) -> bool:
@@ -87,7 +90,7 @@ def noticed_or_whole(folder: Path, whole: list[object]) -> bool:
 
 
 def test_runs_add_up_and_the_open_one_is_the_last(folder: Path) -> None:
-    found = [(run.run_id, run.said, run.spent) for run in Ledger(folder).lines()]
+    found = [(run.run_id, run.rounds_committed, run.epsilon_spent) for run in Ledger(folder).list_entries()]
     assert found == [("run-a", 2, 2 * PRICE), ("run-b", ROUNDS, ROUNDS * PRICE)]
     assert [path.name for path in files(folder)] == ["ann.mark", "ann.runs", "00000000.log"]  # one run's log is kept
 
@@ -104,10 +107,10 @@ def changed(path: Path, raw: bytes) -> Iterator[None]:
 
 
 def told(folder: Path) -> tuple[str, int, bool]:
-    standing = Standing.of(Files(folder, NAME))
-    found = None if standing is None else standing.under_way
+    standing = StoredState.read_verified(LearnerPaths(folder, NAME))
+    found = None if standing is None else standing.open_run_progress
     assert found is not None
-    return found[0].run_id, found[0].said, found[1]
+    return found[0].run_id, found[0].rounds_committed, found[1]
 
 
 def test_whether_all_that_was_said_was_learned_is_known_by_the_log(tmp_path: Path) -> None:
@@ -115,7 +118,7 @@ def test_whether_all_that_was_said_was_learned_is_known_by_the_log(tmp_path: Pat
     assert told(tmp_path) == ("run-a", 0, False)
     say(log, range(ROUNDS))
     assert told(tmp_path) == ("run-a", ROUNDS, False)
-    log.close_rounds(ROUNDS, Said(b"", (bytes(SIZE),), ROUNDS, 1))
+    log.close_rounds(ROUNDS, RoundPayload(b"", (bytes(SIZE),), ROUNDS, 1))
     assert told(tmp_path) == ("run-a", ROUNDS, True)
 
 
@@ -131,7 +134,7 @@ def test_every_byte_flipped(folder: Path) -> None:
     # One slot of the mark may be spoilt: the other one stands for the write before.
     assert unnoticed["ann.runs"] == 0
     assert 0 < unnoticed["ann.mark"] <= 2 * SLOT_BYTES
-    assert unnoticed["00000000.log"] <= PAGE
+    assert unnoticed["00000000.log"] <= PAGE_BYTES
 
 
 @pytest.mark.slow
@@ -166,8 +169,8 @@ def test_every_file_lost(folder: Path, lost: str) -> None:
 
 def test_a_log_of_several_segments_is_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them emptied, zeroed, cut, or in the place of another is noticed; a new one that was not written to may go."""
-    monkeypatch.setattr(wal, "SEGMENT", PAGE + 450)
-    assert lived(tmp_path) == Ledger(tmp_path).spent(NAME)
+    monkeypatch.setattr(wal, "SEGMENT", PAGE_BYTES + 450)
+    assert lived(tmp_path) == Ledger(tmp_path).sum_epsilon(NAME)
     whole, segments = holds(tmp_path), sorted((tmp_path / "run-b@ann").iterdir())
     assert len(segments) > 2
     for path in segments:
@@ -177,11 +180,11 @@ def test_a_log_of_several_segments_is_one_log(tmp_path: Path, monkeypatch: pytes
                 with changed(path, other):
                     assert noticed_or_whole(tmp_path, whole)
     torn = tmp_path / "run-b@ann" / f"{len(segments):08d}.log"
-    torn.write_bytes(bytes(PAGE))
+    torn.write_bytes(bytes(PAGE_BYTES))
     assert holds(tmp_path) == whole
     say(again := open_run(tmp_path, "run-b"), range(ROUNDS, ROUNDS + 3))
     again.close()
-    assert Ledger(tmp_path).spent(NAME) == PRICE * (2 + ROUNDS + 3)
+    assert Ledger(tmp_path).sum_epsilon(NAME) == PRICE * (2 + ROUNDS + 3)
 
 
 def lived_with_snapshots(folder: Path) -> float:
@@ -189,7 +192,7 @@ def lived_with_snapshots(folder: Path) -> float:
     log = open_run(folder, "run-a")
     for t in range(ROUNDS):
         say(log, range(t, t + 1))
-        log.covered(log.write_snapshot(log.turn(), bytes([t]) * 100))
+        log.commit_snapshot(log.write_snapshot(log.begin_segment(), bytes([t]) * 100))
     say(log, range(ROUNDS, ROUNDS + 1))
     log.close()
     return PRICE * (ROUNDS + 1)
@@ -200,30 +203,30 @@ def test_a_learner_may_delete_what_is_being_read(tmp_path: Path, monkeypatch: py
     say(log, range(ROUNDS))
 
     def first_it_goes_on(path: Path, *_: int) -> bytes:
-        monkeypatch.setattr("sottovoce_learner.storage.wal.content", content)
-        log.covered(log.write_snapshot(log.turn(), bytes(100)))
+        monkeypatch.setattr("sottovoce_learner.storage.wal.content", read_if_exists)
+        log.commit_snapshot(log.write_snapshot(log.begin_segment(), bytes(100)))
         assert not path.exists()
         say(log, range(ROUNDS, ROUNDS + 1))
-        return content(path)
+        return read_if_exists(path)
 
     monkeypatch.setattr("sottovoce_learner.storage.wal.content", first_it_goes_on)
-    standing = Standing.of(Files(tmp_path, NAME))
+    standing = StoredState.read_verified(LearnerPaths(tmp_path, NAME))
     assert standing is not None and standing.log is not None and standing.log.snapshot is not None
-    assert [run.said for run in standing.runs()] == [ROUNDS + 1]
+    assert [run.rounds_committed for run in standing.iterate_entries()] == [ROUNDS + 1]
 
 
 def test_a_snapshot_stands_in_place_of_what_it_covers(tmp_path: Path) -> None:
     spent = lived_with_snapshots(tmp_path)
-    standing = Standing.of(Files(tmp_path, NAME))
+    standing = StoredState.read_verified(LearnerPaths(tmp_path, NAME))
     assert standing is not None and standing.log is not None
     snapshot = standing.log.snapshot
-    assert snapshot is not None and standing.log.first == snapshot.covers + 1
-    assert [path.name for path in files(tmp_path / "run-a@ann")] == [snapshot.name, f"{ROUNDS:08d}.log"]
-    assert (tmp_path / "run-a@ann" / snapshot.name).read_bytes() == bytes([ROUNDS - 1]) * 100
-    assert [(run.said, run.spent) for run in standing.runs()] == [(ROUNDS + 1, spent)]
+    assert snapshot is not None and standing.log.first_sequence == snapshot.last_sequence + 1
+    assert [path.name for path in files(tmp_path / "run-a@ann")] == [snapshot.file_name, f"{ROUNDS:08d}.log"]
+    assert (tmp_path / "run-a@ann" / snapshot.file_name).read_bytes() == bytes([ROUNDS - 1]) * 100
+    assert [(run.rounds_committed, run.epsilon_spent) for run in standing.iterate_entries()] == [(ROUNDS + 1, spent)]
     say(again := open_run(tmp_path, "run-a"), range(ROUNDS + 1, ROUNDS + 2))
     again.close()
-    assert Ledger(tmp_path).spent(NAME) == spent + PRICE
+    assert Ledger(tmp_path).sum_epsilon(NAME) == spent + PRICE
 
 
 @pytest.mark.slow
@@ -235,7 +238,7 @@ def test_every_byte_of_a_log_with_a_snapshot(tmp_path: Path) -> None:
         for k in range(len(raw.rstrip(b"\0")) if path.suffix == ".log" else len(raw)):
             with changed(path, raw[:k] + bytes([raw[k] ^ (1 << k % 8)]) + raw[k + 1 :]):
                 noticed = noticed_or_whole(tmp_path, whole)
-                assert noticed or (path.suffix == ".log" and k < PAGE), (path.name, k)
+                assert noticed or (path.suffix == ".log" and k < PAGE_BYTES), (path.name, k)
             if k % 9 == 0:
                 with changed(path, raw[:k]):
                     assert noticed_or_whole(tmp_path, whole), (path.name, k)
@@ -253,17 +256,20 @@ def test_what_is_lost_beside_a_snapshot_is_charged(tmp_path: Path, lost: str) ->
     (path,) = (tmp_path / "run-a@ann").glob(f"*.{lost}")
     path.unlink()
     repaired = Ledger(tmp_path).repair(NAME)
-    assert repaired.charged >= spent and Ledger(tmp_path).spent(NAME) == repaired.in_all >= spent
+    assert (
+        repaired.epsilon_charged >= spent
+        and Ledger(tmp_path).sum_epsilon(NAME) == repaired.total_epsilon_spent >= spent
+    )
 
 
 def test_a_log_and_a_snapshot_of_different_times_are_noticed(tmp_path: Path) -> None:
     """An older snapshot with its log, beside a newer mark; and an older one beside a newer log."""
     log = open_run(tmp_path, "run-a")
     say(log, range(1))
-    log.covered(log.write_snapshot(log.turn(), b"older"))
+    log.commit_snapshot(log.write_snapshot(log.begin_segment(), b"older"))
     before = {path: path.read_bytes() for path in files(tmp_path / "run-a@ann")}
     say(log, range(1, 2))
-    log.covered(log.write_snapshot(log.turn(), b"newer"))
+    log.commit_snapshot(log.write_snapshot(log.begin_segment(), b"newer"))
     log.close()
     now = files(tmp_path / "run-a@ann")
     for kept in ([], now):
@@ -279,7 +285,7 @@ def test_a_log_and_a_snapshot_of_different_times_are_noticed(tmp_path: Path) -> 
 def test_a_lost_page_is_noticed(folder: Path, page: int) -> None:
     path = folder / "run-b@ann" / "00000000.log"
     raw, whole = path.read_bytes(), holds(folder)
-    zeroed = raw[: page * 512 + PAGE] + bytes(512) + raw[page * 512 + PAGE + 512 :]
+    zeroed = raw[: page * 512 + PAGE_BYTES] + bytes(512) + raw[page * 512 + PAGE_BYTES + 512 :]
     with changed(path, zeroed):
         assert noticed_or_whole(folder, whole) == (zeroed != raw)
 
@@ -371,7 +377,7 @@ def test_nothing_is_said_once_a_file_is_gone(tmp_path: Path, harm: Callable[[Pat
 
 def test_nothing_is_said_in_a_segment_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The segment that is written now counts, whichever it is; those before it may be deleted."""
-    monkeypatch.setattr(wal, "SEGMENT", PAGE + 600)
+    monkeypatch.setattr(wal, "SEGMENT", PAGE_BYTES + 600)
     say(log := open_run(tmp_path, "run-a"), range(4))
     first, *_, last = sorted(tmp_path.glob("run-a@ann/*.log"))
     first.unlink()
@@ -386,8 +392,8 @@ def test_nothing_is_said_in_a_segment_that_is_gone(tmp_path: Path, monkeypatch: 
 def test_a_claim_holds_the_files_that_it_was_made_on(tmp_path: Path, harm: Callable[[Path], object]) -> None:
     """Between runs, too: on another folder in its place a learner would begin another ledger."""
     lived(folder := tmp_path / "state")
-    with Claim(folder, NAME) as held:
-        held.renew()
+    with LearnerLock(folder, NAME) as held:
+        held.refresh_guards()
         say(open_run(folder, "run-c"), range(2))
         held.require_in_place()
         harm(folder)
@@ -398,8 +404,8 @@ def test_a_claim_holds_the_files_that_it_was_made_on(tmp_path: Path, harm: Calla
 @pytest.mark.parametrize("file", ["ann.runs", "ann.mark", "ann.lock"])
 @pytest.mark.parametrize("harm", ["deleted", "replaced"])
 def test_a_claim_holds_each_file(folder: Path, file: str, harm: str) -> None:
-    with Claim(folder, NAME) as held:
-        held.renew()
+    with LearnerLock(folder, NAME) as held:
+        held.refresh_guards()
         FILE_LOST[harm](folder / file)
         with pytest.raises(DataError, match=file):
             held.require_in_place()
@@ -421,7 +427,7 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
     old = path.read_bytes()
     with monkeypatch.context() as died:
         died.setattr(RunLog, "settle", lambda self: None)
-        log.write_ahead(2, 3 * PRICE, Said(b"x" * SIZE, (b"y" * SIZE,), 2, 1))
+        log.write_ahead(2, 3 * PRICE, RoundPayload(b"x" * SIZE, (b"y" * SIZE,), 2, 1))
     log.close()
     mark = tmp_path / "ann.mark"
     new, marked = path.read_bytes(), mark.read_bytes()
@@ -434,7 +440,7 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
             again = open_run(tmp_path, "run-a")
             say(again, range(2, 3))
             again.close()
-            assert Ledger(tmp_path).spent(NAME) == 3 * PRICE
+            assert Ledger(tmp_path).sum_epsilon(NAME) == 3 * PRICE
             path.write_bytes(new)
             mark.write_bytes(marked)
 
@@ -448,17 +454,17 @@ def test_process_durability_does_not_survive_the_machine(folder: Path, monkeypat
 def test_power_durability_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     say(open_run(tmp_path, "run-a", durability="power"), range(2))
     monkeypatch.setattr(ledger, "host", lambda: b"another".ljust(16))
-    assert open_run(tmp_path, "run-a", durability="power").spent == 2 * PRICE
+    assert open_run(tmp_path, "run-a", durability="power").epsilon_spent == 2 * PRICE
 
 
 def test_space_is_allocated_before_it_is_written(tmp_path: Path) -> None:
     log = open_run(tmp_path, "run-a")
     path = tmp_path / "run-a@ann" / "00000000.log"
     allocated = path.stat().st_size
-    assert allocated == PAGE + AHEAD
-    log.keep(0, bytes(2 * AHEAD))
-    log.settle()
-    assert path.stat().st_size > PAGE + 3 * AHEAD
+    assert allocated == PAGE_BYTES + AHEAD
+    log.append_records(0, bytes(2 * AHEAD))
+    log.make_durable()
+    assert path.stat().st_size > PAGE_BYTES + 3 * AHEAD
     assert path.stat().st_mode & 0o077 == 0
 
 
@@ -482,5 +488,5 @@ def test_power_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monke
     for durability, expected in cases:
         say(log := open_run(tmp_path, f"run-{durability}", durability=durability), range(1))
         calls.clear()
-        log.write_ahead(1, 2 * PRICE, Said(bytes(SIZE)))
+        log.write_ahead(1, 2 * PRICE, RoundPayload(bytes(SIZE)))
         assert calls == expected

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_learner.storage.wal import START_CHAIN, Entry, Reservation, Kind, Said, read_entries
+from sottovoce_learner.storage.wal import START_CHAIN, EntryKind, LogEntry, Reservation, RoundPayload, read_entries
 
 BODIES = st.binary(max_size=40)
 
 
-def entry(k: int, body: bytes) -> Entry:
-    return Entry(Kind.ROUND, k, k, 0.5 * k, 1.0 + k, body)
+def entry(k: int, body: bytes) -> LogEntry:
+    return LogEntry(EntryKind.ROUND, k, k, 0.5 * k, 1.0 + k, body)
 
 
 def written(bodies: list[bytes]) -> tuple[bytes, list[int]]:
@@ -28,8 +28,10 @@ def written(bodies: list[bytes]) -> tuple[bytes, list[int]]:
 def test_what_was_written_is_read_and_nothing_behind_it(bodies: list[bytes], behind: bytes) -> None:
     raw, ends = written(bodies)
     found = read_entries(raw + behind)
-    assert [each._replace(chain=b"", end=0) for each in found] == [entry(k, body) for k, body in enumerate(bodies)]
-    assert [placed.end for placed in found] == ends
+    assert [each._replace(chain=b"", end_offset=0) for each in found] == [
+        entry(k, body) for k, body in enumerate(bodies)
+    ]
+    assert [placed.end_offset for placed in found] == ends
     assert all(end % 8 == 0 for end in ends)
 
 
@@ -58,6 +60,6 @@ def test_an_entry_stands_only_where_it_was_written() -> None:
 def test_bodies_come_back(upto: int, epsilon: float, heard: list[bytes]) -> None:
     for frame in (b"frame", b""):
         for drawn in (b"noise", b""):
-            said = Said(frame, tuple(heard), upto, 3, drawn)
-            assert Said.decode(said.encode()) == said
+            said = RoundPayload(frame, tuple(heard), upto, 3, drawn)
+            assert RoundPayload.decode(said.encode()) == said
     assert Reservation.decode(Reservation(upto, epsilon).encode()) == Reservation(upto, epsilon)

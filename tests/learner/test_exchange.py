@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sottovoce_core.spec import RunSpec
-from sottovoce_rpc.specs import plan_hash
+from sottovoce_rpc.specs import compute_plan_hash
 from tests.examples import small_spec
 
 
@@ -21,11 +21,11 @@ def spec_of(**more: Any) -> RunSpec:
     ids=str,
 )
 def test_plans_differ_in_whatever_the_spec_says(change: dict[str, Any]) -> None:
-    assert plan_hash(spec_of(**change), 3) != plan_hash(spec_of(), 3)
+    assert compute_plan_hash(spec_of(**change), 3) != compute_plan_hash(spec_of(), 3)
 
 
 def test_plans_differ_in_the_features() -> None:
-    assert plan_hash(spec_of(), 4) != plan_hash(spec_of(), 3)
+    assert compute_plan_hash(spec_of(), 4) != compute_plan_hash(spec_of(), 3)
 
 
 def test_a_field_that_nobody_sets_changes_no_plan() -> None:
@@ -35,5 +35,5 @@ def test_a_field_that_nobody_sets_changes_no_plan() -> None:
         added: int | None = None
 
     told = {name: getattr(spec_of(), name) for name in RunSpec.model_fields}
-    assert plan_hash(Later.model_construct(**told), 3) == plan_hash(spec_of(), 3)
-    assert plan_hash(Later.model_construct(**told, added=1), 3) != plan_hash(spec_of(), 3)
+    assert compute_plan_hash(Later.model_construct(**told), 3) == compute_plan_hash(spec_of(), 3)
+    assert compute_plan_hash(Later.model_construct(**told, added=1), 3) != compute_plan_hash(spec_of(), 3)

@@ -15,10 +15,10 @@ import pytest
 from sottovoce_core.errors import DataError
 from sottovoce_learner.storage import wal
 from sottovoce_learner.storage.ledger import LedgerEntry
-from sottovoce_learner.storage.run_log import RunLog, Terms
-from sottovoce_learner.storage.state_folder import DiskFull, Files
-from sottovoce_learner.storage.store import Store, end_run
-from sottovoce_learner.storage.wal import LogHeader, Kind, Log, read_log
+from sottovoce_learner.storage.run_log import LogOptions, RunLog
+from sottovoce_learner.storage.state_folder import DiskFull, LearnerPaths
+from sottovoce_learner.storage.store import LearnerStore, end_run
+from sottovoce_learner.storage.wal import EntryKind, LogHeader, WriteAheadLog, read_log
 
 ABOUT = LogHeader("00" * 16, "ann", "run-1", "power")
 
@@ -50,18 +50,18 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
-def new_log(folder: Path) -> Log:
-    files = Files(folder, ABOUT.learner)
-    files.log(ABOUT.run_id).mkdir()
-    return Log(files, ABOUT)
+def new_log(folder: Path) -> WriteAheadLog:
+    files = LearnerPaths(folder, ABOUT.learner)
+    files.get_log_folder(ABOUT.run_id).mkdir()
+    return WriteAheadLog(files, ABOUT)
 
 
-def append(log: Log, k: int) -> None:
-    log.append(Kind.ROUND, k, 0.5 * k, 1.0 * k, bytes([k]) * 3_000)
+def append(log: WriteAheadLog, k: int) -> None:
+    log.append(EntryKind.ROUND, k, 0.5 * k, 1.0 * k, bytes([k]) * 3_000)
 
 
 def bodies(folder: Path) -> list[bytes]:
-    return [entry.body for entry in read_log(Files(folder, ABOUT.learner).log(ABOUT.run_id)).entries]
+    return [entry.body for entry in read_log(LearnerPaths(folder, ABOUT.learner).get_log_folder(ABOUT.run_id)).entries]
 
 
 @pytest.mark.parametrize("segment", [wal.MAX_SEGMENT_BYTES, 20_000], ids=["in a segment", "at its end"])
@@ -129,8 +129,8 @@ def test_a_sync_that_finds_no_room_is_not_tried_again(tmp_path: Path, monkeypatc
 
 def opened(folder: Path) -> RunLog:
     """The log of a run: a new one, or the one that stands there."""
-    terms = Terms("power", message_size=8, window=1, rounds=2, budget=None)
-    return Store(folder, "ann").open_run(LedgerEntry("ann", "run-1", 0, 3, "{}"), terms, 0.0)
+    terms = LogOptions("power", message_size=8, window=1, rounds=2, budget=None)
+    return LearnerStore(folder, "ann").open_run(LedgerEntry("ann", "run-1", 0, 3, "{}"), terms, 0.0)
 
 
 def left_open(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from sottovoce_core.errors import DataError, SpecError, Unavailable
 from sottovoce_learner import hosting
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.host_file import load_host_file, named
+from sottovoce_learner.host_file import build_configs, load_host_file
 from sottovoce_learner.hosting import Host
 
 pytestmark = pytest.mark.each
@@ -73,7 +73,7 @@ def test_what_is_said_of_one_holds_before_what_is_said_of_all_and_that_before_th
 
 def test_names_alone_are_learners_of_which_all_is_the_same(tmp_path: Path) -> None:
     listed = of(tmp_path, "learners: [north, south]")
-    assert listed == {each.name: each for each in named(["north", "south"], OPTIONS)}
+    assert listed == {each.name: each for each in build_configs(["north", "south"], OPTIONS)}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_coordinator_stands_in_the_file_or_is_an_option(tmp_path: Path) -> Non
     with pytest.raises(SpecError, match=r"learner b: a learner needs the address of its coordinator"):
         of(tmp_path, "learners: {a: {coordinator: 'HOST:1'}, b: }", coordinator=None)
     with pytest.raises(SpecError, match="got 'a' twice"):
-        named(["a", "a"], OPTIONS)
+        build_configs(["a", "a"], OPTIONS)
     with pytest.raises(SpecError, match="cannot read the file of learners"):
         load_host_file(tmp_path / "none.yaml", OPTIONS)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_core.errors import RemoteProtocolError, Rule, PermissionDenied
+from sottovoce_core.errors import PermissionDenied, RemoteProtocolError, ViolationKind
 from sottovoce_learner.peers.inbox import Inbox
 
 
@@ -91,7 +91,7 @@ class Neighbourhood(RuleBasedStateMachine):
         text = f"learner {j} must say round {self.due[j]} next, got round {t}"
         with pytest.raises(RemoteProtocolError, match=text) as refused:
             self.inbox.put(j, t, j, message(-1, -1))
-        assert refused.value.rule is (None if t < self.due[j] else Rule.ROUND)
+        assert refused.value.violation is (None if t < self.due[j] else ViolationKind.ROUND)
 
     @precondition(_there_are_neighbours)
     @rule(data=st.data(), sender=st.integers(0, 9))
@@ -101,7 +101,7 @@ class Neighbourhood(RuleBasedStateMachine):
             text = f"learner {j} sent a message in the name of learner {sender}"
             with pytest.raises(RemoteProtocolError, match=text) as refused:
                 self.inbox.put(j, self.due[j], sender, message(-1, -1))
-            assert refused.value.rule is Rule.NAME
+            assert refused.value.violation is ViolationKind.SENDER
 
     @rule(j=st.integers(0, 20))
     def let_a_stranger_speak(self, j: int) -> None:
@@ -109,15 +109,15 @@ class Neighbourhood(RuleBasedStateMachine):
             with pytest.raises(PermissionDenied, match=f"learner {j} is not a neighbour"):
                 self.inbox.put(j, self.round, j, message(-1, -1))
             with pytest.raises(PermissionDenied) as refused:
-                self.inbox.next_round(j)
-            assert refused.value.rule is None
+                self.inbox.get_due_round(j)
+            assert refused.value.violation is None
 
     @invariant()
     def the_inbox_agrees_with_the_model(self) -> None:
         assert self.inbox.round == self.round
-        assert {j: self.inbox.next_round(j) for j in self.due} == self.due
-        assert self.inbox.complete == self.complete()
-        assert sorted(self.inbox.missing) == sorted(j for j, due in self.due.items() if due <= self.round)
+        assert {j: self.inbox.get_due_round(j) for j in self.due} == self.due
+        assert self.inbox.is_complete == self.complete()
+        assert sorted(self.inbox.missing_neighbours) == sorted(j for j, due in self.due.items() if due <= self.round)
 
     def complete(self) -> bool:
         return all(self.due[j] > self.round for j in self.heard_in(self.round))
@@ -155,7 +155,7 @@ class Latecomers(RuleBasedStateMachine):
             lambda t: neighbours,
             AHEAD,
             first,
-            last={j: (t, message(t, j)) for j, t in last.items()},
+            late_messages={j: (t, message(t, j)) for j, t in last.items()},
         )
 
     def newest(self, j: int) -> int:
@@ -187,10 +187,10 @@ class Latecomers(RuleBasedStateMachine):
 
     @invariant()
     def the_inbox_agrees_with_the_model(self) -> None:
-        assert (self.inbox.round, self.inbox.complete) == (self.round, self.complete())
-        assert self.inbox.enough == _there_is_enough(self)
-        assert {j: self.inbox.next_round(j) for j in self.due} == self.due
-        assert sorted(self.inbox.missing) == sorted(j for j in self.due if self.newest(j) != self.round)
+        assert (self.inbox.round, self.inbox.is_complete) == (self.round, self.complete())
+        assert self.inbox.has_enough == _there_is_enough(self)
+        assert {j: self.inbox.get_due_round(j) for j in self.due} == self.due
+        assert sorted(self.inbox.missing_neighbours) == sorted(j for j in self.due if self.newest(j) != self.round)
 
     def complete(self) -> bool:
         return all(self.newest(j) == self.round for j in self.due)
@@ -203,6 +203,6 @@ TestLatecomers = Latecomers.TestCase
 
 def test_without_neighbours_every_round_is_complete() -> None:
     inbox: Inbox[Message] = Inbox((), lambda t: ())
-    assert inbox.complete
+    assert inbox.is_complete
     assert inbox.take() == {}
     assert inbox.round == 1

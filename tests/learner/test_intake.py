@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.errors import DataError, FailedPrecondition, RemoteProtocolError, SottovoceError
-from sottovoce_core.losses import bounded
-from sottovoce_core.losses.linear import Logistic, RidgeLoss
+from sottovoce_core.losses import enforce_bounds
+from sottovoce_core.losses.linear import LogisticLoss, RidgeLoss
 from sottovoce_core.network.roster import Participation
 from sottovoce_learner.ingest import intake as module
-from sottovoce_learner.ingest.intake import RecordQueue, PlannedRecordQueue
+from sottovoce_learner.ingest.intake import PlannedRecordQueue, RecordQueue
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
@@ -24,7 +24,9 @@ ROUNDS = 10
 
 
 def intake(kind: str = "logistic", rounds: int = ROUNDS) -> PlannedRecordQueue:
-    return PlannedRecordQueue(2, RidgeLoss() if kind == "ridge" else Logistic(), rounds, Participation((range(rounds),), rounds))
+    return PlannedRecordQueue(
+        2, RidgeLoss() if kind == "ridge" else LogisticLoss(), rounds, Participation((range(rounds),), rounds)
+    )
 
 
 def batch(sequence: int, features: Any, labels: Any = None, **fields: Any) -> learner_pb2.SampleBatch:
@@ -52,7 +54,7 @@ def test_live_batches_fill_round_after_round() -> None:
     held = intake()
     for k in range(3):
         held.put(batch(k, [10 * k, 10 * k + 1]))
-        assert held.filled == k + 1
+        assert held.filled_rounds == k + 1
     assert contents(held, 4) == [[0, 1], [10, 11], [20, 21], []]
 
 
@@ -60,21 +62,21 @@ def test_counts_cut_a_batch_into_rounds() -> None:
     held = intake()
     held.put(batch(0, range(5), counts=[2, 0, 3], first_round=0))
     held.put(batch(1, [9], counts=[1, 0]))
-    assert held.filled == 5
+    assert held.filled_rounds == 5
     assert contents(held) == [[0, 1], [], [2, 3, 4], [9], [], [], [], [], [], []]
 
 
 def test_an_explicit_round_may_leave_rounds_without_records() -> None:
     held = intake()
     held.put(batch(0, [1], first_round=3))
-    assert held.filled == 4
+    assert held.filled_rounds == 4
     assert contents(held, 5) == [[], [], [], [1], []]
 
 
 def test_a_round_may_bring_no_record_at_all() -> None:
     held = intake()
     held.put(batch(0, np.empty((0, 2))))
-    assert held.filled == 1
+    assert held.filled_rounds == 1
     assert held.take(0).size == 0
 
 
@@ -82,7 +84,7 @@ def test_records_are_taken_once() -> None:
     held = intake()
     held.put(batch(0, [7], [0.0]))
     first = held.take(0)
-    assert (ids(first), first.labels.tolist(), first.present) == ([7], [0.0], None)
+    assert (ids(first), first.labels.tolist(), first.mask) == ([7], [0.0], None)
     assert held.take(0).size == 0
 
 
@@ -90,7 +92,7 @@ def test_a_batch_said_again_is_passed_over() -> None:
     held = intake()
     for sequence in (0, 0, 1, 0, 1):
         held.put(batch(sequence, [sequence]))
-    assert held.next_sequence("s") == 2
+    assert held.get_next_sequence("s") == 2
     assert contents(held, 3) == [[0], [1], []]
 
 
@@ -107,7 +109,7 @@ def test_sources_count_for_themselves() -> None:
     held.put(batch(0, [1], source="a"))
     held.put(batch(0, [2], source="b"))
     held.put(batch(1, [3], source="a"))
-    assert [held.next_sequence(source) for source in "abc"] == [2, 1, 0]
+    assert [held.get_next_sequence(source) for source in "abc"] == [2, 1, 0]
     assert contents(held, 3) == [[1], [2], [3]]
 
 
@@ -129,11 +131,11 @@ def test_a_feeder_that_reconnects_neither_loses_nor_doubles(
         restart, sent = max(0, sent - back), min(len(made), sent + ahead)
         for each in made[restart:sent]:
             held.put(each)
-        assert held.next_sequence("s") == sent
+        assert held.get_next_sequence("s") == sent
 
     flat = [record for taken in contents(held, 20) for record in taken]
     assert flat == list(range(number))
-    assert held.filled == sum(len(counts) for counts in plan)
+    assert held.filled_rounds == sum(len(counts) for counts in plan)
 
 
 # ---- refused, and nothing changed ------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def test_what_does_not_fit_is_refused_whole(
     with pytest.raises(error, match=text):
         held.put(wrong)
 
-    assert (held.filled, held.next_sequence("s"), held.next_sequence("new")) == (1, 1, 0)
+    assert (held.filled_rounds, held.get_next_sequence("s"), held.get_next_sequence("new")) == (1, 1, 0)
     assert contents(held) == [[5], *[[]] * 9]
 
 
@@ -195,8 +197,8 @@ def test_what_a_feeder_may_say_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_bytes_that_wait_are_counted() -> None:
     held = intake()
     held.put(batch(0, range(5), counts=[2, 0, 3], first_round=1))
-    assert held.held == 5 * 3 * 8
-    assert [(held.take(t).size, held.held) for t in range(4)] == [(0, 120), (2, 72), (0, 72), (3, 0)]
+    assert held.queued_bytes == 5 * 3 * 8
+    assert [(held.take(t).size, held.queued_bytes) for t in range(4)] == [(0, 120), (2, 72), (0, 72), (3, 0)]
 
 
 def test_labels_of_the_squared_loss_are_any_number() -> None:
@@ -246,24 +248,28 @@ def test_another_one_goes_on_where_this_one_stood(
         taken, (rows, labels) = one.take(t), wanted.get(t, (np.empty((0, width)), np.empty(0)))
         np.testing.assert_array_equal(taken.features, rows)
         np.testing.assert_array_equal(taken.labels, labels)
-        ours, plain = bounded(loss, taken), bounded(loss, Batch(rows, labels))
+        ours, plain = enforce_bounds(loss, taken), enforce_bounds(loss, Batch(rows, labels))
         assert ours.features.tobytes() == plain.features.tobytes()
         assert ours.labels.tobytes() == plain.labels.tobytes()
 
     for t in range(done):
         brought(held, t)
-    other.restore(unpack(pack(held.taken(), {}), {}))
-    assert (other.filled, other.waiting, other.records) == (held.filled, held.waiting, held.records)
-    assert held.waiting == sum(len(labels) for t, (_, labels) in wanted.items() if t >= done)
+    other.restore(unpack(pack(held.get_state(), {}), {}))
+    assert (other.filled_rounds, other.queued_records, other.records) == (
+        held.filled_rounds,
+        held.queued_records,
+        held.records,
+    )
+    assert held.queued_records == sum(len(labels) for t, (_, labels) in wanted.items() if t >= done)
     for t in range(done, 20):
         brought(held, t)
         brought(other, t)
-    assert (held.waiting, other.waiting) == (0, 0)
+    assert (held.queued_records, other.queued_records) == (0, 0)
 
 
 def test_bounds_of_records_that_came_together_are_enforced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the loss of the run; whoever asks by another one has its own."""
-    loss, enforce, seen = RidgeLoss(), RidgeLoss.enforce, list[int]()
+    loss, enforce, seen = RidgeLoss(), RidgeLoss.enforce_bounds, list[int]()
 
     def counted(self: RidgeLoss, rows: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
         seen.append(len(rows))
@@ -275,6 +281,8 @@ def test_bounds_of_records_that_came_together_are_enforced_once(monkeypatch: pyt
     assert not seen
     for taken in map(held.take, range(20)):
         assert taken.features.tolist() == [[3.0, 4.0]]
-        np.testing.assert_allclose(bounded(loss, taken).features, [[0.6, 0.8]], rtol=1e-15)
-        np.testing.assert_allclose(bounded(RidgeLoss(feature_bound=0.5), taken).features, [[0.3, 0.4]], rtol=1e-15)
+        np.testing.assert_allclose(enforce_bounds(loss, taken).features, [[0.6, 0.8]], rtol=1e-15)
+        np.testing.assert_allclose(
+            enforce_bounds(RidgeLoss(feature_bound=0.5), taken).features, [[0.3, 0.4]], rtol=1e-15
+        )
     assert seen == [20, *[1] * 20]

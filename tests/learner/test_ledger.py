@@ -22,20 +22,22 @@ from sottovoce_core.privacy.accountant import PrecomputedAccountant
 from sottovoce_core.spec import parse_spec
 from sottovoce_learner.budget import Allowance, PrivacyFilter
 from sottovoce_learner.opening import open_session
-from sottovoce_learner.role import Role
+from sottovoce_learner.role import RunAssignment
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.ledger import LedgerEntry
-from sottovoce_learner.storage.run_log import Terms
-from sottovoce_learner.storage.state_folder import Claim
-from sottovoce_learner.storage.store import Ledger, Store
+from sottovoce_learner.storage.run_log import LogOptions
+from sottovoce_learner.storage.state_folder import LearnerLock
+from sottovoce_learner.storage.store import LearnerStore, Ledger
 from tests.examples import ALLOWING
 
 
 def session(folder: Path, run_id: str, *, own_budget: float | None = None, name: str = "learner-0") -> Session:
     fixed = {"rounds": 9, "algorithm": {"name": "ldp-dol"}, "durability": "process"}
-    spec = parse_spec({**fixed, "learners": [name, "another"]}, imports=True)
-    made = open_session(Role(run_id, spec, 3, 0, name), SystemNoise(), folder, policy=ALLOWING, own_budget=own_budget)
-    made.plan.announce(0, {1: 0.5}, [1])
+    spec = parse_spec({**fixed, "learners": [name, "another"]}, allow_imports=True)
+    made = open_session(
+        RunAssignment(run_id, spec, 3, 0, name), SystemNoise(), folder, policy=ALLOWING, own_budget=own_budget
+    )
+    made.plan.accept_epoch(0, {1: 0.5}, [1])
     return made
 
 
@@ -43,8 +45,8 @@ async def spend(made: Session, rounds: int) -> float:
     """Say so many rounds; what they cost."""
     for t in range(rounds):
         await made._speak(t)
-        made.memory.books.advance(1)
-    return made.memory.books.spent
+        made.state_machine.privacy_filter.advance(1)
+    return made.state_machine.privacy_filter.epsilon_spent
 
 
 async def test_runs_add_up(tmp_path: Path) -> None:
@@ -54,17 +56,17 @@ async def test_runs_add_up(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
 
     assert 0 < first < second
-    assert [(line.run_id, line.said, line.spent) for line in ledger.lines()] == [
+    assert [(line.run_id, line.rounds_committed, line.epsilon_spent) for line in ledger.list_entries()] == [
         ("run-a", 3, first),
         ("run-b", 5, second),
         ("run-c", 0, 0.0),
     ]
-    for line in ledger.lines():
+    for line in ledger.list_entries():
         assert line.algorithm == "ldp-dol"
-        assert line.guarantee(imports=False).epsilon(line.said) == pytest.approx(line.spent)
-    assert ledger.spent("learner-0") == pytest.approx(first + second)
-    assert [line.spent for line in ledger.lines("learner-0")] == [first, second, 0.0]
-    assert ledger.lines("somebody") == [] and ledger.spent("somebody") == 0.0
+        assert line.build_guarantee(imports=False).epsilon(line.rounds_committed) == pytest.approx(line.epsilon_spent)
+    assert ledger.sum_epsilon("learner-0") == pytest.approx(first + second)
+    assert [line.epsilon_spent for line in ledger.list_entries("learner-0")] == [first, second, 0.0]
+    assert ledger.list_entries("somebody") == [] and ledger.sum_epsilon("somebody") == 0.0
 
 
 async def test_an_owners_budget_spans_all_runs(tmp_path: Path) -> None:
@@ -76,8 +78,8 @@ async def test_an_owners_budget_spans_all_runs(tmp_path: Path) -> None:
 
     with pytest.raises(BudgetExhausted, match=r"in all runs from .* above what this learner's owner allows"):
         await spend(again, 9)
-    assert 0 < again.memory.books.spent <= allowed - first
-    assert Ledger(tmp_path).spent("learner-0") <= allowed
+    assert 0 < again.state_machine.privacy_filter.epsilon_spent <= allowed - first
+    assert Ledger(tmp_path).sum_epsilon("learner-0") <= allowed
 
 
 KILLED = """
@@ -106,8 +108,8 @@ def test_what_was_journaled_but_never_sent_stays_spent(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    (line,) = Ledger(tmp_path).lines("learner-0")
-    assert (line.said, line.spent) == (2, float(done.stdout))
+    (line,) = Ledger(tmp_path).list_entries("learner-0")
+    assert (line.rounds_committed, line.epsilon_spent) == (2, float(done.stdout))
 
 
 async def test_two_runs_never_share_a_journal(tmp_path: Path) -> None:
@@ -115,20 +117,20 @@ async def test_two_runs_never_share_a_journal(tmp_path: Path) -> None:
     first = await spend(session(tmp_path, "v-w", name="north"), 3)
     second = await spend(session(tmp_path, "v", name="w-north"), 5)
     ledger = Ledger(tmp_path)
-    assert (ledger.spent("north"), ledger.spent("w-north")) == (first, second)
+    assert (ledger.sum_epsilon("north"), ledger.sum_epsilon("w-north")) == (first, second)
 
 
 async def test_a_spec_that_changed_is_refused(tmp_path: Path) -> None:
     made = session(tmp_path, "run-a")
-    line = LedgerEntry("learner-0", "run-a", 1, 3, made.role.spec.model_dump_json())
+    line = LedgerEntry("learner-0", "run-a", 1, 3, made.assignment.spec.model_dump_json())
     with pytest.raises(DataError, match="has run 'run-a' with another spec, index or number of features"):
-        Store(tmp_path, "learner-0").open_run(line, Terms("process", 9, 9, 9, None), 0.0)
+        LearnerStore(tmp_path, "learner-0").open_run(line, LogOptions("process", 9, 9, 9, None), 0.0)
 
 
 def charged_run(folder: Path, document: dict[str, Any]) -> None:
     """A ledger of `north` with one run, of this spec, and a charge of 1.5."""
     line = LedgerEntry("north", "run-a", 0, 3, json.dumps(document))
-    Store(folder, "north").open_run(line, Terms("process", 9, 9, 9, None), 0.0)
+    LearnerStore(folder, "north").open_run(line, LogOptions("process", 9, 9, 9, None), 0.0)
     Ledger(folder).repair("north", 1.5)
 
 
@@ -168,7 +170,9 @@ def test_showing_imports_no_code_that_a_run_named(tmp_path: Path, monkeypatch: p
 
 def test_an_infinite_price_is_above_every_owners_budget() -> None:
     with pytest.raises(BudgetExhausted):
-        PrivacyFilter(PrecomputedAccountant(np.array([math.inf])), None, Allowance(in_all=1e300)).price(0)
+        PrivacyFilter(
+            PrecomputedAccountant(np.array([math.inf])), None, Allowance(max_epsilon_in_all_runs=1e300)
+        ).admit_round(0)
 
 
 HOLDING = """
@@ -189,8 +193,8 @@ def test_two_processes_are_never_one_learner(tmp_path: Path) -> None:
     with other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         with pytest.raises(FailedPrecondition, match="another process is learner 'ann'"):
-            Claim(tmp_path, "ann")
-        Claim(tmp_path, "ben").close()
+            LearnerLock(tmp_path, "ann")
+        LearnerLock(tmp_path, "ben").close()
         other.kill()
         other.wait()
-        Claim(tmp_path, "ann").close()
+        LearnerLock(tmp_path, "ann").close()

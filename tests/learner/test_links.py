@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_learner.peers import outbox
-from sottovoce_learner.peers.outbox import Link
+from sottovoce_learner.peers.outbox import NeighbourLink
 
 
 class Stream:
@@ -51,28 +51,28 @@ async def settled() -> None:
 
 
 async def test_rounds_are_written_in_order() -> None:
-    link, stream = Link(), Stream()
+    link, stream = NeighbourLink(), Stream()
     link.attach(stream, 0)
     for t in range(5):
         link.queue(t, frame(t))
-        await link.flushed()
+        await link.wait_flushed()
     assert stream.written == [frame(t) for t in range(5)]
 
 
 async def test_what_was_said_before_the_stream_came_is_written_then() -> None:
-    link, stream = Link(), Stream()
+    link, stream = NeighbourLink(), Stream()
     link.queue(0, frame(0))
     link.queue(1, frame(1))
-    assert not link.attached.is_set()
+    assert not link.attached_event.is_set()
     link.attach(stream, 0)
-    await link.flushed()
+    await link.wait_flushed()
 
-    assert link.attached.is_set()
+    assert link.attached_event.is_set()
     assert stream.written == [frame(0), frame(1)]
 
 
 async def test_a_slow_stream_gets_one_write_at_a_time() -> None:
-    link, stream = Link(), Stream(hold=True)
+    link, stream = NeighbourLink(), Stream(hold=True)
     link.attach(stream, 0)
     link.queue(0, frame(0))
     await settled()
@@ -80,7 +80,7 @@ async def test_a_slow_stream_gets_one_write_at_a_time() -> None:
     await settled()
     assert stream.written == []
     stream.release()
-    await link.flushed()
+    await link.wait_flushed()
     assert stream.written == [frame(0), frame(1)]
 
 
@@ -88,33 +88,33 @@ async def test_a_slow_stream_gets_one_write_at_a_time() -> None:
 async def test_a_new_stream_goes_on_where_the_neighbour_stands_with_the_same_bytes(
     heard: int, again: list[int]
 ) -> None:
-    link, first, second = Link(), Stream(), Stream()
+    link, first, second = NeighbourLink(), Stream(), Stream()
     link.attach(first, 0)
     for t in range(5):
         link.queue(t, frame(t))
-    await link.flushed()
+    await link.wait_flushed()
     link.detach(first)
     link.attach(second, heard)
-    await link.flushed()
+    await link.wait_flushed()
 
     assert second.written == [frame(t) for t in again]
     link.queue(5, frame(5))
-    await link.flushed()
+    await link.wait_flushed()
     assert second.written == [frame(t) for t in [*again, 5]]
 
 
 @pytest.mark.parametrize("heard", range(6, 12))
 async def test_a_link_says_as_much_again_as_a_neighbour_may_lack(heard: int) -> None:
     """Five messages of a neighbour that is told in even rounds."""
-    link, first, second = Link(5), Stream(), Stream()
+    link, first, second = NeighbourLink(5), Stream(), Stream()
     link.attach(first, 0)
     for t in range(0, 14, 2):
         link.queue(t, frame(t))
-        await link.flushed()
+        await link.wait_flushed()
     link.detach(first)
     link.queue(14, frame(14))
     link.attach(second, heard)
-    await link.flushed()
+    await link.wait_flushed()
 
     assert first.written == [frame(t) for t in range(0, 14, 2)]
     assert second.written == [frame(t) for t in range(6, 16, 2) if t >= heard]
@@ -130,23 +130,23 @@ BREAKS = [
 
 @pytest.mark.parametrize("error", BREAKS, ids=lambda error: type(error).__name__)
 async def test_a_broken_write_detaches_and_nothing_is_lost(error: BaseException) -> None:
-    link, stream = Link(), Stream(broken=error)
+    link, stream = NeighbourLink(), Stream(broken=error)
     link.attach(stream, 0)
     link.queue(0, frame(0))
-    await link.flushed()
-    assert not link.attached.is_set()
+    await link.wait_flushed()
+    assert not link.attached_event.is_set()
 
     link.queue(1, frame(1))  # nobody there: no write, no error
     again = Stream()
     link.attach(again, 0)
-    await link.flushed()
+    await link.wait_flushed()
     assert again.written == [frame(0), frame(1)]
 
 
 @pytest.mark.parametrize("fails", [True, False])
 async def test_a_stream_that_comes_while_a_write_hangs_is_served_when_that_write_ends(fails: bool) -> None:
     """The neighbour waits for our message, so nothing more will be said that could wake the link up."""
-    link, old, new = Link(), Stream(hold=True), Stream()
+    link, old, new = NeighbourLink(), Stream(hold=True), Stream()
     link.attach(old, 0)
     link.queue(0, frame(0))
     await settled()
@@ -157,16 +157,16 @@ async def test_a_stream_that_comes_while_a_write_hangs_is_served_when_that_write
     await settled()
 
     assert new.written == [frame(0)]
-    assert link.attached.is_set()
+    assert link.attached_event.is_set()
 
 
 async def test_flushed_waits_for_a_stream_that_took_over() -> None:
-    link, old, new = Link(), Stream(hold=True), Stream()
+    link, old, new = NeighbourLink(), Stream(hold=True), Stream()
     link.attach(old, 0)
     link.queue(0, frame(0))
     await settled()
     link.attach(new, 0)
-    flushed = asyncio.ensure_future(link.flushed())
+    flushed = asyncio.ensure_future(link.wait_flushed())
     await settled()
     assert not flushed.done()
     old.release()
@@ -175,18 +175,18 @@ async def test_flushed_waits_for_a_stream_that_took_over() -> None:
 
 
 async def test_the_end_of_an_old_stream_does_not_detach_the_new_one() -> None:
-    link, old, new = Link(), Stream(), Stream()
+    link, old, new = NeighbourLink(), Stream(), Stream()
     link.attach(old, 0)
     link.attach(new, 0)
     link.detach(old)
-    assert link.attached.is_set()
+    assert link.attached_event.is_set()
     link.queue(0, frame(0))
-    await link.flushed()
+    await link.wait_flushed()
     assert (old.written, new.written) == ([], [frame(0)])
 
 
 async def test_flushed_without_a_word_returns() -> None:
-    await Link().flushed()
+    await NeighbourLink().wait_flushed()
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=12))
@@ -194,19 +194,19 @@ def test_whatever_breaks_the_neighbour_hears_every_round_once_in_order(rounds: l
     """Before each round the stream may break, with some of what was written lost on the way; at most one round is."""
 
     async def play() -> None:
-        link, heard = Link(), list[bytes]()
+        link, heard = NeighbourLink(), list[bytes]()
         stream = Stream()
         link.attach(stream, 0)
         for t, (breaks, lost) in enumerate(rounds):
             link.queue(t, frame(t))
             if breaks:
-                await link.flushed()
+                await link.wait_flushed()
                 arrived = stream.written[: max(0, len(stream.written) - min(lost, 1))]
                 heard += arrived
                 link.detach(stream)
                 stream = Stream()
                 link.attach(stream, len(heard))
-            await link.flushed()
+            await link.wait_flushed()
             if not breaks and lost:
                 await settled()
         heard += stream.written
@@ -217,14 +217,14 @@ def test_whatever_breaks_the_neighbour_hears_every_round_once_in_order(rounds: l
 
 async def test_a_stream_that_has_ended_is_quiet_before_its_call_ends() -> None:
     """GRPC takes one write or end at a time: an end that comes too soon is lost, and the other side waits for ever."""
-    link, stream = Link(), Stream(hold=True)
-    await link.quiet()  # nothing was ever written
+    link, stream = NeighbourLink(), Stream(hold=True)
+    await link.wait_idle()  # nothing was ever written
     link.attach(stream, 0)
     link.queue(0, frame(0))
     link.queue(1, frame(1))
     await settled()
     link.detach(stream)
-    ending = asyncio.ensure_future(link.quiet())
+    ending = asyncio.ensure_future(link.wait_idle())
     await settled()
     assert not ending.done()
     stream.release()
@@ -234,11 +234,11 @@ async def test_a_stream_that_has_ended_is_quiet_before_its_call_ends() -> None:
 
 async def test_a_write_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "_IDLE_TIMEOUT_S", 0.01)
-    link, stream = Link(), Stream(hold=True)
+    link, stream = NeighbourLink(), Stream(hold=True)
     link.attach(stream, 0)
     link.queue(0, frame(0))
     await settled()
     link.detach(stream)
-    await asyncio.wait_for(link.quiet(), 100.0)
+    await asyncio.wait_for(link.wait_idle(), 100.0)
     assert stream._writing
     await link.close()

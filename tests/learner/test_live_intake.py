@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from sottovoce_core.arrays import as_floats
 from sottovoce_core.errors import DataError, RemoteProtocolError, SottovoceError
-from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.network.roster import Participation
-from sottovoce_learner.ingest.intake import RecordQueue, Live
+from sottovoce_learner.ingest.intake import LiveRecordQueue, RecordQueue
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
@@ -22,8 +22,10 @@ from tests.examples import small_spec
 ROUNDS = 1_000
 
 
-def live(most: int = 3, *, patient: bool = True, there: Participation | None = None) -> Live:
-    return Live(2, Logistic(), there or Participation((range(ROUNDS),), ROUNDS), most, patient=patient)
+def live(most: int = 3, *, patient: bool = True, there: Participation | None = None) -> LiveRecordQueue:
+    return LiveRecordQueue(
+        2, LogisticLoss(), there or Participation((range(ROUNDS),), ROUNDS), most, waits_for_record=patient
+    )
 
 
 def batch(places: Any, source: str = "s", **fields: Any) -> learner_pb2.SampleBatch:
@@ -42,25 +44,25 @@ def test_a_round_takes_the_oldest_that_are_there_and_no_more_than_it_may() -> No
     held = live(3)
     held.put(batch(range(4)))
     held.put(batch([10, 20], "other"))
-    assert (held.waiting, held.records, held.filled) == (6, 6, 2)
+    assert (held.queued_records, held.records, held.filled_rounds) == (6, 6, 2)
     assert [ids(held.take(t)) for t in range(3)] == [[0, 1, 2], [3, 10, 20], []]
-    assert (held.waiting, held.held, held.records, held.filled) == (0, 0, 6, 3)
+    assert (held.queued_records, held.queued_bytes, held.records, held.filled_rounds) == (0, 0, 6, 3)
 
 
 def test_a_patient_round_waits_for_a_record_and_another_for_nothing() -> None:
     for patient in (True, False):
         held = live(patient=patient)
-        assert [held.filled, held.take(0).size, held.filled] == ([0, 0, 1] if patient else [1, 0, 2])
+        assert [held.filled_rounds, held.take(0).size, held.filled_rounds] == ([0, 0, 1] if patient else [1, 0, 2])
         held.put(batch(range(7)))
-        assert held.filled == 1 + 3
+        assert held.filled_rounds == 1 + 3
 
 
 def test_the_spec_says_which_it_is() -> None:
     for clock, waits in (({}, True), ({"mode": "paced", "period_s": 1.0}, False), ({"mode": "data"}, True)):
         spec = small_spec(5, data={"source": "live", "features": 2, "batch_size": 4}, clock=clock)
-        held = RecordQueue.of(spec, 3)
-        assert isinstance(held, Live)
-        assert held.filled == (0 if waits else 1)
+        held = RecordQueue.from_spec(spec, 3)
+        assert isinstance(held, LiveRecordQueue)
+        assert held.filled_rounds == (0 if waits else 1)
 
 
 @given(
@@ -76,22 +78,22 @@ def test_a_record_said_again_is_passed_over_wherever_batches_are_cut(
         held.put(batch(places))
         wanted += [place for place in places if place > last]
         last = max(last, places[-1])
-        assert (held.position("s"), held.covers(batch(places))) == (last, True)
+        assert (held.get_position("s"), held.has_batch(batch(places))) == (last, True)
         if t in rounds:
             got += ids(held.take(t))
     assert held.records == len(wanted)
-    while held.waiting:
+    while held.queued_records:
         got += ids(held.take(len(said)))
     assert got == wanted
-    assert held.held == 0
+    assert held.queued_bytes == 0
 
 
 def test_sources_count_for_themselves() -> None:
     held = live()
     held.put(batch([5], "a"))
     held.put(batch([3], "b"))
-    assert [held.position(source) for source in "abc"] == [5, 3, None]
-    assert [held.next_sequence(source) for source in "abc"] == [0, 0, 0]
+    assert [held.get_position(source) for source in "abc"] == [5, 3, None]
+    assert [held.get_next_sequence(source) for source in "abc"] == [0, 0, 0]
 
 
 def test_without_positions_batches_count() -> None:
@@ -100,7 +102,7 @@ def test_without_positions_batches_count() -> None:
         held.put(
             batch([], sequence=sequence, features=to_tensor(np.full((1, 2), sequence)), labels=to_tensor(np.ones(1)))
         )
-    assert (ids(held.take(0)), held.next_sequence("s"), held.position("s")) == ([0, 1], 2, None)
+    assert (ids(held.take(0)), held.get_next_sequence("s"), held.get_position("s")) == ([0, 1], 2, None)
 
 
 def test_away_it_learns_nothing_and_records_wait() -> None:
@@ -130,7 +132,7 @@ def test_what_does_not_fit_is_refused_whole(
     held.put(batch([0]))
     with pytest.raises(error, match=text):
         held.put(wrong)
-    assert (held.waiting, held.records, held.batches, held.position("s")) == (1, 1, 1, 0)
+    assert (held.queued_records, held.records, held.batch_count, held.get_position("s")) == (1, 1, 1, 0)
 
 
 def test_what_is_prepared_and_not_added_is_not_taken() -> None:
@@ -138,7 +140,7 @@ def test_what_is_prepared_and_not_added_is_not_taken() -> None:
     held = live()
     for _ in range(2):
         new = held.prepare(batch([0]))
-        assert new is not None and (held.waiting, held.position("s")) == (0, None)
+        assert new is not None and (held.queued_records, held.get_position("s")) == (0, None)
 
 
 @given(st.lists(st.integers(0, 5), max_size=10), st.integers(1, 4))
@@ -151,7 +153,7 @@ def test_another_one_goes_on_where_this_one_stood(taken: list[int], most: int) -
         if count:
             new = first.prepare(said)
             assert new is not None
-            kept.append((new.first, said))
+            kept.append((new.first_round, said))
             first.add(new)
         rounds.append(ids(first.take(t)))
     for since, said in kept:
@@ -159,9 +161,13 @@ def test_another_one_goes_on_where_this_one_stood(taken: list[int], most: int) -
     assert [ids(again.take(t, len(got))) for t, got in enumerate(rounds)] == rounds
 
     restored = live(most)
-    restored.restore(unpack(pack(first.taken(), {}), {}))
+    restored.restore(unpack(pack(first.get_state(), {}), {}))
     for each in (again, restored):
-        assert (each.waiting, each.records, each.held) == (first.waiting, first.records, first.held)
-        assert each.position("s") == first.position("s")
+        assert (each.queued_records, each.records, each.queued_bytes) == (
+            first.queued_records,
+            first.records,
+            first.queued_bytes,
+        )
+        assert each.get_position("s") == first.get_position("s")
     left = [ids(first.take(len(taken) + t)) for t in range(50)]
     assert [ids(restored.take(len(taken) + t)) for t in range(50)] == left

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import NoiseRequest, KeyedNoise, OpenDpNoise, SystemNoise, grid
+from sottovoce_core.noise import KeyedNoise, NoiseRequest, OpenDpNoise, SystemNoise, lattice_spacing
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.role import Role
+from sottovoce_learner.role import RunAssignment
 from sottovoce_learner.service import Learner
 from tests.examples import small_spec
 
@@ -23,27 +23,30 @@ def config(**options: Any) -> LearnerConfig:
 def noise_of(index: int = 0, run_id: str = "r", **options: Any) -> Any:
     """What a learner draws from in a run."""
     spec = small_spec(name="demo")
-    return Learner(config(**options))._noise(Role(run_id, spec, 3, index, spec.names[index]))
+    return Learner(config(**options))._noise(RunAssignment(run_id, spec, 3, index, spec.names[index]))
 
 
 def test_by_default_the_bitwise_sampler_draws() -> None:
     assert type(noise_of()) is SystemNoise
-    assert config().private
+    assert config().is_noise_private
 
 
 @pytest.mark.skipif(importlib.util.find_spec("opendp") is None, reason="OpenDP is not installed (extra: opendp)")
 def test_an_owner_may_choose_opendp() -> None:
     assert type(noise_of(noise="opendp")) is OpenDpNoise
-    assert config(noise="opendp").private
+    assert config(noise="opendp").is_noise_private
 
 
 def test_a_seed_gives_the_same_noise_in_every_run_of_a_name_and_each_learner_its_own() -> None:
     first, again, other = noise_of(noise_seed="7"), noise_of(noise_seed="7", run_id="s"), noise_of(1, noise_seed="7")
-    drawn = [source(NoiseRequest("laplace", "y", 0, 1.0, grid(1.0), (9,))).tolist() for source in (first, again, other)]
+    drawn = [
+        source(NoiseRequest("laplace", "y", 0, 1.0, lattice_spacing(1.0), (9,))).tolist()
+        for source in (first, again, other)
+    ]
 
     assert isinstance(first, KeyedNoise)
     assert drawn[0] == drawn[1] != drawn[2]
-    assert not config(noise_seed="7").private
+    assert not config(noise_seed="7").is_noise_private
 
 
 @pytest.mark.parametrize("where", [{"listen": "192.0.2.1:0"}, {"advertise": "ann.example:7000"}])

@@ -16,7 +16,7 @@ from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import DataError
 from sottovoce_learner.ingest.intake import RecordQueueState
 from sottovoce_learner.storage import state_folder
-from sottovoce_learner.storage.snapshot import UnpackableError, pack, is_packed_as, unpack
+from sottovoce_learner.storage.snapshot import UnpackableError, is_packed_as, pack, unpack
 
 
 @dataclass(frozen=True, slots=True)

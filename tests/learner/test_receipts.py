@@ -21,7 +21,7 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.ingest import ingest
 from sottovoce_learner.ingest.ingest import _Receipts
 from sottovoce_learner.opening import open_session
-from sottovoce_learner.role import Role
+from sottovoce_learner.role import RunAssignment
 from sottovoce_learner.servicer import LearnerServicer
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
@@ -43,7 +43,7 @@ class Disk:
         self.receipts = _Receipts(cast(Any, self))
         self.open = [ExitStack() for _ in range(streams)]
         for each in self.open:
-            each.enter_context(self.receipts.stream())
+            each.enter_context(self.receipts.register_stream())
 
     def settle(self) -> None:
         self.events.append("sync")
@@ -58,7 +58,7 @@ class Disk:
         return sorted(rest)
 
     async def waits(self, name: str) -> None:
-        await self.receipts.settled()
+        await self.receipts.wait_durable()
         self.events.append(name)
 
     def begin(self, *names: str) -> list[asyncio.Task[None]]:
@@ -108,10 +108,10 @@ async def test_a_sync_for_another_reason_serves_those_who_wait() -> None:
     disk = Disk(3)
     waiting = disk.begin("a", "b")
     await until_all_wait()
-    disk.receipts.now()
+    disk.receipts.commit_now()
     await asyncio.gather(*waiting)
     assert disk.after_sync == ["a", "b"]
-    disk.receipts.now()
+    disk.receipts.commit_now()
     assert disk.after_sync == ["a", "b"]  # nobody waits
 
 
@@ -141,7 +141,7 @@ SOURCES = 4
 def session(folder: Path) -> Session:
     """One that says nothing: no round is due."""
     document = {"rounds": 100, "learners": 2, "algorithm": {"name": "ldp-dol"}, "durability": "power"}
-    role = Role("run-1", parse_spec(document, imports=False), 3, 0, "learner-0")
+    role = RunAssignment("run-1", parse_spec(document, allow_imports=False), 3, 0, "learner-0")
     return open_session(role, SystemNoise(), folder, policy=ALLOWING)
 
 
@@ -200,10 +200,10 @@ async def test_feeders_get_their_receipts_after_one_sync(tmp_path: Path, monkeyp
 async def test_no_receipt_for_what_a_closed_log_does_not_keep(tmp_path: Path) -> None:
     """The run ends between the entry and its sync."""
     fed = session(tmp_path)
-    fed._log.keep(0, b"records")
+    fed._log.append_records(0, b"records")
     await fed.close()
     with pytest.raises(FailedPrecondition, match="records cannot be kept: the log is closed"):
-        await fed.ingest.receipts.settled()
+        await fed.ingestor.receipts.wait_durable()
 
 
 async def test_a_disk_that_failed_at_one_receipt_gives_no_other(
@@ -211,7 +211,7 @@ async def test_a_disk_that_failed_at_one_receipt_gives_no_other(
 ) -> None:
     """What it could not write may be gone, whatever the next sync says."""
     fed = session(tmp_path)
-    fed._log.keep(0, b"records")
+    fed._log.append_records(0, b"records")
 
     def fails(file: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -219,7 +219,7 @@ async def test_a_disk_that_failed_at_one_receipt_gives_no_other(
     with monkeypatch.context() as failing:
         failing.setattr(os, "fdatasync", fails)
         with pytest.raises(FailedPrecondition, match="records cannot be kept: Input/output error"):
-            await fed.ingest.receipts.settled()
+            await fed.ingestor.receipts.wait_durable()
     with pytest.raises(FailedPrecondition, match="records cannot be kept: an earlier sync failed"):
-        await fed.ingest.receipts.settled()
+        await fed.ingestor.receipts.wait_durable()
     await fed.close()

@@ -17,10 +17,10 @@ from sottovoce_core.arrays import as_floats
 from sottovoce_core.errors import DataError
 from sottovoce_core.noise import KeyedNoise, NoiseSource, SystemNoise
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_learner.memory import Kept
+from sottovoce_learner.memory import NoiseRecorder
 from sottovoce_learner.opening import open_session
-from sottovoce_learner.peers.outbox import Link
-from sottovoce_learner.role import Role
+from sottovoce_learner.peers.outbox import NeighbourLink
+from sottovoce_learner.role import RunAssignment
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.snapshot import pack
@@ -42,7 +42,7 @@ class Died(BaseException):
 def spec_of(**fields: Any) -> RunSpec:
     given = {"rounds": ROUNDS, "learners": 3, "algorithm": {"name": "ldp-dol"}, "durability": "process"}
     more = {"clock": {"window": 2}, "telemetry": {"accuracy": True}, "topology": {"graph": "complete"}}
-    return parse_spec({**given, **more, **fields}, imports=True)
+    return parse_spec({**given, **more, **fields}, allow_imports=True)
 
 
 def records(learner: int, t: int) -> learner_pb2.SampleBatch:
@@ -68,14 +68,14 @@ class Crew:
 
     def born(self, index: int) -> Session:
         noise: NoiseSource = KeyedNoise("secret", "run", index) if self.keyed else SystemNoise()
-        role = Role("run-1", self.spec, FEATURES, index, self.spec.names[index])
+        role = RunAssignment("run-1", self.spec, FEATURES, index, self.spec.names[index])
         made = open_session(role, noise, self.folder / str(index), policy=ALLOWING)
         return made
 
     async def live(self, rounds: range, mortal: int = 0) -> None:
         """These rounds; whoever dies in one is born again, and does what is left of it."""
         for t in rounds:
-            there = [i for i, one in enumerate(self.learners) if t in one.memory.attendance]
+            there = [i for i, one in enumerate(self.learners) if t in one.state_machine.learner_participation]
             for index in there:
                 await self.survived(index, mortal, "said", t)
             for index in there:
@@ -93,27 +93,27 @@ class Crew:
 
     async def said(self, one: Session, t: int) -> None:
         """Round t, and before it whatever a learner that died has lost: neighbours say it again."""
-        while one.intake.filled <= t:
-            await one.ingest.feed(records(one.role.index, one.intake.next_sequence("s")))
-            await one.ingest.receipts.settled()
-        for k in range(one.memory.done, t):
+        while one.record_queue.filled_rounds <= t:
+            await one.ingestor.feed(records(one.assignment.index, one.record_queue.get_next_sequence("s")))
+            await one.ingestor.receipts.wait_durable()
+        for k in range(one.state_machine.rounds_done, t):
             await self._learned(one, k)
-        if one.memory.said <= t:
+        if one.state_machine.rounds_committed <= t:
             await one._send(t)
         await one._snapshots.finish()
         for link in one.links.values():
             for k, frame in link._frames:
-                self.left.setdefault((one.role.index, k), set()).add(frame)
+                self.left.setdefault((one.assignment.index, k), set()).add(frame)
 
     async def learned(self, one: Session, t: int) -> None:
         await self.said(one, t)
-        for k in range(one.memory.done, t + 1):
+        for k in range(one.state_machine.rounds_done, t + 1):
             await self._learned(one, k)
 
     async def _learned(self, one: Session, t: int) -> None:
-        for j in one.plan.heard(t):
-            if one.inbox.next_round(j) == t:
-                one.hear(j, dict(self.learners[j].links[one.role.index]._frames)[t])
+        for j in one.plan.get_in_neighbours(t):
+            if one.inbox.get_due_round(j) == t:
+                one.receive(j, dict(self.learners[j].links[one.assignment.index]._frames)[t])
         await one._learn(t)
 
     def die(self) -> None:
@@ -126,7 +126,7 @@ class Crew:
         return sorted(path.suffix[1:] for path in (self.folder / str(index)).glob("*@*/*"))
 
     def models(self) -> list[bytes]:
-        return [one.algorithm.decision(one.memory.state).tobytes() for one in self.learners]
+        return [one.algorithm.decision(one.state_machine.state).tobytes() for one in self.learners]
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ async def test_it_goes_on_wherever_it_died(
         if keyed:
             assert crew.models() == undisturbed
         one = crew.learners[0]
-        assert Ledger(folder / "0").spent("learner-0") == one.status.epsilon_spent > 0
+        assert Ledger(folder / "0").sum_epsilon("learner-0") == one.status.epsilon_spent > 0
         assert one.status.rounds_done == ROUNDS and one.status.prequential_accuracy is not None
         crew.die()
         crew.born(0)._log.close()
@@ -227,12 +227,12 @@ async def test_the_log_of_a_run_that_is_over_goes_wherever_its_learner_dies(tmp_
     crew = Crew(whole, spec_of(), keyed=False)
     await crew.live(range(4))
     crew.die()
-    spent = Ledger(whole / "0").spent("learner-0")
+    spent = Ledger(whole / "0").sum_epsilon("learner-0")
     while True:
         at += 1
         folder = tmp_path / str(at)
         shutil.copytree(whole / "0", folder)
-        Ledger(folder).moved("learner-0")
+        Ledger(folder).accept_moved_folder("learner-0")
         with pytest.MonkeyPatch.context() as patch:
             dying(patch, folder, at)
             try:
@@ -245,7 +245,7 @@ async def test_the_log_of_a_run_that_is_over_goes_wherever_its_learner_dies(tmp_
         end_run(folder, "learner-0", "run-1")  # as its coordinator tells it when it comes back in the run
         assert not any(folder.glob("*@*"))
         assert was_open == (at == 1)
-        assert Ledger(folder).spent("learner-0") == spent > 0
+        assert Ledger(folder).sum_epsilon("learner-0") == spent > 0
     assert deaths >= 3
 
 
@@ -274,10 +274,10 @@ async def test_a_learner_that_had_finished_has_its_model_and_what_neighbours_lac
     frames = {j: list(link._frames) for j, link in before.links.items()}
     again = crew.born(0)
     assert (
-        again.algorithm.decision(again.memory.state).tobytes()
-        == before.algorithm.decision(before.memory.state).tobytes()
+        again.algorithm.decision(again.state_machine.state).tobytes()
+        == before.algorithm.decision(before.state_machine.state).tobytes()
     )
-    assert (again.status.rounds_done, again.status.rounds_said) == (ROUNDS, ROUNDS)
+    assert (again.status.rounds_done, again.status.rounds_committed) == (ROUNDS, ROUNDS)
     assert {j: list(link._frames) for j, link in again.links.items()} == frames
     assert frames[1][-1][0] == last
     assert again.status.epsilon_spent == before.status.epsilon_spent
@@ -322,7 +322,7 @@ async def test_every_algorithm_goes_on_from_its_log(tmp_path: Path, changes: dic
             "capture": "none",
             "clock": {"window": 7},
         },
-        imports=True,
+        allow_imports=True,
     )
     whole, crew = Crew(tmp_path / "whole", spec, keyed=True), Crew(tmp_path / "crew", spec, keyed=True)
     for t in range(spec.rounds):
@@ -341,7 +341,7 @@ def hidden() -> RunSpec:
     changes = next(run for run in FIELD["runs"] if run["name"] == "pd-ftgl-published")
     algorithm = {**changes["algorithm"], "block_length": 4}
     more = {"algorithm": algorithm, "rounds": 20, "durability": "process", "capture": "none"}
-    return parse_spec({**FIELD["common"], **changes, **more}, imports=True)
+    return parse_spec({**FIELD["common"], **changes, **more}, allow_imports=True)
 
 
 async def test_noise_that_no_message_shows_is_not_drawn_again(tmp_path: Path, snapshots: bool) -> None:
@@ -354,17 +354,17 @@ async def test_noise_that_no_message_shows_is_not_drawn_again(tmp_path: Path, sn
         before._log.close()
         crew.learners[0] = crew.born(0)
         await crew.learned(crew.learners[0], t)
-        assert pack(crew.learners[0].memory.state, before._snapshots._names) == pack(
-            before.memory.state, before._snapshots._names
+        assert pack(crew.learners[0].state_machine.state, before._snapshots._names) == pack(
+            before.state_machine.state, before._snapshots._names
         )
-    assert any(noise.any() for noise in crew.learners[0].memory.state.nodes.noise)
+    assert any(noise.any() for noise in crew.learners[0].state_machine.state.nodes.noise)
     assert all(len(frames) == 1 for frames in crew.left.values())
 
 
 async def test_noise_that_was_not_written_down_is_missed(tmp_path: Path) -> None:
     """Versions that wrote none refused to go on, too."""
     crew = Crew(tmp_path, hidden(), keyed=False)
-    crew.learners[0].memory.hidden = False
+    crew.learners[0].state_machine.has_hidden_noise = False
     await crew.live(range(5))
     crew.learners[0]._log.close()
     with pytest.raises(
@@ -377,8 +377,8 @@ async def test_noise_that_is_left_over_was_drawn_for_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No message would show it."""
-    crew, drawn = Crew(tmp_path, hidden(), keyed=False), vars(Kept)["drawn"].fget
-    monkeypatch.setattr(Kept, "drawn", property(lambda kept: drawn(kept) + bytes(8)))
+    crew, drawn = Crew(tmp_path, hidden(), keyed=False), vars(NoiseRecorder)["drawn"].fget
+    monkeypatch.setattr(NoiseRecorder, "drawn", property(lambda kept: drawn(kept) + bytes(8)))
     await crew.live(range(1))
     crew.learners[0]._log.close()
     with pytest.raises(DataError, match="and by the entries before it would be another one: it was written by another"):
@@ -394,11 +394,11 @@ async def test_a_log_that_another_version_wrote_is_not_gone_on_with(
         patch.setattr("sottovoce_learner.memory.Books.price", lambda books, t: 1e-9)
         with pytest.raises(DataError, match=r"entry \d+ of the log says round 0 at epsilon .* by another version"):
             crew.born(0)
-    assert crew.born(0).status.rounds_said == 2
+    assert crew.born(0).status.rounds_committed == 2
 
 
 def test_a_link_says_again_what_the_log_has() -> None:
-    link = Link(2)
+    link = NeighbourLink(2)
     for t in range(3):
         link.queue(t, bytes([t]))
     assert list(link._frames) == [(1, b"\1"), (2, b"\2")]

@@ -13,8 +13,8 @@ from rich.console import Console
 from sottovoce_client.privacy.ledger import adopt_ledger, repair_ledger, show_ledger, verify_ledger
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
 from sottovoce_learner.storage import wal
-from sottovoce_learner.storage.ledger import Standing
-from sottovoce_learner.storage.state_folder import Claim, Files
+from sottovoce_learner.storage.ledger import StoredState
+from sottovoce_learner.storage.state_folder import LearnerLock, LearnerPaths
 from sottovoce_learner.storage.store import Ledger
 from tests.learner.test_damage import NAME, PRICE, lived, open_run, say
 from tests.learner.test_recovery import ROUNDS, Crew, spec_of
@@ -55,11 +55,11 @@ def test_what_may_have_been_spent_is_charged_for_ever(
     with pytest.raises(DataError, match=f"at most {most:.6g} in all"):
         open_run(folder, "run-b")
     done = Ledger(folder).repair(NAME)
-    assert (done.in_all, Ledger(folder).spent(NAME)) == (most, most)
-    assert done.aside is not None and any(done.aside.iterdir())
-    assert Ledger(folder).repair(NAME).aside is None and Ledger(folder).spent(NAME) == most
+    assert (done.total_epsilon_spent, Ledger(folder).sum_epsilon(NAME)) == (most, most)
+    assert done.backup_folder is not None and any(done.backup_folder.iterdir())
+    assert Ledger(folder).repair(NAME).backup_folder is None and Ledger(folder).sum_epsilon(NAME) == most
     say(open_run(folder, "run-c"), range(1))
-    assert Ledger(folder).spent(NAME) == most + PRICE
+    assert Ledger(folder).sum_epsilon(NAME) == most + PRICE
 
 
 def test_the_run_is_over_where_it_is_still_known(folder: Path) -> None:
@@ -73,14 +73,14 @@ def test_every_byte_of_the_log_cut_is_charged_enough(folder: Path) -> None:
     """Whatever is left of it, and with the mark or without."""
     raw = (folder / LOG).read_bytes()
     files = {path: path.read_bytes() for path in (folder / "ann.runs", folder / "ann.mark")}
-    for k in range(wal.PAGE, len(raw.rstrip(b"\0")), 16):
+    for k in range(wal.PAGE_BYTES, len(raw.rstrip(b"\0")), 16):
         (folder / LOG).write_bytes(raw[:k])
-        assert Ledger(folder).repair(NAME).in_all == 2 * PRICE + RESERVED
+        assert Ledger(folder).repair(NAME).total_epsilon_spent == 2 * PRICE + RESERVED
         for path, content in files.items():
             path.write_bytes(content)
         (folder / "run-b@ann").mkdir(exist_ok=True)
         (folder / LOG).write_bytes(raw)
-        Ledger(folder).moved(NAME)
+        Ledger(folder).accept_moved_folder(NAME)
     shutil.rmtree(folder / "damaged")
 
 
@@ -89,14 +89,14 @@ def test_what_cannot_be_known_must_be_given(folder: Path) -> None:
         path.unlink()
     with pytest.raises(DataError, match=r"cannot be known .* say what it was at most with --charge EPSILON"):
         Ledger(folder).repair(NAME)
-    assert Ledger(folder).repair(NAME, 7.0).in_all == 7.0 == Ledger(folder).spent(NAME)
+    assert Ledger(folder).repair(NAME, 7.0).total_epsilon_spent == 7.0 == Ledger(folder).sum_epsilon(NAME)
 
 
 def test_a_folder_that_is_lost_is_charged_what_is_given(tmp_path: Path) -> None:
     """Of a learner of whom nothing is left."""
-    assert Ledger(tmp_path).repair(NAME, 7.0).in_all == 7.0 == Ledger(tmp_path).spent(NAME)
+    assert Ledger(tmp_path).repair(NAME, 7.0).total_epsilon_spent == 7.0 == Ledger(tmp_path).sum_epsilon(NAME)
     say(open_run(tmp_path, "run-c"), range(1))
-    assert Ledger(tmp_path).spent(NAME) == 7.0 + PRICE
+    assert Ledger(tmp_path).sum_epsilon(NAME) == 7.0 + PRICE
 
 
 COMMANDS: dict[str, Callable[[Path, str], None]] = {
@@ -132,11 +132,11 @@ def test_a_backup_is_charged_what_was_spent_since_beside_what_it_knows(
     folder: Path, charge: float, in_all: float
 ) -> None:
     """The run that was open in it is charged as it stands there, or all that was reserved, if that is more."""
-    assert Ledger(folder).repair(NAME, charge).in_all == Ledger(folder).spent(NAME) == in_all
+    assert Ledger(folder).repair(NAME, charge).total_epsilon_spent == Ledger(folder).sum_epsilon(NAME) == in_all
 
 
 def test_nothing_is_repaired_while_the_learner_runs(folder: Path) -> None:
-    with Claim(folder, NAME), pytest.raises(FailedPrecondition, match="another process is learner 'ann'"):
+    with LearnerLock(folder, NAME), pytest.raises(FailedPrecondition, match="another process is learner 'ann'"):
         Ledger(folder).repair(NAME)
 
 
@@ -150,12 +150,12 @@ def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: py
         f"charge that before the learner starts: sottovoce ledger --repair --state {copy} --learner ann --charge"
         in out.getvalue()
     )
-    assert open_run(copy, "run-b").spent == 3 * PRICE
+    assert open_run(copy, "run-b").epsilon_spent == 3 * PRICE
     cut(copy / LOG)
     with pytest.raises(DataError, match="ledger --repair"):
-        Ledger(copy).moved(NAME)
+        Ledger(copy).accept_moved_folder(NAME)
     with pytest.raises(DataError, match="there is no ledger of 'bo'"):
-        Ledger(copy).moved("bo")
+        Ledger(copy).accept_moved_folder("bo")
 
 
 async def test_every_charge_is_computed_again(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ async def test_every_charge_is_computed_again(tmp_path: Path) -> None:
     verify_ledger(folder, None, Console(file=out, width=160))
     assert "learner-0: 1 run," in out.getvalue() and "nothing is lost" in out.getvalue()
     (line,) = Ledger(folder).verify("learner-0", imports=False)
-    assert line.spent == crew.learners[0].status.epsilon_spent
+    assert line.epsilon_spent == crew.learners[0].status.epsilon_spent
 
 
 async def test_a_charge_that_the_spec_does_not_ask_for_is_found(
@@ -187,4 +187,4 @@ def test_repair_says_what_it_did(folder: Path) -> None:
     first, second = out.getvalue().splitlines()
     assert first == "nothing is lost: ε 1.25 in all, as before"
     assert second.startswith("charged ε 1, which makes 1.5 in all; what was there is kept in ")
-    assert "is cut or damaged at entry" in Standing.look(Files(folder, NAME)).lines[-1].facts["why"]
+    assert "is cut or damaged at entry" in StoredState.read(LearnerPaths(folder, NAME)).lines[-1].facts["why"]

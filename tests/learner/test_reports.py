@@ -10,7 +10,7 @@ import pytest
 from sottovoce_core.noise import SystemNoise
 from sottovoce_learner.opening import open_session
 from sottovoce_learner.progress import LeaseTracker
-from sottovoce_learner.role import Role
+from sottovoce_learner.role import RunAssignment
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 from sottovoce_wire.v1.coordinator_pb2 import RoundLease
@@ -22,9 +22,13 @@ class Fed:
 
     def __init__(self, folder: Path, mode: str) -> None:
         spec = small_spec(20, 2, clock={"mode": mode, "window": 5})
-        role = Role("run-1", spec, 3, 0, "learner-0")
+        role = RunAssignment("run-1", spec, 3, 0, "learner-0")
         self.session = open_session(role, SystemNoise(), folder, policy=ALLOWING)
-        self.session.plan.announce(0, dict(self.session.plan.part(0).heard), self.session.plan.part(0).told)
+        self.session.plan.accept_epoch(
+            0,
+            dict(self.session.plan.get_round_part(0).in_neighbours),
+            self.session.plan.get_round_part(0).out_neighbours,
+        )
         self._due = 0
 
     async def feed(self) -> bool:
@@ -38,7 +42,7 @@ class Fed:
             labels=to_tensor(np.zeros(1)),
         )
         self._due += 1
-        await self.session.ingest.feed(batch)
+        await self.session.ingestor.feed(batch)
         return self.reported
 
     @property
@@ -60,14 +64,14 @@ async def test_records_are_reported_where_the_clock_may_wait_for_them(tmp_path: 
     """As long as more is granted than it has told, others are waited for; of what came meanwhile it tells when it is its turn."""
     fed = Fed(tmp_path, "data")
     assert [await fed.feed() for _ in range(3)] == [True, False, False]
-    fed.session.grant(RoundLease(until_round=1))
+    fed.session.extend_lease(RoundLease(until_round=1))
     assert fed.reported
     assert [await fed.feed() for _ in range(2)] == [False, False]
-    fed.session.grant(RoundLease(until_round=2))
+    fed.session.extend_lease(RoundLease(until_round=2))
     assert not fed.reported
-    fed.session.grant(RoundLease(until_round=3))
+    fed.session.extend_lease(RoundLease(until_round=3))
     assert fed.reported
-    fed.session.grant(RoundLease(until_round=5))
+    fed.session.extend_lease(RoundLease(until_round=5))
     assert not fed.reported  # it has told of five
     assert await fed.feed()
 
@@ -79,10 +83,12 @@ async def test_records_are_reported_where_the_clock_may_wait_for_them(tmp_path: 
 def test_rounds_are_reported_ever_more_seldom_however_many_learners_there_are(learners: int, by: list[int]) -> None:
     """Enough for curves of short runs; what a round costs all learners together is bounded, and vanishes in a long run."""
     told, done = list[int](), 0
-    grants = LeaseTracker(small_spec(2, 2, clock={"mode": "paced", "period_s": 1}).clock, learners, lambda: told.append(done))
+    grants = LeaseTracker(
+        small_spec(2, 2, clock={"mode": "paced", "period_s": 1}).clock, learners, lambda: told.append(done)
+    )
     grants.extend(40_000, 0)
     for done in range(1, 20_001):
-        grants.use(done)
+        grants.report_progress(done)
     assert [sum(each <= rounds for each in told) for rounds in (8, 20, 40, 500, 20_000)] == by
     assert told[0] == 1 and told == sorted(set(told))
     for first in range(0, 20_000 - 100, 100):

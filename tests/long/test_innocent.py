@@ -45,7 +45,7 @@ def drawn(seed: int) -> tuple[Run, PlacedData, int, np.random.Generator]:
         shape = changes.get("topology", {"graph": graph, "weights": "metropolis"})
         document = {**FIELD["common"], **changes, "algorithm": algorithm, "learners": learners, "rounds": rounds}
         try:
-            spec = parse_spec({**document, "topology": shape}, imports=True)
+            spec = parse_spec({**document, "topology": shape}, allow_imports=True)
             batch = int(generator.choice([1, 1, 2, 5]))
             records = int(generator.integers(1, rounds * batch + 1))
             data = made_up(spec, dim, batch=batch, records=records, seed=seed)
@@ -54,7 +54,7 @@ def drawn(seed: int) -> tuple[Run, PlacedData, int, np.random.Generator]:
         except SottovoceError:
             continue
         # A promise about decisions alone is held against the messages, too, and fails rightly.
-        if plan.made_for is ThreatModel.WIRE:
+        if plan.claim_threat_model is ThreatModel.WIRE:
             return run, data, learner, generator
 
 

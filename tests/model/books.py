@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from sottovoce_coordinator import conducting
 from sottovoce_coordinator.courses import ManagedRun
-from sottovoce_coordinator.runs import CaptureBinding, RunStateMachine, RunState
+from sottovoce_coordinator.runs import CaptureBinding, RunState, RunStateMachine
 from sottovoce_coordinator.store import StoredRun
 from sottovoce_core.errors import SottovoceError
-from sottovoce_core.running.participation import with_learner, without
+from sottovoce_core.running.participation import add_learner, remove_learner
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
@@ -59,9 +59,13 @@ def _blank(shape: Shape, attempt: int = 0) -> RunStateMachine:
 def _book(run: Shape, book: Book, away: frozenset[int] = frozenset()) -> RunStateMachine:
     new = _blank(book.shape(run), book.attempt)
     new.state, new.statuses = book.state, [_status(run, i, each) for i, each in enumerate(book.statuses)]
-    new.losing, new.unsure, new.away = set(book.losing), set(book.unsure), dict.fromkeys(away, NOW)
-    new.reserved = book.reserved
-    new.clock.resume(book.granted)
+    new.pending_removals, new.possible_senders, new.disconnected_since = (
+        set(book.losing),
+        set(book.unsure),
+        dict.fromkeys(away, NOW),
+    )
+    new.inherited_lease = book.reserved
+    new.clock.raise_lease(book.granted)
     for i in range(run.learners):
         if book.state is RunState.RUNNING:  # before, the clock was told nothing
             new._progress(i)
@@ -71,19 +75,19 @@ def _book(run: Shape, book: Book, away: frozenset[int] = frozenset()) -> RunStat
 def _value(book: RunStateMachine) -> Book:
     return Book(
         book.state,
-        book.clock.granted,
-        tuple((each.state, each.rounds_done, each.rounds_said) for each in book.statuses),
+        book.clock.leased_until,
+        tuple((each.state, each.rounds_done, each.rounds_committed) for each in book.statuses),
         absences_of(book.run.spec),
         book.attempt,
-        frozenset(book.losing),
-        frozenset(book.unsure),
-        book.reserved,
+        frozenset(book.pending_removals),
+        frozenset(book.possible_senders),
+        book.inherited_lease,
     )
 
 
 def _status(shape: Shape, learner: int, status: Status) -> LearnerStatus:
     state, done, said = status
-    return LearnerStatus(run_of(shape).spec.names[learner], RUN, state, rounds_done=done, rounds_said=said)
+    return LearnerStatus(run_of(shape).spec.names[learner], RUN, state, rounds_done=done, rounds_committed=said)
 
 
 @cache
@@ -96,7 +100,7 @@ def new_book(shape: Shape) -> Book:
 def reported(shape: Shape, book: Book, learner: int, status: Status) -> Book:
     """A report was taken in."""
     now = _book(shape, book)
-    now.report(_status(shape, learner, status))
+    now.handle_report(_status(shape, learner, status))
     return _value(now)
 
 
@@ -106,17 +110,17 @@ def taken_up(shape: Shape, kept: Book, reserved: int) -> Book:
     if kept.state in (RunState.FINISHED, RunState.FAILED):
         return kept
     before = _book(shape, kept)
-    view = ManagedRun(before, NOW, durable=True).record()
+    view = ManagedRun(before, NOW, is_durable=True).encode_view()
     written = StoredRun(RUN, spec_to_wire(before.run.spec), FEATURES, CaptureBinding(), view, reserved)
-    return _value(ManagedRun.resumed(written, before.run, NOW).book)
+    return _value(ManagedRun.from_stored_run(written, before.run, NOW).machine)
 
 
 @cache
 def taken_back(shape: Shape, book: Book, learner: int, granted: int) -> Book:
     """A learner is there again, and was granted so much (`RunController.handle_rejoin`)."""
     now = _book(shape, book)
-    now.back(learner)
-    now.clock.resume(granted)
+    now.mark_connected(learner)
+    now.clock.raise_lease(granted)
     return _value(now)
 
 
@@ -127,14 +131,14 @@ def taken_back(shape: Shape, book: Book, learner: int, granted: int) -> Book:
 def missed(shape: Shape, book: Book, learner: int) -> Book:
     """A learner is gone, and the deadline has passed (`RunController._deadline`)."""
     now = _book(shape, book, frozenset({learner}))
-    now.miss(learner, NOW)
+    now.handle_deadline(learner, NOW)
     return _value(now)
 
 
 @cache
 def busy(shape: Shape, book: Book, away: frozenset[int]) -> frozenset[int]:
     """Those whom a change waits for."""
-    return frozenset(_book(shape, book, away).busy)
+    return frozenset(_book(shape, book, away).busy_learners)
 
 
 @cache
@@ -149,12 +153,12 @@ def rested(shape: Shape, book: Book, learner: int, granted: int, said: int, clos
         closed: by its log the last one was learned, too.
     """
     now = _book(shape, book)
-    now.back(learner)
-    now.clock.resume(max(granted, said))
+    now.mark_connected(learner)
+    now.clock.raise_lease(max(granted, said))
     if granted:
-        now.unsure.add(learner)
+        now.possible_senders.add(learner)
     else:
-        now.rest(learner, said, closed)
+        now.mark_quiesced(learner, said, closed)
     return _value(now)
 
 
@@ -162,7 +166,7 @@ def rested(shape: Shape, book: Book, learner: int, granted: int, said: int, clos
 def rests(shape: Shape, book: Book, learner: int, status: Status) -> Book:
     """While all rest, a learner tells how far it was in an attempt before this one (`RunController.rests`)."""
     now = _book(shape, book)
-    now.rests(_status(shape, learner, status))
+    now.handle_quiesced_report(_status(shape, learner, status))
     return _value(now)
 
 
@@ -180,8 +184,8 @@ def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
     now = _book(shape, book)
     name = now.run.spec.names[learner]
     changes: dict[str, Callable[[RunSpec], RunSpec]] = {
-        "leave": lambda spec: without(spec, name, now.unsaid),
-        "join": lambda spec: with_learner(spec, name, now.unsaid),
+        "leave": lambda spec: remove_learner(spec, name, now.first_unsent_round),
+        "join": lambda spec: add_learner(spec, name, now.first_unsent_round),
         "lose": partial(conducting._without, book=now, lost=book.losing),
     }
     try:
@@ -193,12 +197,12 @@ def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
 @cache
 def ceiling(shape: Shape, book: Book) -> int:
     """No round from this one on was ever granted."""
-    return _book(shape, book).ceiling
+    return _book(shape, book).max_leased_round
 
 
 @cache
 def amended(shape: Shape, book: Book, absences: str) -> Book:
     """All who are told go on by another spec (`RunStateMachine.amend`)."""
     now = _book(shape, book)
-    now.amend(run_of(shape.amended(absences)))
+    now.reconfigure(run_of(shape.amended(absences)))
     return _value(now)

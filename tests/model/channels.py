@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 from sottovoce_core.errors import SottovoceError
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.inbox import Inbox
-from sottovoce_learner.peers.outbox import Link
-from sottovoce_learner.role import Role
+from sottovoce_learner.peers.outbox import NeighbourLink
+from sottovoce_learner.role import RunAssignment
 from sottovoce_learner.session import Session
 from tests.model.runs import FEATURES, RUN, Shape, about, codec_of, heard_in, neighbours, plan_of, run_of, told_in
 
@@ -28,13 +28,17 @@ class Reach(NamedTuple):
 
 @cache
 def reach(shape: Shape, learner: int) -> Reach:
-    return Reach(*plan_of(shape, learner).reach(min(shape.window, shape.rounds), late=run_of(shape).late))
+    return Reach(
+        *plan_of(shape, learner).compute_buffer_rounds(
+            min(shape.window, shape.rounds), allows_late=run_of(shape).has_bounded_staleness
+        )
+    )
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
-def _link(link: Callable[[int], Link], shape: Shape, learner: int, kept: Kept) -> Link:
+def _link(link: Callable[[int], NeighbourLink], shape: Shape, learner: int, kept: Kept) -> NeighbourLink:
     new = link(reach(shape, learner).keep)
     for t, message in kept:
         new.queue(t, message)
@@ -42,7 +46,9 @@ def _link(link: Callable[[int], Link], shape: Shape, learner: int, kept: Kept) -
 
 
 @cache
-def kept(link: Callable[[int], Link], shape: Shape, learner: int, before: Kept, t: int, message: bytes) -> Kept:
+def kept(
+    link: Callable[[int], NeighbourLink], shape: Shape, learner: int, before: Kept, t: int, message: bytes
+) -> Kept:
     """What a link keeps once a message was said."""
     after = _link(link, shape, learner, before)
     after.queue(t, message)
@@ -58,7 +64,7 @@ class _Unwritten:
 
 @cache
 def due(
-    link: Callable[[int], Link], shape: Shape, learner: int, before: Kept, neighbour: int, next_round: int
+    link: Callable[[int], NeighbourLink], shape: Shape, learner: int, before: Kept, neighbour: int, next_round: int
 ) -> tuple[bytes, ...]:
     """What a link says on a new stream to a neighbour; it was told what is for that one alone."""
     told = tuple((t, message) for t, message in before if neighbour in told_in(shape, learner, t))
@@ -88,8 +94,12 @@ class Box(NamedTuple):
 def new_box(shape: Shape, learner: int, first_round: int, heard: tuple[bytes, ...] = ()) -> Box:
     """Of a learner that begins in a round; `heard`: the messages that it used last, by its log."""
     others = neighbours(shape, learner)
-    last = {about(shape, message)[0]: message for message in heard} if run_of(shape).late else {}
-    return Box(first_round, ((),) * len(others), tuple(last.get(j, b"") for j in others) if run_of(shape).late else ())
+    last = {about(shape, message)[0]: message for message in heard} if run_of(shape).has_bounded_staleness else {}
+    return Box(
+        first_round,
+        ((),) * len(others),
+        tuple(last.get(j, b"") for j in others) if run_of(shape).has_bounded_staleness else (),
+    )
 
 
 Boxes = Callable[..., Inbox[bytes]]
@@ -98,9 +108,11 @@ Boxes = Callable[..., Inbox[bytes]]
 def _inbox(kind: Boxes, shape: Shape, learner: int, box: Box) -> Inbox[bytes]:
     plan, others = plan_of(shape, learner), neighbours(shape, learner)
     last = (
-        {j: (about(shape, m)[1], m) for j, m in zip(others, box.last, strict=True) if m} if run_of(shape).late else None
+        {j: (about(shape, m)[1], m) for j, m in zip(others, box.last, strict=True) if m}
+        if run_of(shape).has_bounded_staleness
+        else None
     )
-    new = kind(plan.neighbours, plan.heard, reach(shape, learner).ahead, box.round, last=last)
+    new = kind(plan.neighbours, plan.get_in_neighbours, reach(shape, learner).ahead, box.round, last=last)
     for j, messages in zip(others, box.heard, strict=True):
         for message in messages:
             new.put(j, about(shape, message)[1], j, message)
@@ -110,7 +122,11 @@ def _inbox(kind: Boxes, shape: Shape, learner: int, box: Box) -> Inbox[bytes]:
 def _value(shape: Shape, learner: int, inbox: Inbox[bytes]) -> Box:
     others, rounds = neighbours(shape, learner), sorted(inbox._heard)
     heard = tuple(tuple(inbox._heard[t][j] for t in rounds if j in inbox._heard[t]) for j in others)
-    return Box(inbox.round, heard, tuple(inbox._last.get(j, b"") for j in others) if run_of(shape).late else ())
+    return Box(
+        inbox.round,
+        heard,
+        tuple(inbox._last.get(j, b"") for j in others) if run_of(shape).has_bounded_staleness else (),
+    )
 
 
 @cache
@@ -128,13 +144,13 @@ def heard(kind: Boxes, shape: Shape, learner: int, box: Box, neighbour: int, mes
 @cache
 def complete(kind: Boxes, shape: Shape, learner: int, box: Box) -> bool:
     """Was everybody heard in this round?"""
-    return _inbox(kind, shape, learner, box).complete
+    return _inbox(kind, shape, learner, box).is_complete
 
 
 @cache
 def enough(kind: Boxes, shape: Shape, learner: int, box: Box) -> bool:
     """May the round go on without those who are late?"""
-    return run_of(shape).late and _inbox(kind, shape, learner, box).enough
+    return run_of(shape).has_bounded_staleness and _inbox(kind, shape, learner, box).has_enough
 
 
 @cache
@@ -185,10 +201,10 @@ def greeted(shape: Shape, own: Greeting, neighbour: int, payload: bytes) -> tupl
 
 def _session(shape: Shape, own: Greeting, neighbour: int) -> Session:
     """As much of a session as a greeting looks at."""
-    run, link = run_of(shape), Link()
+    run, link = run_of(shape), NeighbourLink()
     link.incarnation = own.known
     bare: Any = SimpleNamespace(
-        role=Role(RUN, run.spec, FEATURES, own.learner, run.spec.names[own.learner], own.incarnation),
+        role=RunAssignment(RUN, run.spec, FEATURES, own.learner, run.spec.names[own.learner], own.incarnation),
         inbox=_inbox(Inbox, shape, own.learner, own.box),
         codec=codec_of(shape),
         links={neighbour: link},

@@ -9,17 +9,26 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from sottovoce_core.algorithms.interface import Who
+from sottovoce_core.algorithms.interface import StateAxes
 from sottovoce_core.errors import DataError, SottovoceError
 from sottovoce_learner.budget import PrivacyFilter
 from sottovoce_learner.ingest.intake import PlannedRecordQueue
-from sottovoce_learner.memory import Memory
-from sottovoce_learner.peers.outbox import Link
+from sottovoce_learner.memory import LearnerStateMachine
+from sottovoce_learner.peers.outbox import NeighbourLink
 from sottovoce_learner.storage import ledger, state_folder
 from sottovoce_learner.storage.ledger import LedgerEntry
-from sottovoce_learner.storage.run_log import Mark, HighWaterMarkFile, RunLog, Terms
-from sottovoce_learner.storage.state_folder import FileGuard, hash_text, host
-from sottovoce_learner.storage.wal import START_CHAIN, LogHeader, Entry, Kind, Log, Reading, Said, read_entries
+from sottovoce_learner.storage.run_log import HighWaterMark, HighWaterMarkFile, LogOptions, RunLog
+from sottovoce_learner.storage.state_folder import FileGuard, hash_boot_id, hash_text
+from sottovoce_learner.storage.wal import (
+    START_CHAIN,
+    EntryKind,
+    LogContents,
+    LogEntry,
+    LogHeader,
+    RoundPayload,
+    WriteAheadLog,
+    read_entries,
+)
 from sottovoce_wire.v1 import learner_pb2
 from tests.model.channels import reach
 from tests.model.runs import (
@@ -35,7 +44,7 @@ from tests.model.runs import (
     run_of,
 )
 
-Amended = Callable[[LedgerEntry, LedgerEntry, Reading | None, Path], bool]
+Amended = Callable[[LedgerEntry, LedgerEntry, LogContents | None, Path], bool]
 
 
 class Folder(NamedTuple):
@@ -50,7 +59,7 @@ class Folder(NamedTuple):
 
     incarnation: int
     log: bytes
-    mark: Mark
+    mark: HighWaterMark
     absences: tuple[str, ...]
 
     def shape(self, run: Shape) -> Shape:
@@ -62,9 +71,9 @@ class Folder(NamedTuple):
 
 
 @cache
-def _lines(shape: Shape, learner: int, absences: tuple[str, ...]) -> tuple[ledger.Line, ...]:
+def _lines(shape: Shape, learner: int, absences: tuple[str, ...]) -> tuple[ledger.ChainedLine, ...]:
     """The ledger of a learner that has opened the run, by these specs one after the other."""
-    raw = ledger.Line.first(_name(shape, learner), f"{learner:032x}")
+    raw = ledger.ChainedLine.encode_first(_name(shape, learner), f"{learner:032x}")
     for each in absences:
         line = _line(shape.amended(each), learner)
         opened = {
@@ -74,8 +83,8 @@ def _lines(shape: Shape, learner: int, absences: tuple[str, ...]) -> tuple[ledge
             "n_features": FEATURES,
             "spec": line.spec,
         }
-        raw += ledger.Line.encode(opened, ledger.Line.parse_all(raw)[-1].chain)
-    return ledger.Line.parse_all(raw)
+        raw += ledger.ChainedLine.encode(opened, ledger.ChainedLine.parse_all(raw)[-1].chain)
+    return ledger.ChainedLine.parse_all(raw)
 
 
 def _name(shape: Shape, learner: int) -> str:
@@ -87,24 +96,24 @@ def _line(shape: Shape, learner: int) -> LedgerEntry:
 
 
 @cache
-def read(shape: Shape, learner: int, log: bytes) -> Reading:
+def read(shape: Shape, learner: int, log: bytes) -> LogContents:
     """A log as `wal.read_log` reads it, without the segments' first pages."""
     entries = tuple(read_entries(log))
     about = LogHeader(f"{learner:032x}", _name(shape, learner), RUN, "process")
-    return Reading(about, 0, START_CHAIN, entries, Path("0.log"), len(log))
+    return LogContents(about, 0, START_CHAIN, entries, Path("0.log"), len(log))
 
 
-def _standing(shape: Shape, learner: int, folder: Folder) -> ledger.Standing:
-    files = state_folder.Files(Path("nowhere"), _name(shape, learner))
+def _standing(shape: Shape, learner: int, folder: Folder) -> ledger.StoredState:
+    files = state_folder.LearnerPaths(Path("nowhere"), _name(shape, learner))
     lines = _lines(shape, learner, folder.absences)
-    return ledger.Standing(files, folder.mark, lines, read(shape, learner, folder.log))
+    return ledger.StoredState(files, folder.mark, lines, read(shape, learner, folder.log))
 
 
 @cache
 def stands(shape: Shape, learner: int, folder: Folder) -> bool:
     """Does all fit together? False: something was lost, and nothing is said from this folder."""
     try:
-        _standing(shape, learner, folder).required()
+        _standing(shape, learner, folder).verify()
     except DataError:
         return False
     return True
@@ -114,7 +123,7 @@ def stands(shape: Shape, learner: int, folder: Folder) -> bool:
 def charged(shape: Shape, learner: int, folder: Folder) -> float:
     """Epsilon of the run, by its log; by what a repair would charge, where that is damaged."""
     if stands(shape, learner, folder):
-        return read(shape, learner, folder.log).spent
+        return read(shape, learner, folder.log).epsilon_spent
     most = _standing(shape, learner, folder).max_epsilon_spent
     return 0.0 if most is None else most
 
@@ -123,43 +132,52 @@ def charged(shape: Shape, learner: int, folder: Folder) -> float:
 def cut(log: bytes) -> bytes | None:
     """A log without its last entry; None: there is nothing to be lost but the first."""
     placed = read_entries(log)
-    return log[: placed[-2].end] if len(placed) > 1 else None
+    return log[: placed[-2].end_offset] if len(placed) > 1 else None
 
 
 @cache
 def rounds_said(shape: Shape, learner: int, log: bytes) -> int:
     """Rounds that were said, by a log."""
-    return read(shape, learner, log).said
+    return read(shape, learner, log).rounds_committed
 
 
 @cache
 def closed_by(shape: Shape, learner: int, log: bytes) -> bool:
     """Was all that was said learned, too, by a log (`Standing.under_way`)?"""
     reading = read(shape, learner, log)
-    return 0 < reading.said == reading.done
+    return 0 < reading.rounds_committed == reading.rounds_done
 
 
 @cache
-def learned(shape: Shape, learner: int, log: bytes) -> tuple[tuple[int, Said], ...]:
+def learned(shape: Shape, learner: int, log: bytes) -> tuple[tuple[int, RoundPayload], ...]:
     """Each round whose inputs a log has, with them: those that were learned before something else was said, or at the end."""
     entries = read(shape, learner, log).entries
-    return tuple((e.round - 1, Said.decode(e.body)) for e in entries if e.kind in (Kind.ROUND, Kind.CLOSE) and e.round)
+    return tuple(
+        (e.round - 1, RoundPayload.decode(e.body))
+        for e in entries
+        if e.kind in (EntryKind.ROUND, EntryKind.CLOSE) and e.round
+    )
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------
 
-_WRITTEN = {Kind.GRANT: "reserved", Kind.BATCH: "kept", Kind.ROUND: "journaled", Kind.CLOSE: "closed"}
+_WRITTEN = {
+    EntryKind.RESERVATION: "reserved",
+    EntryKind.BATCH: "kept",
+    EntryKind.ROUND: "journaled",
+    EntryKind.CLOSE: "closed",
+}
 
 
-class _MemoryLog(Log):
+class _MemoryLog(WriteAheadLog):
     """A log in memory, and who is told of every write."""
 
     def __init__(self, raw: bytes, written: Callable[[str], None]) -> None:
         placed = read_entries(raw)
         self.raw, self.sequence, self.chain, self._written = raw, len(placed), placed[-1].chain, written
 
-    def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes) -> int:
-        raw, self.chain = Entry(kind, self.sequence, t, spent, in_all, body).encode(self.chain)
+    def append(self, kind: EntryKind, t: int, spent: float, in_all: float, body: bytes) -> int:
+        raw, self.chain = LogEntry(kind, self.sequence, t, spent, in_all, body).encode(self.chain)
         self.raw += raw
         self.sequence += 1
         self._written(_WRITTEN[kind])
@@ -175,14 +193,14 @@ class _MemoryLog(Log):
 class _MemoryMark(HighWaterMarkFile):
     """A mark in memory."""
 
-    def __init__(self, mark: Mark, written: Callable[[str], None]) -> None:
+    def __init__(self, mark: HighWaterMark, written: Callable[[str], None]) -> None:
         self.mark, self._written = mark, written
 
-    def write(self, mark: Mark) -> None:
+    def write(self, mark: HighWaterMark) -> None:
         self.mark = mark
         self._written("marked")
 
-    def settle(self, mark: Mark, *, sync: bool = True) -> None:
+    def write_both_slots(self, mark: HighWaterMark, *, sync: bool = True) -> None:
         self.write(mark)
 
     def require_in_place(self) -> None:
@@ -215,27 +233,32 @@ def _written(kind: Callable[..., RunLog], shape: Shape, folder: Folder, what: Ca
         folders.append(folder._replace(log=log.raw, mark=mark.mark))
 
     log, mark = _MemoryLog(folder.log, note), _MemoryMark(folder.mark, note)
-    terms = Terms("process", codec_of(shape).length, shape.window, shape.rounds, None)
+    terms = LogOptions("process", codec_of(shape).message_bytes, shape.window, shape.rounds, None)
     what(kind(log, mark, folder.mark, 0.0, terms, None, _MemoryLedger()))
     return Writes(tuple(names), tuple(folders))
 
 
 @cache
-def said(kind: Callable[..., RunLog], shape: Shape, learner: int, folder: Folder, t: int, what: Said) -> Writes:
+def said(kind: Callable[..., RunLog], shape: Shape, learner: int, folder: Folder, t: int, what: RoundPayload) -> Writes:
     """A round is written down, and charged."""
     after = prices(folder.shape(shape), learner)[t + 1]
     return _written(kind, shape, folder, lambda log: log.write_ahead(t, after, what))
 
 
 @cache
-def closed(kind: Callable[..., RunLog], shape: Shape, folder: Folder, done: int, what: Said) -> Writes:
+def closed(kind: Callable[..., RunLog], shape: Shape, folder: Folder, done: int, what: RoundPayload) -> Writes:
     """The inputs of the learner's last round are written down."""
     return _written(kind, shape, folder, lambda log: log.close_rounds(done, what))
 
 
 @cache
 def taken_in(
-    kind: Callable[..., RunLog], intake: Callable[..., PlannedRecordQueue], shape: Shape, learner: int, folder: Folder, number: int
+    kind: Callable[..., RunLog],
+    intake: Callable[..., PlannedRecordQueue],
+    shape: Shape,
+    learner: int,
+    folder: Folder,
+    number: int,
 ) -> Writes:
     """A feeder's batch is taken in, and settled; no writes where it was there already."""
 
@@ -243,9 +266,9 @@ def taken_in(
         box = _intake(intake, shape, learner, folder)
         with suppress(SottovoceError):  # what is refused changes nothing
             if (new := box.prepare(record(number))) is not None:
-                log.keep(new.first, record(number).SerializeToString(deterministic=True))
+                log.append_records(new.first_round, record(number).SerializeToString(deterministic=True))
                 box.add(new)
-        log.settle()
+        log.make_durable()
 
     return _written(kind, shape, folder, take)
 
@@ -255,7 +278,7 @@ def _intake(kind: Callable[..., PlannedRecordQueue], run: Shape, learner: int, f
     shape = folder.shape(run)
     box = kind(FEATURES, run_of(shape).spec.loss, shape.rounds, attendance(shape, learner))
     for entry in read(shape, learner, folder.log).entries:
-        if entry.kind is Kind.BATCH:
+        if entry.kind is EntryKind.BATCH:
             batch = learner_pb2.SampleBatch.FromString(entry.body)
             batch.first_round = entry.round
             box.put(batch)
@@ -266,19 +289,21 @@ def _intake(kind: Callable[..., PlannedRecordQueue], run: Shape, learner: int, f
 def records(shape: Shape, learner: int, log: bytes) -> tuple[int, ...]:
     """The batches in a log, by their numbers, round by round."""
     entries = read(shape, learner, log).entries
-    return tuple(learner_pb2.SampleBatch.FromString(each.body).sequence for each in entries if each.kind is Kind.BATCH)
+    return tuple(
+        learner_pb2.SampleBatch.FromString(each.body).sequence for each in entries if each.kind is EntryKind.BATCH
+    )
 
 
 @cache
 def due_next(intake: Callable[..., PlannedRecordQueue], shape: Shape, learner: int, folder: Folder) -> int:
     """The batch that is due from the feeder, as a receipt says it."""
-    return _intake(intake, shape, learner, folder).next_sequence(SOURCE)
+    return _intake(intake, shape, learner, folder).get_next_sequence(SOURCE)
 
 
 @cache
 def filled(intake: Callable[..., PlannedRecordQueue], shape: Shape, learner: int, folder: Folder) -> int:
     """Rounds below this one have their records."""
-    return _intake(intake, shape, learner, folder).filled
+    return _intake(intake, shape, learner, folder).filled_rounds
 
 
 # ---- from its beginning, and from its log ----------------------------------------------------------------------------
@@ -289,10 +314,17 @@ def fresh_folder(shape: Shape, learner: int, *, fed: bool) -> Folder:
     """Of a learner that has opened the run (`store.Store._opened`); without a feeder it has all its records already."""
     absences = (shape.absences,)
     lines, spec = _lines(shape, learner, absences), run_of(shape).spec
-    opening, chain = Entry(Kind.OPEN, 0, 0, 0.0, 0.0, spec.model_dump_json().encode()).encode(bytes(16))
-    mark = Mark(bytes.fromhex(f"{learner:032x}"), host(), len(lines), lines[-1].chain, run=hash_text(RUN), chain=chain)
+    opening, chain = LogEntry(EntryKind.OPEN, 0, 0, 0.0, 0.0, spec.model_dump_json().encode()).encode(bytes(16))
+    mark = HighWaterMark(
+        bytes.fromhex(f"{learner:032x}"),
+        hash_boot_id(),
+        len(lines),
+        lines[-1].chain,
+        run_hash=hash_text(RUN),
+        chain=chain,
+    )
     folder = Folder(0, opening, mark, absences)
-    for number in range(0 if fed else sum(map(len, attendance(shape, learner).stretches))):
+    for number in range(0 if fed else sum(map(len, attendance(shape, learner).intervals))):
         folder = taken_in(RunLog, PlannedRecordQueue, shape, learner, folder, number).folders[-1]
     return folder
 
@@ -314,11 +346,11 @@ def opened(amended: Amended, shape: Shape, learner: int, folder: Folder, absence
         names, folders = ["amended"], [folder]
     lines = _lines(shape, learner, folder.absences)
     mark = folder.mark._replace(
-        lines=len(lines),
+        line_count=len(lines),
         lines_chain=lines[-1].chain,
-        sequence=log.next - 1,
+        sequence=log.next_sequence - 1,
         chain=log.entries[-1].chain,
-        spent=log.entries[-1].spent,
+        epsilon_spent=log.entries[-1].epsilon_spent,
     )
     return Writes((*names, "opened"), (*folders, folder._replace(mark=mark)))
 
@@ -340,25 +372,25 @@ class Recovered:
 
 
 @cache
-def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: bytes) -> Recovered | None:
+def recovered(link: Callable[[int], NeighbourLink], shape: Shape, learner: int, log: bytes) -> Recovered | None:
     """A learner that is started again (`Session._recover`); None: its log does not fit the spec."""
     run, there = run_of(shape), attendance(shape, learner)
     new = link(reach(shape, learner).keep)
-    memory = Memory(
+    memory = LearnerStateMachine(
         run,
         plan_of(shape, learner),
         there,
         PrivacyFilter(run.algorithm.accountant(learner), None),
         PlannedRecordQueue(FEATURES, run.spec.loss, shape.rounds, there),
-        run.algorithm.start(Who(learner)),
+        run.algorithm.init(StateAxes(learner)),
         new._frames.maxlen or 0,
     )
     try:
         for entry in read(shape, learner, log).entries:
-            memory.replay(entry)
+            memory.replay_entry(entry)
     except DataError:
         return None
     memory.skip_offline_rounds(there.end)
     for t, message in memory.frames:
         new.queue(t, message)
-    return Recovered(memory.said, memory.done, tuple(new._frames), memory.inputs.heard)
+    return Recovered(memory.rounds_committed, memory.rounds_done, tuple(new._frames), memory.inputs.received_frames)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sottovoce_coordinator.store import Claim, Membership
+from sottovoce_coordinator.store import Claim, LearnerBinding
 from sottovoce_core.errors import FailedPrecondition, PermissionDenied, Unavailable
-from sottovoce_learner.storage.wal import Said
+from sottovoce_learner.storage.wal import RoundPayload
 from sottovoce_rpc.learner_status import LearnerState
 from tests.model import channels, folders, machine, runs
 from tests.model.folders import Folder
@@ -47,19 +47,23 @@ class Learners(Streams):
             return
         said = coordinator.book.statuses[i][2]
         try:
-            member = coordinator.members[i].admit(self._claim(state, f), live=self._is_here(state, i), journaled=said)
+            member = coordinator.members[i].admit(
+                self._claim(state, f), is_connected=self._is_here(state, i), rounds_committed=said
+            )
         except Unavailable:  # it tries again
             return
         except (FailedPrecondition, PermissionDenied):
             yield self._refused(state, f)
             return
         issued = state._replace(coordinator=self._remembered(coordinator, i, member))
-        folder = state.folders[f]._replace(incarnation=member.issued)
+        folder = state.folders[f]._replace(incarnation=member.issued_incarnation)
         written = self._put(issued, f, Process(written=True), folder)
-        yield machine.Step("issued", f"{who} is issued incarnation {member.issued} and writes it down", written)
+        yield machine.Step(
+            "issued", f"{who} is issued incarnation {member.issued_incarnation} and writes it down", written
+        )
         if state.faults.answers:
             lost = less(issued, "answers")
-            text = f"{who} is issued incarnation {member.issued}; the answer is lost"
+            text = f"{who} is issued incarnation {member.issued_incarnation}; the answer is lost"
             yield machine.Step("issue lost", text, lost, fault=True)
 
     def _confirms(self, state: State, f: int) -> Iterator[Step]:
@@ -83,7 +87,9 @@ class Learners(Streams):
         """A process that never stopped comes back."""
         i, coordinator, process = self.shape.owner(f), state.coordinator, state.processes[f]
         try:
-            member = coordinator.members[i].admit(self._claim(state, f, rejoins=True), live=self._is_here(state, i))
+            member = coordinator.members[i].admit(
+                self._claim(state, f, rejoins=True), is_connected=self._is_here(state, i)
+            )
         except FailedPrecondition:
             yield self._refused(state, f)
             return
@@ -100,7 +106,7 @@ class Learners(Streams):
         """A stream that is gone is noticed at once: until then nobody of this name would be let in, which is doing nothing."""
         return any(process.joined for f, process in enumerate(state.processes) if self.shape.owner(f) == i)
 
-    def _remembered(self, coordinator: Coordinator, i: int, member: Membership) -> Coordinator:
+    def _remembered(self, coordinator: Coordinator, i: int, member: LearnerBinding) -> Coordinator:
         """`Coordinator._remember`: durable before it is told."""
         return coordinator._replace(members=with_item(coordinator.members, i, member))
 
@@ -174,7 +180,7 @@ class Learners(Streams):
             told.granted,
             back.said,
             back.done,
-            Said(b""),
+            RoundPayload(b""),
             back.kept,
             channels.new_box(shape, i, back.done, back.heard),
             (0,) * len(runs.neighbours(shape, i)),
@@ -226,7 +232,9 @@ class Learners(Streams):
             if stage == "drawn":
                 yield "drawn", state
             elif stage == "written":  # `RunLog.write_ahead`, write by write
-                said = Said(message, session.inputs.heard, session.inputs.upto, session.inputs.records)
+                said = RoundPayload(
+                    message, session.inputs.received_frames, session.inputs.batch_count, session.inputs.records
+                )
                 writes = folders.said(self.run_log, self.shape, i, state.folders[f], t, said)
                 before = state
                 for name, folder in zip(*writes, strict=True):
@@ -251,7 +259,7 @@ class Learners(Streams):
 
     def _used(self, session: Session) -> tuple[int, ...]:
         """What a message says was used, where rounds go on without late neighbours."""
-        return tuple(runs.about(self.shape, message)[1] for message in session.inputs.heard)
+        return tuple(runs.about(self.shape, message)[1] for message in session.inputs.received_frames)
 
     def _sent(self, state: State, f: int, session: Session, message: bytes) -> State:
         """`Link.queue` for every neighbour that is told: on its way wherever a stream is attached."""
@@ -272,7 +280,7 @@ class Learners(Streams):
         i, shape, who = self.shape.owner(f), self._own(state, f), self.shape.called(f)
         heard, box = channels.taken(self.inbox, shape, i, session.box)
         batches = len(folders.records(self.shape, i, state.folders[f].log))
-        inputs = Said(b"", heard, batches, 1)
+        inputs = RoundPayload(b"", heard, batches, 1)
         after = session._replace(done=session.done + 1, inputs=inputs, box=box)
         if after.done < runs.attendance(shape, i).end:
             yield machine.Step(kind, f"{who} {what}", self._live(state, f, after))
@@ -296,7 +304,7 @@ class Learners(Streams):
         session = process.session
         if i not in self.fed or session is None or session.state in (LearnerState.FINISHED, LearnerState.STOPPED):
             return
-        most = sum(map(len, runs.attendance(self._own(state, f), i).stretches))
+        most = sum(map(len, runs.attendance(self._own(state, f), i).intervals))
         due = folders.due_next(self.intake, self.shape, i, state.folders[f])
         for number in range(state.receipts[i], min(due + 1, most)):
             what = f"takes batch {number} in"

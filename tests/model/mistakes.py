@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from sottovoce_coordinator.store import Claim, Membership
+from sottovoce_coordinator.store import Claim, LearnerBinding
 from sottovoce_learner.ingest.intake import PlannedRecordQueue, _New
-from sottovoce_learner.peers.outbox import Link, _Stream
+from sottovoce_learner.peers.outbox import NeighbourLink, _Stream
 from sottovoce_learner.storage.run_log import RunLog
-from sottovoce_learner.storage.wal import Said
+from sottovoce_learner.storage.wal import RoundPayload
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
 from tests.model import folders
@@ -36,8 +36,8 @@ class DrawsAgain(World):
 
 
 class _ChargesLater(RunLog):
-    def write_ahead(self, t: int, spent: float, said: Said) -> None:
-        super().write_ahead(t, self.spent, said)
+    def write_ahead(self, t: int, spent: float, said: RoundPayload) -> None:
+        super().write_ahead(t, self.epsilon_spent, said)
 
 
 class ChargesLater(World):
@@ -47,7 +47,7 @@ class ChargesLater(World):
 
 
 class _MarksReservationsOnly(RunLog):
-    def settle(self) -> None:
+    def make_durable(self) -> None:
         self._mark_file.write(self._mark)
 
 
@@ -60,13 +60,13 @@ class NoMark(World):
 class _MarksMessagesOnly(RunLog):
     _kept = False
 
-    def keep(self, first_round: int, batch: bytes) -> None:
-        super().keep(first_round, batch)
+    def append_records(self, first_round: int, batch: bytes) -> None:
+        super().append_records(first_round, batch)
         self._kept = True
 
-    def settle(self) -> None:
+    def make_durable(self) -> None:
         if not self._kept:
-            super().settle()
+            super().make_durable()
 
 
 class MarksMessagesOnly(World):
@@ -83,7 +83,7 @@ class ReceiptFirst(World):
 
 class _TakesAgain(PlannedRecordQueue):
     def prepare(self, batch: learner_pb2.SampleBatch) -> _New | None:
-        self._next[batch.source] = min(batch.sequence, self.next_sequence(batch.source))
+        self._next[batch.source] = min(batch.sequence, self.get_next_sequence(batch.source))
         return super().prepare(batch)
 
 
@@ -96,7 +96,7 @@ class TakesAgain(World):
 # ---- what is said again --------------------------------------------------------------------------------------------------
 
 
-class _KeepsOne(Link):
+class _KeepsOne(NeighbourLink):
     def __init__(self, keep: int) -> None:
         super().__init__(keep=1)
 
@@ -107,7 +107,7 @@ class KeepsOne(World):
     link = _KeepsOne
 
 
-class _ResendsNothing(Link):
+class _ResendsNothing(NeighbourLink):
     def attach(self, stream: _Stream, next_round: int, displaced: Callable[[], object] = lambda: None) -> None:
         super().attach(stream, next_round, displaced)
         self._due.clear()
@@ -133,10 +133,10 @@ class FinishedLeaves(World):
 # ---- who may speak -------------------------------------------------------------------------------------------------------
 
 
-class _OneStep(Membership):
-    def admit(self, claim: Claim, *, live: bool, journaled: int = 0) -> Membership:
-        known = super().admit(claim, live=live, journaled=journaled)
-        return replace(known, confirmed=known.issued)
+class _OneStep(LearnerBinding):
+    def admit(self, claim: Claim, *, is_connected: bool, rounds_committed: int = 0) -> LearnerBinding:
+        known = super().admit(claim, is_connected=is_connected, rounds_committed=rounds_committed)
+        return replace(known, confirmed_incarnation=known.issued_incarnation)
 
 
 class NoConfirmation(World):
@@ -166,10 +166,10 @@ class SpeaksUnconfirmed(World):
                 yield step._replace(after=self._put(step.after, f, process._replace(written=False)))
 
 
-class _NoIncarnations(Membership):
-    def admit(self, claim: Claim, *, live: bool, journaled: int = 0) -> Membership:
-        newest = replace(claim, incarnation=max(claim.incarnation, self.issued))
-        return super().admit(newest, live=live, journaled=journaled)
+class _NoIncarnations(LearnerBinding):
+    def admit(self, claim: Claim, *, is_connected: bool, rounds_committed: int = 0) -> LearnerBinding:
+        newest = replace(claim, incarnation=max(claim.incarnation, self.issued_incarnation))
+        return super().admit(newest, is_connected=is_connected, rounds_committed=rounds_committed)
 
 
 class NoIncarnations(World):
@@ -178,9 +178,9 @@ class NoIncarnations(World):
     membership = _NoIncarnations
 
 
-class _ConfirmsAny(Membership):
-    def confirm(self, claim: Claim, incarnation: int) -> Membership:
-        return replace(self, confirmed=incarnation)
+class _ConfirmsAny(LearnerBinding):
+    def confirm(self, claim: Claim, incarnation: int) -> LearnerBinding:
+        return replace(self, confirmed_incarnation=incarnation)
 
 
 class ConfirmsAny(World):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from sottovoce_core.errors import RemoteProtocolError
 from sottovoce_learner.peers.inbox import Inbox
 from sottovoce_learner.storage.ledger import LedgerEntry
-from sottovoce_rpc.specs import plan_hash
+from sottovoce_rpc.specs import compute_plan_hash
 from sottovoce_wire.v1 import learner_pb2
 from tests.model import runs
 from tests.model.books import Book
@@ -23,7 +23,7 @@ class StatesWhatWasDue(World):
     """A message says that the messages that were due were used."""
 
     def _used(self, session: Session) -> tuple[int, ...]:
-        return tuple(session.done - 1 for _ in session.inputs.heard)
+        return tuple(session.done - 1 for _ in session.inputs.received_frames)
 
 
 class _Newest(Inbox[bytes]):
@@ -40,7 +40,7 @@ class UsesTheNewest(World):
 
 class _AnyAge(Inbox[bytes]):
     @property
-    def enough(self) -> bool:
+    def has_enough(self) -> bool:
         return all(self._next[j] > 0 for j in self._heard_in(self.round))
 
 
@@ -88,7 +88,7 @@ class HearsOtherPlans(TellsFirst):
 
     def _greeted(self, state: State, f: int, neighbour: int, hello: bytes) -> tuple[State, int] | None:
         said = learner_pb2.ExchangeMessage.FromString(hello)
-        said.hello.plan_hash = plan_hash(runs.run_of(self._own(state, f)).spec, runs.FEATURES)
+        said.hello.plan_hash = compute_plan_hash(runs.run_of(self._own(state, f)).spec, runs.FEATURES)
         return super()._greeted(state, f, neighbour, said.SerializeToString())
 
 

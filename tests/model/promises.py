@@ -63,7 +63,7 @@ def _refused_for_a_cause(shape: Shape, state: State) -> str | None:
 
 def _written_by_sender(shape: Shape, state: State) -> str | None:
     for f, process in enumerate(state.processes):
-        for message in () if process.session is None else process.session.inputs.heard:
+        for message in () if process.session is None else process.session.inputs.received_frames:
             sender, t = runs.about(shape, message)
             owned = [folder for g, folder in enumerate(state.folders) if shape.owner(g) == sender]
             lost = (sender == 0 and state.set_back) or not folders.stands(shape, sender, owned[0])
@@ -81,7 +81,7 @@ def _used_is_told(shape: Shape, state: State) -> str | None:
 def _untold(run: Shape, i: int, log: bytes) -> str | None:
     """What a log says that a learner has used, where the spec of the run or its message says something else."""
     for t, said in folders.learned(run, i, log):
-        used = [runs.about(run, message) for message in said.heard]
+        used = [runs.about(run, message) for message in said.received_frames]
         if (senders := tuple(j for j, _ in used)) != (wanted := runs.heard_in(run, i, t)):
             return f"learner {i} has used messages of {list(senders)} in round {t}, and by the spec those of {list(wanted)}"
         rounds = [own for _, own in used]
@@ -115,7 +115,7 @@ def _changed_before(shape: Shape, run: Shape, i: int, folder: Folder) -> int | N
     """A round that a learner has said, in which others take part now, or the learner itself does not."""
     own = folder.shape(shape)
     said = range(folders.rounds_said(shape, i, folder.log))
-    said = range(runs.attendance(own, i).following(0), said.stop)
+    said = range(runs.attendance(own, i).next_round(0), said.stop)
     changed = (t for t in said if runs.there(own, t) != runs.there(run, t) or i not in runs.there(run, t))
     return next(changed, None)
 

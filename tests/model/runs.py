@@ -18,11 +18,11 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import as_floats
 from sottovoce_core.network.network import NetworkDigests
 from sottovoce_core.network.roster import Participation
-from sottovoce_core.running.participation import USED_ROUNDS_FIELD, slots, encode_used_rounds
+from sottovoce_core.running.participation import USED_ROUNDS_FIELD, compute_used_rounds_width, encode_used_rounds
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_learner.budget import PrivacyFilter
-from sottovoce_learner.peers.plan import Plan
+from sottovoce_learner.peers.plan import NeighbourSchedule
 from sottovoce_rpc.codec import RoundCodec, to_tensor
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import small_spec
@@ -77,10 +77,10 @@ def run_of(shape: Shape) -> Run:
 # ---- who takes part --------------------------------------------------------------------------------------------------
 
 
-def plan_of(shape: Shape, learner: int) -> Plan:
+def plan_of(shape: Shape, learner: int) -> NeighbourSchedule:
     """Whom a learner hears and tells; new, for it remembers rounds."""
     network = run_of(shape).network
-    return Plan(network, learner, NetworkDigests(network, 1))
+    return NeighbourSchedule(network, learner, NetworkDigests(network, 1))
 
 
 @cache
@@ -92,31 +92,31 @@ def neighbours(shape: Shape, learner: int) -> tuple[int, ...]:
 @cache
 def attendance(shape: Shape, learner: int) -> Participation:
     """The rounds in which a learner takes part."""
-    return run_of(shape).attendance(learner)
+    return run_of(shape).participation(learner)
 
 
 @cache
 def there(shape: Shape, t: int) -> frozenset[int]:
     """Who takes part in a round."""
-    return frozenset(np.flatnonzero(run_of(shape).spec.roster.there(t)).tolist())
+    return frozenset(np.flatnonzero(run_of(shape).spec.participation.participant_mask(t)).tolist())
 
 
 @cache
 def heard_in(shape: Shape, learner: int, t: int) -> tuple[int, ...]:
     """Whose messages a learner uses in a round."""
-    return tuple(plan_of(shape, learner).heard(t))
+    return tuple(plan_of(shape, learner).get_in_neighbours(t))
 
 
 @cache
 def told_in(shape: Shape, learner: int, t: int) -> tuple[int, ...]:
     """To whom a learner's message of a round goes."""
-    return plan_of(shape, learner).part(t).told
+    return plan_of(shape, learner).get_round_part(t).out_neighbours
 
 
 @cache
 def met(shape: Shape, learner: int, t: int) -> frozenset[int]:
     """Whom a learner that begins in a round is connected with first (`Outbox.met`)."""
-    return (there(shape, t) - run_of(shape).spec.roster.lost_senders(learner, t)) & {*neighbours(shape, learner)}
+    return (there(shape, t) - run_of(shape).spec.participation.lost_senders(learner, t)) & {*neighbours(shape, learner)}
 
 
 @cache
@@ -146,8 +146,8 @@ def frame(shape: Shape, learner: int, t: int, content: int, used: tuple[int, ...
     """
     run, codec = run_of(shape), codec_of(shape)
     fields: Mapping[str, Any] = {name: np.full(size, float(content)) for name, size in codec.shapes.items()}
-    if run.late:
-        fields = {**fields, USED_ROUNDS_FIELD: encode_used_rounds(used, slots(run.network))}
+    if run.has_bounded_staleness:
+        fields = {**fields, USED_ROUNDS_FIELD: encode_used_rounds(used, compute_used_rounds_width(run.network))}
     return codec.encode(t, learner, Message({**fields}))
 
 
@@ -180,7 +180,7 @@ def prices(shape: Shape, learner: int) -> tuple[float, ...]:
     """Epsilon of a run once its rounds below each were said; one in which the learner is away brings no record."""
     books, spent = PrivacyFilter(run_of(shape).algorithm.accountant(learner), None), [0.0]
     for t in range(shape.rounds):
-        books.charge(books.price(t))
+        books.charge(books.admit_round(t))
         books.advance(int(t in attendance(shape, learner)))
-        spent.append(books.spent)
+        spent.append(books.epsilon_spent)
     return tuple(spent)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeAlias
 
-from sottovoce_coordinator.store import Membership
+from sottovoce_coordinator.store import LearnerBinding
 from sottovoce_learner.ingest.intake import PlannedRecordQueue
 from sottovoce_learner.peers.inbox import Inbox
-from sottovoce_learner.peers.outbox import Link
+from sottovoce_learner.peers.outbox import NeighbourLink
 from sottovoce_learner.storage import store
 from sottovoce_learner.storage.run_log import RunLog
 from tests.model import machine
@@ -32,10 +32,10 @@ class Stage:
 
     SAYS: ClassVar[tuple[str, ...]] = ("drawn", "written", "sent")
     FEEDS: ClassVar[tuple[str, ...]] = ("written", "acknowledged")
-    membership: type[Membership] = Membership
+    membership: type[LearnerBinding] = LearnerBinding
     run_log: Callable[..., RunLog] = RunLog
     intake: Callable[..., PlannedRecordQueue] = PlannedRecordQueue
-    link: Callable[[int], Link] = Link
+    link: Callable[[int], NeighbourLink] = NeighbourLink
     inbox: Callable[..., Inbox[bytes]] = Inbox
     amended: Amended = staticmethod(store._amended)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
-from sottovoce_coordinator.store import Membership
-from sottovoce_learner.storage.wal import Said
+from sottovoce_coordinator.store import LearnerBinding
+from sottovoce_learner.storage.wal import RoundPayload
 from sottovoce_rpc.learner_status import LearnerState
 from tests.model.books import Book
 from tests.model.channels import Box
@@ -59,7 +59,7 @@ class Session(NamedTuple):
     granted: int
     said: int
     done: int
-    inputs: Said
+    inputs: RoundPayload
     kept: tuple[tuple[int, bytes], ...]
     box: Box
     known: tuple[int, ...]
@@ -151,7 +151,7 @@ class Coordinator(NamedTuple):
     """
 
     up: bool
-    members: tuple[Membership, ...]
+    members: tuple[LearnerBinding, ...]
     book: Book
     kept: Book
     reserved: int = 0

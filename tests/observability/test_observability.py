@@ -21,10 +21,10 @@ import yaml
 from sottovoce_client.watching.view import Gauges
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
-from sottovoce_learner.hosting import measured
+from sottovoce_learner.hosting import collect_metrics
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_rpc.access import Refusals
-from sottovoce_rpc.metrics import COMMON, Exposition, MetricsEndpoint, serve_metrics
+from sottovoce_rpc.metrics import COMMON_METRICS, Exposition, MetricsEndpoint, serve_metrics
 from tests.examples import made_up, small_spec
 from tests.services.identities import DOMAIN, Identities
 from tests.services.network import PATIENCE_S, Network, network
@@ -36,7 +36,11 @@ FOLDER = CHECKOUT / "deploy" / "observability"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
 
-OWN = {each.name: set(each.labels) for kind in (COMMON, LEARNER, COORDINATOR, EAVESDROPPER) for each in kind.metrics}
+OWN = {
+    each.name: set(each.labels)
+    for kind in (COMMON_METRICS, LEARNER, COORDINATOR, EAVESDROPPER)
+    for each in kind.metrics
+}
 THEIRS = {"up": set[str](), "ALERTS": {"alertname", "alertstate"}}
 """Prometheus' own."""
 PROMETHEUS_LABELS = {"job", "instance"}
@@ -86,7 +90,7 @@ def exported() -> dict[str, set[str]]:
     gauges = Gauges("127.0.0.1:0")
     with gauges, urllib.request.urlopen(f"http://{gauges.address}/metrics") as answer:
         watched = re.findall(r"# TYPE (sottovoce_watch_\w+)", answer.read().decode())
-    text = Exposition([], process=True).text([])[1].decode()
+    text = Exposition([], include_process=True).render_text([])[1].decode()
     process = re.findall(r"# TYPE (process_\w+)", text)
     assert watched and process
     return OWN | THEIRS | {name: {"learner", "run"} for name in watched} | {name: set[str]() for name in process}
@@ -128,9 +132,9 @@ def test_every_alert_is_tried_and_told_of() -> None:
 
 def test_the_page_has_all_metrics() -> None:
     page = (CHECKOUT / "docs" / "observability.md").read_text(encoding="utf-8")
-    for kind in (COMMON, LEARNER, COORDINATOR, EAVESDROPPER):
+    for kind in (COMMON_METRICS, LEARNER, COORDINATOR, EAVESDROPPER):
         for each in kind.metrics:
-            assert f"| `{each.name}` | {', '.join(each.labels)} | {each.text} |" in page
+            assert f"| `{each.name}` | {', '.join(each.labels)} | {each.description} |" in page
     assert len(re.findall(r"^\| `sottovoce_", page, re.MULTILINE)) == len(OWN)
 
 
@@ -254,16 +258,16 @@ async def told(up: Network) -> AsyncIterator[dict[str, str]]:
     assert coordinator is not None and eavesdropper is not None
 
     def at(credentials: Any) -> MetricsEndpoint:
-        return MetricsEndpoint("127.0.0.1:0", credentials, process=False)
+        return MetricsEndpoint("127.0.0.1:0", credentials, include_process=False)
 
     own = up.learners["ann"].config.credentials
     async with (
-        serve_metrics(at(own), LEARNER, lambda: measured([*up.learners.values()], refused), refused) as learners,
+        serve_metrics(at(own), LEARNER, lambda: collect_metrics([*up.learners.values()], refused), refused) as learners,
         serve_metrics(
-            at(coordinator.config.credentials), COORDINATOR, lambda: coordinator.readings(refused), refused
+            at(coordinator.config.credentials), COORDINATOR, lambda: coordinator.collect_metrics(refused), refused
         ) as main,
         serve_metrics(
-            at(eavesdropper.config.credentials), EAVESDROPPER, lambda: eavesdropper.readings(refused), refused
+            at(eavesdropper.config.credentials), EAVESDROPPER, lambda: eavesdropper.collect_metrics(refused), refused
         ) as ear,
     ):
         yield {"learner": learners, "coordinator": main, "eavesdropper": ear}

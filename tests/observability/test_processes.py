@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.running.operate import run_on
+from sottovoce_client.running.operate import run_on_services
 from sottovoce_learner.tracing import Tracing
 from tests.examples import ALLOWING_FILE, made_up, small_spec
 from tests.services.network import OPERATOR, PATIENCE_S
@@ -67,7 +67,7 @@ async def test_a_run_of_processes_in_numbers_and_traces(tmp_path: Path, monkeypa
             service(*learners(at, tmp_path, "cleo"), says=2) as other,
         ):
             async with asyncio.timeout(LATE_S):
-                outcome = await run_on(at, spec, made_up(spec), lambda progress, state: None, None)
+                outcome = await run_on_services(at, spec, made_up(spec), lambda progress, state: None, None)
             assert outcome.state == "finished"
             told = dict[str, float]()
             for each in (main, pair, other):
@@ -80,4 +80,6 @@ async def test_a_run_of_processes_in_numbers_and_traces(tmp_path: Path, monkeypa
     traces = defaultdict[bytes, set[Any]](set)
     for span, _ in rounds(found):
         traces[span.compute_trace_id].add(facts(span)["sottovoce.learner"])
-    assert traces == {Tracing.compute_trace_id(outcome.run_id, t).to_bytes(16, "big"): set(names) for t in range(0, ROUNDS, 2)}
+    assert traces == {
+        Tracing.compute_trace_id(outcome.run_id, t).to_bytes(16, "big"): set(names) for t in range(0, ROUNDS, 2)
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sottovoce_core.errors import SpecError
-from sottovoce_rpc.addresses import place_of, parse_url, require_address, require_host
+from sottovoce_rpc.addresses import parse_address, parse_url, require_address, require_host
 
 pytestmark = pytest.mark.each
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.each
     ],
 )
 def test_a_host_and_a_port(address: str, place: tuple[str, int]) -> None:
-    assert place_of(address, "--to") == place
+    assert parse_address(address, "--to") == place
     assert require_address(address, "--to") == address
 
 
@@ -35,11 +35,11 @@ def test_what_is_none_is_refused(address: str) -> None:
 
 
 def test_a_port_may_be_left_to_the_system_where_one_listens() -> None:
-    assert place_of("127.0.0.1:0", "--listen", listen=True) == ("127.0.0.1", 0)
+    assert parse_address("127.0.0.1:0", "--listen", allow_port_zero=True) == ("127.0.0.1", 0)
 
 
 def test_a_socket_in_the_file_system_is_an_address() -> None:
-    assert require_address("unix:/run/learner.sock", "--listen", listen=True) == "unix:/run/learner.sock"
+    assert require_address("unix:/run/learner.sock", "--listen", allow_port_zero=True) == "unix:/run/learner.sock"
 
 
 # ---- URLs of others' services ------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_a_secret_is_refused_and_not_shown(url: str) -> None:
 
 
 def test_what_stands_behind_the_port_is_for_some() -> None:
-    assert parse_url("https://host/a@b/c?d", {"https": 443}, "--from", path=True) == ("https", "host", 443)
+    assert parse_url("https://host/a@b/c?d", {"https": 443}, "--from", allow_path=True) == ("https", "host", 443)
 
 
 @pytest.mark.parametrize("host", ["ward-1.example.org", "10.0.0.1", "[::1]"])

@@ -10,9 +10,9 @@ from hypothesis.extra import numpy as hnp
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.errors import LocalProtocolError, RemoteProtocolError, Rule
+from sottovoce_core.errors import LocalProtocolError, RemoteProtocolError, ViolationKind
 from sottovoce_rpc.codec import (
-    LARGEST,
+    MAX_ABS_VALUE,
     RoundCodec,
     Shapes,
     from_fields,
@@ -82,7 +82,7 @@ def zeros(shapes: Shapes) -> Message:
 
 
 @given(
-    hnp.arrays(np.float64, 3, elements=st.floats(-LARGEST, LARGEST)),
+    hnp.arrays(np.float64, 3, elements=st.floats(-MAX_ABS_VALUE, MAX_ABS_VALUE)),
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**32 - 1),
 )
@@ -116,7 +116,7 @@ def test_the_packed_struct_is_the_protobuf_message(shapes: Shapes, t: int, sende
     payload = RoundCodec(shapes).encode(t, sender, zeros(shapes))
 
     assert payload == said.SerializeToString()
-    assert len(payload) == RoundCodec(shapes).length
+    assert len(payload) == RoundCodec(shapes).message_bytes
     assert RoundCodec(shapes).decode(payload)[:2] == (t, sender)
 
 
@@ -126,14 +126,14 @@ def test_the_packed_struct_is_the_protobuf_message(shapes: Shapes, t: int, sende
     st.sampled_from([0, 1, 2**31]),
 )
 def test_a_message_has_one_length_whatever_it_says(values: FloatArray, t: int, sender: int) -> None:
-    assert len(said(values, t, sender)) == len(said(np.zeros(3), 0, 0)) == CODEC.length
+    assert len(said(values, t, sender)) == len(said(np.zeros(3), 0, 0)) == CODEC.message_bytes
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused(payload: bytes) -> None:
     with pytest.raises(RemoteProtocolError) as refused:
         CODEC.decode(payload)
-    assert refused.value.rule is Rule.FORM
+    assert refused.value.violation is ViolationKind.ENCODING
 
 
 @given(st.integers(0, 10**6), st.integers(1, 255))
@@ -180,8 +180,11 @@ HELLO = learner_pb2.ExchangeMessage(
         ),
         (said(np.array([0.0, np.nan, 0.0])), "field 'y' must be finite and within 1e\\+100"),
         (said(np.array([0.0, -np.inf, 0.0])), "field 'y' must be finite and within 1e\\+100"),
-        (said(np.array([0.0, 2 * LARGEST, 0.0])), "field 'y' must be finite and within 1e\\+100"),
-        (said(np.array([0.0, 0.0, -np.nextafter(LARGEST, np.inf)])), "field 'y' must be finite and within 1e\\+100"),
+        (said(np.array([0.0, 2 * MAX_ABS_VALUE, 0.0])), "field 'y' must be finite and within 1e\\+100"),
+        (
+            said(np.array([0.0, 0.0, -np.nextafter(MAX_ABS_VALUE, np.inf)])),
+            "field 'y' must be finite and within 1e\\+100",
+        ),
     ],
     ids=["garbage", "nothing", "a hello", "another length", "nan", "infinite", "huge", "just too large"],
 )
@@ -202,7 +205,7 @@ def test_a_refusal_quotes_no_number() -> None:
     with pytest.raises(RemoteProtocolError) as failure:
         CODEC.decode(said(np.array([123456.75, np.nan, 0.0])))
     assert "123456" not in str(failure.value)
-    assert failure.value.rule is Rule.NUMBERS
+    assert failure.value.violation is ViolationKind.VALUE
 
 
 @pytest.mark.parametrize(
@@ -272,4 +275,4 @@ def test_what_is_no_hello_is_refused(payload: bytes, text: str) -> None:
     """And is no misconduct of a neighbour: nobody has said yet who it is."""
     with pytest.raises(RemoteProtocolError, match=text) as refused:
         read_hello(payload)
-    assert refused.value.rule is None
+    assert refused.value.violation is None

@@ -11,13 +11,13 @@ import pytest
 
 from sottovoce_client.pki import Authority
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.server import Service, start_server
+from sottovoce_rpc.server import RunningServer, start_server
 
 SOON = "import sys; from sottovoce_rpc import health; health._CHECK_TIMEOUT_S = 0.5; sys.exit(health.main())"
 """Where nobody can answer: it asks for as long as a service may take to start."""
 
 
-async def asked(service: Service, identity: Path | None, *, vain: bool = False) -> tuple[int, str]:
+async def asked(service: RunningServer, identity: Path | None, *, vain: bool = False) -> tuple[int, str]:
     """The exit code, and what it said."""
     own = {"SOTTOVOCE_LISTEN": service.address, "SOTTOVOCE_IDENTITY": str(identity or "")}
     command = [sys.executable, *(("-c", SOON) if vain else ("-m", "sottovoce_rpc.health"))]

@@ -15,7 +15,7 @@ import structlog.testing
 from sottovoce_core.errors import AssumptionViolated, DataError, SpecError, require
 from sottovoce_core.noise.mechanisms import magnitude_bound
 from sottovoce_core.spec import parse_spec
-from sottovoce_rpc.logs import configure_logs, failure, hide_error_texts, has_project_text
+from sottovoce_rpc.logs import configure_logs, describe_failure, has_project_text, hide_error_texts
 
 OVERFLOW = """
 import numpy as np
@@ -80,17 +80,17 @@ def foreign() -> None:
 def test_the_place_of_an_error_is_in_code_that_its_author_can_change() -> None:
     """Not in NumPy, that it called."""
     line = foreign.__code__.co_firstlineno + 1
-    assert failure(caught(foreign)) == {"kind": "ValueError", "where": f"{__file__}:{line}"}
-    inside = failure(caught(lambda: np.linalg.inv(np.zeros((2, 2)))))
+    assert describe_failure(caught(foreign)) == {"kind": "ValueError", "where": f"{__file__}:{line}"}
+    inside = describe_failure(caught(lambda: np.linalg.inv(np.zeros((2, 2)))))
     assert inside["kind"] == "LinAlgError"
     assert inside["where"].startswith(f"{__file__}:")
-    ours = failure(caught(lambda: parse_spec({"rounds": -1}, imports=True)))
+    ours = describe_failure(caught(lambda: parse_spec({"rounds": -1}, allow_imports=True)))
     assert "sottovoce_core/spec" in ours["where"]
 
 
 def test_code_that_a_spec_names_may_be_installed_like_a_library() -> None:
     error = caught(lambda: np.linalg.inv(np.zeros((2, 2))))
-    assert "numpy" in failure(error, own={"numpy"})["where"]
+    assert "numpy" in describe_failure(error, user_packages={"numpy"})["where"]
 
 
 def test_the_place_is_in_the_code_that_a_spec_names_whatever_of_ours_it_called() -> None:
@@ -101,15 +101,15 @@ def test_the_place_is_in_the_code_that_a_spec_names_whatever_of_ours_it_called()
 
     error = caught(given_wrongly)
     line = given_wrongly.__code__.co_firstlineno + 1
-    assert failure(error, own={"tests", "sottovoce_core"})["where"] == f"{__file__}:{line}"
-    assert "sottovoce_core/noise" in failure(error)["where"]
+    assert describe_failure(error, user_packages={"tests", "sottovoce_core"})["where"] == f"{__file__}:{line}"
+    assert "sottovoce_core/noise" in describe_failure(error)["where"]
     assert (
-        "sottovoce_core/noise" in failure(error, own={"sottovoce_core"})["where"]
+        "sottovoce_core/noise" in describe_failure(error, user_packages={"sottovoce_core"})["where"]
     )  # an algorithm of ours is not somebody's own
 
 
 def test_an_error_that_was_never_raised_has_no_place() -> None:
-    assert failure(ValueError("x")) == {"kind": "ValueError", "where": "nowhere"}
+    assert describe_failure(ValueError("x")) == {"kind": "ValueError", "where": "nowhere"}
 
 
 def test_the_words_of_an_error_are_ours_where_we_raised_it() -> None:
@@ -119,7 +119,7 @@ def test_the_words_of_an_error_are_ours_where_we_raised_it() -> None:
     def required() -> None:
         require(False, "CODE", "diagnosis: positive")
 
-    assert has_project_text(caught(lambda: parse_spec([], imports=True)))
+    assert has_project_text(caught(lambda: parse_spec([], allow_imports=True)))
     assert not has_project_text(caught(borrowed))
     assert isinstance(caught(required), AssumptionViolated) and not has_project_text(caught(required))
     assert not has_project_text(caught(foreign))

@@ -22,9 +22,17 @@ from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_rpc import metrics
 from sottovoce_rpc.access import CONDITION, ROLE, UNTRUSTED, Refusals
-from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY, REVOCATION_FILE
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE, REVOCATION_FILE
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.metrics import COMMON, Catalogue, Exposition, Reading, MetricsEndpoint, common, serve_metrics
+from sottovoce_rpc.metrics import (
+    COMMON_METRICS,
+    Catalogue,
+    Exposition,
+    MetricSample,
+    MetricsEndpoint,
+    collect_common_metrics,
+    serve_metrics,
+)
 from tests.services.authorities import OtherAuthority, Signer, pem
 from tests.services.identities import Federation, Identities
 from tests.services.scrapes import asked, said, series, shown
@@ -33,13 +41,13 @@ pytest.importorskip("prometheus_client")
 
 PROMTOOL = shutil.which("promtool")
 CATALOGUE = Catalogue("sottovoce_test")
-WAITING = CATALOGUE.add("waiting", "What waits.", "learner")
-DONE = CATALOGUE.add("done_total", "What is done.")
-ALL = {each.name: each for kind in (COMMON, LEARNER, COORDINATOR, EAVESDROPPER) for each in kind.metrics}
+WAITING = CATALOGUE.add_metric("waiting", "What waits.", "learner")
+DONE = CATALOGUE.add_metric("done_total", "What is done.")
+ALL = {each.name: each for kind in (COMMON_METRICS, LEARNER, COORDINATOR, EAVESDROPPER) for each in kind.metrics}
 
 
-def readings() -> list[Reading]:
-    return [WAITING.of(3, 'Ward\n"7" \\'), DONE.of(41)]
+def readings() -> list[MetricSample]:
+    return [WAITING.sample(3, 'Ward\n"7" \\'), DONE.sample(41)]
 
 
 @asynccontextmanager
@@ -48,7 +56,9 @@ async def served(
 ) -> AsyncIterator[tuple[str, Refusals]]:
     """The address of somebody who tells metrics, and whom it refused."""
     refused = Refusals()
-    async with serve_metrics(MetricsEndpoint(listen, credentials or Credentials()), CATALOGUE, readings, refused) as address:
+    async with serve_metrics(
+        MetricsEndpoint(listen, credentials or Credentials()), CATALOGUE, readings, refused
+    ) as address:
         yield address, refused
 
 
@@ -92,16 +102,18 @@ async def test_openmetrics_where_that_is_wanted() -> None:
 
 
 def test_a_learner_does_not_tell_what_its_process_uses_unless_that_is_wanted() -> None:
-    texts = [Exposition(CATALOGUE.metrics, process=process).text(readings())[1] for process in (False, True)]
+    texts = [
+        Exposition(CATALOGUE.metrics, include_process=process).render_text(readings())[1] for process in (False, True)
+    ]
     assert [b"process_cpu_seconds_total" in text for text in texts] == [False, True]
     assert b"python_" not in texts[0]
 
 
 def test_names_are_as_prometheus_has_them() -> None:
-    assert len(ALL) == sum(len(each.metrics) for each in (COMMON, LEARNER, COORDINATOR, EAVESDROPPER))
+    assert len(ALL) == sum(len(each.metrics) for each in (COMMON_METRICS, LEARNER, COORDINATOR, EAVESDROPPER))
     for metric in ALL.values():
         assert re.fullmatch(r"sottovoce(_[a-z]+)+", metric.name)
-        assert re.fullmatch(r"[A-Z0-9].*\.", metric.text), metric.name
+        assert re.fullmatch(r"[A-Z0-9].*\.", metric.description), metric.name
         assert set(metric.labels) <= {
             "learner", "state", "run", "cause", "scope", "to", "rule", "kind", "reason", "identity", "version",
         }  # fmt: skip
@@ -110,8 +122,8 @@ def test_names_are_as_prometheus_has_them() -> None:
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 def test_promtool_has_nothing_to_say() -> None:
     catalogue = Catalogue("any", list(ALL.values()))
-    made = [each.of(1, *("x" for _ in each.labels)) for each in catalogue.metrics]
-    _, text = Exposition(catalogue.metrics, process=True).text(made)
+    made = [each.sample(1, *("x" for _ in each.labels)) for each in catalogue.metrics]
+    _, text = Exposition(catalogue.metrics, include_process=True).render_text(made)
     done = subprocess.run([str(PROMTOOL), "check", "metrics"], input=text, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
@@ -198,7 +210,7 @@ async def test_a_renewed_certificate_is_shown_and_a_revoked_one_refused_without_
     async with served(Credentials(own)) as (address, refused):
         before = await serial()
         ids.authority.renew(own)
-        assert before != (own / CERTIFICATE).read_bytes() == await serial()
+        assert before != (own / CERTIFICATE_FILE).read_bytes() == await serial()
         assert (await asked(address, shown(monitor, own))).status == 200
         ids.authority.revoke("monitor/prometheus")
         (own / REVOCATION_FILE).write_bytes((ids.authority.folder / REVOCATION_FILE).read_bytes())
@@ -229,7 +241,7 @@ async def test_a_root_is_rotated_while_metrics_are_told(tmp_path: Path) -> None:
         assert await nothing_said(address, shown(late, late))
         (own / AUTHORITIES_FILE).write_bytes(pem(*both))
         assert (await asked(address, shown(late, late))).status == 200
-        for name in (KEY, CERTIFICATE):
+        for name in (KEY_FILE, CERTIFICATE_FILE):
             shutil.copy(after.at("learner/ann") / name, own / name)
         assert (await asked(address, shown(late, late))).status == 200
         (own / AUTHORITIES_FILE).write_bytes(pem(new.certificate))
@@ -320,12 +332,14 @@ def test_without_the_flag_nothing_is_imported() -> None:
 
 def test_when_certificates_end_and_who_was_refused(tmp_path: Path) -> None:
     ids, refusals = Identities(tmp_path), [Refusals(), Refusals()]
-    refusals[0].note(ROLE)
-    refusals[1].note(ROLE)
+    refusals[0].record_refusal(ROLE)
+    refusals[1].record_refusal(ROLE)
     own = ids.of("learner/ann")
-    told = {(each.metric.name, each.labels): each.value for each in common([own, Credentials()], refusals)}
-    assert own.expires is not None
-    assert told["sottovoce_certificate_expiry_timestamp_seconds", ("learner/ann",)] == own.expires.timestamp()
+    told = {
+        (each.metric.name, each.labels): each.value for each in collect_common_metrics([own, Credentials()], refusals)
+    }
+    assert own.expiry is not None
+    assert told["sottovoce_certificate_expiry_timestamp_seconds", ("learner/ann",)] == own.expiry.timestamp()
     assert told["sottovoce_calls_refused_total", ("role",)] == 2
     assert told["sottovoce_calls_refused_total", ("stranger",)] == 0
 
@@ -333,5 +347,7 @@ def test_when_certificates_end_and_who_was_refused(tmp_path: Path) -> None:
 def test_an_identity_that_never_was_has_no_end(tmp_path: Path) -> None:
     credentials = Credentials(tmp_path)
     with pytest.raises(FailedPrecondition):
-        _ = credentials.expires
-    assert [each.metric.name for each in common([credentials], [])][1] == "sottovoce_calls_refused_total"
+        _ = credentials.expiry
+    assert [each.metric.name for each in collect_common_metrics([credentials], [])][
+        1
+    ] == "sottovoce_calls_refused_total"

@@ -6,17 +6,17 @@ import pytest
 
 from sottovoce_core.errors import SpecError
 from sottovoce_rpc import server
-from sottovoce_rpc.server import page
+from sottovoce_rpc.server import paginate
 
 ITEMS = {f"run-{k}": k for k in range(7)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 7, 8])
 def test_pages_one_after_the_other_are_the_list(size: int) -> None:
-    found, following = page(ITEMS, size, "")
+    found, following = paginate(ITEMS, size, "")
     lengths = [len(found)]
     while following:
-        more, following = page(ITEMS, size, following)
+        more, following = paginate(ITEMS, size, following)
         found += more
         lengths.append(len(more))
     assert found == list(range(7))
@@ -24,16 +24,16 @@ def test_pages_one_after_the_other_are_the_list(size: int) -> None:
 
 
 def test_an_empty_list_has_one_page() -> None:
-    assert page({}, 0, "") == ([], "")
+    assert paginate({}, 0, "") == ([], "")
 
 
 def test_no_page_is_longer_than_the_service_thinks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "DEFAULT_PAGE_SIZE", 2)
     monkeypatch.setattr(server, "MAX_PAGE_SIZE", 3)
-    assert page(ITEMS, 0, "") == ([0, 1], "run-1")
-    assert page(ITEMS, 100, "run-1") == ([2, 3, 4], "run-4")
+    assert paginate(ITEMS, 0, "") == ([0, 1], "run-1")
+    assert paginate(ITEMS, 100, "run-1") == ([2, 3, 4], "run-4")
 
 
 def test_a_token_of_nobody_is_refused() -> None:
     with pytest.raises(SpecError, match="must be one that this service gave, got 'run-9'"):
-        page(ITEMS, 2, "run-9")
+        paginate(ITEMS, 2, "run-9")

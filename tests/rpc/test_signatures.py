@@ -19,15 +19,24 @@ from cryptography.x509.oid import NameOID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce_core.errors import FailedPrecondition, RemoteProtocolError, SottovoceError, PermissionDenied
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, RemoteProtocolError, SottovoceError
 from sottovoce_rpc import credentials
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, DIGEST_BYTES, EMPTY_DIGESTS, SignedStatement, Statement, digest, is_signature, sign
+from sottovoce_rpc.signatures import (
+    DIGEST_BYTES,
+    EMPTY_DIGESTS,
+    ROUNDS_PER_BLOCK,
+    SignedStatement,
+    Statement,
+    compute_frame_digest,
+    is_signature,
+    sign,
+)
 from sottovoce_wire.v1 import learner_pb2
 from tests.services.identities import Elsewhen, Identities
 
 NOW = datetime.now(UTC)
-SAID = Statement("run-1", 2, 3, digest(b"a round") + EMPTY_DIGESTS[DIGEST_BYTES:])
+SAID = Statement("run-1", 2, 3, compute_frame_digest(b"a round") + EMPTY_DIGESTS[DIGEST_BYTES:])
 KEYS: dict[str, Callable[[], CertificateIssuerPrivateKeyTypes]] = {
     "P-256": lambda: ec.generate_private_key(ec.SECP256R1()),
     "P-384": lambda: ec.generate_private_key(ec.SECP384R1()),
@@ -78,10 +87,10 @@ def test_every_kind_of_key_signs_in_one_length_and_for_itself_alone(
 
     assert again == signed and all(is_signature(each.encode()) for each in signed)
     assert len({len(each.encode()) for each in signed}) == 1
-    assert all(each.signer(pem(authority), NOW) == own for each in signed)
+    assert all(each.verify_signature(pem(authority), NOW) == own for each in signed)
     for wrong in (forged, halved, replace(signed[0], signature=b"")):
         with pytest.raises(PermissionDenied, match="not of the key"):
-            wrong.signer(pem(authority), NOW)
+            wrong.verify_signature(pem(authority), NOW)
 
 
 def test_what_is_signed_is_all_of_it() -> None:
@@ -90,11 +99,15 @@ def test_what_is_signed_is_all_of_it() -> None:
         replace(SAID, run_id="run-2"),
         replace(SAID, sender=1),
         replace(SAID, block=4),
-        replace(SAID, digests=digest(b"another round") + EMPTY_DIGESTS[DIGEST_BYTES:]),
-        replace(SAID, digests=EMPTY_DIGESTS[DIGEST_BYTES:] + digest(b"a round")),
+        replace(SAID, digests=compute_frame_digest(b"another round") + EMPTY_DIGESTS[DIGEST_BYTES:]),
+        replace(SAID, digests=EMPTY_DIGESTS[DIGEST_BYTES:] + compute_frame_digest(b"a round")),
     ]
     assert len({SAID.content, *(each.content for each in others)}) == 6
-    assert [SAID[t] for t in (3 * ROUNDS_PER_BLOCK - 1, 3 * ROUNDS_PER_BLOCK, 3 * ROUNDS_PER_BLOCK + 1)] == [None, digest(b"a round"), None]
+    assert [SAID[t] for t in (3 * ROUNDS_PER_BLOCK - 1, 3 * ROUNDS_PER_BLOCK, 3 * ROUNDS_PER_BLOCK + 1)] == [
+        None,
+        compute_frame_digest(b"a round"),
+        None,
+    ]
 
 
 def test_a_chain_must_lead_to_an_authority_by_authorities() -> None:
@@ -105,7 +118,7 @@ def test_a_chain_must_lead_to_an_authority_by_authorities() -> None:
 
     def signer(*between: x509.Certificate, moment: datetime = NOW) -> x509.Certificate:
         own = certificate("north", key, ("middle", middle), ca=None)
-        return SignedStatement(SAID, pem(own, *between), signature).signer(pem(authority), moment)
+        return SignedStatement(SAID, pem(own, *between), signature).verify_signature(pem(authority), moment)
 
     good = certificate("middle", middle, ("root", root), ca=True)
     assert signer(good).subject.rfc4514_string() == "CN=north"
@@ -132,15 +145,17 @@ def test_a_certificate_that_was_issued_a_moment_ago_is_believed() -> None:
     root, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     now = datetime(2030, 1, 1, 12, 0, 30, tzinfo=UTC)
     authority = certificate("root", root, ("root", root), ca=True, begins=now - timedelta(days=1))
-    signed = SignedStatement(SAID, pem(certificate("north", key, ("root", root), ca=None, begins=now)), sign(key, SAID.content))
-    assert signed.signer(pem(authority), now).subject.rfc4514_string() == "CN=north"
+    signed = SignedStatement(
+        SAID, pem(certificate("north", key, ("root", root), ca=None, begins=now)), sign(key, SAID.content)
+    )
+    assert signed.verify_signature(pem(authority), now).subject.rfc4514_string() == "CN=north"
     with pytest.raises(PermissionDenied, match="do not lead to an authority"):
-        signed.signer(pem(authority), now - timedelta(minutes=2))
+        signed.verify_signature(pem(authority), now - timedelta(minutes=2))
 
 
 def test_nothing_shows_a_key(tmp_path: Path) -> None:
     own = Identities(tmp_path).of("learner/north")
-    own.signed(SAID)
+    own.sign_statement(SAID)
     assert "Identity(" in repr(own) and "PRIVATE KEY" not in repr(own)
 
 
@@ -152,13 +167,13 @@ def test_a_key_that_cannot_sign_is_refused() -> None:
 def test_who_signs_is_of_the_deployment_and_not_revoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, others = Identities(tmp_path / "ours"), Identities(tmp_path / "theirs")
     north, south = ids.of("learner/north"), ids.of("learner/south")
-    signed = north.signed(SAID)
+    signed = north.sign_statement(SAID)
 
     def refused(believer: Credentials, error: type[SottovoceError], why: str) -> None:
         with pytest.raises(error, match=why):
-            believer.signer(signed)
+            believer.verify_statement(signed)
 
-    assert str(south.signer(signed)) == "learner/north"
+    assert str(south.verify_statement(signed)) == "learner/north"
     refused(others.of("learner/south"), PermissionDenied, "do not lead to an authority")
     with monkeypatch.context() as patched:
         patched.setattr(Elsewhen, "off", timedelta(days=91))
@@ -203,7 +218,7 @@ def test_padding_around_what_an_authority_signed_does_not_change_whom_it_names()
         text = base64.encodebytes(bytes(der)).decode()
         forged = f"-----BEGIN CERTIFICATE-----\n{text}-----END CERTIFICATE-----\n".encode()
         try:
-            believed = replace(signed, certificates=forged).signer(authority, NOW)
+            believed = replace(signed, certificates=forged).verify_signature(authority, NOW)
             assert believed.tbs_certificate_bytes == own.tbs_certificate_bytes
         except PermissionDenied:
             assert bits > 0
@@ -227,7 +242,7 @@ def test_whatever_comes_in_place_of_a_signature_is_refused_in_our_words(data: st
     own_first = data.draw(st.booleans())
     chain = signed.certificates + forged if own_first else forged
     try:
-        believed = replace(signed, certificates=chain).signer(authority, NOW)
+        believed = replace(signed, certificates=chain).verify_signature(authority, NOW)
     except PermissionDenied:
         pass
     else:
@@ -238,4 +253,6 @@ def test_whatever_comes_in_place_of_a_signature_is_refused_in_our_words(data: st
 def _good() -> tuple[SignedStatement, bytes]:
     root, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     own = certificate("north", key, ("root", root), ca=None)
-    return SignedStatement(SAID, pem(own), sign(key, SAID.content)), pem(certificate("root", root, ("root", root), ca=True))
+    return SignedStatement(SAID, pem(own), sign(key, SAID.content)), pem(
+        certificate("root", root, ("root", root), ca=True)
+    )

@@ -8,7 +8,7 @@ import pytest
 import structlog.testing
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.spec_versions import FIELD, FORMAT
+from sottovoce_core.spec_versions import FORMAT, FORMAT_FIELD
 from sottovoce_rpc.server import MAX_MESSAGE_BYTES
 from sottovoce_rpc.specs import check_size, resolve_run_id, spec_from_wire, spec_to_wire
 from tests.examples import small_spec
@@ -18,11 +18,11 @@ SPEC = small_spec(7)
 
 def test_there_and_back() -> None:
     assert spec_from_wire(spec_to_wire(SPEC), imports=False) == SPEC
-    assert json.loads(spec_to_wire(SPEC))[FIELD] == FORMAT
+    assert json.loads(spec_to_wire(SPEC))[FORMAT_FIELD] == FORMAT
 
 
 def test_the_log_names_the_fields_that_were_left_out_and_not_their_values() -> None:
-    newer = {**json.loads(spec_to_wire(SPEC)), FIELD: FORMAT + 1, "participation": "half of ward 7"}
+    newer = {**json.loads(spec_to_wire(SPEC)), FORMAT_FIELD: FORMAT + 1, "participation": "half of ward 7"}
     with structlog.testing.capture_logs() as logs:
         assert spec_from_wire(json.dumps(newer), imports=False) == SPEC
     assert [event["fields"] for event in logs] == [("participation",)]

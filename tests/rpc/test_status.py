@@ -18,8 +18,8 @@ from grpc_status import rpc_status
 
 from sottovoce_core import errors
 from sottovoce_core.errors import SottovoceError
-from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import CallOutcome, answering, convert_status_error
+from sottovoce_rpc.server import open_channel
+from sottovoce_rpc.status import CallOutcome, abort_on_error, convert_status_error
 from sottovoce_wire.v1 import errors_pb2
 
 CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SottovoceError)]
@@ -56,7 +56,7 @@ class Failing(grpc.GenericRpcHandler):
         async def handle(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
             if self.trailers:
                 await context.abort(self.code, "odd", self.trailers)
-            async with answering(context):
+            async with abort_on_error(context):
                 raise self.error
 
         return grpc.unary_unary_rpc_method_handler(handle)
@@ -73,7 +73,7 @@ async def failing() -> AsyncIterator[tuple[Failing, str]]:
 
 
 async def failure(address: str) -> grpc.aio.AioRpcError:
-    async with channel(address) as to:
+    async with open_channel(address) as to:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = to.unary_unary("/any/Method")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call(b"", timeout=60)
@@ -81,7 +81,10 @@ async def failure(address: str) -> grpc.aio.AioRpcError:
 
 
 def instance(kind: type[SottovoceError]) -> SottovoceError:
-    own = {errors.AssumptionViolated: errors.AssumptionViolated("CODE", WORDS), errors.RunEnded: errors.RunEnded(WORDS, "stopped")}
+    own = {
+        errors.AssumptionViolated: errors.AssumptionViolated("CODE", WORDS),
+        errors.RunEnded: errors.RunEnded(WORDS, "stopped"),
+    }
     return own.get(kind) or kind(WORDS)
 
 
@@ -180,7 +183,7 @@ class Unread(grpc.GenericRpcHandler):
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         async def handle(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            async with answering(context):
+            async with abort_on_error(context):
                 if details.method == "/any/Refusing":
                     raise errors.FailedPrecondition(WORDS)
 
@@ -199,7 +202,7 @@ async def written_to(method: str) -> AsyncIterator[CallOutcome]:
             while True:
                 await call.write(b"x" * 1000)
 
-    async with channel(f"127.0.0.1:{port}") as to:
+    async with open_channel(f"127.0.0.1:{port}") as to:
         for _ in range(100):
             call: grpc.aio.StreamStreamCall[bytes, bytes] = to.stream_stream(method)()
             ending = CallOutcome(call)
@@ -230,9 +233,9 @@ async def test_an_end_in_the_middle_of_a_write_is_no_failure() -> None:
 async def test_a_call_of_which_nothing_more_is_told_is_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
     """GRPC may refuse a write by itself, and never hear of the peer again."""
     monkeypatch.setattr("sottovoce_rpc.status._STATUS_TIMEOUT_S", 0.01)
-    async with channel("127.0.0.1:1") as to:
+    async with open_channel("127.0.0.1:1") as to:
         call: grpc.aio.StreamStreamCall[bytes, bytes] = to.stream_stream("/any/Method")(wait_for_ready=True)
-        back = convert_status_error(await CallOutcome(call).status(), "the service")
+        back = convert_status_error(await CallOutcome(call).wait_for_status(), "the service")
         call.cancel()
     assert isinstance(back, errors.Unavailable)
 

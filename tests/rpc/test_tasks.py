@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structlog.testing
 
-from sottovoce_rpc.tasks import Tasks, beside, drained, extract_first_error
+from sottovoce_rpc.tasks import Tasks, extract_first_error, run_cleanup, run_in_background
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -98,7 +98,7 @@ async def test_a_failure_is_logged_by_kind_and_place_alone() -> None:
 
 async def test_works_beside_a_block_end_with_it() -> None:
     work = Work()
-    async with beside(work()):
+    async with run_in_background(work()):
         await work.begun.wait()
     assert work.ended
 
@@ -108,7 +108,7 @@ async def test_a_work_that_fails_ends_the_block_with_its_own_error() -> None:
     work.error = error
     work.released.set()
     with pytest.raises(ValueError, match="why") as raised:
-        async with beside(work(), other()):
+        async with run_in_background(work(), other()):
             await asyncio.Event().wait()
     assert raised.value is error
     assert other.ended
@@ -118,7 +118,7 @@ async def test_a_block_that_fails_raises_its_own_error() -> None:
     work, error = Work(), KeyError("block")
 
     async def block() -> None:
-        async with beside(work()):
+        async with run_in_background(work()):
             await work.begun.wait()
             raise error
 
@@ -132,7 +132,7 @@ async def test_a_block_that_is_cancelled_is_cancelled() -> None:
     work = Work()
 
     async def block() -> None:
-        async with beside(work()):
+        async with run_in_background(work()):
             await asyncio.Event().wait()
 
     async with Tasks() as tasks:
@@ -147,7 +147,7 @@ async def test_a_block_that_is_cancelled_is_cancelled() -> None:
 async def test_cleanup_goes_on_when_whoever_waits_for_it_is_cancelled() -> None:
     work = Work()
     async with Tasks() as tasks:
-        waiting = tasks.start(drained(work(), 60.0))
+        waiting = tasks.start(run_cleanup(work(), 60.0))
         await work.begun.wait()
         waiting.cancel()
         await asyncio.sleep(0)
@@ -161,8 +161,8 @@ async def test_cleanup_goes_on_when_whoever_waits_for_it_is_cancelled() -> None:
 async def test_cleanup_is_cut_off_in_the_end() -> None:
     late, early = Work(), Work()
     early.released.set()
-    assert await drained(early(), 60.0)
-    assert not await drained(late(), 0.01)
+    assert await run_cleanup(early(), 60.0)
+    assert not await run_cleanup(late(), 0.01)
     await asyncio.sleep(0)
     assert late.ended
 
@@ -197,7 +197,7 @@ async def test_a_cancellation_is_not_lost_where_a_work_fails_at_the_same_time() 
 
     async def follower() -> None:
         with contextlib.suppress(ValueError):
-            async with beside(failing()):
+            async with run_in_background(failing()):
                 await asyncio.Event().wait()
         await asyncio.Event().wait()
 

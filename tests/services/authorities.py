@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Principal, build_host_name
 from tests.services.identities import DOMAIN
@@ -139,14 +139,14 @@ class OtherAuthority:
         certificate = self._issue(whom, key)
         chain = [certificate, *(each.certificate for each in self.chain)]
         folder.mkdir(parents=True)
-        (folder / CERTIFICATE).write_bytes(pem(*chain))
-        (folder / KEY).write_bytes(key.private_bytes(Encoding.PEM, FORMS[asked.form], asked.encryption))
-        (folder / KEY).chmod(0o600)
+        (folder / CERTIFICATE_FILE).write_bytes(pem(*chain))
+        (folder / KEY_FILE).write_bytes(key.private_bytes(Encoding.PEM, FORMS[asked.form], asked.encryption))
+        (folder / KEY_FILE).chmod(0o600)
         (folder / AUTHORITIES_FILE).write_bytes(pem(*self.believed))
         return certificate
 
     def _issue(self, whom: str, key: Key) -> x509.Certificate:
-        own, asked, issuer = Principal.of(DOMAIN, whom), self.request, self.issuer
+        own, asked, issuer = Principal.parse(DOMAIN, whom), self.request, self.issuer
         hosts = (own.host, build_host_name(DOMAIN, own.role)) if asked.hosts is None else asked.hosts
         names = [x509.UniformResourceIdentifier(own.uri), *map(x509.DNSName, hosts)]
         builder = _builder("", key, _name_of(issuer.certificate))
@@ -172,7 +172,7 @@ def password() -> KeySerializationEncryption:
 
 def by_openssl(folder: Path, whom: str, key: Sequence[str]) -> Path:
     """An identity of an authority in `folder`, made by the command line; `key`: the command that makes one."""
-    own = Principal.of(DOMAIN, whom)
+    own = Principal.parse(DOMAIN, whom)
     out, root = folder / whom.replace("/", "-", 1), folder / "root"
     out.mkdir(parents=True)
     if not root.exists():
@@ -189,13 +189,13 @@ def by_openssl(folder: Path, whom: str, key: Sequence[str]) -> Path:
             "ec_paramgen_curve:P-256",
         ]
         _openssl("req", "-x509", *about, "-keyout", str(root / "key"), "-out", str(root / "crt"))
-    (out / KEY).write_bytes(_openssl(*key))
-    (out / KEY).chmod(0o600)
+    (out / KEY_FILE).write_bytes(_openssl(*key))
+    (out / KEY_FILE).chmod(0o600)
     names = f"subjectAltName=URI:{own.uri},DNS:{own.host},DNS:{build_host_name(DOMAIN, own.role)}"
     (out / "names").write_text(f"{names}\nextendedKeyUsage=serverAuth,clientAuth\n", encoding="utf-8")
-    _openssl("req", "-new", "-key", str(out / KEY), "-subj", f"/CN={own.name}", "-out", str(out / "request"))
+    _openssl("req", "-new", "-key", str(out / KEY_FILE), "-subj", f"/CN={own.name}", "-out", str(out / "request"))
     signer = ["-CA", str(root / "crt"), "-CAkey", str(root / "key"), "-CAcreateserial", "-extfile", str(out / "names")]
-    (out / CERTIFICATE).write_bytes(
+    (out / CERTIFICATE_FILE).write_bytes(
         _openssl("x509", "-req", "-in", str(out / "request"), *signer, "-days", "30", "-text")
     )
     (out / AUTHORITIES_FILE).write_bytes((root / "crt").read_bytes())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_eavesdropper.lookout import Row
+from sottovoce_eavesdropper.lookout import CaptureRow
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.writing import CaptureWriter
 from sottovoce_rpc.codec import RoundCodec, to_fields
@@ -35,15 +35,15 @@ def frame(t: int, sender: int, value: float = 0.0) -> bytes:
     return encode_round(t, sender, Message({"y": np.full(3, value + t)}))
 
 
-def row(payload: bytes, sender: int = 0, receiver: int = 1, *, stream: int = 1, at: int = 0, **more: Any) -> Row:
+def row(payload: bytes, sender: int = 0, receiver: int = 1, *, stream: int = 1, at: int = 0, **more: Any) -> CaptureRow:
     """A message as the relay keeps it."""
     caller, callee = sorted((sender, receiver))
     direction = "out" if sender == caller else "back"
-    usual = Row(caller, callee, sender, direction, "message", stream, 1, METHOD, at, at, len(payload), payload)
+    usual = CaptureRow(caller, callee, sender, direction, "message", stream, 1, METHOD, at, at, len(payload), payload)
     return usual._replace(**more)
 
 
-def conversation(rounds: int, *, value: float = 0.0) -> list[Row]:
+def conversation(rounds: int, *, value: float = 0.0) -> list[CaptureRow]:
     """Two learners tell each other everything."""
     ends = ((0, 1), (1, 0))
     return [row(frame(t, i, value), i, j, at=10**9 * t) for t in range(rounds) for i, j in ends]
@@ -51,19 +51,25 @@ def conversation(rounds: int, *, value: float = 0.0) -> list[Row]:
 
 def said_again(capture: Capture) -> list[bytes]:
     """The messages of a capture that are marked so; checks that they stand there before, on the same edge, and no other."""
-    rows = capture.messages(("caller", "callee", "sender", "payload", "again")).to_pylist()
+    rows = capture.read_messages(("caller", "callee", "sender", "payload", "again")).to_pylist()
     said = [(row["caller"], row["callee"], row["sender"], row["payload"]) for row in rows]
     assert [row["again"] for row in rows] == [one in said[:k] for k, one in enumerate(said)]
     return [row["payload"] for row in rows if row["again"]]
 
 
 async def captured(
-    folder: str | Path, rows: list[Row], *, close: bool = True, spec: str = "{}", run_id: str = "run-1", **more: Any
+    folder: str | Path,
+    rows: list[CaptureRow],
+    *,
+    close: bool = True,
+    spec: str = "{}",
+    run_id: str = "run-1",
+    **more: Any,
 ) -> CaptureWriter:
     """A capture of these records, in one part."""
     file = CaptureWriter(folder, "cap", run_id, spec, **{"fields": SHAPES, **more})
     for each in rows:
-        file.add(each)
+        file.add_row(each)
     await file.flush()
     if close:
         await file.close()

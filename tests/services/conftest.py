@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sottovoce_coordinator import captures
-from sottovoce_core.errors import Rule
+from sottovoce_core.errors import ViolationKind
 from sottovoce_learner import following, mirror, progress
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.inbox import MessageReceiver
@@ -24,11 +24,13 @@ def _nobody_is_accused(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     if request.node.get_closest_marker("misbehaves"):
         yield
         return
-    notice, noticed = MessageReceiver.notice, []
+    notice, noticed = MessageReceiver.record_violation, []
 
-    def noted(hearing: MessageReceiver, neighbour: int, rule: Rule, known_by: Attribution, *, ended: bool) -> bool:
+    def noted(
+        hearing: MessageReceiver, neighbour: int, rule: ViolationKind, known_by: Attribution, *, ended: bool
+    ) -> bool:
         noticed.append((hearing._role.name, neighbour, rule))
-        return notice(hearing, neighbour, rule, known_by, ended=ended)
+        return notice(hearing, neighbour, rule, known_by, has_ended=ended)
 
     monkeypatch.setattr(MessageReceiver, "notice", noted)
     yield

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from sottovoce_rpc.directives import Directive, Origin, to_wire
+from sottovoce_rpc.directives import Command, Origin, command_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.services.network import PATIENCE_S
 
@@ -35,9 +35,9 @@ class Dictator(coordinator_pb2_grpc.CoordinatorServicer):
         self._said: asyncio.Queue[coordinator_pb2.Command] = asyncio.Queue()
         self._heard = asyncio.Event()
 
-    def say(self, run_id: str, told: Directive) -> None:
+    def say(self, run_id: str, told: Command) -> None:
         """Say a directive."""
-        self._said.put_nowait(to_wire(run_id, told, Origin()))
+        self._said.put_nowait(command_to_wire(run_id, told, Origin()))
 
     def say_as_is(self, directive: coordinator_pb2.Command) -> None:
         """Say what is no directive of ours."""
@@ -57,9 +57,9 @@ class Dictator(coordinator_pb2_grpc.CoordinatorServicer):
         first = await anext(events)
         incarnation = max(first.introduction.incarnation, 1)
         if not first.introduction.is_reconnect:
-            yield to_wire("", pb.IncarnationIssued(incarnation=incarnation), Origin())
+            yield command_to_wire("", pb.IncarnationIssued(incarnation=incarnation), Origin())
             await anext(events)
-        yield to_wire("", pb.IncarnationConfirmed(incarnation=incarnation), Origin())
+        yield command_to_wire("", pb.IncarnationConfirmed(incarnation=incarnation), Origin())
         self.joined += 1
         listening = asyncio.ensure_future(self._listen(events))
         try:

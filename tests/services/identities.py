@@ -10,7 +10,7 @@ from typing import Protocol, Self
 import grpc
 
 from sottovoce_client.pki import Authority
-from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE
 from sottovoce_rpc.credentials import Credentials
 
 DOMAIN = "ward.example"
@@ -42,7 +42,7 @@ class Identities:
     def at(self, whom: str) -> Path:
         """The folder of an identity."""
         folder = self.folder / whom.replace("/", "-", 1)
-        if not (folder / KEY).exists():
+        if not (folder / KEY_FILE).exists():
             self.authority.issue(whom, folder)
         return folder
 
@@ -83,7 +83,7 @@ class Federation:
         domain = domain or self.domains[0]
         by = by or domain
         folder = self.folder / f"{bare.replace('/', '-', 1)}@{domain} by {by}"
-        if not (folder / KEY).exists():
+        if not (folder / KEY_FILE).exists():
             _Impostor.of(self.authorities[by], domain).issue(bare, folder)
         return folder
 
@@ -120,6 +120,8 @@ class Elsewhen(datetime.datetime):
 
 def raw_channel(folder: Path | None, believes: Path, address: str, host: str) -> grpc.aio.Channel:
     """A channel as a stranger opens it: with whatever certificate, or none, and believing whomever."""
-    pair = (None, None) if folder is None else ((folder / KEY).read_bytes(), (folder / CERTIFICATE).read_bytes())
+    pair = (
+        (None, None) if folder is None else ((folder / KEY_FILE).read_bytes(), (folder / CERTIFICATE_FILE).read_bytes())
+    )
     credentials = grpc.ssl_channel_credentials((believes / AUTHORITIES_FILE).read_bytes(), *pair)
     return grpc.aio.secure_channel(address, credentials, options=[("grpc.ssl_target_name_override", host)])

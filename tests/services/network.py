@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from sottovoce_client.running.feeder import feed
-from sottovoce_client.running.operate import Outcome, run_on
+from sottovoce_client.running.operate import Outcome, run_on_services
 from sottovoce_coordinator.conducting import RunController
 from sottovoce_coordinator.courses import ManagedRun
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
@@ -25,16 +25,16 @@ from sottovoce_core.spec import ClockSpec, RunSpec
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers.in_process import InProcessTransport
-from sottovoce_learner.progress import Wait
+from sottovoce_learner.progress import TimedWait
 from sottovoce_learner.service import Learner
-from sottovoce_learner.storage.ledger import Standing
-from sottovoce_learner.storage.state_folder import Files
-from sottovoce_learner.storage.wal import Kind, Said
+from sottovoce_learner.storage.ledger import StoredState
+from sottovoce_learner.storage.state_folder import LearnerPaths
+from sottovoce_learner.storage.wal import EntryKind, RoundPayload
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import WaitCause, LearnerState, LearnerStatus
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, WaitCause
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import CallOutcome
 from sottovoce_rpc.tasks import Tasks
@@ -47,7 +47,7 @@ PATIENCE_S = 100.0
 
 
 OPERATOR = "operator/alice"
-_LIMIT_S = Wait.limit_s
+_LIMIT_S = TimedWait.compute_limit_s
 
 
 def credentials_of(identities: Issuing | None, whom: str) -> Credentials:
@@ -122,7 +122,7 @@ class Network:
         return credentials_of(self.identities, OPERATOR)
 
     def _to_coordinator(self) -> grpc.aio.Channel:
-        return channel(self.coordinator, Role.COORDINATOR, credentials=self.operator)
+        return open_channel(self.coordinator, Role.COORDINATOR, credentials=self.operator)
 
     def follow(self, name: str) -> None:
         """Let a learner follow the coordinator."""
@@ -151,7 +151,7 @@ class Network:
     async def run(self, spec: RunSpec, data: PlacedData, stop: asyncio.Event | None = None, **more: Any) -> Outcome:
         """Run to the end, as the client does."""
         more = {"credentials": self.operator, **more}
-        running = run_on(self.coordinator, spec, data, lambda progress, state: None, stop, **more)
+        running = run_on_services(self.coordinator, spec, data, lambda progress, state: None, stop, **more)
         return await asyncio.wait_for(running, PATIENCE_S)
 
     async def feed(self, run_id: str, spec: RunSpec, data: PlacedData, *, but: Sequence[str] = ()) -> None:
@@ -185,9 +185,9 @@ class Network:
     async def cut_coordinator(self) -> Coordinator:
         """End the coordinator as if it were killed: it tells nobody, and writes nothing."""
         old = self.coordinating
-        assert old is not None and old.service is not None
+        assert old is not None and old.server is not None
         await old._tasks.end()
-        await old.service.server.stop(None)
+        await old.server.server.stop(None)
         old._store.close()
         return old
 
@@ -220,7 +220,7 @@ class Network:
 
     async def status(self, name: str) -> LearnerStatus:
         """What a learner says of itself."""
-        async with channel(self.addresses[name], Role.LEARNER, name, credentials=self.operator) as to:
+        async with open_channel(self.addresses[name], Role.LEARNER, name, credentials=self.operator) as to:
             stub = learner_pb2_grpc.LearnerStub(to)
             answer = await stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=PATIENCE_S)
             return LearnerStatus.from_wire(answer.status)
@@ -273,8 +273,8 @@ def missed_soon(patch: pytest.MonkeyPatch, seconds: float = 0.2, **later: float)
     """Who is gone from now on misses its deadline in a moment, or so many seconds later. Others have those of their run."""
 
     async def soon(self: RunController, course: ManagedRun, index: int, since: datetime) -> None:
-        await asyncio.sleep(seconds + later.get(course.book.run.spec.names[index], 0.0))
-        course.book.miss(index, since)
+        await asyncio.sleep(seconds + later.get(course.machine.run.spec.names[index], 0.0))
+        course.machine.handle_deadline(index, since)
         self._judged(course)
 
     patch.setattr(RunController, "_deadline", soon)
@@ -283,18 +283,18 @@ def missed_soon(patch: pytest.MonkeyPatch, seconds: float = 0.2, **later: float)
 def given_up_soon(patch: pytest.MonkeyPatch, *causes: WaitCause) -> None:
     """Limit the waits of learners to a second from now on, all of them or those for the given causes."""
 
-    def soon(own: Wait, clock: ClockSpec) -> float:
+    def soon(own: TimedWait, clock: ClockSpec) -> float:
         return min(1.0, _LIMIT_S(own, clock)) if own.cause in (causes or WaitCause) else _LIMIT_S(own, clock)
 
-    patch.setattr(Wait, "limit_s", soon)
+    patch.setattr(TimedWait, "limit_s", soon)
 
 
-def said_rounds(state: Path, name: str) -> list[tuple[int, Said]]:
+def said_rounds(state: Path, name: str) -> list[tuple[int, RoundPayload]]:
     """What a learner's log has of the rounds of its last run, the closing entry included."""
-    reading = Standing.look(Files(state, name)).log
+    reading = StoredState.read(LearnerPaths(state, name)).log
     assert reading is not None
-    kinds = (Kind.ROUND, Kind.CLOSE)
-    return [(entry.round, Said.decode(entry.body)) for entry in reading.entries if entry.kind in kinds]
+    kinds = (EntryKind.ROUND, EntryKind.CLOSE)
+    return [(entry.round, RoundPayload.decode(entry.body)) for entry in reading.entries if entry.kind in kinds]
 
 
 async def refused(call: Any) -> grpc.aio.AioRpcError:
@@ -306,14 +306,14 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
                 pass
         await call
     except grpc.aio.AioRpcError as error:
-        return error if ending is None else await ending.status()
+        return error if ending is None else await ending.wait_for_status()
     raise AssertionError("the call was not refused")
 
 
-async def until_charged(files: Files) -> None:
+async def until_charged(files: LearnerPaths) -> None:
     """Wait until the ledger says what the last run has cost."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            if Standing.look(files).opened is None:
+            if StoredState.read(files).open_entry is None:
                 return
             await asyncio.sleep(0.01)

@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE
 
 PATIENCE_S = 100.0
 
@@ -27,7 +27,7 @@ def shown(folder: Path | None, believes: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(believes / AUTHORITIES_FILE)
     if folder is not None:
-        context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+        context.load_cert_chain(folder / CERTIFICATE_FILE, folder / KEY_FILE)
     return context
 
 

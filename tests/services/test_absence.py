@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sottovoce_core.spec import RunSpec
-from sottovoce_learner.peers.outbox import Link
+from sottovoce_learner.peers.outbox import NeighbourLink
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import made_up, small_spec
@@ -50,15 +50,17 @@ async def test_a_channel_on_which_nothing_passes_is_named_by_its_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: dict[str, Any]
 ) -> None:
     """Ben and cleo are there, and do not hear each other: their neighbours wait, and are not blamed."""
-    say = Link.queue
+    say = NeighbourLink.queue
     spec = endless(**clock)
     data = made_up(small_spec(200, NAMES))
     async with network(tmp_path, NAMES) as up:
         run = await up.start(spec, 3)
         feeding = asyncio.ensure_future(up.feed(run.run_id, spec, data))
         await up.until("cleo", LearnerState.RUNNING, 3)
-        cut = {id(up.learners["ben"].in_run().links[2]), id(up.learners["cleo"].in_run().links[1])}
-        monkeypatch.setattr(Link, "queue", lambda own, t, frame: None if id(own) in cut else say(own, t, frame))
+        cut = {id(up.learners["ben"].require_session().links[2]), id(up.learners["cleo"].require_session().links[1])}
+        monkeypatch.setattr(
+            NeighbourLink, "queue", lambda own, t, frame: None if id(own) in cut else say(own, t, frame)
+        )
         given_up_soon(monkeypatch)
         end = await up.end(run.run_id)
         await asyncio.gather(feeding, return_exceptions=True)

@@ -95,7 +95,7 @@ async def _first(call: Any) -> grpc.aio.AioRpcError | None:
     try:
         await call.read()
     except grpc.aio.AioRpcError:
-        return await ending.status()
+        return await ending.wait_for_status()
     if call.done() and await call.code() is not grpc.StatusCode.OK:
         return await refused(call)
     call.cancel()

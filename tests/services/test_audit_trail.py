@@ -16,7 +16,7 @@ import structlog.testing
 
 from sottovoce_rpc.access import ACCESS_RULES, UNIDENTIFIED_CALLER
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
@@ -42,7 +42,7 @@ async def test_every_call_that_changes_something_is_logged_with_who_made_it(tmp_
     async with network(tmp_path, ["ann"], durable=True, identities=identities) as up:
         alice = identities.of("operator/alice")
         await up.until_here("ann")
-        async with channel(up.coordinator, Role.COORDINATOR, credentials=alice) as to:
+        async with open_channel(up.coordinator, Role.COORDINATOR, credentials=alice) as to:
             stub: Any = coordinator_pb2_grpc.CoordinatorStub(to)
             with structlog.testing.capture_logs() as log:
                 asked: dict[str, Any] = {"spec": spec_to_wire(spec), "n_features": 3}

@@ -18,7 +18,7 @@ from sottovoce_client import doctor
 from sottovoce_client.running import known
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.errors import FailedPrecondition
-from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY, REVOCATION_FILE, parse_certificates
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE, REVOCATION_FILE, parse_certificates
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.status import explain_handshake_failure
@@ -46,8 +46,8 @@ async def served(credentials: Credentials) -> AsyncIterator[str]:
 
 async def found_at(address: str, credentials: Credentials) -> dict[str, str]:
     """What the doctor finds that is not well."""
-    found = await doctor.examine(doctor.CheckTargets(credentials, [(Role.COORDINATOR, address)]))
-    return {each.what: each.text for each in found if each.state != "well" and each.what != "revoked"}
+    found = await doctor.run_checks(doctor.CheckTargets(credentials, [(Role.COORDINATOR, address)]))
+    return {each.subject: each.text for each in found if each.state != "well" and each.subject != "revoked"}
 
 
 # ---- what works ----------------------------------------------------------------------------------------------
@@ -113,8 +113,8 @@ async def test_files_may_be_written_in_other_ways(tmp_path: Path) -> None:
     ids = OtherAuthority(tmp_path, 1)
     for whom in (SERVED, CALLS):
         folder = ids.at(whom)
-        (folder / CERTIFICATE).write_bytes((folder / CERTIFICATE).read_bytes() + pem(ids.root.certificate))
-        for name in (CERTIFICATE, KEY, AUTHORITIES_FILE):
+        (folder / CERTIFICATE_FILE).write_bytes((folder / CERTIFICATE_FILE).read_bytes() + pem(ids.root.certificate))
+        for name in (CERTIFICATE_FILE, KEY_FILE, AUTHORITIES_FILE):
             (folder / name).write_bytes(windows((folder / name).read_bytes()))
     async with served(ids.of(SERVED)) as at:
         await known.list_runs(at, credentials=ids.of(CALLS))
@@ -143,8 +143,8 @@ async def test_a_run_that_is_overheard(tmp_path: Path) -> None:
 
 def turned(folder: Path) -> None:
     """Those between come first."""
-    certificates = parse_certificates((folder / CERTIFICATE).read_bytes(), CERTIFICATE)
-    (folder / CERTIFICATE).write_bytes(pem(*reversed(certificates)))
+    certificates = parse_certificates((folder / CERTIFICATE_FILE).read_bytes(), CERTIFICATE_FILE)
+    (folder / CERTIFICATE_FILE).write_bytes(pem(*reversed(certificates)))
 
 
 def written(name: str, content: bytes, folder: Path) -> None:
@@ -153,7 +153,7 @@ def written(name: str, content: bytes, folder: Path) -> None:
 
 def in_der(name: str, folder: Path) -> None:
     raw = (folder / name).read_bytes()
-    if name == KEY:
+    if name == KEY_FILE:
         content = load_pem_private_key(raw, None).private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption())
     else:
         content = x509.load_pem_x509_certificate(raw).public_bytes(Encoding.DER)
@@ -202,13 +202,13 @@ REFUSED: dict[str, tuple[Request, Callable[[Path], None], str]] = {
     "client only": (Request(usages=(CLIENT,)), as_it_is, "is not for server auth: have one issued for these usages"),
     "no signatures": (Request(signs=False), as_it_is, r"must be for digital signatures \(key usage\)"),
     "chain turned": (Request(), turned, "tls.crt must begin with the certificate of tls.key"),
-    "certificate in DER": (Request(), partial(in_der, CERTIFICATE), "tls.crt must hold certificates in PEM"),
+    "certificate in DER": (Request(), partial(in_der, CERTIFICATE_FILE), "tls.crt must hold certificates in PEM"),
     "authorities in DER": (Request(), partial(in_der, AUTHORITIES_FILE), "ca.crt must hold certificates in PEM"),
     "no authorities": (Request(), partial(written, AUTHORITIES_FILE, b""), "ca.crt must hold certificates"),
-    "key in DER": (Request(), partial(in_der, KEY), "tls.key must hold a private key in PEM"),
+    "key in DER": (Request(), partial(in_der, KEY_FILE), "tls.key must hold a private key in PEM"),
     "open to all": (
         Request(),
-        lambda at: (at / KEY).chmod(0o644),
+        lambda at: (at / KEY_FILE).chmod(0o644),
         "chmod 600 it, or .* secret of Kubernetes.* defaultMode 0440",
     ),
     "torn list": (
@@ -236,8 +236,8 @@ async def test_an_identity_that_would_not_work_is_refused_with_what_to_do(tmp_pa
 
 
 def lacking_between(folder: Path) -> None:
-    (own, *_) = parse_certificates((folder / CERTIFICATE).read_bytes(), CERTIFICATE)
-    (folder / CERTIFICATE).write_bytes(pem(own))
+    (own, *_) = parse_certificates((folder / CERTIFICATE_FILE).read_bytes(), CERTIFICATE_FILE)
+    (folder / CERTIFICATE_FILE).write_bytes(pem(own))
 
 
 TOLD: dict[str, tuple[Callable[[Path], OtherAuthority], Callable[[Path], None], str]] = {
@@ -267,7 +267,7 @@ async def test_who_calls_is_told_what_the_other_end_lacks(
     spoil(folder)
     ids.request = Request()
     server = grpc.aio.server()
-    pair = ((folder / KEY).read_bytes(), (folder / CERTIFICATE).read_bytes())
+    pair = ((folder / KEY_FILE).read_bytes(), (folder / CERTIFICATE_FILE).read_bytes())
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
     await server.start()
     try:
@@ -287,7 +287,7 @@ def test_a_root_of_the_same_name_is_told_from_none() -> None:
 async def test_who_lacks_what_stands_between_is_told_by_the_doctor(tmp_path: Path) -> None:
     ids = OtherAuthority(tmp_path, 2)
     lacking_between(ids.at(CALLS))
-    found = {each.what: (each.state, each.text) for each in doctor._identity(ids.of(CALLS))}
+    found = {each.subject: (each.state, each.text) for each in doctor._identity(ids.of(CALLS))}
     assert found["chain"][0] == "warning" and "are those between missing" in found["chain"][1]
 
 
@@ -298,7 +298,10 @@ async def test_who_lacks_what_stands_between_is_told_by_the_doctor(tmp_path: Pat
 async def test_whoever_a_list_of_an_intermediate_names_is_refused(tmp_path: Path, form: str) -> None:
     """As step-ca writes it. In PEM the root's list stands before it."""
     ids = OtherAuthority(tmp_path, 1)
-    own, (gone, *_) = ids.at(SERVED), parse_certificates((ids.at("operator/bob") / CERTIFICATE).read_bytes(), CERTIFICATE)
+    own, (gone, *_) = (
+        ids.at(SERVED),
+        parse_certificates((ids.at("operator/bob") / CERTIFICATE_FILE).read_bytes(), CERTIFICATE_FILE),
+    )
     listed = ids.issuer.revoking(gone)
     content = pem(ids.root.revoking(), listed) if form == "PEM" else listed.public_bytes(Encoding.DER)
     (own / REVOCATION_FILE).write_bytes(content)
@@ -326,7 +329,7 @@ def mount(at: Path, version: Path) -> None:
     at.mkdir(exist_ok=True)
     (at / "..new").symlink_to(version, target_is_directory=True)
     os.replace(at / "..new", at / "..data")
-    for name in (CERTIFICATE, KEY, AUTHORITIES_FILE):
+    for name in (CERTIFICATE_FILE, KEY_FILE, AUTHORITIES_FILE):
         if not (at / name).is_symlink():
             (at / name).symlink_to(Path("..data") / name)
 
@@ -336,14 +339,14 @@ async def test_a_mounted_secret_that_is_swapped_is_taken_up(tmp_path: Path) -> N
     old, new = tmp_path / "old", tmp_path / "new"
     for folder in (old, new):
         ids.write(SERVED, folder)
-    os.utime(new / KEY, ns=((old / KEY).stat().st_mtime_ns,) * 2)
+    os.utime(new / KEY_FILE, ns=((old / KEY_FILE).stat().st_mtime_ns,) * 2)
     mount(tmp_path / "mounted", old)
     async with served(Credentials(tmp_path / "mounted")) as at:
         before = await shown(at)
         mount(tmp_path / "mounted", new)
         after = await shown(at)
         await known.list_runs(at, credentials=ids.of(CALLS))
-    files = [parse_certificates((folder / CERTIFICATE).read_bytes(), CERTIFICATE)[0] for folder in (old, new)]
+    files = [parse_certificates((folder / CERTIFICATE_FILE).read_bytes(), CERTIFICATE_FILE)[0] for folder in (old, new)]
     assert [x509.load_pem_x509_certificate(each.encode()) for each in (before, after)] == files
 
 
@@ -360,7 +363,7 @@ async def test_a_root_is_rotated_while_a_service_runs(tmp_path: Path) -> None:
         )
         (own / AUTHORITIES_FILE).write_bytes(pem(*both))
         await known.list_runs(at, credentials=after.of(CALLS))
-        for name in (KEY, CERTIFICATE):
+        for name in (KEY_FILE, CERTIFICATE_FILE):
             shutil.copy(after.at(SERVED) / name, own / name)
         await known.list_runs(at, credentials=after.of(CALLS))
         (own / AUTHORITIES_FILE).write_bytes(pem(new.certificate))

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import CaptureError, EquivocationError, SpecError
-from sottovoce_eavesdropper import FORMAT, parts, reading, storage, writing
+from sottovoce_eavesdropper import CAPTURE_FORMAT, parts, reading, storage, writing
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.recording import Participants, Recording, compute_sent_rounds
-from sottovoce_eavesdropper.writing import schema
+from sottovoce_eavesdropper.recording import CaptureSession, Participants, compute_sent_rounds
+from sottovoce_eavesdropper.writing import build_schema
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
 from tests.services.capturing import METHOD, SHAPES, captured, conversation, encode_round, frame, hello, row
@@ -44,9 +44,9 @@ def memory_url() -> str:
 async def test_what_passed_on_each_way_is_counted(tmp_path: Path) -> None:
     size = len(frame(0, 0))
     file = await captured(tmp_path / "cap", conversation(5))
-    assert file.ways == {(0, 1): (5, 5 * size), (1, 0): (5, 5 * size)}
+    assert file.channel_traffic == {(0, 1): (5, 5 * size), (1, 0): (5, 5 * size)}
     nobody = await captured(tmp_path / "foreign", conversation(5), fields={})
-    assert nobody.ways == {}
+    assert nobody.channel_traffic == {}
 
 
 # ---- where they lie --------------------------------------------------------------------------------------------------
@@ -57,9 +57,9 @@ async def test_what_is_written_is_read_anywhere(tmp_path: Path, remote: bool) ->
     place = memory_url() if remote else str(tmp_path / "cap")
     await captured(place, conversation(5), world=1, replica=7)
     capture = open_capture(place)
-    table = capture.messages()
-    assert (capture.complete, capture.name) == (True, place)
-    assert table.column_names == schema().names
+    table = capture.read_messages()
+    assert (capture.is_complete, capture.name) == (True, place)
+    assert table.column_names == build_schema().names
     assert {name: set(table[name].to_pylist()) for name in ("run", "world", "replica", "connection", "method")} == {
         "run": {"run-1"},
         "world": {1},
@@ -67,20 +67,20 @@ async def test_what_is_written_is_read_anywhere(tmp_path: Path, remote: bool) ->
         "connection": {1},
         "method": {METHOD},
     }
-    assert capture.totals() == (10, 10 * len(frame(0, 0)))
-    said = capture.transcript(SHAPES, 2).fields["y"]
+    assert capture.count_messages() == (10, 10 * len(frame(0, 0)))
+    said = capture.read_transcript(SHAPES, 2).fields["y"]
     np.testing.assert_array_equal(said[:, :, 0, 0], np.arange(5.0)[:, None] * [1, 1])
 
 
 async def test_a_run_without_labels_says_so(tmp_path: Path) -> None:
     await captured(tmp_path, conversation(1))
-    assert set(open_capture(tmp_path).messages()["world"].to_pylist()) == {-1}
+    assert set(open_capture(tmp_path).read_messages()["world"].to_pylist()) == {-1}
 
 
 async def test_a_path_needs_no_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     await captured(tmp_path, conversation(1))
-    assert open_capture(tmp_path).totals()[0] == 2
+    assert open_capture(tmp_path).count_messages()[0] == 2
     with pytest.raises(SpecError, match=r"needs fsspec: in a clone of the repository, pip install '\.\[audit\]'"):
         open_capture("memory://x")
 
@@ -112,7 +112,7 @@ def test_a_file_is_there_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, sc
     assert [(name, path.rsplit("/", 1)[1]) for name, path in done] == list(
         zip(["pipe_file", "mv"], wanted, strict=False)
     )
-    assert folder.names() == ["a"]
+    assert folder.list_names() == ["a"]
 
 
 def test_an_error_of_a_store_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +171,8 @@ def test_a_killed_eavesdropper_leaves_readable_files(tmp_path: Path) -> None:
         writer.kill()
         writer.wait()
     capture = open_capture(tmp_path / "cap")
-    assert not capture.complete
-    said = capture.messages()["payload"].to_pylist()
+    assert not capture.is_complete
+    said = capture.read_messages()["payload"].to_pylist()
     assert len(said) >= 5 * 20
     assert said == [frame(t, 0) for t in range(len(said))]  # from the first on, nothing left out
 
@@ -182,20 +182,20 @@ async def test_a_part_that_is_being_written_is_finished_before_the_end(
 ) -> None:
     """Cancelling the writer must not leave a thread behind that writes after the capture is said to be complete."""
     file = await captured(tmp_path, [], close=False)
-    own = file.place.write
+    own = file.storage_folder.write
 
     def slow(name: str, content: bytes) -> None:
         time.sleep(0.1)
         own(name, content)
 
-    monkeypatch.setattr(file.place, "write", slow)
+    monkeypatch.setattr(file.storage_folder, "write", slow)
     for each in conversation(3):
-        file.add(each)
+        file.add_row(each)
     flushing = asyncio.ensure_future(file.flush())
     await asyncio.sleep(0.02)
     flushing.cancel()
     await file.close()
-    assert open_capture(tmp_path).totals()[0] == 6
+    assert open_capture(tmp_path).count_messages()[0] == 6
 
 
 async def test_a_part_is_due_a_second_after_the_last_one_was_begun(
@@ -300,7 +300,7 @@ async def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: P
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
     with pytest.raises(CaptureError, match="not a regular file"):
-        open_capture(tmp_path).totals()
+        open_capture(tmp_path).count_messages()
 
 
 @pytest.mark.parametrize("what", MUTILATED)
@@ -309,7 +309,7 @@ async def test_a_mutilated_capture_is_refused_in_one_line(tmp_path: Path, what: 
     await captured(tmp_path, conversation(5))
     mutilate(tmp_path)
     with pytest.raises(CaptureError, match=wanted) as refusal:
-        list(open_capture(tmp_path).batches())
+        list(open_capture(tmp_path).read_batches())
     assert str(tmp_path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -320,7 +320,7 @@ DESCRIPTIONS: dict[str, Any] = {
     "deep": "[" * 200_000,
     "a list": [],
     "another format": {"format": "x"},
-    "no keys": {"format": FORMAT},
+    "no keys": {"format": CAPTURE_FORMAT},
     "other types": {"run_id": 3},
     "a world in words": {"world": "one"},
     "a replica in words": {"replica": "0"},
@@ -357,7 +357,7 @@ async def test_a_bomb_is_refused_by_its_footer(tmp_path: Path, monkeypatch: pyte
     pool = pa.default_memory_pool()
     before = pool.bytes_allocated()
     with pytest.raises(CaptureError, match="must unpack to at most 8388608 bytes, its footer says 104"):
-        open_capture(tmp_path).totals()
+        open_capture(tmp_path).count_messages()
     assert pool.bytes_allocated() - before < parts.MIB
 
 
@@ -373,7 +373,7 @@ async def test_a_long_value_said_often_is_refused_before_it_is_repeated(tmp_path
     assert sum(footer.row_group(k).total_byte_size for k in range(footer.num_row_groups)) < 2 * parts.MIB
     pool = pa.default_memory_pool()
     with pytest.raises(CaptureError, match="must unpack to at most"):
-        list(open_capture(tmp_path).batches())
+        list(open_capture(tmp_path).read_batches())
     assert pool.bytes_allocated() < 64 * parts.MIB
 
 
@@ -381,16 +381,16 @@ async def test_too_many_rows_and_too_large_a_file_are_refused(tmp_path: Path, mo
     await captured(tmp_path, conversation(5))
     monkeypatch.setattr(parts, "MOST_ROWS", 9)
     with pytest.raises(CaptureError, match="at most 9 rows"):
-        open_capture(tmp_path).totals()
+        open_capture(tmp_path).count_messages()
     monkeypatch.setattr(parts, "MAX_FILE_BYTES", 100)
     with pytest.raises(CaptureError, match="at most 100 bytes"):
-        open_capture(tmp_path).totals()
+        open_capture(tmp_path).count_messages()
 
 
 def judged(folder: Path) -> str:
     """How reading ends: in words or well, never otherwise."""
     try:
-        open_capture(folder).transcript(SHAPES, 2)
+        open_capture(folder).read_transcript(SHAPES, 2)
     except (CaptureError, EquivocationError) as error:
         return str(error)
     return ""
@@ -423,7 +423,7 @@ def test_any_flipped_byte_is_refused_or_harmless(sound: Path, at: int, flip: int
 
 async def transcript_of(folder: Path, rows: list[Any], learners: int = 2) -> Any:
     await captured(folder, rows)
-    return open_capture(folder).transcript(SHAPES, learners)
+    return open_capture(folder).read_transcript(SHAPES, learners)
 
 
 async def test_the_order_of_records_does_not_matter(tmp_path: Path) -> None:
@@ -438,16 +438,20 @@ async def test_hellos_are_neither_rounds_nor_messages(tmp_path: Path) -> None:
     greetings = [row(hello(i), i, 1 - i, kind="hello") for i in range(2)]
     await captured(tmp_path, [*greetings, *conversation(3)])
     capture = open_capture(tmp_path)
-    assert (capture.facts["messages"], capture.facts["bytes"]) == capture.totals() == (6, 6 * len(frame(0, 0)))
-    assert capture.messages().num_rows == 6 and capture.shapes == SHAPES
-    assert [kind for batch in capture.batches(["kind"]) for kind in batch["kind"].to_pylist()].count("hello") == 2
-    assert capture.transcript(SHAPES, 2).rounds == 3
+    assert (
+        (capture.metadata["messages"], capture.metadata["bytes"])
+        == capture.count_messages()
+        == (6, 6 * len(frame(0, 0)))
+    )
+    assert capture.read_messages().num_rows == 6 and capture.shapes == SHAPES
+    assert [kind for batch in capture.read_batches(["kind"]) for kind in batch["kind"].to_pylist()].count("hello") == 2
+    assert capture.read_transcript(SHAPES, 2).rounds == 3
 
 
 async def test_a_capture_of_an_older_format_is_refused(tmp_path: Path) -> None:
     await captured(tmp_path, conversation(1))
     path = tmp_path / "capture.json"
-    path.write_text(path.read_text().replace(FORMAT, "sottovoce-capture-2"))
+    path.write_text(path.read_text().replace(CAPTURE_FORMAT, "sottovoce-capture-2"))
     with pytest.raises(CaptureError, match="is not a capture of a known format \\(sottovoce-capture-3\\)"):
         open_capture(tmp_path)
 
@@ -464,7 +468,7 @@ async def test_other_methods_are_no_rounds(tmp_path: Path) -> None:
         (hello(0), "expected a round of 42 bytes, .* got another message"),
         (b"\xff" * 42, "got 42 bytes that are none"),
         (frame(0, 1), "must speak as itself, .* got learner 1 in round 0 from learner 0"),
-        (frame(2**60, 0), f"in one of {reading.MOST_ROUNDS} rounds, got learner 0 in round {2**60}"),
+        (frame(2**60, 0), f"in one of {reading.MAX_ROUNDS} rounds, got learner 0 in round {2**60}"),
         (encode_round(0, 0, Message({"y": np.zeros(4)})), "got one of 50 bytes"),
     ],
 )
@@ -489,10 +493,10 @@ async def test_memory_does_not_grow_with_what_is_repeated(tmp_path: Path) -> Non
     rows = [each for each in conversation(40) for _ in range(100)]
     await captured(tmp_path, rows)
     capture: Capture = open_capture(tmp_path)
-    sizes = [batch.num_rows for batch in capture.batches(("payload",))]
-    assert max(sizes) <= parts.BATCH
+    sizes = [batch.num_rows for batch in capture.read_batches(("payload",))]
+    assert max(sizes) <= parts.BATCH_ROWS
     assert sum(sizes) == 8_000
-    assert capture.transcript(SHAPES, 2).rounds == 40
+    assert capture.read_transcript(SHAPES, 2).rounds == 40
 
 
 async def test_relays_are_led_though_whoever_asked_gave_up_before() -> None:
@@ -506,13 +510,13 @@ async def test_relays_are_led_though_whoever_asked_gave_up_before() -> None:
         routes=[{"caller": 0, "callee": 1, "target": "", "address": "a:1"}], describe=written.wait
     )
     relay: Any = SimpleNamespace(lead=lead)
-    recording = Recording(file, [relay], Tasks(), Participants.of("{}"))
+    recording = CaptureSession(file, [relay], Tasks(), Participants.from_spec("{}"))
     routes = [eavesdropper_pb2.Route(caller=0, callee=1, target="b:2")]
-    asked = asyncio.ensure_future(recording.lead(routes))
+    asked = asyncio.ensure_future(recording.redirect_routes(routes))
     await asyncio.sleep(0)
     asked.cancel()
     await asyncio.wait([asked])
-    await recording.lead(routes)
+    await recording.redirect_routes(routes)
     assert led == ["b:2"]
 
 
@@ -529,6 +533,6 @@ async def test_a_capture_knows_how_far_each_learner_was(tmp_path: Path, *, close
         row(frame(16, 1), 1, 0, at=99, method="/other"),
         row(b"nothing", 0, 1, at=99),
     ):
-        file.add(each)
+        file.add_row(each)
     await (file.close() if close else file.flush())
     assert compute_sent_rounds(open_capture(tmp_path / "c")) == {0: (9, 8 * 10**9), 1: (8, 7 * 10**9)}

@@ -56,12 +56,12 @@ def spec_of(topology: dict[str, Any], capture: str = "none", rounds: int = ROUND
 def told(spec: RunSpec) -> FloatArray:
     """`(rounds, learners)`: how many hear what a learner says."""
     topology = build_run(spec, 3).network
-    return np.stack([(topology.at(t).neighbours > 0).sum(axis=0) for t in range(spec.rounds)])
+    return np.stack([(topology.mixing(t).neighbour_weights > 0).sum(axis=0) for t in range(spec.rounds)])
 
 
 def decisions(up: Network) -> list[FloatArray]:
-    sessions = [up.learners[name].in_run() for name in NAMES]
-    return [session.algorithm.decision(session.memory.state) for session in sessions]
+    sessions = [up.learners[name].require_session() for name in NAMES]
+    return [session.algorithm.decision(session.state_machine.state) for session in sessions]
 
 
 # ---- runs that go well -----------------------------------------------------------------------------------------------
@@ -86,20 +86,20 @@ async def test_a_run_equals_its_simulation_and_the_capture_shows_it(
     assert (outcome.state, outcome.detail) == ("finished", "")
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
     assert [status.messages_sent for status in outcome.statuses] == receivers.sum(axis=0).tolist()
-    assert overheard.facts["messages"] == receivers.sum()
+    assert overheard.metadata["messages"] == receivers.sum()
 
     run = build_run(spec, 3)
-    transcript = overheard.transcript(SHAPES, 4, run.network)
+    transcript = overheard.read_transcript(SHAPES, 4, run.network)
     shown = np.where((receivers > 0)[:, :, None, None], said, np.nan)[: transcript.rounds]
     assert receivers[transcript.rounds :].sum() == 0
     np.testing.assert_allclose(transcript.fields["y"], shown, rtol=1e-12, atol=1e-12)
     assert np.isnan(shown).any() == (topology is not RING)
     if topology is RING:
         losses = replay(run, transcript, 1, [data.learners[1], data.learners[0]])
-        assert losses.realised.shape == (ROUNDS, 1, 1) and np.isfinite(losses.realised).all()
+        assert losses.realised_losses.shape == (ROUNDS, 1, 1) and np.isfinite(losses.realised_losses).all()
     else:
         with pytest.raises(CaptureError, match="no round in which all 4 learners were overheard"):
-            overheard.transcript(SHAPES, 4)  # as if everybody had been heard
+            overheard.read_transcript(SHAPES, 4)  # as if everybody had been heard
 
 
 @pytest.mark.parametrize(
@@ -138,23 +138,23 @@ async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_str
     data, left = made_up(spec), list(rounds)
     noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
     monkeypatch.setattr(Cutting, "cuts", {(*edge, direction): left})
-    monkeypatch.setattr(captures, "Relay", Cutting)
+    monkeypatch.setattr(captures, "GrpcProxy", Cutting)
     async with network(tmp_path, NAMES, noise=noise) as up:
         run_id = (await up.start(spec, 3)).run_id
         await up.feed(run_id, spec, data, but=["cleo"])
         cleo = up.learners["cleo"]
-        await eventually(lambda: cleo._session is not None and cleo.in_run().inbox.next_round(1) == 4)
+        await eventually(lambda: cleo._session is not None and cleo.require_session().inbox.get_due_round(1) == 4)
         assert [(await up.status(name)).rounds_done for name in NAMES] == [2, 3, 0, 1]
         await feed(up.addresses["cleo"], run_id, data.learners[2])
         end = await up.end(run_id)
         found = decisions(up)
         (folder,) = (tmp_path / "captures").iterdir()
         capture = open_capture(folder)
-        assert (capture.facts["noticed"], capture.facts["not_checked"]) == ([], None)
+        assert (capture.metadata["noticed"], capture.metadata["not_checked"]) == ([], None)
     assert left == []
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(capture.transcript(SHAPES, 4).fields["y"], said, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(capture.read_transcript(SHAPES, 4).fields["y"], said, rtol=1e-12, atol=1e-12)
 
 
 async def test_a_neighbour_a_window_ahead_still_has_what_a_learner_lacks_that_died(
@@ -164,7 +164,7 @@ async def test_a_neighbour_a_window_ahead_still_has_what_a_learner_lacks_that_di
     spec, silent, say = spec_of(RING, clock={"window": 2, "deadline_s": 100.0}), asyncio.Event(), Session._send
 
     async def not_yet(self: Session, t: int) -> None:
-        if (self.role.index, t) == (1, 10):
+        if (self.assignment.index, t) == (1, 10):
             await silent.wait()
         await say(self, t)
 
@@ -224,9 +224,9 @@ async def test_a_coordinator_with_another_network_is_found_out_by_its_digest(
 ) -> None:
     class Another(NetworkDigests):
         def know(self, t: int) -> bytes:
-            return b"another" if t == 9 else super().know(t)
+            return b"another" if t == 9 else super().digest(t)
 
-    monkeypatch.setattr(runs, "Digests", Another)  # the coordinator's
+    monkeypatch.setattr(runs, "NetworkDigests", Another)  # the coordinator's
     spec = spec_of(TURNS)
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
@@ -238,7 +238,7 @@ async def test_a_coordinator_with_another_network_is_found_out_by_its_digest(
 
 async def test_rounds_whose_epochs_are_missing_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(book: RunStateMachine) -> RoundLease:
-        return RoundLease(until_round=book.clock.granted)
+        return RoundLease(until_round=book.clock.leased_until)
 
     monkeypatch.setattr(RunStateMachine, "go_on", forgetful)
     spec: RunSpec = spec_of(TURNS)

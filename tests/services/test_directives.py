@@ -15,17 +15,25 @@ from typing import Any
 import pytest
 
 from sottovoce_client.running.feeder import feed
-from sottovoce_core.algorithms.setting import RunWarning, Setting
+from sottovoce_core.algorithms.setting import RunContext, RunWarning
 from sottovoce_core.running.policy import Policy
 from sottovoce_core.running.run import build_run
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
-from sottovoce_rpc.directives import Directive
+from sottovoce_rpc.directives import Command
 from sottovoce_rpc.learner_status import MAX_DETAIL_CHARS
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, IncarnationConfirmed, RoundLease, IncarnationIssued, Neighbour, Stop, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import (
+    Assignment,
+    IncarnationConfirmed,
+    IncarnationIssued,
+    Neighbour,
+    RoundLease,
+    Stop,
+    TopologyEpoch,
+)
 from tests.examples import ALLOWING, ALLOWING_FILE, made_up, small_spec
 from tests.gossip import Gossip, GossipSpec
 from tests.services.dictating import Dictator, changed, dictating
@@ -45,12 +53,12 @@ class RaisingSpec(GossipSpec):
 
     error: str
 
-    def build(self, setting: Setting) -> tuple[Gossip, tuple[RunWarning, ...]]:
+    def build(self, context: RunContext) -> tuple[Gossip, tuple[RunWarning, ...]]:
         match self.error:
             case "memory":
                 raise MemoryError
             case "recursion":
-                return self.build(setting)
+                return self.build(context)
             case "exit":
                 sys.exit(3)
         raise AssertionError(self.error)
@@ -75,7 +83,7 @@ def nested(depth: int) -> Any:
 
 
 LIPSCHITZ = {"kind": "logistic", "feature_bound": 1.0}
-REFUSED: dict[str, tuple[Directive, ...]] = {
+REFUSED: dict[str, tuple[Command, ...]] = {
     "features without end": (changed(PLAN, n_features=MOST_32),),
     "rounds without end": (asked(rounds=2**53, algorithm="dpsr", loss=LIPSCHITZ),),
     "more rounds than any integer": (asked(rounds=10**400),),
@@ -107,7 +115,7 @@ REFUSED: dict[str, tuple[Directive, ...]] = {
     "a grant before an epoch": (PLAN, RoundLease(until_round=MOST_64)),
 }
 """By what is wrong, what is said about one run; the last of it is refused."""
-ODD: dict[str, tuple[Directive, ...]] = {
+ODD: dict[str, tuple[Command, ...]] = {
     "no features": (changed(PLAN, n_features=0), TopologyEpoch(), RoundLease(until_round=ROUNDS)),
     "a run that nobody began": (TopologyEpoch(neighbours=[NOWHERE]), RoundLease(until_round=MOST_64), Stop(final=True)),
     "an end before all": (Stop(final=False), Stop(final=True), Stop(final=True)),
@@ -203,7 +211,7 @@ async def test_a_grant_of_rounds_without_end_is_no_work(tmp_path: Path) -> None:
     """In a network that changes once, all rounds behind were looked at, one after the other."""
     place: dict[str, Any] = {"absences": [{"learner": "ben", "first_round": 3}]}
     spec = small_spec(2**40, ["ann", "ben"], **place)
-    weight = build_run(spec, 3).network.at(0).heard_by(0)[1]
+    weight = build_run(spec, 3).network.mixing(0).in_neighbour_weights(0)[1]
     there, away = changed(NOWHERE, weight=weight), changed(NOWHERE, weight=0.0, told=False)
     async with learner(tmp_path) as (coordinator, address):
         plan = changed(PLAN, spec=spec_to_wire(spec))

@@ -28,10 +28,17 @@ from sottovoce_learner import session
 from sottovoce_learner.peers.connection import _hello, _require_itself
 from sottovoce_learner.session import Session
 from sottovoce_rpc.access import ACCESS_RULES, CONDITION, ROLE, UNTRUSTED
-from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, REVOCATION_FILE, group_by_domain, parse_certificates, parse_revocations
+from sottovoce_rpc.certificates import (
+    AUTHORITIES_FILE,
+    CERTIFICATE_FILE,
+    REVOCATION_FILE,
+    group_by_domain,
+    parse_certificates,
+    parse_revocations,
+)
 from sottovoce_rpc.principals import Principal, Role, build_host_name
-from sottovoce_rpc.server import channel, reach
-from sottovoce_rpc.signatures import EMPTY_DIGESTS, SignedStatement, Statement, digest
+from sottovoce_rpc.server import open_channel, wait_until_reachable
+from sottovoce_rpc.signatures import EMPTY_DIGESTS, SignedStatement, Statement, compute_frame_digest
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2
 from tests.examples import ALLOWING, made_up, small_spec
 from tests.services.authorities import Signer
@@ -98,8 +105,8 @@ async def test_a_run_of_three_domains(tmp_path: Path, ids: Federation, capture: 
     assert (outcome.state, outcome.capture_error) == ("finished", ""), outcome.detail
     assert all(each is not None for each in outcome.predictions)
     if capture != "none":
-        assert verified(outcome.capture, ids.at(f"learner/{BEN}") / AUTHORITIES_FILE)[0] == 0
-        code, text = verified(outcome.capture, authority(tmp_path, ids, EAST))
+        assert verified(outcome.capture_location, ids.at(f"learner/{BEN}") / AUTHORITIES_FILE)[0] == 0
+        code, text = verified(outcome.capture_location, authority(tmp_path, ids, EAST))
         assert code == 1
         assert "a signature of learner/ann, of a trust domain of which no authority is believed" in text
         assert f"{BEN}:" not in text
@@ -195,7 +202,7 @@ def test_a_foreign_eavesdropper_is_accepted_by_its_name_alone(
     own = cast(Session, SimpleNamespace(role=role, policy=policy))
     for each in ("eavesdropper/ear", f"eavesdropper/ear@{EAST}", f"eavesdropper/ear@{SOUTH}"):
         with nullcontext() if each in accepted else pytest.raises(PermissionDenied, match="accepts no recording by"):
-            _require_itself(own, 1, Principal.of(DOMAIN, each))
+            _require_itself(own, 1, Principal.parse(DOMAIN, each))
 
 
 # ---- impostors -------------------------------------------------------------------------------------------------------
@@ -209,11 +216,11 @@ async def test_no_authority_speaks_for_another_domain(tmp_path: Path, ids: Feder
             for whom, by in forged:
                 code = await called(up, ids.at(whom, by), ids.at("operator/alice"), house, method)
                 assert code is grpc.StatusCode.PERMISSION_DENIED, (method, whom, by)
-        assert up.coordinating is not None and up.coordinating.service is not None
+        assert up.coordinating is not None and up.coordinating.server is not None
         found = up.learners[ANN].service
         assert found is not None
-        assert (found.refused.counts_by_reason[UNTRUSTED] > 0, found.refused.counts_by_reason[ROLE]) == (True, 0)
-        assert found.refused.counts_by_reason[CONDITION] == 0
+        assert (found.refusals.counts_by_reason[UNTRUSTED] > 0, found.refusals.counts_by_reason[ROLE]) == (True, 0)
+        assert found.refusals.counts_by_reason[CONDITION] == 0
 
 
 @pytest.mark.parametrize(
@@ -230,12 +237,12 @@ async def test_a_client_believes_no_other_authority(ids: Federation, role: Role,
         port = server.add_secure_port("127.0.0.1:0", ids.of(whom, by).build_server_credentials("127.0.0.1:0"))  # type: ignore[arg-type]
         await server.start()
         try:
-            async with channel(f"127.0.0.1:{port}", role, name, credentials=alice) as to:
+            async with open_channel(f"127.0.0.1:{port}", role, name, credentials=alice) as to:
                 if by == domain:
-                    await reach(to, whom, PATIENCE_S)
+                    await wait_until_reachable(to, whom, PATIENCE_S)
                 else:
                     with pytest.raises(Unavailable, match="cannot reach"):
-                        await reach(to, whom, 1)
+                        await wait_until_reachable(to, whom, 1)
         finally:
             await server.stop(None)
 
@@ -244,34 +251,39 @@ def test_a_domain_of_which_no_authority_is_believed_is_said(ids: Federation) -> 
     with pytest.raises(
         FailedPrecondition, match=r"ca.crt must hold an authority that names spiffe://west.example, and has those of"
     ):
-        channel("127.0.0.1:1", Role.LEARNER, "ben@west.example", credentials=ids.of("operator/alice"))
+        open_channel("127.0.0.1:1", Role.LEARNER, "ben@west.example", credentials=ids.of("operator/alice"))
 
 
 def test_signatures_are_believed_of_the_authority_of_the_domain(ids: Federation) -> None:
-    said, own = Statement("run-1", 1, 0, digest(b"a round") + EMPTY_DIGESTS[32:]), ids.of("operator/alice")
-    assert str(own.signer(ids.of(f"learner/{BEN}").signed(said))) == f"learner/{BEN}"
-    assert str(own.signer(ids.of("learner/ann").signed(said))) == "learner/ann"
+    said, own = (
+        Statement("run-1", 1, 0, compute_frame_digest(b"a round") + EMPTY_DIGESTS[32:]),
+        ids.of("operator/alice"),
+    )
+    assert str(own.verify_statement(ids.of(f"learner/{BEN}").sign_statement(said))) == f"learner/{BEN}"
+    assert str(own.verify_statement(ids.of("learner/ann").sign_statement(said))) == "learner/ann"
     for whom, by in ((f"learner/{BEN}", DOMAIN), ("learner/ann", EAST)):
         with pytest.raises(PermissionDenied, match="do not lead to an authority that is believed"):
-            own.signer(ids.of(whom, by).signed(said))
+            own.verify_statement(ids.of(whom, by).sign_statement(said))
 
 
 async def test_a_capture_is_not_signed_by_another_authority(
     tmp_path: Path, ids: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever keeps it has east's authority sign in the name of ann."""
-    true_add, forger = CaptureWriter.add, ids.of("learner/ann", EAST)
+    true_add, forger = CaptureWriter.add_row, ids.of("learner/ann", EAST)
 
     def add(self: CaptureWriter, row: Any) -> None:
         if row.kind == "signature" and row.sender == 0:
-            row = row._replace(payload=forger.signed(SignedStatement.decode(self.run_id, row.payload).statement).encode())
+            row = row._replace(
+                payload=forger.sign_statement(SignedStatement.decode(self.run_id, row.payload).statement).encode()
+            )
         true_add(self, row)
 
     monkeypatch.setattr(CaptureWriter, "add", add)
     spec = spec_of(NAMES, capture="mirror")
     async with deployed(tmp_path, ids, *NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
-    code, text = verified(outcome.capture, ids.at("operator/alice") / AUTHORITIES_FILE)
+    code, text = verified(outcome.capture_location, ids.at("operator/alice") / AUTHORITIES_FILE)
     assert code == 1
     assert f"{ANN}: " in text and "do not lead to an authority that is believed" in text
     assert f"{BEN}: " not in text
@@ -282,8 +294,8 @@ async def test_a_name_without_a_domain_is_verified_by_the_authorities_of_one(tmp
     spec = spec_of(["ann", "bob"], capture="mirror")
     async with deployed(tmp_path, ids, "ann", "bob") as up:
         outcome = await up.run(spec, made_up(spec))
-    assert verified(outcome.capture, authority(tmp_path, ids, DOMAIN))[0] == 0
-    code, text = verified(outcome.capture, ids.at("operator/alice") / AUTHORITIES_FILE)
+    assert verified(outcome.capture_location, authority(tmp_path, ids, DOMAIN))[0] == 0
+    code, text = verified(outcome.capture_location, ids.at("operator/alice") / AUTHORITIES_FILE)
     assert code == 1
     assert f"a signature of learner/ann of {DOMAIN} in the name of ann, which holds no trust domain" in text
 
@@ -302,13 +314,13 @@ def test_an_authority_revokes_in_its_own_domain_alone(ids: Federation) -> None:
 
 def test_who_is_revoked_in_another_domain_is_refused(ids: Federation) -> None:
     ann, ben = ids.of("learner/ann"), ids.at(f"learner/{BEN}")
-    certificate = (ben / CERTIFICATE).read_bytes()
-    assert str(ann.known(certificate)) == f"learner/{BEN}"
+    certificate = (ben / CERTIFICATE_FILE).read_bytes()
+    assert str(ann.authenticate_certificate(certificate)) == f"learner/{BEN}"
     ids.authorities[EAST].revoke("learner/ben")
     assert ann.folder is not None
     (ann.folder / REVOCATION_FILE).write_bytes((ids.authorities[EAST].folder / REVOCATION_FILE).read_bytes())
     with pytest.raises(PermissionDenied, match="a revoked certificate of learner/ben"):
-        ann.known(certificate)
+        ann.authenticate_certificate(certificate)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -330,11 +342,11 @@ def test_an_authority_without_a_domain_is_believed_for_nobody_beside_one_that_na
 
 
 def test_a_name_with_a_domain() -> None:
-    ben = Principal.of(DOMAIN, f"learner/{BEN}")
+    ben = Principal.parse(DOMAIN, f"learner/{BEN}")
     assert (ben.domain, ben.is_foreign, str(ben)) == (EAST, True, f"learner/{BEN}")
     assert (ben.uri, ben.host) == (f"spiffe://{EAST}/learner/ben", f"ben.learner.{EAST}")
     assert build_host_name(DOMAIN, Role.LEARNER, BEN) == ben.host
-    assert Principal.of(EAST, f"learner/{BEN}") == Principal.of(EAST, "learner/ben") == ben.qualify_for(EAST)
+    assert Principal.parse(EAST, f"learner/{BEN}") == Principal.parse(EAST, "learner/ben") == ben.qualify_for(EAST)
     assert ben.qualify_for(EAST).qualify_for(DOMAIN) == ben
     assert ben.is_one_of(f"learner/{BEN}") and not ben.is_one_of("learner/ben", f"feeder/{BEN}", f"learner/ben@{SOUTH}")
     assert ben.qualify_for(EAST).is_one_of("learner/ben") and ben.qualify_for(EAST).is_one_of(f"learner/{BEN}")
@@ -354,7 +366,9 @@ async def test_a_ledger_by_the_other_name_is_not_passed_over(tmp_path: Path, ids
         spec = spec_of(["ann"], 5)
         await up.run(spec, made_up(spec))
         await up.leave("ann")
-        with pytest.raises(FailedPrecondition, match="must have no ledger of 'ann', who is this learner by another name"):
+        with pytest.raises(
+            FailedPrecondition, match="must have no ledger of 'ann', who is this learner by another name"
+        ):
             await up.join(ANN)
         await up.join(BEN)
         await up.join("ann")

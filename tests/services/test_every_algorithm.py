@@ -13,7 +13,7 @@ import yaml
 from sottovoce_core.algorithms import ALGORITHMS
 from sottovoce_core.noise import Recorder, SeededNoise
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 from sottovoce_eavesdropper.reading import open_capture
 from tests.examples import made_up
@@ -37,28 +37,28 @@ async def test_the_network_equals_the_simulator(tmp_path: Path, changes: dict[st
     """Equal noise, equal data: what crosses the wire, what is decided and what is charged, to 1e-9."""
     more = {"capture": "mirror", "clock": {"window": 7, "deadline_s": 100.0}}
     spec = parse_spec(
-        {**FIELD["common"], **changes, **more, "rounds": min(ROUNDS, changes.get("rounds", ROUNDS))}, imports=True
+        {**FIELD["common"], **changes, **more, "rounds": min(ROUNDS, changes.get("rounds", ROUNDS))}, allow_imports=True
     )
     data = made_up(spec, 6, batch=2)
     run, recorder = build_run(spec, data.n_features), Recorder(SeededNoise(1))
-    steps = list(simulate(run, data, recorder))
-    drawn: dict[str, Any] = {name: np.stack(rounds) for name, rounds in recorder.drawn.items()}
+    steps = list(simulate_rounds(run, data, recorder))
+    drawn: dict[str, Any] = {name: np.stack(rounds) for name, rounds in recorder.noise_by_field.items()}
     np.savez(tmp_path / "noise.npz", **drawn)
 
     async with network(tmp_path, spec.names, noise=tmp_path / "noise.npz") as up:
         outcome = await up.run(spec, data)
-        sessions = [up.learners[name].in_run() for name in spec.names]
-        decisions = np.stack([session.algorithm.decision(session.memory.state) for session in sessions])
+        sessions = [up.learners[name].require_session() for name in spec.names]
+        decisions = np.stack([session.algorithm.decision(session.state_machine.state) for session in sessions])
 
     assert (outcome.state, outcome.detail) == ("finished", "")
-    np.testing.assert_allclose(decisions, steps[-1].after[:, 0], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(decisions, steps[-1].decisions_after[:, 0], rtol=1e-9, atol=1e-9)
     promised = [run.guarantee(i, np.full(spec.rounds, 2)).epsilon() for i in range(spec.n_learners)]
     assert [status.epsilon_spent for status in outcome.statuses] == pytest.approx(promised, rel=1e-9)
-    if spec.n_learners == 1 or outcome.capture is None:  # nobody to say anything to
+    if spec.n_learners == 1 or outcome.capture_location is None:  # nobody to say anything to
         return
-    capture = open_capture(outcome.capture)
-    assert (capture.facts["noticed"], capture.facts["not_checked"]) == ([], None)
-    overheard = capture.transcript(run.algorithm.field_shapes(), spec.n_learners)
+    capture = open_capture(outcome.capture_location)
+    assert (capture.metadata["noticed"], capture.metadata["not_checked"]) == ([], None)
+    overheard = capture.read_transcript(run.algorithm.field_shapes(), spec.n_learners)
     for name, heard in overheard.fields.items():
         said = np.stack([step.message[name] for step in steps])[: len(heard)]
         was_heard = ~np.isnan(heard).any(axis=-1)

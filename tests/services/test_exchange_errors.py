@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from sottovoce_client import terminal
-from sottovoce_client.running.feeder import make_batch, feed
-from sottovoce_client.running.operate import Interrupted, run_on
+from sottovoce_client.running.feeder import feed, make_batch
+from sottovoce_client.running.operate import RunInterrupted, run_on_services
 from sottovoce_coordinator import courses, joining, starting
 from sottovoce_coordinator.runs import RunStateMachine
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
@@ -30,7 +30,7 @@ from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec
-from sottovoce_core.spec_versions import FIELD, FORMAT
+from sottovoce_core.spec_versions import FORMAT, FORMAT_FIELD
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
@@ -39,8 +39,8 @@ from sottovoce_learner.session import Session
 from sottovoce_rpc import tasks
 from sottovoce_rpc.codec import to_fields, to_tensor
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
-from sottovoce_rpc.server import channel
-from sottovoce_rpc.specs import plan_hash, spec_from_wire
+from sottovoce_rpc.server import open_channel
+from sottovoce_rpc.specs import compute_plan_hash, spec_from_wire
 from sottovoce_rpc.status import convert_status_error
 from sottovoce_wire.v1 import (
     coordinator_pb2,
@@ -87,8 +87,8 @@ async def run_that_ends_well(folder: Path, spec: RunSpec) -> AsyncIterator[tuple
         await feed(up.addresses["cleo"], run_id, data.learners[2])
         end = await up.end(run_id)
         assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
-        sessions = [up.learners[name].in_run() for name in NAMES]
-        decisions = [session.algorithm.decision(session.memory.state) for session in sessions]
+        sessions = [up.learners[name].require_session() for name in NAMES]
+        decisions = [session.algorithm.decision(session.state_machine.state) for session in sessions]
         np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
 
 
@@ -102,9 +102,9 @@ def reason(failure: grpc.aio.AioRpcError) -> str:
 
 def introduced(up: Network, **more: Any) -> bytes:
     """Ben's hello to cleo, changed in part."""
-    told = up.learners["cleo"].in_run().role
-    usual = {"learner": 1, "next_round": 0, "run_id": told.run_id, "plan_hash": plan_hash(told.spec, 3)}
-    usual["incarnation"] = up.learners["ben"].in_run().role.incarnation
+    told = up.learners["cleo"].require_session().assignment
+    usual = {"learner": 1, "next_round": 0, "run_id": told.run_id, "plan_hash": compute_plan_hash(told.spec, 3)}
+    usual["incarnation"] = up.learners["ben"].require_session().assignment.incarnation
     return hello(**{**usual, **more})
 
 
@@ -116,7 +116,7 @@ async def exchange(address: str, *payloads: bytes) -> grpc.aio.AioRpcError:
             yield payload
         await asyncio.Event().wait()
 
-    async with channel(address) as to:
+    async with open_channel(address) as to:
         method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = to.stream_stream(METHOD)
         return await refused(method(said(), timeout=PATIENCE_S))
 
@@ -197,7 +197,7 @@ async def test_whoever_does_not_greet_is_turned_away(tmp_path: Path, monkeypatch
 
 async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ben was told another spec than his neighbours: none of them says a round to him, nor he to them."""
-    true = RunStateMachine.assignment
+    true = RunStateMachine.build_assignment
 
     def altered(book: RunStateMachine, index: int) -> coordinator_pb2.Assignment:
         told = true(book, index)
@@ -249,10 +249,10 @@ async def test_wrong_messages_end_their_stream_and_nobody_is_harmed(tmp_path: Pa
 @pytest.mark.misbehaves
 async def test_another_version_of_a_round_is_called_what_it_is(tmp_path: Path) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
-        cleo = up.learners["cleo"].in_run()
+        cleo = up.learners["cleo"].require_session()
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                if cleo.inbox.next_round(1) > 0:
+                if cleo.inbox.get_due_round(1) > 0:
                     break
                 await asyncio.sleep(0.01)
         again = next(said.frame for t, said in said_rounds(tmp_path / "journals", "ben") if t == 0)
@@ -282,24 +282,24 @@ async def test_a_second_stream_in_the_same_name_ends_the_first(tmp_path: Path) -
 async def test_a_stream_that_ends_as_it_opens_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GRPC sends no status while what opens the answers is on its way: who has opened the stream would wait for ever."""
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
-        cleo = up.learners["cleo"].in_run()
+        cleo = up.learners["cleo"].require_session()
 
         def greeting(session: Session, neighbour: int) -> bytes:
             """The run is taken up again just then."""
             if session is cleo:
-                session.life.replace()
+                session.lifecycle.mark_replaced()
             return say(session, neighbour)
 
         say = connection._hello
         with monkeypatch.context() as patched:
             patched.setattr(connection, "_hello", greeting)
             failure = await spoken(up.addresses["cleo"], introduced(up))
-        cleo.life._replaced.clear()
+        cleo.lifecycle._replaced.clear()
         assert (failure.code(), failure.details()) == (Code.UNAVAILABLE, "this learner takes the run up again")
 
 
 async def test_a_learner_without_a_run_says_so(tmp_path: Path) -> None:
-    async with network(tmp_path, ["ann"]) as up, channel(up.addresses["ann"]) as to:
+    async with network(tmp_path, ["ann"]) as up, open_channel(up.addresses["ann"]) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         failures = [
             await exchange(up.addresses["ann"], hello()),
@@ -350,7 +350,12 @@ def wrong_batches(own: LearnerData) -> list[tuple[learner_pb2.SampleBatch, Code,
         ),
         (batch(fine, [np.nan]), Code.INVALID_ARGUMENT, "DataError", "labels must be finite numbers"),
         (batch(fine, [1, 1]), Code.INVALID_ARGUMENT, "DataError", "labels must have the shape (1,)"),
-        (batch(fine, [1], sequence=4), Code.FAILED_PRECONDITION, "FailedPrecondition", "must send batch 0 next, got batch 4"),
+        (
+            batch(fine, [1], sequence=4),
+            Code.FAILED_PRECONDITION,
+            "FailedPrecondition",
+            "must send batch 0 next, got batch 4",
+        ),
         (batch(fine, [1], first_round=99), Code.INVALID_ARGUMENT, "DataError", "the run has rounds 0 to 11"),
         (short, Code.INVALID_ARGUMENT, "DataError", "the counts of a batch must add up to its records, 12, got 13"),
     ]
@@ -362,7 +367,7 @@ async def test_wrong_records_are_refused_to_the_feeder_alone(tmp_path: Path) -> 
     with structlog.testing.capture_logs() as logs:
         async with run_that_ends_well(tmp_path, spec) as (up, run_id, data):
             before = len(logs)
-            async with channel(up.addresses["cleo"]) as to:
+            async with open_channel(up.addresses["cleo"]) as to:
                 for batch, code, kind, text in wrong_batches(data.learners[2]):
                     failure = await refused(learner_pb2_grpc.LearnerStub(to).Ingest(several(batch), timeout=PATIENCE_S))
 
@@ -388,7 +393,7 @@ async def test_bytes_that_are_no_message_are_the_callers_error_and_no_bug(tmp_pa
                 (up.coordinator, "/sottovoce_wire.v1.Coordinator/Join"),
                 (up.eavesdropper, "/sottovoce_wire.v1.Eavesdropper/Mirror"),
             ):
-                async with channel(address) as to:
+                async with open_channel(address) as to:
                     call: Any = to.stream_stream(method)
                     failure = await refused(call(several(b"\xff\xff\xffgarbage"), timeout=PATIENCE_S))
                 assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError"), method
@@ -413,7 +418,7 @@ async def test_records_that_cannot_be_delivered_fail_the_run_and_only_their_owne
 
 
 async def test_predictions_need_an_opt_in(tmp_path: Path) -> None:
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _), channel(up.addresses["ann"]) as to:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _), open_channel(up.addresses["ann"]) as to:
         request = learner_pb2.PredictRequest(features=to_tensor(np.zeros((2, 3))))
         failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=PATIENCE_S))
 
@@ -424,7 +429,7 @@ async def test_predictions_need_an_opt_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(2, 4), (3,), (1, 2, 3)], ids=str)
 async def test_predictions_need_rows_of_the_right_width(tmp_path: Path, shape: tuple[int, ...]) -> None:
     spec = spec_of(telemetry={"predict": True})
-    async with run_that_ends_well(tmp_path, spec) as (up, _, _), channel(up.addresses["ann"]) as to:
+    async with run_that_ends_well(tmp_path, spec) as (up, _, _), open_channel(up.addresses["ann"]) as to:
         request = learner_pb2.PredictRequest(features=to_tensor(np.zeros(shape)))
         failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=PATIENCE_S))
 
@@ -442,7 +447,7 @@ async def test_the_accuracy_is_told_by_those_alone_who_opted_in(tmp_path: Path) 
 
 async def start(address: str, document: Any, n_features: int = 3) -> grpc.aio.AioRpcError:
     text = document if isinstance(document, str) else json.dumps(document)
-    async with channel(address) as to:
+    async with open_channel(address) as to:
         request = coordinator_pb2.StartRunRequest(spec=text, n_features=n_features)
         return await refused(coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=PATIENCE_S))
 
@@ -513,7 +518,7 @@ async def test_others_are_served_while_a_run_is_built(tmp_path: Path, monkeypatc
         return build_run(*told)
 
     monkeypatch.setattr(starting, "build_run", slowly)
-    async with network(tmp_path, NAMES) as up, channel(up.coordinator) as to:
+    async with network(tmp_path, NAMES) as up, open_channel(up.coordinator) as to:
         begun = asyncio.ensure_future(up.start(spec_of(), 3))
         await asyncio.to_thread(building.wait, PATIENCE_S)
         await coordinator_pb2_grpc.CoordinatorStub(to).ListRuns(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S)
@@ -523,10 +528,10 @@ async def test_others_are_served_while_a_run_is_built(tmp_path: Path, monkeypatc
 
 async def test_a_spec_of_a_newer_operator_is_run_without_what_is_unknown(tmp_path: Path) -> None:
     """But not without a condition of the guarantee."""
-    newer = {**document(patience="long"), FIELD: FORMAT + 1}
+    newer = {**document(patience="long"), FORMAT_FIELD: FORMAT + 1}
     strict = {**newer, "privacy": {"per_week": 1.0}}
     with structlog.testing.capture_logs() as logs:
-        async with network(tmp_path, NAMES) as up, channel(up.coordinator) as to:
+        async with network(tmp_path, NAMES) as up, open_channel(up.coordinator) as to:
             failure = await start(up.coordinator, strict)
             request = coordinator_pb2.StartRunRequest(spec=json.dumps(newer), n_features=3)
             run = await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=PATIENCE_S)
@@ -589,10 +594,10 @@ async def test_who_waits_for_a_coordinator_is_told(tmp_path: Path, monkeypatch: 
     async with silent:
         at = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
         spec, stop = spec_of(), asyncio.Event()
-        running = asyncio.ensure_future(run_on(at, spec, made_up(spec), lambda progress, state: None, stop))
+        running = asyncio.ensure_future(run_on_services(at, spec, made_up(spec), lambda progress, state: None, stop))
         await asyncio.wait_for(told.wait(), PATIENCE_S)
         stop.set()
-        with pytest.raises(Interrupted):
+        with pytest.raises(RunInterrupted):
             await asyncio.wait_for(running, PATIENCE_S)
     assert said == [f"waiting for the coordinator at {at}: not reached yet; is it running, and is the address right?"]
 
@@ -615,7 +620,7 @@ async def test_a_capture_needs_an_eavesdropper(tmp_path: Path) -> None:
 
 
 async def test_runs_that_are_not_there_are_not_watched_or_stopped(tmp_path: Path) -> None:
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), open_channel(up.coordinator) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)
         for failure in (
             await refused(stub.WatchRun(coordinator_pb2.WatchRunRequest(run_id="other"), timeout=PATIENCE_S)),
@@ -646,14 +651,19 @@ def reporting(learner: str, run_id: str) -> coordinator_pb2.LearnerMessage:
 
 async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
     """Who has joined under one name reports of no other; and one who is not in the run fails only itself."""
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), open_channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
         for before, run in enumerate((run_id, "other")):
             joining = introducing("zoe", incarnation=before), confirming(before + 1)
             failure = await refused(join(several(*joining, reporting("ann", run)), timeout=PATIENCE_S))
             assert (failure.code(), reason(failure)) == (Code.PERMISSION_DENIED, "PermissionDenied")
             assert failure.details() == "a report on this stream must be of learner 'zoe', got 'ann'"
-        outside = introducing("zoe", incarnation=2), confirming(3), reporting("zoe", run_id), coordinator_pb2.LearnerMessage()
+        outside = (
+            introducing("zoe", incarnation=2),
+            confirming(3),
+            reporting("zoe", run_id),
+            coordinator_pb2.LearnerMessage(),
+        )
         told = [each.WhichOneof("command") async for each in join(several(*outside), timeout=PATIENCE_S)]
         assert told == ["issued", "confirmed"]  # and nothing of the run
         for first in (reporting("ann", run_id), introducing(""), coordinator_pb2.LearnerMessage()):
@@ -664,7 +674,7 @@ async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../a", "\x1b[31mred", "y" * 64, " a", "a\n"])
 async def test_a_learner_joins_by_a_name_that_a_spec_may_give(tmp_path: Path, name: str) -> None:
-    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+    async with network(tmp_path, []) as up, open_channel(up.coordinator) as to:
         with structlog.testing.capture_logs() as logs:
             join = coordinator_pb2_grpc.CoordinatorStub(to).Join
             failure = await refused(join(several(introducing(name)), timeout=PATIENCE_S))
@@ -679,7 +689,7 @@ async def test_a_learner_joins_by_a_name_that_a_spec_may_give(tmp_path: Path, na
 
 async def test_no_coordinator_has_had_more_terms_than_can_be_outranked(tmp_path: Path) -> None:
     """Whoever tells of more would leave none for the next start."""
-    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+    async with network(tmp_path, []) as up, open_channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
         failure = await refused(join(several(introducing("ann", term=2**32 + 1)), timeout=PATIENCE_S))
     assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
@@ -688,7 +698,7 @@ async def test_no_coordinator_has_had_more_terms_than_can_be_outranked(tmp_path:
 
 @pytest.mark.parametrize("rejoins", [False, True])
 async def test_no_learner_was_started_more_often_than_its_coordinator_can_count(tmp_path: Path, rejoins: bool) -> None:
-    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+    async with network(tmp_path, []) as up, open_channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
         said = introducing("ann", incarnation=2**64 - 1, rejoins=rejoins)
         failure = await refused(join(several(said), timeout=PATIENCE_S))
@@ -703,7 +713,7 @@ async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkey
         await asyncio.Event().wait()
         yield coordinator_pb2.LearnerMessage()
 
-    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+    async with network(tmp_path, []) as up, open_channel(up.coordinator) as to:
         failure = await refused(coordinator_pb2_grpc.CoordinatorStub(to).Join(silent(), timeout=PATIENCE_S))
     assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
     assert failure.details() == "expected an introduction within 0.05 s, got nothing"
@@ -711,11 +721,11 @@ async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkey
 
 async def test_somebody_else_does_not_take_the_place_of_a_learner(tmp_path: Path) -> None:
     """With another state folder, without one, or without a word of confirmation: refused, and the run goes on."""
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _), channel(up.coordinator) as to:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _), open_channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
         ann = up.learners["ann"]._following.identity
         other = await refused(join(several(introducing("ann")), timeout=PATIENCE_S))
-        again = await refused(join(several(introducing("ann", store=ann.store, incarnation=1)), timeout=PATIENCE_S))
+        again = await refused(join(several(introducing("ann", store=ann.store_id, incarnation=1)), timeout=PATIENCE_S))
         older = await refused(join(several(introducing("ann", store=b"")), timeout=PATIENCE_S))
         hasty = await refused(join(several(introducing("zoe"), reporting("zoe", "")), timeout=PATIENCE_S))
         wrong = await refused(join(several(introducing("zoe"), confirming(7)), timeout=PATIENCE_S))
@@ -739,7 +749,7 @@ async def test_a_learner_that_could_not_be_welcomed_is_not_taken_for_one_that_is
         await true(own, member)
         raise Unavailable("full")
 
-    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+    async with network(tmp_path, []) as up, open_channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
         with monkeypatch.context() as patch:
             patch.setattr(Coordinator, "_welcome", welcome)
@@ -771,7 +781,7 @@ async def test_runs_are_remembered_newest_first_and_in_bounded_number(
 ) -> None:
     monkeypatch.setattr(courses, "MOST_RUNS", 3)
     spec, wire = spec_of(), coordinator_pb2
-    async with network(tmp_path, NAMES) as up, channel(up.coordinator) as to:
+    async with network(tmp_path, NAMES) as up, open_channel(up.coordinator) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)
         outcomes = [await up.run(spec, made_up(spec)) for _ in range(4)]
         pages = [await stub.ListRuns(wire.ListRunsRequest(page_size=2), timeout=PATIENCE_S)]
@@ -796,7 +806,7 @@ async def test_runs_are_remembered_newest_first_and_in_bounded_number(
 
 
 async def test_captures_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    async with network(tmp_path, []) as up, channel(up.eavesdropper) as to:
+    async with network(tmp_path, []) as up, open_channel(up.eavesdropper) as to:
         stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
         wire = eavesdropper_pb2
         for failure in (
@@ -833,7 +843,7 @@ async def test_every_service_tells_its_health_and_what_it_offers(tmp_path: Path,
             "Learner": up.addresses["ann"],
             "Eavesdropper": up.eavesdropper,
         }[kind]
-        async with channel(address) as to:
+        async with open_channel(address) as to:
             check: Any = to.unary_unary(
                 "/grpc.health.v1.Health/Check",
                 request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

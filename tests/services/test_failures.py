@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import structlog.testing
 
-from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
-from sottovoce_core.algorithms.setting import RunWarning, Setting
+from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
+from sottovoce_core.algorithms.setting import RunContext, RunWarning
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import BudgetExhausted, DataError
 from sottovoce_core.noise import NoiseSource
@@ -35,8 +35,8 @@ class FailingSpec(GossipSpec):
 
     fails: str
 
-    def build(self, setting: Setting) -> tuple[Failing, tuple[RunWarning, ...]]:
-        return Failing(setting.n_features, setting.rounds, self.scale, self.step, fails=self.fails), ()
+    def build(self, context: RunContext) -> tuple[Failing, tuple[RunWarning, ...]]:
+        return Failing(context.n_features, context.rounds, self.scale, self.step, fails=self.fails), ()
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class Failing(Gossip):
 
     fails: str = ""
 
-    def start(self, who: Who) -> State:
+    def init(self, axes: StateAxes) -> State:
         if self.fails == "start":
             raise MemoryError(QUOTED)
-        return Gossip.start(self, who)
+        return Gossip.init(self, axes)
 
-    def speak(self, state: State, noise: NoiseSource) -> tuple[State, Message]:
+    def emit(self, state: State, noise: NoiseSource) -> tuple[State, Message]:
         if self.fails == "speak" and state.t == 3:
             raise KeyError(QUOTED)
-        return Gossip.speak(self, state, noise)
+        return Gossip.emit(self, state, noise)
 
-    def listen(self, state: State, heard: ReceivedMessages, batch: Batch) -> State:
+    def update(self, state: State, received: ReceivedMessages, batch: Batch) -> State:
         if state.t == 3:
             match self.fails:
                 case "listen":
@@ -72,13 +72,14 @@ class Failing(Gossip):
                     raise MemoryError(QUOTED)
                 case "library":
                     np.linalg.inv(np.zeros((2, 2)))
-        return Gossip.listen(self, state, heard, batch)
+        return Gossip.update(self, state, received, batch)
 
 
 def spec_of(fails: str) -> RunSpec:
     document = small_spec(10, NAMES, clock={"deadline_s": 100.0}).model_dump(mode="json")
     return parse_spec(
-        {**document, "algorithm": {"name": "tests.services.test_failures:FailingSpec", "fails": fails}}, imports=True
+        {**document, "algorithm": {"name": "tests.services.test_failures:FailingSpec", "fails": fails}},
+        allow_imports=True,
     )
 
 

@@ -15,10 +15,10 @@ from sottovoce_learner import service as learner_service
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage import state_folder
-from sottovoce_learner.storage.state_folder import Files, Identity
+from sottovoce_learner.storage.state_folder import LearnerPaths, StoreIdentity
 from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, Network, network, refused, until_charged
@@ -44,7 +44,7 @@ async def moved_away(up: Network, name: str, to: Path) -> None:
 
 
 async def rebind(up: Network, name: str) -> None:
-    async with channel(up.coordinator) as to:
+    async with open_channel(up.coordinator) as to:
         request = coordinator_pb2.RebindLearnerRequest(learner=name)
         await coordinator_pb2_grpc.CoordinatorStub(to).RebindLearner(request, timeout=PATIENCE_S)
 
@@ -73,7 +73,7 @@ async def test_a_learner_with_another_state_folder_is_refused_until_an_operator_
         Ledger(tmp_path / "new" / "journals").repair("ann", 1.5)
         await up.join("ann")
         assert (await up.run(spec, made_up(spec))).state == "finished"
-    assert (forgotten.state, forgotten.statuses[0].rounds_said) == ("failed", 0)
+    assert (forgotten.state, forgotten.statuses[0].rounds_committed) == ("failed", 0)
     assert "must know all rounds that were sent, got 0 of 100 in run" in forgotten.detail
     assert "is here, with the state folder that it has: stop it first" in (here.details() or "")
 
@@ -82,16 +82,18 @@ async def test_every_start_is_another_incarnation_and_an_old_folder_is_refused(t
     state = tmp_path / "journals"
     async with network(tmp_path, ["ann"]) as up:
         spec = small_spec(5, ["ann"])
-        first = Identity.of(state, "ann")
+        first = StoreIdentity.load_or_create(state, "ann")
         for _ in range(2):
             assert (await up.run(spec, made_up(spec))).state == "finished"
             await up.leave("ann")
             await up.join("ann")
         assert (await up.run(spec, made_up(spec))).state == "finished"
-        assert Identity.of(state, "ann") == Identity("ann", first.store, 3)
+        assert StoreIdentity.load_or_create(state, "ann") == StoreIdentity("ann", first.store_id, 3)
         await up.leave("ann")
-        Identity("ann", first.store).issued(1, state)
-        with pytest.raises(FailedPrecondition, match="is an old one: it knows incarnation 1 and 0 rounds, and must know 3"):
+        StoreIdentity("ann", first.store_id).write_incarnation(1, state)
+        with pytest.raises(
+            FailedPrecondition, match="is an old one: it knows incarnation 1 and 0 rounds, and must know 3"
+        ):
             await follows(up, "ann", state)
 
 
@@ -121,7 +123,7 @@ async def test_a_damaged_folder_is_refused_before_it_joins_and_costs_nobody_a_ru
             await follows(up, "ann", state)
         shutil.copytree(aside, state, dirs_exist_ok=True)  # files that are still there keep their place
         if "mark" in text:
-            Ledger(state).moved("ann")
+            Ledger(state).accept_moved_folder("ann")
         await up.join("ann")
         outcome = await running
     assert (outcome.state, outcome.detail) == ("finished", "")
@@ -151,12 +153,12 @@ async def test_a_copy_is_refused_before_it_joins_and_goes_on_where_its_owner_say
         way_out = f"`sottovoce ledger --moved --state {copy} --learner ann`"
         with pytest.raises(DataError, match=f"this state folder is a copy.* {re.escape(way_out)}"):
             await follows(up, "ann", copy)
-        Ledger(copy).moved("ann")
+        Ledger(copy).accept_moved_folder("ann")
         up.folder = tmp_path / "moved"
         await up.join("ann")
         outcome = await running
     assert (outcome.state, outcome.detail) == ("finished", "")
-    assert [status.rounds_said for status in outcome.statuses] == [60, 60]
+    assert [status.rounds_committed for status in outcome.statuses] == [60, 60]
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["no log", "the log of another run"])
@@ -168,7 +170,7 @@ async def test_a_folder_of_before_the_run_is_refused_before_it_joins(tmp_path: P
         earlier = await up.start_another(spec, 3) if other else None
         before = {path: path.read_bytes() for path in state.rglob("*") if path.is_file() and "ann" in str(path)}
         if earlier is not None:
-            async with channel(up.coordinator) as to:
+            async with open_channel(up.coordinator) as to:
                 request = coordinator_pb2.StopRunRequest(run_id=earlier.run_id)
                 await coordinator_pb2_grpc.CoordinatorStub(to).StopRun(request, timeout=PATIENCE_S)
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -181,14 +183,14 @@ async def test_a_folder_of_before_the_run_is_refused_before_it_joins(tmp_path: P
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
         if (state / "ann.mark").exists():
-            Ledger(state).moved("ann")
+            Ledger(state).accept_moved_folder("ann")
         with pytest.raises(
             FailedPrecondition, match=r"has no log of the run that this learner is in, and \d+ rounds were said in it"
         ):
             await follows(up, "ann", state)
         shutil.rmtree(state / next(state.glob("*@ann"), Path("none")).name, ignore_errors=True)
         shutil.copytree(tmp_path / "aside", state, dirs_exist_ok=True)
-        Ledger(state).moved("ann")
+        Ledger(state).accept_moved_folder("ann")
         await up.join("ann")
         outcome = await running
     assert (outcome.state, outcome.detail) == ("finished", "")
@@ -201,13 +203,13 @@ async def test_a_learner_whose_folder_is_deleted_says_nothing_more_and_ends(tmp_
         await up.join("ann")
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 5)
-        said = up.learners["ann"].status.rounds_said
+        said = up.learners["ann"].status.rounds_committed
         shutil.rmtree(state)
         outcome = await running
         learner = up.learners["ann"]
         with pytest.raises(DataError, match="was deleted, moved, replaced or cut"):
             await asyncio.wait_for(up._following["ann"], PATIENCE_S)
-        assert learner.status.rounds_said == said
+        assert learner.status.rounds_committed == said
     assert outcome.state == "failed" and "the state folder must stay where it is" in outcome.detail
     assert not state.exists()
 
@@ -233,7 +235,7 @@ async def test_a_ledger_that_was_set_back_between_runs_is_known_by_the_coordinat
     spec, state = small_spec(5, NAMES, capture=capture), tmp_path / "journals"
     async with network(tmp_path, NAMES) as up:
         assert (await up.run(spec, made_up(spec))).state == "finished"
-        await until_charged(Files(state, "ann"))
+        await until_charged(LearnerPaths(state, "ann"))
         before = {path: path.read_bytes() for path in state.glob("ann.*")}
         second = await up.run(spec, made_up(spec))
         await up.leave("ann")
@@ -248,7 +250,7 @@ async def test_a_ledger_that_was_set_back_between_runs_is_known_by_the_coordinat
         await up.join("ann")
         assert (await up.run(spec, made_up(spec))).state == "finished"
         await up.leave("ann")
-        (*_, spent) = [line.spent for line in Ledger(state).lines("ann") if line.run_id == "repaired"]
+        (*_, spent) = [line.epsilon_spent for line in Ledger(state).list_entries("ann") if line.run_id == "repaired"]
     assert forgotten.state == "failed"
     assert f"got 0 of 5 in run {second.run_id}: the state folder was set back" in forgotten.detail
     assert spent == second.statuses[0].epsilon_spent > 0

@@ -34,9 +34,9 @@ from sottovoce_client.cli import app
 from sottovoce_core.errors import CaptureError, SpecError, Unavailable
 from sottovoce_eavesdropper import relay as forwarding
 from sottovoce_eavesdropper import writing
-from sottovoce_eavesdropper.lookout import Row
+from sottovoce_eavesdropper.lookout import CaptureRow
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.relay import StandaloneProxyConfig, StandaloneProxy
+from sottovoce_eavesdropper.relay import StandaloneProxy, StandaloneProxyConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "foreign.md"
 NAMES = ("service", "runs", "decode")
@@ -80,7 +80,8 @@ async def record(example: dict[str, Any], folder: Path, leak: str, runs: int) ->
     """What the page does, in one process."""
     servers = [example["service"].serve("127.0.0.1:0", world, leak, seed=world) for world in (0, 1)]
     first, second = (
-        StandaloneProxyConfig(f"127.0.0.1:{port}", folder=folder, world=world) for world, (_, port) in enumerate(servers)
+        StandaloneProxyConfig(f"127.0.0.1:{port}", folder=folder, world=world)
+        for world, (_, port) in enumerate(servers)
     )
     async with relayed(first) as (to_first, _), relayed(second) as (to_second, _):
         await asyncio.to_thread(example["runs"].run, [to_first, to_second], runs)
@@ -88,7 +89,9 @@ async def record(example: dict[str, Any], folder: Path, leak: str, runs: int) ->
         server.stop(0).wait()
 
 
-def audited(folder: Path, out: Path, *, decoder: str | None = "decode:decode", run_is: RunGrouping = "connection") -> Any:
+def audited(
+    folder: Path, out: Path, *, decoder: str | None = "decode:decode", run_is: RunGrouping = "connection"
+) -> Any:
     console = Console(width=100, record=True, quiet=True)
     code = audit_foreign_captures(ForeignRequest(folder, decoder, run_is, claim=1.0, confidence=0.9999), out, console)
     return code, json.loads((out / "audit.json").read_text(encoding="utf-8"))
@@ -119,7 +122,9 @@ async def test_the_example_is_judged_as_the_page_says(
     assert [each["text"].split(",")[0] for each in told["findings"][:1]] == {
         "norm": ["number 0 of norm"], "late": ["number 0 of total"], "none": []
     }[leak]  # fmt: skip
-    captures = {Path(path).name: open_capture(str(path)).digests()[0] for path in (tmp_path / "captures").iterdir()}
+    captures = {
+        Path(path).name: open_capture(str(path)).compute_digests()[0] for path in (tmp_path / "captures").iterdir()
+    }
     page = (tmp_path / "audit.html").read_text(encoding="utf-8")
     assert told["captures_sha256"] == captures and len(captures) == 2
     assert all(digest in page for digest in captures.values())
@@ -144,7 +149,7 @@ async def test_claimed_noise_decides_with_few_runs(example: dict[str, Any], tmp_
     kinds = {}
     for file in (known, twice, free):
         asked = ForeignRequest(
-            tmp_path / "captures", "decode:decode", "stream", claim=1.0, confidence=0.9999, noise=file
+            tmp_path / "captures", "decode:decode", "stream", claim=1.0, confidence=0.9999, noise_claims_file=file
         )
         audit_foreign_captures(asked, tmp_path, Console(width=100, quiet=True))
         told = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
@@ -160,7 +165,7 @@ async def test_a_weak_claim_is_amber_and_a_page_that_fails_loses_no_result(
     await record(example, tmp_path / "captures", "none", 60)
     (tmp_path / "known.yaml").write_text(NOISE % "8", encoding="utf-8")
     asked = ForeignRequest(
-        tmp_path / "captures", "decode:decode", claim=11.0, confidence=0.9999, noise=tmp_path / "known.yaml"
+        tmp_path / "captures", "decode:decode", claim=11.0, confidence=0.9999, noise_claims_file=tmp_path / "known.yaml"
     )
     (tmp_path / "amber").mkdir()
     (tmp_path / "broken").mkdir()
@@ -210,9 +215,9 @@ async def test_a_run_may_be_a_stream_and_needs_no_decoder(example: dict[str, Any
     by_connection = read_runs(tmp_path / "captures", None, "connection")
 
     assert len(by_stream.runs) == len(by_connection.runs) == 60
-    assert by_stream.messages == 60 * 5
+    assert by_stream.message_count == 60 * 5
     assert all(run.messages[0].direction == "out" and len(run.messages) == 5 for run in by_stream.runs)
-    assert all(each.decoded is None for run in by_stream.runs for each in run.heard)
+    assert all(each.decoded_message is None for run in by_stream.runs for each in run.frames)
 
 
 async def test_a_decoder_that_raises_is_told_with_its_place(
@@ -234,7 +239,7 @@ async def test_a_decoder_that_raises_is_told_with_its_place(
     useful.append({"x": [1.0]})
     reading = read_runs(tmp_path / "captures", load_decoder("decode:decode"), "connection")
 
-    assert (reading.decoded, reading.failed) == (1, 49)
+    assert (reading.decoded_count, reading.failed_count) == (1, 49)
     assert len(reading.failures) == 5
     assert (
         "connection 1, /clinic.Totals/Watch request of 0 bytes: TypeError: a field must hold numbers"
@@ -260,7 +265,9 @@ def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
             (("metadata", "out", told), ("message", "out", b"x"), ("trailers", "back", ended))
         ):
             at = int(1e9 * second) + k
-            file.add(Row(0, 1, 0, direction, kind, stream, connection, "/a/B", at, at, len(payload), payload))
+            file.add_row(
+                CaptureRow(0, 1, 0, direction, kind, stream, connection, "/a/B", at, at, len(payload), payload)
+            )
 
     call(1, 1, 1.0, "first")
     call(2, 1, 3.0, "second")
@@ -269,9 +276,9 @@ def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
     asyncio.run(file.close())
 
     by_connection = read_runs(tmp_path, None, "connection")
-    assert (len(by_connection.runs), by_connection.paused) == (1, 1)
+    assert (len(by_connection.runs), by_connection.ambiguous_connections) == (1, 1)
     by_name = read_runs(tmp_path, None, "metadata:run")
-    assert [len(run.heard) for run in by_name.runs] == [3, 6] and by_name.unnamed_streams == 1
+    assert [len(run.frames) for run in by_name.runs] == [3, 6] and by_name.unnamed_streams == 1
     for wrong in ("metadata:", "port"):
         with pytest.raises(SpecError, match="--run-is must be connection, stream or metadata:KEY"):
             read_runs(tmp_path, None, wrong)
@@ -365,7 +372,7 @@ async def test_a_unary_call_passes_unchanged(tmp_path: Path) -> None:
     assert last == {"x-last": "2", "grpc-status-details-bin": b"\x08\x0a"}
     assert dict(sent).items() <= service.seen.items()
     assert 0 < service.seen["remaining"] <= PATIENCE_S + 2  # gRPC rounds a long deadline up to a second, on either way
-    rows = open_capture(relay.folder).messages().to_pylist()
+    rows = open_capture(relay.folder).read_messages().to_pylist()
     assert [(row["direction"], row["payload"]) for row in rows] == [("out", b"abc"), ("back", b"cba")]
 
 
@@ -394,12 +401,12 @@ async def test_streams_and_messages_of_many_mebibytes_pass(tmp_path: Path, monke
         for payload in large:
             await call.write(payload)
             assert await call.read() == payload
-            held.append(relay.file._held)
+            held.append(relay.writer._held)
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
 
     assert max(held) < 2 * 4 * 2**20 + 2 * 6 * 2**20
-    assert open_capture(relay.folder).totals() == (8, 2 * sum(map(len, large)))
+    assert open_capture(relay.folder).count_messages() == (8, 2 * sum(map(len, large)))
 
 
 async def test_deadlines_and_cancellation_reach_the_server(tmp_path: Path) -> None:
@@ -453,7 +460,7 @@ async def test_a_call_without_end_does_not_hold_a_capture_open(tmp_path: Path, m
         await relay.stop()
         await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
 
-    assert open_capture(relay.folder).complete
+    assert open_capture(relay.folder).is_complete
 
 
 async def test_peers_that_reset_or_talk_nonsense_end_nothing_but_themselves(tmp_path: Path) -> None:
@@ -479,7 +486,7 @@ async def test_peers_that_reset_or_talk_nonsense_end_nothing_but_themselves(tmp_
         await lasting.done_writing()
         assert await lasting.code() is grpc.StatusCode.OK
 
-    assert open_capture(relay.folder).complete
+    assert open_capture(relay.folder).is_complete
 
 
 async def test_a_server_that_is_not_there_is_unavailable_until_it_is(tmp_path: Path) -> None:
@@ -522,7 +529,7 @@ async def test_tls_on_both_sides(tmp_path: Path, certificate: tuple[Path, Path])
     ):
         assert await unary(channel, "/x/Unary")(b"secret") == b"terces"
 
-    payloads = open_capture(relay.folder).messages()["payload"].to_pylist()
+    payloads = open_capture(relay.folder).read_messages()["payload"].to_pylist()
     assert payloads == [b"secret", b"terces"]
 
 
@@ -567,7 +574,9 @@ async def test_an_address_that_is_taken_and_a_certificate_that_is_none(tmp_path:
     with pytest.raises(Unavailable, match="--tls-key are not a certificate and its key"):
         await StandaloneProxy(StandaloneProxyConfig("a:1", folder=tmp_path, tls_cert=PAGE, tls_key=PAGE)).start()
     with pytest.raises(SpecError, match="cannot read"):
-        StandaloneProxy(StandaloneProxyConfig("a:1", folder=tmp_path, tls_cert=tmp_path / "no", tls_key=tmp_path / "no"))
+        StandaloneProxy(
+            StandaloneProxyConfig("a:1", folder=tmp_path, tls_cert=tmp_path / "no", tls_key=tmp_path / "no")
+        )
 
 
 def test_the_eavesdropper_itself_starts_without_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -612,5 +621,5 @@ def test_ctrl_c_closes_the_capture(tmp_path: Path) -> None:
         assert relay.wait(PATIENCE_S) == 0
 
     capture = open_capture(told["capture"])
-    assert capture.complete
-    assert capture.facts["world"] == 1
+    assert capture.is_complete
+    assert capture.metadata["world"] == 1

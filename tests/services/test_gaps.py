@@ -24,17 +24,17 @@ from rich.console import Console
 from sottovoce_client.running.console import display_run
 from sottovoce_client.running.evaluate import list_capture_gaps
 from sottovoce_client.running.known import show_run
-from sottovoce_client.running.operate import Outcome, run_on
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.operate import Outcome, run_on_services
+from sottovoce_client.running.summary import RunProgress
 from sottovoce_coordinator import captures
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import Unavailable
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import service as eavesdropping
-from sottovoce_eavesdropper.lookout import Gaps, CaptureChecks, Row
+from sottovoce_eavesdropper.lookout import CaptureChecks, CaptureRow, Gaps
 from sottovoce_eavesdropper.parts import read_part
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.recording import resumed
+from sottovoce_eavesdropper.recording import resume_capture
 from sottovoce_eavesdropper.relay import GrpcProxy
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import Folder
@@ -43,8 +43,8 @@ from sottovoce_learner import mirror as mirrors
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import answering
+from sottovoce_rpc.server import open_channel
+from sottovoce_rpc.status import abort_on_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.capturing import said_again
@@ -72,7 +72,7 @@ class Cut:
                 yield request
 
         async def mirror(own: Eavesdropper, requests: AsyncIterator[Any], context: Any) -> Any:
-            async with answering(context):
+            async with abort_on_error(context):
                 if self.on:
                     raise Unavailable("cut")
             return await true(own, passing(requests), context)
@@ -90,14 +90,14 @@ async def run_with_a_cut(folder: Path, cut: Cut, *, off: bool, spec: RunSpec | N
         await up.until("ann", LearnerState.RUNNING, 120)
         cut.on = not off
         outcome = await running
-    return outcome, open_capture(outcome.capture or "")
+    return outcome, open_capture(outcome.capture_location or "")
 
 
 def heard(capture: Capture) -> list[set[int]]:
     """Rounds of each learner that were captured."""
     rounds: list[set[int]] = [set() for _ in NAMES]
     codec = RoundCodec(SHAPES)
-    for payload in capture.messages()["payload"].to_pylist() if capture.facts["messages"] else []:
+    for payload in capture.read_messages()["payload"].to_pylist() if capture.metadata["messages"] else []:
         t, sender, _ = codec.decode(payload)
         rounds[sender].add(t)
     return rounds
@@ -108,10 +108,10 @@ async def test_a_mirror_that_was_cut_off_comes_back_and_nothing_is_missing(
 ) -> None:
     outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=True)
     assert outcome.state == "finished"
-    assert capture.complete and capture.facts["gaps"] == [] and list_capture_gaps(outcome) == ()
+    assert capture.is_complete and capture.metadata["gaps"] == [] and list_capture_gaps(outcome) == ()
     assert heard(capture) == [set(range(ROUNDS))] * 3
-    assert capture.transcript(SHAPES, 3).rounds == ROUNDS
-    assert capture.facts["noticed_count"] == 0
+    assert capture.read_transcript(SHAPES, 3).rounds == ROUNDS
+    assert capture.metadata["noticed_count"] == 0
     said_again(capture)
 
 
@@ -123,10 +123,10 @@ async def test_what_a_mirror_could_not_keep_is_a_gap_that_the_capture_names(
     monkeypatch.setattr(mirrors, "FLUSH_S", 0.02)
     outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=True)
     named: list[set[int]] = [set(), set(), set()]
-    for gap in capture.facts["gaps"]:
+    for gap in capture.metadata["gaps"]:
         named[gap["sender"]] |= set(range(gap["from"], gap["to"]))
     assert outcome.state == "finished"
-    assert not capture.complete and all(named)
+    assert not capture.is_complete and all(named)
     assert named == [set(range(ROUNDS)) - rounds for rounds in heard(capture)]
     assert list_capture_gaps(outcome)[0].startswith("ann, rounds ")
 
@@ -142,9 +142,9 @@ async def test_a_mirror_that_does_not_come_back_leaves_a_gap_to_the_end(
 ) -> None:
     no_copies_come(monkeypatch)
     outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=False)
-    assert outcome.state == "finished" and not capture.complete
-    assert [(gap["sender"], gap["to"]) for gap in capture.facts["gaps"]] == [(i, None) for i in range(3)]
-    assert [gap["from"] for gap in capture.facts["gaps"]] == [len(rounds) for rounds in heard(capture)]
+    assert outcome.state == "finished" and not capture.is_complete
+    assert [(gap["sender"], gap["to"]) for gap in capture.metadata["gaps"]] == [(i, None) for i in range(3)]
+    assert [gap["from"] for gap in capture.metadata["gaps"]] == [len(rounds) for rounds in heard(capture)]
     assert all(text.endswith("to the end") for text in list_capture_gaps(outcome))
 
 
@@ -154,9 +154,9 @@ async def test_learners_that_never_copied_anything_are_missing(tmp_path: Path, m
     cut.on = True
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
-    capture = open_capture(outcome.capture or "")
-    assert outcome.state == "finished" and capture.facts["messages"] == 0 and not capture.complete
-    assert capture.facts["gaps"] == [{"sender": i, "from": 0, "to": None} for i in range(3)]
+    capture = open_capture(outcome.capture_location or "")
+    assert outcome.state == "finished" and capture.metadata["messages"] == 0 and not capture.is_complete
+    assert capture.metadata["gaps"] == [{"sender": i, "from": 0, "to": None} for i in range(3)]
     assert list_capture_gaps(outcome)[0].startswith("ann, rounds 0 to the end")
 
 
@@ -164,7 +164,7 @@ async def test_who_takes_no_part_is_not_missing(tmp_path: Path) -> None:
     spec = small_spec(20, NAMES, capture="mirror", topology={"graph": "complete"}, absences=[{"learner": "cleo"}])
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
-    assert outcome.state == "finished" and open_capture(outcome.capture or "").complete
+    assert outcome.state == "finished" and open_capture(outcome.capture_location or "").is_complete
 
 
 @pytest.mark.parametrize("told", [2**31 - 1, 2**63, 5_000, ["x"] * 5_000, [3], "zoe", None])
@@ -178,12 +178,12 @@ async def test_of_learners_that_no_run_has_none_is_missing(
     try:
         spec = json.dumps({"learners": told, "capture": "mirror"})
         capture_id = (await opened(eavesdropper, PATIENCE_S, spec=spec)).capture_id
-        async with channel(address) as to:
+        async with open_channel(address) as to:
             closing = eavesdropper_pb2.CloseCaptureRequest(capture_id=capture_id)
             await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(closing, timeout=PATIENCE_S)
     finally:
         await eavesdropper.stop()
-    assert open_capture(tmp_path / capture_id).facts["gaps"] == []
+    assert open_capture(tmp_path / capture_id).metadata["gaps"] == []
 
 
 async def test_a_full_disk_is_said_to_whoever_asked_for_the_capture(
@@ -197,7 +197,7 @@ async def test_a_full_disk_is_said_to_whoever_asked_for_the_capture(
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
     assert (outcome.state, outcome.capture_error) == ("finished", "No space left on device")
-    assert not open_capture(outcome.capture or "").complete
+    assert not open_capture(outcome.capture_location or "").is_complete
 
 
 @pytest.mark.parametrize("capture", ["relay", "mirror"])
@@ -208,32 +208,32 @@ async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_p
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 30)
         old = up.eavesdropping
-        assert old is not None and old.service is not None
+        assert old is not None and old.server is not None
         (recording,) = old._captures.sessions.values()
-        await recording.writing.end()
-        await old.service.server.stop(None)
-        for relay in recording.relays:
+        await recording.writer_tasks.end()
+        await old.server.server.stop(None)
+        for relay in recording.proxies:
             assert isinstance(relay, GrpcProxy)
             await relay._server.stop(None)
-        recording.file.open = False  # what it has in memory goes with it
+        recording.writer.is_open = False  # what it has in memory goes with it
         up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
         assert await up.eavesdropping.start() == up.eavesdropper
         outcome = await running
         (again,) = up.eavesdropping._captures.sessions.values()
         await up.eavesdropping.stop()
-    taken = open_capture(outcome.capture or "")
+    taken = open_capture(outcome.capture_location or "")
     assert outcome.state == "finished"
     said_again(taken)
-    assert again.file.capture_id == recording.file.capture_id
+    assert again.writer.capture_id == recording.writer.capture_id
     rounds, lost = heard(taken), [set[int](), set[int](), set[int]()]
-    for gap in taken.facts["gaps"]:
+    for gap in taken.metadata["gaps"]:
         lost[gap["sender"]] |= set(range(gap["from"], gap["to"]))
     for there, missing in zip(rounds, lost, strict=True):
         assert set(range(ROUNDS)) - there <= missing
-    assert taken.complete == (not any(lost))
-    assert taken.totals()[0] == taken.facts["messages"]
-    assert taken.facts["noticed_count"] == 0
-    streams = taken.batches(["caller", "callee", "stream", "kind"])
+    assert taken.is_complete == (not any(lost))
+    assert taken.count_messages()[0] == taken.metadata["messages"]
+    assert taken.metadata["noticed_count"] == 0
+    streams = taken.read_batches(["caller", "callee", "stream", "kind"])
     hellos = [tuple(row.values()) for batch in streams for row in batch.to_pylist() if row["kind"] == "hello"]
     assert len(set(hellos)) * 2 >= len(hellos)  # one each way: no stream was counted twice
 
@@ -251,21 +251,21 @@ async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_t
         assert old is not None
         await old.stop()
         (recording,) = old._captures.sessions.values()
-        left = open_capture(recording.file.place)
-        assert not left.complete
-        assert left.totals()[0] == left.facts["messages"] > 0
+        left = open_capture(recording.writer.storage_folder)
+        assert not left.is_complete
+        assert left.count_messages()[0] == left.metadata["messages"] > 0
         up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
         assert await up.eavesdropping.start() == up.eavesdropper
         outcome = await running
-    taken = open_capture(outcome.capture or "")
-    assert (outcome.state, taken.facts["capture_id"]) == ("finished", recording.file.capture_id)
+    taken = open_capture(outcome.capture_location or "")
+    assert (outcome.state, taken.metadata["capture_id"]) == ("finished", recording.writer.capture_id)
     said_again(taken)
     assert all(rounds >= {0, ROUNDS - 1} for rounds in heard(taken))
-    assert taken.complete == (not taken.facts["gaps"])
+    assert taken.is_complete == (not taken.metadata["gaps"])
 
 
 async def opened(at: Eavesdropper, timeout_s: float, **asked: Any) -> eavesdropper_pb2.OpenCaptureResponse:
-    async with channel(at.address) as to:
+    async with open_channel(at.address) as to:
         request = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", **asked)
         return await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=timeout_s)
 
@@ -279,7 +279,7 @@ async def test_a_capture_is_taken_up_once_however_often_somebody_gave_up_waiting
     def slowly(left: Capture, *, allow_imports: bool) -> Any:
         begun.append(left.name)
         assert done.wait(PATIENCE_S)
-        return resumed(left, allow_imports=allow_imports)
+        return resume_capture(left, allow_imports=allow_imports)
 
     first, second = (Eavesdropper(EavesdropperConfig(folder=tmp_path)) for _ in range(2))
     await first.start()
@@ -309,9 +309,11 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
             for callee in (1, 2) if part < silent else (1,):
                 payload = codec.encode(t, 0, message)
                 method = "/sottovoce_wire.v1.Learner/Exchange"
-                file.add(Row(0, callee, 0, "out", "message", part + 1, 1, method, 1, 1, len(payload), payload))
+                file.add_row(
+                    CaptureRow(0, callee, 0, "out", "message", part + 1, 1, method, 1, 1, len(payload), payload)
+                )
         await file.flush()
-    await file.describe()
+    await file.write_metadata()
 
     read, recalled = list[int](), list[tuple[int, int, int]]()
 
@@ -322,14 +324,20 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
 
     monkeypatch.setattr("sottovoce_eavesdropper.reading.read_part", noting)
     monkeypatch.setattr("sottovoce_eavesdropper.recording.KEPT", 6)  # two parts
-    monkeypatch.setattr(CaptureChecks, "recall", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t)))
-    again, streams = resumed(open_capture(tmp_path / "run-1-a"), allow_imports=False)
+    monkeypatch.setattr(
+        CaptureChecks, "recall", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t))
+    )
+    again, streams = resume_capture(open_capture(tmp_path / "run-1-a"), allow_imports=False)
     assert read == [silent, parts - 1, parts]
     assert recalled == [(0, 1, t) for t in range(3 * parts - 6, 3 * parts)]
-    assert again.awaited == {(0, 1): 3 * parts, (1, 0): 0, (0, 2): 3 * silent, (2, 0): 0}
+    assert again.awaited_rounds == {(0, 1): 3 * parts, (1, 0): 0, (0, 2): 3 * silent, (2, 0): 0}
     assert streams == {(0, 1): parts, (0, 2): silent}
-    assert (again.messages, again.bytes, again.ways) == (file.messages, file.bytes, file.ways)
-    assert again.messages == 3 * (parts + silent)
+    assert (again.message_count, again.byte_count, again.channel_traffic) == (
+        file.message_count,
+        file.byte_count,
+        file.channel_traffic,
+    )
+    assert again.message_count == 3 * (parts + silent)
 
 
 async def test_a_capture_that_is_closed_before_a_way_is_heard_again_says_so(tmp_path: Path) -> None:
@@ -338,12 +346,14 @@ async def test_a_capture_that_is_closed_before_a_way_is_heard_again_says_so(tmp_
     routes = [{"caller": 0, "callee": 1, "target": "127.0.0.1:1", "address": "127.0.0.1:1"}]
     file = CaptureWriter(tmp_path / "run-1-a", "run-1-a", "run-1", spec, 3, fields=SHAPES, routes=routes)
     payload = codec.encode(7, 0, Message({name: np.zeros(shape) for name, shape in SHAPES.items()}))
-    file.add(Row(0, 1, 0, "out", "message", 1, 1, "/sottovoce_wire.v1.Learner/Exchange", 1, 1, len(payload), payload))
+    file.add_row(
+        CaptureRow(0, 1, 0, "out", "message", 1, 1, "/sottovoce_wire.v1.Learner/Exchange", 1, 1, len(payload), payload)
+    )
     await file.flush()
-    await file.describe()
-    again, _ = resumed(open_capture(tmp_path / "run-1-a"), allow_imports=False)
+    await file.write_metadata()
+    again, _ = resume_capture(open_capture(tmp_path / "run-1-a"), allow_imports=False)
     await again.close()
-    facts = open_capture(tmp_path / "run-1-a").facts
+    facts = open_capture(tmp_path / "run-1-a").metadata
     assert (facts["complete"], facts["gaps"]) == (False, [{"sender": 0, "receiver": 1, "from": 8, "to": None}])
 
 
@@ -359,12 +369,12 @@ async def test_a_capture_that_is_closed_while_it_is_described_is_described_as_cl
 
     file = CaptureWriter(tmp_path / "run-1-a", "run-1-a", "run-1", "{}", fields=SHAPES)
     monkeypatch.setattr("sottovoce_eavesdropper.storage.os.replace", slowly)
-    amending = [asyncio.ensure_future(file.describe()) for _ in range(3)]
+    amending = [asyncio.ensure_future(file.write_metadata()) for _ in range(3)]
     await asyncio.sleep(0.05)
     amending[1].cancel()
     await asyncio.gather(file.close(), *amending, return_exceptions=True)
-    assert (file.broken, [each.exception() for each in amending if not each.cancelled()]) == (None, [None, None])
-    assert open_capture(tmp_path / "run-1-a").complete
+    assert (file.write_error, [each.exception() for each in amending if not each.cancelled()]) == (None, [None, None])
+    assert open_capture(tmp_path / "run-1-a").is_complete
 
 
 async def test_a_capture_is_taken_up_when_its_last_port_is_free_again(tmp_path: Path) -> None:
@@ -386,32 +396,32 @@ async def test_a_capture_is_taken_up_when_its_last_port_is_free_again(tmp_path: 
 def test_gaps_are_the_rounds_below_the_last_one_that_did_not_come(rounds: list[int]) -> None:
     """In any order, however often."""
     gaps = Gaps()
-    gaps.begun(4)
+    gaps.begin_stream(4)
     for t in rounds:
-        gaps.came(4, t=t)
-    gaps.over(4, well=True)
-    named = [t for gap in gaps.facts() for t in range(gap["from"], gap["to"])]
+        gaps.record_round(4, t=t)
+    gaps.end_stream(4, is_complete=True)
+    named = [t for gap in gaps.build_metadata() for t in range(gap["from"], gap["to"])]
     assert named == [t for t in range(max(rounds, default=0)) if t not in rounds]
-    assert all(gap["sender"] == 4 for gap in gaps.facts())
+    assert all(gap["sender"] == 4 for gap in gaps.build_metadata())
 
 
 def test_a_stream_that_broke_and_came_back_leaves_no_gap() -> None:
     gaps = Gaps()
     for t, well in ((0, False), (1, True)):
-        gaps.begun(2)
-        gaps.came(2, t=t)
-        assert gaps.facts() == [{"sender": 2, "from": t + 1, "to": None}]
-        gaps.over(2, well=well)
-    assert gaps.facts() == []
+        gaps.begin_stream(2)
+        gaps.record_round(2, t=t)
+        assert gaps.build_metadata() == [{"sender": 2, "from": t + 1, "to": None}]
+        gaps.end_stream(2, is_complete=well)
+    assert gaps.build_metadata() == []
 
 
 def test_a_way_that_is_lost_twice_has_two_gaps() -> None:
     gaps = Gaps()
-    gaps.resumed(0, 1, due=5, t=8)
-    gaps.resumed(0, 1, due=20, t=20)
-    gaps.resumed(0, 1, due=30, t=31)
-    gaps.resumed(1, 0, due=40, t=None)
-    assert gaps.facts() == [
+    gaps.resume_channel(0, 1, next_round=5, t=8)
+    gaps.resume_channel(0, 1, next_round=20, t=20)
+    gaps.resume_channel(0, 1, next_round=30, t=31)
+    gaps.resume_channel(1, 0, next_round=40, t=None)
+    assert gaps.build_metadata() == [
         {"sender": 0, "receiver": 1, "from": 5, "to": 8},
         {"sender": 0, "receiver": 1, "from": 30, "to": 31},
         {"sender": 1, "receiver": 0, "from": 40, "to": None},
@@ -424,11 +434,11 @@ async def test_a_capture_that_is_not_closed_is_said(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 30)
-        assert up.eavesdropping is not None and up.eavesdropping.service is not None
-        await up.eavesdropping.service.server.stop(None)
+        assert up.eavesdropping is not None and up.eavesdropping.server is not None
+        await up.eavesdropping.server.server.stop(None)
         outcome = await running
-        capture = open_capture(outcome.capture or "")
-        assert not capture.complete
+        capture = open_capture(outcome.capture_location or "")
+        assert not capture.is_complete
     assert outcome.state == "finished"
     assert outcome.capture_error.startswith(f"cannot reach the eavesdropper at {up.eavesdropper}")
 
@@ -443,23 +453,25 @@ async def test_an_eavesdropper_that_goes_and_comes_back_is_said_while_the_run_go
         went, came, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
         with display_run("run", spec.rounds, spec.names, console=Console(file=shown)) as console:
 
-            def watch(progress: Progress, state: str) -> None:
-                console.update(progress, state, overheard=None)
+            def watch(progress: RunProgress, state: str) -> None:
+                console.update(progress, state, captured_messages=None)
                 if progress.uncaptured:
                     went.set()
                 elif went.is_set():
                     came.set()
 
-            running = asyncio.ensure_future(run_on(up.coordinator, spec, made_up(spec), watch, stop))
+            running = asyncio.ensure_future(run_on_services(up.coordinator, spec, made_up(spec), watch, stop))
             await up.until("ann", LearnerState.RUNNING, 30)
             old, coordinating = up.eavesdropping, up.coordinating
-            assert old is not None and old.service is not None and coordinating is not None
-            await old.service.server.stop(None)
+            assert old is not None and old.server is not None and coordinating is not None
+            await old.server.server.stop(None)
             await asyncio.wait_for(went.wait(), PATIENCE_S)
-            (course,) = coordinating._courses.under_way
-            await show_run(up.coordinator, course.book.run_id, Console(file=said, width=200))
-            kept = coordinator_pb2.Run.FromString(course.record())
-            (uncaptured,) = (each for each in coordinating.readings(Refusals()) if "uncaptured" in each.metric.name)
+            (course,) = coordinating._courses.active_runs
+            await show_run(up.coordinator, course.machine.run_id, Console(file=said, width=200))
+            kept = coordinator_pb2.Run.FromString(course.encode_view())
+            (uncaptured,) = (
+                each for each in coordinating.collect_metrics(Refusals()) if "uncaptured" in each.metric.name
+            )
             await old.stop()
             up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
             await up.eavesdropping.start()

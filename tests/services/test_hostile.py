@@ -27,10 +27,10 @@ METHODS = {
 
 
 def address(up: Network, house: str) -> str:
-    assert up.eavesdropping is not None and up.eavesdropping.service is not None
+    assert up.eavesdropping is not None and up.eavesdropping.server is not None
     return {
         "coordinator": up.coordinator,
-        "eavesdropper": up.eavesdropping.service.address,
+        "eavesdropper": up.eavesdropping.server.address,
         "learner": up.addresses["ann"],
     }[house]
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from sottovoce_client.running.operate import Outcome, run_on
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.operate import Outcome, run_on_services
+from sottovoce_client.running.summary import RunProgress
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_rpc.credentials import Credentials
 from tests.examples import ALLOWING_FILE, made_up, small_spec
@@ -91,7 +91,9 @@ async def coordinating(credentials: Credentials | None = None) -> AsyncIterator[
 async def ran(coordinator: str, rounds: int, names: list[str], **more: Any) -> Outcome:
     """A run, to its end."""
     spec = small_spec(rounds, names)
-    return await asyncio.wait_for(run_on(coordinator, spec, made_up(spec), lambda *_: None, **more), PATIENCE_S)
+    return await asyncio.wait_for(
+        run_on_services(coordinator, spec, made_up(spec), lambda *_: None, **more), PATIENCE_S
+    )
 
 
 async def test_each_learner_of_a_process_has_its_own_policy_and_identity(tmp_path: Path) -> None:
@@ -123,7 +125,7 @@ async def test_each_learner_of_a_process_has_its_own_policy_and_identity(tmp_pat
 async def test_learners_of_a_process_that_is_killed_go_on_when_it_is_started_again(tmp_path: Path) -> None:
     halfway = asyncio.Event()
 
-    def look(progress: Progress, state: str) -> None:
+    def look(progress: RunProgress, state: str) -> None:
         if min(progress.rounds) >= 20:
             halfway.set()
 
@@ -131,7 +133,7 @@ async def test_learners_of_a_process_that_is_killed_go_on_when_it_is_started_aga
     async with coordinating() as address:
         document = {"coordinator": address, "state": str(tmp_path / "states"), "learners": NAMES}
         async with hosting(tmp_path / "wards.yaml", document) as host:
-            running = asyncio.ensure_future(run_on(address, spec, made_up(spec), look))
+            running = asyncio.ensure_future(run_on_services(address, spec, made_up(spec), look))
             await asyncio.wait_for(halfway.wait(), PATIENCE_S)
             await host.stop(signal.SIGKILL)
         async with hosting(tmp_path / "wards.yaml", document):

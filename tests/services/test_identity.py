@@ -24,10 +24,10 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_rpc import access, credentials
 from sottovoce_rpc.addresses import is_same_user
-from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE, KEY, REVOCATION_FILE
+from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE, REVOCATION_FILE
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Principal
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from tests.services.identities import Elsewhen, Identities, raw_channel
 from tests.services.network import PATIENCE_S, network
 from tests.services.test_access import address, host
@@ -149,7 +149,7 @@ async def test_what_is_revoked_is_refused_at_once_and_streams_end(
     async with network(tmp_path, ["ann", "ben"], identities=ids) as up:
         await up.until_here("ben")
         ids.authority.revoke("learner/ben")
-        given, skipped = ids.authority.spread(ids.folder)
+        given, skipped = ids.authority.distribute_revocations(ids.folder)
         assert (ids.at("coordinator/main") in given, skipped) == (True, {})
         await up.until_gone("ben")
         to = raw_channel(ids.at("learner/ben"), ids.at("learner/ben"), up.coordinator, host("coordinator"))
@@ -186,7 +186,7 @@ async def test_renewed_files_are_taken_up_while_a_service_runs(tmp_path: Path) -
         ids.authority.renew(own)
         renewed = await shown(up.coordinator)
         assert renewed != before
-        (own / KEY).write_bytes(b"half a k")
+        (own / KEY_FILE).write_bytes(b"half a k")
         assert await shown(up.coordinator) == renewed
         await known.list_runs(up.coordinator, credentials=up.operator)
 
@@ -331,17 +331,17 @@ def test_the_kernel_names_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def spoilt(folder: Path, how: str, ids: Identities) -> None:
     if how == "key of another":
-        (folder / KEY).write_bytes((ids.at("operator/bob") / KEY).read_bytes())
+        (folder / KEY_FILE).write_bytes((ids.at("operator/bob") / KEY_FILE).read_bytes())
     elif how == "key for all":
-        (folder / KEY).chmod(0o644)
+        (folder / KEY_FILE).chmod(0o644)
     elif how == "no key":
-        (folder / KEY).unlink()
+        (folder / KEY_FILE).unlink()
     elif how == "no authorities":
         (folder / AUTHORITIES_FILE).unlink()
     elif how == "garbage":
-        (folder / CERTIFICATE).write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+        (folder / CERTIFICATE_FILE).write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     elif how == "too large":
-        (folder / CERTIFICATE).write_bytes(bytes(2**21))
+        (folder / CERTIFICATE_FILE).write_bytes(bytes(2**21))
     else:
         others = Identities(ids.folder / "others")
         (folder / REVOCATION_FILE).write_bytes((others.authority.folder / REVOCATION_FILE).read_bytes())
@@ -370,7 +370,8 @@ async def test_an_identity_that_cannot_be_used_is_said_at_the_start(tmp_path: Pa
 async def test_a_service_has_an_identity_of_its_own_kind(tmp_path: Path) -> None:
     ids = Identities(tmp_path / "ids")
     with pytest.raises(
-        FailedPrecondition, match=r"must be of coordinator/NAME, got learner/ann: `sottovoce pki issue coordinator/NAME`"
+        FailedPrecondition,
+        match=r"must be of coordinator/NAME, got learner/ann: `sottovoce pki issue coordinator/NAME`",
     ):
         await Coordinator(CoordinatorConfig(credentials=ids.of("learner/ann"))).start()
     config = LearnerConfig("ben", "127.0.0.1:1", state_folder=tmp_path / "state", credentials=ids.of("learner/ann"))
@@ -382,11 +383,13 @@ async def test_a_service_has_an_identity_of_its_own_kind(tmp_path: Path) -> None
     "name", ["north", "North", "Krankenhaus Süd", "a--b", "x" * 60, "h--00", "a.b", "-north"[1:], "n_1"]
 )
 def test_a_name_is_one_host_and_one_uri(name: str) -> None:
-    own = Principal.of("ward.example", f"learner/{name}")
+    own = Principal.parse("ward.example", f"learner/{name}")
     assert Principal.from_uri(own.uri) == own
     assert all(0 < len(label) <= 63 for label in own.host.split("."))
     others = {
-        Principal.of("ward.example", f"learner/{other}").host for other in ("north", "south", "h--00") if other != name
+        Principal.parse("ward.example", f"learner/{other}").host
+        for other in ("north", "south", "h--00")
+        if other != name
     }
     assert own.host not in others
     assert own.host == own.host.lower()
@@ -394,7 +397,7 @@ def test_a_name_is_one_host_and_one_uri(name: str) -> None:
 
 def test_a_channel_with_an_identity_says_whom_it_is_to(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must say who is to be there"):
-        channel("127.0.0.1:1", credentials=Identities(tmp_path / "ids").of("operator/alice"))
+        open_channel("127.0.0.1:1", credentials=Identities(tmp_path / "ids").of("operator/alice"))
 
 
 def test_an_identity_and_insecure_exclude_each_other(tmp_path: Path) -> None:

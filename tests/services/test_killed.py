@@ -21,18 +21,18 @@ import pytest
 
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_client.running.operate import Outcome, run_on
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.operate import Outcome, run_on_services
+from sottovoce_client.running.summary import RunProgress
 from sottovoce_core.running.placement import create_empty_live_data
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
-from sottovoce_learner.storage.ledger import Standing
-from sottovoce_learner.storage.state_folder import Files
-from sottovoce_learner.storage.wal import Kind
+from sottovoce_learner.storage.ledger import StoredState
+from sottovoce_learner.storage.state_folder import LearnerPaths
+from sottovoce_learner.storage.wal import EntryKind
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from sottovoce_wire.v1.learner_pb2 import SampleBatch
 from tests.examples import ALLOWING_FILE, made_up, small_spec
@@ -92,7 +92,7 @@ async def run_by(folder: Path, eavesdropper: str, *, kill: bool, lose: bool) -> 
     """
     spec, halfway, seen = spec_of(), asyncio.Event(), []
 
-    def look(progress: Progress, state: str) -> None:
+    def look(progress: RunProgress, state: str) -> None:
         seen.append("the coordinator" in progress.away)
         if min(progress.rounds) >= 20:
             halfway.set()
@@ -102,7 +102,7 @@ async def run_by(folder: Path, eavesdropper: str, *, kill: bool, lose: bool) -> 
     with service(*arguments, "127.0.0.1:0") as (coordinator, address):
         learners = ["--coordinator", address, "--state", str(folder / "learners"), "--noise-seed", "same"]
         with service("learner", *names, *learners):
-            running = asyncio.ensure_future(run_on(address, spec, made_up(spec), look))
+            running = asyncio.ensure_future(run_on_services(address, spec, made_up(spec), look))
             if not (kill or lose):
                 return await asyncio.wait_for(running, PATIENCE_S), any(seen)
             await asyncio.wait_for(halfway.wait(), PATIENCE_S)
@@ -114,13 +114,13 @@ async def run_by(folder: Path, eavesdropper: str, *, kill: bool, lose: bool) -> 
                 shutil.rmtree(folder / "coordinator")
             with service(*arguments, address):
                 if lose:
-                    running = asyncio.ensure_future(run_on(address, spec, made_up(spec), look, recover=run_id))
+                    running = asyncio.ensure_future(run_on_services(address, spec, made_up(spec), look, recover=run_id))
                 return await asyncio.wait_for(running, PATIENCE_S), any(seen)
 
 
 async def known(coordinator: str) -> list[str]:
     """The runs that a coordinator knows."""
-    async with channel(coordinator) as to:
+    async with open_channel(coordinator) as to:
         ask = coordinator_pb2_grpc.CoordinatorStub(to).ListRuns
         answer = await ask(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S)
     return [each.run_id for each in answer.runs]
@@ -129,7 +129,7 @@ async def known(coordinator: str) -> list[str]:
 def said(outcome: Outcome) -> dict[tuple[int, int], bytes]:
     """What was said, by sender and round; a round that was said twice must be the same."""
     codec, found = RoundCodec(SHAPES), dict[tuple[int, int], bytes]()
-    table = open_capture(outcome.capture or "").messages()
+    table = open_capture(outcome.capture_location or "").read_messages()
     for payload in table["payload"].to_pylist():
         t, sender, _ = codec.decode(payload)
         assert found.setdefault((sender, t), payload) == payload
@@ -155,7 +155,7 @@ async def run_with_a_death(folder: Path, eavesdropper: str, *noise: str, victim:
     """A run of learners in processes of their own, one of which may be killed in the middle and started again."""
     spec, halfway = spec_of(), asyncio.Event()
 
-    def look(progress: Progress, state: str) -> None:
+    def look(progress: RunProgress, state: str) -> None:
         if min(progress.rounds) >= 20:
             halfway.set()
 
@@ -166,7 +166,7 @@ async def run_with_a_death(folder: Path, eavesdropper: str, *noise: str, victim:
     with ExitStack() as stack:
         _, to = stack.enter_context(service("coordinator", "--eavesdropper", eavesdropper, "--listen", "127.0.0.1:0"))
         learners = {name: stack.enter_context(learner(name, to)) for name in NAMES}
-        running = asyncio.ensure_future(run_on(to, spec, made_up(spec), look))
+        running = asyncio.ensure_future(run_on_services(to, spec, made_up(spec), look))
         if victim:
             await asyncio.wait_for(halfway.wait(), PATIENCE_S)
             process, address = learners[victim]
@@ -220,7 +220,7 @@ async def test_only_one_may_be_a_learner_or_a_coordinator(tmp_path: Path) -> Non
                 spec = small_spec(300, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.02, "deadline_s": 100.0})
                 begun = asyncio.Event()
                 watch = partial(_tell_when_begun, begun)
-                running = asyncio.ensure_future(run_on(address, spec, made_up(spec), watch))
+                running = asyncio.ensure_future(run_on_services(address, spec, made_up(spec), watch))
                 await asyncio.wait_for(begun.wait(), PATIENCE_S)
                 elsewhere = await asyncio.to_thread(ended, *ann, str(tmp_path / "elsewhere"))
                 second = await asyncio.to_thread(ended, "coordinator", "--listen", "127.0.0.1:0", "--state", state)
@@ -229,7 +229,9 @@ async def test_only_one_may_be_a_learner_or_a_coordinator(tmp_path: Path) -> Non
             with service(*ann, folder, "--listen", listens):
                 outcome = await asyncio.wait_for(running, PATIENCE_S)
                 short = small_spec(5, ["ann", "ben"])
-                again = await asyncio.wait_for(run_on(address, short, made_up(short), lambda *_: None), PATIENCE_S)
+                again = await asyncio.wait_for(
+                    run_on_services(address, short, made_up(short), lambda *_: None), PATIENCE_S
+                )
     assert elsewhere[0] == 2 and "'ann' has joined with another state folder than this one" in elsewhere[1]
     assert second == (
         2,
@@ -256,7 +258,9 @@ async def test_a_learner_is_moved_and_restored_as_the_page_says(tmp_path: Path) 
         ann = "learner", "--name", "ann", "--coordinator", address, "--state"
         with service("learner", "--name", "ben", "--coordinator", address, "--state", str(tmp_path / "ben")):
             with service(*ann, str(old)) as (first, listens):
-                running = asyncio.ensure_future(run_on(address, spec, made_up(spec), partial(_tell_when_begun, begun)))
+                running = asyncio.ensure_future(
+                    run_on_services(address, spec, made_up(spec), partial(_tell_when_begun, begun))
+                )
                 await asyncio.wait_for(begun.wait(), PATIENCE_S)
                 first.send_signal(signal.SIGTERM)
                 await asyncio.to_thread(first.wait)
@@ -276,7 +280,7 @@ async def test_a_learner_is_moved_and_restored_as_the_page_says(tmp_path: Path) 
     assert told[0] == 0 and f"ann goes on from {new}: 1 run," in told[1]
     assert before == after and before[0] == 0
     assert (outcome.state, outcome.detail) == ("finished", "")
-    assert outcome.statuses[0].rounds_said == 150
+    assert outcome.statuses[0].rounds_committed == 150
     assert left[0] == 2 and "the state folder of learner 'ann' is an old one" in left[1]
     assert charged[0] == 0
     spent = [each["epsilon"] for each in json.loads(restored[1])]
@@ -288,7 +292,7 @@ async def test_a_state_that_was_set_back_where_it_stands_is_refused(tmp_path: Pa
     begun, later, folder = asyncio.Event(), asyncio.Event(), tmp_path / "learners"
     spec = small_spec(2_000, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.02, "deadline_s": 100.0})
 
-    def look(progress: Progress, state: str) -> None:
+    def look(progress: RunProgress, state: str) -> None:
         if min(progress.rounds) >= 5:
             begun.set()
         if min(progress.rounds) >= 40:
@@ -300,7 +304,7 @@ async def test_a_state_that_was_set_back_where_it_stands_is_refused(tmp_path: Pa
             for name in ("ben", "ann")
         )
         with service(*ben), service(*ann) as (first, _):
-            running = asyncio.ensure_future(run_on(address, spec, made_up(spec), look))
+            running = asyncio.ensure_future(run_on_services(address, spec, made_up(spec), look))
             await asyncio.wait_for(begun.wait(), PATIENCE_S)
             earlier = {file: file.read_bytes() for file in (folder / "ann").rglob("*") if file.is_file()}
             await asyncio.wait_for(later.wait(), PATIENCE_S)
@@ -315,7 +319,7 @@ async def test_a_state_that_was_set_back_where_it_stands_is_refused(tmp_path: Pa
     )
 
 
-def _tell_when_begun(begun: asyncio.Event, progress: Progress, state: str) -> None:
+def _tell_when_begun(begun: asyncio.Event, progress: RunProgress, state: str) -> None:
     if min(progress.rounds) >= 5:
         begun.set()
 
@@ -347,7 +351,7 @@ async def test_live_records_are_learned_once_by_a_learner_that_is_killed_while_t
         stack.enter_context(service("learner", *others, *where))
         own = ("learner", "--name", "ben", *where, "--listen")
         process, address = stack.enter_context(service(*own, "127.0.0.1:0"))
-        running = asyncio.ensure_future(run_on(to, spec, create_empty_live_data(spec), lambda *_: None))
+        running = asyncio.ensure_future(run_on_services(to, spec, create_empty_live_data(spec), lambda *_: None))
         async with connect_learner(address, source="stream", patience_s=PATIENCE_S) as learner:
 
             async def feed() -> None:
@@ -366,8 +370,8 @@ async def test_live_records_are_learned_once_by_a_learner_that_is_killed_while_t
             taken = [each async for each in until_learned(learner)]
             assert taken[-1].records == wanted
     await asyncio.gather(running, return_exceptions=True)  # all were killed
-    log = Standing.look(Files(state, "ben")).log
+    log = StoredState.read(LearnerPaths(state, "ben")).log
     assert log is not None
-    kept = [SampleBatch.FromString(entry.body).positions for entry in log.entries if entry.kind is Kind.BATCH]
+    kept = [SampleBatch.FromString(entry.body).positions for entry in log.entries if entry.kind is EntryKind.BATCH]
     assert [place for places in kept for place in places] == list(range(wanted))
     assert sum(said.records for _, said in said_rounds(state, "ben")) == wanted

@@ -12,14 +12,14 @@ import pytest
 
 from sottovoce_client.running.operate import Outcome
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce_core.running.participation import NONE, USED_ROUNDS_FIELD, encode_punctual_rounds
+from sottovoce_core.running.participation import NO_ROUND, USED_ROUNDS_FIELD, encode_punctual_rounds
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_learner.peers.outbox import Link
+from sottovoce_learner.peers.outbox import NeighbourLink
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage import run_log
 from sottovoce_rpc.learner_status import LearnerState
@@ -45,7 +45,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, index: int, seconds: float) -> None:
     learn = Session._learn
 
     async def slowly(self: Session, t: int) -> None:
-        if self.role.index == index and t % 3 == 1:
+        if self.assignment.index == index and t % 3 == 1:
             await asyncio.sleep(seconds)
         await learn(self, t)
 
@@ -53,7 +53,9 @@ def slow(monkeypatch: pytest.MonkeyPatch, index: int, seconds: float) -> None:
 
 
 def transcript_of(outcome: Outcome, run: Run) -> Transcript:
-    return open_capture(outcome.capture or "").transcript(run.field_shapes, run.spec.n_learners, run.network)
+    return open_capture(outcome.capture_location or "").read_transcript(
+        run.field_shapes, run.spec.n_learners, run.network
+    )
 
 
 def used_in(said: Transcript) -> np.ndarray[Any, Any]:
@@ -79,8 +81,8 @@ async def test_what_was_used_is_said_and_explains_every_message(
 ) -> None:
     """The simulator, told which messages were used, says the same; so does replay, whose losses keep the guarantee."""
     run, data, recorder = build_run(spec, 3), made_up(spec), Recorder(SeededNoise(1))
-    list(simulate(run, data, recorder))
-    noise = {name: np.stack(drawn) for name, drawn in recorder.drawn.items()}
+    list(simulate_rounds(run, data, recorder))
+    noise = {name: np.stack(drawn) for name, drawn in recorder.noise_by_field.items()}
     np.savez(tmp_path / "noise.npz", **cast(dict[str, Any], noise))
     slow(monkeypatch, 1, 0.1)
     async with network(tmp_path, spec.names, noise=tmp_path / "noise.npz") as up:
@@ -90,21 +92,23 @@ async def test_what_was_used_is_said_and_explains_every_message(
 
     used = used_in(said)
     own = np.stack([encode_punctual_rounds(run.network, t + 1) for t in range(spec.rounds - 1)])
-    assert (said.fields[USED_ROUNDS_FIELD][0] == NONE).all()
-    assert ((used == NONE) == (own == NONE)).all() and (used <= own).all()
+    assert (said.fields[USED_ROUNDS_FIELD][0] == NO_ROUND).all()
+    assert ((used == NO_ROUND) == (own == NO_ROUND)).all() and (used <= own).all()
     assert (np.diff(used, axis=0) >= 0).all()
     assert (own - used).max() <= spec.clock.window
     assert (used < own).any(), "nobody was late: nothing was tested"
 
     forced = np.concatenate([used, own[-1:]])
-    again = Transcript.of(step.message for step in simulate(run, data, RecordedNoise(noise), used=forced))
+    again = Transcript.from_rounds(
+        step.message for step in simulate_rounds(run, data, RecordedNoise(noise), used_rounds=forced)
+    )
     assert said.fields.keys() == again.fields.keys()
     for name, values in said.fields.items():
         np.testing.assert_allclose(values, again.fields[name], rtol=1e-9, atol=1e-12)
     for i, learned in enumerate(data.learners):
         worlds = [learned, learned.with_use(0, -learned.features[0], 1.0 - learned.labels[0])]
         losses = replay(run, said, i, worlds)
-        assert len(losses.realised) == spec.rounds
+        assert len(losses.realised_losses) == spec.rounds
         assert np.abs(losses.total).max() <= run.guarantee(i).cumulative_epsilon[-1]
 
 
@@ -113,11 +117,11 @@ async def test_who_is_on_time_says_what_a_run_that_waits_says(tmp_path: Path) ->
     clock = {"late": "hold", "late_s": 50.0, "deadline_s": 100.0}
     spec = spec_of(clock, rounds=12)
     run, data, recorder = build_run(spec, 3), made_up(spec), Recorder(SeededNoise(1))
-    steps = list(simulate(run, data, recorder))
-    np.savez(tmp_path / "noise.npz", y=np.stack(recorder.drawn["y"]))
+    steps = list(simulate_rounds(run, data, recorder))
+    np.savez(tmp_path / "noise.npz", y=np.stack(recorder.noise_by_field["y"]))
     async with network(tmp_path, NAMES, noise=tmp_path / "noise.npz") as up:
         outcome = await up.run(spec, data)
-    said, simulated = transcript_of(outcome, run), Transcript.of(step.message for step in steps)
+    said, simulated = transcript_of(outcome, run), Transcript.from_rounds(step.message for step in steps)
     for name in ("y", USED_ROUNDS_FIELD):
         np.testing.assert_allclose(said.fields[name], simulated.fields[name], rtol=0, atol=1e-12)
 
@@ -132,8 +136,8 @@ async def test_others_go_on_without_a_learner_that_died_and_it_catches_up(
         {"mode": "paced", "period_s": 0.01, "late": "hold", "late_s": 0.02, "window": 60, "deadline_s": 100.0}, 120
     )
     run, data, recorder = build_run(spec, 3), made_up(spec), Recorder(SeededNoise(1))
-    list(simulate(run, data, recorder))
-    noise = {"y": np.stack(recorder.drawn["y"])}
+    list(simulate_rounds(run, data, recorder))
+    noise = {"y": np.stack(recorder.noise_by_field["y"])}
     np.savez(tmp_path / "noise.npz", y=noise["y"])
     async with network(tmp_path, NAMES, noise=tmp_path / "noise.npz") as up:
         running = asyncio.ensure_future(up.run(spec, data))
@@ -150,7 +154,9 @@ async def test_others_go_on_without_a_learner_that_died_and_it_catches_up(
     assert (np.diff(used, axis=0) >= 0).all()
     assert (np.arange(spec.rounds - 1) - used[:, 0, 0]).max() >= 5
     forced = np.concatenate([used, used[-1:]])  # what the last update uses, no message shows
-    again = np.stack([step.message["y"] for step in simulate(run, data, RecordedNoise(noise), used=forced)])
+    again = np.stack(
+        [step.message["y"] for step in simulate_rounds(run, data, RecordedNoise(noise), used_rounds=forced)]
+    )
     np.testing.assert_allclose(said.fields["y"], again, rtol=0, atol=1e-12)
 
 
@@ -158,17 +164,17 @@ async def test_a_channel_on_which_nothing_passes_is_noticed_before_the_budget_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message may be as old as a learner may be ahead, and no older; then it is waited for, up to the deadline."""
-    spec, say, cut = spec_of(ASYNC, 2_000), Link.queue, list[Link]()
+    spec, say, cut = spec_of(ASYNC, 2_000), NeighbourLink.queue, list[NeighbourLink]()
 
-    def silent(self: Link, t: int, frame: bytes) -> None:
+    def silent(self: NeighbourLink, t: int, frame: bytes) -> None:
         if self not in cut:
             say(self, t, frame)
 
-    monkeypatch.setattr(Link, "queue", silent)
+    monkeypatch.setattr(NeighbourLink, "queue", silent)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 10)
-        cut += [up.learners["ann"].in_run().links[1], up.learners["ben"].in_run().links[0]]
+        cut += [up.learners["ann"].require_session().links[1], up.learners["ben"].require_session().links[0]]
         given_up_soon(monkeypatch)
         outcome = await running
     assert outcome.state == "failed"

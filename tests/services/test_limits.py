@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sottovoce_client.running.feeder import make_batch, choose_rounds_per_batch
+from sottovoce_client.running.feeder import choose_rounds_per_batch, make_batch
 from sottovoce_coordinator import joining
 from sottovoce_coordinator.joining import JoinedLearner
-from sottovoce_coordinator.starting import MOST_EDGES
+from sottovoce_coordinator.starting import MAX_EDGES_PER_RUN
 from sottovoce_coordinator.store import Claim
 from sottovoce_core.data import LearnerData
 from sottovoce_core.running.policy import Policy
@@ -35,7 +35,7 @@ from sottovoce_rpc import access, server
 from sottovoce_rpc.directives import Origin
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import MAX_OVERHEAD_BYTES, MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, channel
+from sottovoce_rpc.server import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, MAX_OVERHEAD_BYTES, open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import CallOutcome
 from sottovoce_wire.v1 import (
@@ -60,7 +60,7 @@ EAVESDROPPER = "/sottovoce_wire.v1.Eavesdropper"
 async def all_serve(up: Network, name: str = "ann") -> None:
     """Coordinator, learner and eavesdropper answer, and a run of one learner ends well."""
     assert (await up.status(name)).learner == name
-    async with channel(up.eavesdropper) as to:
+    async with open_channel(up.eavesdropper) as to:
         stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
         await stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
     spec = small_spec(5, [name])
@@ -91,7 +91,7 @@ async def test_a_spec_beyond_what_is_served_is_refused(tmp_path: Path) -> None:
 
 def test_a_spec_of_all_edges_that_are_served_is_a_message() -> None:
     names = [f"{k:04}{'x' * 59}" for k in range(1_024)]
-    edges = [[k // 64, 64 + k % 960] for k in range(MOST_EDGES)]
+    edges = [[k // 64, 64 + k % 960] for k in range(MAX_EDGES_PER_RUN)]
     spec = small_spec(5, names, topology={"graph": {"kind": "edges", "edges": [[k, k + 1] for k in range(1_023)]}})
     document = json.loads(spec_to_wire(spec))
     document["topology"]["graph"]["edges"] = edges
@@ -137,7 +137,11 @@ async def test_nobody_reads_what_is_longer_than_any_message(up: Network) -> None
 
 
 def test_a_learner_is_sent_no_longer_messages_than_its_policy_has_models() -> None:
-    for parameters, most in ((None, MAX_MESSAGE_BYTES), (10**9, MAX_MESSAGE_BYTES), (10**7, 8 * 10**7 + MAX_OVERHEAD_BYTES)):
+    for parameters, most in (
+        (None, MAX_MESSAGE_BYTES),
+        (10**9, MAX_MESSAGE_BYTES),
+        (10**7, 8 * 10**7 + MAX_OVERHEAD_BYTES),
+    ):
         assert max_message_bytes(Policy(most_parameters=parameters)) == most
     small = max_message_bytes(Policy(most_parameters=100))
     assert small == max_message_bytes(Policy(most_parameters=1)) < MAX_MESSAGE_BYTES // 3
@@ -158,7 +162,7 @@ async def test_unread_messages_of_one_caller_are_as_many_as_have_a_turn(up: Netw
     """Further calls wait, and are answered when one is over; a health check has a turn of its own."""
     assert up.learners["ann"].service is not None
     turns = max(1, access.MAX_UNREAD_BYTES // max_message_bytes(up.learners["ann"].config.policy))
-    async with channel(up.addresses["ann"]) as to:
+    async with open_channel(up.addresses["ann"]) as to:
         held: list[Any] = [to.stream_stream("/sottovoce_wire.v1.Learner/Predict")() for _ in range(turns)]
         health: Any = health_pb2_grpc.HealthStub(to)
         for call in held:
@@ -180,11 +184,11 @@ async def test_nothing_is_read_of_a_caller_who_may_not_call(tmp_path: Path) -> N
     identities = Identities(tmp_path / "ids")
     async with network(tmp_path, ["ann"], identities=identities) as up:
         stranger = identities.of("feeder/zoe")
-        async with channel(up.addresses["ann"], Role.LEARNER, "ann", credentials=stranger) as to:
+        async with open_channel(up.addresses["ann"], Role.LEARNER, "ann", credentials=stranger) as to:
             for method in ("Exchange", "Nothing"):
                 failure = await refused(to.stream_stream(f"/sottovoce_wire.v1.Learner/{method}")(timeout=PATIENCE_S))
                 assert failure.code() in (Code.PERMISSION_DENIED, Code.UNIMPLEMENTED)
-        async with channel(up.coordinator, Role.COORDINATOR, credentials=stranger) as to:
+        async with open_channel(up.coordinator, Role.COORDINATOR, credentials=stranger) as to:
             for method in ("StartRun", "GetRun", "WatchRun", "Join"):
                 path = f"/sottovoce_wire.v1.Coordinator/{method}"
                 failure = await refused(to.stream_stream(path)(timeout=PATIENCE_S))
@@ -227,7 +231,7 @@ async def test_streams_of_records_are_so_many_of_a_caller(up: Network, monkeypat
     await up.until("ann", LearnerState.RUNNING)
     (own,) = made_up(spec).learners
     monkeypatch.setattr(up.learners["ann"].servicer._feeds, "_most", 1)
-    async with channel(up.addresses["ann"]) as to:
+    async with open_channel(up.addresses["ann"]) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         held = stub.Ingest(timeout=PATIENCE_S)
         await held.write(make_batch(own, "s0", 0))
@@ -254,7 +258,7 @@ async def test_a_greeting_is_short_and_so_is_what_is_said_of_it(up: Network) -> 
 
 
 async def stop_all(up: Network) -> None:
-    async with channel(up.coordinator) as to:
+    async with open_channel(up.coordinator) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)
         for run in (await stub.ListRuns(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S)).runs:
             await stub.StopRun(coordinator_pb2.StopRunRequest(run_id=run.run_id), timeout=PATIENCE_S)
@@ -306,7 +310,7 @@ async def test_connections_on_which_nobody_speaks_are_ended(tmp_path: Path, monk
 
 async def test_a_server_answers_so_many_calls_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONCURRENT_CALLS", 5)  # the learner's own stream is one
-    async with network(tmp_path, ["ann"]) as up, channel(up.coordinator) as to:
+    async with network(tmp_path, ["ann"]) as up, open_channel(up.coordinator) as to:
         await up.until_here("ann")
         stub: Any = health_pb2_grpc.HealthStub(to)
         held = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S) for _ in range(4)]
@@ -334,7 +338,7 @@ async def until_answered(stub: Any) -> None:
 
 async def joined(address: str, name: str) -> grpc.aio.AioRpcError | None:
     """How it goes where a learner of a name joins, and leaves at once; None: it was let in."""
-    async with channel(address) as to:
+    async with open_channel(address) as to:
         said = several(introducing(name), confirming(1))
         call = coordinator_pb2_grpc.CoordinatorStub(to).Join(said, timeout=PATIENCE_S)
         ending = CallOutcome(call)
@@ -342,7 +346,7 @@ async def joined(address: str, name: str) -> grpc.aio.AioRpcError | None:
             async for _ in call:
                 pass
         except grpc.aio.AioRpcError:
-            return await ending.status()
+            return await ending.wait_for_status()
     return None
 
 
@@ -371,10 +375,10 @@ async def test_the_stream_of_a_learner_that_reads_nothing_ends(monkeypatch: pyte
     monkeypatch.setattr(joining, "_MAX_QUEUED_COMMANDS", 3)
     member = JoinedLearner(coordinator_pb2.Introduction(learner="ann"), Claim("ann", bytes(16)), Origin())
     for t in range(3):
-        member.tell("run-1", coordinator_pb2.RoundLease(until_round=t))
-    assert not member.displaced.is_set()
-    member.tell("run-1", coordinator_pb2.RoundLease(until_round=3))
-    assert member.directives.qsize() == 3
+        member.enqueue_command("run-1", coordinator_pb2.RoundLease(until_round=t))
+    assert not member.displacement.is_set()
+    member.enqueue_command("run-1", coordinator_pb2.RoundLease(until_round=3))
+    assert member.commands.qsize() == 3
     with pytest.raises(Exception, match="learner ann"):
         await member.wait_until_displaced()
 
@@ -391,7 +395,7 @@ def descriptors() -> int:
 
 
 async def opened(up: Network, run_id: str, wanted: list[eavesdropper_pb2.Route]) -> Any:
-    async with channel(up.eavesdropper) as to:
+    async with open_channel(up.eavesdropper) as to:
         request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, routes=wanted)
         return await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=PATIENCE_S)
 
@@ -412,7 +416,7 @@ async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeyp
     for _ in range(2):  # what was refused holds no place
         failure = await refused(opened(up, "run-2", routes(2)))
         assert "asked for 2 and 4" in (failure.details() or "")
-    async with channel(up.eavesdropper) as to:
+    async with open_channel(up.eavesdropper) as to:
         closing = eavesdropper_pb2.CloseCaptureRequest(capture_id=first.capture_id)
         await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(closing, timeout=PATIENCE_S)
     assert len((await opened(up, "run-2", routes(3))).relay_addresses) == 3
@@ -422,7 +426,7 @@ async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeyp
 async def test_the_spec_of_a_capture_is_a_mapping(up: Network, spec: str) -> None:
     """When it is opened, and when it is taken up; what is none changes nothing."""
     first = await opened(up, "run-1", [])
-    async with channel(up.eavesdropper) as to:
+    async with open_channel(up.eavesdropper) as to:
         stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
         for resume in (False, True):
             request = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", spec=spec, resume=resume)
@@ -446,9 +450,9 @@ async def test_others_are_served_while_relays_are_opened(up: Network, monkeypatc
             order.append("opened")
             return address
 
-    monkeypatch.setattr(captures, "Relay", Counted)
+    monkeypatch.setattr(captures, "GrpcProxy", Counted)
     served = 0
-    async with channel(up.eavesdropper) as to:
+    async with open_channel(up.eavesdropper) as to:
         stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
         await stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
         opening = asyncio.ensure_future(opened(up, "run-1", routes(200)))
@@ -485,7 +489,7 @@ async def test_copies_come_few_at_a_time_and_go_to_learners_of_the_run(
             "a message of 2 learners goes to fewer, got 500000",
         ),
     ):
-        async with channel(up.eavesdropper) as to:
+        async with open_channel(up.eavesdropper) as to:
             stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
             opening = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", spec=spec)
             first = await stub.OpenCapture(opening, timeout=PATIENCE_S)
@@ -524,7 +528,7 @@ def test_a_batch_of_records_fits_into_a_message() -> None:
 
 
 async def test_metadata_is_short(up: Network) -> None:
-    async with channel(up.coordinator) as to:
+    async with open_channel(up.coordinator) as to:
         stub: Any = health_pb2_grpc.HealthStub(to)
         long = (("x-long", "a" * 20_000),)
         failure = await refused(stub.Check(health_pb2.HealthCheckRequest(), metadata=long, timeout=PATIENCE_S))
@@ -534,7 +538,7 @@ async def test_metadata_is_short(up: Network) -> None:
 async def test_a_connection_without_calls_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And opened again when there is a call."""
     monkeypatch.setattr(server, "SERVER_OPTIONS", changed("grpc.max_connection_idle_ms", 300))
-    async with network(tmp_path, ["ann"]) as up, channel(up.eavesdropper) as to:
+    async with network(tmp_path, ["ann"]) as up, open_channel(up.eavesdropper) as to:
         stub: Any = health_pb2_grpc.HealthStub(to)
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         async with asyncio.timeout(PATIENCE_S):

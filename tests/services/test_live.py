@@ -42,16 +42,16 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, list[int]]]:
     learn = Session._learn
 
     async def noting(session: Session, t: int) -> None:
-        take = session.intake.take
+        take = session.record_queue.take
 
         def taking(t: int, records: int | None = None) -> Any:
             batch = take(t, records)
             angles = np.arctan2(batch.features[:, 1], batch.features[:, 0]) * 1_000.0
-            found[session.role.name][t] = np.rint(angles).astype(int).tolist()
+            found[session.assignment.name][t] = np.rint(angles).astype(int).tolist()
             return batch
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(session.intake, "take", taking)
+            patched.setattr(session.record_queue, "take", taking)
             await learn(session, t)
 
     monkeypatch.setattr(Session, "_learn", noting)

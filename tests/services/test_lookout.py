@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import structlog
 
-from sottovoce_client.running.operate import run_on
+from sottovoce_client.running.operate import run_on_services
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.running.run import build_run
-from sottovoce_eavesdropper.lookout import CaptureChecks, Row, find_next_received_round
+from sottovoce_eavesdropper.lookout import CaptureChecks, CaptureRow, find_next_received_round
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.recording import resumed
+from sottovoce_eavesdropper.recording import resume_capture
 from sottovoce_rpc.codec import RoundCodec, to_fields
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_run, small_spec
 from tests.gossip import gossip_spec
@@ -36,29 +36,29 @@ def clean(t: int, sender: int, value: float = 0.0) -> bytes:
     return encode_round(t, sender, Message({"y": np.full(3, value + t)}))
 
 
-def talk(rounds: int = ROUNDS) -> list[Row]:
+def talk(rounds: int = ROUNDS) -> list[CaptureRow]:
     pairs = [(i, j) for i in range(3) for j in range(3) if i != j]
     return [row(clean(t, i), i, j) for t in range(rounds) for i, j in pairs]
 
 
-def looking(rows: Sequence[Row], spec: dict[str, Any] = SPEC, *, allow_imports: bool = False) -> CaptureChecks:
+def looking(rows: Sequence[CaptureRow], spec: dict[str, Any] = SPEC, *, allow_imports: bool = False) -> CaptureChecks:
     found = CaptureChecks("cap", spec, 3, SHAPES, allow_imports=allow_imports)
-    found.look(rows)
+    found.check_rows(rows)
     return found
 
 
-def kinds(rows: Sequence[Row]) -> list[str]:
-    return [each.kind for each in looking(rows).first]
+def kinds(rows: Sequence[CaptureRow]) -> list[str]:
+    return [each.kind for each in looking(rows).first_detections]
 
 
-def opening(sender: int, receiver: int, stream: int, lacks: int, **more: Any) -> Row:
+def opening(sender: int, receiver: int, stream: int, lacks: int, **more: Any) -> CaptureRow:
     """The hello with which a learner opens, or accepts, a stream."""
     return row(hello(**{"sender": sender, "next_round": lacks, **more}), sender, receiver, stream=stream, kind="hello")
 
 
 def test_nothing_is_noticed_where_all_is_right() -> None:
     found = looking(talk())
-    assert (found.count, found.not_checked) == (0, None)
+    assert (found.detection_count, found.unchecked_reason) == (0, None)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_nothing_is_noticed_where_all_is_right() -> None:
         ([row(clean(5, 0)[:-1] + b"\x50", 0, 1, stream=0)], ["again"]),  # a number so large that it is on the lattice
     ],
 )
-def test_what_must_never_happen_is_noticed(more: list[Row], wanted: list[str]) -> None:
+def test_what_must_never_happen_is_noticed(more: list[CaptureRow], wanted: list[str]) -> None:
     assert kinds([*talk(), *more]) == wanted
 
 
@@ -89,35 +89,37 @@ def test_the_lattice_is_that_of_the_round() -> None:
     spacing = RUN.algorithm.lattice(0, 0)["y"]  # type: ignore[attr-defined]
     assert kinds([row(clean(0, 0, spacing), 0, 1)]) == []
     found = looking([row(clean(0, 0, spacing / 2), 0, 1), row(clean(0, 0, spacing / 2), 0, 2)])
-    assert [each.kind for each in found.first] == ["lattice"]
-    assert "3 of 3 off the lattice" in found.first[0].text
+    assert [each.kind for each in found.first_detections] == ["lattice"]
+    assert "3 of 3 off the lattice" in found.first_detections[0].text
 
 
 def test_what_was_said_before_in_the_same_bytes_is_marked() -> None:
     """By whoever heard it: not the same message to another neighbour, nor other bytes, nor what is no round."""
     found = CaptureChecks("cap", SPEC, 3, SHAPES, allow_imports=False)
-    assert found.look(talk()) == talk()
+    assert found.check_rows(talk()) == talk()
     other = row(clean(3, 0, 1.0), 0, 1, stream=2)
     more = [opening(1, 0, 3, 3), row(clean(3, 0), 0, 1, stream=3), row(clean(6, 0), 0, 1, stream=3), row(b"\xff", 0, 1)]
-    marked = found.look([other, *more, *more])
-    assert [k for k, each in enumerate(marked) if each.again] == [2, 6, 7]
-    assert [each._replace(again=False) for each in marked] == [other, *more, *more]
+    marked = found.check_rows([other, *more, *more])
+    assert [k for k, each in enumerate(marked) if each.is_repeat] == [2, 6, 7]
+    assert [each._replace(is_repeat=False) for each in marked] == [other, *more, *more]
 
 
 def test_bytes_that_contradict_are_marked_when_they_are_said_again() -> None:
     """The mark is of an edge, whatever others heard."""
     heard = [(1.0, 1), (2.0, 2), (2.0, 2), (1.0, 2), (1.0, 1)]
-    marked = CaptureChecks("cap", SPEC, 3, SHAPES, allow_imports=False).look(row(clean(0, 0, v), 0, to) for v, to in heard)
-    assert [each.again for each in marked] == [False, False, True, False, True]
+    marked = CaptureChecks("cap", SPEC, 3, SHAPES, allow_imports=False).check_rows(
+        row(clean(0, 0, v), 0, to) for v, to in heard
+    )
+    assert [each.is_repeat for each in marked] == [False, False, True, False, True]
 
 
 def test_what_an_eavesdropper_before_recorded_is_remembered() -> None:
     found = CaptureChecks("cap", SPEC, 3, SHAPES, allow_imports=False)
     for t in range(ROUNDS):
-        found.recall(0, 1, t, clean(t, 0))
-    marked = found.look([row(clean(4, 0), 0, 1, stream=3), row(clean(5, 0, 1.0), 0, 1, stream=3)])
-    assert [each.again for each in marked] == [True, False]
-    assert [each.kind for each in found.first] == ["again"]
+        found.remember_round(0, 1, t, clean(t, 0))
+    marked = found.check_rows([row(clean(4, 0), 0, 1, stream=3), row(clean(5, 0, 1.0), 0, 1, stream=3)])
+    assert [each.is_repeat for each in marked] == [True, False]
+    assert [each.kind for each in found.first_detections] == ["again"]
 
 
 def test_every_neighbour_hears_the_same() -> None:
@@ -128,23 +130,31 @@ def test_code_is_imported_only_where_that_is_allowed() -> None:
     spec = gossip_spec({"graph": "ring"}, ROUNDS, 3).model_dump(mode="json")
     rows = [row(clean(0, 0, 0.1), 0, 1), row(clean(0, 0, 0.2), 0, 2)]
     refused, allowed = looking(rows, spec), looking(rows, spec, allow_imports=True)
-    assert refused.not_checked is not None and refused.not_checked.startswith("the lattice and gaps")
-    assert "--allow-imports" in refused.not_checked
-    assert allowed.not_checked is None
-    assert [each.kind for each in refused.first] == [each.kind for each in allowed.first] == ["equivocation"]
+    assert refused.unchecked_reason is not None and refused.unchecked_reason.startswith("the lattice and gaps")
+    assert "--allow-imports" in refused.unchecked_reason
+    assert allowed.unchecked_reason is None
+    assert (
+        [each.kind for each in refused.first_detections]
+        == [each.kind for each in allowed.first_detections]
+        == ["equivocation"]
+    )
 
 
 def test_without_a_spec_nothing_is_looked_at() -> None:
     found = looking([row(b"\xff", 0, 1)], {})
-    assert (found.count, found.not_checked) == (0, "anything: there is no run spec")
+    assert (found.detection_count, found.unchecked_reason) == (0, "anything: there is no run spec")
 
 
 def test_a_flood_is_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with structlog.testing.capture_logs() as logs:
         found = looking([row(bytes([255, k % 256]) * 300, 0, 1) for k in range(500)])
-    assert (found.count, len(found.first), len(found.facts()["noticed"])) == (500, 100, 100)
+    assert (found.detection_count, len(found.first_detections), len(found.build_metadata()["noticed"])) == (
+        500,
+        100,
+        100,
+    )
     assert [each["log_level"] for each in logs] == ["error"] * 21
-    assert max(len(each.text) for each in found.first) < 400
+    assert max(len(each.text) for each in found.first_detections) < 400
 
 
 def test_an_error_of_its_own_ends_the_looking_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +163,9 @@ def test_an_error_of_its_own_ends_the_looking_alone(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(RoundCodec, "decode", broken)
     found = looking(talk())
-    assert found.not_checked == "anything more: ZeroDivisionError: a bug"
-    assert found.look(talk()) == talk()
-    assert found.count == 0
+    assert found.unchecked_reason == "anything more: ZeroDivisionError: a bug"
+    assert found.check_rows(talk()) == talk()
+    assert found.detection_count == 0
 
 
 def test_who_is_heard_next() -> None:
@@ -180,9 +190,9 @@ async def test_the_capture_says_what_was_said_again(tmp_path: Path) -> None:
 
 async def test_a_capture_that_is_taken_up_marks_what_it_had_before(tmp_path: Path) -> None:
     await captured(tmp_path, talk(), spec=json.dumps(SPEC), n_features=3, close=False)
-    file, _ = resumed(open_capture(tmp_path), allow_imports=False)
+    file, _ = resume_capture(open_capture(tmp_path), allow_imports=False)
     for t in (5, 6):
-        file.add(row(clean(t, 0), 0, 1, stream=2))
+        file.add_row(row(clean(t, 0), 0, 1, stream=2))
     await file.flush()
     assert said_again(open_capture(tmp_path)) == [clean(5, 0)]
 
@@ -190,7 +200,7 @@ async def test_a_capture_that_is_taken_up_marks_what_it_had_before(tmp_path: Pat
 async def test_the_capture_says_what_was_noticed(tmp_path: Path) -> None:
     rows = [row(clean(0, 0), 0, 1), row(clean(0, 0, 1.0), 0, 2)]
     await captured(tmp_path, rows, spec=json.dumps(SPEC), n_features=3, close=False)  # before it is closed, too
-    facts = open_capture(tmp_path).facts
+    facts = open_capture(tmp_path).metadata
     assert facts["noticed_count"] == 1
     assert facts["noticed"][0] == {
         "kind": "equivocation",
@@ -204,19 +214,19 @@ async def test_the_capture_says_what_was_noticed(tmp_path: Path) -> None:
 async def test_labels_reach_the_capture_and_no_learner(tmp_path: Path) -> None:
     spec = small_spec(ROUNDS, ["ann", "ben"], capture="relay", topology={"graph": "path"})
     async with network(tmp_path, ["ann", "ben"]) as up:
-        outcome = await run_on(up.coordinator, spec, made_up(spec), lambda *seen: None, world=1, replica=9)
-        assignments = [str(learner.in_run().role) for learner in up.learners.values()]
-    assert outcome.capture is not None
-    capture = open_capture(outcome.capture)
-    assert (capture.facts["world"], capture.facts["replica"], capture.facts["n_features"]) == (1, 9, 3)
-    table = capture.messages()
+        outcome = await run_on_services(up.coordinator, spec, made_up(spec), lambda *seen: None, world=1, replica=9)
+        assignments = [str(learner.require_session().assignment) for learner in up.learners.values()]
+    assert outcome.capture_location is not None
+    capture = open_capture(outcome.capture_location)
+    assert (capture.metadata["world"], capture.metadata["replica"], capture.metadata["n_features"]) == (1, 9, 3)
+    table = capture.read_messages()
     assert (set(table["world"].to_pylist()), set(table["replica"].to_pylist())) == ({1}, {9})
     assert set(table["connection"].to_pylist()) == {1}
     assert not any("world" in each or "replica" in each for each in assignments)
 
 
 async def test_a_world_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    async with network(tmp_path, []) as up, channel(up.eavesdropper) as to:
+    async with network(tmp_path, []) as up, open_channel(up.eavesdropper) as to:
         request = eavesdropper_pb2.OpenCaptureRequest(run_id="r", world=300)
         failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=PATIENCE_S))
     assert "world must be at most 127" in (failure.details() or "")

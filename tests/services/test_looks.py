@@ -27,7 +27,7 @@ async def test_whoever_watches_a_short_run_sees_its_rounds(tmp_path: Path, monke
 
         async def bring(t: int) -> None:
             for own, learner in zip(data.learners, up.learners.values(), strict=True):
-                await learner.in_run().ingest.feed(make_batch(own, "s", t, rounds=1))
+                await learner.require_session().ingestor.feed(make_batch(own, "s", t, rounds=1))
 
         watching = up.watch(run.run_id)
         await anext(watching)

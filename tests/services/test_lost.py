@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from sottovoce_client.running import feeder
-from sottovoce_client.running.operate import run_on
+from sottovoce_client.running.operate import run_on_services
 from sottovoce_coordinator import starting
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.service import Coordinator
@@ -23,7 +23,7 @@ from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import following
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up
@@ -47,7 +47,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def recover(up: Network, run_id: str, spec: RunSpec, n_features: int = 3) -> coordinator_pb2.Run:
-    async with channel(up.coordinator) as to:
+    async with open_channel(up.coordinator) as to:
         request = coordinator_pb2.RecoverRunRequest(run_id=run_id, spec=spec_to_wire(spec), n_features=n_features)
         call = coordinator_pb2_grpc.CoordinatorStub(to).RecoverRun
         return await call(request, timeout=PATIENCE_S, wait_for_ready=True)
@@ -78,7 +78,7 @@ async def until_heard(up: Network, name: str, t: int) -> None:
     index = NAMES.index(name)
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            if all(own.inbox.next_round(index) > t for own in sessions(up) if own.role.index != index):
+            if all(own.inbox.get_due_round(index) > t for own in sessions(up) if own.assignment.index != index):
                 return
             await asyncio.sleep(0.01)
 
@@ -100,7 +100,7 @@ async def its_end(up: Network, run_id: str, each: Work) -> coordinator_pb2.Run:
 
 
 def sessions(up: Network) -> list[Session]:
-    return [up.learners[name].in_run() for name in NAMES]
+    return [up.learners[name].require_session() for name in NAMES]
 
 
 @pytest.mark.parametrize("clock", CLOCKS, ids=lambda clock: clock.get("mode", "free"))
@@ -159,9 +159,9 @@ async def test_a_run_that_was_taken_up_before_goes_on_in_that_attempt(tmp_path: 
         (run_id,) = await begun(up, first)
         await fed(up, run_id, first)
         assert up.coordinating is not None
-        course = up.coordinating._courses.of("ann")
+        course = up.coordinating._courses.find_active("ann")
         assert course is not None
-        up.coordinating._conductor.end(course, RunState.FAILED, "to be taken up again")
+        up.coordinating._conductor.end_run(course, RunState.FAILED, "to be taken up again")
         await resume(up, run_id)
         await fed(up, run_id, first, 128)
         await up.restart_coordinator(lose=True)
@@ -178,7 +178,7 @@ async def test_its_capture_goes_on(tmp_path: Path) -> None:
         end = await its_end(up, run_id, first)
         ends_as_simulated(up, first, end)
     assert (again.capture_error, end.capture_error) == ("", "")
-    assert open_capture(end.capture_location).complete
+    assert open_capture(end.capture_location).is_complete
 
 
 async def test_what_nobody_captures_any_more_is_said(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ async def test_who_takes_a_run_up_brings_the_records_that_its_learners_lack(tmp_
         (run_id,) = await begun(up, first)
         await up.feed(run_id, first.spec, first.data, but=["cleo"])
         await up.restart_coordinator(lose=True)
-        going = run_on(up.coordinator, first.spec, first.data, lambda *seen: None, recover=run_id)
+        going = run_on_services(up.coordinator, first.spec, first.data, lambda *seen: None, recover=run_id)
         outcome = await asyncio.wait_for(going, PATIENCE_S)
         ends_as_simulated(up, first, await up.end(run_id))
     assert (outcome.run_id, outcome.state) == (run_id, "finished")
@@ -361,7 +361,8 @@ async def test_a_coordinator_that_was_set_back_with_its_learners_asks_the_captur
         await up.coordinating.start()
         for name in NAMES:
             with pytest.raises(
-                FailedPrecondition, match=r"is an old one: it knows incarnation 1 and 2\d rounds, and must know 1 and 4\d"
+                FailedPrecondition,
+                match=r"is an old one: it knows incarnation 1 and 2\d rounds, and must know 1 and 4\d",
             ):
                 await follows(up, name, tmp_path / "journals")
 

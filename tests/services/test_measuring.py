@@ -40,7 +40,7 @@ async def test_what_is_measured_here_is_what_learners_would_answer(
 ) -> None:
     """The run opted in, so that they can be asked, too; where they were, nothing is measured."""
     common = {"rounds": 12, "learners": NAMES, "durability": "process", "telemetry": {"predict": True}}
-    spec = parse_spec({**common, "algorithm": algorithm, **sections}, imports=True)
+    spec = parse_spec({**common, "algorithm": algorithm, **sections}, allow_imports=True)
     made = made_up(spec)
     test = np.random.default_rng(5).normal(size=(200, 3))
     data = PlacedData(made.learners, test, (test[:, 0] > 0).astype(np.float64))
@@ -63,7 +63,7 @@ async def test_a_long_run_is_looked_at_in_some_rounds_and_one_without_a_capture_
     data, run = made_up(spec), build_run(spec, 3)
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, data)
-    measured, blind = summarise(run, data, outcome), summarise(run, data, replace(outcome, capture=None))
+    measured, blind = summarise(run, data, outcome), summarise(run, data, replace(outcome, capture_location=None))
     for each in measured.learners:
         rounds = [at for at, _ in each.test_curve]
         assert MAX_CURVE_POINTS <= len(rounds) <= MAX_CURVE_POINTS + 1 and (rounds[0], rounds[-1]) == (1, spec.rounds)
@@ -89,9 +89,13 @@ async def test_what_cannot_be_computed_costs_no_summary(tmp_path: Path, monkeypa
     ]
     assert all("ValueError at " in line and "secret" not in line for line in lost.not_computed)
     assert [each.test_accuracy for each in lost.learners] == [each.test_accuracy for each in whole.learners]
-    assert (lost.state, lost.event, lost.capture is not None) == (whole.state, whole.event, True)
+    assert (lost.state, lost.epsilon_record_use, lost.capture is not None) == (
+        whole.state,
+        whole.epsilon_record_use,
+        True,
+    )
     assert determine_verdict(lost).kind == "open" and lost.not_computed[1] in determine_verdict(lost).text
-    page = build_run_page(lost).html()
+    page = build_run_page(lost).to_html()
     assert "It could not be computed" in page and "There is no capture" not in page
 
     monkeypatch.setattr("sottovoce_client.running.evaluate.measure", broken)
@@ -106,7 +110,7 @@ async def test_a_loss_of_many_classes_is_summarised_where_learners_say_their_val
     loss = {"kind": "softmax", "classes": 3}
     for name in ("dola", "pd-ogd", "pdop", "dpdola"):
         document = {"rounds": 4, "learners": NAMES, "durability": "process", "capture": "mirror", "loss": loss}
-        spec = parse_spec({**document, "algorithm": {"name": name}}, imports=True)
+        spec = parse_spec({**document, "algorithm": {"name": name}}, allow_imports=True)
         data, run = made_up(spec), build_run(spec, 3)
         async with network(tmp_path / name, NAMES) as up:
             outcome = await up.run(spec, data)

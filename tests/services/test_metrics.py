@@ -22,13 +22,13 @@ from sottovoce_coordinator.store import StoredRun
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
-from sottovoce_learner.hosting import measured
+from sottovoce_learner.hosting import collect_metrics
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.metrics import MetricsEndpoint, serve_metrics
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.capturing import hello
@@ -48,11 +48,17 @@ async def told(up: Network) -> AsyncIterator[dict[str, str]]:
     assert up.coordinating is not None and up.eavesdropping is not None
     own = {kind: Refusals() for kind in ("learner", "coordinator", "eavesdropper")}
     coordinator, eavesdropper = up.coordinating, up.eavesdropping
-    at = MetricsEndpoint("127.0.0.1:0", process=False)
+    at = MetricsEndpoint("127.0.0.1:0", include_process=False)
     async with (
-        serve_metrics(at, LEARNER, lambda: measured([*up.learners.values()], own["learner"]), own["learner"]) as learners,
-        serve_metrics(at, COORDINATOR, lambda: coordinator.readings(own["coordinator"]), own["coordinator"]) as main,
-        serve_metrics(at, EAVESDROPPER, lambda: eavesdropper.readings(own["eavesdropper"]), own["eavesdropper"]) as ear,
+        serve_metrics(
+            at, LEARNER, lambda: collect_metrics([*up.learners.values()], own["learner"]), own["learner"]
+        ) as learners,
+        serve_metrics(
+            at, COORDINATOR, lambda: coordinator.collect_metrics(own["coordinator"]), own["coordinator"]
+        ) as main,
+        serve_metrics(
+            at, EAVESDROPPER, lambda: eavesdropper.collect_metrics(own["eavesdropper"]), own["eavesdropper"]
+        ) as ear,
     ):
         yield {"learner": learners, "coordinator": main, "eavesdropper": ear}
 
@@ -193,9 +199,11 @@ async def test_a_call_that_is_refused_is_counted_and_why(tmp_path: Path) -> None
         coordinator, eavesdropper = up.coordinating, up.eavesdropping
         assert coordinator is not None and eavesdropper is not None
         (recording,) = eavesdropper._captures.sessions.values()
-        relay = next(route["address"] for route in recording.file.routes if route["caller"] == 0)
-        joins = coordinator_pb2.LearnerMessage(introduction=coordinator_pb2.Introduction(learner="ann", address="here:1"))
-        closes = eavesdropper_pb2.CloseCaptureRequest(capture_id=recording.file.capture_id)
+        relay = next(route["address"] for route in recording.writer.routes if route["caller"] == 0)
+        joins = coordinator_pb2.LearnerMessage(
+            introduction=coordinator_pb2.Introduction(learner="ann", address="here:1")
+        )
+        closes = eavesdropper_pb2.CloseCaptureRequest(capture_id=recording.writer.capture_id)
         greets = hello(0, run_id=run.run_id)
         for caller, to, host, method, said in (
             ("operator/bob", up.addresses["ann"], "learner", "Learner/GetLedger", b""),
@@ -212,8 +220,11 @@ async def test_a_call_that_is_refused_is_counted_and_why(tmp_path: Path) -> None
         ) as to_cleo:
             status: Any = to_cleo.unary_unary("/sottovoce_wire.v1.Learner/GetStatus")
             failed = await refused(status(b"", timeout=PATIENCE_S))
-        read = {name: list(measured([learner], Refusals())) for name, learner in up.learners.items()}
-        read |= {"main": list(coordinator.readings(Refusals())), "ear": list(eavesdropper.readings(Refusals()))}
+        read = {name: list(collect_metrics([learner], Refusals())) for name, learner in up.learners.items()}
+        read |= {
+            "main": list(coordinator.collect_metrics(Refusals())),
+            "ear": list(eavesdropper.collect_metrics(Refusals())),
+        }
     assert failed.code() is grpc.StatusCode.UNAVAILABLE
     counted = {
         (who, *each.labels): each.value
@@ -256,7 +267,7 @@ async def scrapes(folder: Path, spec: RunSpec, data: PlacedData) -> tuple[list[d
 
 async def fed(up: Network, name: str, own: LearnerData, half: int) -> None:
     """Bring one half of a learner's records, and have a receipt for it."""
-    async with channel(up.addresses[name], Role.LEARNER, name) as to:
+    async with open_channel(up.addresses[name], Role.LEARNER, name) as to:
         batch = make_batch(own, "feeder", half, HALF)
         receipts = learner_pb2_grpc.LearnerStub(to).Ingest(iter([batch]), timeout=PATIENCE_S)
         assert [each.next_sequence async for each in receipts][-1] == half + 1

@@ -16,7 +16,7 @@ from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import recording
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import mirror as mirroring
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import convert_status_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
@@ -52,7 +52,7 @@ async def mirror(up: Network, run_id: str, sender: int, message: Any) -> Excepti
     async def said() -> Any:
         yield eavesdropper_pb2.MirrorRequest(run_id=run_id, sender=sender, messages=[copy(b"ok"), message])
 
-    async with channel(up.eavesdropper) as to:
+    async with open_channel(up.eavesdropper) as to:
         failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).Mirror(said(), timeout=PATIENCE_S))
         return convert_status_error(failure, "the eavesdropper")
 
@@ -72,8 +72,8 @@ async def test_copies_that_are_none_of_the_runs_spoil_no_capture(
     capture = open_capture(end.capture_location)
 
     assert end.state == coordinator_pb2.RUN_STATE_FINISHED
-    assert capture.complete and capture.totals()[0] == ROUNDS * 2 * len(NAMES)
-    assert capture.facts["noticed_count"] == 0
+    assert capture.is_complete and capture.count_messages()[0] == ROUNDS * 2 * len(NAMES)
+    assert capture.metadata["noticed_count"] == 0
 
 
 async def test_a_relay_hears_for_itself_and_takes_no_copies(tmp_path: Path) -> None:
@@ -85,13 +85,13 @@ async def test_a_relay_hears_for_itself_and_takes_no_copies(tmp_path: Path) -> N
         await up.feed(run.run_id, spec, made_up(spec))
         end = await up.end(run.run_id)
     assert isinstance(refusal, RemoteProtocolError) and "`mirror`" in str(refusal)
-    assert open_capture(end.capture_location).facts["noticed_count"] == 0
+    assert open_capture(end.capture_location).metadata["noticed_count"] == 0
 
 
 @pytest.mark.parametrize("index", [4, 2**32 - 1])
 async def test_a_route_of_nobody_is_refused(tmp_path: Path, index: int) -> None:
     route = eavesdropper_pb2.Route(caller=0, callee=index, target="127.0.0.1:1")
-    async with network(tmp_path, []) as up, channel(up.eavesdropper) as to:
+    async with network(tmp_path, []) as up, open_channel(up.eavesdropper) as to:
         for spec in (spec_to_wire(spec_of("relay")), ""):
             if not spec and index == 4:  # who does not say how many there are may have a fifth
                 continue
@@ -105,15 +105,15 @@ async def test_a_route_of_nobody_is_refused(tmp_path: Path, index: int) -> None:
 async def test_a_part_that_cannot_be_made_ends_a_capture_which_says_so(tmp_path: Path) -> None:
     """Whatever the reason: what stands is there to be read, and is not called complete."""
     file = await captured(tmp_path, conversation(3), close=False)
-    file.add(row(frame(3, 0), 0, 2**32 - 1))
+    file.add_row(row(frame(3, 0), 0, 2**32 - 1))
     await file.flush()
-    assert not file.open
-    file.add(row(frame(4, 0)))
+    assert not file.is_open
+    file.add_row(row(frame(4, 0)))
     await file.close()
     capture = open_capture(tmp_path)
 
-    assert not capture.complete
-    assert capture.totals()[0] == 6
+    assert not capture.is_complete
+    assert capture.count_messages()[0] == 6
     assert json.loads((tmp_path / "capture.json").read_text())["complete"] is False
 
 
@@ -133,7 +133,7 @@ async def test_a_run_that_is_over_before_anything_was_copied_is_captured_whole(
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
     assert (outcome.state, outcome.capture_error) == ("finished", "")
-    assert outcome.capture is not None
-    capture = open_capture(outcome.capture)
-    assert capture.complete and capture.facts["gaps"] == []
-    assert capture.transcript({"y": (3,)}, len(NAMES)).rounds == rounds
+    assert outcome.capture_location is not None
+    capture = open_capture(outcome.capture_location)
+    assert capture.is_complete and capture.metadata["gaps"] == []
+    assert capture.read_transcript({"y": (3,)}, len(NAMES)).rounds == rounds

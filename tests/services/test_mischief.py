@@ -90,7 +90,7 @@ async def test_a_learner_that_is_not_in_a_run_cannot_harm_it(tmp_path: Path) -> 
         run = await up.start(spec, 3)
         for name in NAMES:
             await up.until(name, LearnerState.RUNNING)
-        greeting = _hello(up.learners["ann"].in_run(), 1)
+        greeting = _hello(up.learners["ann"].require_session(), 1)
         for before in range(2):
             for method, name, requests, text in in_the_name_of_others(run, spec, greeting, before):
                 address, host = house_of(up, method, name)
@@ -104,7 +104,7 @@ async def test_a_learner_that_is_not_in_a_run_cannot_harm_it(tmp_path: Path) -> 
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
     assert [each.status.rounds_done for each in end.learners] == [ROUNDS] * 2
     capture = open_capture(end.capture_location)
-    assert (capture.complete, capture.facts["noticed_count"]) == (True, 0)
+    assert (capture.is_complete, capture.metadata["noticed_count"]) == (True, 0)
 
 
 # ---- neighbours that break their word --------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ async def ended(
     """A run of ann and ben in which ben says something else to her in round 3, as it ends."""
     run_id = (await up.start(spec, 3)).run_id
     await up.until("ben", LearnerState.RUNNING)
-    link = up.learners["ben"].in_run().links[0]
+    link = up.learners["ben"].require_session().links[0]
     usual = link.queue
 
     def say(t: int, payload: bytes) -> None:
@@ -175,5 +175,5 @@ async def test_a_huge_number_of_a_neighbour_is_taken_and_holds_nobody_up(
         end = await ended(up, spec_of(), huge, monkeypatch)
         assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
         for name in NAMES:
-            session = up.learners[name].in_run()
-            assert np.linalg.norm(session.algorithm.decision(session.memory.state)) <= 100.0 + 1e-9
+            session = up.learners[name].require_session()
+            assert np.linalg.norm(session.algorithm.decision(session.state_machine.state)) <= 100.0 + 1e-9

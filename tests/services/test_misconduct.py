@@ -16,15 +16,15 @@ import pytest
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator.runs import RunStateMachine
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_core.errors import Rule
+from sottovoce_core.errors import ViolationKind
 from sottovoce_core.noise import RecordedNoise
 from sottovoce_core.running.replay import Replay
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_learner.peers.inbox import MessageReceiver
-from sottovoce_learner.peers.outbox import Link
+from sottovoce_learner.peers.outbox import NeighbourLink
 from sottovoce_learner.session import Session
-from sottovoce_rpc.learner_status import VIOLATION_KINDS, Attribution, LearnerState, known_by
+from sottovoce_rpc.learner_status import VIOLATION_KINDS, Attribution, LearnerState, read_attribution
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import made_up, small_spec
 from tests.services.capturing import encode_round
@@ -43,17 +43,19 @@ SOON = {"window": 8, "deadline_s": 10.0}
 
 def shorter_once_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once somebody was noticed, learners wait for less than that."""
-    notice = MessageReceiver.notice
+    notice = MessageReceiver.record_violation
 
-    def first(self: MessageReceiver, neighbour: int, rule: Rule, known_by: Attribution, *, ended: bool) -> bool:
+    def first(
+        self: MessageReceiver, neighbour: int, rule: ViolationKind, known_by: Attribution, *, ended: bool
+    ) -> bool:
         monkeypatch.setattr(MessageReceiver, "notice", notice)
         given_up_soon(monkeypatch)
-        return notice(self, neighbour, rule, known_by, ended=ended)
+        return notice(self, neighbour, rule, known_by, has_ended=ended)
 
     monkeypatch.setattr(MessageReceiver, "notice", first)
 
 
-Wrong = Callable[[Link, Callable[[int, bytes], None], int, bytes], None]
+Wrong = Callable[[NeighbourLink, Callable[[int, bytes], None], int, bytes], None]
 """What is said in place of a round: the link, its usual way to say something, the round, and its true bytes."""
 
 
@@ -61,18 +63,18 @@ def _told(t: int, sender: int, value: float = 0.0) -> bytes:
     return encode_round(t, sender, Message({"y": np.full(3, value)}))
 
 
-def _twice(link: Link, say: Callable[[int, bytes], None], t: int, payload: bytes) -> None:
+def _twice(link: NeighbourLink, say: Callable[[int, bytes], None], t: int, payload: bytes) -> None:
     say(t, payload)
     say(t, _told(t, DORA))
 
 
 # Who does not sign: test_signatures.py.
-WRONG: dict[Rule, Wrong] = {
-    Rule.FORM: lambda link, say, t, payload: say(t, payload + b"\0"),
-    Rule.NUMBERS: lambda link, say, t, payload: say(t, _told(t, DORA, np.nan)),
-    Rule.ROUND: lambda link, say, t, payload: say(t, _told(t + 5, DORA)),
-    Rule.NAME: lambda link, say, t, payload: say(t, _told(t, 0)),
-    Rule.EQUIVOCATION: _twice,
+WRONG: dict[ViolationKind, Wrong] = {
+    ViolationKind.ENCODING: lambda link, say, t, payload: say(t, payload + b"\0"),
+    ViolationKind.VALUE: lambda link, say, t, payload: say(t, _told(t, DORA, np.nan)),
+    ViolationKind.ROUND: lambda link, say, t, payload: say(t, _told(t + 5, DORA)),
+    ViolationKind.SENDER: lambda link, say, t, payload: say(t, _told(t, 0)),
+    ViolationKind.EQUIVOCATION: _twice,
 }
 
 
@@ -85,13 +87,13 @@ def misbehaving(
 
     def make(session: Session, *args: Any, **more: Any) -> None:
         made(session, *args, **more)
-        if session.role.name != who or once:
+        if session.assignment.name != who or once:
             return
         once.append(who)
         for j in to:
             link = session.links[j]
 
-            def say(at: int, payload: bytes, link: Link = link, usual: Any = link.queue) -> None:
+            def say(at: int, payload: bytes, link: NeighbourLink = link, usual: Any = link.queue) -> None:
                 if at == t:
                     wrong(link, usual, at, payload)
                 else:
@@ -107,18 +109,18 @@ def spec_of(policy: str = "stop", clock: dict[str, Any] = LONG, **more: Any) -> 
     return small_spec(ROUNDS, NAMES, misconduct=policy, clock=clock, **topology)
 
 
-def words(rule: Rule, by: str, whom: str = "dora", t: int = T) -> str:
+def words(rule: ViolationKind, by: str, whom: str = "dora", t: int = T) -> str:
     return f"{whom} said {rule.value} when round {t} was due, as {by} noticed"
 
 
-def due(rule: Rule) -> int:
+def due(rule: ViolationKind) -> int:
     """Its round was heard when another content of it came."""
-    return T + 1 if rule is Rule.EQUIVOCATION else T
+    return T + 1 if rule is ViolationKind.EQUIVOCATION else T
 
 
 def is_as_simulated(outcome: Outcome, spec: RunSpec, noise: Path, lost: int = DORA) -> None:
     """The messages of those who are left, by the spec as it is in the end."""
-    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.absences}), noise)
+    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.offline_intervals}), noise)
     said = transcript_of(outcome, run).fields["y"]
     assert len(said) == ROUNDS
     left = [i for i in range(len(NAMES)) if i != lost]
@@ -132,7 +134,7 @@ class Noticed(NamedTuple):
 
     learner: int
     round: int
-    rule: Rule
+    rule: ViolationKind
     known_by: Attribution
 
 
@@ -140,7 +142,7 @@ async def noticed(up: Network, run_id: str) -> list[tuple[int, Noticed]]:
     """What the coordinator knows of it, and who noticed it."""
     view = await up.end(run_id)
     return [
-        (each.reporter, Noticed(each.learner, each.round, VIOLATION_KINDS[each.kind], known_by(each)))
+        (each.reporter, Noticed(each.learner, each.round, VIOLATION_KINDS[each.kind], read_attribution(each)))
         for each in view.violations
     ]
 
@@ -150,7 +152,7 @@ async def noticed(up: Network, run_id: str) -> list[tuple[int, Noticed]]:
 
 @pytest.mark.parametrize("rule", WRONG)
 async def test_the_run_fails_at_once_and_says_who_and_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Rule
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: ViolationKind
 ) -> None:
     spec, ids = spec_of(), Identities(tmp_path / "ids")
     misbehaving(monkeypatch, WRONG[rule], [0])
@@ -165,10 +167,13 @@ async def test_the_run_fails_at_once_and_says_who_and_how(
 
 async def test_it_may_have_been_the_relay_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, ids = spec_of(capture="relay"), Identities(tmp_path / "ids")
-    misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0])
+    misbehaving(monkeypatch, WRONG[ViolationKind.VALUE], [0])
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
-    assert (outcome.state, outcome.detail) == ("failed", words(Rule.NUMBERS, "ann", "dora, or the relay in between,"))
+    assert (outcome.state, outcome.detail) == (
+        "failed",
+        words(ViolationKind.VALUE, "ann", "dora, or the relay in between,"),
+    )
 
 
 async def test_who_is_known_by_name_alone_is_told_of_and_ends_nothing_before_the_deadline(
@@ -176,22 +181,24 @@ async def test_who_is_known_by_name_alone_is_told_of_and_ends_nothing_before_the
 ) -> None:
     """In the clear a stranger may have said it; the run would go on if the neighbour said the true one then."""
     spec = spec_of(clock=SOON)
-    misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0])
+    misbehaving(monkeypatch, WRONG[ViolationKind.VALUE], [0])
     shorter_once_noticed(monkeypatch)
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
         known = await noticed(up, outcome.run_id)
     assert outcome.state == "failed"
     assert outcome.detail.startswith("no messages pass between ")
-    assert outcome.detail.endswith("; " + words(Rule.NUMBERS, "ann", "somebody in the clear under the name of dora"))
-    assert known == [(0, Noticed(DORA, T, Rule.NUMBERS, Attribution.NAME))]
+    assert outcome.detail.endswith(
+        "; " + words(ViolationKind.VALUE, "ann", "somebody in the clear under the name of dora")
+    )
+    assert known == [(0, Noticed(DORA, T, ViolationKind.VALUE, Attribution.CLAIM))]
 
 
 async def test_a_run_that_was_stopped_for_it_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends as it was simulated: what was said wrong changed nothing, and what a log has is said again as it was drawn."""
     spec, ids = spec_of(), Identities(tmp_path / "ids")
     noise, _ = noise_for(build_run(spec, 3), tmp_path)
-    misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0, 2])
+    misbehaving(monkeypatch, WRONG[ViolationKind.VALUE], [0, 2])
     async with network(tmp_path, NAMES, noise=noise, identities=ids) as up:
         first = await up.run(spec, made_up(spec))
         outcome = await up.run(spec, made_up(spec), resume=first.run_id)
@@ -205,7 +212,7 @@ async def test_a_run_that_was_stopped_for_it_is_taken_up_again(tmp_path: Path, m
 
 @pytest.mark.parametrize("rule", WRONG)
 async def test_the_run_goes_on_without_whom_its_neighbours_accuse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Rule
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: ViolationKind
 ) -> None:
     """Who misbehaves says so to all: each notices it, or is told by the spec that the others did."""
     spec, ids = spec_of("drop"), Identities(tmp_path / "ids")
@@ -217,7 +224,7 @@ async def test_the_run_goes_on_without_whom_its_neighbours_accuse(
         end = await up.end(outcome.run_id)
         told = (await up.status("dora")).state
     assert outcome.state == "finished", outcome.detail
-    (absence,) = outcome.absences or ()
+    (absence,) = outcome.offline_intervals or ()
     assert absence.learner == "dora" and set(absence.unheard) == set(NAMES[:DORA])
     assert len(known) >= 2 and {each for _, each in known} == {Noticed(DORA, due(rule), rule, Attribution.CERTIFICATE)}
     assert end.learners[DORA].status.detail.startswith("lost: the run goes on without it; dora said ")
@@ -228,13 +235,13 @@ async def test_the_run_goes_on_without_whom_its_neighbours_accuse(
 async def test_one_voice_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either of the two may lie: the run fails as where no messages pass between them, and says what was noticed."""
     spec, ids = spec_of("drop", SOON), Identities(tmp_path / "ids")
-    misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0])
+    misbehaving(monkeypatch, WRONG[ViolationKind.VALUE], [0])
     shorter_once_noticed(monkeypatch)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
-    assert outcome.state == "failed" and not outcome.absences
+    assert outcome.state == "failed" and not outcome.offline_intervals
     assert outcome.detail.startswith("no messages pass between ")
-    assert outcome.detail.endswith("; " + words(Rule.NUMBERS, "ann"))
+    assert outcome.detail.endswith("; " + words(ViolationKind.VALUE, "ann"))
 
 
 def accusing(monkeypatch: pytest.MonkeyPatch, who: str, whom: Collection[int], t: int) -> None:
@@ -243,10 +250,12 @@ def accusing(monkeypatch: pytest.MonkeyPatch, who: str, whom: Collection[int], t
 
     async def lies(self: Session, at: int) -> None:
         await say(self, at)
-        if self.role.name == who and at == t:
+        if self.assignment.name == who and at == t:
             for j in whom:
-                self.hearing.notice(j, Rule.NUMBERS, Attribution.CERTIFICATE, ended=self.life.ended)
-                self.report()
+                self.receiver.record_violation(
+                    j, ViolationKind.VALUE, Attribution.CERTIFICATE, has_ended=self.lifecycle.has_ended
+                )
+                self.request_report()
 
     monkeypatch.setattr(Session, "_send", lies)
 
@@ -259,7 +268,7 @@ async def test_who_accuses_falsely_moves_nobody(tmp_path: Path, monkeypatch: pyt
     async with network(tmp_path, NAMES, noise=noise, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
         known = await noticed(up, outcome.run_id)
-    assert (outcome.state, outcome.detail, outcome.absences) == ("finished", "", ())
+    assert (outcome.state, outcome.detail, outcome.offline_intervals) == ("finished", "", ())
     assert {(by, each.learner) for by, each in known} == {(DORA, 0), (DORA, 1), (DORA, 2)}
     run = build_run(spec, 3)
     np.testing.assert_allclose(transcript_of(outcome, run).fields["y"], said.fields["y"], rtol=1e-9, atol=1e-12)
@@ -273,19 +282,19 @@ async def test_a_false_accusation_stops_a_run_as_silence_does_and_names_who_said
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "failed"
-    assert outcome.detail.startswith(f"ann said {Rule.NUMBERS.value} when round ")
+    assert outcome.detail.startswith(f"ann said {ViolationKind.VALUE.value} when round ")
     assert outcome.detail.endswith(", as dora noticed")
 
 
 async def test_who_misbehaves_saves_itself_by_no_accusation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, ids = spec_of("drop"), Identities(tmp_path / "ids")
     noise, _ = noise_for(build_run(spec, 3), tmp_path)
-    misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0, 1, 2])
+    misbehaving(monkeypatch, WRONG[ViolationKind.VALUE], [0, 1, 2])
     accusing(monkeypatch, "dora", [0, 1, 2], T - 2)
     async with network(tmp_path, NAMES, noise=noise, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
-    (absence,) = outcome.absences or ()
+    (absence,) = outcome.offline_intervals or ()
     assert absence.learner == "dora"
     is_as_simulated(outcome, spec, noise)
 
@@ -319,19 +328,19 @@ async def test_what_is_clipped_is_clipped_alike_in_the_service_after_a_death_and
     for i in range(DORA):
         machine, own = Replay(clips, i), made_up(spec).learners[i]
         for t in range(ROUNDS):
-            expected = machine.says(RecordedNoise({"y": drawn_y[:, i : i + 1]}))["y"]
+            expected = machine.emit(RecordedNoise({"y": drawn_y[:, i : i + 1]}))["y"]
             differ = max(differ, float(np.abs(expected[0] - said.fields["y"][t, i]).max()))
-            machine.step(said.messages(t, i, machine.concerned), own.batch(t))
+            machine.step(said.messages(t, i, machine.required_senders), own.batch(t))
     assert (differ < 1e-9) == same
     assert not np.allclose(said.fields["y"][T + 1, 0], honest.fields["y"][T + 1, 0])  # and it is no small matter
 
 
 async def test_what_cannot_be_clipped_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, ids = spec_of("clip"), Identities(tmp_path / "ids")
-    misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0])
+    misbehaving(monkeypatch, WRONG[ViolationKind.VALUE], [0])
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
-    assert (outcome.state, outcome.detail) == ("failed", words(Rule.NUMBERS, "ann"))
+    assert (outcome.state, outcome.detail) == ("failed", words(ViolationKind.VALUE, "ann"))
 
 
 # ---- a coordinator that dies in between ------------------------------------------------------------------------------
@@ -340,7 +349,7 @@ async def test_what_cannot_be_clipped_stops_the_run(tmp_path: Path, monkeypatch:
 async def until_noticed(up: Network, *names: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            if all(up.learners[name].in_run().hearing.misconduct for name in names):
+            if all(up.learners[name].require_session().receiver.violations for name in names):
                 return
             await asyncio.sleep(0.01)
 
@@ -352,7 +361,7 @@ async def test_a_coordinator_that_is_started_again_is_told_again(
     """It dies before it does anything about it."""
     spec, ids = spec_of(policy), Identities(tmp_path / "ids")
     noise, _ = noise_for(build_run(spec, 3), tmp_path)
-    misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0, 1, 2])
+    misbehaving(monkeypatch, WRONG[ViolationKind.VALUE], [0, 1, 2])
     async with network(tmp_path, NAMES, noise=noise, identities=ids, durable=True) as up:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RunStateMachine, "_enforce", lambda book: None)
@@ -363,11 +372,11 @@ async def test_a_coordinator_that_is_started_again_is_told_again(
         await up.restart_coordinator()
         outcome = await running
     if policy == "stop":
-        told = [words(Rule.NUMBERS, name) for name in NAMES[:DORA]]
+        told = [words(ViolationKind.VALUE, name) for name in NAMES[:DORA]]
         assert outcome.state == "failed" and outcome.detail in told
         return
     assert outcome.state == "finished", outcome.detail
-    (absence,) = outcome.absences or ()
+    (absence,) = outcome.offline_intervals or ()
     assert absence.learner == "dora"
     is_as_simulated(outcome, spec, noise)
 
@@ -393,5 +402,5 @@ async def test_what_a_learner_says_of_who_is_no_neighbour_is_passed_over(
         known = await noticed(up, outcome.run_id)
     assert (outcome.state, outcome.detail) == ("finished", "")
     assert known == [
-        (0, Noticed(1, ROUNDS, Rule.FORM, Attribution.NAME))
+        (0, Noticed(1, ROUNDS, ViolationKind.ENCODING, Attribution.CLAIM))
     ]  # how it knows it is unknown: the least that counts

@@ -15,12 +15,12 @@ from sottovoce_client.running.operate import Outcome
 from sottovoce_core.errors import FailedPrecondition, Unavailable
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_learner.memory import Memory
+from sottovoce_learner.memory import LearnerStateMachine
 from sottovoce_learner.peers import connection
-from sottovoce_learner.peers.in_process import InProcessTransport, InProcessStream, _Turns
+from sottovoce_learner.peers.in_process import InProcessStream, InProcessTransport, _Turns
 from sottovoce_learner.service import Learner
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import made_up, small_spec
 from tests.services.identities import Identities, Issuing
@@ -34,7 +34,9 @@ def spec_of(**more: Any) -> RunSpec:
 
 
 @asynccontextmanager
-async def together(folder: Path, nearby: InProcessTransport | None, identities: Issuing | None = None) -> AsyncIterator[Network]:
+async def together(
+    folder: Path, nearby: InProcessTransport | None, identities: Issuing | None = None
+) -> AsyncIterator[Network]:
     """Learners of one process, whose noise is the same in every run."""
     async with network(folder, [], identities=identities) as up:
         up.nearby, up.noise_seed = nearby, "the same"
@@ -51,7 +53,7 @@ class Opened:
 
         def opening(*args: Any, **more: Any) -> Any:
             self.count += 1
-            return channel(*args, **more)
+            return open_channel(*args, **more)
 
         monkeypatch.setattr(connection, "channel", opening)
 
@@ -64,13 +66,13 @@ async def ran(up: Network, spec: RunSpec) -> Outcome:
 
 async def test_what_is_said_is_as_over_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, said = Opened(monkeypatch), list[bytes]()
-    say = Memory.remember
+    say = LearnerStateMachine.commit_message
 
-    def saying(memory: Memory, t: int, state: Any, frame: bytes, spent: float) -> None:
+    def saying(memory: LearnerStateMachine, t: int, state: Any, frame: bytes, spent: float) -> None:
         say(memory, t, state, frame, spent)
         said.append(frame)
 
-    monkeypatch.setattr(Memory, "remember", saying)
+    monkeypatch.setattr(LearnerStateMachine, "remember", saying)
     found = list[list[bytes]]()
     for folder, nearby in ((tmp_path / "apart", None), (tmp_path / "together", InProcessTransport())):
         async with together(folder, nearby) as up:
@@ -89,9 +91,9 @@ async def test_what_is_overheard_is_whole(tmp_path: Path, monkeypatch: pytest.Mo
     opened = Opened(monkeypatch)
     async with together(tmp_path, InProcessTransport()) as up:
         outcome = await ran(up, spec_of(capture=capture))
-    assert outcome.capture is not None
-    heard = open_capture(outcome.capture)
-    assert heard.complete and heard.totals()[0] == 2 * len(NAMES) * ROUNDS
+    assert outcome.capture_location is not None
+    heard = open_capture(outcome.capture_location)
+    assert heard.is_complete and heard.count_messages()[0] == 2 * len(NAMES) * ROUNDS
     assert (opened.count > 0) == (capture == "relay")
 
 
@@ -116,11 +118,11 @@ async def test_a_learner_that_leaves_and_comes_back_goes_on(tmp_path: Path) -> N
         await up.feed(run.run_id, spec, data)
         last = await up.end(run.run_id)
         assert last.state == coordinator_pb2.RUN_STATE_FINISHED and not last.violations, last
-        assert not any(learner.in_run().hearing.violation_count for learner in up.learners.values())
+        assert not any(learner.require_session().receiver.violation_count for learner in up.learners.values())
 
 
 async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
-    ours, theirs = InProcessStream.pair(_Turns())
+    ours, theirs = InProcessStream.create_pair(_Turns())
     await ours.write(b"one")
     await ours.write(b"two")
     theirs.end()
@@ -133,7 +135,7 @@ async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
 async def test_one_reader_a_turn_is_told_that_something_has_come() -> None:
     """Else whoever asks a learner of a large host waits until all others have taken their rounds."""
     turns, told = _Turns(), list[int]()
-    pairs = [InProcessStream.pair(turns) for _ in range(20)]
+    pairs = [InProcessStream.create_pair(turns) for _ in range(20)]
 
     async def reading(k: int) -> None:
         await pairs[k][1].read()
@@ -159,7 +161,7 @@ async def test_an_error_of_the_other_side_is_told_and_a_bugs_text_is_not(
     nearby = InProcessTransport()
     async with together(tmp_path, nearby) as up:
         with pytest.raises(FailedPrecondition, match="not in a run"):
-            async with nearby.meet(up.addresses["ann"]) as stream:
+            async with nearby.open_stream(up.addresses["ann"]) as stream:
                 await stream.read()
 
         def broken(_: Learner) -> None:
@@ -167,7 +169,7 @@ async def test_an_error_of_the_other_side_is_told_and_a_bugs_text_is_not(
 
         monkeypatch.setattr(up.learners["ann"].servicer, "_in_run", broken.__get__(up.learners["ann"]))
         with pytest.raises(Unavailable, match="internal error") as told:
-            async with nearby.meet(up.addresses["ann"]) as stream:
+            async with nearby.open_stream(up.addresses["ann"]) as stream:
                 await stream.read()
         assert "Miller" not in str(told.value)
 
@@ -176,6 +178,6 @@ async def test_a_learner_that_is_gone_is_not_met(tmp_path: Path) -> None:
     nearby = InProcessTransport()
     async with together(tmp_path, nearby) as up:
         address = up.addresses["ann"]
-        assert nearby.has(address)
+        assert nearby.has_learner(address)
         await up.leave("ann")
-        assert not nearby.has(address)
+        assert not nearby.has_learner(address)

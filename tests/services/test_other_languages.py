@@ -32,7 +32,7 @@ def page_spec() -> RunSpec:
     (text,) = re.findall(r"```yaml\n(# wards\.yaml\n.*?)```", PAGE, re.DOTALL)
     document = yaml.safe_load(text)
     document |= {"privacy": {}, "clock": {"mode": "paced", "period_s": 0.02}, "durability": "process"}
-    return parse_spec(document, imports=False)
+    return parse_spec(document, allow_imports=False)
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sottovoce_core.errors import SpecError, Unavailable
-from sottovoce_core.privacy.guarantee import Event
+from sottovoce_core.privacy.guarantee import Adjacency
 from sottovoce_core.running.policy import GuaranteeRequirements, Policy
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
@@ -21,8 +21,8 @@ from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage import ledger
-from sottovoce_learner.storage.ledger import Standing
-from sottovoce_learner.storage.state_folder import Files
+from sottovoce_learner.storage.ledger import StoredState
+from sottovoce_learner.storage.state_folder import LearnerPaths
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import ALLOWING, made_up, small_spec
@@ -62,7 +62,7 @@ ASKING: dict[str, tuple[Policy, dict[str, Any], str]] = {
     "price": (Policy(), {"algorithm": {"sigma": 1e-9}}, "epsilon_per_run 100, the spec asks for "),
     "no promise": (Policy(), {"algorithm": {"name": GOSSIP}}, "epsilon_per_run 100, the spec asks for inf"),
     "adjacency": (
-        Policy(guarantees=GuaranteeRequirements(adjacency=Event.LEARNER)),
+        Policy(guarantees=GuaranteeRequirements(adjacency=Adjacency.LEARNER)),
         {},
         "guarantees.adjacency learner, the spec asks for record",
     ),
@@ -93,7 +93,7 @@ def asking(sections: dict[str, Any]) -> RunSpec:
         **({} if "name" in sections.get("algorithm", {}) else document["algorithm"]),
         **sections.get("algorithm", {}),
     }
-    return parse_spec({**document, **sections, "algorithm": algorithm or document["algorithm"]}, imports=True)
+    return parse_spec({**document, **sections, "algorithm": algorithm or document["algorithm"]}, allow_imports=True)
 
 
 @pytest.mark.parametrize("what", ASKING)
@@ -108,14 +108,14 @@ async def test_a_run_outside_the_policy_fails_with_the_clause_and_its_learner_li
         await restarted(up, "ann", policy)
         outcome = await up.run(spec, made_up(spec))
         status = await up.status("ann")
-        charged = Standing.look(Files(tmp_path / "journals", "ann")).lines
+        charged = StoredState.read(LearnerPaths(tmp_path / "journals", "ann")).lines
         await restarted(up, "ann", ALLOWING)
         again = await up.run(spec_of(), made_up(spec_of()))
     assert outcome.state == "failed" and outcome.detail.startswith(
         "ann failed: the owner's policy (the default one) allows "
     )
     assert text in outcome.detail and "\n" not in outcome.detail
-    assert (status.state, status.rounds_said, status.run_id) == (LearnerState.FAILED, 0, outcome.run_id)
+    assert (status.state, status.rounds_committed, status.run_id) == (LearnerState.FAILED, 0, outcome.run_id)
     assert len(charged) == 0
     assert again.state == "finished"
 
@@ -216,8 +216,8 @@ async def test_copies_go_to_whom_its_owner_accepts(
     async with network(tmp_path, NAMES, identities=Identities(tmp_path / "ids")) as up:
         await restarted(up, "ann", accepting)
         outcome = await up.run(spec, made_up(spec))
-    assert outcome.state == "finished" and outcome.capture is not None
-    senders = set(open_capture(outcome.capture).messages(["sender"])["sender"].to_pylist())
+    assert outcome.state == "finished" and outcome.capture_location is not None
+    senders = set(open_capture(outcome.capture_location).read_messages(["sender"])["sender"].to_pylist())
     assert senders == ({0, 1} if copies else {1})
 
 
@@ -242,7 +242,7 @@ async def test_the_limit_of_a_run_holds_while_it_goes_on(tmp_path: Path) -> None
         outcome = await up.run(planned, made_up(planned))  # of one record a round
     status = outcome.statuses[0]
     assert outcome.state == "stopped"
-    assert status.state is LearnerState.BUDGET_EXHAUSTED and status.rounds_said == 3
+    assert status.state is LearnerState.BUDGET_EXHAUSTED and status.rounds_committed == 3
     assert f"above what this learner's owner allows in one, {limit:.6g}" in status.detail
     assert status.epsilon_spent == pytest.approx(price(planned, 3)) and status.epsilon_budget == limit
 
@@ -294,7 +294,7 @@ def ago(days: float) -> type[datetime]:
 async def test_what_was_spent_before_the_last_30_days_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, files, outcomes = spec_of(), Files(tmp_path / "journals", "ann"), []
+    spec, files, outcomes = spec_of(), LearnerPaths(tmp_path / "journals", "ann"), []
     policy = Policy(epsilon_per_run=None, epsilon_per_month=1.5 * price(spec))
     async with network(tmp_path, NAMES) as up:
         for days in (30.1, 29.9, 0.0):

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from sottovoce_client.running.local import LocalServices
-from sottovoce_client.running.operate import run_on
+from sottovoce_client.running.operate import run_on_services
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig
@@ -55,7 +55,9 @@ async def test_what_learners_and_eavesdroppers_write_is_their_users_alone(tmp_pa
     """All that lies there while they are up: ledgers, logs of runs, captures; identities and logs others cannot come to."""
     spec = small_spec(5, NAMES, capture="relay", clock={"deadline_s": 100.0})
     async with LocalServices(spec, tmp_path, tls=True) as up:
-        running = run_on(up.coordinator, spec, made_up(spec), lambda progress, state: None, credentials=up.credentials)
+        running = run_on_services(
+            up.coordinator, spec, made_up(spec), lambda progress, state: None, credentials=up.credentials
+        )
         outcome = await asyncio.wait_for(running, PATIENCE_S)
         assert {
             name: len(list(folder.rglob("*"))) > 2 for name, folder in folders_of(tmp_path).items()

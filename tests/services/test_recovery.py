@@ -13,7 +13,7 @@ from sottovoce_client.running.operate import STOPPED_BY_OPERATOR
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.gossip import gossip_spec
@@ -46,13 +46,16 @@ async def test_a_run_goes_on_when_its_coordinator_is_started_again(tmp_path: Pat
             await up.restart_coordinator()
         outcome = await running
         decisions = [
-            up.learners[name].in_run().algorithm.decision(up.learners[name].in_run().memory.state) for name in NAMES
+            up.learners[name]
+            .require_session()
+            .algorithm.decision(up.learners[name].require_session().state_machine.state)
+            for name in NAMES
         ]
-        capture = open_capture(outcome.capture or "")
+        capture = open_capture(outcome.capture_location or "")
     assert (outcome.state, outcome.detail) == ("finished", "")
     np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
-    assert capture.complete
-    np.testing.assert_allclose(capture.transcript(SHAPES, 3).fields["y"], said, rtol=1e-12, atol=1e-12)
+    assert capture.is_complete
+    np.testing.assert_allclose(capture.read_transcript(SHAPES, 3).fields["y"], said, rtol=1e-12, atol=1e-12)
 
 
 async def test_a_changing_network_goes_on_with_the_epochs_that_each_learner_lacks(tmp_path: Path) -> None:
@@ -67,8 +70,8 @@ async def test_a_changing_network_goes_on_with_the_epochs_that_each_learner_lack
             await up.until("ann", LearnerState.RUNNING, rounds)
             await up.restart_coordinator()
         outcome = await running
-        sessions = [up.learners[name].in_run() for name in NAMES]
-        decisions = [session.algorithm.decision(session.memory.state) for session in sessions]
+        sessions = [up.learners[name].require_session() for name in NAMES]
+        decisions = [session.algorithm.decision(session.state_machine.state) for session in sessions]
     assert (outcome.state, outcome.detail) == ("finished", "")
     np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
 
@@ -78,7 +81,7 @@ async def test_runs_that_are_over_are_remembered(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES, durable=True) as up:
         outcomes = [await up.run(spec, made_up(spec)) for _ in range(2)]
         await up.restart_coordinator()
-        async with channel(up.coordinator) as to:
+        async with open_channel(up.coordinator) as to:
             stub = coordinator_pb2_grpc.CoordinatorStub(to)
             listed = (await stub.ListRuns(wire.ListRunsRequest(), timeout=PATIENCE_S, wait_for_ready=True)).runs
             whole = await stub.GetRun(wire.GetRunRequest(run_id=outcomes[0].run_id), timeout=PATIENCE_S)
@@ -112,8 +115,8 @@ async def test_a_run_that_is_stopped_while_its_coordinator_is_away_stops_when_it
         running = asyncio.ensure_future(up.run(spec, made_up(spec_of(1_000)), stop))
         await up.until("ann", LearnerState.RUNNING, 5)
         old = up.coordinating
-        assert old is not None and old.service is not None
-        await old.service.server.stop(None)
+        assert old is not None and old.server is not None
+        await old.server.server.stop(None)
         stop.set()
         await asyncio.sleep(0.2)
         await up.restart_coordinator()

@@ -10,16 +10,16 @@ from typing import Any
 import grpc
 import pytest
 
-from sottovoce_client.running.operate import run_on
+from sottovoce_client.running.operate import run_on_services
 from sottovoce_coordinator.service import Coordinator
 from sottovoce_core.errors import SpecError
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper
 from sottovoce_learner.storage.run_log import RunLog
-from sottovoce_learner.storage.wal import Said
+from sottovoce_learner.storage.wal import RoundPayload
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.services.network import PATIENCE_S, Network, missed_soon, refused
 from tests.services.test_run import SHAPES
@@ -38,7 +38,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         say = RunLog.write_ahead
 
-        def written(own: RunLog, t: int, spent: float, said: Said) -> None:
+        def written(own: RunLog, t: int, spent: float, said: RoundPayload) -> None:
             if self.broken and t >= FAILS_IN:
                 raise OSError(5, "Input/output error")
             say(own, t, spent, said)
@@ -52,7 +52,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 async def resume(up: Network, run_id: str) -> coordinator_pb2.Run:
-    async with channel(up.coordinator) as to:
+    async with open_channel(up.coordinator) as to:
         request = coordinator_pb2.ResumeRunRequest(run_id=run_id)
         call = coordinator_pb2_grpc.CoordinatorStub(to).ResumeRun
         return await call(request, timeout=PATIENCE_S, wait_for_ready=True)
@@ -151,8 +151,8 @@ async def test_what_is_said_after_a_capture_was_closed_is_not_captured_and_that_
     closed = f"the capture of run {last.run_id!r} is closed: {last.capture_id}"
     assert again.capture_error == f"nothing is captured since the run was taken up again: {closed}"
     capture = open_capture(last.capture_location)
-    assert (last.capture_location, capture.complete) == (end.capture_location, True)
-    assert capture.transcript(SHAPES, 3).rounds == FAILS_IN
+    assert (last.capture_location, capture.is_complete) == (end.capture_location, True)
+    assert capture.read_transcript(SHAPES, 3).rounds == FAILS_IN
 
 
 async def test_who_takes_a_run_up_may_bring_the_records_that_its_learners_lack(tmp_path: Path, disk: Disk) -> None:
@@ -165,8 +165,8 @@ async def test_who_takes_a_run_up_may_bring_the_records_that_its_learners_lack(t
         disk.broken = False
         other = work(tmp_path, NAMES, 1, 149)
         with pytest.raises(SpecError, match=f"run {run_id} is of another spec or other records"):
-            await run_on(up.coordinator, other.spec, other.data, lambda *seen: None, resume=run_id)
-        going = run_on(up.coordinator, first.spec, first.data, lambda *seen: None, resume=run_id)
+            await run_on_services(up.coordinator, other.spec, other.data, lambda *seen: None, resume=run_id)
+        going = run_on_services(up.coordinator, first.spec, first.data, lambda *seen: None, resume=run_id)
         outcome = await asyncio.wait_for(going, PATIENCE_S)
         ends_as_simulated(up, first, await up.end(run_id))
     assert (outcome.run_id, outcome.state) == (run_id, "finished")
@@ -193,10 +193,10 @@ async def test_a_capture_that_was_left_open_goes_on(tmp_path: Path, disk: Disk) 
     async with serving(tmp_path, first) as up:
         (run_id,) = await begun(up, first)
         old = up.eavesdropping
-        assert old is not None and old.service is not None
+        assert old is not None and old.server is not None
         (recording,) = old._captures.sessions.values()
-        await recording.writing.end()
-        await old.service.server.stop(None)
+        await recording.writer_tasks.end()
+        await old.server.server.stop(None)
         (end,) = await fed_to_their_ends(up, [run_id], first)
         assert "cannot reach the eavesdropper" in end.capture_error
         up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
@@ -206,7 +206,7 @@ async def test_a_capture_that_was_left_open_goes_on(tmp_path: Path, disk: Disk) 
         last = await up.end(run_id)
     assert (again.capture_error, last.capture_error) == ("", "")
     assert last.state == coordinator_pb2.RUN_STATE_FINISHED
-    payloads = open_capture(last.capture_location).messages()["payload"].to_pylist()
+    payloads = open_capture(last.capture_location).read_messages()["payload"].to_pylist()
     assert {RoundCodec(SHAPES).decode(payload)[0] for payload in payloads} >= set(range(FAILS_IN, 40))
 
 

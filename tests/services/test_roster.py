@@ -18,18 +18,18 @@ from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator import conducting
-from sottovoce_coordinator.captures import Captures
-from sottovoce_coordinator.conducting import RESTING, RunController
+from sottovoce_coordinator.captures import CaptureClient
+from sottovoce_coordinator.conducting import QUIESCE_COMMAND, RunController
 from sottovoce_coordinator.courses import ManagedRun
-from sottovoce_coordinator.runs import RunStateMachine, RunState
-from sottovoce_coordinator.store import Store
+from sottovoce_coordinator.runs import RunState, RunStateMachine
+from sottovoce_coordinator.store import CoordinatorStore
 from sottovoce_core.errors import CaptureError, Unavailable
 from sottovoce_core.network.roster import OfflineInterval
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce_core.running.participation import require_valid_reconfiguration
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import _Listening, open_capture
@@ -37,9 +37,9 @@ from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage import run_log
 from sottovoce_learner.storage.store import Ledger
-from sottovoce_rpc.directives import Directive
-from sottovoce_rpc.learner_status import WaitCause, LearnerState, LearnerStatus
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.directives import Command
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, WaitCause
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
@@ -74,15 +74,18 @@ CASES = {
 
 
 def transcript_of(outcome: Outcome, run: Run) -> Transcript:
-    return open_capture(outcome.capture or "").transcript(run.field_shapes, run.spec.n_learners, run.network)
+    return open_capture(outcome.capture_location or "").read_transcript(
+        run.field_shapes, run.spec.n_learners, run.network
+    )
 
 
 def noise_for(run: Run, folder: Path) -> tuple[Path, Transcript]:
     """A file of noise, and what is said with it."""
     recorder = Recorder(SeededNoise(1))
-    said = Transcript.of(step.message for step in simulate(run, made_up(run.spec), recorder))
+    said = Transcript.from_rounds(step.message for step in simulate_rounds(run, made_up(run.spec), recorder))
     np.savez(
-        folder / "noise.npz", **cast(dict[str, Any], {name: np.stack(each) for name, each in recorder.drawn.items()})
+        folder / "noise.npz",
+        **cast(dict[str, Any], {name: np.stack(each) for name, each in recorder.noise_by_field.items()}),
     )
     return folder / "noise.npz", said
 
@@ -94,17 +97,17 @@ async def test_a_run_with_absences_is_what_the_simulator_says(tmp_path: Path, sp
     async with network(tmp_path, spec.names, noise=noise) as up:
         outcome = await up.run(spec, data)
     assert outcome.state == "finished"
-    assert open_capture(outcome.capture or "").complete
+    assert open_capture(outcome.capture_location or "").is_complete
     said = transcript_of(outcome, run)
     for name, values in simulated.fields.items():
         np.testing.assert_allclose(said.fields[name], values, rtol=1e-9, atol=1e-12)
     away = np.isnan(next(iter(said.fields.values()))[:, :, 0, 0])
-    there = np.array([spec.roster.there(t) for t in range(spec.rounds)])
+    there = np.array([spec.participation.participant_mask(t) for t in range(spec.rounds)])
     assert (away == ~there).all()
     for i, learned in enumerate(data.learners):
         promised = run.guarantee(i)
         losses = replay(run, said, i, [learned, learned.with_use(0, -learned.features[0], 1.0 - learned.labels[0])])
-        assert len(losses.realised) == spec.rounds
+        assert len(losses.realised_losses) == spec.rounds
         assert np.abs(losses.total).max() <= promised.cumulative_epsilon[-1]
         assert outcome.statuses[i].epsilon_spent == pytest.approx(promised.epsilon(), rel=1e-12)
     for reported in summarise(
@@ -153,7 +156,7 @@ OPEN = {"topology": COMPLETE, "absences": (), "rounds": 60, "capture": "mirror",
 
 
 async def ask(up: Network, name: str, request: Any) -> coordinator_pb2.Run:
-    async with channel(up.coordinator) as to:
+    async with open_channel(up.coordinator) as to:
         call = getattr(coordinator_pb2_grpc.CoordinatorStub(to), name)
         answer: coordinator_pb2.Run = await call(request, timeout=PATIENCE_S)
         return answer
@@ -169,7 +172,7 @@ def as_amended(spec: RunSpec, noise: Path) -> tuple[Run, Transcript]:
     run = build_run(spec, 3)
     with np.load(noise) as drawn:
         source = RecordedNoise({name: drawn[name] for name in drawn})
-    return run, Transcript.of(step.message for step in simulate(run, made_up(spec), source))
+    return run, Transcript.from_rounds(step.message for step in simulate_rounds(run, made_up(spec), source))
 
 
 async def test_who_leaves_is_heard_to_its_last_round(tmp_path: Path) -> None:
@@ -185,7 +188,7 @@ async def test_who_leaves_is_heard_to_its_last_round(tmp_path: Path) -> None:
     assert outcome.state == "finished", outcome.detail
     (absence,) = left.absences or ()
     assert absence.learner == "dora" and 10 <= absence.first_round < 60 and not absence.unheard
-    assert outcome.absences == left.absences
+    assert outcome.offline_intervals == left.absences
     run, simulated = as_amended(left, noise)
     said = transcript_of(outcome, run)
     np.testing.assert_allclose(said.fields["y"], simulated.fields["y"], rtol=1e-9, atol=1e-12)
@@ -243,9 +246,9 @@ async def test_a_run_goes_on_without_a_learner_that_is_gone(
         await up.leave("dora")
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    (absence,) = outcome.absences
+    (absence,) = outcome.offline_intervals
     assert absence.learner == "dora" and set(absence.unheard) == set(NAMES[:3])
-    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.absences}), noise)
+    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.offline_intervals}), noise)
     for field, said in transcript_of(outcome, run).fields.items():
         assert len(said) == 60
         np.testing.assert_allclose(said[:, :3], simulated.fields[field][:, :3], rtol=1e-9, atol=1e-12)
@@ -263,7 +266,7 @@ async def test_who_is_gone_when_all_others_have_finished_is_lost_in_the_end(tmp_
         with pytest.MonkeyPatch.context() as patch:
 
             async def slowly(self: Session, t: int) -> None:
-                if self.role.name == "dora" and t == 59:
+                if self.assignment.name == "dora" and t == 59:
                     await asyncio.sleep(PATIENCE_S)
                 await learn(self, t)
 
@@ -274,7 +277,7 @@ async def test_who_is_gone_when_all_others_have_finished_is_lost_in_the_end(tmp_
             await up.leave("dora")
             outcome = await running
     assert outcome.state == "finished", outcome.detail
-    (absence,) = outcome.absences
+    (absence,) = outcome.offline_intervals
     assert (absence.learner, absence.first_round, dict(absence.unheard)) == ("dora", 60, dict.fromkeys(NAMES[:3], 60))
 
 
@@ -294,11 +297,11 @@ async def test_a_learner_that_is_lost_is_told_so_and_free_for_other_runs(tmp_pat
         refusal = await refused(ask(up, "JoinRun", coordinator_pb2.JoinRunRequest(run_id=run_id, learner="dora")))
         assert "and dora has some" in (refusal.details() or "")
         outcome = await running
-        lines = {line.run_id: line for line in Ledger(tmp_path / "journals").lines("dora")}
+        lines = {line.run_id: line for line in Ledger(tmp_path / "journals").list_entries("dora")}
     assert outcome.state == "finished", outcome.detail
     line, spent = lines[run_id], build_run(spec, 3).guarantee(3).cumulative_epsilon
-    assert line.said >= 10 and line.spent == pytest.approx(spent[line.said - 1])
-    assert 0 < outcome.statuses[3].epsilon_spent <= line.spent  # what was heard of it before it went
+    assert line.rounds_committed >= 10 and line.epsilon_spent == pytest.approx(spent[line.rounds_committed - 1])
+    assert 0 < outcome.statuses[3].epsilon_spent <= line.epsilon_spent  # what was heard of it before it went
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
@@ -328,7 +331,7 @@ async def test_what_a_run_cannot_do_is_refused_and_it_goes_on(
         asked = request(run_id=up.learners["ann"].status.run_id, learner=name)
         assert why in ((await refused(ask(up, f"{verb}Run", asked))).details() or "")
         outcome = await running
-    assert outcome.state == "finished" and not outcome.absences
+    assert outcome.state == "finished" and not outcome.offline_intervals
 
 
 def test_what_came_of_a_lost_learner_and_was_not_used_is_no_forgery() -> None:
@@ -365,7 +368,7 @@ async def left(up: Network, run_id: str, name: str) -> str | None:
 def require_simulated(outcome: Outcome, spec: RunSpec, noise: Path, *lost: int) -> None:
     """What was overheard is what the simulator says by the spec as it is in the end; of who was lost, what was heard."""
     assert outcome.state == "finished", outcome.detail
-    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.absences}), noise)
+    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.offline_intervals}), noise)
     for field, said in transcript_of(outcome, run).fields.items():
         wanted = simulated.fields[field]
         assert len(said) == spec.rounds
@@ -382,7 +385,7 @@ async def test_who_leaves_in_a_pause_stays_away(tmp_path: Path) -> None:
         await up.until("ann", LearnerState.RUNNING, 8)
         await leave(up, up.learners["ann"].status.run_id, "cleo")
         outcome = await running
-    (absence,) = outcome.absences
+    (absence,) = outcome.offline_intervals
     assert (absence.learner, absence.first_round, absence.until_round) == ("cleo", 5, None) and not absence.unheard
     require_simulated(outcome, PAUSE, noise)
 
@@ -399,7 +402,7 @@ async def test_who_is_gone_while_somebody_pauses_is_lost(tmp_path: Path, name: s
         await up.until_gone(name)
         await leave(up, run_id, name)
         outcome = await running
-    assert {each.learner for each in outcome.absences if each.unheard} == {name}
+    assert {each.learner for each in outcome.offline_intervals if each.unheard} == {name}
     require_simulated(outcome, PAUSE, noise, NAMES.index(name))
 
 
@@ -417,7 +420,7 @@ async def test_who_is_lost_cannot_be_lost_again(tmp_path: Path) -> None:
         await up.until("ann", LearnerState.RUNNING, 20)
         assert "is lost to run" in ((await refused(leave(up, run_id, "dora"))).details() or "")
         outcome = await running
-    assert outcome.state == "finished" and outcome.absences == lost
+    assert outcome.state == "finished" and outcome.offline_intervals == lost
 
 
 async def test_a_change_that_nobody_waits_for_any_more_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +442,7 @@ async def test_a_change_that_nobody_waits_for_any_more_is_made(tmp_path: Path, m
         asked.cancel()
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    assert [each.learner for each in outcome.absences] == ["dora"]
+    assert [each.learner for each in outcome.offline_intervals] == ["dora"]
 
 
 async def test_a_run_that_is_stopped_while_it_is_changed_stays_stopped(
@@ -447,7 +450,7 @@ async def test_a_run_that_is_stopped_while_it_is_changed_stays_stopped(
 ) -> None:
     told, stopped = asyncio.Event(), asyncio.Event()
 
-    async def slow(self: Captures, book: RunStateMachine, run: Run) -> None:
+    async def slow(self: CaptureClient, book: RunStateMachine, run: Run) -> None:
         if not told.is_set():
             told.set()
             await stopped.wait()
@@ -458,7 +461,7 @@ async def test_a_run_that_is_stopped_while_it_is_changed_stays_stopped(
         prepared.append(run_id)
         await prepare(self, run_id, told)
 
-    monkeypatch.setattr(Captures, "amend", slow)
+    monkeypatch.setattr(CaptureClient, "amend", slow)
     spec = LOSABLE["ldp-dol"]
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -501,7 +504,7 @@ async def test_who_leaves_is_waited_for_where_the_coordinator_was_started_again(
             while (refusal := await left(up, run_id, name)) is not None:
                 assert "has no round under way" in refusal
         outcome = await running
-    (absence,) = outcome.absences
+    (absence,) = outcome.offline_intervals
     assert absence.learner == name and absence.first_round >= 10 and not absence.unheard
     require_simulated(outcome, spec, noise)
 
@@ -509,18 +512,18 @@ async def test_who_leaves_is_waited_for_where_the_coordinator_was_started_again(
 def test_whose_stream_breaks_while_all_rest_is_waited_for() -> None:
     """It was not told before, and may say what it was granted; it may be in an attempt before this one."""
     held = RunStateMachine("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
-    running = [LearnerStatus(name, "r-1", LearnerState.RUNNING, rounds_done=4, rounds_said=5) for name in NAMES]
+    running = [LearnerStatus(name, "r-1", LearnerState.RUNNING, rounds_done=4, rounds_committed=5) for name in NAMES]
     held.restore(RunState.RUNNING, running, datetime.now(UTC))
-    assert held.busy == [0, 1, 2, 3]  # nobody is back
+    assert held.busy_learners == [0, 1, 2, 3]  # nobody is back
     for i in range(4):
-        held.back(i)
-        held.report(replace(running[i], state=LearnerState.STOPPED))
-    held.unsure.add(2)
-    assert held.busy == [2]
-    held.rests(running[2])
-    assert held.busy == [2]
-    held.rests(replace(running[2], state=LearnerState.STOPPED, rounds_said=6))
-    assert not held.busy and held.unsaid == 6
+        held.mark_connected(i)
+        held.handle_report(replace(running[i], state=LearnerState.STOPPED))
+    held.possible_senders.add(2)
+    assert held.busy_learners == [2]
+    held.handle_quiesced_report(running[2])
+    assert held.busy_learners == [2]
+    held.handle_quiesced_report(replace(running[2], state=LearnerState.STOPPED, rounds_committed=6))
+    assert not held.busy_learners and held.first_unsent_round == 6
 
 
 async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,15 +531,15 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
     tries = []
 
     def full(method: str) -> None:
-        write = getattr(Store, method)
+        write = getattr(CoordinatorStore, method)
 
-        def once(self: Store, *arguments: Any) -> None:
+        def once(self: CoordinatorStore, *arguments: Any) -> None:
             tries.append(method)
             if tries.count(method) == 1:
                 raise Unavailable("the disk is full")
             write(self, *arguments)
 
-        monkeypatch.setattr(Store, method, once)
+        monkeypatch.setattr(CoordinatorStore, method, once)
 
     monkeypatch.setattr(conducting, "_AGAIN_S", 0.2)
     spec = LOSABLE["ldp-dol"]
@@ -550,7 +553,7 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
         await up.leave("dora")
         outcome = await running
     assert tries.count("keep") > 1 and tries.count("amend") == 2
-    assert [each.learner for each in outcome.absences] == ["dora"]
+    assert [each.learner for each in outcome.offline_intervals] == ["dora"]
     require_simulated(outcome, spec, noise, 3)
 
 
@@ -567,7 +570,7 @@ async def test_a_run_that_loses_two_is_overheard_to_its_end(
         missed_soon(monkeypatch, dora=later)
         await asyncio.gather(up.leave("cleo"), up.leave("dora"))
         outcome = await running
-    first = {each.learner: each.first_round for each in outcome.absences}
+    first = {each.learner: each.first_round for each in outcome.offline_intervals}
     assert first.keys() == {"cleo", "dora"} and len(set(first.values())) == 1
     require_simulated(outcome, spec, noise, 2, 3)
 
@@ -575,21 +578,21 @@ async def test_a_run_that_loses_two_is_overheard_to_its_end(
 def test_who_rested_under_a_coordinator_before_this_one_is_waited_for_when_it_is_back() -> None:
     """It was briefed, and speaks, before it has said so."""
     held = RunStateMachine("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
-    rested = [LearnerStatus(name, "r-1", LearnerState.STOPPED, rounds_done=4, rounds_said=5) for name in NAMES]
+    rested = [LearnerStatus(name, "r-1", LearnerState.STOPPED, rounds_done=4, rounds_committed=5) for name in NAMES]
     held.restore(RunState.RUNNING, rested, datetime.now(UTC))
-    held.back(0)
-    assert 0 in held.busy
+    held.mark_connected(0)
+    assert 0 in held.busy_learners
 
 
 def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
     """As far as others have heard it, it had: reports of those who are gone are old."""
     held = RunStateMachine("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
     said = dict(zip(NAMES, (9, 9, 2, 3), strict=True))
-    known = [LearnerStatus(name, "r-1", LearnerState.STOPPED, rounds_said=said[name]) for name in NAMES]
+    known = [LearnerStatus(name, "r-1", LearnerState.STOPPED, rounds_committed=said[name]) for name in NAMES]
     held.restore(RunState.RUNNING, known, datetime.now(UTC))
-    held.losing = {2, 3}
-    assert held.unheard(2) == {"ann": 8, "ben": 8, "dora": 9}
-    assert held.unheard(3) == {"ann": 8, "ben": 8, "cleo": 9}
+    held.pending_removals = {2, 3}
+    assert held.compute_missed_from_rounds(2) == {"ann": 8, "ben": 8, "dora": 9}
+    assert held.compute_missed_from_rounds(3) == {"ann": 8, "ben": 8, "cleo": 9}
 
 
 def without(held: RunStateMachine, lost: int) -> RunSpec:
@@ -599,32 +602,36 @@ def without(held: RunStateMachine, lost: int) -> RunSpec:
 def test_who_has_learned_its_last_round_before_it_died_has_heard_who_is_lost() -> None:
     """By its log, which alone knows: it could not report that any more."""
     held = RunStateMachine("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
-    known = [LearnerStatus(name, "r-1", LearnerState.RUNNING, rounds_done=59, rounds_said=60) for name in NAMES]
+    known = [LearnerStatus(name, "r-1", LearnerState.RUNNING, rounds_done=59, rounds_committed=60) for name in NAMES]
     held.restore(RunState.RUNNING, known, datetime.now(UTC))
-    held.losing = {3}
-    held.rest(0, 60, closed=True)
-    held.rest(1, 60, closed=False)
-    assert held.unheard(3) == {"ann": 60, "ben": 59, "cleo": 59}
+    held.pending_removals = {3}
+    held.mark_quiesced(0, 60, is_last_round_learned=True)
+    held.mark_quiesced(1, 60, is_last_round_learned=False)
+    assert held.compute_missed_from_rounds(3) == {"ann": 60, "ben": 59, "cleo": 59}
     left = without(held, 3)
-    require_valid_reconfiguration(held.run.spec.roster, left.roster, 0, said=60, done=60)
-    require_valid_reconfiguration(held.run.spec.roster, left.roster, 1, said=60, done=59)
+    require_valid_reconfiguration(
+        held.run.spec.participation, left.participation, 0, committed_rounds=60, learned_rounds=60
+    )
+    require_valid_reconfiguration(
+        held.run.spec.participation, left.participation, 1, committed_rounds=60, learned_rounds=59
+    )
 
 
 def test_a_lost_learner_may_have_said_what_a_coordinator_before_this_one_has_granted() -> None:
     """It alone may have been told: how far the others were granted says nothing."""
     run = build_run(LOSABLE["ldp-dol"], 3)
     course = ManagedRun(RunStateMachine("r-1", run, 3, ("a:1", "b:2", "c:3", "d:4")), datetime.now(UTC))
-    course.book.state = RunState.RUNNING
-    with contextlib.closing(Store(None)) as kept:
-        kept.begin(course.kept())
-        kept.grant("r-1", 12, 4, course.record())
-        (written,) = kept.runs()
-    again = ManagedRun.resumed(written, run, datetime.now(UTC)).book
-    assert again.clock.granted == 0
+    course.machine.state = RunState.RUNNING
+    with contextlib.closing(CoordinatorStore(None)) as kept:
+        kept.add_run(course.to_stored_run())
+        kept.reserve_lease("r-1", 12, 4, course.encode_view())
+        (written,) = kept.load_runs()
+    again = ManagedRun.from_stored_run(written, run, datetime.now(UTC)).machine
+    assert again.clock.leased_until == 0
     (absence,) = without(again, 3).absences or ()
     assert absence.first_round == 16
-    again.clock.resume(59)
-    again.reserved = 64
+    again.clock.raise_lease(59)
+    again.inherited_lease = 64
     assert [each.first_round for each in without(again, 3).absences or ()] == [60]  # of a run of 60 rounds
 
 
@@ -632,9 +639,11 @@ def test_a_run_ends_though_its_coordinator_died_before_it_said_so_and_nobody_is_
     lost: dict[str, Any] = {"learner": "dora", "first_round": 60, "unheard": dict.fromkeys(NAMES[:3], 60)}
     run = build_run(LOSABLE["ldp-dol"].model_copy(update={"absences": (OfflineInterval(**lost),)}), 3)
     held, now = RunStateMachine("r-1", run, 3, ("a:1", "b:2", "c:3", "d:4")), datetime.now(UTC)
-    known = [LearnerStatus(name, "r-1", LearnerState.FINISHED, rounds_done=60, rounds_said=60) for name in NAMES[:3]]
+    known = [
+        LearnerStatus(name, "r-1", LearnerState.FINISHED, rounds_done=60, rounds_committed=60) for name in NAMES[:3]
+    ]
     held.restore(RunState.RUNNING, [*known, LearnerStatus("dora", "r-1", LearnerState.RUNNING)], now)
-    held.miss(0, now)
+    held.handle_deadline(0, now)
     assert held.state is RunState.FINISHED
 
 
@@ -648,8 +657,8 @@ async def test_nobody_leaves_by_what_those_who_do_not_rest_have_told_last(
         await asyncio.sleep(0.03)
         await learn(self, t)
 
-    async def deaf(self: Learner, run_id: str, told: Directive | None) -> None:
-        if told == RESTING and self.config.name == "ben":
+    async def deaf(self: Learner, run_id: str, told: Command | None) -> None:
+        if told == QUIESCE_COMMAND and self.config.name == "ben":
             await asyncio.sleep(PATIENCE_S)
         await obey(self, run_id, told)
 
@@ -664,7 +673,7 @@ async def test_nobody_leaves_by_what_those_who_do_not_rest_have_told_last(
         assert "ben did not rest within the deadline" in (refusal.details() or "")
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    assert [each.learner for each in outcome.absences] == ["ben"]
+    assert [each.learner for each in outcome.offline_intervals] == ["ben"]
 
 
 async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -682,7 +691,7 @@ async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(operate, "feed", undelivered)
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
-    assert [each.learner for each in outcome.absences] == ["dora"]
+    assert [each.learner for each in outcome.offline_intervals] == ["dora"]
 
 
 async def test_the_last_one_is_lost_when_all_others_have_finished_and_gone(tmp_path: Path) -> None:
@@ -694,7 +703,7 @@ async def test_the_last_one_is_lost_when_all_others_have_finished_and_gone(tmp_p
         with pytest.MonkeyPatch.context() as patch:
 
             async def slowly(self: Session, t: int) -> None:
-                if self.role.name == "dora" and t == 59:
+                if self.assignment.name == "dora" and t == 59:
                     await asyncio.sleep(PATIENCE_S)
                 await learn(self, t)
 
@@ -708,7 +717,7 @@ async def test_the_last_one_is_lost_when_all_others_have_finished_and_gone(tmp_p
                 await up.leave(name)
             outcome = await running
     assert outcome.state == "finished", outcome.detail
-    assert [each.learner for each in outcome.absences] == ["dora"]
+    assert [each.learner for each in outcome.offline_intervals] == ["dora"]
 
 
 async def test_a_run_is_taken_up_again_after_a_learner_was_lost(tmp_path: Path) -> None:
@@ -733,8 +742,8 @@ async def test_a_run_is_taken_up_again_after_a_learner_was_lost(tmp_path: Path) 
             await up.join(name)
         outcome = await up.run(spec, made_up(spec), resume=run_id, place=made_up)
     assert failed.state == "failed" and "somebody must be there" in failed.detail
-    assert outcome.state == "finished" and outcome.absences == failed.absences
-    assert [each.rounds_said for each in outcome.statuses[:3]] == [60] * 3
+    assert outcome.state == "finished" and outcome.offline_intervals == failed.offline_intervals
+    assert [each.rounds_committed for each in outcome.statuses[:3]] == [60] * 3
 
 
 def test_what_a_lost_learner_said_last_may_have_been_overheard() -> None:

@@ -18,15 +18,15 @@ import structlog
 
 from sottovoce_client.running import feeder as feeders
 from sottovoce_client.running.feeder import make_batch
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, Interrupted, Outcome
+from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, Outcome, RunInterrupted
 from sottovoce_coordinator.round_clock import RoundClock
 from sottovoce_coordinator.runs import RunStateMachine
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData, load_dataset
 from sottovoce_core.noise import Recorder, SeededNoise
-from sottovoce_core.running.placement import place
+from sottovoce_core.running.placement import place_data
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import captures
@@ -38,10 +38,10 @@ from sottovoce_learner.storage import run_log
 from sottovoce_learner.storage.run_log import SNAPSHOT_AFTER_BYTES, SNAPSHOT_AFTER_ROUNDS, RunLog
 from sottovoce_learner.storage.state_folder import DiskFull
 from sottovoce_learner.storage.store import Ledger
-from sottovoce_learner.storage.wal import Kind, Said
+from sottovoce_learner.storage.wal import EntryKind, RoundPayload
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
-from sottovoce_rpc.learner_status import WaitCause, LearnerState
-from sottovoce_rpc.server import channel, listen_on
+from sottovoce_rpc.learner_status import LearnerState, WaitCause
+from sottovoce_rpc.server import listen_on, open_channel
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
@@ -60,16 +60,16 @@ def spec_of(capture: str = "none", **more: Any) -> RunSpec:
 
 
 def captured(outcome: Outcome) -> Capture:
-    assert outcome.capture is not None
-    capture = open_capture(outcome.capture)
-    assert (capture.facts["noticed_count"], capture.facts["not_checked"]) == (0, None)
+    assert outcome.capture_location is not None
+    capture = open_capture(outcome.capture_location)
+    assert (capture.metadata["noticed_count"], capture.metadata["not_checked"]) == (0, None)
     return capture
 
 
 def closed(outcome: Outcome) -> Capture:
     """The capture, which is complete when a run is reported over."""
     capture = captured(outcome)
-    assert capture.complete
+    assert capture.is_complete
     return capture
 
 
@@ -77,9 +77,9 @@ def recorded(spec: RunSpec, data: PlacedData, path: Path) -> tuple[Path, FloatAr
     """Simulate; the noise as a file, what was said, and the last decisions."""
     run = build_run(spec, data.n_features)
     recorder = Recorder(SeededNoise(1))
-    rounds = list(simulate(run, data, recorder))
-    np.savez(path, y=np.stack(recorder.drawn["y"]))
-    return path, np.stack([step.message["y"] for step in rounds]), rounds[-1].after[:, 0]
+    rounds = list(simulate_rounds(run, data, recorder))
+    np.savez(path, y=np.stack(recorder.noise_by_field["y"]))
+    return path, np.stack([step.message["y"] for step in rounds]), rounds[-1].decisions_after[:, 0]
 
 
 # ---- a run that goes well --------------------------------------------------------------------------------------------
@@ -100,7 +100,10 @@ async def test_a_run_equals_its_simulation_and_the_capture_shows_it(tmp_path: Pa
     async with network(tmp_path, NAMES, noise=noise) as up:
         outcome = await up.run(spec, data)
         decisions = [
-            up.learners[name].in_run().algorithm.decision(up.learners[name].in_run().memory.state) for name in NAMES
+            up.learners[name]
+            .require_session()
+            .algorithm.decision(up.learners[name].require_session().state_machine.state)
+            for name in NAMES
         ]
         if capture != "none":
             closed(outcome)
@@ -120,11 +123,11 @@ async def test_a_run_equals_its_simulation_and_the_capture_shows_it(tmp_path: Pa
     assert all(labels is not None and labels.shape == (8,) for labels in outcome.predictions)
 
     if capture == "none":
-        assert outcome.capture is None
+        assert outcome.capture_location is None
         return
-    transcript = captured(outcome).transcript(SHAPES, 4)
+    transcript = captured(outcome).read_transcript(SHAPES, 4)
     np.testing.assert_allclose(transcript.fields["y"], said, rtol=1e-12, atol=1e-12)
-    assert captured(outcome).facts["messages"] == 2 * 4 * ROUNDS == captured(outcome).messages().num_rows
+    assert captured(outcome).metadata["messages"] == 2 * 4 * ROUNDS == captured(outcome).read_messages().num_rows
 
 
 async def test_mirror_and_relay_show_the_same(tmp_path: Path) -> None:
@@ -135,7 +138,7 @@ async def test_mirror_and_relay_show_the_same(tmp_path: Path) -> None:
         data = made_up(spec)
         noise, _, _ = recorded(spec, data, tmp_path / "noise.npz")
         async with network(tmp_path / capture, NAMES, noise=noise) as up:
-            table = closed(await up.run(spec, data)).messages()
+            table = closed(await up.run(spec, data)).read_messages()
         columns = ["caller", "callee", "sender", "direction", "size", "payload"]
         seen[capture] = sorted(zip(*(table[name].to_pylist() for name in columns), strict=True))
     assert seen["mirror"] == seen["relay"]
@@ -149,7 +152,7 @@ async def test_both_sides_of_every_stream_greet_first(tmp_path: Path) -> None:
         outcome = await up.run(spec, made_up(spec))
         capture = closed(outcome)
     ways: dict[tuple[int, int, str], list[tuple[str, bytes]]] = {}
-    for batch in capture.batches(["caller", "callee", "sender", "direction", "kind", "payload"]):
+    for batch in capture.read_batches(["caller", "callee", "sender", "direction", "kind", "payload"]):
         for each in batch.to_pylist():
             if each["kind"] in ("hello", "message"):
                 way = each["sender"], each["caller"] + each["callee"] - each["sender"], each["direction"]
@@ -169,7 +172,7 @@ async def test_private_noise_differs_from_run_to_run_and_is_said_to_be_private(t
     async with network(tmp_path, NAMES) as up:
         for _ in range(2):
             outcome = await up.run(spec, made_up(spec))
-            said.append(closed(outcome).transcript(SHAPES, 4).fields["y"])
+            said.append(closed(outcome).read_transcript(SHAPES, 4).fields["y"])
             assert not any(status.noise_is_not_private for status in outcome.statuses)
     assert not (said[0] == said[1]).any()
 
@@ -178,7 +181,7 @@ async def test_every_neighbour_hears_the_bytes_of_the_journal(tmp_path: Path, ke
     spec = spec_of("relay")
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
-        table = closed(outcome).messages()
+        table = closed(outcome).read_messages()
     heard: dict[tuple[int, int], set[bytes]] = {}
     for sender, payload in zip(table["sender"].to_pylist(), table["payload"].to_pylist(), strict=True):
         heard.setdefault((sender, CODEC.decode(payload)[0]), set()).add(payload)
@@ -188,8 +191,8 @@ async def test_every_neighbour_hears_the_bytes_of_the_journal(tmp_path: Path, ke
         rounds = said_rounds(tmp_path / "journals", name)
         assert [t for t, _ in rounds] == list(range(ROUNDS + 1))
         assert [{said.frame} for _, said in rounds[:-1]] == [heard[i, t] for t in range(ROUNDS)]
-        (line,) = Ledger(tmp_path / "journals").lines(name)
-        assert (line.said, line.spent) == (ROUNDS, outcome.statuses[i].epsilon_spent)
+        (line,) = Ledger(tmp_path / "journals").list_entries(name)
+        assert (line.rounds_committed, line.epsilon_spent) == (ROUNDS, outcome.statuses[i].epsilon_spent)
 
 
 async def test_the_log_has_all_that_a_learner_took_in(tmp_path: Path, kept_logs: None) -> None:
@@ -200,8 +203,8 @@ async def test_the_log_has_all_that_a_learner_took_in(tmp_path: Path, kept_logs:
     network_of = build_run(spec, 3).network
     for i, log in enumerate(logs):
         for t in range(1, ROUNDS + 1):
-            heard = [logs[j][t - 1].frame for j in network_of.at(t - 1).heard_by(i)]
-            assert list(log[t].heard) == heard
+            heard = [logs[j][t - 1].frame for j in network_of.mixing(t - 1).in_neighbour_weights(i)]
+            assert list(log[t].received_frames) == heard
     assert outcome.state == "finished"
 
 
@@ -214,11 +217,11 @@ async def test_a_file_says_who_learns_what_when(tmp_path: Path) -> None:
         rows.append(f"{a},{b},{k % 2},{NAMES[k % 4]},{3 * k % 25}")
     (tmp_path / "d.csv").write_text("\n".join(rows), encoding="utf-8")
     spec = spec_of("mirror", data={"source": str(tmp_path / "d.csv"), "order": "given"})
-    data = place(spec, load_dataset(spec.data, spec.loss))
+    data = place_data(spec, load_dataset(spec.data, spec.loss))
     noise, said, _ = recorded(spec, data, tmp_path / "noise.npz")
     async with network(tmp_path, NAMES, noise=noise) as up:
         outcome = await up.run(spec, data)
-        transcript = closed(outcome).transcript(SHAPES, 4)
+        transcript = closed(outcome).read_transcript(SHAPES, 4)
 
     assert outcome.state == "finished"
     assert {data.learners[i].batch(t).size for i in range(4) for t in range(ROUNDS)} >= {0, 1}
@@ -237,7 +240,7 @@ async def test_a_paced_clock_says_nothing_while_a_learner_is_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody is fed, so no round is ever done: after the first grant of a window of one nothing grows."""
-    ticks, said, enough, true = 0, list[int](), asyncio.Event(), (RoundClock.tick, RunStateMachine.go_on)
+    ticks, said, enough, true = 0, list[int](), asyncio.Event(), (RoundClock.tick, RunStateMachine.build_next_lease)
 
     def tick(own: RoundClock) -> int:
         nonlocal ticks
@@ -247,7 +250,7 @@ async def test_a_paced_clock_says_nothing_while_a_learner_is_behind(
         return true[0](own)
 
     def go_on(own: RunStateMachine) -> Any:
-        said.append(own.clock.granted)
+        said.append(own.clock.leased_until)
         return true[1](own)
 
     monkeypatch.setattr(RoundClock, "tick", tick)
@@ -282,12 +285,12 @@ async def test_the_logs_of_a_run_go_with_it(tmp_path: Path) -> None:
     journals = tmp_path / "journals"
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec_of(), made_up(spec_of()))
-        spent = {name: Ledger(journals).spent(name) for name in NAMES}
+        spent = {name: Ledger(journals).sum_epsilon(name) for name in NAMES}
         async with asyncio.timeout(PATIENCE_S):
             while list(journals.glob("*@*")):  # noqa: ASYNC110 - a folder is no event
                 await asyncio.sleep(0.01)
-        assert {name: Ledger(journals).spent(name) for name in NAMES} == spent
-        assert [Ledger(journals).verify(name, imports=False)[-1].said for name in NAMES] == [ROUNDS] * 4
+        assert {name: Ledger(journals).sum_epsilon(name) for name in NAMES} == spent
+        assert [Ledger(journals).verify(name, imports=False)[-1].rounds_committed for name in NAMES] == [ROUNDS] * 4
         late = await up.start(small_spec(100_000, NAMES, clock={"deadline_s": 1.0}), 3)
         await up.end(late.run_id)
     assert outcome.state == "finished" and min(spent.values()) > 0
@@ -304,7 +307,7 @@ async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path:
     spec = spec_of("relay", privacy={"budget": [1e9, budget, 1e9, 1e9]})
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
-        table = closed(outcome).messages()
+        table = closed(outcome).read_messages()
     status = outcome.statuses[1]
 
     assert outcome.state == "stopped"
@@ -333,7 +336,7 @@ async def test_an_operator_stops_a_run(tmp_path: Path) -> None:
             await up.until(name, LearnerState.STOPPED)
         capture = closed(outcome)
     assert (outcome.state, outcome.detail) == ("stopped", STOPPED_BY_OPERATOR)
-    assert capture.transcript(SHAPES, 4).rounds >= 5
+    assert capture.read_transcript(SHAPES, 4).rounds >= 5
 
 
 async def test_a_run_is_stopped_when_its_coordinator_is_back(
@@ -366,7 +369,7 @@ async def test_an_operator_need_not_wait_for_learners_that_never_join(tmp_path: 
         running = asyncio.ensure_future(up.run(spec, made_up(spec), stop))
         await asyncio.sleep(0.1)
         stop.set()
-        with pytest.raises(Interrupted, match="stopped before the run had begun"):
+        with pytest.raises(RunInterrupted, match="stopped before the run had begun"):
             await running
         await up.join(NAMES[3])
         assert (await up.run(spec, made_up(spec))).state == "finished"
@@ -385,9 +388,9 @@ async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(
         leaving = up.learners["ben"]
         missed_soon(monkeypatch)
         await up.leave("ben")
-        assert leaving.in_run().status.state == LearnerState.STOPPED
+        assert leaving.require_session().status.state == LearnerState.STOPPED
         outcome = await running
-        table = closed(outcome).messages()
+        table = closed(outcome).read_messages()
     entries = said_rounds(tmp_path / "journals", "ben")
     payloads = set(table["payload"].to_pylist())
 
@@ -407,7 +410,7 @@ async def test_a_learner_does_not_end_before_its_last_message_is_written(
         await up.start(spec, 3)
         await up.until("ben", LearnerState.RUNNING)
         await eventually_said(up.learners["ben"])
-        up.learners["ben"].in_run().links[2].attach(slow, 0)
+        up.learners["ben"].require_session().links[2].attach(slow, 0)
         leaving = asyncio.ensure_future(up.leave("ben"))
         done, _ = await asyncio.wait([leaving], timeout=1.5)
         assert not done
@@ -420,7 +423,7 @@ async def test_a_learner_does_not_end_before_its_last_message_is_written(
 async def eventually_said(learner: Learner) -> None:
     """Wait until a learner, which has no records yet, has said round 0."""
     async with asyncio.timeout(PATIENCE_S):
-        while learner._session is None or learner.in_run().status.messages_sent == 0:  # noqa: ASYNC110 - no event
+        while learner._session is None or learner.require_session().status.messages_sent == 0:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
 
 
@@ -450,7 +453,7 @@ class Cutting(GrpcProxy):
 
         def check(kind: str, payload: bytes) -> None:
             note(kind, payload)
-            if kind == "message" and due and len(payload) == CODEC.length and CODEC.decode(payload)[0] == due[0]:
+            if kind == "message" and due and len(payload) == CODEC.message_bytes and CODEC.decode(payload)[0] == due[0]:
                 due.pop(0)
                 self._cut.set()
                 raise asyncio.InvalidStateError("cut")
@@ -480,18 +483,21 @@ async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again
     noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
     left = list(rounds)
     monkeypatch.setattr(Cutting, "cuts", {(1, 2, direction): left})
-    monkeypatch.setattr(captures, "Relay", Cutting)
+    monkeypatch.setattr(captures, "GrpcProxy", Cutting)
     async with network(tmp_path, NAMES, noise=noise) as up:
         outcome = await up.run(spec, data)
         capture = closed(outcome)
         decisions = [
-            up.learners[name].in_run().algorithm.decision(up.learners[name].in_run().memory.state) for name in NAMES
+            up.learners[name]
+            .require_session()
+            .algorithm.decision(up.learners[name].require_session().state_machine.state)
+            for name in NAMES
         ]
 
     assert left == []
     assert (outcome.state, outcome.detail) == ("finished", "")
     np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(by_round(capture.transcript(SHAPES, 4)), said[:, :, 0], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(by_round(capture.read_transcript(SHAPES, 4)), said[:, :, 0], rtol=1e-12, atol=1e-12)
     marked = said_again(capture)
     assert {(1 if direction == "out" else 2, t) for t in rounds} <= {CODEC.decode(payload)[1::-1] for payload in marked}
 
@@ -508,21 +514,21 @@ async def test_a_relay_that_is_restarted_on_its_port_is_found_again(
         await up.until("ann", LearnerState.RUNNING, 20)
         assert up.eavesdropping is not None
         (recording,) = up.eavesdropping._captures.sessions.values()
-        relay = recording.relays[0]
+        relay = recording.proxies[0]
         assert up.coordinating is not None
-        address = up.coordinating._courses.under_way[0].book.capture_binding.relays[0, 1]
+        address = up.coordinating._courses.active_runs[0].machine.capture_binding.relay_addresses[0, 1]
         await relay.stop()
         before = (await up.status("ann")).rounds_done
         assert before < 400
         await asyncio.sleep(0.2)
         assert (await up.status("ann")).rounds_done <= before + 1  # nobody can go on without a neighbour
 
-        again = recording.relays[0] = GrpcProxy(relay._route, recording.file)
+        again = recording.proxies[0] = GrpcProxy(relay._route, recording.writer)
         again._server.add_generic_rpc_handlers((again,))
         assert listen_on(again._server, address) == address
         await again._server.start()
         outcome = await running
-        transcript = closed(outcome).transcript(SHAPES, 4)
+        transcript = closed(outcome).read_transcript(SHAPES, 4)
     assert (outcome.state, transcript.rounds) == ("finished", 400)
 
 
@@ -536,7 +542,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     say = RunLog.write_ahead
     failing: list[bytes] = []
 
-    def full(log: RunLog, t: int, spent: float, said: Said) -> None:
+    def full(log: RunLog, t: int, spent: float, said: RoundPayload) -> None:
         if (t, CODEC.decode(said.frame)[1]) == (9, 2):
             failing.append(said.frame)
             raise OSError(5, "Input/output error", "/secret/path")
@@ -546,7 +552,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     spec = spec_of("relay")
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
-        table = closed(outcome).messages()
+        table = closed(outcome).read_messages()
 
     assert len(failing) == 1
     assert failing[0] not in table["payload"].to_pylist()
@@ -561,12 +567,12 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
 @pytest.mark.parametrize("what", ["a message", "records", "the end"])
 async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Whoever looks sees who waits for what; then the same bytes are written, and the run ends as if nothing had been."""
-    kind = {"a message": Kind.ROUND, "records": Kind.BATCH, "the end": Kind.CLOSE}[what]
+    kind = {"a message": EntryKind.ROUND, "records": EntryKind.BATCH, "the end": EntryKind.CLOSE}[what]
     append, room, tried = RunLog._append, asyncio.Event(), list[bytes]()
 
-    def appended(own: RunLog, asked: Kind, t: int, spent: float, body: bytes) -> None:
+    def appended(own: RunLog, asked: EntryKind, t: int, spent: float, body: bytes) -> None:
         about = own._log._about
-        if asked is kind and about.learner == "cleo" and (kind is not Kind.ROUND or t == 9):
+        if asked is kind and about.learner == "cleo" and (kind is not EntryKind.ROUND or t == 9):
             tried.append(body)
             if not room.is_set():
                 raise DiskFull
@@ -581,21 +587,23 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
             running = asyncio.ensure_future(up.run(spec, made_up(spec, batch=2)))
             cleo = up.learners["cleo"]
             async with asyncio.timeout(PATIENCE_S):
-                while cleo._session is None or cleo._session.waiting is None or len(tried) < 3:  # noqa: ASYNC110
+                while cleo._session is None or cleo._session.reportable_wait is None or len(tried) < 3:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            assert cleo._session.waiting.cause is WaitCause.DISK
+            assert cleo._session.reportable_wait.cause is WaitCause.DISK
             room.set()
             outcome = await running
             found = np.stack(
                 [
-                    up.learners[name].in_run().algorithm.decision(up.learners[name].in_run().memory.state)
+                    up.learners[name]
+                    .require_session()
+                    .algorithm.decision(up.learners[name].require_session().state_machine.state)
                     for name in NAMES
                 ]
             )
     assert (outcome.state, outcome.detail) == ("finished", "")
     full = [(each["learner"], each["log_level"]) for each in logs if each["event"].startswith("disk full")]
     assert full == [("cleo", "warning")]
-    assert len(set(tried)) == 1 or kind is Kind.BATCH
+    assert len(set(tried)) == 1 or kind is EntryKind.BATCH
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
 
 
@@ -620,7 +628,11 @@ async def test_a_learner_that_is_started_again_on_a_full_disk_waits_for_room(
         await up.join("ben")
         async with asyncio.timeout(PATIENCE_S):
             ben = up.learners["ben"]
-            while ben._session is None or (wait := ben._session.waits.newest) is None or wait.cause is not WaitCause.DISK:  # noqa: ASYNC110
+            while (
+                ben._session is None
+                or (wait := ben._session.wait_tracker.current_wait) is None
+                or wait.cause is not WaitCause.DISK
+            ):
                 await asyncio.sleep(0.01)
         full.clear()
         outcome = await running
@@ -647,8 +659,8 @@ async def test_a_feeder_that_leaves_a_full_disk_is_not_waited_for(
     """What is missing from then on are records, not room: there is another deadline for them."""
     append, room = RunLog._append, asyncio.Event()
 
-    def appended(own: RunLog, kind: Kind, *more: Any) -> None:
-        if kind is Kind.BATCH and not room.is_set():
+    def appended(own: RunLog, kind: EntryKind, *more: Any) -> None:
+        if kind is EntryKind.BATCH and not room.is_set():
             raise DiskFull
         append(own, kind, *more)
 
@@ -659,7 +671,11 @@ async def test_a_feeder_that_leaves_a_full_disk_is_not_waited_for(
         feeding = asyncio.ensure_future(up.feed(run_id, spec, made_up(spec)))
         async with asyncio.timeout(PATIENCE_S):
             ann = up.learners["ann"]
-            while ann._session is None or (wait := ann._session.waits.newest) is None or wait.cause is not WaitCause.DISK:  # noqa: ASYNC110
+            while (
+                ann._session is None
+                or (wait := ann._session.wait_tracker.current_wait) is None
+                or wait.cause is not WaitCause.DISK
+            ):
                 await asyncio.sleep(0.01)
         feeding.cancel()
         end = await up.end(run_id)
@@ -724,7 +740,7 @@ async def test_a_learner_can_be_asked_what_it_has_spent(tmp_path: Path) -> None:
         up.budget = 2.5 * first.statuses[0].epsilon_spent
         await up.join("ann")
         third = await up.run(spec, made_up(spec))
-        async with channel(up.addresses["ann"]) as to:
+        async with open_channel(up.addresses["ann"]) as to:
             ledger = await learner_pb2_grpc.LearnerStub(to).GetLedger(learner_pb2.GetLedgerRequest())
     spent = [outcome.statuses[0].epsilon_spent for outcome in (first, second, third)]
 
@@ -790,7 +806,7 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(
         assert len({each.parent for each in snapshots}) == 4 and len(snapshots) <= 8
         assert after[0][0] > 0 and after[-1][0] == 400
     assert (
-        open_capture(end.capture_location).transcript(SHAPES, 4).rounds == 400
+        open_capture(end.capture_location).read_transcript(SHAPES, 4).rounds == 400
     )  # refused where a round has two contents
 
 
@@ -810,7 +826,7 @@ async def test_a_learner_may_come_back_at_another_address(tmp_path: Path, captur
         assert (outcome.state, outcome.detail) == ("finished", "")
         assert [status.rounds_done for status in outcome.statuses] == [400] * 4
         if capture == "relay":
-            assert closed(outcome).transcript(SHAPES, 4).rounds == 400
+            assert closed(outcome).read_transcript(SHAPES, 4).rounds == 400
 
 
 async def test_a_feeder_makes_no_more_than_its_learner_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -828,7 +844,7 @@ async def test_a_feeder_makes_no_more_than_its_learner_takes(tmp_path: Path, mon
         run_id = (await up.start(spec, data.n_features)).run_id
         feeding = asyncio.ensure_future(up.feed(run_id, spec, data, but=NAMES[1:]))
         async with asyncio.timeout(PATIENCE_S):
-            while not up.learners["ann"]._session or not up.learners["ann"].in_run().ingest.enough:  # noqa: ASYNC110
+            while not up.learners["ann"]._session or not up.learners["ann"].require_session().ingestor.has_enough:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
         assert 64 <= made[0] < 200
@@ -846,7 +862,7 @@ async def test_a_feeder_that_comes_back_is_told_at_once_what_is_due(tmp_path: Pa
         await up.leave("ann")
         await up.join("ann")
         await up.until("ann", LearnerState.RUNNING)
-        async with channel(up.addresses["ann"]) as to:
+        async with open_channel(up.addresses["ann"]) as to:
             call = learner_pb2_grpc.LearnerStub(to).Ingest(timeout=PATIENCE_S)
             await call.write(sent[0])
             receipt = await call.read()

@@ -28,7 +28,7 @@ from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_eavesdropper.writing import format_part_name, parse_part_number
 from sottovoce_rpc.codec import RoundCodec
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.brokers import free_port
@@ -62,11 +62,11 @@ async def test_what_is_written_there_is_read_there(store: Store, monkeypatch: py
     await captured(f"{PLACE}/one", conversation(5))
     let(monkeypatch, store.reader, store.endpoint)
     (capture,) = await asyncio.to_thread(lambda: list(find_captures(open_folder(PLACE))))
-    assert (capture.complete, capture.name) == (True, f"{PLACE}/one")
-    assert capture.totals() == (10, 10 * len(frame(0, 0)))
-    whole, parts = await asyncio.to_thread(capture.digests)
+    assert (capture.is_complete, capture.name) == (True, f"{PLACE}/one")
+    assert capture.count_messages() == (10, 10 * len(frame(0, 0)))
+    whole, parts = await asyncio.to_thread(capture.compute_digests)
     assert whole != parts
-    said = (await asyncio.to_thread(capture.transcript, SHAPES, 2)).fields["y"]
+    said = (await asyncio.to_thread(capture.read_transcript, SHAPES, 2)).fields["y"]
     np.testing.assert_array_equal(said[:, :, 0, 0], np.arange(5.0)[:, None] * [1, 1])
 
 
@@ -76,13 +76,13 @@ async def test_what_grew_meanwhile_is_seen(store: Store, monkeypatch: pytest.Mon
     file = await captured(f"{PLACE}-grows/one", conversation(2), close=False)
     place = open_folder(f"{PLACE}-grows")
     (before,) = list(find_captures(place))
-    assert (before.complete, before.totals()[0]) == (False, 4)
-    file.gaps.resumed(0, 1, due=2, t=9)  # capture.json becomes longer
+    assert (before.is_complete, before.count_messages()[0]) == (False, 4)
+    file.gaps.resume_channel(0, 1, next_round=2, t=9)  # capture.json becomes longer
     for each in conversation(3):
-        file.add(each)
+        file.add_row(each)
     await file.close()
     (after,) = list(find_captures(place))
-    assert after.totals()[0] == 10 and len(after.facts["gaps"]) == 1
+    assert after.count_messages()[0] == 10 and len(after.metadata["gaps"]) == 1
 
 
 # ---- what is wrong from the start ------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ async def test_a_store_that_may_be_written_is_left_as_it_was(store: Store, monke
     eavesdropper = Eavesdropper(EavesdropperConfig(folder=f"{PLACE}-empty"))
     await eavesdropper.start()
     await eavesdropper.stop()
-    assert open_folder(f"{PLACE}-empty").names() == []
+    assert open_folder(f"{PLACE}-empty").list_names() == []
 
 
 # ---- a store that goes away, and comes back --------------------------------------------------------------------------
@@ -182,18 +182,18 @@ async def test_what_a_store_missed_is_written_when_it_is_back(
     file = await captured(f"{PLACE}-back/one", rows[:4], close=False)
     way.cut()
     for each in rows[4:6]:  # twice: what waits is not looked at, or counted, again
-        file.add(each)
+        file.add_row(each)
         await file.flush()
-    assert file.open and file.broken is None
+    assert file.is_open and file.write_error is None
     way.mend()
     for each in rows[6:]:
-        file.add(each)
+        file.add_row(each)
     await file.close()
-    assert file.broken is None
+    assert file.write_error is None
     let(monkeypatch, store.reader, store.endpoint)
     capture = open_capture(f"{PLACE}-back/one")
-    assert capture.complete and capture.messages()["payload"].to_pylist() == [each.payload for each in rows]
-    assert not any(capture.messages()["again"].to_pylist())
+    assert capture.is_complete and capture.read_messages()["payload"].to_pylist() == [each.payload for each in rows]
+    assert not any(capture.read_messages()["again"].to_pylist())
     said = capsys.readouterr()
     assert store.writer.secret not in said.out + said.err
 
@@ -205,26 +205,28 @@ async def test_what_waits_for_a_store_is_bounded(store: Store, way: Way, monkeyp
     file = await captured(f"{PLACE}-gone/one", rows[:4], close=False)
     way.cut()
     for each in rows[4:]:
-        file.add(each)
+        file.add_row(each)
         await file.flush()
-    assert not file.open and file.broken is not None and way.address in file.broken
+    assert not file.is_open and file.write_error is not None and way.address in file.write_error
     assert (file._rows, file._due) == ([], [])
     way.mend()
     await file.close()
     let(monkeypatch, store.reader, store.endpoint)
     capture = open_capture(f"{PLACE}-gone/one")
-    assert not capture.complete and capture.messages()["payload"].to_pylist() == [each.payload for each in rows[:4]]
+    assert not capture.is_complete and capture.read_messages()["payload"].to_pylist() == [
+        each.payload for each in rows[:4]
+    ]
 
 
 @pytest.mark.slow
 async def test_a_store_that_stays_away_ends_a_capture(store: Store, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     file = await captured(f"{PLACE}-away/one", conversation(2), close=False)
     way.cut()
-    file.add(row(frame(2, 0)))
+    file.add_row(row(frame(2, 0)))
     await file.close()
-    assert file.broken is not None and way.address in file.broken
+    assert file.write_error is not None and way.address in file.write_error
     let(monkeypatch, store.reader, store.endpoint)
-    assert not open_capture(f"{PLACE}-away/one").complete
+    assert not open_capture(f"{PLACE}-away/one").is_complete
 
 
 # ---- runs of real processes ------------------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ class Ward:
 
     async def start(self, prepared: PreparedRun) -> coordinator_pb2.Run:
         """Start a run."""
-        async with channel(self.coordinator) as to:
+        async with open_channel(self.coordinator) as to:
             told = spec_to_wire(prepared.run.spec)
             request = coordinator_pb2.StartRunRequest(spec=told, n_features=prepared.data.n_features)
             return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=PATIENCE_S)
@@ -276,7 +278,7 @@ class Ward:
 
     async def over(self, run: coordinator_pb2.Run) -> coordinator_pb2.Run:
         """The last word on a run."""
-        async with channel(self.coordinator) as to:
+        async with open_channel(self.coordinator) as to:
             request = coordinator_pb2.WatchRunRequest(run_id=run.run_id)
             *_, last = [each async for each in coordinator_pb2_grpc.CoordinatorStub(to).WatchRun(request)]
             return last
@@ -286,7 +288,7 @@ class Ward:
 
         def written() -> bool:
             captures = find_captures(open_folder(self.place))
-            return any(parse_part_number(name) for each in captures for name in each.place.names())
+            return any(parse_part_number(name) for each in captures for name in each.folder.list_names())
 
         async with asyncio.timeout(PATIENCE_S):
             while not await asyncio.to_thread(written):  # noqa: ASYNC110 - nobody tells of an object
@@ -302,7 +304,7 @@ class Ward:
 def heard(capture: Capture) -> dict[tuple[int, int], set[int]]:
     """The rounds that stand in a capture, by sender and receiver."""
     codec, found = RoundCodec(capture.shapes), {way: set[int]() for way in WAYS}
-    for said in capture.messages(("caller", "callee", "sender", "payload")).to_pylist():
+    for said in capture.read_messages(("caller", "callee", "sender", "payload")).to_pylist():
         t, sender, _ = codec.decode(said["payload"])
         found[sender, said["caller"] + said["callee"] - sender].add(t)
     return found
@@ -311,7 +313,7 @@ def heard(capture: Capture) -> dict[tuple[int, int], set[int]]:
 def missing(capture: Capture) -> dict[tuple[int, int], set[int]]:
     """The rounds that it says are missing."""
     found = {way: set[int]() for way in WAYS}
-    for gap in capture.facts["gaps"]:
+    for gap in capture.metadata["gaps"]:
         for sender, receiver in WAYS:
             if sender == gap["sender"] and receiver == gap.get("receiver", receiver):
                 found[sender, receiver] |= set(range(gap["from"], ROUNDS if gap["to"] is None else gap["to"]))
@@ -321,11 +323,11 @@ def missing(capture: Capture) -> dict[tuple[int, int], set[int]]:
 def require_whole(place: str, *captures: Capture) -> None:
     """Nothing else lies there, and nothing by half."""
     root = open_folder(place)
-    assert root.names() == sorted(each.name.rsplit("/", 1)[-1] for each in captures)
+    assert root.list_names() == sorted(each.name.rsplit("/", 1)[-1] for each in captures)
     for each in captures:
-        parts = [name for name in each.place.names() if name != "capture.json"]
+        parts = [name for name in each.folder.list_names() if name != "capture.json"]
         assert parts == [format_part_name(number) for number in range(1, len(parts) + 1)]
-        assert each.totals()[0] == each.facts["messages"]  # all parts can be read
+        assert each.count_messages()[0] == each.metadata["messages"]  # all parts can be read
 
 
 async def ours(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -364,24 +366,24 @@ async def test_a_run_whose_eavesdropper_is_killed_is_there_but_for_gaps_that_are
     killed, calm = (open_capture(each.capture_location) for each in last)
     require_whole(place, killed, calm)
     every = {way: set(range(ROUNDS)) for way in WAYS}
-    assert heard(calm) == every and calm.complete and calm.facts["gaps"] == []
+    assert heard(calm) == every and calm.is_complete and calm.metadata["gaps"] == []
     assert missing(killed) == {way: every[way] - rounds for way, rounds in heard(killed).items()}
-    assert killed.complete == (not killed.facts["gaps"])
+    assert killed.is_complete == (not killed.metadata["gaps"])
     assert not said_again(calm)
     said_again(killed)
 
     sql = "SELECT run, count(*) AS messages FROM messages WHERE kind = 'message' GROUP BY run"
     asked = await ours("transcript", "query", place, sql, "--csv")
     counted = {line["run"]: int(line["messages"]) for line in csv.DictReader(asked.stdout.splitlines())}
-    assert counted == {each.facts["run_id"]: each.facts["messages"] for each in (killed, calm)}, asked.stderr
+    assert counted == {each.metadata["run_id"]: each.metadata["messages"] for each in (killed, calm)}, asked.stderr
     said = {sender: set[int]().union(*(heard(killed)[way] for way in WAYS if way[0] == sender)) for sender, _ in WAYS}
     sent = len(WAYS) * ROUNDS  # an audit leaves a run out of which less was heard
-    whole = killed.totals()[0] >= sent and all(len(rounds) == ROUNDS for rounds in said.values())
+    whole = killed.count_messages()[0] >= sent and all(len(rounds) == ROUNDS for rounds in said.values())
     audit = await ours("audit", "--captures", place, "--out", str(tmp_path / "audit"))
     assert audit.returncode == int(whole), audit.stdout + audit.stderr
     told = json.loads((tmp_path / "audit" / "audit.json").read_text())
     assert told["captures_sha256"] == {
-        each.name.removeprefix(f"{place}/"): each.digests()[0] for each in (killed, calm)
+        each.name.removeprefix(f"{place}/"): each.compute_digests()[0] for each in (killed, calm)
     }
     assert ("1 other left out, of which rounds are missing" in told["source"]) != whole
 
@@ -408,7 +410,7 @@ async def test_a_store_that_goes_away_in_a_run_and_comes_back_misses_nothing(
     let(monkeypatch, store.reader, store.endpoint)
     capture = open_capture(last.capture_location)
     require_whole(place, capture)
-    assert capture.complete and not said_again(capture)
+    assert capture.is_complete and not said_again(capture)
     assert heard(capture) == {way: set(range(ROUNDS)) for way in WAYS}
     assert store.writer.secret not in ward.log.read_text()
 

@@ -19,7 +19,7 @@ from sottovoce_core.data import PlacedData
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
@@ -60,14 +60,14 @@ async def serving(folder: Path, *works: Work, durable: bool = False) -> AsyncIte
 def ends_as_simulated(up: Network, each: Work, end: coordinator_pb2.Run) -> None:
     """The messages, where they were captured, and the decisions, to 1e-12."""
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
-    sessions = [up.learners[name].in_run() for name in each.spec.names]
-    assert {session.role.run_id for session in sessions} == {end.run_id}
-    decisions = [session.algorithm.decision(session.memory.state) for session in sessions]
+    sessions = [up.learners[name].require_session() for name in each.spec.names]
+    assert {session.assignment.run_id for session in sessions} == {end.run_id}
+    decisions = [session.algorithm.decision(session.state_machine.state) for session in sessions]
     np.testing.assert_allclose(decisions, each.last, rtol=1e-12, atol=1e-12)
     if each.spec.capture != "none":
         capture = open_capture(end.capture_location)
-        assert (capture.complete, capture.facts["run_id"]) == (True, end.run_id)
-        said = capture.transcript(SHAPES, each.spec.n_learners).fields["y"]
+        assert (capture.is_complete, capture.metadata["run_id"]) == (True, end.run_id)
+        said = capture.read_transcript(SHAPES, each.spec.n_learners).fields["y"]
         np.testing.assert_allclose(said, each.said, rtol=1e-12, atol=1e-12)
 
 
@@ -84,7 +84,7 @@ async def fed_to_their_ends(up: Network, run_ids: list[str], *works: Work) -> li
 
 async def listed(up: Network) -> dict[str, int]:
     """State of every run that is remembered, the newest first."""
-    async with channel(up.coordinator) as to:
+    async with open_channel(up.coordinator) as to:
         ask = coordinator_pb2_grpc.CoordinatorStub(to).ListRuns
         answer = await ask(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S, wait_for_ready=True)
     return {run.run_id: run.state for run in answer.runs}
@@ -101,7 +101,7 @@ async def until_wanted(up: Network, learner: str) -> None:
 
 
 async def start_refused(up: Network, spec: RunSpec) -> grpc.aio.AioRpcError:
-    async with channel(up.coordinator) as to:
+    async with open_channel(up.coordinator) as to:
         request = coordinator_pb2.StartRunRequest(spec=spec_to_wire(spec), n_features=3)
         return await refused(coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=PATIENCE_S))
 
@@ -157,7 +157,7 @@ async def test_a_run_that_fails_or_is_stopped_leaves_another_one_alone(
         await up.feed(others[0], few, made_up(few), but=["gus"])  # fay has nobody to wait for but gus
         missed_soon(monkeypatch)
         await up.leave("gus")
-        async with channel(up.coordinator) as to:
+        async with open_channel(up.coordinator) as to:
             request = coordinator_pb2.StopRunRequest(run_id=others[1], reason="enough")
             await coordinator_pb2_grpc.CoordinatorStub(to).StopRun(request, timeout=PATIENCE_S)
         ends = [await up.end(each) for each in others]
@@ -229,7 +229,7 @@ async def test_all_runs_go_on_when_their_coordinator_is_started_again(tmp_path: 
         running = [asyncio.ensure_future(up.run(each.spec, each.data)) for each in (first, second)]
         await up.until("cleo", LearnerState.RUNNING, 5)
         await up.restart_coordinator()
-        assert up.coordinating is not None and len(up.coordinating._courses.under_way) == 2
+        assert up.coordinating is not None and len(up.coordinating._courses.active_runs) == 2
         async with asyncio.timeout(PATIENCE_S):
             outcomes = [await each for each in running]
         for each, outcome in zip((first, second), outcomes, strict=True):

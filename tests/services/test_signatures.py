@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from sottovoce_client.running.operate import Outcome
-from sottovoce_client.transcripts.verify import EXIT_NOT_ALL_SIGNED, read, verify
-from sottovoce_core.errors import CaptureError, FailedPrecondition, Rule
+from sottovoce_client.transcripts.verify import EXIT_NOT_ALL_SIGNED, read_signatures, verify
+from sottovoce_core.errors import CaptureError, FailedPrecondition, ViolationKind
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import relay
 from sottovoce_eavesdropper.reading import open_capture
@@ -24,7 +24,7 @@ from sottovoce_learner.peers.outbox import Outbox
 from sottovoce_learner.session import Session
 from sottovoce_rpc.certificates import AUTHORITIES_FILE
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, SignedStatement, Statement, digest, is_signature
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, SignedStatement, Statement, compute_frame_digest, is_signature
 from tests.examples import made_up, small_spec
 from tests.gossip import gossip_spec
 from tests.services.identities import Identities
@@ -47,7 +47,7 @@ def spec_of(capture: str = "relay") -> RunSpec:
 
 def shown(outcome: Outcome, ids: Identities) -> tuple[int, str]:
     console = Console(file=StringIO(), width=120)
-    code = verify(outcome.capture or "", ids.authority.folder / AUTHORITIES_FILE, console)
+    code = verify(outcome.capture_location or "", ids.authority.folder / AUTHORITIES_FILE, console)
     return code, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -57,15 +57,17 @@ async def test_a_capture_proves_what_was_said(tmp_path: Path, capture: str) -> N
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
-    found = open_capture(outcome.capture or "")
-    words = read(found, (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
-    assert found.facts["noticed_count"] == 0 and found.complete
-    assert {name: own.heard for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
-    assert {name: own.evidence for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
-    assert not any(own.twice or own.others or own.refused for own in words.values())
+    found = open_capture(outcome.capture_location or "")
+    words = read_signatures(found, (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
+    assert found.metadata["noticed_count"] == 0 and found.is_complete
+    assert {name: own.message_rounds_count for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
+    assert {name: own.signed_rounds_count for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
+    assert not any(own.equivocated_rounds or own.mismatched_rounds or own.refusals for own in words.values())
     code, text = shown(outcome, ids)
     assert code == 0 and "nobody has said two things" in text
-    code = verify(outcome.capture or "", Identities(tmp_path / "others").authority.folder / AUTHORITIES_FILE, Console())
+    code = verify(
+        outcome.capture_location or "", Identities(tmp_path / "others").authority.folder / AUTHORITIES_FILE, Console()
+    )
     assert code == 1
 
 
@@ -76,20 +78,20 @@ async def test_without_identities_nothing_is_signed(tmp_path: Path) -> None:
     code, text = shown(outcome, ids)
     assert code == EXIT_NOT_ALL_SIGNED and "no signatures here: never made, or removed" in text
     with pytest.raises(FailedPrecondition, match="no authorities in"):
-        verify(outcome.capture or "", tmp_path / "none.crt")
+        verify(outcome.capture_location or "", tmp_path / "none.crt")
     with pytest.raises(FailedPrecondition, match="it holds no certificates"):
-        verify(outcome.capture or "", Path(__file__))
+        verify(outcome.capture_location or "", Path(__file__))
     with pytest.raises(CaptureError, match="has neither captures nor"):
         verify(str(ids.folder), ids.authority.folder / AUTHORITIES_FILE)
     hostile = tmp_path / "hostile"
-    shutil.copytree(outcome.capture or "", hostile)
+    shutil.copytree(outcome.capture_location or "", hostile)
     facts = json.loads((hostile / "capture.json").read_text())
     for learners in (2**40, "ann", [1, 2], None):
         (hostile / "capture.json").write_text(json.dumps({**facts, "spec": {**facts["spec"], "learners": learners}}))
         with pytest.raises(CaptureError, match="is of no run of ours"):
             verify(str(hostile), ids.authority.folder / AUTHORITIES_FILE)
     for name in ("one", "two"):
-        shutil.copytree(outcome.capture or "", tmp_path / "copies" / name)
+        shutil.copytree(outcome.capture_location or "", tmp_path / "copies" / name)
     with pytest.raises(CaptureError, match="must hold one capture, got 2"):
         verify(str(tmp_path / "copies"), ids.authority.folder / AUTHORITIES_FILE)
 
@@ -105,9 +107,11 @@ async def test_a_learner_that_was_stopped_signs_what_it_said_before(tmp_path: Pa
         await up.join("ben")
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
-    assert {name: own.evidence for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
-    assert not any(own.twice or own.others or own.refused for own in words.values())
+    words = read_signatures(
+        open_capture(outcome.capture_location or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes()
+    )
+    assert {name: own.signed_rounds_count for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
+    assert not any(own.equivocated_rounds or own.mismatched_rounds or own.refusals for own in words.values())
 
 
 async def test_a_run_is_over_when_its_last_signatures_have_come(
@@ -139,8 +143,10 @@ async def test_a_run_is_over_when_its_last_signatures_have_come(
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
     assert states[0] == [LearnerState.RUNNING, LearnerState.RUNNING]
-    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
-    assert {name: own.evidence for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
+    words = read_signatures(
+        open_capture(outcome.capture_location or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes()
+    )
+    assert {name: own.signed_rounds_count for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
 
 
 async def test_a_last_signature_that_never_comes_holds_no_run_up(
@@ -157,8 +163,10 @@ async def test_a_last_signature_that_never_comes_holds_no_run_up(
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
-    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
-    assert (words["ben"].heard, words["ben"].evidence) == (ROUNDS, 2 * ROUNDS_PER_BLOCK)
+    words = read_signatures(
+        open_capture(outcome.capture_location or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes()
+    )
+    assert (words["ben"].message_rounds_count, words["ben"].signed_rounds_count) == (ROUNDS, 2 * ROUNDS_PER_BLOCK)
 
 
 def seldom() -> RunSpec:
@@ -180,21 +188,23 @@ async def test_who_is_heard_seldom_signs_what_was_heard_also_after_a_death(
         await up.until("ann", LearnerState.RUNNING, 12)
         with monkeypatch.context() as dying:
             dying.setattr(
-                up.learners["ann"].in_run().telling, "_sign", lambda t: None
+                up.learners["ann"].require_session().outbox, "_sign", lambda t: None
             )  # as it would when it is told to end
             await up.leave("ann")
         await up.until_gone("ann")
         await up.join("ann")
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
-    assert words["ann"].heard == ROUNDS and words["ann"].evidence >= 2 * ROUNDS_PER_BLOCK
-    assert not any(own.twice or own.others or own.refused for own in words.values())
+    words = read_signatures(
+        open_capture(outcome.capture_location or ""), (ids.authority.folder / AUTHORITIES_FILE).read_bytes()
+    )
+    assert words["ann"].message_rounds_count == ROUNDS and words["ann"].signed_rounds_count >= 2 * ROUNDS_PER_BLOCK
+    assert not any(own.equivocated_rounds or own.mismatched_rounds or own.refusals for own in words.values())
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, stop: asyncio.Event) -> list[str]:
     """Why a learner did not take in what came, as it comes about; then the run is stopped."""
-    found, true_hear = list[str](), Session.hear
+    found, true_hear = list[str](), Session.receive
 
     def hear(self: Session, neighbour: int, payload: bytes) -> None:
         try:
@@ -256,7 +266,9 @@ async def test_who_does_not_sign_is_not_heard(tmp_path: Path, monkeypatch: pytes
     assert set(refusals) == {
         f"ben must sign what it said from round 0 on before it says round {ROUNDS_PER_BLOCK}: is it older than this learner?"
     }
-    said = f"ben, or the relay in between, said {Rule.SIGNATURE.value} when round {ROUNDS_PER_BLOCK} was due, as "
+    said = (
+        f"ben, or the relay in between, said {ViolationKind.SIGNATURE.value} when round {ROUNDS_PER_BLOCK} was due, as "
+    )
     assert outcome.state == "failed" and outcome.detail.startswith(said)
 
 
@@ -265,15 +277,15 @@ async def test_two_signatures_of_one_round_prove_that_two_things_were_said(
 ) -> None:
     """Whoever records them, and whatever else: nobody but the learner can have made them."""
     ids, spec = Identities(tmp_path / "identities"), spec_of()
-    true_add, added = CaptureWriter.add, list[str]()
+    true_add, added = CaptureWriter.add_row, list[str]()
 
     def add(self: CaptureWriter, row: Any) -> None:
         true_add(self, row)
         if row.kind == "signature" and row.sender == 0 and not added:
             said = SignedStatement.decode(self.run_id, row.payload).statement
-            other = Statement(said.run_id, 0, said.block, digest(b"another") + said.digests[32:])
-            strangers = ids.of("learner/cleo").signed(other)
-            for each in (ids.of("learner/ann").signed(other), strangers):
+            other = Statement(said.run_id, 0, said.block, compute_frame_digest(b"another") + said.digests[32:])
+            strangers = ids.of("learner/cleo").sign_statement(other)
+            for each in (ids.of("learner/ann").sign_statement(other), strangers):
                 true_add(self, row._replace(payload=each.encode()))
             added.append(self.run_id)
 

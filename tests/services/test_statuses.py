@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 from tests.examples import small_spec
@@ -139,7 +139,7 @@ async def answered(to: grpc.aio.Channel, path: str, request: Message | bytes) ->
 async def seen(address: str, house: str, cases: list[Case]) -> set[str]:
     """The methods of a service, each of which has answered as it should."""
     service, paths = SERVICES[house].full_name, set[str]()
-    async with channel(address) as to:
+    async with open_channel(address) as to:
         for name, request, code, text in cases:
             paths.add(path := f"/{service}/{name}")
             failure = await answered(to, path, request)
@@ -172,7 +172,7 @@ async def stopped_and_closed(up: Network, run: coordinator_pb2.Run) -> None:
     """Afterwards the run is over, and its capture closed: that is state, and nothing of it is unknown."""
     pb = coordinator_pb2
     asked: dict[str, Any] = {"run_id": run.run_id}
-    async with channel(up.coordinator) as to:
+    async with open_channel(up.coordinator) as to:
         stop: Any = to.unary_unary(f"/{SERVICES['coordinator'].full_name}/StopRun", None, pb.Run.FromString)
         await stop(pb.StopRunRequest(**asked).SerializeToString(), timeout=PATIENCE_S)
     await up.end(run.run_id)

@@ -103,7 +103,8 @@ async def test_a_round_is_one_trace_with_spans_of_all_learners(tmp_path: Path, m
         assert said.start_time_unix_nano <= written.start_time_unix_nano
         assert written.end_time_unix_nano <= said.end_time_unix_nano
     assert seen == {
-        Tracing.compute_trace_id(run_id, t).to_bytes(16, "big"): {(name, run_id, t) for name in NAMES} for t in range(ROUNDS)
+        Tracing.compute_trace_id(run_id, t).to_bytes(16, "big"): {(name, run_id, t) for name in NAMES}
+        for t in range(ROUNDS)
     }
     names = {
         each.value.string_value

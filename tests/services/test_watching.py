@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sottovoce_client.watching.following import FolderSource, Source, open_eavesdropper_source
+from sottovoce_client.watching.following import CaptureSource, FolderSource, open_eavesdropper_source
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.online.watch import Watch
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.transcript import KEPT, RoundReassembler
+from sottovoce_core.running.transcript import MAX_REMEMBERED_MESSAGES, RoundReassembler
 from sottovoce_eavesdropper import writing
-from sottovoce_eavesdropper.lookout import Row
+from sottovoce_eavesdropper.lookout import CaptureRow
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_eavesdropper.writing import CaptureWriter
@@ -27,11 +27,11 @@ from tests.services.network import PATIENCE_S, network
 NAMES = ["ann", "bob", "eve"]
 
 
-async def complete(source: Source) -> Capture:
+async def complete(source: CaptureSource) -> Capture:
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            capture = await source.latest()
-            if capture is not None and capture.complete:
+            capture = await source.fetch_latest()
+            if capture is not None and capture.is_complete:
                 return capture
             await asyncio.sleep(0.02)
 
@@ -47,19 +47,22 @@ async def test_a_capture_is_fetched_while_it_is_written(tmp_path: Path) -> None:
             await up.feed(started.run_id, spec, data)
             await up.end(started.run_id)
             capture, parts = await fetching, set()
-            codec, rounds = RoundCodec(capture.shapes), RoundReassembler[Message](3, 12, run.network, KEPT)
+            codec, rounds = (
+                RoundCodec(capture.shapes),
+                RoundReassembler[Message](3, 12, run.network, MAX_REMEMBERED_MESSAGES),
+            )
             watch = Watch(run, data.learners, 1e-3, (0, 1, 2))
             for part, batch in capture.read_parts(("sender", "kind", "method", "payload")):
                 parts.add(part)
-                capture.assemble(batch, codec, rounds)
-                for t, messages in rounds.ready():
+                capture.assemble_rounds(batch, codec, rounds)
+                for t, messages in rounds.pop_complete_rounds():
                     assert watch.take(t, messages) == []  # a false alarm has probability 0.001
             assert list(capture.read_parts(("payload",), lambda part: part > max(parts))) == []
-        there = await FolderSource(str(tmp_path / "captures")).latest()
+        there = await FolderSource(str(tmp_path / "captures")).fetch_latest()
     assert there is not None
-    assert there.facts == capture.facts
+    assert there.metadata == capture.metadata
     assert (watch.round, rounds.equivocations) == (12, [])
-    assert all(np.isfinite(each.e) and each.heard for each in watch.learners)
+    assert all(np.isfinite(each.e) and each.is_replayable for each in watch.learners)
 
 
 async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(
@@ -69,14 +72,14 @@ async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(
     spec, closing, asked, may_end = small_spec(12, NAMES, capture="relay"), *(threading.Event() for _ in range(3))
     write, describe = CaptureWriter._write, CaptureWriter._describe
 
-    def write_slowly(self: CaptureWriter, rows: Sequence[Row]) -> None:
-        if not self.open:
+    def write_slowly(self: CaptureWriter, rows: Sequence[CaptureRow]) -> None:
+        if not self.is_open:
             closing.set()
             assert asked.wait(PATIENCE_S)
         write(self, rows)
 
     def describe_slowly(self: CaptureWriter) -> None:
-        if not self.open:
+        if not self.is_open:
             assert may_end.wait(PATIENCE_S)
         describe(self)
 
@@ -88,7 +91,7 @@ async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(
         async with open_eavesdropper_source(up.eavesdropper, started.run_id) as source:
             await up.feed(started.run_id, spec, made_up(spec))
             assert await asyncio.to_thread(closing.wait, PATIENCE_S)
-            asking = asyncio.ensure_future(source.latest())
+            asking = asyncio.ensure_future(source.fetch_latest())
             await asyncio.sleep(0.2)  # it has asked
             asked.set()
             early, _ = await asyncio.wait([asking], timeout=0.2)
@@ -96,7 +99,7 @@ async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(
             capture = await asking
             assert not early
             assert capture is not None
-            assert capture.complete
+            assert capture.is_complete
             await up.end(started.run_id)
 
 
@@ -105,7 +108,7 @@ async def test_a_capture_that_ends_while_it_is_fetched_has_all_that_it_tells_of(
 ) -> None:
     """Parts are looked for, and are then written, and the capture is closed, before any file is sent."""
     spec, looking, may_send = small_spec(12, NAMES, capture="relay"), threading.Event(), threading.Event()
-    names = Folder.names
+    names = Folder.list_names
 
     def slowly(self: Folder) -> list[str]:
         found = names(self)
@@ -118,13 +121,13 @@ async def test_a_capture_that_ends_while_it_is_fetched_has_all_that_it_tells_of(
         started = await up.start(spec, 3)
         async with open_eavesdropper_source(up.eavesdropper, started.run_id) as source:
             monkeypatch.setattr(Folder, "names", slowly)
-            asking = asyncio.ensure_future(source.latest())
+            asking = asyncio.ensure_future(source.fetch_latest())
             assert await asyncio.to_thread(looking.wait, PATIENCE_S)
             await up.feed(started.run_id, spec, made_up(spec))
             await up.end(started.run_id)
             may_send.set()
             early = await asking
             assert early is not None
-            assert not early.complete
+            assert not early.is_complete
             capture = await complete(source)
-            assert sum(batch.num_rows for batch in capture.batches()) >= 12 * 6  # and what learners say first
+            assert sum(batch.num_rows for batch in capture.read_batches()) >= 12 * 6  # and what learners say first

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sottovoce_client.running.evaluate import not_captured
+from sottovoce_client.running.evaluate import describe_missing_traffic
 from sottovoce_client.transcripts.show import show
-from sottovoce_client.transcripts.verify import read
+from sottovoce_client.transcripts.verify import read_signatures
 from sottovoce_core.errors import CaptureError, PermissionDenied, Unavailable
 from sottovoce_core.running.policy import Policy
 from sottovoce_eavesdropper import wiretap, writing
@@ -45,7 +45,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any
 
 
 def rows(capture: Capture, *columns: str) -> list[tuple[Any, ...]]:
-    return [tuple(row.values()) for batch in capture.batches(columns) for row in batch.to_pylist()]
+    return [tuple(row.values()) for batch in capture.read_batches(columns) for row in batch.to_pylist()]
 
 
 # ---- one edge --------------------------------------------------------------------------------------------------------
@@ -91,22 +91,22 @@ def test_records_are_told_however_they_are_cut(sizes: list[int], cuts: list[int]
     stream, framing, found = b"".join(map(record, sizes)) + record(9)[:7], Framing(), list[int]()
     for cut in [*cuts, len(stream)]:
         came, stream = stream[:cut], stream[cut:]
-        found += framing.sizes(came)
-    assert found == [size + 5 for size in sizes] and framing.rest() == 7
+        found += framing.split_records(came)
+    assert found == [size + 5 for size in sizes] and framing.count_partial_bytes() == 7
 
 
 @pytest.mark.parametrize("begin", [b"PRI * HTTP/2.0", b"\x16\x01\x01abc", b"\x17\x03\x03\xff\xffabc", b"\x16"])
 def test_what_is_no_tls_is_told_as_it_comes(begin: bytes) -> None:
     framing = Framing()
-    found = [*framing.sizes(begin), *framing.sizes(b"zwei drei"), *framing.sizes(b"vier")]
-    assert sum(found) + framing.rest() == len(begin) + 13
+    found = [*framing.split_records(begin), *framing.split_records(b"zwei drei"), *framing.split_records(b"vier")]
+    assert sum(found) + framing.count_partial_bytes() == len(begin) + 13
     assert found[-1] == 4 and len(found) >= 2
 
 
 def test_a_stream_that_stops_being_tls_is_told_as_it_comes_from_there_on() -> None:
     framing = Framing()
-    assert list(framing.sizes(record(10) + b"HELO you")) == [15, 8]
-    assert list(framing.sizes(record(10))) == [15] and framing.rest() == 0
+    assert list(framing.split_records(record(10) + b"HELO you")) == [15, 8]
+    assert list(framing.split_records(record(10))) == [15] and framing.count_partial_bytes() == 0
 
 
 async def test_bytes_pass_as_they_are_and_are_not_kept(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ async def test_bytes_pass_as_they_are_and_are_not_kept(tmp_path: Path) -> None:
     assert {(row[0], row[5]) for row in noted} == {("out", 0), ("back", 1)}
     told = capture.ciphertext
     assert told is not None and (told.connections, told.records, told.bytes) == (1, 120, 2 * len(said))
-    assert file.ways == {(0, 1): (60, len(said)), (1, 0): (60, len(said))}
-    assert capture.complete and capture.totals() == (0, 0)
-    assert capture.facts["not_checked"] == "anything: a wiretap reads no messages"
+    assert file.channel_traffic == {(0, 1): (60, len(said)), (1, 0): (60, len(said))}
+    assert capture.is_complete and capture.count_messages() == (0, 0)
+    assert capture.metadata["not_checked"] == "anything: a wiretap reads no messages"
 
 
 async def test_a_connection_on_which_nothing_passes_is_seen(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ async def test_a_connection_that_is_reset_ends_on_both_sides(tmp_path: Path) -> 
 async def test_where_nobody_accepts_a_connection_ends(tmp_path: Path) -> None:
     async with tapped(tmp_path) as (port, tap, _):
         for target in ("127.0.0.1:1", ""):
-            await tap.lead(target)
+            await tap.redirect(target)
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             with suppress(ConnectionError):
                 assert await reader.read() == b""
@@ -218,7 +218,7 @@ async def test_when_the_way_leads_elsewhere_connections_end_and_others_lead_ther
         first, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"x")
         assert await first.read(1) == b"x"
-        await tap.lead(f"127.0.0.1:{other.sockets[0].getsockname()[1]}")
+        await tap.redirect(f"127.0.0.1:{other.sockets[0].getsockname()[1]}")
         with suppress(ConnectionError):
             assert await first.read() == b""
         second, again = await asyncio.open_connection("127.0.0.1", port)
@@ -302,9 +302,9 @@ async def test_learners_insist_on_each_other_and_nothing_is_decrypted(
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished" and not outcome.capture_error
     assert set(seen) >= {"learner/ann", "learner/ben"} and not any("eavesdropper" in each for each in seen)
-    capture = open_capture(outcome.capture or "")
+    capture = open_capture(outcome.capture_location or "")
     told = capture.ciphertext
-    assert capture.complete and told is not None and told.connections >= 3
+    assert capture.is_complete and told is not None and told.connections >= 3
     noted = rows(capture, "caller", "callee", "direction", "kind", "size")
     for edge in ((0, 1), (0, 2), (1, 2)):
         for direction in ("out", "back"):
@@ -312,9 +312,9 @@ async def test_learners_insist_on_each_other_and_nothing_is_decrypted(
             assert len(sizes) > 10 and min(sizes) > 5
     assert {payload for (payload,) in rows(capture, "payload")} == {b""}
     with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of ciphertext, and no message"):
-        capture.transcript({"y": (3,)}, spec.n_learners)
+        capture.read_transcript({"y": (3,)}, spec.n_learners)
     with pytest.raises(CaptureError, match="is by wiretap"):
-        read(capture, b"")
+        read_signatures(capture, b"")
 
 
 def test_a_learner_takes_no_relays_word_in_a_run_that_is_tapped(tmp_path: Path) -> None:
@@ -339,27 +339,27 @@ async def test_an_eavesdropper_that_is_started_again_taps_on_and_says_that_somet
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 30)
         old = up.eavesdropping
-        assert old is not None and old.service is not None
+        assert old is not None and old.server is not None
         (recording,) = old._captures.sessions.values()
         if killed:
-            recording.file.open = False  # what it has in memory goes with it
-            await recording.writing.end()
-            for each in recording.relays:
+            recording.writer.is_open = False  # what it has in memory goes with it
+            await recording.writer_tasks.end()
+            for each in recording.proxies:
                 await each.stop()
-            await old.service.server.stop(None)
+            await old.server.server.stop(None)
         else:
             await old.stop()
         up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
         assert await up.eavesdropping.start() == up.eavesdropper
         outcome = await running
-    taken = open_capture(outcome.capture or "")
-    assert (outcome.state, taken.facts["capture_id"]) == ("finished", recording.file.capture_id)
-    ways = {(gap["sender"], gap["receiver"], gap["from"], gap["to"]) for gap in taken.facts["gaps"]}
-    edges = {(each["caller"], each["callee"]) for each in taken.facts["routes"]}
+    taken = open_capture(outcome.capture_location or "")
+    assert (outcome.state, taken.metadata["capture_id"]) == ("finished", recording.writer.capture_id)
+    ways = {(gap["sender"], gap["receiver"], gap["from"], gap["to"]) for gap in taken.metadata["gaps"]}
+    edges = {(each["caller"], each["callee"]) for each in taken.metadata["routes"]}
     assert ways == {(*way, 0, None) for i, j in edges for way in ((i, j), (j, i))}
-    assert not taken.complete and "must be whole (capture_gap: fail)" in outcome.capture_error
+    assert not taken.is_complete and "must be whole (capture_gap: fail)" in outcome.capture_error
     assert "The wiretap was started again in the run: the last that it noted before may be missing" in list(
-        not_captured(outcome)
+        describe_missing_traffic(outcome)
     )
     noted, told = rows(taken, "caller", "callee", "connection", "kind", "size"), taken.ciphertext
     sizes = [row[4] for row in noted if row[3] == "ciphertext"]

@@ -74,8 +74,8 @@ def wrong_in(stage: Stage, rounds: int) -> list[str]:
     """What this version has to say against the run's capture."""
     (place,) = Path(stage.captures).iterdir()
     capture = open_capture(place)
-    wrong = [] if capture.complete else ["the capture is not complete"]
-    transcript = capture.transcript(capture.shapes, len(LEARNERS))
+    wrong = [] if capture.is_complete else ["the capture is not complete"]
+    transcript = capture.read_transcript(capture.shapes, len(LEARNERS))
     wrong += [] if transcript.rounds == rounds else [f"the transcript has {transcript.rounds} of {rounds} rounds"]
     audit = [sys.executable, "-m", "sottovoce_client", "audit", "--captures", str(place)]
     done = subprocess.run([*audit, "--out", str(stage.folder / "audit")], capture_output=True, text=True, check=False)

@@ -15,7 +15,7 @@ import grpc
 
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.faults.processes import chance, free_port
 
@@ -112,7 +112,9 @@ class Stage:
         return "\n".join([*lines[-8:], *client.splitlines()[-4:]])
 
     async def _watched(self) -> AsyncIterator[coordinator_pb2.Run]:
-        async with channel(f"127.0.0.1:{self._ports[COORDINATOR]}", Role.COORDINATOR, credentials=Credentials()) as to:
+        async with open_channel(
+            f"127.0.0.1:{self._ports[COORDINATOR]}", Role.COORDINATOR, credentials=Credentials()
+        ) as to:
             stub = coordinator_pb2_grpc.CoordinatorStub(to)
             runs = (await stub.ListRuns(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S)).runs
             if runs:

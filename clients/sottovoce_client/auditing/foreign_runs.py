@@ -8,16 +8,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sottovoce_client.auditing.captures import told
-from sottovoce_core.auditing.views import HEAD, RunTraffic, Decoded, Overheard, digest, numbers
+from sottovoce_client.auditing.captures import parse_metadata
+from sottovoce_core.auditing.views import (
+    MAX_HEAD_BYTES,
+    CapturedFrame,
+    DecodedMessage,
+    RunTraffic,
+    digest,
+    flatten_numbers,
+)
 from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.registry import load
+from sottovoce_core.registry import import_object
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import open_folder
 
 RunGrouping = str
 """What a run is: `connection`, `stream`, or `metadata:KEY`: the streams with one value of an entry that the client sends."""
-_Decoder = Callable[[str, str, bytes], Mapping[str, Any] | Decoded | None]
+_Decoder = Callable[[str, str, bytes], Mapping[str, Any] | DecodedMessage | None]
 
 _PAUSE_NS = 1_000_000_000
 """After so long without a stream, an address may be that of another connection: systems use ports again."""
@@ -25,7 +32,7 @@ _PAUSE_NS = 1_000_000_000
 _MAX_FRAMES_PER_RUN = 512
 """What a run says beyond so many messages, metadata and trailers is not looked at."""
 
-_PLACES = 5
+_MAX_NAMED_FAILURES = 5
 """Of messages that a decoder fails on, so many are named."""
 
 _COLUMNS = ("connection", "stream", "method", "direction", "kind", "wall_ns", "mono_ns", "size", "payload")
@@ -51,7 +58,7 @@ class ForeignRequest:
     run_is: RunGrouping = "connection"
     claim: float = math.inf
     delta: float = 0.0
-    noise: Path | None = None
+    noise_claims_file: Path | None = None
     confidence: float = 0.95
     seed: int = 0
 
@@ -62,7 +69,7 @@ class ForeignRequest:
 
 
 @dataclass(slots=True)
-class Reading:
+class ForeignRuns:
     """What was read of the captures.
 
     Attributes:
@@ -79,15 +86,15 @@ class Reading:
     """
 
     runs: list[RunTraffic] = field(default_factory=list)
-    messages: int = 0
-    decoded: int = 0
-    failed: int = 0
+    message_count: int = 0
+    decoded_count: int = 0
+    failed_count: int = 0
     failures: list[str] = field(default_factory=list)
-    unfinished: int = 0
-    cut: int = 0
-    paused: int = 0
+    unclosed_captures: int = 0
+    truncated_runs: int = 0
+    ambiguous_connections: int = 0
     unnamed_streams: int = 0
-    captures: dict[str, str] = field(default_factory=dict)
+    capture_digests: dict[str, str] = field(default_factory=dict)
 
 
 def load_decoder(name: str) -> _Decoder:
@@ -99,14 +106,14 @@ def load_decoder(name: str) -> _Decoder:
     module, _, attribute = name.partition(":")
     if not (module and attribute):
         raise SpecError(f"--decoder must be module:function, got {name!r}")
-    found = load(name, "--decoder")
+    found = import_object(name, "--decoder")
     if not callable(found):
         raise SpecError(f"--decoder: {name!r} must be a function, got {type(found).__name__}")
     decoder: _Decoder = found
     return decoder
 
 
-def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunGrouping) -> Reading:
+def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunGrouping) -> ForeignRuns:
     """All runs of all captures below a folder.
 
     Raises:
@@ -119,45 +126,45 @@ def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunGrouping)
     captures = list(find_captures(place))
     if not captures:
         raise CaptureError(f"{folder} has no captures: record some with sottovoce eavesdropper relay")
-    reading = Reading(unfinished=sum(not capture.complete for capture in captures))
+    reading = ForeignRuns(unclosed_captures=sum(not capture.is_complete for capture in captures))
     for capture in captures:
         if capture.world not in (0, 1):
             raise CaptureError(f"the capture {capture.name} must be of world 0 or 1 (--world), got {capture.world}")
         _read(capture, capture.world, decoder, run_is, reading)
         name = capture.name.removeprefix(f"{place.name}/")
-        reading.captures[PurePosixPath(name).name if name == place.name else name] = capture.digests()[0]
-    if reading.failed and not reading.decoded:
+        reading.capture_digests[PurePosixPath(name).name if name == place.name else name] = capture.compute_digests()[0]
+    if reading.failed_count and not reading.decoded_count:
         raise CaptureError(
-            f"the decoder read none of {reading.failed:,} messages, so nothing would be tested; first: {reading.failures[0]}"
+            f"the decoder read none of {reading.failed_count:,} messages, so nothing would be tested; first: {reading.failures[0]}"
         )
     return reading
 
 
-def _read(capture: Capture, world: int, decoder: _Decoder | None, run_is: RunGrouping, reading: Reading) -> None:
+def _read(capture: Capture, world: int, decoder: _Decoder | None, run_is: RunGrouping, reading: ForeignRuns) -> None:
     """Add the runs of one capture, a part at a time."""
     runs: dict[object, _Run] = {}
     named: dict[int, str | None] = {}
     for row in _rows(capture):
-        reading.messages += row["kind"] == "message"
+        reading.message_count += row["kind"] == "message"
         key = row[run_is] if run_is in ("connection", "stream") else _named(row, run_is, named)
         if key is None:
             continue
         run = runs.setdefault(key, _Run(row["wall_ns"], row["mono_ns"]))
         run.see(row)
-        reading.cut += len(run.heard) == _MAX_FRAMES_PER_RUN
+        reading.truncated_runs += len(run.heard) == _MAX_FRAMES_PER_RUN
         if len(run.heard) > _MAX_FRAMES_PER_RUN:
             continue
         decoded = None
         if row["kind"] == "message" and decoder is not None:
-            decoded = _decoded(decoder, row, f"{capture.facts['capture_id']}, {run_is} {key}", reading)
+            decoded = _decoded(decoder, row, f"{capture.metadata['capture_id']}, {run_is} {key}", reading)
         stream = run.streams.setdefault(row["stream"], len(run.streams))
         run.heard.append(_heard(row, stream, (row["mono_ns"] - run.mono_ns) / 1e9, decoded))
     reading.unnamed_streams += sum(name is None for name in named.values())
     for key, run in runs.items():
         if run_is == "connection" and run.paused:
-            reading.paused += 1
+            reading.ambiguous_connections += 1
             continue
-        name = f"{capture.facts['capture_id']}, {run_is} {key}"
+        name = f"{capture.metadata['capture_id']}, {run_is} {key}"
         reading.runs.append(RunTraffic(world, name, run.wall_ns / 1e9, tuple(run.heard[:_MAX_FRAMES_PER_RUN])))
 
 
@@ -167,7 +174,7 @@ class _Run:
 
     wall_ns: int
     mono_ns: int
-    heard: list[Overheard] = field(default_factory=list)
+    heard: list[CapturedFrame] = field(default_factory=list)
     streams: dict[int, int] = field(default_factory=dict)
     paused: bool = False
     _open: set[int] = field(default_factory=set)
@@ -191,35 +198,35 @@ def _named(row: Mapping[str, Any], run_is: RunGrouping, named: dict[int, str | N
 
 
 def _rows(capture: Capture) -> Iterator[dict[str, Any]]:
-    for batch in capture.batches(_COLUMNS):
+    for batch in capture.read_batches(_COLUMNS):
         for k in range(0, batch.num_rows, 64):  # as Python objects, payloads take their space twice
             yield from batch.slice(k, 64).to_pylist()
 
 
-def _heard(row: Mapping[str, Any], stream: int, seconds: float, decoded: Decoded | None) -> Overheard:
+def _heard(row: Mapping[str, Any], stream: int, seconds: float, decoded: DecodedMessage | None) -> CapturedFrame:
     payload = row["payload"]
-    heard = Overheard(row["kind"], row["method"], row["direction"], stream, seconds, row["size"])
+    heard = CapturedFrame(row["kind"], row["method"], row["direction"], stream, seconds, row["size"])
     if heard.kind == "message":
-        return replace(heard, head=payload[:HEAD], digest=digest(payload), decoded=decoded)
-    return told(heard, payload)
+        return replace(heard, head=payload[:MAX_HEAD_BYTES], digest=digest(payload), decoded_message=decoded)
+    return parse_metadata(heard, payload)
 
 
-def _decoded(decoder: _Decoder, row: Mapping[str, Any], run: str, reading: Reading) -> Decoded | None:
+def _decoded(decoder: _Decoder, row: Mapping[str, Any], run: str, reading: ForeignRuns) -> DecodedMessage | None:
     """What the user's decoder makes of a message; what it raises is noted, whatever it is."""
     try:
         found = decoder(row["method"], row["direction"], row["payload"])
         if found is None:
             return None
-        given = found if isinstance(found, Decoded) else Decoded(found)
-        fields = {str(name): numbers(values) for name, values in given.fields.items()}
-        known = Decoded(fields, None if given.round is None else int(given.round), given.sender)
+        given = found if isinstance(found, DecodedMessage) else DecodedMessage(found)
+        fields = {str(name): flatten_numbers(values) for name, values in given.fields.items()}
+        known = DecodedMessage(fields, None if given.round is None else int(given.round), given.sender)
         hash(known.sender)
     except Exception as error:  # noqa: BLE001 - foreign code, fed with foreign bytes: it may raise anything
-        reading.failed += 1
-        if len(reading.failures) < _PLACES:
+        reading.failed_count += 1
+        if len(reading.failures) < _MAX_NAMED_FAILURES:
             side = "request" if row["direction"] == "out" else "response"
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
             reading.failures.append(f"{run}, {row['method']} {side} of {row['size']:,} bytes: {text}")
         return None
-    reading.decoded += 1
+    reading.decoded_count += 1
     return known

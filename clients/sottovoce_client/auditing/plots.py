@@ -19,29 +19,29 @@ from sottovoce_client.reports.marks import (
     RED,
     RULE,
     Axis,
-    Mark,
-    View,
+    PlotMark,
+    PlotView,
     make_band,
-    bars,
+    make_bars,
     make_diamond,
     make_dots,
-    line,
-    positive,
+    make_line,
+    make_reference_line,
     make_round_axis,
-    rule,
     make_scale_views,
+    make_vertical_line,
+    mask_nonpositive,
     select_evenly,
-    upright,
 )
-from sottovoce_client.wording import number
+from sottovoce_client.wording import format_number
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.bounds import Bound, compute_epsilon_lower_bound
-from sottovoce_core.auditing.likelihood import RunLosses, RoundBounds
+from sottovoce_core.auditing.likelihood import RoundBounds, RunLosses
 from sottovoce_core.auditing.online.canaries import EpsilonBound
 from sottovoce_core.auditing.worlds import CoupledRuns
 
-WORLDS = (("first world", BLUE), ("second world", RED))
+WORLD_STYLES = (("first world", BLUE), ("second world", RED))
 MAX_SHOWN_CLAIM_FACTOR = 1.6
 """Of what so many runs can show at best: a larger claim lies above the picture."""
 
@@ -52,9 +52,9 @@ _ZOOMED = 8
 # ---- losses of whole runs --------------------------------------------------------------------------------------------
 
 
-def possible(shown: RunLosses) -> BoolArray:
+def mask_possible_runs(shown: RunLosses) -> BoolArray:
     """`(runs,)` whose every message could have been said in both worlds."""
-    known: BoolArray = np.isfinite(shown.largest)
+    known: BoolArray = np.isfinite(shown.largest_losses)
     return known
 
 
@@ -72,31 +72,31 @@ def _expected(totals: FloatArray, edges: FloatArray) -> tuple[FloatArray, FloatA
 
 def _loss_plot(shown: RunLosses, claim: float, paper: float) -> Figure:
     """Losses of all runs in both worlds, between plus and minus the claim; nothing where every finite loss is zero."""
-    title, known = "How much every run gives away", possible(shown)
+    title, known = "How much every run gives away", mask_possible_runs(shown)
     totals, worlds = shown.total[known], shown.worlds[known]
     reach = float(np.abs(totals).max(initial=0.0))
     if reach == 0.0:
         return Figure("losses", title, (), ())
     edges = np.linspace(-1.0001, 1.0001, 50 if len(totals) > 400 else 26) * reach
     marks = []
-    for world, (name, colour) in enumerate(WORLDS):
+    for world, (name, colour) in enumerate(WORLD_STYLES):
         counts, _ = np.histogram(totals[worlds == world], edges)
-        marks.append(bars(edges, counts, name, colour))
-    for (name, colour), heights in zip(WORLDS, _expected(totals, edges), strict=True):
+        marks.append(make_bars(edges, counts, name, colour))
+    for (name, colour), heights in zip(WORLD_STYLES, _expected(totals, edges), strict=True):
         marks.append(
-            line((edges[1:] + edges[:-1]) / 2, heights, f"{name}, as claimed", colour, step="middle", width=1.6)
+            make_line((edges[1:] + edges[:-1]) / 2, heights, f"{name}, as claimed", colour, step="middle", width=1.6)
         )
     for name, value, colour, dash in (("± claim", claim, INK, "solid"), ("± the paper’s", paper, FAINT, "dot")):
         if 0.0 < value < math.inf:
-            marks += [upright(value, name, colour, dash), upright(-value, "", colour, dash)]
+            marks += [make_vertical_line(value, name, colour, dash), make_vertical_line(-value, "", colour, dash)]
     return Figure("losses", title, marks, _near_and_far(reach, claim))
 
 
-def _near_and_far(reach: float, claim: float) -> tuple[View, ...]:
+def _near_and_far(reach: float, claim: float) -> tuple[PlotView, ...]:
     """As far across as the losses go, or as the claim, and both where they are far apart."""
     near, far = 1.1 * reach, 1.15 * max(reach, claim if math.isfinite(claim) else 0.0)
     wide, close = (
-        View(name, Axis("privacy loss of a run", low=-end, high=end), Axis("runs", zero=True))
+        PlotView(name, Axis("privacy loss of a run", low=-end, high=end), Axis("runs", zero=True))
         for name, end in (("± claim", far), ("closer", near))
     )
     return (close, wide) if far > 2.5 * near else (wide, close) if far > 1.3 * near else (wide,)
@@ -127,18 +127,22 @@ def _roc_plot(shown: RunLosses, claim: float, bound: float) -> Figure:
     across = np.concatenate(
         [np.geomspace(least / 10, 0.02, 40), np.linspace(0.025, 0.975, 77), 1 - np.geomspace(0.02, 1e-6, 20)]
     )
-    marks: list[Mark] = []
+    marks: list[PlotMark] = []
     if math.isfinite(claim):
         lower = np.maximum(1.0 - _allowed(claim, 1.0 - across), least / 10)
-        marks.append(make_band(across, lower, _allowed(claim, across), AREA, f"allowed by ε = {number(claim)}", 1.2))
+        marks.append(
+            make_band(across, lower, _allowed(claim, across), AREA, f"allowed by ε = {format_number(claim)}", 1.2)
+        )
     if bound > 0.0:
-        marks.append(rule(across, _allowed(bound, across), f"edge of ε = {number(bound, 3)}", GREEN))
-    marks.append(rule(across, across, "blind guessing", FAINT, "dot"))
+        marks.append(
+            make_reference_line(across, _allowed(bound, across), f"edge of ε = {format_number(bound, 3)}", GREEN)
+        )
+    marks.append(make_reference_line(across, across, "blind guessing", FAINT, "dot"))
     false, true = _roc(shown)
     kept = select_evenly(len(false))
-    marks.append(line(false[kept], true[kept], "guessing by the loss", BLUE))
+    marks.append(make_line(false[kept], true[kept], "guessing by the loss", BLUE))
     views = [
-        View(name, *(Axis(f"{what} positive rate", log=log, low=low, high=high) for what in ("false", "true")))
+        PlotView(name, *(Axis(f"{what} positive rate", log=log, low=low, high=high) for what in ("false", "true")))
         for name, log, low, high in (("linear", False, 0.0, 1.02), ("logarithmic", True, least, 1.12))
     ]
     return Figure("roc", "How well the worlds can be told apart", marks, views)
@@ -162,7 +166,7 @@ def _progress(shown: RunLosses, guessed: Bound, looks: int = 120) -> tuple[IntAr
         for start in range(done, n, 4096):  # what a bet holds in memory grows with the guesses
             piece = slice(start, min(start + 4096, n))
             process.add(right[piece][made[piece]])
-        lower.append(process.lower(guessed.level))
+        lower.append(process.compute_lower_bound(guessed.level))
         done = n
     return at, np.array(lower), best
 
@@ -175,20 +179,20 @@ def _progress_plot(shown: RunLosses, guessed: Bound, claim: float) -> Figure:
     at, lower, best = _progress(shown, guessed)
     runs = len(shown.total)
     marks = [
-        rule(at, best, "at best", PINK, "dot"),
-        line(at, lower, "valid at every look", GREEN, step="after", width=2.2),
+        make_reference_line(at, best, "at best", PINK, "dot"),
+        make_line(at, lower, "valid at every look", GREEN, step="after", width=2.2),
         make_diamond(runs, guessed.value, "all runs, looked at once", GREEN),
     ]
     if claim <= MAX_SHOWN_CLAIM_FACTOR * float(best[-1]):
-        marks.append(rule([1, runs], [claim, claim], "claim"))
-    across = Axis("runs of both worlds so far", log=True, form="count")
-    return Figure("progress", title, marks, (View("", across, Axis("lower bound on ε", zero=True)),))
+        marks.append(make_reference_line([1, runs], [claim, claim], "claim"))
+    across = Axis("runs of both worlds so far", log=True, value_format="count")
+    return Figure("progress", title, marks, (PlotView("", across, Axis("lower bound on ε", zero=True)),))
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
-def _by_round(name: str, title: str, what: str, marks: Sequence[Mark]) -> Figure:
+def _by_round(name: str, title: str, what: str, marks: Sequence[PlotMark]) -> Figure:
     """Marks over rounds, logarithmic where they are decades apart; nothing where nothing finite is above zero."""
     known = [each for each in marks if np.isfinite(each.y).any()]
     if not known:
@@ -201,16 +205,19 @@ def _by_round(name: str, title: str, what: str, marks: Sequence[Mark]) -> Figure
 def _cumulative_plot(shown: RunLosses, claim: FloatArray) -> Figure:
     """What the rounds so far are claimed to show at most, and what they did show."""
     kept = select_evenly(len(claim))
-    curves = (("largest loss of any run", shown.peak, RED), ("mean loss of all runs", shown.mean_by_round, BLUE))
+    curves = (
+        ("largest loss of any run", shown.peak_by_round, RED),
+        ("mean loss of all runs", shown.mean_by_round, BLUE),
+    )
     marks = [
         _claimed(kept, claim),
-        *(line(kept, positive(y[kept]), name, colour, width=2.2) for name, y, colour in curves),
+        *(make_line(kept, mask_nonpositive(y[kept]), name, colour, width=2.2) for name, y, colour in curves),
     ]
     return _by_round("cumulative", "All rounds so far", "privacy loss so far", marks)
 
 
-def _claimed(kept: IntArray, claim: FloatArray) -> Mark:
-    return rule(kept, positive(claim[kept]), "claimed at most", width=1.8)
+def _claimed(kept: IntArray, claim: FloatArray) -> PlotMark:
+    return make_reference_line(kept, mask_nonpositive(claim[kept]), "claimed at most", width=1.8)
 
 
 def _single_plot(rounds: RoundBounds | None) -> Figure:
@@ -220,10 +227,10 @@ def _single_plot(rounds: RoundBounds | None) -> Figure:
         return Figure(name, title, (), ())
     claim, bound = (np.array([getattr(each, key) for each in rounds.bounds]) for key in ("claim", "value"))
     kept = select_evenly(len(claim))
-    lower, above = positive(bound[kept]), bound[kept] > claim[kept]
+    lower, above = mask_nonpositive(bound[kept]), bound[kept] > claim[kept]
     marks = [
         _claimed(kept, claim),
-        line(kept, positive(rounds.largest[kept]), "largest loss of any message", BLUE, width=1.2),
+        make_line(kept, mask_nonpositive(rounds.largest_losses[kept]), "largest loss of any message", BLUE, width=1.2),
         make_dots(kept, np.where(above, math.nan, lower), "lower bound", GREEN, width=6),
         make_dots(kept, np.where(above, lower, math.nan), "lower bound above the claim", RED, shape="cross"),
     ]
@@ -250,11 +257,11 @@ def plot_noise(noise: FloatArray) -> Figure:
     heights = np.where(counts > 0, counts / len(noise) / width, math.nan)
     marks = [
         make_band(centres, low, high, INK, "19 of 20 lie here"),
-        rule(centres, chances / width, "Laplace, as claimed", dash="solid"),
+        make_reference_line(centres, chances / width, "Laplace, as claimed", dash="solid"),
         make_dots(centres, heights, "found in the messages", BLUE),
     ]
     up = Axis("density", log=True, low=least, high=max(0.9, float(np.nanmax(heights))))
-    return Figure("noise", title, marks, (View("", Axis("noise, in units of its claimed scale"), up),))
+    return Figure("noise", title, marks, (PlotView("", Axis("noise, in units of its claimed scale"), up),))
 
 
 def _quantiles(noise: FloatArray, most: int = 200) -> tuple[FloatArray, FloatArray]:
@@ -275,9 +282,12 @@ def plot_quantiles(noise: FloatArray) -> Figure:
         return Figure("quantiles", title, (), ())
     should, has = _quantiles(noise)
     ends = [should[0], should[-1]]
-    marks = [rule(ends, ends, "as claimed", dash="solid"), make_dots(should, has, "found in the messages", BLUE)]
+    marks = [
+        make_reference_line(ends, ends, "as claimed", dash="solid"),
+        make_dots(should, has, "found in the messages", BLUE),
+    ]
     return Figure(
-        "quantiles", title, marks, (View("", Axis("quantile that is claimed"), Axis("quantile that was found")),)
+        "quantiles", title, marks, (PlotView("", Axis("quantile that is claimed"), Axis("quantile that was found")),)
     )
 
 
@@ -287,37 +297,40 @@ def plot_quantiles(noise: FloatArray) -> Figure:
 def _twins_plot(name: str, title: str, pair: CoupledRuns, rounds: IntArray) -> Figure:
     """One number of the messages in both worlds, with the same noise and without any, over these rounds."""
     curves = (
-        ("first world", pair.first, BLUE, "solid", 3.2),  # the second must not hide it
-        ("second world, same noise", pair.second, RED, "solid", 1.8),
+        ("first world", pair.message_0, BLUE, "solid", 3.2),  # the second must not hide it
+        ("second world, same noise", pair.message_1, RED, "solid", 1.8),
         ("first world, no noise", pair.noiseless_0, BLUE, "dot", 3.2),
         ("second world, no noise", pair.noiseless_1, RED, "dot", 1.8),
     )
     thin = 1.0 if len(rounds) <= 100 else 0.6
-    marks: list[Mark] = []
-    if len(rounds) and rounds[0] <= pair.swapped <= rounds[-1]:
-        marks.append(upright(pair.swapped, "swapped record learned", FAINT, "dot"))
+    marks: list[PlotMark] = []
+    if len(rounds) and rounds[0] <= pair.first_affected_round <= rounds[-1]:
+        marks.append(make_vertical_line(pair.first_affected_round, "swapped record learned", FAINT, "dot"))
     marks += [
-        line(rounds, values[rounds], said, colour, width=thin * width, dash=dash)
+        make_line(rounds, values[rounds], said, colour, width=thin * width, dash=dash)
         for said, values, colour, dash, width in curves
     ]
-    zero = rule(rounds[[0, -1]], [0, 0], "", RULE, "solid", width=1.0) if len(rounds) else None
+    zero = make_reference_line(rounds[[0, -1]], [0, 0], "", RULE, "solid", width=1.0) if len(rounds) else None
     return Figure(
-        name, title, [*([zero] if zero else []), *marks], (View("", make_round_axis(), Axis("number that is said")),)
+        name,
+        title,
+        [*([zero] if zero else []), *marks],
+        (PlotView("", make_round_axis(), Axis("number that is said")),),
     )
 
 
 def _close_rounds(pair: CoupledRuns) -> IntArray:
     """The rounds around those that the swap moves first and most."""
-    length = len(pair.first)
+    length = len(pair.message_0)
     moved = find_moved_rounds(pair)
-    start = min(pair.swapped, int(moved[0]) if len(moved) else pair.swapped)
+    start = min(pair.first_affected_round, int(moved[0]) if len(moved) else pair.first_affected_round)
     end = max(start, int(moved[0]) if len(moved) else start) + _ZOOMED
     return np.arange(max(0, start - 2), min(length, end + 1))
 
 
 def find_moved_rounds(pair: CoupledRuns) -> IntArray:
     """Rounds in which the number differs between the worlds, with the same noise or without any."""
-    return np.flatnonzero((pair.first != pair.second) | (pair.noiseless_0 != pair.noiseless_1))
+    return np.flatnonzero((pair.message_0 != pair.message_1) | (pair.noiseless_0 != pair.noiseless_1))
 
 
 def find_most_different_number(done: Audit) -> tuple[int, int] | None:
@@ -326,13 +339,13 @@ def find_most_different_number(done: Audit) -> tuple[int, int] | None:
     The number is the one whose means in the two worlds differ most, in units of its spread. None: no such round was seen, or
     nothing differs.
     """
-    later = np.flatnonzero(done.plan.listener.rounds >= done.twins.telling)
-    both = [done.seen[done.worlds == world] for world in (0, 1)]
+    later = np.flatnonzero(done.plan.adversary.visible_rounds >= done.coupled_runs.largest_shift_round)
+    both = [done.visible_numbers[done.run_worlds == world] for world in (0, 1)]
     if min(map(len, both)) == 0:
         return None
     for k in later.tolist():
         means = [np.mean(part[:, k], axis=0) for part in both]
-        spread = np.std(done.seen[:, k], axis=0)
+        spread = np.std(done.visible_numbers[:, k], axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):  # numbers that are equal in all runs
             apart = np.nan_to_num(np.abs(means[0] - means[1]) / spread)
         if apart.any():
@@ -345,7 +358,9 @@ def _said_plot(done: Audit, place: tuple[int, int] | None) -> Figure:
     title = "With fresh noise in every run"
     if place is None:
         return Figure("said", title, (), ())
-    return plot_worlds("said", title, done.seen[:, place[0], place[1]], done.worlds, "number that is said")
+    return plot_worlds(
+        "said", title, done.visible_numbers[:, place[0], place[1]], done.run_worlds, "number that is said"
+    )
 
 
 def plot_worlds(name: str, title: str, values: FloatArray, worlds: IntArray, axis: str) -> Figure:
@@ -356,31 +371,31 @@ def plot_worlds(name: str, title: str, values: FloatArray, worlds: IntArray, axi
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
     edges = np.linspace(low, high, 50 if len(values) > 400 else 26)
     marks = []
-    for world, (which, colour) in enumerate(WORLDS):
+    for world, (which, colour) in enumerate(WORLD_STYLES):
         mine = values[known & (worlds == world)]
         shares = np.histogram(mine, edges)[0] / max(1, len(mine))
-        marks.append(bars(edges, shares, which, colour))
-    view = View("", Axis(axis), Axis("share of runs", form="share", zero=True))
+        marks.append(make_bars(edges, shares, which, colour))
+    view = PlotView("", Axis(axis), Axis("share of runs", value_format="share", zero=True))
     return Figure(name, title, marks, (view,))
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
-def figures(done: Audit, heard: tuple[int, int] | None) -> Iterator[Figure]:
+def build_figures(done: Audit, number: tuple[int, int] | None) -> Iterator[Figure]:
     """All figures of an audit; `heard`: the number that `find_most_different_number` chose."""
-    found, plan, shown, pair = done.found, done.plan, done.shown, done.twins
+    found, plan, shown, pair = done.findings, done.plan, done.run_losses, done.coupled_runs
     if shown is not None:
         yield _cumulative_plot(shown, plan.claim)
-        yield _single_plot(found.rounds)
-        if found.guessed is not None:
-            yield _loss_plot(shown, found.claim, float(plan.guarantee.paper[-1]))
-            yield _roc_plot(shown, found.claim, found.guessed.value)
-            yield _progress_plot(shown, found.guessed, found.claim)
+        yield _single_plot(found.round_bounds)
+        if found.whole_run_bound is not None:
+            yield _loss_plot(shown, found.claim, float(plan.guarantee.paper_epsilon[-1]))
+            yield _roc_plot(shown, found.claim, found.whole_run_bound.value)
+            yield _progress_plot(shown, found.whole_run_bound, found.claim)
     yield plot_noise(done.noise)
     yield plot_quantiles(done.noise)
-    rounds, near = len(pair.first), _close_rounds(pair)
+    rounds, near = len(pair.message_0), _close_rounds(pair)
     yield _twins_plot("twins", "The whole run", pair, select_evenly(rounds))
     close = _twins_plot("twins-close", "Around the swap", pair, near)
     yield close if len(near) < rounds else replace(close, marks=())
-    yield _said_plot(done, heard)
+    yield _said_plot(done, number)

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.auditing.worlds import Entry, prepare_audit_spec
+from sottovoce_client.auditing.worlds import RunLedgerEntry, prepare_audit_spec
 from sottovoce_client.transcripts.provenance import describe_seeded_noise
 from sottovoce_client.wording import pluralize
 from sottovoce_core.auditing.audit import CoinSource
-from sottovoce_core.auditing.coin_tests import WHOLE, RunOutcomes
-from sottovoce_core.auditing.likelihood import RunLosses, ratios
+from sottovoce_core.auditing.coin_tests import COMPLETE_OUTCOME, RunOutcomes
+from sottovoce_core.auditing.likelihood import RunLosses, compute_run_losses
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worlds import Recording
+from sottovoce_core.auditing.worlds import RecordedRuns
 from sottovoce_core.errors import CaptureError, EquivocationError, SpecError
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
@@ -29,7 +29,7 @@ from sottovoce_eavesdropper.storage import Folder
 # ---- the promise -----------------------------------------------------------------------------------------------------
 
 SPEC_FILE, _FOLDER = "spec.yaml", "captures"
-_NAMED = 3
+_MAX_NAMED_FIELDS = 3
 """Fields that differ, at most, that are named."""
 
 UNSIGNED_PROMISE_NOTE = (
@@ -51,11 +51,11 @@ def require_same_spec(spec: RunSpec, captures: Sequence[Capture], place: Folder 
     """
     for path in _beside(captures, place):
         try:
-            found = parse_spec(read_document(path), source=str(path), imports=False)
+            found = parse_spec(read_document(path), source=str(path), allow_imports=False)
         except SpecError as error:
             raise CaptureError(f"{path} lies beside the captures, and cannot be held against them: {error}") from None
         promised = partial(_promised, network=_has_network(found))
-        if where := list(islice(_differences(promised(spec), promised(found)), _NAMED)):
+        if where := list(islice(_differences(promised(spec), promised(found)), _MAX_NAMED_FIELDS)):
             raise CaptureError(
                 f"{captures[0].name} and {path} must be of the same run spec, and differ in {'; '.join(where)}: one of them was "
                 f"changed, and neither is signed. Give the spec that you were told: sottovoce audit SPEC --captures ..."
@@ -88,7 +88,7 @@ def _promised(spec: RunSpec, *, network: bool) -> dict[str, Any]:
     return {**document, "absences": [], "data": {**document["data"], "source": PurePath(str(source)).name}}
 
 
-def difference(one: Any, other: Any) -> str | None:
+def find_difference(one: Any, other: Any) -> str | None:
     """The first place where two JSON documents differ, and what stands there; None: nowhere."""
     return next(_differences(one, other), None)
 
@@ -108,7 +108,7 @@ _EARLY, _MISSING, _REPEATED = "ended early", "missing", "repeated"
 _MAX_NAMED = 3
 """Copies, and runs without a capture, that are named; more are counted."""
 
-_ROOM = 64
+_MAX_ROUNDS_PER_MESSAGE = 64
 """Rounds, and learners, of a spec for each message of its fullest capture, at most, and 1,024 besides: a round may be silent."""
 
 
@@ -134,17 +134,17 @@ class _StartedRun:
         rounds = plan.run.spec.rounds
         if self.capture is not None:
             try:
-                said = read_transcript(self.capture, plan.run).until(rounds)
-                return ratios(plan.run, plan.worlds, Recording(self.world, said), plan.claim)
+                said = read_transcript(self.capture, plan.run).truncate(rounds)
+                return compute_run_losses(plan.run, plan.worlds, RecordedRuns(self.world, said), plan.claim)
             except EquivocationError:
                 raise
             except CaptureError:  # not one round was heard
                 pass
-        return RunLosses.silent(np.array([self.world]), rounds)
+        return RunLosses.create_empty(np.array([self.world]), rounds)
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class AuditRuns:
     """The runs of an audit, each once: those that are whole, those of which rounds are missing, those without a capture.
 
     Attributes:
@@ -159,14 +159,14 @@ class Started:
 
     runs: tuple[_StartedRun, ...]
     source: tuple[str, ...] = ()
-    unknown: int = 0
+    unknown_count: int = 0
     provisos: tuple[str, ...] = ()
-    unproven: str = ""
+    unproven_reason: str = ""
     coins: CoinSource = "none"
     root: str = ""
 
     @property
-    def kept(self) -> list[Capture]:
+    def complete_captures(self) -> list[Capture]:
         """Captures of the runs that are whole."""
         return [run.capture for run in self.runs if run.capture is not None and run.whole]
 
@@ -175,12 +175,12 @@ class Started:
         """All captures."""
         return [run.capture for run in self.runs if run.capture is not None]
 
-    def within(self, folder: Folder, what: str) -> Started:
+    def with_root(self, folder: Folder, what: str) -> AuditRuns:
         """The same runs, that came from there, whose captures are called by their paths in this folder."""
         notes = (note.replace(f"{folder.name}/", "") for note in self.source)
         return replace(self, root=folder.name, source=(what, *notes))
 
-    def digests(self) -> dict[str, str]:
+    def compute_digests(self) -> dict[str, str]:
         """SHA-256 of every capture, by its path in the folder of `within`.
 
         Raises:
@@ -189,31 +189,31 @@ class Started:
         found = {}
         for each in self.captures:
             place = each.name.removeprefix(f"{self.root}/") if each.name != self.root else PurePosixPath(each.name).name
-            found[place] = each.digests()[0]
+            found[place] = each.compute_digests()[0]
         return found
 
     @property
-    def tapped(self) -> bool:
+    def is_ciphertext(self) -> bool:
         """Whether what was overheard is ciphertext."""
-        return self.kept[0].ciphertext is not None
+        return self.complete_captures[0].ciphertext is not None
 
-    def starts(self, plan: AuditPlan) -> RunOutcomes | None:
+    def build_starts(self, plan: AuditPlan) -> RunOutcomes | None:
         """For the tests of the audit; None: there is one world only.
 
         Raises:
             CaptureError: a capture cannot be read.
         """
-        if not plan.paired:
+        if not plan.has_both_worlds:
             return None
         lost = dict[int, list[RunLosses]]()
-        for run in self.runs if plan.listener.can_replay else ():
+        for run in self.runs if plan.adversary.can_replay else ():
             if not run.whole:
                 lost.setdefault(run.pair, []).append(run.losses(plan.pairs[run.pair]))
         worlds, outcomes = (tuple(getattr(run, name) for run in self.runs) for name in ("world", "outcome"))
-        losses = {k: RunLosses.joined(parts) for k, parts in lost.items()}
-        return RunOutcomes(np.array(worlds, dtype=np.int64), outcomes, losses, self.unknown)
+        losses = {k: RunLosses.concatenate(parts) for k, parts in lost.items()}
+        return RunOutcomes(np.array(worlds, dtype=np.int64), outcomes, losses, self.unknown_count)
 
-    def counts(self, pairs: int) -> list[int]:
+    def count_runs(self, pairs: int) -> list[int]:
         """Runs of each world, of every pair of worlds."""
         return [max(1, sum(run.pair == k for run in self.runs) // 2) for k in range(pairs)]
 
@@ -226,7 +226,7 @@ def read_transcript(capture: Capture, run: Run) -> Transcript:
         EquivocationError: a learner said different things to different neighbours.
     """
     try:
-        return capture.transcript(run.field_shapes, run.spec.n_learners, run.network)
+        return capture.read_transcript(run.field_shapes, run.spec.n_learners, run.network)
     except EquivocationError as error:
         raise EquivocationError(f"{capture.name}: {error}") from None
 
@@ -234,15 +234,15 @@ def read_transcript(capture: Capture, run: Run) -> Transcript:
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
-def require_room(spec: RunSpec, captures: Sequence[Capture]) -> None:
+def require_plausible_size(spec: RunSpec, captures: Sequence[Capture]) -> None:
     """Refuse a spec that is far larger than what its captures hold, before anything is made as large as it says.
 
     Raises:
         CaptureError: it is, or a capture cannot be read.
     """
-    most = max(capture.totals()[0] for capture in captures)
+    most = max(capture.count_messages()[0] for capture in captures)
     for what, count in (("rounds", spec.rounds), ("learners", spec.n_learners)):
-        if count > _ROOM * most + 1024:
+        if count > _MAX_ROUNDS_PER_MESSAGE * most + 1024:
             raise CaptureError(
                 f"{captures[0].name} says that its run has {count:,} {what}, and no capture has more than "
                 f"{pluralize(most, 'message')}: none can have been overheard to its end"
@@ -252,12 +252,12 @@ def require_room(spec: RunSpec, captures: Sequence[Capture]) -> None:
 # ---- outcomes --------------------------------------------------------------------------------------------------------
 
 
-def started(
+def collect_runs(
     captures: Sequence[Capture],
     run: Run,
-    ledger: Mapping[int, Entry] | None = None,
+    ledger: Mapping[int, RunLedgerEntry] | None = None,
     find_pair: Callable[[int | None], int] = lambda replica: 0,
-) -> Started:
+) -> AuditRuns:
     """What became of every run that was started.
 
     Args:
@@ -275,7 +275,7 @@ def started(
     single, copies = _first_of_each(captures, _content)
     ids = dict[str, Capture]()
     for capture in single:
-        ident = str(capture.facts["capture_id"])
+        ident = str(capture.metadata["capture_id"])
         if (other := ids.setdefault(ident, capture)) is not capture:
             raise CaptureError(f"{other.name} and {capture.name} are both capture {ident}, and differ")
     single, again = _first_of_each(single, lambda each: each.name if each.replica is None else each.replica)
@@ -293,11 +293,11 @@ def started(
     runs = []
     for capture in (*kept, *short):
         whole, entry = capture.name in names, _entry(capture, ledger)
-        outcome = (entry.early if entry else "") or (WHOLE if whole else _EARLY)
+        outcome = (entry.early_outcome if entry else "") or (COMPLETE_OUTCOME if whole else _EARLY)
         outcome = _REPEATED if capture.replica in repeated else outcome
         runs.append(_StartedRun(capture, find_pair(capture.replica), capture.world or 0, outcome, whole))
     runs += [
-        _StartedRun(None, find_pair(k), entry.world, entry.early or _MISSING)
+        _StartedRun(None, find_pair(k), entry.world, entry.early_outcome or _MISSING)
         for k, entry in unheard.items()
         if entry.world is not None
     ]
@@ -312,7 +312,7 @@ def started(
     unknown = sum(entry.world is None for entry in unheard.values())
     seeded = sum(entry.seeded for entry in ledger.values()) if ledger else 0
     provisos = (describe_seeded_noise(seeded, len(ledger)),) if ledger and seeded else ()
-    return Started(tuple(runs), tuple(notes), unknown, provisos)
+    return AuditRuns(tuple(runs), tuple(notes), unknown, provisos)
 
 
 def _some(things: Iterable[object]) -> str:
@@ -323,8 +323,8 @@ def _some(things: Iterable[object]) -> str:
 
 def _content(capture: Capture) -> str:
     """Equal for copies, wherever they lie: of messages, byte by byte; where nothing was said, all captures look alike."""
-    whole, parts = capture.digests()
-    return parts if capture.totals()[0] or capture.ciphertext else whole
+    whole, parts = capture.compute_digests()
+    return parts if capture.count_messages()[0] or capture.ciphertext else whole
 
 
 def _first_of_each(
@@ -340,16 +340,16 @@ def _first_of_each(
 
 def _whole(captures: Sequence[Capture], run: Run) -> list[Capture]:
     """Those that have all rounds."""
-    least = sum(np.count_nonzero(run.network.at(t).neighbours) for t in range(run.spec.rounds))
-    kept = [capture for capture in captures if capture.totals()[0] >= least]
+    least = sum(np.count_nonzero(run.network.mixing(t).neighbour_weights) for t in range(run.spec.rounds))
+    kept = [capture for capture in captures if capture.count_messages()[0] >= least]
     return [capture for capture in kept if read_transcript(capture, run).rounds == run.spec.rounds]
 
 
-def _entry(capture: Capture, ledger: Mapping[int, Entry] | None) -> Entry | None:
+def _entry(capture: Capture, ledger: Mapping[int, RunLedgerEntry] | None) -> RunLedgerEntry | None:
     return None if capture.replica is None or ledger is None else ledger.get(capture.replica)
 
 
-def _require_entered(capture: Capture, entry: Entry | None) -> None:
+def _require_entered(capture: Capture, entry: RunLedgerEntry | None) -> None:
     """A capture must be the one that the ledger knows.
 
     Raises:
@@ -359,7 +359,7 @@ def _require_entered(capture: Capture, entry: Entry | None) -> None:
         raise CaptureError(f"{capture.name} is of no run that the ledger of this audit has")
     if entry.world is not None and capture.world != entry.world:
         raise CaptureError(f"{capture.name} must be of world {entry.world}, as its coin in the ledger says")
-    if entry.run_id and capture.facts["run_id"] != entry.run_id:
+    if entry.run_id and capture.metadata["run_id"] != entry.run_id:
         raise CaptureError(f"{capture.name} must be of run {entry.run_id}, as the ledger says")
-    if entry.capture and capture.digests()[0] != entry.capture:
+    if entry.capture and capture.compute_digests()[0] != entry.capture:
         raise CaptureError(f"{capture.name} is not the capture that was made: its SHA-256 is another one")

@@ -26,14 +26,14 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from sottovoce_client.documents import private
+from sottovoce_client.documents import open_private
 from sottovoce_core.arrays import IntArray
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.worlds import Worlds
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import CaptureError, DataError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.explaining import requirement
+from sottovoce_core.explaining import describe_requirement
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
@@ -45,7 +45,7 @@ _FORMAT: Literal["sottovoce-worlds-2"] = "sottovoce-worlds-2"
 
 MAX_WORLDS_BYTES = 64 * 2**20
 
-Way = Literal["relay", "wiretap"]
+CaptureMethod = Literal["relay", "wiretap"]
 
 
 class _Record(BaseModel, strict=True):
@@ -65,14 +65,14 @@ class _Pair(BaseModel, strict=True):
     @classmethod
     def of(cls, worlds: Worlds) -> _Pair:
         """As it is written down."""
-        swapped = np.flatnonzero(worlds.swapped())
+        swapped = np.flatnonzero(worlds.find_differing_uses())
         use = int(swapped[0])
-        own = {"use": use} if len(swapped) == 1 else {"row": int(worlds.first.order[use])}
+        own = {"use": use} if len(swapped) == 1 else {"row": int(worlds.records_0.order[use])}
         sides = []
-        for data in (worlds.first, worlds.second):
+        for data in (worlds.records_0, worlds.records_1):
             row = data.order[use]
             sides.append(_Record(features=data.features[row].tolist(), label=float(data.labels[row])))
-        return cls(what=worlds.what, **own, first=sides[0], second=sides[1])
+        return cls(what=worlds.description, **own, first=sides[0], second=sides[1])
 
     def worlds(self, learner: int, own: LearnerData, *, shared: bool) -> Worlds:
         """Among the records of this learner."""
@@ -107,7 +107,7 @@ class WorldsFile(BaseModel, strict=True):
     spec: dict[str, Any]
     ledger: str | None = None
 
-    def pair(self, replica: int | None) -> int:
+    def find_pair_index(self, replica: int | None) -> int:
         """Which pair of worlds a run is of.
 
         Raises:
@@ -123,7 +123,7 @@ class WorldsFile(BaseModel, strict=True):
         return found
 
 
-def prepare_audit_spec(spec: RunSpec, capture: Way = "relay") -> RunSpec:
+def prepare_audit_spec(spec: RunSpec, capture: CaptureMethod = "relay") -> RunSpec:
     """A spec as an audit runs it: every edge overheard, no end before the last round, nothing told that costs time.
 
     Args:
@@ -146,8 +146,8 @@ def write_worlds(
     ledger: str | None = None,
     pair_of_run: Sequence[int] = (),
     *,
-    capture: Way = "relay",
-    seeded: bool = False,
+    capture: CaptureMethod = "relay",
+    seeded_coins: bool = False,
 ) -> None:
     """Write down what the worlds are.
 
@@ -161,21 +161,21 @@ def write_worlds(
     """
     document = WorldsFile(
         learner=plan.run.spec.names[plan.worlds.learner],
-        shared=plan.worlds.shared,
+        shared=plan.worlds.is_shared,
         pairs=[_Pair.of(each.worlds) for each in plan.pairs],
-        pair_of_run=list(pair_of_run) if plan.beside else [],
-        runs=plan.all_runs,
-        seed=plan.seeds.audited.entropy,
-        coins="seed" if seeded else "operating system",
-        data=digest(plan.data),
+        pair_of_run=list(pair_of_run) if plan.other_pairs else [],
+        runs=plan.total_runs,
+        seed=plan.seeds.audited_runs.entropy,
+        coins="seed" if seeded_coins else "operating system",
+        data=hash_data(plan.data),
         spec=prepare_audit_spec(plan.run.spec, capture).model_dump(mode="json"),
         ledger=ledger,
     ).model_dump(exclude_none=True)
-    with open(folder / WORLDS_FILE, "w", encoding="utf-8", opener=private) as file:  # it holds records
+    with open(folder / WORLDS_FILE, "w", encoding="utf-8", opener=open_private) as file:  # it holds records
         file.write(json.dumps(document, indent=2) + "\n")
 
 
-def digest(data: PlacedData) -> str:
+def hash_data(data: PlacedData) -> str:
     """Equal for equal records in equal rounds."""
     found = hashlib.sha256()
     for own in data.learners:
@@ -192,7 +192,7 @@ def read_worlds(place: Folder) -> WorldsFile:
     """
     where = f"{place.name}/{WORLDS_FILE}"
     try:
-        if (size := place.size(WORLDS_FILE)) > MAX_WORLDS_BYTES:
+        if (size := place.get_size(WORLDS_FILE)) > MAX_WORLDS_BYTES:
             raise CaptureError(f"{where} must have at most {MAX_WORLDS_BYTES} bytes, got {size}")
         with place.open(WORLDS_FILE) as file:
             document = json.loads(file.read(MAX_WORLDS_BYTES))
@@ -208,10 +208,10 @@ def read_worlds(place: Folder) -> WorldsFile:
 
 def _wrong(error: ValidationError) -> str:
     problem = error.errors()[0]
-    return f"{'.'.join(map(str, problem['loc']))} {requirement(problem)}"
+    return f"{'.'.join(map(str, problem['loc']))} {describe_requirement(problem)}"
 
 
-def build_worlds(document: WorldsFile, prepared: PreparedRun, where: str) -> list[Worlds]:
+def restore_worlds(document: WorldsFile, prepared: PreparedRun, where: str) -> list[Worlds]:
     """All pairs of worlds.
 
     Args:
@@ -226,7 +226,7 @@ def build_worlds(document: WorldsFile, prepared: PreparedRun, where: str) -> lis
     names = prepared.run.spec.names
     if document.learner not in names:
         raise CaptureError(f"{where}: the learner must be one of {', '.join(names)}, got {document.learner!r}")
-    if document.data != digest(prepared.data):
+    if document.data != hash_data(prepared.data):
         raise DataError(
             f"{where} is of other records than the spec's data source gives now; SOTTOVOCE_DATA may lead elsewhere"
         )
@@ -247,7 +247,7 @@ RUN_LEDGER_FILE, _LEDGER_FORMAT = "runs.jsonl", "sottovoce-runs-1"
 MAX_RUN_LEDGER_BYTES = 64 * 2**20
 
 
-def tossed(runs: int) -> IntArray:
+def toss_coins(runs: int) -> IntArray:
     """`(runs,)` fair coins from the operating system's entropy: nobody can know them before they fall."""
     return np.array([secrets.randbits(1) for _ in range(runs)], dtype=np.int64)
 
@@ -279,30 +279,30 @@ class RunLedgerWriter:
         """`worlds.json` is there: these are the worlds that the coins choose from."""
         self._write({"worlds": hashlib.sha256((self._folder / WORLDS_FILE).read_bytes()).hexdigest()})
 
-    def started(self, replica: int) -> None:
+    def record_start(self, replica: int) -> None:
         """A run is about to start."""
         self._started.append(replica)
         self._write({"replica": replica, "started": True})
 
-    def ended(self, replica: int, run_id: str, outcome: str, *, seeded: bool = False) -> None:
+    def record_end(self, replica: int, run_id: str, outcome: str, *, seeded_noise: bool = False) -> None:
         """A run is over, and how; `seeded`: noise of a learner came from a seed or a recording."""
-        told = {"seeded": True} if seeded else {}
+        told = {"seeded": True} if seeded_noise else {}
         self._write({"replica": replica, "run_id": run_id, "outcome": outcome, **told})
 
     def reveal(self, captures: Iterable[Capture]) -> None:
         """All runs are over: say how the coins of those that were started had fallen, and which captures there are."""
-        digests = {capture.replica: capture.digests()[0] for capture in captures}
+        digests = {capture.replica: capture.compute_digests()[0] for capture in captures}
         for replica in self._started:
             world, nonce = self._coins[replica]
             found = {"capture": digests[replica]} if replica in digests else {}
             self._write({"replica": replica, "world": world, "nonce": nonce, **found})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        with open(self._folder / RUN_LEDGER_FILE, "a", encoding="utf-8", opener=private) as file:
+        with open(self._folder / RUN_LEDGER_FILE, "a", encoding="utf-8", opener=open_private) as file:
             file.write(json.dumps(line) + "\n")
 
 
-class Entry(BaseModel, strict=True, frozen=True, extra="forbid"):
+class RunLedgerEntry(BaseModel, strict=True, frozen=True, extra="forbid"):
     """A started run, as the ledger knows it.
 
     Attributes:
@@ -322,12 +322,12 @@ class Entry(BaseModel, strict=True, frozen=True, extra="forbid"):
     seeded: bool = False
 
     @property
-    def early(self) -> str:
+    def early_outcome(self) -> str:
         """How it ended before its last round; empty: it did not, or nobody saw its end."""
         return "" if self.outcome == "finished" else self.outcome
 
 
-def read_run_ledger(place: Folder, worlds: WorldsFile) -> dict[int, Entry] | None:
+def read_run_ledger(place: Folder, worlds: WorldsFile) -> dict[int, RunLedgerEntry] | None:
     """The started runs of the audit that these worlds belong to, by replica; None: it kept no ledger.
 
     Args:
@@ -338,7 +338,7 @@ def read_run_ledger(place: Folder, worlds: WorldsFile) -> dict[int, Entry] | Non
         CaptureError: the ledger is missing, cannot be read, is that of other worlds, or a coin is not the one committed to.
     """
     where = f"{place.name}/{RUN_LEDGER_FILE}"
-    if worlds.ledger is None and RUN_LEDGER_FILE not in place.names():
+    if worlds.ledger is None and RUN_LEDGER_FILE not in place.list_names():
         return None
     first, *lines = _lines(place, where)
     if worlds.ledger != hashlib.sha256(first).hexdigest():
@@ -354,7 +354,7 @@ def read_run_ledger(place: Folder, worlds: WorldsFile) -> dict[int, Entry] | Non
                     raise CaptureError(f"{where} is of another {WORLDS_FILE} than the one beside it")
                 continue
             _add(entries, line, len(commitments))
-        found = {k: Entry.model_validate(entries[k]) for k in sorted(entries)}
+        found = {k: RunLedgerEntry.model_validate(entries[k]) for k in sorted(entries)}
     except ValidationError as error:
         raise CaptureError(f"{where} does not say which runs were started: {_wrong(error)}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -367,7 +367,7 @@ def read_run_ledger(place: Folder, worlds: WorldsFile) -> dict[int, Entry] | Non
 
 def _lines(place: Folder, where: str) -> Iterator[bytes]:
     try:
-        if (size := place.size(RUN_LEDGER_FILE)) > MAX_RUN_LEDGER_BYTES:
+        if (size := place.get_size(RUN_LEDGER_FILE)) > MAX_RUN_LEDGER_BYTES:
             raise CaptureError(f"{where} must have at most {MAX_RUN_LEDGER_BYTES} bytes, got {size}")
         with place.open(RUN_LEDGER_FILE) as file:
             content = file.read(MAX_RUN_LEDGER_BYTES)

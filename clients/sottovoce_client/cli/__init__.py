@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from sottovoce_client.cli.app import INTERRUPTED, app
+from sottovoce_client.cli.app import INTERRUPTED_MESSAGE, app
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.optional import format_install_hint
 from sottovoce_core.text import escape_control_lines
@@ -40,7 +40,9 @@ def _add_laboratory() -> None:
 
 def _require_laboratory() -> None:
     """The laboratory, which is not installed."""
-    raise SpecError(f"`sottovoce lab` needs the package sottovoce_lab, which is not installed: {format_install_hint('audit')}")
+    raise SpecError(
+        f"`sottovoce lab` needs the package sottovoce_lab, which is not installed: {format_install_hint('audit')}"
+    )
 
 
 _add_laboratory()
@@ -75,5 +77,5 @@ def main(*, service: bool = False) -> None:
         print(f"sottovoce: {escape_control_lines(told)}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        print(INTERRUPTED, end="", file=sys.stderr)
+        print(INTERRUPTED_MESSAGE, end="", file=sys.stderr)
         raise SystemExit(130) from None

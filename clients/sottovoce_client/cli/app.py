@@ -20,17 +20,17 @@ import typer
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.common_options import (
     DEFAULT_COORDINATOR,
-    SERVICE,
+    SERVICE_OPTIONS,
     CommandApp,
-    Group,
+    CommandGroup,
+    bind_common_options,
+    format_options_help,
     read_config,
     read_profile,
-    takes,
-    bind_common_options,
 )
-from sottovoce_client.command_words import command_words
+from sottovoce_client.command_words import strip_common_options
 from sottovoce_core.errors import SottovoceError, SpecError
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 
 if TYPE_CHECKING:
     from sottovoce_core.spec import RunSpec
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _made: list[Path] = []
 """Folders that this command has made, the inner ones last."""
-INTERRUPTED = "sottovoce: interrupted\n"
+INTERRUPTED_MESSAGE = "sottovoce: interrupted\n"
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def _ending_in_a_line() -> Iterator[None]:
             raise
         warnings.simplefilter("ignore")  # of what is cut short
         with contextlib.suppress(OSError):  # of a terminal that was closed
-            print(INTERRUPTED, end="", file=sys.stderr, flush=True)
+            print(INTERRUPTED_MESSAGE, end="", file=sys.stderr, flush=True)
         raise typer.Exit(130) from None
 
 
@@ -79,7 +79,7 @@ _SERVICE_LINK = re.compile(
     r"|_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.+)"
 )
 """Variables that Kubernetes gives every pod for each service beside it, which may be called sottovoce-coordinator."""
-_NEAR = 0.75
+_MIN_NAME_SIMILARITY = 0.75
 """How alike two names are of which one may be meant by the other."""
 
 
@@ -100,15 +100,15 @@ def reject_misspelled_variables(environment: Mapping[str, str]) -> list[str]:
         if not name.startswith(_PREFIX) or name in VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
         known = [each.removeprefix(_PREFIX) for each in sorted(VARIABLES)]
-        if near := difflib.get_close_matches(name.removeprefix(_PREFIX).upper(), known, 1, _NEAR):
+        if near := difflib.get_close_matches(name.removeprefix(_PREFIX).upper(), known, 1, _MIN_NAME_SIMILARITY):
             raise SpecError(
-                f"the environment variable {plain(name)} is no setting: {_PREFIX}{near[0]} is one; rename it, or unset it"
+                f"the environment variable {escape_control(name)} is no setting: {_PREFIX}{near[0]} is one; rename it, or unset it"
             )
         others.append(name)
     return others
 
 
-class _Sottovoce(Group):
+class _Sottovoce(CommandGroup):
     """All commands; Ctrl-C ends them in a line, whatever version of Typer would say of it."""
 
     def make_context(self, *words: Any, **more: Any) -> Any:
@@ -120,7 +120,7 @@ class _Sottovoce(Group):
             others = reject_misspelled_variables(os.environ)
             if not ctx.obj:  # a service logs them, perhaps as JSON
                 for name in others:
-                    text = f"sottovoce: the environment variable {plain(name)} is no setting, and is ignored"
+                    text = f"sottovoce: the environment variable {escape_control(name)} is no setting, and is ignored"
                     print(text, file=sys.stderr)
         try:
             with _ending_in_a_line():
@@ -135,7 +135,7 @@ class _Application(CommandApp):
     """Builds the options of the called command alone: those of all commands take a third of the time of a start."""
 
     def __call__(self, args: Sequence[str] | None = None, **more: Any) -> Any:
-        asked, first = copy.copy(self), [*command_words(sys.argv[1:] if args is None else args), ""][0]
+        asked, first = copy.copy(self), [*strip_common_options(sys.argv[1:] if args is None else args), ""][0]
         asked.registered_commands = [each for each in self.registered_commands if _name(each) == first]
         asked.registered_groups = [each for each in self.registered_groups if each.name == first]
         known = asked.registered_commands or asked.registered_groups
@@ -160,7 +160,7 @@ app = _Application(
 )
 
 
-WIRE = "sottovoce_wire.v1"
+WIRE_PACKAGE = "sottovoce_wire.v1"
 """The package of all messages and methods."""
 
 
@@ -174,14 +174,14 @@ def get_installed_version() -> str:
 def _print_version(asked: bool) -> None:
     if asked:
         from sottovoce_core.spec_versions import FORMAT
-        from sottovoce_eavesdropper import FORMAT as CAPTURES
+        from sottovoce_eavesdropper import CAPTURE_FORMAT as CAPTURES
 
         print(f"sottovoce {get_installed_version()}")
-        print(f"wire {WIRE}, run specs of format {FORMAT}, captures {CAPTURES}")
+        print(f"wire {WIRE_PACKAGE}, run specs of format {FORMAT}, captures {CAPTURES}")
         raise typer.Exit
 
 
-def address(
+def make_address_option(
     *flags: str, listen: bool = False, check: Callable[[str, str], object] | None = None, **options: Any
 ) -> Any:
     """An option that is an address, or a list of them; as `typer.Option`.
@@ -204,7 +204,7 @@ def _required_address(listen: bool = False, check: Callable[[str, str], object] 
         for each in value if isinstance(value, list | tuple) else [] if value is None else [value]:
             try:
                 if check is None:
-                    require_address(each, what, listen=listen)
+                    require_address(each, what, allow_port_zero=listen)
                 else:
                     check(each, what)
             except SpecError as error:
@@ -217,15 +217,15 @@ def _required_address(listen: bool = False, check: Callable[[str, str], object] 
     return held
 
 
-def real(*flags: str, least: float, most: float, **options: Any) -> Any:
+def make_number_option(*flags: str, min_value: float, max_value: float, **options: Any) -> Any:
     """An option that is a number from `least` to `most`; as `typer.Option`, some versions of which take not-a-number, too."""
 
     def held(parameter: typer.CallbackParam, value: float | None) -> float | None:
         if value is not None and math.isnan(value):
-            raise SpecError(f"{parameter.opts[0]} must be a number from {least:g} to {most:g}, got nan")
+            raise SpecError(f"{parameter.opts[0]} must be a number from {min_value:g} to {max_value:g}, got nan")
         return value
 
-    return typer.Option(*flags, min=least, max=most, callback=held, **options)
+    return typer.Option(*flags, min=min_value, max=max_value, callback=held, **options)
 
 
 def _shared(name: str, help_: str, *, variable: bool = True, **more: Any) -> Any:
@@ -329,7 +329,11 @@ models_app = _group("models", "Runs", help="A learner's model as a file, and wha
 runs_app = _group("runs", "Runs", help="Show the runs of a coordinator, stop them, take them up again.")
 transcript_app = _group("transcript", "Runs", help="Look into recorded or simulated messages.")
 eavesdropper_app = _group(
-    "eavesdropper", "Services", cls=bind_common_options(Group, *SERVICE), epilog=takes(*SERVICE), invoke_without_command=True
+    "eavesdropper",
+    "Services",
+    cls=bind_common_options(CommandGroup, *SERVICE_OPTIONS),
+    epilog=format_options_help(*SERVICE_OPTIONS),
+    invoke_without_command=True,
 )
 pki_app = _group("pki", "Services", help="Identities: a certificate authority of your own.")
 spec_app = _group("spec", "Specs", help="Check and print run specs, and values of the Helm chart.")
@@ -337,7 +341,10 @@ spec_app = _group("spec", "Specs", help="Check and print run specs, and values o
 SpecFile = Annotated[
     Path,
     typer.Argument(
-        metavar="SPEC", help="The run spec, a YAML file.", show_default=False, autocompletion=completing.complete_spec_files
+        metavar="SPEC",
+        help="The run spec, a YAML file.",
+        show_default=False,
+        autocompletion=completing.complete_spec_files,
     ),
 ]
 
@@ -349,24 +356,24 @@ def make_results_option(name: str) -> Any:
     )
 
 
-Out = Annotated[Path | None, make_results_option("NAME")]
-MOST, MAX_JOBS = 10**7, 4096
+OutputFolder = Annotated[Path | None, make_results_option("NAME")]
+MAX_COUNT, MAX_JOBS = 10**7, 4096
 """Of runs, repetitions, records and the like that an option asks for; and of those at a time."""
 MAX_DURATION_S = 1e9
 """Thirty years: what timers take."""
-SERVED = ("captures", "journals", "logs", "identities", "ca.crt", "services.json", "learners.json")
+SERVICE_FILES = ("captures", "journals", "logs", "identities", "ca.crt", "services.json", "learners.json")
 """What services that a command has started write into its folder."""
-Export = Annotated[
+ExportFormats = Annotated[
     str,
     typer.Option(
         metavar="FORMATS",
         help="Also as files for papers: tables as csv, latex; figures as svg, pdf, png; commas between.",
         show_default="none",
-        autocompletion=completing.several(("csv", "latex", "svg", "pdf", "png")),
+        autocompletion=completing.make_list_completer(("csv", "latex", "svg", "pdf", "png")),
     ),
 ]
 ListenAddress = Annotated[
-    str, address(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
+    str, make_address_option(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
 ]
 KeepLogFlag = Annotated[
     bool,
@@ -376,9 +383,9 @@ KeepLogFlag = Annotated[
         help="Keep the logs of runs, with the records in them, in the state folder, below kept: for `sottovoce watch --state`.",
     ),
 ]
-Metrics = Annotated[
+MetricsAddress = Annotated[
     str | None,
-    address(
+    make_address_option(
         "--metrics",
         listen=True,
         metavar="HOST:PORT",
@@ -391,33 +398,33 @@ Metrics = Annotated[
 
 
 def _backend(backend: str, _: str) -> None:
-    from sottovoce_client.backends import named
+    from sottovoce_client.backends import parse_backend
 
-    named(backend)
+    parse_backend(backend)
 
 
 BackendName = Annotated[
     str,
-    address(
+    make_address_option(
         "--backend",
         check=_backend,
         metavar="WHAT",
-        autocompletion=completing.several(("processes", "ray", "dask")),
+        autocompletion=completing.make_list_completer(("processes", "ray", "dask")),
         help="What works on simulated runs: processes; ray or dask (RAY_ADDRESS or DASK_SCHEDULER_ADDRESS, or a cluster of this "
         "machine's own); or a cluster's address, ray://HOST:PORT or dask://HOST:PORT.",
     ),
 ]
-Canaries = Annotated[
+CanaryCount = Annotated[
     int,
     typer.Option(
         min=0,
-        max=MOST,
+        max=MAX_COUNT,
         help="Hide so many coins in the records, for watch --canary-file to guess. They replace records, so they cost accuracy.",
     ),
 ]
 
 
-def levels(text: str, least: int = 1, option: str = "--epsilons") -> tuple[float, ...]:
+def parse_privacy_levels(text: str, least: int = 1, option: str = "--epsilons") -> tuple[float, ...]:
     """Privacy levels, such as 1,2,5: ascending, each once.
 
     Raises:
@@ -434,7 +441,7 @@ def levels(text: str, least: int = 1, option: str = "--epsilons") -> tuple[float
     return tuple(found)
 
 
-def prepare_run(spec: RunSpec, *, live: bool = False, learned: bool = True) -> Any:
+def prepare_run(spec: RunSpec, *, live: bool = False, needs_labels: bool = True) -> Any:
     """The run and its data, ready to start.
 
     Raises:
@@ -443,7 +450,7 @@ def prepare_run(spec: RunSpec, *, live: bool = False, learned: bool = True) -> A
     from sottovoce_core.data.known import get_data_folders
     from sottovoce_core.experiment import prepare
 
-    return prepare(spec, folders=get_data_folders(), live=live, learned=learned)
+    return prepare(spec, folders=get_data_folders(), live=live, labels_required=needs_labels)
 
 
 class WarningPrinter:
@@ -454,16 +461,18 @@ class WarningPrinter:
 
     def __call__(self, prepared: Any) -> Any:
         """The same run, once it is said."""
-        from sottovoce_client.terminal import say
+        from sottovoce_client.terminal import print_notice
 
         for finding in prepared.cautions:
             if (line := f"warning: {finding.text} [{finding.code}]") not in self._said:
                 self._said.add(line)
-                say(plain(line))
+                print_notice(escape_control(line))
         return prepared
 
 
-def prepare_for_accounting(spec: RunSpec, rounds: int | None, records: float | None, horizon: float | None = None) -> Any:
+def prepare_for_accounting(
+    spec: RunSpec, rounds: int | None, records: float | None, horizon: float | None = None
+) -> Any:
     """The run, and how many records its rounds bring: of live ones, as many as are asked for, over the horizon.
 
     Raises:
@@ -471,9 +480,9 @@ def prepare_for_accounting(spec: RunSpec, rounds: int | None, records: float | N
     """
     from sottovoce_core.experiment import estimate_live_run
 
-    if spec.data.live or rounds is not None or records is not None:
+    if spec.data.is_live or rounds is not None or records is not None:
         return estimate_live_run(spec, rounds, 1.0 if records is None else records, horizon)
-    return prepare_run(spec, learned=False)
+    return prepare_run(spec, needs_labels=False)
 
 
 def make_results_folder(name: str, out: Path | None, writes: Collection[str], spec: str | None = None) -> Path:

@@ -11,20 +11,20 @@ import typer
 
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
-    MOST,
+    MAX_COUNT,
     MAX_JOBS,
-    SERVED,
+    SERVICE_FILES,
     BackendName,
-    address,
     app,
+    make_address_option,
+    make_number_option,
     make_results_folder,
-    prepare_run,
-    real,
     make_results_option,
+    prepare_run,
 )
-from sottovoce_client.cli.common_options import NETWORK, common
+from sottovoce_client.cli.common_options import NETWORK_OPTIONS, get_common_options
 from sottovoce_core.errors import SpecError
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 
 if TYPE_CHECKING:
     from sottovoce_client.auditing.audit import AuditRequest
@@ -50,14 +50,15 @@ def audit(
     runs: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST, help="Runs of each of the two worlds.", show_default="1000; network, wiretap: 100"
+            min=1, max=MAX_COUNT, help="Runs of each of the two worlds.", show_default="1000; network, wiretap: 100"
         ),
     ] = None,
     learner: Annotated[
         str | None, typer.Option(help="Whose messages.", show_default="the one with the largest epsilon")
     ] = None,
     confidence: Annotated[
-        float, real(least=0.5, most=0.999999, help="With which a correct learner is not refuted.")
+        float,
+        make_number_option(min_value=0.5, max_value=0.999999, help="With which a correct learner is not refuted."),
     ] = 0.95,
     seed: Annotated[
         int | None,
@@ -143,7 +144,7 @@ def audit(
         raise SpecError("audit needs a SPEC, or --captures FOLDER")
     prepared = prepare_run(given)
     # Captures of other runs are what `--captures` would take for the audit's own.
-    folder = make_results_folder("audit", out, [*_WRITES, *(["captures"] if on == "simulator" else SERVED)])
+    folder = make_results_folder("audit", out, [*_WRITES, *(["captures"] if on == "simulator" else SERVICE_FILES)])
     raise typer.Exit(_made(prepared, asked, folder, on, backend, jobs, seeded=seed is not None))
 
 
@@ -189,17 +190,17 @@ def _made(
     """An audit of runs that are made for it; returns the exit code."""
     from sottovoce_client import terminal
     from sottovoce_client.auditing.audit import run_audit
-    from sottovoce_client.running.operate import Interrupted
+    from sottovoce_client.running.operate import RunInterrupted
 
     try:
         if on == "wiretap":
             from sottovoce_client.auditing.network import run_ciphertext_audit
 
-            code = run_ciphertext_audit(folder, prepared, asked, seeded=seeded)
+            code = run_ciphertext_audit(folder, prepared, asked, seeded_coins=seeded)
         elif on == "network":
             from sottovoce_client.auditing.network import audit_on_network
 
-            code = run_audit(folder, prepared, asked, partial(audit_on_network, folder=folder, seeded=seeded))
+            code = run_audit(folder, prepared, asked, partial(audit_on_network, folder=folder, seeded_coins=seeded))
         else:
             from sottovoce_client.auditing.audit import audit_on_simulator
             from sottovoce_client.backends import open_mapper
@@ -208,38 +209,38 @@ def _made(
                 code = run_audit(folder, prepared, asked, partial(audit_on_simulator, mapper=mapper))
         terminal.print_json_file_if_requested(folder / "audit.json")
         return code
-    except Interrupted as stopped:  # which says in a line what there is
-        print(f"sottovoce: {plain(str(stopped))}", file=sys.stderr)
+    except RunInterrupted as stopped:  # which says in a line what there is
+        print(f"sottovoce: {escape_control(str(stopped))}", file=sys.stderr)
         return 130
 
 
 def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | None) -> int:
     from sottovoce_client import terminal
-    from sottovoce_client.auditing.audit import show
-    from sottovoce_client.auditing.captures import audit_of, earlier
+    from sottovoce_client.auditing.audit import report_audit
+    from sottovoce_client.auditing.captures import audit_captures, load_captured_runs
     from sottovoce_client.auditing.network import audit_ciphertext, report_ciphertext_audit
 
-    console = terminal.console()
-    with terminal.bar("reading captures") as say:
-        plan, runs = earlier(captures, asked, prepare_run, say, spec=spec)
-        if runs.tapped:
+    console = terminal.create_console()
+    with terminal.show_progress_bar("reading captures") as say:
+        plan, runs = load_captured_runs(captures, asked, prepare_run, say, spec=spec)
+        if runs.is_ciphertext:
             told = partial(report_ciphertext_audit, audit_ciphertext(plan, runs, asked.seed, say), plan, runs)
         else:
-            told = partial(show, audit_of(plan, runs, say))
+            told = partial(report_audit, audit_captures(plan, runs, say))
     folder = make_results_folder("audit", out, _WRITES)
     code = told(asked.seed, folder, console)
     terminal.print_json_file_if_requested(folder / "audit.json")
     return code
 
 
-@app.command(rich_help_panel="Privacy", uses=("as_json", "allow_imports", "log_level", *NETWORK))
+@app.command(rich_help_panel="Privacy", common_options=("as_json", "allow_imports", "log_level", *NETWORK_OPTIONS))
 def watch(
     capture: Annotated[
         str | None,
         typer.Argument(metavar="FOLDER", help="A capture's folder, or the run's that it is in.", show_default=False),
     ] = None,
     eavesdropper: Annotated[
-        str | None, address(metavar="HOST:PORT", help="Fetch the capture of --run from this eavesdropper.")
+        str | None, make_address_option(metavar="HOST:PORT", help="Fetch the capture of --run from this eavesdropper.")
     ] = None,
     run: Annotated[
         str | None, typer.Option(metavar="RUN_ID", help="Which run, its id or its beginning; with --eavesdropper.")
@@ -248,7 +249,9 @@ def watch(
         list[str] | None,
         typer.Option(help="Watch this learner; repeat for several. You need its records.", show_default="all"),
     ] = None,
-    alpha: Annotated[float, real(least=1e-12, most=0.999999, help="The chance of a false alarm.")] = 0.001,
+    alpha: Annotated[
+        float, make_number_option(min_value=1e-12, max_value=0.999999, help="The chance of a false alarm.")
+    ] = 0.001,
     canaries: Annotated[
         Path | None,
         typer.Option("--canary-file", metavar="FILE", help="The run's canaries.json: guess its coins, too."),
@@ -272,7 +275,8 @@ def watch(
         ),
     ] = None,
     metrics: Annotated[
-        str | None, address(listen=True, metavar="HOST:PORT", help="Serve e-values and alarms to Prometheus.")
+        str | None,
+        make_address_option(listen=True, metavar="HOST:PORT", help="Serve e-values and alarms to Prometheus."),
     ] = None,
 ) -> None:
     """Watch a run while it goes on: is every learner's noise what is claimed? May be looked at in every round.
@@ -280,14 +284,22 @@ def watch(
     Exits with 1 at the first alarm, which is a log line, too. You need the records: the spec's data.source must be here, or the
     learners' state folders (--state).
     """
-    from sottovoce_client.watching.watch import WatchRequest, where
+    from sottovoce_client.watching.watch import WatchRequest, open_source
     from sottovoce_client.watching.watch import watch as follow
     from sottovoce_rpc.logs import configure_logs
 
-    configure_logs(common().log_level or "info")
+    configure_logs(get_common_options().log_level or "info")
     logs = tuple(state or ())
     question = WatchRequest(
-        alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, logs, common().allow_imports
+        alpha,
+        tuple(learner or ()),
+        canaries,
+        commitment,
+        keep_going,
+        once,
+        keys,
+        logs,
+        get_common_options().allow_imports,
     )
-    source = where(capture, eavesdropper, run, common().credentials, once=once)
-    raise typer.Exit(follow(source, question, prepare_run, metrics=metrics))
+    source = open_source(capture, eavesdropper, run, get_common_options().credentials, once=once)
+    raise typer.Exit(follow(source, question, prepare_run, metrics_address=metrics))

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 
 if TYPE_CHECKING:
     from sottovoce_rpc.credentials import Credentials
@@ -29,11 +29,11 @@ COMMON_OPTIONS = (
     *("log_level", "log_format", "profile", "config", "stop_with_stdin"),
 )
 """Parameter names of the common options."""
-NETWORK = ("identity", "insecure")
+NETWORK_OPTIONS = ("identity", "insecure")
 """Common options of commands that open or serve channels."""
-OPERATOR = ("as_json", "coordinator", *NETWORK)
+OPERATOR_OPTIONS = ("as_json", "coordinator", *NETWORK_OPTIONS)
 """Common options of commands that ask a coordinator."""
-SERVICE = (*NETWORK, "allow_imports", "log_level", "log_format", "config", "stop_with_stdin")
+SERVICE_OPTIONS = (*NETWORK_OPTIONS, "allow_imports", "log_level", "log_format", "config", "stop_with_stdin")
 """Common options of services."""
 DEFAULT_COORDINATOR = "127.0.0.1:7400"
 """Address of a coordinator on this machine."""
@@ -80,7 +80,7 @@ class CommonOptions:
 _CURRENT: ContextVar[CommonOptions | None] = ContextVar("_CURRENT", default=None)
 
 
-def common() -> CommonOptions:
+def get_common_options() -> CommonOptions:
     """Return the common options of the command that runs."""
     return _CURRENT.get() or CommonOptions()
 
@@ -88,7 +88,7 @@ def common() -> CommonOptions:
 class _Common:
     """A command or a group that accepts the common options among its own."""
 
-    uses: frozenset[str] = frozenset()
+    common_options: frozenset[str] = frozenset()
 
     def get_params(self, ctx: Any) -> list[Any]:
         own = super().get_params(ctx)  # type: ignore[misc]
@@ -109,7 +109,9 @@ class _Common:
             value, source = ctx.params.pop(name, None), ctx.get_parameter_source(name)
             if value is not None and source.name == "COMMANDLINE":
                 given[name] = value
-        if not ctx.resilient_parsing and not (hasattr(self, "commands") and (ctx._protected_args or not self.uses)):
+        if not ctx.resilient_parsing and not (
+            hasattr(self, "commands") and (ctx._protected_args or not self.common_options)
+        ):
             self._resolve(ctx, given)
         return rest
 
@@ -124,12 +126,12 @@ class _Common:
         for option in ctx.find_root().command.params:
             if option.name not in COMMON_OPTIONS or option.name in ("profile", "config"):
                 continue
-            if option.name in given and option.name not in self.uses:
+            if option.name in given and option.name not in self.common_options:
                 also = " before it, but has its own" if own & {*option.opts} else ": leave it out"
                 raise SpecError(f"`{ctx.command_path}` takes no {option.opts[0]}{also}")
             if option.name in given:
                 values[option.name] = given[option.name]
-            elif option.name in self.uses:
+            elif option.name in self.common_options:
                 option.handle_parse_result(ctx, {}, [])
                 values[option.name] = ctx.params.pop(option.name)
         if identity := values.get("identity"):
@@ -157,17 +159,17 @@ class _Command(_Common, TyperCommand):
     pass
 
 
-class Group(_Common, TyperGroup):
+class CommandGroup(_Common, TyperGroup):
     """Commands behind a common word."""
 
 
-def takes(*names: str) -> str | None:
+def format_options_help(*names: str) -> str | None:
     """Return the line of a command's help that lists the common options it uses."""
     listed = [f"--{name.removeprefix('as_').replace('_', '-')}" for name in names if name != "stop_with_stdin"]
     return f"Also takes {', '.join(listed)}: see sottovoce --help." if listed else None
 
 
-def bind_common_options(group: type[Group], *names: str) -> type[Group]:
+def bind_common_options(group: type[CommandGroup], *names: str) -> type[CommandGroup]:
     """Return the class of a group that is a command, too, and uses these common options."""
     return type(group.__name__, (group,), {"uses": frozenset(names)})
 
@@ -176,13 +178,13 @@ class CommandApp(typer.Typer):
     """A Typer application whose commands say which common options they use: `--json`, unless they say otherwise."""
 
     def __init__(self, **more: Any) -> None:
-        super().__init__(**{"cls": Group, **more})
+        super().__init__(**{"cls": CommandGroup, **more})
 
     def command(
-        self, name: str | None = None, *, uses: tuple[str, ...] = ("as_json",), **more: Any
+        self, name: str | None = None, *, common_options: tuple[str, ...] = ("as_json",), **more: Any
     ) -> Callable[[Any], Any]:
-        of_these = type("Command", (_Command,), {"uses": frozenset(uses)})
-        return super().command(name, cls=of_these, **{"epilog": takes(*uses), **more})
+        of_these = type("Command", (_Command,), {"uses": frozenset(common_options)})
+        return super().command(name, cls=of_these, **{"epilog": format_options_help(*common_options), **more})
 
 
 def read_profile(context: typer.Context, name: str | None) -> str | None:
@@ -194,7 +196,9 @@ def read_profile(context: typer.Context, name: str | None) -> str | None:
     name = _given(context, "profile", name)
     if name is not None and _is_command(context):
         if not name or {*name} & {"/", "\\", "."}:
-            raise SpecError(f"--profile must be a name, of NAME.yaml in {_config_folder()}, got {plain(name)!r}")
+            raise SpecError(
+                f"--profile must be a name, of NAME.yaml in {_config_folder()}, got {escape_control(name)!r}"
+            )
         known = {*COMMON_OPTIONS} - {"profile", "config", "stop_with_stdin", "as_json"} | {"json"}
         found = _defaults(_config_folder() / f"{name}.yaml", "a profile", known)
         if "json" in found:
@@ -239,9 +243,9 @@ def _config_folder() -> Path:
 
 
 def _defaults(path: Path, what: str, known: set[str]) -> dict[str, Any]:
-    from sottovoce_core.yaml_files import parse_document, text_of
+    from sottovoce_core.yaml_files import parse_document, read_text_file
 
-    text = text_of(path, what)
+    text = read_text_file(path, what)
     if not any(line and not line.startswith("#") for line in map(str.strip, text.splitlines())):
         return {}
     found = {str(name).replace("-", "_"): value for name, value in parse_document(text, str(path), what).items()}

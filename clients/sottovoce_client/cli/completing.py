@@ -38,7 +38,7 @@ def complete_dataset_names(incomplete: str) -> list[str]:
     return [name for name in DATASET_NAMES if name.startswith(incomplete)]
 
 
-def several(names: Sequence[str]) -> Callable[[str], list[str]]:
+def make_list_completer(names: Sequence[str]) -> Callable[[str], list[str]]:
     """Of an option that takes several of these with commas between: each that is not there yet."""
 
     def offered(incomplete: str) -> list[str]:

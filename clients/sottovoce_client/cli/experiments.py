@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from sottovoce_client.cli.app import (
-    MOST,
+    MAX_COUNT,
     MAX_JOBS,
-    WarningPrinter,
-    Export,
-    SpecFile,
     BackendName,
+    ExportFormats,
+    SpecFile,
+    WarningPrinter,
     app,
     make_results_folder,
     make_results_option,
@@ -30,7 +30,9 @@ def sweep(
             "--set", metavar="FIELD=V,V,...", help="Values of a field; repeat for every combination of several."
         ),
     ],
-    replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each combination.")] = 20,
+    replicas: Annotated[
+        int, typer.Option(min=1, max=MAX_COUNT, help="Independent repetitions of each combination.")
+    ] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise, and of the bootstrap.")] = 0,
     vary_data: Annotated[
         bool, typer.Option("--vary-data", help="Deal the records anew for each seed, not the noise alone.")
@@ -39,7 +41,7 @@ def sweep(
     jobs: Annotated[
         int | None, typer.Option(min=1, max=MAX_JOBS, help="How many at a time.", show_default="one per core")
     ] = None,
-    export: Export = "",
+    export: ExportFormats = "",
     out: Annotated[Path | None, make_results_option("sweep")] = None,
 ) -> None:
     """Simulate a spec at every combination of some values, with many seeds: means, 95 % intervals and epsilon.
@@ -51,7 +53,7 @@ def sweep(
     from sottovoce_client.running.plot import export_files
     from sottovoce_client.running.sweep import sweep_with_progress
     from sottovoce_core.experiment import load
-    from sottovoce_core.results import FILES
+    from sottovoce_core.results import RESULT_FILE_NAMES
 
     asked, listed = parse_formats(export), list(map(parse_field_values, changes))
     wanted = dict(listed)
@@ -59,15 +61,15 @@ def sweep(
         raise SpecError(f"--set must name each field once, with all its values, got {', '.join(changes)}")
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
     experiment = load(spec)
-    folder = make_results_folder("sweep", out, FILES)
-    with terminal.bar("simulating") as say:
-        results = sweep_with_progress(WarningPrinter(), experiment, wanted, replicas, **options, say=say)
+    folder = make_results_folder("sweep", out, RESULT_FILE_NAMES)
+    with terminal.show_progress_bar("simulating") as say:
+        results = sweep_with_progress(WarningPrinter(), experiment, wanted, replicas, **options, display=say)
     results.write(folder, seed=seed)
     table = results.summary()
     print(table)
-    print(f"{folder}: {', '.join(FILES)}")
+    print(f"{folder}: {', '.join(RESULT_FILE_NAMES)}")
     code = terminal.attempt("a file of --export", lambda: export_files(folder, asked, results))
-    terminal.tell(
+    terminal.print_json_if_requested(
         lambda: {"folder": folder, "rows": [dict(zip(table.columns, row, strict=True)) for row in table.rows()]}
     )
     raise typer.Exit(code)
@@ -118,7 +120,7 @@ def plot(
             show_default="rounds, and what spans two decades",
         ),
     ] = None,
-    export: Export = "",
+    export: ExportFormats = "",
     out: Annotated[Path | None, make_results_option("plot")] = None,
 ) -> None:
     """Draw what simulate, sweep or compare wrote: one figure for every metric, lines of every file.
@@ -128,15 +130,18 @@ def plot(
     from sottovoce_client import terminal
     from sottovoce_client.reports.drawing import parse_formats
     from sottovoce_client.reports.page import Page
-    from sottovoce_client.running.plot import HorizontalAxis, export_files, figures
-    from sottovoce_core.results import FILES, read_results
+    from sottovoce_client.running.plot import HorizontalAxis, export_files, make_figures
+    from sottovoce_core.results import RESULT_FILE_NAMES, read_results
 
     asked, axes = parse_formats(export), None if log is None else _axes(log)
-    results = {(path.parent if path.name == FILES[0] else path).absolute().name: read_results(path) for path in files}
+    results = {
+        (path.parent if path.name == RESULT_FILE_NAMES[0] else path).absolute().name: read_results(path)
+        for path in files
+    }
     if len(results) < len(files):
         raise SpecError(f"plot names lines by their folders, which must differ, got {', '.join(map(str, files))}")
-    across = HorizontalAxis.of(results, x)
-    shown = figures(across, axes)
+    across = HorizontalAxis.choose(results, x)
+    shown = make_figures(across, axes)
     if across.omission_note:
         typer.echo(across.omission_note, err=True)
     folder = make_results_folder("plot", out, ["plot.html"])
@@ -144,7 +149,7 @@ def plot(
     print(f"{folder}: plot.html")
     more = [path.name for path in export_files(folder, asked, results, shown)]
     names = [each.name for each in shown]
-    terminal.tell(lambda: {"folder": folder, "files": ["plot.html", *more], "figures": names})
+    terminal.print_json_if_requested(lambda: {"folder": folder, "files": ["plot.html", *more], "figures": names})
 
 
 def _axes(text: str) -> set[str]:

@@ -12,18 +12,18 @@ import typer
 
 from sottovoce_client.cli.app import (
     MAX_DURATION_S,
-    address,
     app,
-    real,
+    make_address_option,
+    make_number_option,
 )
-from sottovoce_client.cli.common_options import NETWORK, common
+from sottovoce_client.cli.common_options import NETWORK_OPTIONS, get_common_options
 from sottovoce_core.errors import SpecError
 
 if TYPE_CHECKING:
-    from sottovoce_client.feeding.broker import Feed, Source
-    from sottovoce_client.feeding.progress import Work
-    from sottovoce_client.feeding.pump import Target, Terms
-    from sottovoce_client.feeding.records import Part
+    from sottovoce_client.feeding.broker import Feed, SourceConfig
+    from sottovoce_client.feeding.progress import FeedTask
+    from sottovoce_client.feeding.pump import FeedOptions, FeedTarget
+    from sottovoce_client.feeding.records import SourcePartition
 
 _FILES, _BROKER = ("--format", "--dead-letters"), ("--dead-letters", "--broker-patience", "--user", "--password-file")
 _OWN_OPTIONS = {
@@ -43,14 +43,14 @@ def _file(help_: str, default: str | bool = False) -> Any:
 
 
 def _patience(help_: str) -> Any:
-    return real(least=0.0, most=MAX_DURATION_S, metavar="SECONDS", help=help_)
+    return make_number_option(min_value=0.0, max_value=MAX_DURATION_S, metavar="SECONDS", help=help_)
 
 
 def _feed_of(scheme: str, what: str) -> Feed:
     """The feed whose URLs begin with a scheme."""
-    from sottovoce_client.feeding.broker import feeds
+    from sottovoce_client.feeding.broker import load_feeds
 
-    known = {each: feed for feed in feeds() for each in feed.schemes}
+    known = {each: feed for feed in load_feeds() for each in feed.schemes}
     if scheme.lower() not in known:
         raise SpecError(f"{what} must be one of {', '.join(known)}, got {scheme!r}")
     return known[scheme.lower()]
@@ -65,20 +65,20 @@ def _kind_of(feed: Feed | None, sources: Sequence[str] = (), given: str | None =
     """The kind of a source, as of `_OWN_OPTIONS`."""
     if feed is not None:
         return "HTTP" if feed.connect is None else "broker"
-    from sottovoce_client.feeding.files import format_of
+    from sottovoce_client.feeding.files import infer_format
 
-    return "standard input" if "-" in sources else format_of(sources, given)
+    return "standard input" if "-" in sources else infer_format(sources, given)
 
 
 def _help_for(scheme: str | None) -> None:
     if scheme is not None:
         feed = _feed_of(scheme, "--help-for")
         options = ", ".join(_options_of(_kind_of(feed), feed))
-        print(f"{feed.help_text()}\n\nOptions that this source has beside those of all: {options}")
+        print(f"{feed.format_help()}\n\nOptions that this source has beside those of all: {options}")
         raise typer.Exit
 
 
-@app.command("feed", rich_help_panel="Runs", uses=("as_json", *NETWORK, "allow_imports", "log_level"))
+@app.command("feed", rich_help_panel="Runs", common_options=("as_json", *NETWORK_OPTIONS, "allow_imports", "log_level"))
 def feed(
     context: typer.Context,
     sources: Annotated[
@@ -92,7 +92,7 @@ def feed(
     ],
     learner: Annotated[
         str,
-        address(
+        make_address_option(
             "--learner",
             "-l",
             metavar="HOST:PORT",
@@ -182,10 +182,10 @@ def feed(
     ] = "",
 ) -> None:
     """Bring live records into a learner, each once. `--help-for kafka` prints the settings of one kind of URL."""
-    from sottovoce_client.feeding.broker import PASSWORD_VARIABLE, Access, opened, read_secret
+    from sottovoce_client.feeding.broker import PASSWORD_VARIABLE, BrokerCredentials, open_source, read_secret
     from sottovoce_client.feeding.files import build_file_partitions, build_standard_input
-    from sottovoce_client.feeding.progress import conduct
-    from sottovoce_client.feeding.pump import Target, Terms, feeding
+    from sottovoce_client.feeding.progress import run_feeder
+    from sottovoce_client.feeding.pump import FeedOptions, FeedTarget, build_feed_task
 
     first = sources[0]
     scheme = next((each.partition("://")[0] for each in sources if "://" in each.partition("?")[0]), "")
@@ -195,30 +195,30 @@ def feed(
     kind = _kind_of(url_feed, sources, format_)
     _require_fitting(context, _options_of(kind, url_feed), kind if url_feed is None else url_feed.name)
     prefix = "" if kind == "standard input" else source or ("http" if kind == "HTTP" else "")
-    shared = common()
+    shared = get_common_options()
     in_the_clear = shared.insecure and (kind != "HTTP" or shared.identity is None)
-    target = Target(learner, prefix, name, shared.identity, in_the_clear, patience, shared.allow_imports)
-    terms = Terms(tuple(map_ or ()), ignore_unknown, position, dead_letters)
-    work: Work
-    parts: Sequence[Part]
+    target = FeedTarget(learner, prefix, name, shared.identity, in_the_clear, patience, shared.allow_imports)
+    terms = FeedOptions(tuple(map_ or ()), ignore_unknown, position, dead_letters)
+    work: FeedTask
+    parts: Sequence[SourcePartition]
     if url_feed is None:
         if kind == "standard input":
             parts = [build_standard_input(source or "stdin", format_ or "jsonl", delimiter, position)]
         else:
             parts = build_file_partitions(
-                [Path(each) for each in sources], kind, delimiter=delimiter, follow=follow, apart=dead_letters
+                [Path(each) for each in sources], kind, delimiter=delimiter, follow=follow, excluded_path=dead_letters
             )
-        work = feeding(nullcontext(parts), target, terms)
+        work = build_feed_task(nullcontext(parts), target, terms)
     else:
         password = os.environ.get(PASSWORD_VARIABLE, "") if password_file is None else read_secret(password_file)
-        access = Access(user, password, tls_ca, tls_cert, tls_key)
+        access = BrokerCredentials(user, password, tls_ca, tls_cert, tls_key)
         own = {"access": access, "default_group": name or learner, "position": position, "patience_s": broker_patience}
-        at = url_feed.source(first, **own)
+        at = url_feed.parse_url(first, **own)
         if kind == "HTTP":
             work = _http_work(at, target, terms, token_file, insecure=shared.insecure)
         else:
-            work = feeding(opened(at), target, terms)
-    raise typer.Exit(conduct(work, shared.log_level or "info"))
+            work = build_feed_task(open_source(at), target, terms)
+    raise typer.Exit(run_feeder(work, shared.log_level or "info"))
 
 
 def _require_fitting(context: typer.Context, own: Collection[str], called: str) -> None:
@@ -235,15 +235,17 @@ def _require_fitting(context: typer.Context, own: Collection[str], called: str) 
             )
 
 
-def _http_work(at: Source, target: Target, terms: Terms, token_file: Path | None, *, insecure: bool) -> Work:
+def _http_work(
+    at: SourceConfig, target: FeedTarget, terms: FeedOptions, token_file: Path | None, *, insecure: bool
+) -> FeedTask:
     """Answering requests."""
     for module in at.feed.modules:
-        at.feed.imported(module)
+        at.feed.import_module(module)
     from sottovoce_client import terminal
     from sottovoce_client.feeding.endpoint import serve
     from sottovoce_rpc.server import announce
 
-    console = terminal.console()
+    console = terminal.create_console()
 
     def tell(address: str) -> None:
         if console.is_terminal:

@@ -8,8 +8,13 @@ from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli.app import address, app, runs_app
-from sottovoce_client.cli.common_options import DEFAULT_COORDINATOR, NETWORK, OPERATOR, common
+from sottovoce_client.cli.app import app, make_address_option, runs_app
+from sottovoce_client.cli.common_options import (
+    DEFAULT_COORDINATOR,
+    NETWORK_OPTIONS,
+    OPERATOR_OPTIONS,
+    get_common_options,
+)
 from sottovoce_core.errors import SpecError
 
 RunId = Annotated[
@@ -17,7 +22,7 @@ RunId = Annotated[
 ]
 
 
-@runs_app.command("show", uses=OPERATOR)
+@runs_app.command("show", common_options=OPERATOR_OPTIONS)
 def show_runs(
     run: Annotated[
         str,
@@ -28,8 +33,8 @@ def show_runs(
     from sottovoce_client.running import known
     from sottovoce_client.terminal import print_json
 
-    coordinator, credentials = common().coordinator_or_local, common().credentials
-    if common().as_json:
+    coordinator, credentials = get_common_options().coordinator_or_local, get_common_options().credentials
+    if get_common_options().as_json:
         found = asyncio.run(known.get_run_documents(coordinator, run, credentials))
         print_json(found[0] if run else found)
     elif run:
@@ -42,10 +47,14 @@ def _act(action: str, *words: str, **more: bool) -> None:
     """Ask the coordinator for a function of `sottovoce_client.running.known`."""
     from sottovoce_client.running import known
 
-    asyncio.run(getattr(known, action)(common().coordinator_or_local, *words, credentials=common().credentials, **more))
+    asyncio.run(
+        getattr(known, action)(
+            get_common_options().coordinator_or_local, *words, credentials=get_common_options().credentials, **more
+        )
+    )
 
 
-@runs_app.command("stop", uses=OPERATOR)
+@runs_app.command("stop", common_options=OPERATOR_OPTIONS)
 def stop_run(
     run: RunId,
 ) -> None:
@@ -56,7 +65,7 @@ def stop_run(
     _act("stop_run", run)
 
 
-@runs_app.command("resume", uses=OPERATOR)
+@runs_app.command("resume", common_options=OPERATOR_OPTIONS)
 def resume_run(
     run: RunId,
 ) -> None:
@@ -69,13 +78,13 @@ def resume_run(
     _act("resume_run", run)
 
 
-Learner = Annotated[str, typer.Argument(metavar="LEARNER", help="Its name.", show_default=False)]
+LearnerArgument = Annotated[str, typer.Argument(metavar="LEARNER", help="Its name.", show_default=False)]
 
 
-@runs_app.command("leave", uses=OPERATOR)
+@runs_app.command("leave", common_options=OPERATOR_OPTIONS)
 def leave_run(
     run: RunId,
-    learner: Learner,
+    learner: LearnerArgument,
 ) -> None:
     """Let a run under way go on without a learner.
 
@@ -86,16 +95,16 @@ def leave_run(
     _act("reconfigure_run", run, learner, joins=False)
 
 
-@runs_app.command("join", uses=OPERATOR)
+@runs_app.command("join", common_options=OPERATOR_OPTIONS)
 def join_run(
     run: RunId,
-    learner: Learner,
+    learner: LearnerArgument,
 ) -> None:
     """Let a learner that is away by the run's spec, or has left, take part from now on."""
     _act("reconfigure_run", run, learner, joins=True)
 
 
-@app.command(rich_help_panel="Services", uses=OPERATOR)
+@app.command(rich_help_panel="Services", common_options=OPERATOR_OPTIONS)
 def status(
     folder: Annotated[
         Path | None,
@@ -116,11 +125,13 @@ def status(
     ] = "",
     learner: Annotated[
         list[str] | None,
-        address("--learner-address", help="Address of a learner of yours; repeat for several.", show_default="none"),
+        make_address_option(
+            "--learner-address", help="Address of a learner of yours; repeat for several.", show_default="none"
+        ),
     ] = None,
     eavesdropper: Annotated[
         str | None,
-        address(
+        make_address_option(
             envvar="SOTTOVOCE_EAVESDROPPER",
             help="Address of an eavesdropper of yours.",
             show_default="the one in FOLDER",
@@ -140,24 +151,24 @@ def status(
     from sottovoce_client.web.services import ConsoleOptions
     from sottovoce_rpc.credentials import Credentials
 
-    coordinator = common().coordinator
+    coordinator = get_common_options().coordinator
     if folder is None and not (coordinator or learner or eavesdropper):
         coordinator = DEFAULT_COORDINATOR
-    places = ServiceAddresses(coordinator or "", eavesdropper or "", common().identity)
+    places = ServiceAddresses(coordinator or "", eavesdropper or "", get_common_options().identity)
     if folder is not None:
-        places = ConsoleOptions(folder, places).now()
-    who = Credentials(places.identity, common().insecure)
-    found = asyncio.run(looking.look(places, learner or (), run, who))
-    if common().as_json:
-        print_json(looking.document(found))
+        places = ConsoleOptions(folder, places).resolve_addresses()
+    who = Credentials(places.identity, get_common_options().insecure)
+    found = asyncio.run(looking.collect_status(places, learner or (), run, who))
+    if get_common_options().as_json:
+        print_json(looking.make_document(found))
     else:
         looking.show(found)
     raise typer.Exit(1 if found.faults else 0)
 
 
-@app.command(rich_help_panel="Services", uses=OPERATOR)
+@app.command(rich_help_panel="Services", common_options=OPERATOR_OPTIONS)
 def rebind(
-    learner: Learner,
+    learner: LearnerArgument,
 ) -> None:
     """Let a learner whose state folder is lost join with another one.
 
@@ -166,16 +177,18 @@ def rebind(
     _act("rebind", learner)
 
 
-@app.command(rich_help_panel="Services", uses=OPERATOR)
+@app.command(rich_help_panel="Services", common_options=OPERATOR_OPTIONS)
 def doctor(
-    eavesdropper: Annotated[str | None, address(help="Address of an eavesdropper.", show_default="none")] = None,
+    eavesdropper: Annotated[
+        str | None, make_address_option(help="Address of an eavesdropper.", show_default="none")
+    ] = None,
     learner: Annotated[
         list[str] | None,
-        address("--learner-address", help="Address of a learner; repeat for several.", show_default="none"),
+        make_address_option("--learner-address", help="Address of a learner; repeat for several.", show_default="none"),
     ] = None,
     metrics: Annotated[
         list[str] | None,
-        address(
+        make_address_option(
             "--metrics-address",
             help="Where a service serves metrics (its --metrics); repeat for several.",
             show_default="none",
@@ -190,22 +203,24 @@ def doctor(
     Exits with 1 if anything is wrong.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.doctor import CheckTargets, examine, show
+    from sottovoce_client.doctor import CheckTargets, print_findings, run_checks
     from sottovoce_rpc.principals import Role
 
     given = (
-        (Role.COORDINATOR, [common().coordinator]),
+        (Role.COORDINATOR, [get_common_options().coordinator]),
         (Role.EAVESDROPPER, [eavesdropper]),
         (Role.LEARNER, learner or []),
     )
     services = [(role, address) for role, addresses in given for address in addresses if address]
-    findings = asyncio.run(examine(CheckTargets(common().credentials, services, state or [], metrics or [])))
-    code = show(findings, terminal.console())
-    terminal.tell(lambda: {"well": not code, "findings": findings})
+    findings = asyncio.run(
+        run_checks(CheckTargets(get_common_options().credentials, services, state or [], metrics or []))
+    )
+    code = print_findings(findings, terminal.create_console())
+    terminal.print_json_if_requested(lambda: {"well": not code, "findings": findings})
     raise typer.Exit(code)
 
 
-@app.command(rich_help_panel="Services", uses=("coordinator", "log_level", *NETWORK))
+@app.command(rich_help_panel="Services", common_options=("coordinator", "log_level", *NETWORK_OPTIONS))
 def console(
     folder: Annotated[
         Path | None,
@@ -217,14 +232,21 @@ def console(
     ] = None,
     eavesdropper: Annotated[
         str | None,
-        address(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper.", show_default="the one in FOLDER"),
+        make_address_option(
+            envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper.", show_default="the one in FOLDER"
+        ),
     ] = None,
     watch: Annotated[
         str | None,
-        address(metavar="HOST:PORT", help="Show what `sottovoce watch --metrics HOST:PORT` sees.", show_default="none"),
+        make_address_option(
+            metavar="HOST:PORT", help="Show what `sottovoce watch --metrics HOST:PORT` sees.", show_default="none"
+        ),
     ] = None,
     listen: Annotated[
-        str, address(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port of this machine; port 0 picks one.")
+        str,
+        make_address_option(
+            listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port of this machine; port 0 picks one."
+        ),
     ] = "127.0.0.1:7480",
     token_file: Annotated[
         Path | None,
@@ -244,7 +266,12 @@ def console(
 
     if folder is not None and not folder.is_dir():
         raise SpecError(f"FOLDER must be a folder of results, and there is none at {folder}")
-    coordinator = common().coordinator or ("" if folder else DEFAULT_COORDINATOR)
-    configure_logs(common().log_level or "warning")
-    asked = ConsoleOptions(folder, ServiceAddresses(coordinator, eavesdropper or "", common().identity), watch or "", common().insecure)
+    coordinator = get_common_options().coordinator or ("" if folder else DEFAULT_COORDINATOR)
+    configure_logs(get_common_options().log_level or "warning")
+    asked = ConsoleOptions(
+        folder,
+        ServiceAddresses(coordinator, eavesdropper or "", get_common_options().identity),
+        watch or "",
+        get_common_options().insecure,
+    )
     asyncio.run(serve_console(asked, listen, token_file))

@@ -15,13 +15,13 @@ AuthorityFolder = Annotated[
     Path, typer.Option("--authority", envvar="SOTTOVOCE_AUTHORITY", help="Folder of the authority; its key is in it.")
 ]
 ValidityDays = Annotated[int, typer.Option(min=1, max=3_650, help="Valid for so many days.")]
-HERE = Path("sottovoce-authority")
+DEFAULT_AUTHORITY = Path("sottovoce-authority")
 
 
 @pki_app.command("init")
 def init(
     domain: Annotated[str, typer.Option(help="Trust domain of the deployment, such as ward.example.")],
-    authority: AuthorityFolder = HERE,
+    authority: AuthorityFolder = DEFAULT_AUTHORITY,
     days: ValidityDays = 3_650,
     replaces: Annotated[
         Path | None,
@@ -42,15 +42,15 @@ def init(
     from sottovoce_client import terminal
     from sottovoce_client.pki import Authority
 
-    old, console = None if replaces is None else Authority(replaces), terminal.console()
-    own = Authority.init(authority, domain, days, replaces=old)
+    old, console = None if replaces is None else Authority(replaces), terminal.create_console()
+    own = Authority.init(authority, domain, days, replaced_authority=old)
     if old is None:
-        terminal.tell(lambda: {"authority": authority, "domain": domain})
+        terminal.print_json_if_requested(lambda: {"authority": authority, "domain": domain})
         console.print(
             Text(f"authority of {domain} in {authority}; next: sottovoce pki issue coordinator/main learner/NAME ...")
         )
         return
-    given, skipped = own.spread(identities, replaced=old)
+    given, skipped = own.distribute_revocations(identities, replaced_authority=old)
     console.print(
         Text(
             f"authority of {domain} in {authority}; {len(given)} identities in {identities} believe both now; next, when all "
@@ -59,7 +59,7 @@ def init(
     )
     _name_skipped(skipped)
     facts = {"authority": authority, "domain": domain, "copied_to": given, "skipped": _as_facts(skipped)}
-    terminal.tell(lambda: facts)
+    terminal.print_json_if_requested(lambda: facts)
     if skipped:
         raise typer.Exit(1)
 
@@ -75,7 +75,7 @@ def issue(
             show_default=False,
         ),
     ],
-    authority: AuthorityFolder = HERE,
+    authority: AuthorityFolder = DEFAULT_AUTHORITY,
     out: Annotated[Path, typer.Option("--out", help="Each gets a folder ROLE-NAME in this one.")] = Path("identities"),
     days: ValidityDays = 90,
     host: Annotated[
@@ -106,9 +106,9 @@ def issue(
 
     from sottovoce_client import terminal
     from sottovoce_client.pki import Authority, list_requested_names, read_request
-    from sottovoce_rpc.certificates import named
+    from sottovoce_rpc.certificates import read_principal
 
-    own, console = Authority(authority), terminal.console()
+    own, console = Authority(authority), terminal.create_console()
     if csr is not None and len(whom) != 1:
         raise SpecError(f"--csr must come with one name, got {len(whom)}: a request is for one key")
 
@@ -117,14 +117,14 @@ def issue(
             if csr is not None or host:
                 raise SpecError(f"{each} is renewed for the names that it has: --csr and --hostname go with ROLE/NAME")
             renewed = own.renew(Path(each), days=days)
-            who, ends = str(named(renewed)), renewed.not_valid_after_utc
+            who, ends = str(read_principal(renewed)), renewed.not_valid_after_utc
             console.print(Text(f"{who}: {each}, until {ends:%Y-%m-%d}"))
             return {"identity": who, "folder": Path(each), "until": ends}
         folder = out / each.replace("/", "-", 1)
         issued = own.issue(each, folder, days=days, hosts=host or [], request=csr)
         console.print(Text(f"{each}: {folder}, until {issued.not_valid_after_utc:%Y-%m-%d}"))
         facts: dict[str, object] = {"identity": each, "folder": folder, "until": issued.not_valid_after_utc}
-        if csr is not None and (principal := named(issued)) is not None:
+        if csr is not None and (principal := read_principal(issued)) is not None:
             facts["list_requested_names"] = asked = list_requested_names(read_request(csr))
             if others := [name for name in asked if name not in (each, principal.uri)]:
                 console.print(Text(f"the request asked for {', '.join(others)[:200]}; the certificate is for {each}"))
@@ -137,7 +137,7 @@ def issue(
             done.append(issue_one(each))
         except (SottovoceError, OSError) as error:
             failed.append((each, error))
-    terminal.tell(lambda: done)
+    terminal.print_json_if_requested(lambda: done)
     if len(failed) == 1:
         raise failed[0][1]
     if failed:
@@ -153,17 +153,17 @@ def request(
     from rich.text import Text
 
     from sottovoce_client import terminal
-    from sottovoce_client.pki import request as make
+    from sottovoce_client.pki import create_request as make
 
     written = make(whom, out / whom.replace("/", "-", 1))
-    terminal.tell(lambda: {"identity": whom, "request": written})
-    terminal.console().print(Text(f"{written}; the authority: sottovoce pki issue {whom} --csr FILE"))
+    terminal.print_json_if_requested(lambda: {"identity": whom, "request": written})
+    terminal.create_console().print(Text(f"{written}; the authority: sottovoce pki issue {whom} --csr FILE"))
 
 
 @pki_app.command("revoke")
 def revoke(
     whom: Annotated[list[str], typer.Argument(metavar="ROLE/NAME...", help="Whose certificates.", show_default=False)],
-    authority: AuthorityFolder = HERE,
+    authority: AuthorityFolder = DEFAULT_AUTHORITY,
     identities: Annotated[Path, typer.Option(help="Folders of identities in this one are given the new list.")] = Path(
         "identities"
     ),
@@ -177,7 +177,7 @@ def revoke(
     from sottovoce_client import terminal
     from sottovoce_client.pki import Authority
 
-    own, console, told = Authority(authority), terminal.console(), []
+    own, console, told = Authority(authority), terminal.create_console(), []
     wrong = ""
     for each in whom:
         try:
@@ -189,12 +189,14 @@ def revoke(
             serial = f"{issued.serial_number:x}"
             told.append({"identity": each, "serial": serial})
             console.print(Text(f"{each}: certificate {serial} is revoked"))
-    given, skipped = own.spread(identities)
+    given, skipped = own.distribute_revocations(identities)
     console.print(
         Text(f"{authority / 'crl.pem'} was copied to {len(given)} identities in {identities}; copy it to all others")
     )
     _name_skipped(skipped)
-    others = [f"{each.subject.rfc4514_string()}, serial number {each.serial_number:x}" for each in own.others]
+    others = [
+        f"{each.subject.rfc4514_string()}, serial number {each.serial_number:x}" for each in own.other_authorities
+    ]
     for each in others:
         console.print(
             Text(
@@ -202,7 +204,7 @@ def revoke(
                 style="bold red",
             )
         )
-    terminal.tell(
+    terminal.print_json_if_requested(
         lambda: {
             "revoked": told,
             "list": authority / "crl.pem",
@@ -219,13 +221,15 @@ def revoke(
 
 @pki_app.command("show")
 def show(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of an authority, or of an identity.")] = HERE,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Of an authority, or of an identity.")
+    ] = DEFAULT_AUTHORITY,
 ) -> None:
     """Who has certificates, and until when. Exits with 1 if one that is in use ends within two weeks."""
     from sottovoce_client import terminal
-    from sottovoce_client.pki import shown
+    from sottovoce_client.pki import print_certificates
 
-    raise typer.Exit(shown(folder, terminal.console()))
+    raise typer.Exit(print_certificates(folder, terminal.create_console()))
 
 
 def _name_skipped(skipped: Mapping[Path, str]) -> None:
@@ -234,7 +238,7 @@ def _name_skipped(skipped: Mapping[Path, str]) -> None:
     from sottovoce_client import terminal
 
     for folder, why in skipped.items():
-        terminal.console().print(Text(f"not to {folder}: {why}", style="bold red"))
+        terminal.create_console().print(Text(f"not to {folder}: {why}", style="bold red"))
 
 
 def _as_facts(skipped: Mapping[Path, str]) -> list[dict[str, object]]:

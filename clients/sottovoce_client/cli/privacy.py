@@ -10,20 +10,20 @@ import typer
 
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
-    MOST,
+    MAX_COUNT,
     SpecFile,
     app,
+    make_number_option,
     make_results_folder,
-    levels,
-    prepare_run,
+    parse_privacy_levels,
     prepare_for_accounting,
-    real,
+    prepare_run,
 )
-from sottovoce_client.cli.common_options import common
+from sottovoce_client.cli.common_options import get_common_options
 from sottovoce_core.errors import SpecError
 
 
-@app.command(rich_help_panel="Privacy", uses=("as_json", "allow_imports"))
+@app.command(rich_help_panel="Privacy", common_options=("as_json", "allow_imports"))
 def ledger(
     state: Annotated[
         Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its ledger.")
@@ -44,9 +44,9 @@ def ledger(
     ] = False,
     charge: Annotated[
         float | None,
-        real(
-            least=0.0,
-            most=1e100,
+        make_number_option(
+            min_value=0.0,
+            max_value=1e100,
             help="With --repair: charge at least this much epsilon, in addition to what is still known.",
             show_default="what is lost",
         ),
@@ -71,7 +71,7 @@ def ledger(
         raise SpecError("--charge goes with --repair")
     if not (repair or moved):
         show = verify_ledger if verify else show_ledger
-        show(state, learner, allow_imports=common().allow_imports)
+        show(state, learner, allow_imports=get_common_options().allow_imports)
     elif learner is None:
         raise SpecError(f"{'--repair' if repair else '--moved'} needs --learner: whose ledger?")
     elif repair:
@@ -104,7 +104,9 @@ def policy(
     ] = None,
     features: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST, help="With SPEC: features of a record.", show_default="those of the spec's data"),
+        typer.Option(
+            min=1, max=MAX_COUNT, help="With SPEC: features of a record.", show_default="those of the spec's data"
+        ),
     ] = None,
 ) -> None:
     """Print a learner's policy as YAML, with what each clause means; or check a run against it. Nothing is run.
@@ -128,7 +130,7 @@ def policy(
     allowed, asked = Policy.load(policy), load_spec(spec)
     index = find_learner_index(asked, learner)
     if features is None:
-        prepared = prepare_run(asked, live=True, learned=False)
+        prepared = prepare_run(asked, live=True, needs_labels=False)
         run, features = prepared.run, prepared.data.n_features
     else:
         run = build_run(asked, features)
@@ -146,7 +148,7 @@ def budget(
         list[str] | None, typer.Option(help="Show this learner; repeat for several.", show_default="all")
     ] = None,
     group: Annotated[
-        int | None, typer.Option("--group-size", min=1, max=MOST, help="Also for so many records of one learner.")
+        int | None, typer.Option("--group-size", min=1, max=MAX_COUNT, help="Also for so many records of one learner.")
     ] = None,
     uses: Annotated[bool, typer.Option("--uses", help="Also per record, in all of its uses.")] = False,
     rounds: Annotated[
@@ -214,9 +216,9 @@ def budget(
     ] = None,
     threshold: Annotated[
         float | None,
-        real(
-            least=-1e100,
-            most=1e100,
+        make_number_option(
+            min_value=-1e100,
+            max_value=1e100,
             help="Largest acceptable loss.",
             show_default="that at the smallest level",
             rich_help_panel=_TRADE,
@@ -224,9 +226,9 @@ def budget(
     ] = None,
     ceiling: Annotated[
         float | None,
-        real(
-            least=1e-100,
-            most=1e100,
+        make_number_option(
+            min_value=1e-100,
+            max_value=1e100,
             help="Largest acceptable epsilon.",
             show_default="the largest level",
             rich_help_panel=_TRADE,
@@ -236,7 +238,7 @@ def budget(
         int | None,
         typer.Option(
             min=1,
-            max=MOST,
+            max=MAX_COUNT,
             help="Independent repetitions at every level.",
             show_default="20",
             rich_help_panel=_TRADE,
@@ -266,9 +268,9 @@ def budget(
         raise SpecError("--target writes a spec and --tradeoff simulates at several levels: give one of the two")
     if tradeoff is not None:
         _require_absent("--tradeoff", shown | live | fit)
-        raise typer.Exit(_trade(spec, levels(tradeoff, 3, "--tradeoff"), out, **trade))
+        raise typer.Exit(_trade(spec, parse_privacy_levels(tradeoff, 3, "--tradeoff"), out, **trade))
     if target:
-        from sottovoce_client.privacy.calibrate import write_calibrated_spec, parse_horizon, parse_target
+        from sottovoce_client.privacy.calibrate import parse_horizon, parse_target, write_calibrated_spec
 
         _require_absent("--target", shown | as_options)
         asked, covered = load_spec(spec), parse_horizon(horizon)
@@ -278,7 +280,7 @@ def budget(
     _require_absent("", fit, "--target")
     _require_absent("", as_options, "--tradeoff")
     from sottovoce_client.privacy.budget import BudgetRequest
-    from sottovoce_client.privacy.budget import budget as show
+    from sottovoce_client.privacy.budget import report_budget as show
 
     prepared = prepare_for_accounting(load_spec(spec), rounds, records)
     rate = (1.0 if records is None else records) if prepared.run.spec.data.live else None
@@ -299,7 +301,7 @@ def _require_absent(work: str, options: Mapping[str, object], needed: str = "") 
 
 def _trade(spec: Path, epsilons: tuple[float, ...], out: Path | None, **given: Any) -> int:
     """Find the best privacy level; return the exit code."""
-    from sottovoce_client.privacy.tradeoff import TradeoffRequest, tradeoff
+    from sottovoce_client.privacy.tradeoff import TradeoffRequest, report_tradeoff
     from sottovoce_core.budget.tradeoff import Utility
     from sottovoce_core.spec import load_spec
 
@@ -307,4 +309,4 @@ def _trade(spec: Path, epsilons: tuple[float, ...], out: Path | None, **given: A
         given["utility"] = Utility(*weights)
     prepared = prepare_run(load_spec(spec))
     folder = make_results_folder("tradeoff", out, ["tradeoff.json", "tradeoff.html"])
-    return tradeoff(prepared, folder, TradeoffRequest(epsilons, **given))
+    return report_tradeoff(prepared, folder, TradeoffRequest(epsilons, **given))

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli.app import MOST, app, models_app, transcript_app
-from sottovoce_client.cli.common_options import NETWORK, common
+from sottovoce_client.cli.app import MAX_COUNT, app, models_app, transcript_app
+from sottovoce_client.cli.common_options import NETWORK_OPTIONS, get_common_options
 from sottovoce_core.errors import SpecError
 
 LearnerName = Annotated[
@@ -24,7 +24,7 @@ OwnSpec = Annotated[
 ]
 
 
-@app.command(rich_help_panel="Runs", uses=("as_json", "allow_imports", *NETWORK))
+@app.command(rich_help_panel="Runs", common_options=("as_json", "allow_imports", *NETWORK_OPTIONS))
 def predict(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of your learner, HOST:PORT.", show_default=False)],
     file: Annotated[
@@ -48,7 +48,7 @@ def predict(
     Example: sottovoce predict 127.0.0.1:7401 new.csv --spec wards.yaml --out said.csv
     """
     from sottovoce_client.documents import require_new
-    from sottovoce_client.live.sending import At
+    from sottovoce_client.live.sending import LearnerEndpoint
     from sottovoce_client.models import predicting
     from sottovoce_client.terminal import print_json
     from sottovoce_client.wording import pluralize
@@ -59,11 +59,11 @@ def predict(
     predicting.require_writable(out)
     require_new(out)
     own = None if spec is None else load_spec(spec)
-    at = At(address, learner, common().credentials)
-    found = asyncio.run(predicting.predict(at, file, own, imports=common().allow_imports))
+    at = LearnerEndpoint(address, learner, get_common_options().credentials)
+    found = asyncio.run(predicting.predict(at, file, own, imports=get_common_options().allow_imports))
     if out is not None:
         found.write(out)
-    if common().as_json:
+    if get_common_options().as_json:
         print_json(
             {
                 "run": found.run_id,
@@ -84,7 +84,7 @@ def predict(
     print(f"{whose}\nto hand them out: {found.publication.text}", file=sys.stderr)
 
 
-@models_app.command("export", uses=("as_json", "allow_imports", *NETWORK))
+@models_app.command("export", common_options=("as_json", "allow_imports", *NETWORK_OPTIONS))
 def export(
     source: Annotated[
         str,
@@ -97,7 +97,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", help="A .npz or .onnx file to write.", show_default=False)],
     spec: OwnSpec = None,
     learner: LearnerName = "",
-    replica: Annotated[int, typer.Option(min=0, max=MOST, help="Of a simulation: which repetition.")] = 0,
+    replica: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Of a simulation: which repetition.")] = 0,
     unprotected: Annotated[
         bool,
         typer.Option(
@@ -114,7 +114,7 @@ def export(
     """
     from sottovoce_client import terminal
     from sottovoce_client.documents import require_new
-    from sottovoce_client.live.sending import At
+    from sottovoce_client.live.sending import LearnerEndpoint
     from sottovoce_client.models import exporting
     from sottovoce_core.spec import load_spec
 
@@ -126,21 +126,21 @@ def export(
         if ":" not in source:
             raise SpecError(f"a model is a learner's, at HOST:PORT, or in a folder that exists, got {source!r}")
         own = None if spec is None else load_spec(spec)
-        at = At(source, learner, common().credentials)
-        model = asyncio.run(exporting.of_learner(at, own, imports=common().allow_imports))
+        at = LearnerEndpoint(source, learner, get_common_options().credentials)
+        model = asyncio.run(exporting.fetch_learner_model(at, own, imports=get_common_options().allow_imports))
     if not unprotected:
         model.require_protected()
     model.write(out)
-    if common().as_json:
-        terminal.print_json({"out": out, **model.about})
+    if get_common_options().as_json:
+        terminal.print_json({"out": out, **model.metadata})
         return
-    table = terminal.facts()
+    table = terminal.create_fact_grid()
     for name, text in {**model.facts, "written": str(out)}.items():
         table.add_row(name, text)
-    terminal.console().print(table)
+    terminal.create_console().print(table)
 
 
-Overheard = Annotated[
+CaptureArgument = Annotated[
     str,
     typer.Argument(
         metavar="FOLDER",
@@ -152,21 +152,21 @@ Overheard = Annotated[
 
 @transcript_app.command("show")
 def show_transcript(
-    folder: Overheard,
+    folder: CaptureArgument,
     sender: Annotated[
         str, typer.Option(metavar="LEARNER", help="Whose first messages to show: a name, or an index.")
     ] = "0",
-    first: Annotated[int, typer.Option(min=0, max=MOST, help="How many of them.")] = 3,
+    first: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="How many of them.")] = 3,
 ) -> None:
     """Who spoke when, how much, what is missing, what was said first, and what was noticed that must never happen."""
     from sottovoce_client.transcripts.show import show
 
-    show(folder, sender=sender, first=first)
+    show(folder, sender=sender, max_messages=first)
 
 
 @transcript_app.command("query")
 def query_transcript(
-    folder: Overheard,
+    folder: CaptureArgument,
     sql: Annotated[str, typer.Argument(metavar="SQL", help="One SELECT statement.", show_default=False)],
     as_csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV.")] = False,
     out: Annotated[
@@ -179,7 +179,7 @@ def query_transcript(
     """
     from sottovoce_client.transcripts.query import query
 
-    query(folder, sql, out=out, as_csv=sys.stdout if as_csv else None)
+    query(folder, sql, out=out, csv_file=sys.stdout if as_csv else None)
 
 
 @transcript_app.command("verify")

@@ -11,20 +11,20 @@ import typer
 
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
-    MOST,
-    SERVED,
-    Canaries,
-    WarningPrinter,
-    Export,
+    MAX_COUNT,
+    SERVICE_FILES,
+    CanaryCount,
+    ExportFormats,
     KeepLogFlag,
-    Out,
+    OutputFolder,
     SpecFile,
+    WarningPrinter,
     app,
     make_results_folder,
-    prepare_run,
     make_results_option,
+    prepare_run,
 )
-from sottovoce_client.cli.common_options import OPERATOR, common
+from sottovoce_client.cli.common_options import OPERATOR_OPTIONS, get_common_options
 from sottovoce_core.errors import SpecError
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def demo(
             autocompletion=completing.complete_dataset_names,
         ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, max=MOST, help="Rounds to run.", show_default="500")] = None,
-    out: Out = None,
+    rounds: Annotated[int | None, typer.Option(min=1, max=MAX_COUNT, help="Rounds to run.", show_default="500")] = None,
+    out: OutputFolder = None,
     print_spec: Annotated[bool, typer.Option("--print-spec", help="Print the demo's run spec and exit.")] = False,
 ) -> None:
     """The main job on this machine: five learners, a coordinator and an eavesdropper, each its own process.
@@ -68,25 +68,25 @@ def demo(
     text = resources.files("sottovoce_client.running").joinpath("demo.yaml").read_text(encoding="utf-8")
     if print_spec:
         typer.echo(text, nl=False)
-        terminal.tell(lambda: parse_yaml(text))
+        terminal.print_json_if_requested(lambda: parse_yaml(text))
         return
     document = parse_yaml(text)
     if data is not None:
         document["data"] |= {"source": data, "batch_size": 1}
     if rounds is not None:
         document["rounds"] = rounds
-    _up(parse_spec(document, source="demo", imports=True), out)
+    _up(parse_spec(document, source="demo", allow_imports=True), out)
 
 
 @app.command(rich_help_panel="Runs")
 def up(
     spec: SpecFile,
-    out: Out = None,
-    per_process: Annotated[int, typer.Option(min=1, max=MOST, help="Learners in one process.")] = 1,
+    out: OutputFolder = None,
+    per_process: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Learners in one process.")] = 1,
     recorded_noise: Annotated[
         Path | None, typer.Option(help="Use this noise instead of drawing it. Protects nobody: for tests.")
     ] = None,
-    canaries: Canaries = 0,
+    canaries: CanaryCount = 0,
     tls: Annotated[
         bool, typer.Option("--tls", help="Encrypt all channels, with identities made for this run.")
     ] = False,
@@ -103,11 +103,11 @@ def up(
     _up(load_spec(spec), out, canaries, **services)
 
 
-@app.command(rich_help_panel="Runs", uses=OPERATOR)
+@app.command(rich_help_panel="Runs", common_options=OPERATOR_OPTIONS)
 def run(
     spec: SpecFile,
-    out: Out = None,
-    canaries: Canaries = 0,
+    out: OutputFolder = None,
+    canaries: CanaryCount = 0,
     resume: Annotated[
         str,
         typer.Option(
@@ -127,25 +127,25 @@ def run(
     ] = "",
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
-    from sottovoce_client.running.conduct import again
-    from sottovoce_client.running.operate import run_on
+    from sottovoce_client.running.conduct import prepare_changed_run
+    from sottovoce_client.running.operate import run_on_services
     from sottovoce_core.spec import load_spec
 
-    credentials = common().credentials
+    credentials = get_common_options().credentials
     if resume and recover:
         raise SpecError("a run failed (--resume), or its coordinator lost it (--recover): give one of the two")
     _conduct(
         load_spec(spec),
         out,
-        lambda prepared, _, watch, stop: run_on(
-            common().coordinator_or_local,
+        lambda prepared, _, watch, stop: run_on_services(
+            get_common_options().coordinator_or_local,
             prepared.run.spec,
             prepared.data,
             watch,
             stop,
             resume=resume,
             recover=recover,
-            place=lambda spec: again(spec).data,
+            place_data=lambda spec: prepare_changed_run(spec).data,
             credentials=credentials,
         ),
         canaries,
@@ -155,12 +155,12 @@ def run(
 @app.command(rich_help_panel="Runs")
 def simulate(
     spec: SpecFile,
-    out: Out = None,
+    out: OutputFolder = None,
     replicas: Annotated[
         int,
         typer.Option(
             min=1,
-            max=MOST,
+            max=MAX_COUNT,
             help="Independent repetitions, side by side. Each has the noise of its index: the first of 4 is that of 1 alone. "
             "Times learners, times numbers of a model, they are 2^27 at most.",
         ),
@@ -173,12 +173,12 @@ def simulate(
         str,
         typer.Option(
             metavar="WHAT",
-            autocompletion=completing.several((*_SIMULATED, "all")),
+            autocompletion=completing.make_list_completer((*_SIMULATED, "all")),
             help="What to keep: metrics (losses, regrets, accuracy), models (the final ones), decisions (models of every round), "
             "transcript (what was said), noise (what was drawn), or all; commas between. The last three grow with the rounds.",
         ),
     ] = "metrics,models",
-    export: Export = "",
+    export: ExportFormats = "",
 ) -> None:
     """Run a spec without a network, many replicas at once: what it comes to, its models, and what else --write names.
 
@@ -187,7 +187,12 @@ def simulate(
     from sottovoce_client import terminal
     from sottovoce_client.reports.drawing import parse_formats
     from sottovoce_client.running.plot import export_files
-    from sottovoce_client.running.simulation import finals, require_room, simulate_to_folder, sizes
+    from sottovoce_client.running.simulation import (
+        estimate_sizes,
+        get_final_metrics,
+        require_disk_space,
+        simulate_to_folder,
+    )
     from sottovoce_core.experiment import load
     from sottovoce_core.running.simulator import require_size
     from sottovoce_core.spec import dump_spec
@@ -195,11 +200,13 @@ def simulate(
     experiment, asked = load(spec), parse_formats(export)
     require_size(experiment.run, replicas)
     kept = _kept(write, ["metrics"] if asked else [])
-    WarningPrinter()(experiment.prepared)  # before a folder is made: a spec that cannot be run leaves none
-    require_room(out or Path(), sizes(experiment.run, replicas, kept))
+    WarningPrinter()(experiment.prepared_run)  # before a folder is made: a spec that cannot be run leaves none
+    require_disk_space(out or Path(), estimate_sizes(experiment.run, replicas, kept))
     names = [file for files in _SIMULATED.values() for file in files]
     folder = make_results_folder(experiment.name, out, names, dump_spec(experiment.run.spec, out))
-    done = simulate_to_folder(folder, experiment, write=kept, replicas=replicas, seed=seed, noise=recorded_noise)
+    done = simulate_to_folder(
+        folder, experiment, outputs=kept, replicas=replicas, seed=seed, recorded_noise=recorded_noise
+    )
     left = [name for name in _SIMULATED if name not in kept]
     more = f"; left out: {', '.join(left)} (--write)" if left else ""
     files = [file for name in kept for file in _SIMULATED[name]]
@@ -208,7 +215,7 @@ def simulate(
     if asked:
         code = terminal.attempt("a file of --export", lambda: export_files(folder, asked, done.results))
     ran = experiment.run.spec
-    terminal.tell(
+    terminal.print_json_if_requested(
         lambda: {
             "folder": folder,
             "files": files,
@@ -217,7 +224,7 @@ def simulate(
             "learners": ran.names,
             "replicas": replicas,
             "epsilon_event": experiment.epsilon() if recorded_noise is None else None,
-            "metrics": {} if done.curves is None else finals(done.curves),
+            "metrics": {} if done.curves is None else get_final_metrics(done.curves),
         }
     )
     raise typer.Exit(code)
@@ -250,9 +257,11 @@ def compare(
     ] = None,
     field: Annotated[bool, typer.Option("--field", help="Every built-in algorithm on one problem.")] = False,
     out: Annotated[Path | None, make_results_option("compare")] = None,
-    replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each, side by side.")] = 10,
+    replicas: Annotated[
+        int, typer.Option(min=1, max=MAX_COUNT, help="Independent repetitions of each, side by side.")
+    ] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
-    export: Export = "",
+    export: ExportFormats = "",
 ) -> None:
     """Run several specs in the simulator and show what they came to in one table.
 
@@ -260,15 +269,15 @@ def compare(
     """
     from sottovoce_client.reports.drawing import parse_formats
     from sottovoce_client.running.compare import compare_to_folder as run_all
-    from sottovoce_client.running.compare import list_file_sources, list_builtin_sources
-    from sottovoce_core.results import FILES
+    from sottovoce_client.running.compare import list_builtin_sources, list_file_sources
+    from sottovoce_core.results import RESULT_FILE_NAMES
 
     asked = parse_formats(export)
     sources = [*(list_builtin_sources() if field else []), *list_file_sources(specs or [])]
     if not sources:
         raise SpecError("compare needs specs, or --field for every built-in algorithm")
-    folder = make_results_folder("compare", out, [*FILES, "compare.md", "compare.html"])
-    raise typer.Exit(run_all(sources, WarningPrinter(), folder, replicas=replicas, seed=seed, export=asked))
+    folder = make_results_folder("compare", out, [*RESULT_FILE_NAMES, "compare.md", "compare.html"])
+    raise typer.Exit(run_all(sources, WarningPrinter(), folder, replicas=replicas, seed=seed, export_formats=asked))
 
 
 def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
@@ -290,7 +299,7 @@ def _conduct(
     served: bool = False,
 ) -> None:
     """Prepare, run while the console shows it, then summarise; a spec that cannot be run leaves no folder."""
-    from sottovoce_client.running.conduct import conduct
+    from sottovoce_client.running.conduct import run_and_report
     from sottovoce_core.experiment import PAUSES
     from sottovoce_core.spec import dump_spec
 
@@ -298,9 +307,13 @@ def _conduct(
     for finding in prepared.run.warnings:  # the others are for whoever reads the results
         if finding.code == PAUSES:
             typer.echo(f"warning: {finding.text} [{finding.code}]", err=True)
-    folder = make_results_folder(spec.name, out, [*_RUN, *(SERVED if served else ())], dump_spec(prepared.run.spec, out))
+    folder = make_results_folder(
+        spec.name, out, [*_RUN, *(SERVICE_FILES if served else ())], dump_spec(prepared.run.spec, out)
+    )
     if canaries:
         from sottovoce_client.watching.canaries import commit_canaries
 
         prepared = commit_canaries(prepared, canaries, folder)
-    raise typer.Exit(conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching), served=served))
+    raise typer.Exit(
+        run_and_report(prepared, folder, lambda ready, *watching: start(ready, folder, *watching), owns_services=served)
+    )

@@ -13,29 +13,31 @@ from typing import Annotated, Any, Literal
 import typer
 
 from sottovoce_client.cli.app import (
-    MOST,
+    MAX_COUNT,
     MAX_DURATION_S,
     KeepLogFlag,
     ListenAddress,
-    Metrics,
-    address,
+    MetricsAddress,
     app,
     eavesdropper_app,
+    make_address_option,
+    make_number_option,
     make_results_folder,
-    real,
-    reject_misspelled_variables,
     make_results_option,
+    reject_misspelled_variables,
 )
-from sottovoce_client.cli.common_options import SERVICE, common
+from sottovoce_client.cli.common_options import SERVICE_OPTIONS, get_common_options
 from sottovoce_core.errors import SottovoceError, SpecError
 
 
-@app.command(rich_help_panel="Services", uses=SERVICE)
+@app.command(rich_help_panel="Services", common_options=SERVICE_OPTIONS)
 def coordinator(
     listen: ListenAddress = "127.0.0.1:7400",
     eavesdropper: Annotated[
         str | None,
-        address(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
+        make_address_option(
+            envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."
+        ),
     ] = None,
     state: Annotated[
         Path | None,
@@ -45,18 +47,20 @@ def coordinator(
             show_default="none: a run ends with its coordinator",
         ),
     ] = None,
-    metrics: Metrics = None,
+    metrics: MetricsAddress = None,
 ) -> None:
     """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
     from sottovoce_coordinator.service import CoordinatorConfig, serve
     from sottovoce_rpc.metrics import MetricsEndpoint
 
-    deployed = CoordinatorConfig(listen, eavesdropper, common().allow_imports, state, common().credentials)
+    deployed = CoordinatorConfig(
+        listen, eavesdropper, get_common_options().allow_imports, state, get_common_options().credentials
+    )
     at = None if metrics is None else MetricsEndpoint(metrics, deployed.credentials)
-    _serve(lambda: serve(deployed, with_stdin=common().stop_with_stdin, metrics=at))
+    _serve(lambda: serve(deployed, stop_with_stdin=get_common_options().stop_with_stdin, metrics=at))
 
 
-@app.command(rich_help_panel="Services", uses=("coordinator", *SERVICE))
+@app.command(rich_help_panel="Services", common_options=("coordinator", *SERVICE_OPTIONS))
 def learner(
     name: Annotated[
         list[str] | None,
@@ -78,7 +82,7 @@ def learner(
     ] = None,
     listen: ListenAddress = "127.0.0.1:0",
     advertise: Annotated[
-        str | None, address(envvar="SOTTOVOCE_ADVERTISE", help="Address for others, where it differs.")
+        str | None, make_address_option(envvar="SOTTOVOCE_ADVERTISE", help="Address for others, where it differs.")
     ] = None,
     state: Annotated[
         Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder for the journal. It must survive restarts.")
@@ -91,9 +95,9 @@ def learner(
     ] = None,
     join_timeout: Annotated[
         float,
-        real(
-            least=0.0,
-            most=MAX_DURATION_S,
+        make_number_option(
+            min_value=0.0,
+            max_value=MAX_DURATION_S,
             envvar="SOTTOVOCE_JOIN_TIMEOUT",
             help="Seconds to wait for the coordinator at the start.",
         ),
@@ -140,7 +144,7 @@ def learner(
         ),
     ] = None,
     keep_log: KeepLogFlag = False,
-    metrics: Metrics = None,
+    metrics: MetricsAddress = None,
     metrics_process: Annotated[
         bool,
         typer.Option(
@@ -159,27 +163,27 @@ def learner(
         ),
     ] = False,
     trace_every: Annotated[
-        int, typer.Option(min=1, max=MOST, envvar="SOTTOVOCE_TRACE_EVERY", help="Of every so many rounds one.")
+        int, typer.Option(min=1, max=MAX_COUNT, envvar="SOTTOVOCE_TRACE_EVERY", help="Of every so many rounds one.")
     ] = 1,
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
-    from sottovoce_learner.host_file import load_host_file, named
+    from sottovoce_learner.host_file import build_configs, load_host_file
     from sottovoce_learner.hosting import serve
     from sottovoce_rpc.metrics import MetricsEndpoint
 
     options = {
-        "coordinator": common().coordinator,
+        "coordinator": get_common_options().coordinator,
         "listen": listen,
         "advertise": advertise,
         "state": state,
         "join_timeout": join_timeout,
         "recorded_noise": recorded_noise,
-        "allow_imports": common().allow_imports,
+        "allow_imports": get_common_options().allow_imports,
         "budget": budget,
         "noise": noise,
         "noise_seed": noise_seed,
-        "identity": common().identity,
-        "insecure": common().insecure,
+        "identity": get_common_options().identity,
+        "insecure": get_common_options().insecure,
         "owner": tuple(owner or ()),
         "feeder": tuple(feeder or ()),
         "policy": policy,
@@ -187,10 +191,12 @@ def learner(
     }
     if bool(name) == (host is not None):
         raise SpecError("a learner has a name (--name), or several stand in a file (--host): give one of the two")
-    configs = named(name or (), options) if host is None else load_host_file(host, options)
+    configs = build_configs(name or (), options) if host is None else load_host_file(host, options)
     at = None if metrics is None else MetricsEndpoint(metrics, configs[0].credentials, metrics_process)
     every = trace_every if trace else None
-    _serve(lambda: serve(configs, with_stdin=common().stop_with_stdin, metrics=at, trace_every=every))
+    _serve(
+        lambda: serve(configs, with_stdin=get_common_options().stop_with_stdin, metrics=at, trace_interval_rounds=every)
+    )
 
 
 @eavesdropper_app.callback()
@@ -205,7 +211,7 @@ def eavesdropper(
         str | None,
         typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, where it differs."),
     ] = None,
-    metrics: Metrics = None,
+    metrics: MetricsAddress = None,
 ) -> None:
     """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte.
 
@@ -216,14 +222,16 @@ def eavesdropper(
     from sottovoce_eavesdropper.service import EavesdropperConfig, serve
     from sottovoce_rpc.metrics import MetricsEndpoint
 
-    deployed = EavesdropperConfig(listen, folder, advertise_host, common().allow_imports, common().credentials)
+    deployed = EavesdropperConfig(
+        listen, folder, advertise_host, get_common_options().allow_imports, get_common_options().credentials
+    )
     at = None if metrics is None else MetricsEndpoint(metrics, deployed.credentials)
-    _serve(lambda: serve(deployed, with_stdin=common().stop_with_stdin, metrics=at))
+    _serve(lambda: serve(deployed, stop_with_stdin=get_common_options().stop_with_stdin, metrics=at))
 
 
-@eavesdropper_app.command("relay", uses=("log_level", "log_format", "config", "stop_with_stdin"))
+@eavesdropper_app.command("relay", common_options=("log_level", "log_format", "config", "stop_with_stdin"))
 def run_relay(
-    to: Annotated[str, address(help="host:port of the server.", show_default=False)],
+    to: Annotated[str, make_address_option(help="host:port of the server.", show_default=False)],
     listen: ListenAddress = "127.0.0.1:7600",
     folder: Annotated[
         str,
@@ -246,7 +254,7 @@ def run_relay(
     from sottovoce_eavesdropper.relay import StandaloneProxyConfig, serve
 
     relayed = StandaloneProxyConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
-    _serve(lambda: serve(relayed, with_stdin=common().stop_with_stdin))
+    _serve(lambda: serve(relayed, stop_with_stdin=get_common_options().stop_with_stdin))
 
 
 @eavesdropper_app.command("audit")
@@ -260,9 +268,13 @@ def audit_foreign_service(
     ] = "connection",
     claim: Annotated[
         float | None,
-        real(least=0.0, most=1e9, help="Epsilon that the service's owner claims for a run.", show_default="none"),
+        make_number_option(
+            min_value=0.0, max_value=1e9, help="Epsilon that the service's owner claims for a run.", show_default="none"
+        ),
     ] = None,
-    delta: Annotated[float, real(least=0.0, most=0.5, help="Delta at which epsilon is claimed, and bounded.")] = 0.0,
+    delta: Annotated[
+        float, make_number_option(min_value=0.0, max_value=0.5, help="Delta at which epsilon is claimed, and bounded.")
+    ] = 0.0,
     noise: Annotated[
         Path | None,
         typer.Option(
@@ -270,7 +282,8 @@ def audit_foreign_service(
         ),
     ] = None,
     confidence: Annotated[
-        float, real(least=0.5, most=0.999999, help="With which a claim that holds is not refuted.")
+        float,
+        make_number_option(min_value=0.5, max_value=0.999999, help="With which a claim that holds is not refuted."),
     ] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the classifiers.")] = 0,
     out: Annotated[Path | None, make_results_option("audit")] = None,
@@ -295,9 +308,9 @@ def audit_foreign_service(
 def _serve(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     import structlog
 
-    from sottovoce_rpc.logs import configure_logs, failure, set_private_umask
+    from sottovoce_rpc.logs import configure_logs, describe_failure, set_private_umask
 
-    configure_logs(common().log_level or "info", common().log_format)
+    configure_logs(get_common_options().log_level or "info", get_common_options().log_format)
     for name in reject_misspelled_variables(os.environ):
         structlog.get_logger().warning("no setting", variable=name)
     set_private_umask()
@@ -307,7 +320,7 @@ def _serve(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     except SottovoceError:
         raise
     except Exception as error:  # noqa: BLE001 - a traceback ends with the error's text, and that may quote a record
-        structlog.get_logger().critical("bug", **failure(error))
+        structlog.get_logger().critical("bug", **describe_failure(error))
         raise typer.Exit(1) from None
 
 

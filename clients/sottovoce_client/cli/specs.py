@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from sottovoce_client.cli import completing
-from sottovoce_client.cli.app import MOST, address, app, data_app, prepare_run, spec_app
-from sottovoce_client.cli.common_options import common
+from sottovoce_client.cli.app import MAX_COUNT, app, data_app, make_address_option, prepare_run, spec_app
+from sottovoce_client.cli.common_options import get_common_options
 from sottovoce_core.errors import SpecError
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 
 
 @app.command(rich_help_panel="Runs")
@@ -55,7 +55,7 @@ def init(
         ),
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="What a record may cost at most.", show_default="2")] = None,
-    rounds: Annotated[int | None, typer.Option(min=2, max=MOST, help="At most so many.", show_default="6")] = None,
+    rounds: Annotated[int | None, typer.Option(min=2, max=MAX_COUNT, help="At most so many.", show_default="6")] = None,
     name: Annotated[str | None, typer.Option(help="Of the run.", show_default="that of the file")] = None,
     schema_only: Annotated[
         bool,
@@ -93,11 +93,11 @@ def init(
         schemas.infer(file, label, out)
         return
     from sottovoce_client.documents import create_file, require_new
-    from sottovoce_client.starting import InitOptions, begin, list_next_commands
-    from sottovoce_client.terminal import print_json, say, ignore_progress
+    from sottovoce_client.starting import InitOptions, draft_spec, list_next_commands
+    from sottovoce_client.terminal import ignore_progress, print_json, print_notice
     from sottovoce_client.wording import pluralize
 
-    asks = sys.stdin.isatty() and not common().as_json
+    asks = sys.stdin.isatty() and not get_common_options().as_json
     wishes = InitOptions(
         file,
         label=label,
@@ -116,13 +116,13 @@ def init(
     replaces = asks and path.exists() and typer.confirm(f"replace {path}?", err=True)
     if not replaces:
         require_new(path)
-    begun = begin(wishes, path.parent, _ask if asks else None, say if asks else ignore_progress)
+    begun = draft_spec(wishes, path.parent, _ask if asks else None, print_notice if asks else ignore_progress)
     if replaces:
         path.unlink()  # it was asked for; what comes in its place is ready
     with create_file(path) as written:
         written.write(begun.text.encode())
     spec = begun.spec
-    if common().as_json:
+    if get_common_options().as_json:
         print_json(
             {
                 "spec": path,
@@ -138,12 +138,12 @@ def init(
         return
     size = f"{pluralize(spec.n_learners, 'learner')}, {pluralize(spec.rounds, 'round')}"
     typer.echo(f"{path}: {spec.algorithm.name}, {size}; epsilon {begun.epsilon:.4g} per record")
-    if begun.left and spec.data.batch_size != "all":
+    if begun.unused_records and spec.data.batch_size != "all":
         typer.echo(
-            f"note: of a learner's records up to {begun.left:,} are not learned: all batches are full (batch_size)"
+            f"note: of a learner's records up to {begun.unused_records:,} are not learned: all batches are full (batch_size)"
         )
     for note in begun.notes:
-        typer.echo(plain(f"note: {note}"))
+        typer.echo(escape_control(f"note: {note}"))
     typer.echo("next:")
     for command in list_next_commands(str(path)):
         typer.echo(f"  {command}")
@@ -160,7 +160,7 @@ def list_() -> None:
     from sottovoce_client.data.catalogue import show
     from sottovoce_core.data.known import get_data_folders
 
-    show(get_data_folders(), terminal.console())
+    show(get_data_folders(), terminal.create_console())
 
 
 def _place(elsewhere: str, what: str) -> None:
@@ -187,7 +187,7 @@ def fetch(
     ] = None,
     elsewhere: Annotated[
         str,
-        address(
+        make_address_option(
             "--from",
             check=_place,
             metavar="PLACE",
@@ -201,34 +201,34 @@ def fetch(
     from rich.text import Text
 
     from sottovoce_client import terminal
-    from sottovoce_client.data.catalogue import require_known
+    from sottovoce_client.data.catalogue import require_dataset
     from sottovoce_client.data.fetch import fetch as bring
-    from sottovoce_core.data.known import get_data_folders, find
+    from sottovoce_core.data.known import find_dataset_file, get_data_folders
 
     told: list[dict[str, Any]] = []
-    sources, console = [require_known(name) for name in dict.fromkeys(names)], terminal.console()
+    sources, console = [require_dataset(name) for name in dict.fromkeys(names)], terminal.create_console()
     folders = (folder,) if folder else get_data_folders()
     if not folders:
         raise SpecError("there is no folder to put data sets in: give one with --out, or set SOTTOVOCE_DATA to one")
     for source in sources:
         if not source.originals:
-            whose = "it is made when it is asked for" if source.made else "scikit-learn ships it"
+            whose = "it is made when it is asked for" if source.is_synthetic else "scikit-learn ships it"
             console.print(f"{source.name}: {whose}, there is nothing to fetch")
             told.append({"name": source.name, "path": None, "came": []})
             continue
-        if (path := find(source.name, folders)) is not None:
+        if (path := find_dataset_file(source.name, folders)) is not None:
             console.print(Text(f"{source.name}: here already, {path}"))
             told.append({"name": source.name, "path": path, "came": []})
             continue
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            path, came = bring(source, folders[0], progress, elsewhere=elsewhere)
+            path, came = bring(source, folders[0], progress, alternative_location=elsewhere)
         originals = [{"name": each.name, "place": came[each.name], "digest": each.digest} for each in source.originals]
         for each in source.originals:
             console.print(Text(f"{each.name}: {each.digest}, as published"))
         console.print(Text(f"{source.name}: {path} (licence: {source.licence})"))
         told.append({"name": source.name, "path": path, "came": originals})
-    terminal.tell(lambda: told)
+    terminal.print_json_if_requested(lambda: told)
 
 
 @data_app.command("describe")
@@ -275,7 +275,7 @@ def describe(
     from sottovoce_client.data.catalogue import describe as show
     from sottovoce_core.data.known import get_data_folders
 
-    show(source, get_data_folders(), terminal.console(), label)
+    show(source, get_data_folders(), terminal.create_console(), label)
 
 
 @spec_app.command("check")
@@ -307,7 +307,7 @@ def check_spec(
         if spec is not None or print_:
             raise SpecError("--json-schema is of all specs: it goes with no SPEC, and not with --print")
         typer.echo(build_spec_json_schema())
-        terminal.tell(lambda: json.loads(build_spec_json_schema()))
+        terminal.print_json_if_requested(lambda: json.loads(build_spec_json_schema()))
         return
     if spec is None:
         raise SpecError("spec check needs a SPEC, or --json-schema")
@@ -315,27 +315,32 @@ def check_spec(
         _print(spec)
         return
     from sottovoce_client import terminal
-    from sottovoce_client.data.schemas import find_long_records, describe_records
-    from sottovoce_client.wording import ALONE, pluralize
+    from sottovoce_client.data.schemas import describe_records, find_long_records
+    from sottovoce_client.wording import SINGLE_LEARNER_NOTE, pluralize
     from sottovoce_core.data.known import get_data_folders
     from sottovoce_core.running.policy import find_default_policy_warnings
     from sottovoce_core.spec import load_spec
 
     prepared = prepare_run(load_spec(spec), live=True)
-    warnings = [*prepared.run.warnings, *prepared.cautions, *find_default_policy_warnings(prepared.run), *find_long_records(prepared)]
+    warnings = [
+        *prepared.run.warnings,
+        *prepared.cautions,
+        *find_default_policy_warnings(prepared.run),
+        *find_long_records(prepared),
+    ]
     for finding in warnings:
-        typer.echo(plain(f"warning: {finding.text} [{finding.code}]"))
+        typer.echo(escape_control(f"warning: {finding.text} [{finding.code}]"))
     for line in describe_records(prepared, get_data_folders()):
-        typer.echo(plain(line))
+        typer.echo(escape_control(line))
     width = pluralize(prepared.data.n_features, "feature")
     if prepared.run.spec.data.intercept:
         width = f"{pluralize(prepared.data.n_features - 1, 'feature')} and an intercept"
     if prepared.run.spec.n_learners == 1 and prepared.run.algorithm.name != "dpcda":  # which is for one
-        typer.echo(f"note: {ALONE}")
+        typer.echo(f"note: {SINGLE_LEARNER_NOTE}")
     but = f", but for {pluralize(len(warnings), 'warning')} above" if warnings else ""
     typer.echo(f"{spec}: {pluralize(prepared.run.spec.n_learners, 'learner')}, {width}: fine{but}")
     run, data = prepared.run, prepared.data
-    terminal.tell(
+    terminal.print_json_if_requested(
         lambda: {
             "spec": spec,
             "algorithm": run.algorithm.name,
@@ -356,7 +361,7 @@ def _print(spec: Path) -> None:
 
     asked = load_spec(spec)
     typer.echo(dump_spec(asked), nl=False)
-    terminal.tell(lambda: asked.model_dump(mode="json"))
+    terminal.print_json_if_requested(lambda: asked.model_dump(mode="json"))
 
 
 @spec_app.command("values")
@@ -364,7 +369,10 @@ def print_chart_values(
     specs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="SPEC", help="The run specs, YAML files.", show_default=False, autocompletion=completing.complete_spec_files
+            metavar="SPEC",
+            help="The run specs, YAML files.",
+            show_default=False,
+            autocompletion=completing.complete_spec_files,
         ),
     ],
     own: Annotated[
@@ -384,9 +392,9 @@ def print_chart_values(
     filled in about those elsewhere.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.helm import format_yaml, derive_chart_values
+    from sottovoce_client.helm import derive_chart_values, format_yaml
     from sottovoce_core.spec import load_spec
 
     values = derive_chart_values([load_spec(spec) for spec in specs], own or (), coordinator=with_coordinator)
     typer.echo(format_yaml(values), nl=False)
-    terminal.tell(lambda: values)
+    terminal.print_json_if_requested(lambda: values)

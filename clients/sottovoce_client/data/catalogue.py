@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.data.fetch import digest_of
-from sottovoce_client.wording import NOTHING, pluralize
+from sottovoce_client.data.fetch import compute_digest
+from sottovoce_client.wording import MISSING_VALUE, pluralize
 from sottovoce_core.data.dataset import read_source
-from sottovoce_core.data.encoding import alike
+from sottovoce_core.data.encoding import describe_similar_labels
 from sottovoce_core.data.files import RawTable
-from sottovoce_core.data.known import KNOWN, DATA_FOLDER_VARIABLE, CatalogueEntry, find, nearest
+from sottovoce_core.data.known import CATALOGUE, DATA_FOLDER_VARIABLE, CatalogueEntry, find_dataset_file, suggest_name
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SpecError
 from sottovoce_core.yaml_files import write_yaml
@@ -29,15 +29,15 @@ _SPARE = ("licence", "held out", "classes", "task")
 """Least needed first, where a terminal is narrow."""
 
 
-def require_known(name: str) -> CatalogueEntry:
+def require_dataset(name: str) -> CatalogueEntry:
     """The data set of this name.
 
     Raises:
         SpecError: there is none; with the nearest, if one is near.
     """
-    if (found := KNOWN.get(name)) is not None:
+    if (found := CATALOGUE.get(name)) is not None:
         return found
-    raise SpecError(f"there is no data set {name!r}: it must be one of {', '.join(KNOWN)}{nearest(name)}")
+    raise SpecError(f"there is no data set {name!r}: it must be one of {', '.join(CATALOGUE)}{suggest_name(name)}")
 
 
 def show(folders: Sequence[Path], console: Console) -> None:
@@ -48,21 +48,25 @@ def show(folders: Sequence[Path], console: Console) -> None:
         console: where to print.
     """
     rows = []
-    for source in KNOWN.values():
-        numbers = (source.records, source.held_out, source.features, len(source.classes))
-        counts = [f"{number:,}" if number else NOTHING for number in numbers]
-        rows.append([source.name, *counts, source.task, source.licence, _size(source.download), _here(source, folders)])
-    table, left_out = terminal.fitted(console.width, _HEADS, rows, right=_NUMBERS, spare=_SPARE)
+    for source in CATALOGUE.values():
+        numbers = (source.records, source.test_records, source.features, len(source.classes))
+        counts = [f"{number:,}" if number else MISSING_VALUE for number in numbers]
+        rows.append(
+            [source.name, *counts, source.task, source.licence, _size(source.download_bytes), _here(source, folders)]
+        )
+    table, left_out = terminal.fit_table(console.width, _HEADS, rows, right_aligned=_NUMBERS, optional_columns=_SPARE)
     console.print(table)
     if left_out:
         console.print(f"a wider terminal shows {'; '.join(left_out)}, too; so does sottovoce data describe NAME")
     for folder in folders:
-        console.print(Text(f"{_called(folder)}: {folder}{f' (${DATA_FOLDER_VARIABLE})' if _called(folder) == 'yours' else ''}"))
+        console.print(
+            Text(f"{_called(folder)}: {folder}{f' (${DATA_FOLDER_VARIABLE})' if _called(folder) == 'yours' else ''}")
+        )
     console.print("to get one that is not here: sottovoce data fetch NAME")
-    terminal.tell(
+    terminal.print_json_if_requested(
         lambda: [
-            {**_facts_of(source), "download_bytes": source.download, "here": _here(source, folders)}
-            for source in KNOWN.values()
+            {**_facts_of(source), "download_bytes": source.download_bytes, "here": _here(source, folders)}
+            for source in CATALOGUE.values()
         ]
     )
 
@@ -75,14 +79,16 @@ def _facts_of(source: CatalogueEntry) -> dict[str, Any]:
 
 def _size(download: int) -> str:
     """In megabytes."""
-    return NOTHING if not download else f"{download / 1e6:.1f} MB" if download < 1e8 else f"{download / 1e6:.0f} MB"
+    return (
+        MISSING_VALUE if not download else f"{download / 1e6:.1f} MB" if download < 1e8 else f"{download / 1e6:.0f} MB"
+    )
 
 
 def _here(source: CatalogueEntry, folders: Sequence[Path]) -> str:
     """In which folder it is."""
     if not source.originals:
-        return "made" if source.made else "shipped"
-    path = find(source.name, folders)
+        return "made" if source.is_synthetic else "shipped"
+    path = find_dataset_file(source.name, folders)
     return "no" if path is None else _called(path.parent)
 
 
@@ -90,9 +96,9 @@ def _called(folder: Path) -> str:
     return "yours" if str(folder) == os.environ.get(DATA_FOLDER_VARIABLE) else "cache"
 
 
-_MOST_ROWS = 24
+_MAX_ROWS = 24
 """Of features that are shown, and of classes."""
-_NAMED = 8
+_MAX_NAMED_FEATURES = 8
 """Constant features that are named."""
 
 
@@ -139,10 +145,10 @@ def describe_constant_features(table: RawTable) -> str:
     same = [name for name, width in zip(names, spread, strict=True) if not width]
     if not same or len(table.labels) < 2:
         return ""
-    more = f" and {len(same) - _NAMED} more" if len(same) > _NAMED else ""
+    more = f" and {len(same) - _MAX_NAMED_FEATURES} more" if len(same) > _MAX_NAMED_FEATURES else ""
     has, it, its = ("has", "it", "its") if len(same) == 1 else ("have", "them", "their")
     return (
-        f"{', '.join(same[:_NAMED])}{more} {has} the same value in all records: nothing can be learned from {it}, and every "
+        f"{', '.join(same[:_MAX_NAMED_FEATURES])}{more} {has} the same value in all records: nothing can be learned from {it}, and every "
         f"message carries {its} noise; leave {it} out"
     )
 
@@ -163,7 +169,7 @@ def count_classes(table: RawTable) -> list[tuple[str, int]] | None:
     return list(zip(texts, counts.tolist(), strict=True))
 
 
-def example(source: str, table: RawTable, label: str | None = None) -> str:
+def make_example_spec(source: str, table: RawTable, label: str | None = None) -> str:
     """A run spec that learns from it, as YAML; `label` is the label column, where it was said."""
     classes = count_classes(table)
     data: dict[str, Any] = {"source": source, **({"label": label} if label else {})}
@@ -206,17 +212,17 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
         SpecError: there is no such source.
         DataError: its records are unusable.
     """
-    known = KNOWN.get(source) if Path(source).suffix else require_known(source)
-    path = find(source, folders) if known else Path(source)
+    known = CATALOGUE.get(source) if Path(source).suffix else require_dataset(source)
+    path = find_dataset_file(source, folders) if known else Path(source)
     if known and known.originals and path is None:
         console.print(_facts([*_about(known), ("here", f"no: sottovoce data fetch {source}"), *_originals(known)]))
-        terminal.tell(lambda: {"source": source, "published": _facts_of(known), "file": None})
+        terminal.print_json_if_requested(lambda: {"source": source, "published": _facts_of(known), "file": None})
         return
     table = read_source(DataSpec(source=source, label=label), folders)
     rows = [*_about(known)] if known else [("source", source)]
     rows += [*_held(table, known)]
     if path is not None and (known is None or known.originals):
-        rows.append(("file", f"{path}, {path.stat().st_size:,} bytes, {digest_of(path.read_bytes())}"))
+        rows.append(("file", f"{path}, {path.stat().st_size:,} bytes, {compute_digest(path.read_bytes())}"))
     rows += [*_originals(known)] if known else []
     console.print(_facts(rows))
     _print_features(table, console)
@@ -225,8 +231,8 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
     classes = count_classes(table)
     if classes is None or len(classes) > 1:
         console.print("\nA spec that uses it:\n", style="dim")
-        console.print(Text(example(source, table, label)), end="", soft_wrap=True)
-    terminal.tell(
+        console.print(Text(make_example_spec(source, table, label)), end="", soft_wrap=True)
+    terminal.print_json_if_requested(
         lambda: {
             "source": source,
             "published": None if known is None else _facts_of(known),
@@ -240,7 +246,7 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
 
 
 def _facts(rows: Sequence[tuple[str, str]]) -> Any:
-    grid = terminal.facts()
+    grid = terminal.create_fact_grid()
     for name, text in rows:
         grid.add_row(name, Text(text))
     return grid
@@ -249,7 +255,7 @@ def _facts(rows: Sequence[tuple[str, str]]) -> Any:
 def _about(known: CatalogueEntry) -> Iterator[tuple[str, str]]:
     yield "source", f"{known.name}: {known.title}"
     yield "task", known.task
-    more = f", and {known.held_out:,} held out for tests" if known.held_out else ""
+    more = f", and {known.test_records:,} held out for tests" if known.test_records else ""
     yield (
         "published",
         f"{known.records:,} records{more}; {pluralize(known.features, 'feature')}; {_classes(len(known.classes))}",
@@ -277,9 +283,9 @@ def _held(table: RawTable, known: CatalogueEntry | None) -> Iterator[tuple[str, 
             f"{label}{f' {name}' if name not in ('', label) else ''}: {count:,}"
             for (label, count), name in zip(classes, names, strict=True)
         ]
-        more = f"; … {len(shown) - _MOST_ROWS:,} more" if len(shown) > _MOST_ROWS + 4 else ""
-        yield _classes(len(classes)), "; ".join(shown[: _MOST_ROWS if more else None]) + more
-    if classes is not None and (told := alike(name for name, _ in classes)):
+        more = f"; … {len(shown) - _MAX_ROWS:,} more" if len(shown) > _MAX_ROWS + 4 else ""
+        yield _classes(len(classes)), "; ".join(shown[: _MAX_ROWS if more else None]) + more
+    if classes is not None and (told := describe_similar_labels(name for name, _ in classes)):
         yield "note", f"labels {told}"
     if table.learner is not None:
         known_learners = np.unique(table.learner)
@@ -294,15 +300,15 @@ def _classes(many: int) -> str:
 
 def _print_features(table: RawTable, console: Console) -> None:
     found = _features_of(table)
-    shown = terminal.table("feature", "kind")
+    shown = terminal.create_table("feature", "kind")
     for head in ("how many", "least", "largest"):
         shown.add_column(head, justify="right")
-    for each in found[:_MOST_ROWS]:
+    for each in found[:_MAX_ROWS]:
         name = each.first if each.columns == 1 else f"{each.first} … {each.last}"
         shown.add_row(Text(name), each.kind, f"{each.columns:,}", _number(each.least), _number(each.most))
     console.print()
     console.print(shown)
-    if rest := found[_MOST_ROWS:]:
+    if rest := found[_MAX_ROWS:]:
         least, most = min(each.least for each in rest), max(each.most for each in rest)
         console.print(f"… and {sum(each.columns for each in rest):,} more, from {_number(least)} to {_number(most)}")
 

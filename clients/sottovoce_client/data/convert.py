@@ -35,13 +35,13 @@ def convert(source: CatalogueEntry, files: Mapping[str, bytes]) -> Arrays:
         SpecError: what reads them is not installed.
     """
     try:
-        arrays = _FORMS[source.form](source, [files[original.name] for original in source.originals])
+        arrays = _FORMS[source.file_format](source, [files[original.name] for original in source.originals])
     except (ValueError, KeyError, IndexError, struct.error, tarfile.TarError) as error:
         why = " ".join(str(error).split())[:200]
         raise DataError(f"{', '.join(files)} cannot be read as {source.title}: {why}; has its form changed?") from None
     for what, labels, wanted in (
         ("records", "y_train", source.records),
-        ("records for tests", "y_test", source.held_out),
+        ("records for tests", "y_test", source.test_records),
     ):
         if (n := len(arrays.get(labels, ()))) != wanted:
             raise DataError(
@@ -58,7 +58,7 @@ def _tables(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
     tables = [_table(source, content) for content in files]
     numbers, words = dict[str, list[Any]](), dict[str, list[Any]]()
     for name in source.columns:
-        if name == "label" or name in source.ignored:
+        if name == "label" or name in source.ignored_columns:
             continue
         columns = [table[name] for table in tables]
         if columns[0].dtype.kind != "O":

@@ -24,7 +24,7 @@ import numpy as np
 from rich.progress import Progress
 
 from sottovoce_client.data.convert import convert
-from sottovoce_client.documents import scratch
+from sottovoce_client.documents import create_scratch_folder
 from sottovoce_core.data.known import DATA_FOLDER_VARIABLE, CatalogueEntry, OriginalFile
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.optional import import_optional
@@ -32,17 +32,22 @@ from sottovoce_rpc.addresses import parse_url
 
 MAX_RETRIES = 2
 """How often a download is begun anew that broke off, or that a server in trouble did not give; after 1 s, then 2."""
-MOST_BYTES = 1 << 29
+MAX_DOWNLOAD_BYTES = 1 << 29
 """Of a download, as it comes."""
 _TIMEOUT_S = 30
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<script")
-_CHUNK = 1 << 16
-_BROKEN = (EOFError, OSError, zlib.error, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+_CHUNK_BYTES = 1 << 16
+_ARCHIVE_ERRORS = (EOFError, OSError, zlib.error, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """What Python's readers raise of a file that is torn, of another kind, encrypted, or packed as they do not know."""
 
 
 def fetch(
-    source: CatalogueEntry, folder: Path, progress: Progress, *, elsewhere: str = "", retries: int = MAX_RETRIES
+    source: CatalogueEntry,
+    folder: Path,
+    progress: Progress,
+    *,
+    alternative_location: str = "",
+    retries: int = MAX_RETRIES,
 ) -> tuple[Path, dict[str, str]]:
     """Download, check, convert and store a data set.
 
@@ -66,7 +71,7 @@ def fetch(
         files, came = {}, {}
         for original in source.originals:
             came[original.name], files[original.name] = _had(
-                original, source, _places(original, elsewhere), progress, retries
+                original, source, _places(original, alternative_location), progress, retries
             )
         progress.add_task(f"{source.name}: converting", total=None)
         arrays: dict[str, Any] = convert(source, files)
@@ -76,7 +81,7 @@ def fetch(
     return path, came
 
 
-def digest_of(content: bytes, kind: str = "sha256") -> str:
+def compute_digest(content: bytes, kind: str = "sha256") -> str:
     """`KIND:` and hexadecimal figures."""
     return f"{kind}:{hashlib.new(kind, content, usedforsecurity=False).hexdigest()}"
 
@@ -86,7 +91,7 @@ def _workplace(folder: Path, source: CatalogueEntry) -> Iterator[Path]:
     """A folder in which to work, on the disk of the result."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with scratch(f".{source.name}-", folder) as work:
+        with create_scratch_folder(f".{source.name}-", folder) as work:
             yield work
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -99,7 +104,7 @@ def _workplace(folder: Path, source: CatalogueEntry) -> Iterator[Path]:
 # ---- where originals are ---------------------------------------------------------------------------------------------
 
 
-def require_location(elsewhere: str, what: str) -> None:
+def require_location(location: str, what: str) -> None:
     """Refuse what is neither a folder nor a URL.
 
     Args:
@@ -109,19 +114,19 @@ def require_location(elsewhere: str, what: str) -> None:
     Raises:
         SpecError: it is neither.
     """
-    if "://" in elsewhere:
+    if "://" in location:
         wanted = f"{what} must be a folder that exists, or a URL, which"
-        parse_url(elsewhere, {"https": 443, "http": 80}, wanted, path=True)
-    elif not Path(elsewhere).is_dir():
-        raise SpecError(f"{what} must be a folder that exists, or a URL of http or https, got {elsewhere!r}")
+        parse_url(location, {"https": 443, "http": 80}, wanted, allow_path=True)
+    elif not Path(location).is_dir():
+        raise SpecError(f"{what} must be a folder that exists, or a URL of http or https, got {location!r}")
 
 
 def _places(original: OriginalFile, elsewhere: str) -> tuple[str, ...]:
     """Where to ask for an original, in this order."""
     if not elsewhere:
-        return original.places
+        return original.urls
     require_location(elsewhere, "--from")
-    name = urlsplit(original.places[0]).path.rpartition("/")[2]
+    name = urlsplit(original.urls[0]).path.rpartition("/")[2]
     if "://" in elsewhere:
         return (f"{elsewhere.rstrip('/')}/{name}",)
     paths = [Path(elsewhere) / name, Path(elsewhere) / original.name]  # as it is published, or unpacked already
@@ -162,7 +167,7 @@ def _unpacked(content: bytes, place: str, original: OriginalFile) -> bytes:
     url, _, member = place.partition("#")
     if not member and (not url.endswith(".gz") or original.name.endswith(".gz")):
         return content
-    most = 2 * original.size + (1 << 20)
+    most = 2 * original.size_bytes + (1 << 20)
     try:
         with ExitStack() as opened:
             file: Any
@@ -173,7 +178,7 @@ def _unpacked(content: bytes, place: str, original: OriginalFile) -> bytes:
             found: bytes = opened.enter_context(file).read(most + 1)
     except KeyError:
         raise DataError(f"the zip archive must hold {member}, and does not") from None
-    except _BROKEN:
+    except _ARCHIVE_ERRORS:
         kind = "zip archive" if member else "gzip file"
         raise DataError(f"must be a {kind}, and is none, or is broken or did not arrive whole") from None
     if len(found) > most:
@@ -188,7 +193,7 @@ def _checked(content: bytes, original: OriginalFile) -> bytes:
         DataError: it is not.
     """
     kind = original.digest.partition(":")[0]
-    if (found := digest_of(content, kind)) != original.digest:
+    if (found := compute_digest(content, kind)) != original.digest:
         raise DataError(
             f"{original.name} must have the digest {original.digest}, got {found} ({len(content):,} bytes): it was damaged or "
             "changed on the way, or its owner has published another version"
@@ -219,10 +224,10 @@ def _brought(place: str, original: OriginalFile, progress: Progress, retries: in
             with requests.get(url, stream=True, timeout=_TIMEOUT_S, headers={"Accept-Encoding": "identity"}) as answer:
                 answer.raise_for_status()
                 progress.update(task, total=int(answer.headers.get("Content-Length", 0)) or None)
-                for chunk in answer.iter_content(_CHUNK):
+                for chunk in answer.iter_content(_CHUNK_BYTES):
                     content += chunk
-                    if len(content) > MOST_BYTES:
-                        raise DataError(f"it must be at most {MOST_BYTES:,} bytes, and is more")
+                    if len(content) > MAX_DOWNLOAD_BYTES:
+                        raise DataError(f"it must be at most {MAX_DOWNLOAD_BYTES:,} bytes, and is more")
                     progress.update(task, completed=len(content))
             return bytes(content)
         except requests.RequestException as error:

@@ -19,11 +19,11 @@ from urllib.parse import unquote
 
 import structlog
 
-from sottovoce_client.feeding.records import Message, Part
+from sottovoce_client.feeding.records import SourceMessage, SourcePartition
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.optional import import_optional
-from sottovoce_core.registry import load
-from sottovoce_rpc.addresses import place_of, parse_url
+from sottovoce_core.registry import import_object
+from sottovoce_rpc.addresses import parse_address, parse_url
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ PASSWORD_VARIABLE = "SOTTOVOCE_FEED_PASSWORD"  # noqa: S105 - the name of a vari
 _CREDENTIALS_HINT = f"others see them; give --user, and the password in --password-file or ${PASSWORD_VARIABLE}"
 _SECRETS = ("user", "username", "password", "passwd", "token", "secret")
 _MAX_SECRET_BYTES = 64 * 1024
-_REFUSED = "{} refuses these credentials, or is not believed: {}"
+_REFUSAL_TEXT = "{} refuses these credentials, or is not believed: {}"
 _PERMANENT_ERROR_PATTERN = re.compile(
     r"authori[sz]ation violation|permissions violation|not authori[sz]ed|authentication|certificate.verify.failed",
     re.IGNORECASE,
@@ -46,7 +46,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class UrlSetting:
     """A setting in the query of a source's URL.
 
     Attributes:
@@ -63,12 +63,12 @@ class Setting:
     help: str
     default: str | int | None = ""
     choices: tuple[str, ...] = ()
-    least: int = 0
-    most: int = 2**31 - 1
-    required: bool = False
+    minimum: int = 0
+    maximum: int = 2**31 - 1
+    is_required: bool = False
     default_help: str = ""
 
-    def value(self, text: str, url: str) -> str | int | Path:
+    def parse_value(self, text: str, url: str) -> str | int | Path:
         """The value that a text of the query means.
 
         Raises:
@@ -76,8 +76,8 @@ class Setting:
         """
         wanted = f"one of {', '.join(self.choices)}" if self.choices else "a value"
         if isinstance(self.default, int):
-            wanted = f"a whole number from {self.least} to {self.most}"
-            if re.fullmatch(r"[0-9]{1,12}", text) and self.least <= int(text) <= self.most:
+            wanted = f"a whole number from {self.minimum} to {self.maximum}"
+            if re.fullmatch(r"[0-9]{1,12}", text) and self.minimum <= int(text) <= self.maximum:
                 return int(text)
         elif text in self.choices if self.choices else text:
             return Path(text) if self.default is None else text
@@ -86,19 +86,19 @@ class Setting:
     @property
     def help_text(self) -> str:
         """The help, the choices and the default."""
-        default = "required" if self.required else f"default: {self.default_help or self.default or 'none'}"
+        default = "required" if self.is_required else f"default: {self.default_help or self.default or 'none'}"
         choices = f" One of {', '.join(self.choices)}." if self.choices else ""
         return f"{self.help}{choices} [{default}]"
 
 
-START_SETTING = Setting(
+START_SETTING = UrlSetting(
     "from",
     "Where to begin if the learner has no record of the source in this run: where the feeder before it ended (at the oldest "
     "message if there was none), at the oldest message, or with the messages that come from now on.",
     "committed",
     ("committed", "start", "new"),
 )
-GROUP_SETTING = Setting(
+GROUP_SETTING = UrlSetting(
     "group",
     "Name under which the broker keeps the learner's position: one for each learner.",
     default_help="the learner's name or address",
@@ -127,35 +127,35 @@ class Feed:
 
     name: str
     schemes: Mapping[str, int]
-    tls: frozenset[str]
+    tls_schemes: frozenset[str]
     help: str
     examples: Sequence[str]
-    settings: Sequence[Setting] = ()
+    settings: Sequence[UrlSetting] = ()
     path: str = ""
-    many: bool = False
-    cluster: bool = False
+    allows_many_names: bool = False
+    allows_many_hosts: bool = False
     modules: Sequence[str] = ()
     extra: str = "feed"
     has_positions: bool = False
-    connect: Callable[[Source], Link] | None = None
+    connect: Callable[[SourceConfig], BrokerConnection] | None = None
 
     @property
-    def form(self) -> str:
+    def url_form(self) -> str:
         """The form of its URLs."""
         usual, port = next(iter(self.schemes.items()))
-        path = f"/{self.path}{f',{self.path}...' if self.many else ''}" if self.path else ""
-        return f"{usual}://HOST:{port}{f',HOST:{port}...' if self.cluster else ''}{path}"
+        path = f"/{self.path}{f',{self.path}...' if self.allows_many_names else ''}" if self.path else ""
+        return f"{usual}://HOST:{port}{f',HOST:{port}...' if self.allows_many_hosts else ''}{path}"
 
-    def help_text(self) -> str:
+    def format_help(self) -> str:
         """The page of `sottovoce feed --help-for`."""
-        secure = ", ".join(f"{each}://" for each in self.schemes if each in self.tls)
-        lines = [f"{self.form}?SETTING=VALUE&...", "", self.help, f"With TLS: {secure}.", "", "Settings:"]
+        secure = ", ".join(f"{each}://" for each in self.schemes if each in self.tls_schemes)
+        lines = [f"{self.url_form}?SETTING=VALUE&...", "", self.help, f"With TLS: {secure}.", "", "Settings:"]
         for each in self.settings:
             lines += [f"  {each.name}", f"      {each.help_text}"]
         lines += ["", "Examples:", *(f"  sottovoce feed '{each}' --learner 127.0.0.1:7401" for each in self.examples)]
         return "\n".join(lines)
 
-    def imported(self, module: str) -> Any:
+    def import_module(self, module: str) -> Any:
         """A module of the optional dependency.
 
         Raises:
@@ -163,7 +163,7 @@ class Feed:
         """
         return import_optional(module, module.partition(".")[0], f"feeding from {self.name}", self.extra)
 
-    def source(self, url: str, **more: Any) -> Source:
+    def parse_url(self, url: str, **more: Any) -> SourceConfig:
         """The source that a URL names.
 
         Args:
@@ -178,17 +178,17 @@ class Feed:
         if "@" in rest:  # the URL is not shown: it may hold a password
             raise SpecError(f"SOURCE must hold no user or password: {_CREDENTIALS_HINT}. An @ in a name is written %40")
         hosts, _, path = rest.partition("/")
-        places = [self._place(scheme, each) for each in (hosts.split(",") if self.cluster else [hosts])]
-        names = tuple(map(unquote, path.split(",") if self.many else [path]))
+        places = [self._place(scheme, each) for each in (hosts.split(",") if self.allows_many_hosts else [hosts])]
+        names = tuple(map(unquote, path.split(",") if self.allows_many_names else [path]))
         if bool(self.path) != all(names) or (path and not self.path):
-            raise SpecError(f"SOURCE must be like {self.form}, got {before!r}")
-        return Source(self, scheme.lower(), places, names, self._values(query, before), **more)
+            raise SpecError(f"SOURCE must be like {self.url_form}, got {before!r}")
+        return SourceConfig(self, scheme.lower(), places, names, self._values(query, before), **more)
 
     def _place(self, scheme: str, host: str) -> tuple[str, int]:
         if self.connect is not None:
             return parse_url(f"{scheme}://{host}", self.schemes, "SOURCE")[1:]
         port = "" if re.search(r":[^\]]*$", host) else f":{self.schemes[scheme.lower()]}"
-        return place_of(f"{host}{port}", "SOURCE", listen=True)
+        return parse_address(f"{host}{port}", "SOURCE", allow_port_zero=True)
 
     def _values(self, query: str, url: str) -> dict[str, Any]:
         """All settings, by a query and the defaults."""
@@ -204,14 +204,14 @@ class Feed:
                 )
             if name in found:
                 raise SpecError(f"?{name}= of {url} must be there once, got it twice: leave one out")
-            found[name] = known[name].value(text, url)
-        if missing := [each for each in self.settings if each.required and each.name not in found]:
+            found[name] = known[name].parse_value(text, url)
+        if missing := [each for each in self.settings if each.is_required and each.name not in found]:
             raise SpecError(f"{url} must have ?{missing[0].name}=, and has none. {missing[0].help}")
         return {name: each.default for name, each in known.items()} | found
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class BrokerCredentials:
     """Credentials for a broker, and the authorities that the feeder believes.
 
     Attributes:
@@ -233,7 +233,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceConfig:
     """A source, as its URL and options name it. `Feed.source` makes one.
 
     Attributes:
@@ -253,7 +253,7 @@ class Source:
     servers: Sequence[tuple[str, int]]
     names: Sequence[str]
     settings: Mapping[str, Any]
-    access: Access = Access()
+    credentials: BrokerCredentials = BrokerCredentials()
     default_group: str = "sottovoce"
     position: str = ""
     patience_s: float = 60.0
@@ -268,14 +268,14 @@ class Source:
         """The servers, each as `host:port`."""
         return [f"{f'[{host}]' if ':' in host else host}:{port}" for host, port in self.servers]
 
-    def tls(self) -> ssl.SSLContext | None:
+    def build_tls_context(self) -> ssl.SSLContext | None:
         """The context of TLS; None: neither the URL nor a file asks for it.
 
         Raises:
             FailedPrecondition: a file cannot be used.
         """
-        access = self.access
-        if not (self.scheme in self.feed.tls or access.ca or access.certificate):
+        access = self.credentials
+        if not (self.scheme in self.feed.tls_schemes or access.ca or access.certificate):
             return None
         files = ", ".join(str(each) for each in (access.ca, access.certificate, access.key) if each is not None)
         try:
@@ -291,15 +291,15 @@ class Source:
 HTTP = Feed(
     name="HTTP",
     schemes={"http": 7490, "https": 7490},
-    tls=frozenset({"https"}),
+    tls_schemes=frozenset({"https"}),
     help="Records that clients POST to /records at this address, as JSON; they are answered when the learner has kept them. "
     "Other addresses than this machine's own need https, --tls-cert, --tls-key and --token-file, or --insecure.",
     examples=("http://127.0.0.1:7490", "https://0.0.0.0:7490?when-full=reject"),
     settings=(
-        Setting(
+        UrlSetting(
             "when-full", "Whether a request that finds no room waits, or is refused (429).", "wait", ("wait", "reject")
         ),
-        Setting("max-bytes", "Maximum size of a request, in bytes.", 1024 * 1024, least=1),
+        UrlSetting("max-bytes", "Maximum size of a request, in bytes.", 1024 * 1024, minimum=1),
     ),
     modules=("starlette", "uvicorn"),
     has_positions=True,
@@ -307,7 +307,7 @@ HTTP = Feed(
 """The feed that listens at its URL; all others are offered by entry points."""
 
 
-def feeds() -> list[Feed]:
+def load_feeds() -> list[Feed]:
     """HTTP, and the feeds that installed packages offer, this one and others, by name.
 
     Raises:
@@ -315,7 +315,7 @@ def feeds() -> list[Feed]:
     """
     found = [HTTP]
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
-        feed = load(point.value, f"the entry point {point.name} of {ENTRY_POINTS}")
+        feed = import_object(point.value, f"the entry point {point.name} of {ENTRY_POINTS}")
         if not isinstance(feed, Feed):
             raise SpecError(f"the entry point {point.name} of {ENTRY_POINTS} must be a Feed, got {point.value}")
         found.append(feed)
@@ -332,7 +332,9 @@ def read_secret(path: Path, what: str = "password") -> str:
         with path.open("rb") as file:
             text = file.read(_MAX_SECRET_BYTES).decode().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise FailedPrecondition(f"no {what} in {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+        raise FailedPrecondition(
+            f"no {what} in {path}: {getattr(error, 'strerror', None) or 'it is no text'}"
+        ) from None
     if not text:
         raise FailedPrecondition(f"no {what} in {path}: it is empty")
     return text
@@ -341,7 +343,7 @@ def read_secret(path: Path, what: str = "password") -> str:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-class Link(ABC):
+class BrokerConnection(ABC):
     """A connection to a broker, made again after it is lost.
 
     Attributes:
@@ -351,11 +353,11 @@ class Link(ABC):
         refusals: exceptions among those that waiting does not cure.
     """
 
-    away: tuple[type[BaseException], ...] = (OSError, TimeoutError)
-    refusals: tuple[type[BaseException], ...] = ()
+    connection_errors: tuple[type[BaseException], ...] = (OSError, TimeoutError)
+    permanent_errors: tuple[type[BaseException], ...] = ()
 
-    def __init__(self, at: Source) -> None:
-        self.at, self.what = at, f"{at.feed.name} at {', '.join(at.addresses)}"
+    def __init__(self, at: SourceConfig) -> None:
+        self.source, self.display_name = at, f"{at.feed.name} at {', '.join(at.addresses)}"
 
     @abstractmethod
     async def start(self) -> list[BrokerPartition]:
@@ -365,24 +367,24 @@ class Link(ABC):
     async def close(self) -> None:
         """Close the connection; called without one, too."""
 
-    def why(self, error: BaseException) -> str:
+    def explain_error(self, error: BaseException) -> str:
         """A failed call in a few words.
 
         Raises:
             FailedPrecondition: waiting does not cure it.
         """
-        for each in (*self.said(), error):
-            if isinstance(error, self.refusals) or _PERMANENT_ERROR_PATTERN.search(str(each)):
-                raise self.refused(each) from None
+        for each in (*self.list_reported_errors(), error):
+            if isinstance(error, self.permanent_errors) or _PERMANENT_ERROR_PATTERN.search(str(each)):
+                raise self.build_refusal_error(each) from None
         return shorten_error(error)
 
-    def said(self) -> Sequence[object]:
+    def list_reported_errors(self) -> Sequence[object]:
         """Errors, or texts of some, that the library noticed without raising them."""
         return ()
 
-    def refused(self, why: object) -> FailedPrecondition:
+    def build_refusal_error(self, why: object) -> FailedPrecondition:
         """The error for credentials that the broker refuses."""
-        return FailedPrecondition(_REFUSED.format(self.what, shorten_error(why)))
+        return FailedPrecondition(_REFUSAL_TEXT.format(self.display_name, shorten_error(why)))
 
 
 class BrokerPartition(ABC):
@@ -401,7 +403,7 @@ class BrokerPartition(ABC):
         self._due: int | None = None
         """A position that the broker should keep, and does not yet."""
 
-    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+    async def read(self, after: int) -> AsyncIterator[Sequence[SourceMessage]]:
         """As of `Part`."""
         begun = False
         while True:
@@ -413,9 +415,9 @@ class BrokerPartition(ABC):
                         after = messages[-1].position
                         yield messages
             except self._link.away as error:
-                await self._patience.away(self._why(error))
+                await self._patience.wait_or_give_up(self._explain_error(error))
 
-    async def keep(self, position: int) -> None:
+    async def acknowledge(self, position: int) -> None:
         """As of `Part`. A failure passes: a later position says more, and the learner's own is the one that counts."""
         self._due = position
         with suppress(*self._link.away):
@@ -426,9 +428,9 @@ class BrokerPartition(ABC):
         """Tell the broker the last position once more, if it is there."""
         if self._due is not None:
             with suppress(FailedPrecondition, DataError):
-                await self.keep(self._due)
+                await self.acknowledge(self._due)
 
-    def _from(self, oldest: int, newest: int, committed: int | None) -> int:
+    def _choose_start(self, oldest: int, newest: int, committed: int | None) -> int:
         """The position to read behind where the learner has none, as `START_SETTING` says.
 
         Args:
@@ -444,22 +446,22 @@ class BrokerPartition(ABC):
         """The position to read behind, given the learner's; -1: the learner has none."""
 
     @abstractmethod
-    def _read_on(self, after: int) -> AsyncGenerator[Sequence[Message], None]:
+    def _read_on(self, after: int) -> AsyncGenerator[Sequence[SourceMessage], None]:
         """Messages behind a position; it ends where reading must begin anew behind the last one."""
 
     @abstractmethod
     async def _commit(self, position: int) -> None:
         """Have the broker keep a position."""
 
-    def _why(self, error: BaseException) -> str:
+    def _explain_error(self, error: BaseException) -> str:
         return str(self._link.why(error))
 
-    def _anew(self, why: str) -> DataError:
+    def _build_replaced_error(self, why: str) -> DataError:
         return DataError(f"{self._what} is not the one it was: {why}. Feed what it has now under another --source")
 
 
 @asynccontextmanager
-async def opened(source: Source) -> AsyncIterator[list[Part]]:
+async def open_source(source: SourceConfig) -> AsyncIterator[list[SourcePartition]]:
     """Parts of a source, open while the block lasts.
 
     Raises:
@@ -470,14 +472,14 @@ async def opened(source: Source) -> AsyncIterator[list[Part]]:
     """
     assert source.feed.connect is not None  # noqa: S101 - it is a broker's
     link = source.feed.connect(source)
-    patience, parts = _Patience(link.what, source.patience_s), list[BrokerPartition]()
+    patience, parts = _Patience(link.display_name, source.patience_s), list[BrokerPartition]()
     try:
         while True:
             try:
                 parts = await link.start()
                 break
-            except link.away as error:
-                await patience.away(link.why(error))
+            except link.connection_errors as error:
+                await patience.wait_or_give_up(link.explain_error(error))
         yield list(parts)
     finally:
         for part in parts:
@@ -500,18 +502,18 @@ class _Patience:
 
     def log_subscription(self, source: str) -> None:
         """Note that the broker has answered, and that a source misses nothing from now on."""
-        self.here()
+        self.record_answer()
         if not self._subscribed:
             log.info("subscribed", broker=self._what, source=source)
         self._subscribed = True
 
-    def here(self) -> None:
+    def record_answer(self) -> None:
         """Note that the broker has answered."""
         if self._since is not None:
             log.warning("the broker is back", broker=self._what)
         self._since, self._pause = None, _FIRST_PAUSE_S
 
-    async def away(self, why: str) -> None:
+    async def wait_or_give_up(self, why: str) -> None:
         """Note that the broker has not answered, and wait: longer each time.
 
         Args:

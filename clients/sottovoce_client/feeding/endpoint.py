@@ -23,23 +23,30 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sottovoce_client.feeding.broker import Source, read_secret
-from sottovoce_client.feeding.progress import FeedCounters, Work
-from sottovoce_client.feeding.pump import WAITING, Target, Terms, unless, watch_run
+from sottovoce_client.feeding.broker import SourceConfig, read_secret
+from sottovoce_client.feeding.progress import FeedCounters, FeedTask
+from sottovoce_client.feeding.pump import MAX_WAITING_MESSAGES, FeedOptions, FeedTarget, run_unless_stopped, watch_run
 from sottovoce_client.feeding.records import PositionCounter, RecordConverter, UnfitRecordError, parse_json
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_core.errors import DataError, FailedPrecondition, RemoteProtocolError, SottovoceError, SpecError, Unavailable
+from sottovoce_core.errors import (
+    DataError,
+    FailedPrecondition,
+    RemoteProtocolError,
+    SottovoceError,
+    SpecError,
+    Unavailable,
+)
 from sottovoce_rpc.addresses import is_loopback, is_same_user
-from sottovoce_rpc.logs import failure
-from sottovoce_rpc.tasks import Tasks, beside
+from sottovoce_rpc.logs import describe_failure
+from sottovoce_rpc.tasks import Tasks, run_in_background
 
 log = structlog.get_logger()
 
 MAX_SOURCES = 64
 """That are connected at once."""
 _MAX_REASONS, _MAX_CONNECTIONS = 100, 128
-_BODY_TIMEOUT_S, _RETRY_S, _LOOK_S = 30.0, 1.0, 1.0
+_BODY_TIMEOUT_S, _RETRY_INTERVAL_S, _STATUS_INTERVAL_S = 30.0, 1.0, 1.0
 _MIN_TOKEN_CHARS, _MAX_SOURCE_CHARS = 16, 128
 
 
@@ -76,7 +83,9 @@ class _Endpoint:
         token: that every request must have; empty: this machine's user alone is answered.
     """
 
-    def __init__(self, target: Target, terms: Terms, account: FeedCounters, at: Source, token: str) -> None:
+    def __init__(
+        self, target: FeedTarget, terms: FeedOptions, account: FeedCounters, at: SourceConfig, token: str
+    ) -> None:
         self._target, self._terms, self._account, self._at, self._token = target, terms, account, at, token
         self._sinks = dict[str, _Sink]()
         """By source; the last one in order was used last."""
@@ -88,7 +97,7 @@ class _Endpoint:
         Raises:
             SottovoceError: as `connect_learner`, and where a map does not fit.
         """
-        self._account.kept = "sent back"
+        self._account.refusal_destination = "sent back"
         await self._connect(self._target.source)
         self._tasks.start(self._look())
         return self
@@ -106,7 +115,7 @@ class _Endpoint:
                     await watch_run(sink.learner, self._account)
                 except FailedPrecondition:
                     self._account.status = None
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_STATUS_INTERVAL_S)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +137,7 @@ class _Endpoint:
         except SottovoceError as error:
             return _unfed(error)
         except Exception as error:  # noqa: BLE001 - its text may quote a record
-            log.error("bug", **failure(error))
+            log.error("bug", **describe_failure(error))
             return _Answer(500, "a bug: see the feeder's log").response
 
     async def _require_known(self, request: Request) -> None:
@@ -206,8 +215,8 @@ class _Endpoint:
             raise
         finally:
             sink.users -= 1
-        self._account.fed += new
-        self._account.again += len(records) - new
+        self._account.records_fed += new
+        self._account.duplicate_count += len(records) - new
         return {"records": len(records), "new": new, "positions": [places[0], places[-1]]}
 
     def _fitting(
@@ -220,15 +229,15 @@ class _Endpoint:
         """
         by_field = positions is None and bool(self._terms.position)
         numbered = PositionCounter(self._terms.position if by_field else "", -1)
-        sifted = sink.sieve.convert([numbered.message(each) for each in records], -1)
-        if reasons := sifted.refused:
-            self._account.refused.update(reasons.values())
+        sifted = sink.sieve.convert([numbered.number_message(each) for each in records], -1)
+        if reasons := sifted.refusals:
+            self._account.refusals.update(reasons.values())
             number, why = next(iter(reasons.items()))
             more = "" if len(reasons) == 1 else f", and {len(reasons) - 1} more do not fit"
             listed = {str(each): reasons[each] for each in list(reasons)[:_MAX_REASONS]}
             raise _Answer(400, f"record {number} (counted from 0): {why}{more}; none was taken", refused=listed)
-        assert sifted.fitting is not None  # noqa: S101 - all of one record at least
-        encoded, said = sifted.fitting
+        assert sifted.fitting_records is not None  # noqa: S101 - all of one record at least
+        encoded, said = sifted.fitting_records
         return encoded, said if by_field else positions
 
     @asynccontextmanager
@@ -240,7 +249,9 @@ class _Endpoint:
         """
 
         def there_is() -> bool:
-            return self._account.waiting == 0 or self._account.waiting + records <= WAITING
+            return (
+                self._account.messages_waiting == 0 or self._account.messages_waiting + records <= MAX_WAITING_MESSAGES
+            )
 
         if not there_is():
             if self._at.settings["when-full"] == "reject":
@@ -250,17 +261,17 @@ class _Endpoint:
                     await self._less.wait_for(there_is)
             except TimeoutError:
                 raise self._full() from None
-        self._account.waiting += records
+        self._account.messages_waiting += records
         try:
             yield
         finally:
-            self._account.waiting -= records
+            self._account.messages_waiting -= records
             async with self._less:
                 self._less.notify_all()
 
     def _full(self) -> _Answer:
         status = 429 if self._at.settings["when-full"] == "reject" else 503
-        return _Answer(status, "too many records wait: none of these was taken", retry_s=_RETRY_S)
+        return _Answer(status, "too many records wait: none of these was taken", retry_s=_RETRY_INTERVAL_S)
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
@@ -290,7 +301,7 @@ class _Endpoint:
         connection = self._target.connect(source, self._account)
         learner = await connection.__aenter__()
         try:
-            sieve = self._terms.sieve(learner)
+            sieve = self._terms.build_converter(learner)
         except SottovoceError:
             await connection.__aexit__(None, None, None)
             raise
@@ -363,7 +374,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _configured(app: Starlette, at: Source, patience_s: float) -> uvicorn.Config:
+def _configured(app: Starlette, at: SourceConfig, patience_s: float) -> uvicorn.Config:
     """Settings of the server.
 
     Raises:
@@ -381,8 +392,8 @@ def _configured(app: Starlette, at: Source, patience_s: float) -> uvicorn.Config
         proxy_headers=False,
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=math.ceil(patience_s),
-        ssl_certfile=at.access.certificate,
-        ssl_keyfile=at.access.key,
+        ssl_certfile=at.credentials.certificate,
+        ssl_keyfile=at.credentials.key,
     )
     try:
         config.load()
@@ -391,7 +402,7 @@ def _configured(app: Starlette, at: Source, patience_s: float) -> uvicorn.Config
     return config
 
 
-def _listener(at: Source) -> socket.socket:
+def _listener(at: SourceConfig) -> socket.socket:
     """A socket that listens.
 
     Raises:
@@ -406,14 +417,14 @@ def _listener(at: Source) -> socket.socket:
 
 
 def serve(
-    at: Source,
-    target: Target,
-    terms: Terms,
+    at: SourceConfig,
+    target: FeedTarget,
+    terms: FeedOptions,
     tell: Callable[[str], None],
     *,
     token_file: Path | None = None,
     insecure: bool = False,
-) -> Work:
+) -> FeedTask:
     """The work of an endpoint.
 
     Args:
@@ -428,7 +439,7 @@ def serve(
         SpecError: the options do not fit one another, or the token is too short.
         FailedPrecondition: there is no token.
     """
-    (listen,), tls = at.addresses, at.access.certificate is not None
+    (listen,), tls = at.addresses, at.credentials.certificate is not None
     if tls != (at.scheme == "https"):
         raise SpecError(f"https:// needs --tls-cert and --tls-key, and http:// has neither, got {at.scheme}://")
     if not is_loopback(listen) and not insecure and (token_file is None or not tls):
@@ -444,7 +455,9 @@ def serve(
 
     async def work(account: FeedCounters, stop: asyncio.Event) -> None:
         async with AsyncExitStack() as stack:
-            endpoint = await unless(stop, stack.enter_async_context(_Endpoint(target, terms, account, at, token)))
+            endpoint = await run_unless_stopped(
+                stop, stack.enter_async_context(_Endpoint(target, terms, account, at, token))
+            )
             if endpoint is None:
                 return
             app = Starlette(routes=[Route("/records", endpoint.records, methods=["POST"])])
@@ -456,7 +469,7 @@ def serve(
                 server.should_exit = True
 
             tell(f"{at.scheme}://{listen.rpartition(':')[0]}:{listener.getsockname()[1]}/records")
-            async with beside(ending()):
+            async with run_in_background(ending()):
                 await server.serve(sockets=[listener])
 
     return work

@@ -14,9 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, RecordFormat, JsonLines
-from sottovoce_client.feeding.records import Message, ColumnCheck, PositionCounter, Part, anything
-from sottovoce_core.data.cells import normal
+from sottovoce_client.feeding.forms import MAX_RECORD_BYTES, Csv, JsonLines, ParsedRecord, RecordFormat
+from sottovoce_client.feeding.records import (
+    ColumnCheck,
+    PositionCounter,
+    SourceMessage,
+    SourcePartition,
+    accept_any_columns,
+)
+from sottovoce_core.data.cells import normalise_text
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.optional import import_optional
 
@@ -24,13 +30,13 @@ T = TypeVar("T")
 
 FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 """Formats of files by their endings."""
-_AT_ONCE, _MESSAGES = 256 * 1024, 1_024
+_MAX_READ_BYTES, _MAX_BATCH_MESSAGES = 256 * 1024, 1_024
 """Bytes that are read, and messages that are handed on, at once."""
-_LOOK_S = 0.25
+_CHECK_INTERVAL_S = 0.25
 _CONTEXT_BYTES = 1_024
 """Bytes before a record that tell its file from others."""
 _CHECK_BITS = 16
-_ROWS = 1_024
+_MAX_BATCH_ROWS = 1_024
 _FOOTER_END_BYTES = 8
 """Bytes behind a Parquet file's metadata: their length, and the mark of the format."""
 
@@ -92,7 +98,7 @@ class _Lines(ABC):
         """Read on; raises `DataError` where what is there is not what it should be."""
 
     @abstractmethod
-    def _message(self, cut: Cut, stretch: bytes) -> Message:
+    def _message(self, cut: ParsedRecord, stretch: bytes) -> SourceMessage:
         """Of a record; a stretch begins with what stands before the rest."""
 
     async def begin(self, misfit: ColumnCheck) -> int:
@@ -102,7 +108,7 @@ class _Lines(ABC):
             DataError: it is none, or its columns are not those of records.
         """
         try:
-            while (used := self._form.header(self._rest, misfit, whole=self._ended)) is None:
+            while (used := self._form.read_header(self._rest, misfit, is_complete=self._ended)) is None:
                 await self._more()
         except DataError as error:
             raise DataError(f"{self._what} {error}") from None
@@ -111,7 +117,7 @@ class _Lines(ABC):
         self._before = b""
         return check
 
-    async def messages(self) -> AsyncIterator[Sequence[Message]]:
+    async def messages(self) -> AsyncIterator[Sequence[SourceMessage]]:
         """What follows, a few at a time."""
         while True:
             for messages in self._cut():
@@ -120,20 +126,20 @@ class _Lines(ABC):
                 raise DataError(self._gone)
             if self._ended:
                 return
-            if len(self._rest) > 2 * LONGEST:
+            if len(self._rest) > 2 * MAX_RECORD_BYTES:
                 raise DataError(
-                    f"{self._what}: the line at byte {self._at} has no end within {2 * LONGEST:,} bytes: these are no lines"
+                    f"{self._what}: the line at byte {self._at} has no end within {2 * MAX_RECORD_BYTES:,} bytes: these are no lines"
                 )
             await self._more()
 
-    def _cut(self) -> Iterator[Sequence[Message]]:
+    def _cut(self) -> Iterator[Sequence[SourceMessage]]:
         """What has been read, as messages."""
-        found, used = self._form.cut(self._rest, whole=self._ended)
+        found, used = self._form.split_records(self._rest, is_complete=self._ended)
         stretch = self._before + self._rest
         made = [self._message(each, stretch) for each in found]
         self._use(used)
-        for first in range(0, len(made), _MESSAGES):
-            yield made[first : first + _MESSAGES]
+        for first in range(0, len(made), _MAX_BATCH_MESSAGES):
+            yield made[first : first + _MAX_BATCH_MESSAGES]
 
     def _use(self, used: int) -> None:
         """So many bytes of the rest are done with."""
@@ -165,10 +171,10 @@ class _FileLines(_Lines):
         if used <= place < os.fstat(self._file.fileno()).st_size:
             begin = max(used, place - _CONTEXT_BYTES)
             self._file.seek(begin)
-            stretch = self._file.read(place - begin + 2 * LONGEST)
+            stretch = self._file.read(place - begin + 2 * MAX_RECORD_BYTES)
             self._before, self._rest, self._at = stretch[: place - begin], stretch[place - begin :], place
             self._ended = False
-            found, _ = self._form.cut(self._rest, whole=True)
+            found, _ = self._form.split_records(self._rest, is_complete=True)
             if found and found[0].begin == 0 and self._position(found[0], self._before + self._rest) == after:
                 self._use(found[0].end)
                 for each in (b"\r", b"\n"):  # which end the record that was fed last
@@ -180,10 +186,10 @@ class _FileLines(_Lines):
             "one back, or feed this one under another --source, and all of it is learned"
         )
 
-    def _message(self, cut: Cut, stretch: bytes) -> Message:
-        return Message(cut.body, self._position(cut, stretch), cut.reason)
+    def _message(self, cut: ParsedRecord, stretch: bytes) -> SourceMessage:
+        return SourceMessage(cut.body, self._position(cut, stretch), cut.reason)
 
-    def _position(self, cut: Cut, stretch: bytes) -> int:
+    def _position(self, cut: ParsedRecord, stretch: bytes) -> int:
         begin, end = len(self._before) + cut.begin, len(self._before) + cut.end
         check = zlib.crc32(memoryview(stretch)[max(0, begin - _CONTEXT_BYTES) : end], self._header)
         return _position_of(self._at + cut.begin, check)
@@ -196,7 +202,7 @@ class _FileLines(_Lines):
         """
         if self._follow:
             self._require_same()
-        stretch = await _in_thread(self._file.read, _AT_ONCE)
+        stretch = await _in_thread(self._file.read, _MAX_READ_BYTES)
         if stretch:
             self._rest += stretch
         elif not self._follow:
@@ -220,7 +226,7 @@ class _FileLines(_Lines):
                     "--source, or let every file have a name of its own"
                 )
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
 
     def _require_same(self) -> None:
         """What was read stands where it did.
@@ -246,13 +252,13 @@ class _File:
     """
 
     path: Path
-    misfit: ColumnCheck = field(default=anything, init=False)
+    column_check: ColumnCheck = field(default=accept_any_columns, init=False)
 
     @property
     def name(self) -> str:
         return self.path.name
 
-    async def keep(self, position: int) -> None:
+    async def acknowledge(self, position: int) -> None:
         """The file stays as it is."""
 
 
@@ -268,14 +274,14 @@ class _LinesOfFile(_File):
     form: RecordFormat
     follow: bool
 
-    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+    async def read(self, after: int) -> AsyncIterator[Sequence[SourceMessage]]:
         try:
             file = self.path.open("rb")
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}") from None
         with file:
             lines = _FileLines(self.path, file, self.form, follow=self.follow)
-            await lines.go_behind(after, self.misfit)
+            await lines.go_behind(after, self.column_check)
             async for messages in lines.messages():
                 yield messages
 
@@ -290,7 +296,7 @@ class _RowsOfFile(_File):
 
     parquet: Any
 
-    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+    async def read(self, after: int) -> AsyncIterator[Sequence[SourceMessage]]:
         try:
             file = await _in_thread(self.parquet.ParquetFile, self.path)
             check = await _in_thread(self._check, file.metadata.serialized_size)
@@ -300,7 +306,7 @@ class _RowsOfFile(_File):
                 "--format csv or jsonl takes the others"
             ) from None
         with file:
-            if why := self.misfit([normal(name) for name in file.schema_arrow.names]):
+            if why := self.column_check([normalise_text(name) for name in file.schema_arrow.names]):
                 raise DataError(f"{self.path} {why}")
             row = -1 if after < 0 else _place_of(after)
             if after >= 0 and (_position_of(row, check) != after or row >= file.metadata.num_rows):
@@ -313,11 +319,13 @@ class _RowsOfFile(_File):
                 for group in range(file.metadata.num_row_groups):
                     end = first + file.metadata.row_group(group).num_rows
                     if row + 1 < end:
-                        batches = file.iter_batches(batch_size=_ROWS, row_groups=[group], use_threads=False)
+                        batches = file.iter_batches(batch_size=_MAX_BATCH_ROWS, row_groups=[group], use_threads=False)
                         while (batch := await _in_thread(next, batches, None)) is not None:
                             records = enumerate(await _in_thread(batch.to_pylist), first)
                             first += batch.num_rows
-                            if found := [Message(each, _position_of(at, check)) for at, each in records if at > row]:
+                            if found := [
+                                SourceMessage(each, _position_of(at, check)) for at, each in records if at > row
+                            ]:
                                 yield found
                     first = end
             except (OSError, ValueError) as error:
@@ -339,8 +347,8 @@ class _InputLines(_Lines):
         kind = os.fstat(self._number).st_mode
         self._waits = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(self._number)
 
-    def _message(self, cut: Cut, stretch: bytes) -> Message:
-        return self._numbered.message(cut.body, cut.reason)
+    def _message(self, cut: ParsedRecord, stretch: bytes) -> SourceMessage:
+        return self._numbered.number_message(cut.body, cut.reason)
 
     async def _more(self) -> None:
         """Read on; that can be given up while nothing comes."""
@@ -352,9 +360,9 @@ class _InputLines(_Lines):
                 await ready.wait()
             finally:
                 loop.remove_reader(self._number)
-            stretch = os.read(self._number, _AT_ONCE)
+            stretch = os.read(self._number, _MAX_READ_BYTES)
         else:
-            stretch = await asyncio.to_thread(os.read, self._number, _AT_ONCE)
+            stretch = await asyncio.to_thread(os.read, self._number, _MAX_READ_BYTES)
         self._rest, self._ended = self._rest + stretch, not stretch
 
 
@@ -375,20 +383,20 @@ class _StandardInput:
     form: RecordFormat
     position: str = ""
     file: BinaryIO = field(default_factory=lambda: sys.stdin.buffer)
-    once: bool = field(default=True, init=False)
-    misfit: ColumnCheck = field(default=anything, init=False)
+    is_single_pass: bool = field(default=True, init=False)
+    column_check: ColumnCheck = field(default=accept_any_columns, init=False)
 
-    async def keep(self, position: int) -> None:
+    async def acknowledge(self, position: int) -> None:
         """What was read is gone."""
 
-    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+    async def read(self, after: int) -> AsyncIterator[Sequence[SourceMessage]]:
         lines = _InputLines(self.form, PositionCounter(self.position, after), self.file)
-        await lines.begin(self.misfit)
+        await lines.begin(self.column_check)
         async for messages in lines.messages():
             yield messages
 
 
-def format_of(paths: Sequence[str], given: str | None = None) -> str:
+def infer_format(paths: Sequence[str], given: str | None = None) -> str:
     """The format of files, by their endings or as it was given.
 
     Raises:
@@ -405,8 +413,13 @@ def format_of(paths: Sequence[str], given: str | None = None) -> str:
 
 
 def build_file_partitions(
-    paths: Sequence[Path], kind: str = "", *, delimiter: str = ",", follow: bool = False, apart: Path | None = None
-) -> list[Part]:
+    paths: Sequence[Path],
+    kind: str = "",
+    *,
+    delimiter: str = ",",
+    follow: bool = False,
+    excluded_path: Path | None = None,
+) -> list[SourcePartition]:
     """Files, each a part by its name. Of Parquet, memory holds a row group's page at a time.
 
     Args:
@@ -428,9 +441,9 @@ def build_file_partitions(
             wrong.append(str(error))
     if wrong:
         raise DataError("\n".join(wrong))
-    if apart is not None and apart.exists() and any(map(apart.samefile, paths)):
-        raise SpecError(f"--dead-letters must be another file than those that are fed, got {apart}")
-    if (kind := kind or format_of([str(path) for path in paths])) == "parquet":
+    if excluded_path is not None and excluded_path.exists() and any(map(excluded_path.samefile, paths)):
+        raise SpecError(f"--dead-letters must be another file than those that are fed, got {excluded_path}")
+    if (kind := kind or infer_format([str(path) for path in paths])) == "parquet":
         parquet = import_optional("pyarrow.parquet", "pyarrow", "feeding Parquet")
         return [_RowsOfFile(path, parquet) for path in paths]
     form = Csv(delimiter) if kind == "csv" else JsonLines()

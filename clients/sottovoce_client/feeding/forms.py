@@ -14,23 +14,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sottovoce_client.feeding.records import NOT_UTF8, ColumnCheck, anything
-from sottovoce_core.data.cells import normal
+from sottovoce_client.feeding.records import NOT_UTF8, ColumnCheck, accept_any_columns
+from sottovoce_core.data.cells import normalise_text
 from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON
 from sottovoce_core.errors import DataError
-from sottovoce_core.yaml_files import format_of
+from sottovoce_core.yaml_files import detect_format
 
-LONGEST = 1024 * 1024
+MAX_RECORD_BYTES = 1024 * 1024
 """Bytes of a record at most."""
 UNCLOSED_QUOTE, INVALID_QUOTES = "a quote that is never closed", "quotes that are not CSV"
 _DELIMITERS = {",": "','", ";": "';'", "\t": "$'\\t'", "|": "'|'"}
 """Those that are usual, as a shell takes them."""
-_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """What some programs write before UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ParsedRecord:
     """A record that was found.
 
     Attributes:
@@ -58,19 +58,19 @@ def _line(stretch: bytes, at: int, *, whole: bool) -> tuple[int, int] | None:
 class JsonLines:
     """An object on each line."""
 
-    def header(self, stretch: bytes, misfit: ColumnCheck = anything, *, whole: bool) -> int | None:
-        if not (stretch or whole):
+    def read_header(self, stretch: bytes, misfit: ColumnCheck = accept_any_columns, *, is_complete: bool) -> int | None:
+        if not (stretch or is_complete):
             return None
-        if (found := format_of(stretch)) and "JSON" not in found:
+        if (found := detect_format(stretch)) and "JSON" not in found:
             raise DataError(f"must have a JSON object on each line, and looks like {found}")
         return 0
 
-    def cut(self, stretch: bytes, *, whole: bool) -> tuple[Sequence[Cut], int]:
-        found, at = list[Cut](), 0
-        while (line := _line(stretch, at, whole=whole)) is not None:
+    def split_records(self, stretch: bytes, *, is_complete: bool) -> tuple[Sequence[ParsedRecord], int]:
+        found, at = list[ParsedRecord](), 0
+        while (line := _line(stretch, at, whole=is_complete)) is not None:
             end, after = line
             if stretch[at:end].strip():
-                found.append(Cut(at, end, stretch[at:end].removeprefix(_MARK)))
+                found.append(ParsedRecord(at, end, stretch[at:end].removeprefix(_BYTE_ORDER_MARK)))
             at = after
         return found, at
 
@@ -93,21 +93,21 @@ class Csv:
                 f"--delimiter must be one character that is neither a quote nor a line's end, got {self.delimiter!r}"
             )
 
-    def header(self, stretch: bytes, misfit: ColumnCheck = anything, *, whole: bool) -> int | None:
+    def read_header(self, stretch: bytes, misfit: ColumnCheck = accept_any_columns, *, is_complete: bool) -> int | None:
         at = 0
-        if other := format_of(stretch):
+        if other := detect_format(stretch):
             raise DataError(f"must begin with a line of column names, and looks like {other}")
-        while (line := _line(stretch, at, whole=whole)) is not None and not stretch[at : line[0]].removeprefix(
-            _MARK
+        while (line := _line(stretch, at, whole=is_complete)) is not None and not stretch[at : line[0]].removeprefix(
+            _BYTE_ORDER_MARK
         ).strip():
             at = line[1]
-        found = self._record(stretch, at, whole=whole)
+        found = self._record(stretch, at, whole=is_complete)
         if found is None:
-            if whole or len(stretch) - at > LONGEST:
+            if is_complete or len(stretch) - at > MAX_RECORD_BYTES:
                 raise DataError("must begin with a line of column names, and has none")
             return None
         values, end, after = found
-        names = [normal(each) for each in values] if isinstance(values, list) else []
+        names = [normalise_text(each) for each in values] if isinstance(values, list) else []
         if names and (why := misfit(names)):
             raise DataError(f"{why}{self._other_delimiter(stretch[at:end], misfit)}")
         if not names or len(set(names)) < len(names) or not all(names):
@@ -121,24 +121,24 @@ class Csv:
     def _other_delimiter(self, header: bytes, misfit: ColumnCheck) -> str:
         """What to do about a header that has something else between its names; empty: nothing else is there."""
         for sign, called in _DELIMITERS.items():
-            other = Csv(sign)._values(header.removeprefix(_MARK))
+            other = Csv(sign)._values(header.removeprefix(_BYTE_ORDER_MARK))
             if sign != self.delimiter and isinstance(other, list) and len(other) > 1:
-                if not misfit([normal(each) for each in other]):
+                if not misfit([normalise_text(each) for each in other]):
                     return f". With --delimiter {called} they fit"
                 if self.delimiter.encode() not in header:
                     return f". They seem to have another delimiter: --delimiter {called}"
         return ""
 
-    def cut(self, stretch: bytes, *, whole: bool) -> tuple[Sequence[Cut], int]:
-        found, at = list[Cut](), 0
-        while (record := self._record(stretch, at, whole=whole)) is not None:
+    def split_records(self, stretch: bytes, *, is_complete: bool) -> tuple[Sequence[ParsedRecord], int]:
+        found, at = list[ParsedRecord](), 0
+        while (record := self._record(stretch, at, whole=is_complete)) is not None:
             values, end, after = record
             if isinstance(values, str):
-                found.append(Cut(at, end, stretch[at:end], values))
+                found.append(ParsedRecord(at, end, stretch[at:end], values))
             elif values and len(values) != len(self.names):
-                found.append(Cut(at, end, stretch[at:end], WRONG_VALUE_COUNT_REASON))
+                found.append(ParsedRecord(at, end, stretch[at:end], WRONG_VALUE_COUNT_REASON))
             elif values:
-                found.append(Cut(at, end, dict(zip(self.names, values, strict=True))))
+                found.append(ParsedRecord(at, end, dict(zip(self.names, values, strict=True))))
             at = after
         return found, at
 
@@ -153,13 +153,13 @@ class Csv:
             end, after = line
             quotes += stretch.count(b'"', begin, end)
             if begin == at or quotes % 2 == 0:
-                values = self._values(stretch[at:end].removeprefix(_MARK))
+                values = self._values(stretch[at:end].removeprefix(_BYTE_ORDER_MARK))
                 if values is not None:
                     return values, end, after
-            if after - at > LONGEST:
+            if after - at > MAX_RECORD_BYTES:
                 break
             begin, line = after, _line(stretch, after, whole=whole)
-        if first is None or (not whole and len(stretch) - at <= LONGEST):
+        if first is None or (not whole and len(stretch) - at <= MAX_RECORD_BYTES):
             return None
         return UNCLOSED_QUOTE, *first
 

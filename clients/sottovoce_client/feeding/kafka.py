@@ -12,11 +12,20 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from sottovoce_client.feeding.broker import START_SETTING, GROUP_SETTING, BrokerPartition, Feed, Link, Setting, Source, shorten_error
-from sottovoce_client.feeding.records import Message
+from sottovoce_client.feeding.broker import (
+    GROUP_SETTING,
+    START_SETTING,
+    BrokerConnection,
+    BrokerPartition,
+    Feed,
+    SourceConfig,
+    UrlSetting,
+    shorten_error,
+)
+from sottovoce_client.feeding.records import SourceMessage
 from sottovoce_core.errors import DataError, FailedPrecondition
 
-_BATCH, _POLL_TIMEOUT_MS, _CALL_TIMEOUT_S, _LOOK_S = 512, 500, 10.0, 5.0
+_MAX_BATCH_MESSAGES, _POLL_TIMEOUT_MS, _CALL_TIMEOUT_S, _CHECK_INTERVAL_S = 512, 500, 10.0, 5.0
 
 
 class _Heard(logging.Handler):
@@ -30,21 +39,21 @@ class _Heard(logging.Handler):
         self.last = record.getMessage()
 
 
-class _Link(Link):
+class _Link(BrokerConnection):
     """A consumer, which connects again by itself."""
 
-    def __init__(self, at: Source) -> None:
+    def __init__(self, at: SourceConfig) -> None:
         super().__init__(at)
-        self.kafka, self._admin = KAFKA.imported("aiokafka"), KAFKA.imported("aiokafka.admin")
-        self.errors = KAFKA.imported("aiokafka.errors")
-        self.away = (self.errors.KafkaError, OSError, TimeoutError)
-        self.refusals = (
+        self.kafka, self._admin = KAFKA.import_module("aiokafka"), KAFKA.import_module("aiokafka.admin")
+        self.errors = KAFKA.import_module("aiokafka.errors")
+        self.connection_errors = (self.errors.KafkaError, OSError, TimeoutError)
+        self.permanent_errors = (
             self.errors.AuthenticationFailedError,
             self.errors.SaslAuthenticationFailed,
             self.errors.TopicAuthorizationFailedError,
             self.errors.GroupAuthorizationFailedError,
         )
-        context, access = at.tls(), at.access
+        context, access = at.build_tls_context(), at.credentials
         self._options: dict[str, Any] = {
             "bootstrap_servers": at.addresses,
             "client_id": "sottovoce feed",
@@ -61,7 +70,7 @@ class _Link(Link):
         self.consumer: Any = None
         self._heard = _Heard()
 
-    def said(self) -> Sequence[object]:
+    def list_reported_errors(self) -> Sequence[object]:
         told, self._heard.last = self._heard.last, ""
         return [told] if told else []
 
@@ -73,20 +82,20 @@ class _Link(Link):
         admin = self._admin.AIOKafkaAdminClient(**self._options)
         try:
             await admin.start()
-            described = await admin.describe_topics(list(self.at.names))
+            described = await admin.describe_topics(list(self.source.names))
         finally:
             await admin.close()
         found = list[Any]()
-        for topic in sorted(described, key=lambda each: self.at.names.index(each["topic"])):
+        for topic in sorted(described, key=lambda each: self.source.names.index(each["topic"])):
             if topic["error_code"]:
                 kind = self.errors.for_code(topic["error_code"])
                 if kind is self.errors.UnknownTopicOrPartitionError:
-                    raise DataError(f"{self.what} has no topic {topic['topic']}")
+                    raise DataError(f"{self.display_name} has no topic {topic['topic']}")
                 raise kind
             numbers = sorted(each["partition"] for each in topic["partitions"])
             found += [self.kafka.TopicPartition(topic["topic"], number) for number in numbers]
         self.consumer = self.kafka.AIOKafkaConsumer(
-            group_id=self.at.group,
+            group_id=self.source.group,
             enable_auto_commit=False,
             auto_offset_reset="none",
             isolation_level="read_committed",
@@ -104,7 +113,7 @@ class _Link(Link):
     async def close(self) -> None:
         """Nothing is said or heard any more."""
         if self.consumer is not None:
-            with contextlib.suppress(*self.away):
+            with contextlib.suppress(*self.connection_errors):
                 await self.asked(self.consumer.stop())
         logging.getLogger("aiokafka").removeHandler(self._heard)
 
@@ -119,7 +128,7 @@ class _Partition(BrokerPartition):
         super().__init__(link, name, f"partition {name}")
         self._partition = partition
 
-    async def _read_on(self, after: int) -> AsyncGenerator[Sequence[Message], None]:
+    async def _read_on(self, after: int) -> AsyncGenerator[Sequence[SourceMessage], None]:
         try:
             after = await self._look(after)
             self._link.consumer.seek(self._partition, after + 1)
@@ -137,7 +146,7 @@ class _Partition(BrokerPartition):
             return after
         oldest, end = await self._bounds()
         committed = await self._link.asked(self._link.consumer.committed(self._partition))
-        after = self._from(oldest - 1, end - 1, None if committed is None else int(committed) - 1)
+        after = self._choose_start(oldest - 1, end - 1, None if committed is None else int(committed) - 1)
         await self._commit(after)
         return after
 
@@ -151,7 +160,9 @@ class _Partition(BrokerPartition):
         try:
             await self._link.asked(self._link.consumer.commit({self._partition: position + 1}))
         except (self._link.errors.CommitFailedError, self._link.errors.UnknownMemberIdError):
-            raise FailedPrecondition("the consumer group has other members: a feeder needs a ?group= of its own") from None
+            raise FailedPrecondition(
+                "the consumer group has other members: a feeder needs a ?group= of its own"
+            ) from None
 
     async def _look(self, after: int) -> int:
         """Offset behind which something can be read, in a partition that is the one it was.
@@ -161,38 +172,40 @@ class _Partition(BrokerPartition):
         """
         oldest, end = await self._bounds()
         if end <= after:
-            raise self._anew(f"it ends before offset {end}, and the learner has {after}")
+            raise self._build_replaced_error(f"it ends before offset {end}, and the learner has {after}")
         if oldest > after + 1:
             self._gone.add(oldest - after - 1)
         return max(after, oldest - 1)
 
-    async def _next(self) -> list[Message]:
+    async def _next(self) -> list[SourceMessage]:
         """A few messages; none where none has come for a while, which may have a reason."""
-        until = asyncio.get_running_loop().time() + _LOOK_S
+        until = asyncio.get_running_loop().time() + _CHECK_INTERVAL_S
         while asyncio.get_running_loop().time() < until:
-            found = await self._link.consumer.getmany(self._partition, timeout_ms=_POLL_TIMEOUT_MS, max_records=_BATCH)
+            found = await self._link.consumer.getmany(
+                self._partition, timeout_ms=_POLL_TIMEOUT_MS, max_records=_MAX_BATCH_MESSAGES
+            )
             if records := found.get(self._partition):
-                return [Message(each.value or b"", each.offset) for each in records]
+                return [SourceMessage(each.value or b"", each.offset) for each in records]
         return []
 
 
 KAFKA = Feed(
     name="Kafka",
     schemes={"kafka": 9092, "kafka+ssl": 9092},
-    tls=frozenset({"kafka+ssl"}),
+    tls_schemes=frozenset({"kafka+ssl"}),
     help="Topics of brokers that speak Kafka's protocol, each record once. Each partition is a source.",
     examples=("kafka://broker:9092/ward-events?group=north", "kafka+ssl://one:9093,two:9093/ward-events?sasl=PLAIN"),
     settings=(
         START_SETTING,
         GROUP_SETTING,
-        Setting(
+        UrlSetting(
             "sasl", "How the password of --user is shown.", "SCRAM-SHA-512", ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
         ),
     ),
     modules=("aiokafka",),
     connect=_Link,
     path="TOPIC",
-    many=True,
-    cluster=True,
+    allows_many_names=True,
+    allows_many_hosts=True,
 )
 """Offered by an entry point."""

@@ -17,15 +17,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sottovoce_client.feeding.broker import BrokerPartition, Feed, Link, Setting, Source
-from sottovoce_client.feeding.records import Message, PositionCounter
+from sottovoce_client.feeding.broker import BrokerConnection, BrokerPartition, Feed, SourceConfig, UrlSetting
+from sottovoce_client.feeding.records import PositionCounter, SourceMessage
 from sottovoce_core.errors import DataError, FailedPrecondition
 
-_BATCH, _MAX_UNACKNOWLEDGED_MESSAGES, _CALL_TIMEOUT_S, _CLOSE_S, _KEEPALIVE_INTERVAL_S, _MAINTENANCE_INTERVAL_S = 512, 4_096, 10.0, 2.0, 20, 1.0
+(
+    _MAX_BATCH_MESSAGES,
+    _MAX_UNACKNOWLEDGED_MESSAGES,
+    _CALL_TIMEOUT_S,
+    _CLOSE_TIMEOUT_S,
+    _KEEPALIVE_INTERVAL_S,
+    _MAINTENANCE_INTERVAL_S,
+) = 512, 4_096, 10.0, 2.0, 20, 1.0
 _NOT_AUTHORIZED = frozenset({0x84, 0x85, 0x86, 0x87, 0x8A, 0x8C, 0x90})
 """Reasons that no patience mends: protocol, client identifier, password, not authorized, banned, method, topic."""
 _SESSION_TAKEN_OVER = 0x8E
-_CLOSED = "the connection was closed"
+_CLOSED_TEXT = "the connection was closed"
 
 
 def _drive(connection: Any) -> None:
@@ -53,19 +60,19 @@ def _drive(connection: Any) -> None:
     turn()
 
 
-class _Link(Link):
+class _Link(BrokerConnection):
     """A session with a broker; a connection of it after the other."""
 
-    away = (OSError, TimeoutError, ValueError)
+    connection_errors = (OSError, TimeoutError, ValueError)
 
-    def __init__(self, at: Source) -> None:
+    def __init__(self, at: SourceConfig) -> None:
         super().__init__(at)
-        self._paho, self._enums = MQTT.imported("paho.mqtt.client"), MQTT.imported("paho.mqtt.enums")
-        self._packets = MQTT.imported("paho.mqtt.packettypes").PacketTypes
-        self._properties = MQTT.imported("paho.mqtt.properties").Properties
-        self._subscribe = MQTT.imported("paho.mqtt.subscribeoptions")
-        ((self._host, self._port),), self._tls = at.servers, at.tls()
-        self._topics, self._client, self._access = list(at.names), at.settings["client"], at.access
+        self._paho, self._enums = MQTT.import_module("paho.mqtt.client"), MQTT.import_module("paho.mqtt.enums")
+        self._packets = MQTT.import_module("paho.mqtt.packettypes").PacketTypes
+        self._properties = MQTT.import_module("paho.mqtt.properties").Properties
+        self._subscribe = MQTT.import_module("paho.mqtt.subscribeoptions")
+        ((self._host, self._port),), self._tls = at.servers, at.build_tls_context()
+        self._topics, self._client, self._access = list(at.names), at.settings["client"], at.credentials
         state = None if at.position else at.settings["state"] or _usual_place(self._client)
         self.noted = _Unacknowledged(state, self._client)
         self.arrived: asyncio.Queue[Any] = asyncio.Queue()
@@ -99,7 +106,10 @@ class _Link(Link):
                 arrived.put_nowait(message)
 
         connection, session = self._made(), self._properties(self._packets.CONNECT)
-        session.SessionExpiryInterval, session.ReceiveMaximum = self.at.settings["session"], _MAX_UNACKNOWLEDGED_MESSAGES
+        session.SessionExpiryInterval, session.ReceiveMaximum = (
+            self.source.settings["session"],
+            _MAX_UNACKNOWLEDGED_MESSAGES,
+        )
         connection.on_connect = lambda _c, _u, flags, reason, _p: tell(connected, (flags.session_present, reason))
         connection.on_subscribe = lambda _c, _u, _m, reasons, _p: tell(self._answered, reasons)
         connection.on_disconnect = lambda _c, _u, _f, reason, _p: lost(reason)
@@ -113,7 +123,7 @@ class _Link(Link):
             properties=session,
         )
         if connection.socket() is None:  # closed before it had said who it is
-            raise ConnectionError(_CLOSED)
+            raise ConnectionError(_CLOSED_TEXT)
         self._connection = connection
         _drive(connection)
         async with asyncio.timeout(_CALL_TIMEOUT_S):
@@ -155,9 +165,11 @@ class _Link(Link):
             ConnectionError: it has.
         """
         if reason.value == _SESSION_TAKEN_OVER:
-            raise FailedPrecondition(f"another feeder has taken over the session of client {self._client!r} with {self.what}")
+            raise FailedPrecondition(
+                f"another feeder has taken over the session of client {self._client!r} with {self.display_name}"
+            )
         if reason.value in _NOT_AUTHORIZED:
-            raise self.refused(str(reason).lower())
+            raise self.build_refusal_error(str(reason).lower())
         if reason.is_failure:
             raise ConnectionError(str(reason).lower())
 
@@ -167,7 +179,7 @@ class _Link(Link):
             self._connection.ack(mid, 1)
 
     async def close(self) -> None:
-        with contextlib.suppress(*self.away):
+        with contextlib.suppress(*self.connection_errors):
             await self._disconnect()
         self.noted.close()
 
@@ -176,7 +188,7 @@ class _Link(Link):
         if self._connection is not None:
             if self._connection.is_connected():
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_CLOSE_S):  # what it was not told is sent again
+                    async with asyncio.timeout(_CLOSE_TIMEOUT_S):  # what it was not told is sent again
                         await self._subscribed()
             connection, self._connection = self._connection, None
             connection.disconnect()
@@ -190,7 +202,7 @@ class _Session(BrokerPartition):
 
     def __init__(self, link: _Link, name: str, *, present: bool) -> None:
         super().__init__(link, name, f"session {name}")
-        self._numbered, self._noted = PositionCounter(link.at.position, -1, rising=False), link.noted
+        self._numbered, self._noted = PositionCounter(link.source.position, -1, requires_ascending=False), link.noted
         self._present: bool | None = present
         self._open = dict[int, int]()
         """Positions of messages that are not acknowledged, by packet identifier."""
@@ -198,11 +210,11 @@ class _Session(BrokerPartition):
         """Identifiers that came on this connection: only these may be acknowledged on it."""
 
     async def _begin(self, after: int) -> int:
-        self._numbered.last = after
+        self._numbered.last_position = after
         self._noted.begin(after)
         return after
 
-    async def _read_on(self, after: int) -> AsyncGenerator[Sequence[Message], None]:
+    async def _read_on(self, after: int) -> AsyncGenerator[Sequence[SourceMessage], None]:
         if self._present is None:
             self._present = await self._link.connect()
         present, self._present = self._present, None
@@ -241,17 +253,17 @@ class _Session(BrokerPartition):
         """
         queue = self._link.arrived
         found = [await queue.get()]
-        while not queue.empty() and len(found) < _BATCH:
+        while not queue.empty() and len(found) < _MAX_BATCH_MESSAGES:
             found.append(queue.get_nowait())
         for each in found:
             if not hasattr(each, "mid"):
                 self._link.require(each)
-                raise ConnectionError(_CLOSED)
+                raise ConnectionError(_CLOSED_TEXT)
         return found
 
-    def _taken(self, arrived: Sequence[Any]) -> list[Message]:
+    def _taken(self, arrived: Sequence[Any]) -> list[SourceMessage]:
         """Messages that were not taken before."""
-        found = list[Message]()
+        found = list[SourceMessage]()
         for each in arrived:
             digest = self._noted.digest(each.topic, each.payload)
             self._here.add(each.mid)
@@ -259,7 +271,7 @@ class _Session(BrokerPartition):
                 if each.mid not in self._open:
                     self._link.acknowledge(each.mid)
                 continue
-            message = self._numbered.message(each.payload)
+            message = self._numbered.number_message(each.payload)
             if each.qos:
                 self._open[each.mid] = message.position
                 self._noted.note(each.mid, digest, message.position)
@@ -391,22 +403,22 @@ class _Unacknowledged:
 MQTT = Feed(
     name="MQTT",
     schemes={"mqtt": 1883, "mqtts": 8883},
-    tls=frozenset({"mqtts"}),
+    tls_schemes=frozenset({"mqtts"}),
     help="Topics of a broker of MQTT 5, perhaps with wildcards, with QoS 1. --position names a field that counts them all.",
     examples=(
         "mqtt://broker:1883/wards/north/#?client=feeder-north",
         "mqtts://broker/wards/+/north,beds?client=a&session=3600",
     ),
     settings=(
-        Setting("client", "Identifier of the session that the broker keeps: one for each feeder.", required=True),
-        Setting(
+        UrlSetting("client", "Identifier of the session that the broker keeps: one for each feeder.", is_required=True),
+        UrlSetting(
             "session",
             "Seconds for which the broker keeps the session while no feeder is there.",
             604_800,
-            least=1,
-            most=2**32 - 1,
+            minimum=1,
+            maximum=2**32 - 1,
         ),
-        Setting(
+        UrlSetting(
             "state",
             "File that tells, after the feeder's death, which messages the broker sends again; needless with --position.",
             None,
@@ -417,6 +429,6 @@ MQTT = Feed(
     has_positions=True,
     connect=_Link,
     path="TOPIC",
-    many=True,
+    allows_many_names=True,
 )
 """Offered by an entry point."""

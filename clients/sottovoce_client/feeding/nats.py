@@ -16,22 +16,36 @@ import ssl
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from sottovoce_client.feeding.broker import START_SETTING, GROUP_SETTING, BrokerPartition, Feed, Link, Setting, Source
-from sottovoce_client.feeding.records import Message
+from sottovoce_client.feeding.broker import (
+    GROUP_SETTING,
+    START_SETTING,
+    BrokerConnection,
+    BrokerPartition,
+    Feed,
+    SourceConfig,
+    UrlSetting,
+)
+from sottovoce_client.feeding.records import SourceMessage
 from sottovoce_core.errors import DataError, SpecError
 
 BUCKET = "sottovoce"
 """Of the bookmarks: how far each feeder's learner is, beyond a run."""
-_BATCH, _FETCH_TIMEOUT_S, _CALL_TIMEOUT_S, _CONSUMER_IDLE_TIMEOUT_S, _LOOK_S = 512, 0.25, 5.0, 60.0, 10.0
-_PING_INTERVAL_S, _CLOSE_S = 10, 1.0
+_MAX_BATCH_MESSAGES, _FETCH_TIMEOUT_S, _CALL_TIMEOUT_S, _CONSUMER_IDLE_TIMEOUT_S, _CHECK_INTERVAL_S = (
+    512,
+    0.25,
+    5.0,
+    60.0,
+    10.0,
+)
+_PING_INTERVAL_S, _CLOSE_TIMEOUT_S = 10, 1.0
 _NO_SUBJECT = 10093
 """Error of JetStream: a filter that is no part of the stream's subjects."""
 
 
-class _Link(Link):
+class _Link(BrokerConnection):
     """A connection, made again after it is lost."""
 
-    def __init__(self, at: Source) -> None:
+    def __init__(self, at: SourceConfig) -> None:
         super().__init__(at)
         for name, value, allowed in (
             ("stream", at.names[0], r"[^\s.*>/\\]+"),
@@ -39,23 +53,27 @@ class _Link(Link):
         ):
             if not re.fullmatch(allowed, value):
                 raise SpecError(f"a {name} of NATS must be a name as NATS has them, got {value!r}")
-        self.client = NATS.imported("nats.aio.client")
-        self.errors = NATS.imported("nats.errors")
-        self.not_found = NATS.imported("nats.js.errors").NotFoundError
+        self.client = NATS.import_module("nats.aio.client")
+        self.errors = NATS.import_module("nats.errors")
+        self.not_found = NATS.import_module("nats.js.errors").NotFoundError
         self._servers = [f"{at.scheme}://{each}" for each in at.addresses]
-        user, password, creds = at.access.user, at.access.password, at.settings["creds"]
+        user, password, creds = at.credentials.user, at.credentials.password, at.settings["creds"]
         own = {"user": user, "password": password} if user else {"token": password or None}
-        self._options = {**own, "tls": at.tls(), "user_credentials": None if creds is None else str(creds)}
-        self.away = (self.errors.Error, OSError, TimeoutError)  # an APIError is an Error
+        self._options = {
+            **own,
+            "tls": at.build_tls_context(),
+            "user_credentials": None if creds is None else str(creds),
+        }
+        self.connection_errors = (self.errors.Error, OSError, TimeoutError)  # an APIError is an Error
         self._connection: Any = None
         self._said = list[BaseException]()
         self._lock = asyncio.Lock()
 
     async def start(self) -> list[BrokerPartition]:
         await self.jetstream()
-        return [_Stream(self, self.at)]
+        return [_Stream(self, self.source)]
 
-    def said(self) -> Sequence[object]:
+    def list_reported_errors(self) -> Sequence[object]:
         return self._said
 
     async def jetstream(self) -> Any:
@@ -95,10 +113,10 @@ class _Link(Link):
                     name="sottovoce feed",
                     **self._options,
                 )
-            except self.away as error:
+            except self.connection_errors as error:
                 failed = error
                 await self._closed(connection)
-                self.why(error)
+                self.explain_error(error)
             else:
                 return connection
             finally:
@@ -118,9 +136,9 @@ class _Link(Link):
 
     async def _closed(self, connection: Any) -> None:
         with contextlib.suppress(
-            *self.away, AttributeError
+            *self.connection_errors, AttributeError
         ):  # of a library before 2.10, where there is no connection yet
-            async with asyncio.timeout(_CLOSE_S):  # it would wait for ever where TLS had failed
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):  # it would wait for ever where TLS had failed
                 await connection.close()
 
 
@@ -141,33 +159,33 @@ class _Stream(BrokerPartition):
 
     _link: _Link
 
-    def __init__(self, link: _Link, at: Source) -> None:
+    def __init__(self, link: _Link, at: SourceConfig) -> None:
         (self._stream,), self._subject = at.names, at.settings["subject"]
         name = f"{self._stream}/{self._subject}" if self._subject else self._stream
         super().__init__(link, name, f"stream {self._stream}")
         self._key = re.sub(r"[^-_a-zA-Z0-9]", lambda found: f"={ord(found[0]):02X}", f"{at.group}/{self.name}")
         self._created = self._subjects = ""
 
-    async def _read_on(self, after: int) -> AsyncGenerator[Sequence[Message], None]:
+    async def _read_on(self, after: int) -> AsyncGenerator[Sequence[SourceMessage], None]:
         sub, count = await self._consumer(after), 0
         self._patience.log_subscription(self.name)
         looked = after, asyncio.get_running_loop().time()
         while count >= 0:
             messages, count = self._in_order(await self._fetched(sub), after, count)
-            self._patience.here()
+            self._patience.record_answer()
             if messages:
                 after = messages[-1].position
                 yield messages
-            if asyncio.get_running_loop().time() > looked[1] + _LOOK_S:
+            if asyncio.get_running_loop().time() > looked[1] + _CHECK_INTERVAL_S:
                 await self._look(looked[0])
                 looked = after, asyncio.get_running_loop().time()
 
-    def _why(self, error: BaseException) -> str:
+    def _explain_error(self, error: BaseException) -> str:
         if getattr(error, "err_code", None) == _NO_SUBJECT:
             raise DataError(
                 f"{self._what} has messages of {self._subjects}: {self._subject} is none of them, nor part of one"
             ) from None
-        return super()._why(error)
+        return super()._explain_error(error)
 
     # ---- where to begin ----------------------------------------------------------------------------------------------
 
@@ -177,11 +195,13 @@ class _Stream(BrokerPartition):
         self._created, self._subjects = str(info["created"]), ", ".join(info["config"].get("subjects") or ())
         same = bookmark is not None and bookmark[1] == self._created
         if after >= 0 and bookmark is not None and not same:
-            raise self._anew(f"the learner has its message {after}, of one that was made at another time")
+            raise self._build_replaced_error(
+                f"the learner has its message {after}, of one that was made at another time"
+            )
         if after < 0:
             state = info["state"]
             committed = bookmark[0] if bookmark is not None and same else None
-            after = self._from(max(0, state["first_seq"] - 1), state["last_seq"], committed)
+            after = self._choose_start(max(0, state["first_seq"] - 1), state["last_seq"], committed)
         if not same:
             await self._commit(after)
         return after
@@ -191,7 +211,7 @@ class _Stream(BrokerPartition):
         info = await self._link.asked(f"STREAM.INFO.{self._stream}")
         if (error := info.get("error")) is not None:
             if error.get("code") == 404:
-                raise DataError(f"{self._link.what} has no stream {self._stream}")
+                raise DataError(f"{self._link.display_name} has no stream {self._stream}")
             raise self._link.errors.Error(str(error.get("description")))
         if (retention := info["config"]["retention"]) != "limits":
             raise DataError(f"stream {self._stream} must keep messages by limits, not by {retention}, to be read again")
@@ -205,7 +225,9 @@ class _Stream(BrokerPartition):
         """
         info = await self._info()
         if str(info["created"]) != self._created or info["state"]["last_seq"] < after:
-            raise self._anew(f"it ends with message {info['state']['last_seq']}, and the learner has {after}")
+            raise self._build_replaced_error(
+                f"it ends with message {info['state']['last_seq']}, and the learner has {after}"
+            )
         if self._subject and (gone := info["state"]["first_seq"] - 1 - after) > 0:
             self._gone.add(gone, at_most=True)  # some may be of other subjects
 
@@ -214,7 +236,7 @@ class _Stream(BrokerPartition):
     async def _consumer(self, after: int) -> Any:
         """A consumer of the server's that begins behind a position."""
         await self._look(after)
-        api, js = NATS.imported("nats.js.api"), await self._link.jetstream()
+        api, js = NATS.import_module("nats.js.api"), await self._link.jetstream()
         config = api.ConsumerConfig(
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=after + 1,
@@ -227,15 +249,15 @@ class _Stream(BrokerPartition):
     async def _fetched(self, sub: Any) -> list[Any]:
         """A few messages; none where none has come for a moment."""
         try:
-            fetched: list[Any] = await sub.fetch(_BATCH, timeout=_FETCH_TIMEOUT_S)
+            fetched: list[Any] = await sub.fetch(_MAX_BATCH_MESSAGES, timeout=_FETCH_TIMEOUT_S)
         except TimeoutError:
             self._link.require()
             return []
         return fetched
 
-    def _in_order(self, fetched: Sequence[Any], after: int, count: int) -> tuple[list[Message], int]:
+    def _in_order(self, fetched: Sequence[Any], after: int, count: int) -> tuple[list[SourceMessage], int]:
         """Messages, and how many the consumer has sent; -1: one of them did not arrive, nor did what came behind it."""
-        messages = list[Message]()
+        messages = list[SourceMessage]()
         for each in fetched:
             place = each.metadata.sequence
             if place.consumer != count + 1:
@@ -244,7 +266,7 @@ class _Stream(BrokerPartition):
             if missing and not self._subject:
                 self._gone.add(missing)
             after = place.stream
-            messages.append(Message(each.data, after))
+            messages.append(SourceMessage(each.data, after))
         return messages, count
 
     # ---- the bookmark ------------------------------------------------------------------------------------------------
@@ -278,21 +300,23 @@ class _Stream(BrokerPartition):
 NATS = Feed(
     name="NATS",
     schemes={"nats": 4222, "tls": 4222},
-    tls=frozenset({"tls"}),
+    tls_schemes=frozenset({"tls"}),
     help="A stream of NATS JetStream with retention by limits, each record once. A password without a user is a token.",
     examples=(
         "nats://broker:4222/WARDS?subject=wards.north&group=north",
         "tls://one:4222,two:4222/WARDS?creds=north.creds",
     ),
     settings=(
-        Setting("subject", "Messages of this subject alone, perhaps with wildcards.", default_help="all of the stream"),
+        UrlSetting(
+            "subject", "Messages of this subject alone, perhaps with wildcards.", default_help="all of the stream"
+        ),
         START_SETTING,
         GROUP_SETTING,
-        Setting("creds", "File with a user's JWT and seed.", None),
+        UrlSetting("creds", "File with a user's JWT and seed.", None),
     ),
     modules=("nats",),
     connect=_Link,
     path="STREAM",
-    cluster=True,
+    allows_many_hosts=True,
 )
 """Offered by an entry point."""

@@ -22,8 +22,15 @@ from typing import Any, BinaryIO, TypeVar
 
 import structlog
 
-from sottovoce_client.feeding.progress import FeedCounters, Work
-from sottovoce_client.feeding.records import Fields, Message, Part, RecordConverter, TabularPartition, parse_field_map
+from sottovoce_client.feeding.progress import FeedCounters, FeedTask
+from sottovoce_client.feeding.records import (
+    FieldMap,
+    RecordConverter,
+    SourceMessage,
+    SourcePartition,
+    TabularPartition,
+    parse_field_map,
+)
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError, Unavailable
@@ -33,17 +40,17 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
-MAX_PARTITIONS, WAITING, _AT_ONCE = 256, 8_192, 1_024
+MAX_PARTITIONS, MAX_WAITING_MESSAGES, _MAX_BATCH_MESSAGES = 256, 8_192, 1_024
 """Parts of one feeder; messages of a part that wait; and that are fed at once."""
 MAX_LEADING_REFUSALS = 100
 """After so many messages of a part of which none is a record, a feeder that would drop them stops."""
 DRAIN_TIMEOUT_S = 10.0
 """What was read is fed for so long when a feeder is told to end; the rest is read again next time."""
-_LOOK_S, _RUN_END_TIMEOUT_S, _LAST_STATUS_TIMEOUT_S = 1.0, 2.0, 2.0
+_STATUS_INTERVAL_S, _RUN_END_TIMEOUT_S, _LAST_STATUS_TIMEOUT_S = 1.0, 2.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FeedTarget:
     """A learner that is fed; as the arguments of `connect_learner`.
 
     Attributes:
@@ -60,17 +67,17 @@ class Target:
 
     def connect(self, source: str, account: FeedCounters) -> connect_learner:
         """For one source; why it is waited for stands in the log at once, and in the account."""
-        account.awaited = awaited = f"the learner at {self.address} to be in a run"
+        account.awaited_condition = awaited = f"the learner at {self.address} to be in a run"
 
         def waits(why: str) -> None:
-            account.awaited = f"{awaited}: {why}"
+            account.awaited_condition = f"{awaited}: {why}"
             log.warning("waiting for the learner", at=self.address, why=why)
 
-        return connect_learner(**asdict(replace(self, source=source)), tell=waits)
+        return connect_learner(**asdict(replace(self, source=source)), notify=waits)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class FeedOptions:
     """What becomes of messages.
 
     Attributes:
@@ -89,18 +96,20 @@ class Terms:
         for each in self.maps:
             parse_field_map(each)
 
-    def sieve(self, learner: ConnectedLearner) -> RecordConverter:
+    def build_converter(self, learner: ConnectedLearner) -> RecordConverter:
         """For the run that a learner is in.
 
         Raises:
             SpecError: a map does not fit its records.
         """
         schema = learner.spec.data.schema
-        fields = Fields(schema, self.maps, ignore_unknown=self.ignore_unknown, position=self.position)
+        fields = FieldMap(schema, self.maps, ignore_unknown=self.ignore_unknown, position=self.position)
         return RecordConverter(learner.records, fields)
 
 
-async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: FeedCounters, stop: asyncio.Event) -> None:
+async def feed(
+    parts: Sequence[SourcePartition], target: FeedTarget, terms: FeedOptions, account: FeedCounters, stop: asyncio.Event
+) -> None:
     """Feed parts until they end, or it is told to stop; what was read by then is fed.
 
     Args:
@@ -124,40 +133,45 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Fee
         )
     if len(parts) > MAX_PARTITIONS:
         raise SpecError(f"one feeder takes at most {MAX_PARTITIONS} sources, got {len(parts)}: start several")
-    account.kept = "" if terms.dead_letters is None else f"written to {terms.dead_letters}"
+    account.refusal_destination = "" if terms.dead_letters is None else f"written to {terms.dead_letters}"
     async with AsyncExitStack() as stack:
         dead = None if terms.dead_letters is None else stack.enter_context(_dead_letters(terms.dead_letters))
         learners = list[ConnectedLearner]()
         for source in sources:
-            learner = await unless(stop, stack.enter_async_context(target.connect(source, account)))
+            learner = await run_unless_stopped(stop, stack.enter_async_context(target.connect(source, account)))
             if learner is None:
                 return
             learners.append(learner)
         if not learners:
             return
-        sieve = terms.sieve(learners[0])
+        sieve = terms.build_converter(learners[0])
         account.run_id = learners[0].run_id
         account.sources |= set(sources)
         for part in parts:
             if isinstance(part, TabularPartition):
-                part.misfit = sieve.fields.misfit
+                part.column_check = sieve.fields.find_column_misfit
         once = any(getattr(part, "once", False) for part in parts)
         works = [
             _Pump(part, learner, sieve, dead, account).run(stop) for part, learner in zip(parts, learners, strict=True)
         ]
         await _all(
-            works, watch_run(learners[0], account, target.patience_s), stop, target.patience_s if once else DRAIN_TIMEOUT_S
+            works,
+            watch_run(learners[0], account, target.patience_s),
+            stop,
+            target.patience_s if once else DRAIN_TIMEOUT_S,
         )
         with suppress(SottovoceError, TimeoutError):
             async with asyncio.timeout(_LAST_STATUS_TIMEOUT_S):
-                account.status = await learners[0].status()
-        if once and account.waiting:
+                account.status = await learners[0].fetch_status()
+        if once and account.messages_waiting:
             raise Unavailable(
-                f"the learner took nothing more: {account.waiting} messages that were read are fed by nobody"
+                f"the learner took nothing more: {account.messages_waiting} messages that were read are fed by nobody"
             )
 
 
-def feeding(opened: AbstractAsyncContextManager[Sequence[Part]], target: Target, terms: Terms) -> Work:
+def build_feed_task(
+    opened: AbstractAsyncContextManager[Sequence[SourcePartition]], target: FeedTarget, terms: FeedOptions
+) -> FeedTask:
     """The work of feeding parts.
 
     Args:
@@ -166,7 +180,7 @@ def feeding(opened: AbstractAsyncContextManager[Sequence[Part]], target: Target,
     """
 
     async def work(account: FeedCounters, stop: asyncio.Event) -> None:
-        account.awaited = "the broker"  # files are there
+        account.awaited_condition = "the broker"  # files are there
         async with opened as parts:
             await feed(parts, target, terms, account, stop)
 
@@ -219,28 +233,28 @@ async def watch_run(learner: ConnectedLearner, account: FeedCounters, patience_s
     seen = now()
     while True:
         try:
-            account.status = status = await learner.status()
+            account.status = status = await learner.fetch_status()
             seen = now()
         except SottovoceError as error:
             seen_last, account.status = account.status, None
-            if learner.over is not None:
-                raise _over(learner.run_id, learner.over.state) from None
+            if learner.run_end is not None:
+                raise _over(learner.run_id, learner.run_end.state) from None
             if seen_last is not None:
                 log.warning("the learner does not answer", run=learner.run_id, waits_s=patience_s)
             if isinstance(error, Unavailable) and now() - seen > patience_s:
-                raise learner.gone(patience_s, error) from None
+                raise learner.build_away_error(patience_s, error) from None
         else:
-            if status.run_id != learner.run_id or not status.state.under_way:
+            if status.run_id != learner.run_id or not status.state.is_active:
                 state = "over" if status.run_id != learner.run_id else status.state.name.lower().replace("_", " ")
                 raise _over(learner.run_id, state)
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_STATUS_INTERVAL_S)
 
 
 def _over(run_id: str, state: str) -> FailedPrecondition:
     return FailedPrecondition(f"run {run_id} takes no more records: {state}; what it did not take was not learned")
 
 
-async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def run_unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """What comes of a work; None: it was told to stop before."""
     async with Tasks() as tasks:
         working, stopping = tasks.start(work), tasks.start(stop.wait())
@@ -260,10 +274,15 @@ class _Pump:
     """
 
     def __init__(
-        self, part: Part, learner: ConnectedLearner, sieve: RecordConverter, dead: _DeadLetters | None, account: FeedCounters
+        self,
+        part: SourcePartition,
+        learner: ConnectedLearner,
+        sieve: RecordConverter,
+        dead: _DeadLetters | None,
+        account: FeedCounters,
     ) -> None:
         self._part, self._learner, self._sieve, self._dead, self._account = part, learner, sieve, dead, account
-        self._read: deque[Message] = deque()
+        self._read: deque[SourceMessage] = deque()
         self._more, self._room = asyncio.Event(), asyncio.Event()
         self._last = learner.position
         self._reasons = Counter[str]()
@@ -281,7 +300,9 @@ class _Pump:
             stopping.add_done_callback(lambda _: reading.cancel())
             while self._read or not reading.done():
                 if self._read:
-                    await self._pass_on([self._read.popleft() for _ in range(min(_AT_ONCE, len(self._read)))])
+                    await self._pass_on(
+                        [self._read.popleft() for _ in range(min(_MAX_BATCH_MESSAGES, len(self._read)))]
+                    )
                 else:
                     self._more.clear()
                     await self._more.wait()
@@ -294,49 +315,52 @@ class _Pump:
         try:
             async for each in messages:
                 self._read.extend(each)
-                self._account.waiting += len(each)
+                self._account.messages_waiting += len(each)
                 self._more.set()
-                while len(self._read) >= WAITING:
+                while len(self._read) >= MAX_WAITING_MESSAGES:
                     self._room.clear()
                     await self._room.wait()
         finally:
             if isinstance(messages, AsyncGenerator):
                 await messages.aclose()
 
-    async def _pass_on(self, messages: Sequence[Message]) -> None:
+    async def _pass_on(self, messages: Sequence[SourceMessage]) -> None:
         """Messages to where they belong; then the source may forget them."""
         self._room.set()
         sifted = self._sieve.convert(messages, self._last)
-        self._last, self._account.again = sifted.last, self._account.again + sifted.again
-        await self._bury([(messages[place], why) for place, why in sifted.refused.items()])
-        if sifted.fitting is not None:
-            records, positions = sifted.fitting
+        self._last, self._account.duplicate_count = (
+            sifted.last_position,
+            self._account.duplicate_count + sifted.duplicate_count,
+        )
+        await self._bury([(messages[place], why) for place, why in sifted.refusals.items()])
+        if sifted.fitting_records is not None:
+            records, positions = sifted.fitting_records
             fed = await self._learner.feed(records, positions=positions)
-            self._account.fed += fed  # others count meanwhile
+            self._account.records_fed += fed  # others count meanwhile
         elif self._hopeless and self._reasons.total() >= MAX_LEADING_REFUSALS:
             ((reason, _),) = self._reasons.most_common(1)
             raise DataError(
                 f"none of the first {self._reasons.total()} messages of {self._learner.source} is a record of this run, mostly "
                 f"because of: {reason}. The source still has them: mend the map, or say by --dead-letters where what is none goes"
             )
-        self._account.waiting -= len(messages)
+        self._account.messages_waiting -= len(messages)
         if not self._hopeless:  # where all came again, too: a broker waits for its receipt
-            await self._part.keep(self._last)
+            await self._part.acknowledge(self._last)
 
     @property
     def _hopeless(self) -> bool:
         """Nothing was a record so far, and all would be dropped: the source keeps it, for the map may be wrong."""
         return self._dead is None and self._learner.position < 0
 
-    async def _bury(self, refused: Sequence[tuple[Message, str]]) -> None:
+    async def _bury(self, refused: Sequence[tuple[SourceMessage, str]]) -> None:
         """What is no record, counted, and written down where there is a file."""
         reasons = [reason for _, reason in refused]
         self._reasons.update(reasons)
-        self._account.refused.update(reasons)
+        self._account.refusals.update(reasons)
         if self._dead is not None and refused:
             run_id, source = self._learner.run_id, self._learner.source
             written = await self._dead.write(run_id, source, refused)
-            self._account.written += written
+            self._account.already_written_count += written
 
 
 # ---- dead letters ------------------------------------------------------------------------------------------------------
@@ -366,7 +390,7 @@ class _DeadLetters:
             except (ValueError, TypeError, RecursionError):
                 raise DataError(f"{path} has a line {number} that no feeder wrote: take another file") from None
 
-    async def write(self, run_id: str, source: str, refused: Sequence[tuple[Message, str]]) -> int:
+    async def write(self, run_id: str, source: str, refused: Sequence[tuple[SourceMessage, str]]) -> int:
         """Add messages, and come back when they are on the disk; OSError: they are not.
 
         Args:
@@ -421,7 +445,9 @@ def _dead_letters(path: Path) -> Iterator[_DeadLetters]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FailedPrecondition(f"another feeder writes dead letters to {path}: stop it, or take another file") from None
+            raise FailedPrecondition(
+                f"another feeder writes dead letters to {path}: stop it, or take another file"
+            ) from None
         os.fchmod(number, 0o600)
         os.truncate(number, _whole(file))
         folder = os.open(path.parent, os.O_RDONLY)

@@ -9,15 +9,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from sottovoce_core.data.cells import normal
+from sottovoce_core.data.cells import normalise_text
 from sottovoce_core.data.encoding import UNDECLARED_FIELD_REASON, EncodedRecords
-from sottovoce_core.data.files import misfit
+from sottovoce_core.data.files import describe_column_mismatch
 from sottovoce_core.data.live import LiveRecordEncoder
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import SpecError
 
 NO_POSITION = "its position: not a whole number above the one before it"
-NO_OBJECT, TWICE, NOT_UTF8 = "not a JSON object", "a field that is there twice", "not UTF-8"
+NO_OBJECT, DUPLICATE_FIELD, NOT_UTF8 = "not a JSON object", "a field that is there twice", "not UTF-8"
 EMPTY_MESSAGE = "an empty message"
 SCHEMALESS_FIELDS = ("features", "label")
 """Fields of a record in a run without a schema: a list of numbers, and a number."""
@@ -25,7 +25,7 @@ NO_NUMBERS = "features and label: not a list of as many numbers as the run has f
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class SourceMessage:
     """One record, as it came.
 
     Attributes:
@@ -43,12 +43,12 @@ ColumnCheck = Callable[[Sequence[str]], str]
 """Why names of columns are not those of a run's records; empty: they are."""
 
 
-def anything(names: Sequence[str]) -> str:
+def accept_any_columns(names: Sequence[str]) -> str:
     """Columns may be any."""
     return ""
 
 
-class Part(Protocol):
+class SourcePartition(Protocol):
     """Messages in order: a file, a stream, one partition of a topic. A learner counts each under a name of its own.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part(Protocol):
     @property
     def name(self) -> str: ...
 
-    def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+    def read(self, after: int) -> AsyncIterator[Sequence[SourceMessage]]:
         """Messages, positions ascending, a few at a time, as they come; it ends where nothing more can come.
 
         Args:
@@ -70,7 +70,7 @@ class Part(Protocol):
         """
         ...
 
-    async def keep(self, position: int) -> None:
+    async def acknowledge(self, position: int) -> None:
         """Everything up to a position is in the learner's keeping: the source may forget it."""
         ...
 
@@ -83,7 +83,7 @@ class TabularPartition(Protocol):
         misfit: says why columns are not those of records; `read` raises that as a `DataError`.
     """
 
-    misfit: ColumnCheck
+    column_check: ColumnCheck
 
 
 class UnfitRecordError(Exception):
@@ -97,13 +97,13 @@ def parse_field_map(text: str) -> tuple[str, tuple[str, ...]]:
         SpecError: it is no such text.
     """
     name, equals, path = text.partition("=")
-    steps = tuple(map(normal, path.split(".")))
-    if not equals or not all((normal(name), *steps)):
+    steps = tuple(map(normalise_text, path.split(".")))
+    if not equals or not all((normalise_text(name), *steps)):
         raise SpecError(f"--map must be FIELD=PATH, as age=patient.age, got {text!r}")
-    return normal(name), steps
+    return normalise_text(name), steps
 
 
-class Fields:
+class FieldMap:
     """Which field of a record stands where in a message.
 
     Args:
@@ -130,7 +130,12 @@ class Fields:
             if name in paths:
                 raise SpecError(f"--map says twice where {name!r} is: once is enough")
             paths[name] = steps
-        self._own, self._paths, self._ignore_unknown, self._position = own, paths, ignore_unknown, normal(position)
+        self._own, self._paths, self._ignore_unknown, self._position = (
+            own,
+            paths,
+            ignore_unknown,
+            normalise_text(position),
+        )
         self._known = frozenset((*own, *(() if schema is None else schema.ignored))) - paths.keys()
         """Fields that may stand in a message under their own names."""
         self._places = dict[tuple[str, ...], list[str]]()
@@ -141,7 +146,7 @@ class Fields:
         self._reached = {steps[:n] for steps in paths.values() for n in range(1, len(steps))}
         """Objects into which a map leads."""
 
-    def misfit(self, columns: Sequence[str]) -> str:
+    def find_column_misfit(self, columns: Sequence[str]) -> str:
         """Why messages with these columns, by their names as they are compared, are no records; empty: they may be."""
         there = set(columns)
         places = {name: {name} for name in self._own if name not in self._paths}
@@ -151,11 +156,11 @@ class Fields:
         if self._own == SCHEMALESS_FIELDS and not all(wanted.values()):
             return "must have the columns features, lists of numbers, and label: this run has no schema, so it knows no others"
         allowed = {*self._known, self._position}.union(*places.values(), there if self._ignore_unknown else ())
-        return misfit(
+        return describe_column_mismatch(
             there, wanted, allowed, "--map FIELD=COLUMN says where a field stands, --ignore-unknown leaves others out"
         )
 
-    def record(self, body: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
+    def extract_record(self, body: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
         """A message's record, by the fields' own names; what a map does not find is left out.
 
         Raises:
@@ -171,7 +176,7 @@ class Fields:
     def _take(self, message: Mapping[Any, Any], at: tuple[str, ...], found: dict[str, Any]) -> None:
         """What stands in an object, and in those below it into which a map leads."""
         for given, value in message.items():
-            here = (*at, normal(given) if isinstance(given, str) else "")
+            here = (*at, normalise_text(given) if isinstance(given, str) else "")
             names = self._places.get(here, [])
             into = here in self._reached and isinstance(value, Mapping | None)
             if into and value is not None:
@@ -179,7 +184,7 @@ class Fields:
             if not names and not at and here[0] in self._known:
                 names = list(here)
             if found.keys() & set(names):
-                raise UnfitRecordError(TWICE)
+                raise UnfitRecordError(DUPLICATE_FIELD)
             if not (names or into or self._ignore_unknown or here == (self._position,)):
                 raise UnfitRecordError(UNDECLARED_FIELD_REASON)
             found |= dict.fromkeys(names, value)
@@ -187,7 +192,7 @@ class Fields:
 
 def _whole_number(record: Mapping[str, Any], name: str) -> int | None:
     """What a field says, as a number or its digits; None: it says no position."""
-    value = next((value for given, value in record.items() if normal(given) == name), None)
+    value = next((value for given, value in record.items() if normalise_text(given) == name), None)
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
         value = int(value)
     fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
@@ -204,34 +209,34 @@ class PositionCounter:
         rising: whether a position at or below the last one is refused.
     """
 
-    field: str
-    last: int
-    rising: bool = True
+    position_field: str
+    last_position: int
+    requires_ascending: bool = True
 
     def __post_init__(self) -> None:
-        self.field = normal(self.field)
-        self.last = -1 if self.field and self.rising else self.last
+        self.position_field = normalise_text(self.position_field)
+        self.last_position = -1 if self.position_field and self.requires_ascending else self.last_position
 
-    def message(self, body: Mapping[str, Any] | bytes, reason: str = "") -> Message:
+    def number_message(self, body: Mapping[str, Any] | bytes, reason: str = "") -> SourceMessage:
         """A message with its position. One whose field has none is no record, and stands where the one before it does.
 
         Args:
             body: of the message.
             reason: why it cannot be read; empty: it can.
         """
-        if not self.field:
-            self.last += 1
-            return Message(body, self.last, reason)
+        if not self.position_field:
+            self.last_position += 1
+            return SourceMessage(body, self.last_position, reason)
         position = None
         if not reason:
             try:
-                position = _whole_number(_object_of(body) if isinstance(body, bytes) else body, self.field)
+                position = _whole_number(_object_of(body) if isinstance(body, bytes) else body, self.position_field)
             except UnfitRecordError as why:
                 reason = str(why)
-        if position is None or (self.rising and position <= self.last):
-            return Message(body, self.last, reason or NO_POSITION)
-        self.last = max(self.last, position)
-        return Message(body, position)
+        if position is None or (self.requires_ascending and position <= self.last_position):
+            return SourceMessage(body, self.last_position, reason or NO_POSITION)
+        self.last_position = max(self.last_position, position)
+        return SourceMessage(body, position)
 
 
 def _object_of(body: bytes) -> Mapping[str, Any]:
@@ -265,7 +270,7 @@ def parse_json(body: bytes) -> Any:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise UnfitRecordError(TWICE)
+        raise UnfitRecordError(DUPLICATE_FIELD)
     return found
 
 
@@ -280,10 +285,10 @@ class _Sifted:
         last: the highest position so far.
     """
 
-    fitting: tuple[EncodedRecords, list[int]] | None
-    refused: Mapping[int, str]
-    again: int
-    last: int
+    fitting_records: tuple[EncodedRecords, list[int]] | None
+    refusals: Mapping[int, str]
+    duplicate_count: int
+    last_position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +301,9 @@ class RecordConverter:
     """
 
     records: LiveRecordEncoder
-    fields: Fields
+    fields: FieldMap
 
-    def convert(self, messages: Sequence[Message], after: int) -> _Sifted:
+    def convert(self, messages: Sequence[SourceMessage], after: int) -> _Sifted:
         """Tell records from what is none.
 
         Args:
@@ -320,18 +325,18 @@ class RecordConverter:
         fitting = None
         if records:
             encoded = self._encode(list(records.values()))
-            refused |= {place: encoded.refused[row] for row, place in enumerate(records) if row in encoded.refused}
+            refused |= {place: encoded.refusals[row] for row, place in enumerate(records) if row in encoded.refusals}
             if len(encoded.labels):
                 fitting = (encoded, [messages[place].position for place in records if place not in refused])
         return _Sifted(fitting, dict(sorted(refused.items())), again, after)
 
-    def _record(self, message: Message) -> Mapping[str, Any]:
+    def _record(self, message: SourceMessage) -> Mapping[str, Any]:
         """A message's record.
 
         Raises:
             Unfit: it has none.
         """
-        record = self.fields.record(message.body)
+        record = self.fields.extract_record(message.body)
         if self.records.encoder is None:
             features, label = record.get("features"), record.get("label")
             whole = isinstance(features, list) and len(features) == self.records.data.features

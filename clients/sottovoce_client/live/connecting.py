@@ -14,11 +14,11 @@ from typing import Any
 
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.live.plain import SyncLearner
-from sottovoce_client.live.sending import At
+from sottovoce_client.live.sending import LearnerEndpoint
 from sottovoce_core.errors import FailedPrecondition, SottovoceError, SpecError
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.server import reach
+from sottovoce_rpc.server import wait_until_reachable
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
@@ -64,26 +64,33 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         insecure: bool = False,
         patience_s: float = 60.0,
         allow_imports: bool = False,
-        tell: Callable[[str], None] | None = None,
+        notify: Callable[[str], None] | None = None,
     ) -> None:
         folder = None if identity is None else Path(identity)
-        self._at = At(address, name, Credentials(folder, insecure))
+        self._at = LearnerEndpoint(address, name, Credentials(folder, insecure))
         self._source, self._patience_s, self._imports = source, patience_s, allow_imports
-        self._tell, self._told = tell, ""
+        self._tell, self._told = notify, ""
         self._tasks = Tasks()
         self._channel: Any = None
 
     async def __aenter__(self) -> ConnectedLearner:
         at = self._at
-        self._channel = at.channel()
+        self._channel = at.open_channel()
         try:
             who, seconds = f"the learner at {at.address}", min(_CONNECT_TIMEOUT_S, self._patience_s)
-            await reach(self._channel, who, seconds, lambda why, _: self._waits(why))
+            await wait_until_reachable(self._channel, who, seconds, lambda why, _: self._waits(why))
             stub = learner_pb2_grpc.LearnerStub(self._channel)
             told = await self._in_a_run(stub)
             try:
                 return ConnectedLearner(
-                    at, stub, told, self._source, self._patience_s, self._tasks, self._waits, imports=self._imports
+                    at,
+                    stub,
+                    told,
+                    self._source,
+                    self._patience_s,
+                    self._tasks,
+                    self._waits,
+                    allow_imports=self._imports,
                 )
             except SpecError as error:
                 raise await self._refused(stub, error) from None
@@ -99,9 +106,9 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
     async def _refused(self, stub: Any, error: SpecError) -> SpecError:
         """Why a run takes no records from here; of one that is over, that first."""
         with contextlib.suppress(SottovoceError):
-            now = await self._at.status(stub)
-            if now.run_id and not now.state.under_way:
-                over = f"{plain(now.run_id)} ({now.state.name.lower().replace('_', ' ')})"
+            now = await self._at.fetch_status(stub)
+            if now.run_id and not now.state.is_active:
+                over = f"{escape_control(now.run_id)} ({now.state.name.lower().replace('_', ' ')})"
                 return SpecError(f"no run is under way at {self._at.address}: {over} is over for this learner; {error}")
         return error
 
@@ -110,15 +117,17 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         until = asyncio.get_running_loop().time() + self._patience_s
         while True:
             try:
-                told = await self._at.intake(stub, self._source)
+                told = await self._at.fetch_intake(stub, self._source)
             except FailedPrecondition as error:
                 self._waits(str(error))
                 if asyncio.get_running_loop().time() > until:
-                    raise FailedPrecondition(f"the learner at {self._at.address} does not take records: {error}") from None
+                    raise FailedPrecondition(
+                        f"the learner at {self._at.address} does not take records: {error}"
+                    ) from None
                 await asyncio.sleep(_NO_RUN_RETRY_INTERVAL_S)
             else:
                 if self._at.name:
-                    self._at.require_name(await self._at.status(stub))
+                    self._at.require_name(await self._at.fetch_status(stub))
                 return told
 
     async def __aexit__(

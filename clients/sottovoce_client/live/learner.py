@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.live.sending import At, Sender
+from sottovoce_client.live.sending import LearnerEndpoint, Sender
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.data.encoding import EncodedRecords
 from sottovoce_core.data.live import LiveRecordEncoder
@@ -20,8 +20,8 @@ from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import learner_pb2
 
-_LOOK_S = 0.5
-_MAX_CALLS, _AHEAD = 64, 1_024
+_STATUS_INTERVAL_S = 0.5
+_MAX_CALLS, _MAX_RECORDS_AHEAD = 64, 1_024
 """Predictions asked for at a time, and records read ahead of them."""
 
 
@@ -57,7 +57,7 @@ class ConnectedLearner:
 
     def __init__(
         self,
-        at: At,
+        at: LearnerEndpoint,
         stub: Any,
         told: learner_pb2.GetIntakeResponse,
         source: str,
@@ -65,24 +65,24 @@ class ConnectedLearner:
         tasks: Tasks,
         tell: Callable[[str], None],
         *,
-        imports: bool,
+        allow_imports: bool,
     ) -> None:
         self._at, self._stub = at, stub
         self.run_id, self.source = told.run_id, source
-        self.spec: RunSpec = spec_from_wire(told.spec, imports=imports)
-        self.records = LiveRecordEncoder.of(self.spec.data, self.spec.loss)
+        self.spec: RunSpec = spec_from_wire(told.spec, imports=allow_imports)
+        self.records = LiveRecordEncoder.from_spec(self.spec.data, self.spec.loss)
         self._sender = Sender(at, source, told, patience_s, tasks, tell)
         self._tasks, self._turn, self._calls = tasks, asyncio.Lock(), asyncio.Semaphore(_MAX_CALLS)
 
     @property
     def position(self) -> int:
         """Of the last record of this source that was fed; -1: there is none. Whoever goes on begins with the next."""
-        return self._sender.last
+        return self._sender.last_position
 
     @property
-    def over(self) -> RunEnded | None:
+    def run_end(self) -> RunEnded | None:
         """How the learner said that the run is over for it; None: it has not."""
-        return self._sender.told
+        return self._sender.run_end
 
     async def feed(self, records: Any, labels: Any = None, *, positions: Sequence[int] | None = None) -> int:
         """Bring records. It comes back when they are in the learner's keeping, and survive its death: each is learned once.
@@ -102,21 +102,21 @@ class ConnectedLearner:
             FailedPrecondition: the run is over.
             Unavailable: the learner is away for too long.
         """
-        found = records if isinstance(records, EncodedRecords) else self.records.fitting(records, labels)
+        found = records if isinstance(records, EncodedRecords) else self.records.encode_strictly(records, labels)
         features, labels, n = found.features, found.labels, len(found.labels)
         given = None if positions is None else _rising(positions, n)
         async with self._turn:  # who came first is sent first
-            first = self._sender.last + 1
+            first = self._sender.last_position + 1
             places = np.arange(first, first + n) if given is None else given
             old = int(np.searchsorted(places, first))
-            again = self._sender.under_way(int(places[old - 1])) if old else []
+            again = self._sender.find_pending(int(places[old - 1])) if old else []
             kept = again + await self._sender.put(features[old:], labels[old:], places[old:])
         await asyncio.gather(*map(asyncio.shield, kept))
         return n - old
 
-    def gone(self, seconds: float, error: SottovoceError) -> SottovoceError:
+    def build_away_error(self, seconds: float, error: SottovoceError) -> SottovoceError:
         """Why it is given up after so many seconds; the error is that of the last call."""
-        return self._at.gone(self.run_id, seconds, error)
+        return self._at.build_away_error(self.run_id, seconds, error)
 
     async def predict(self, records: Any) -> Prediction:
         """What the model in use says of records, where the run opted in (`telemetry.predict`).
@@ -129,9 +129,9 @@ class ConnectedLearner:
             FailedPrecondition: the run did not opt in.
             Unavailable: the learner does not answer.
         """
-        return await self._predicted(self.records.fitting(records, labelled=False).features)
+        return await self._predicted(self.records.encode_strictly(records, has_labels=False).features)
 
-    async def predictions(self, records: AsyncIterable[Any]) -> AsyncGenerator[Prediction, None]:
+    async def predict_each(self, records: AsyncIterable[Any]) -> AsyncGenerator[Prediction, None]:
         """What the model in use says of each record of a stream, in order, however fast they come.
 
         One call at a time is under way; what came meanwhile is asked for together in the next one.
@@ -146,7 +146,7 @@ class ConnectedLearner:
             DataError: one of them does not fit, by its number and a reason; those before it are answered.
             FailedPrecondition, Unavailable: as `predict`.
         """
-        coming: asyncio.Queue[Any] = asyncio.Queue(_AHEAD)
+        coming: asyncio.Queue[Any] = asyncio.Queue(_MAX_RECORDS_AHEAD)
         reading = self._tasks.start(_read(records, coming))
         try:
             at, over = 0, False
@@ -158,13 +158,13 @@ class ConnectedLearner:
                     together.pop()
                 if not together:
                     break
-                found = self.records.encode(together, labelled=False)
-                fitting = min(found.refused, default=len(together))
+                found = self.records.encode(together, has_labels=False)
+                fitting = min(found.refusals, default=len(together))
                 if fitting:
                     for each in _apart(await self._predicted(found.features[:fitting])):
                         yield each
-                if found.refused:
-                    raise DataError(f"record {at + fitting} (counted from 0) does not fit: {found.refused[fitting]}")
+                if found.refusals:
+                    raise DataError(f"record {at + fitting} (counted from 0) does not fit: {found.refusals[fitting]}")
                 at += len(together)
             await reading  # it may have failed
         finally:
@@ -173,26 +173,26 @@ class ConnectedLearner:
     async def _predicted(self, features: FloatArray) -> Prediction:
         async with self._calls:  # of which a connection has few, and more would be refused
             scores, labels, rounds = await self._at.predict(self._stub, features)
-        classes, chances = self.records.classes, self.spec.loss.probabilities(scores)
-        return Prediction(self.records.told(scores, labels), scores, rounds, classes, chances)
+        classes, chances = self.records.class_names, self.spec.loss.probabilities(scores)
+        return Prediction(self.records.decode_predictions(scores, labels), scores, rounds, classes, chances)
 
-    async def status(self) -> LearnerStatus:
+    async def fetch_status(self) -> LearnerStatus:
         """How far the learner is, and what it has spent.
 
         Raises:
             Unavailable: it does not answer.
         """
-        return await self._at.status(self._stub)
+        return await self._at.fetch_status(self._stub)
 
-    async def watch(self, interval_s: float = _LOOK_S) -> AsyncIterator[LearnerStatus]:
+    async def watch(self, interval_s: float = _STATUS_INTERVAL_S) -> AsyncIterator[LearnerStatus]:
         """`status` again and again, until the run is over.
 
         Args:
             interval_s: seconds between two looks.
         """
-        while (status := await self.status()).run_id == self.run_id:
+        while (status := await self.fetch_status()).run_id == self.run_id:
             yield status
-            if not status.state.under_way:
+            if not status.state.is_active:
                 return
             await asyncio.sleep(interval_s)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LOOK_S = 0.5
+_STATUS_INTERVAL_S = 0.5
 _END = object()
 
 
@@ -77,7 +77,7 @@ class SyncLearner:
             FailedPrecondition, Unavailable: some that were sent before are not kept, and nothing more is sent. Connect again, and go on
                 behind `position`.
         """
-        found = self.records.fitting(records, labels)
+        found = self.records.encode_strictly(records, labels)
         self._behind.put(found.features, found.labels)
 
     def flush(self) -> None:
@@ -92,19 +92,19 @@ class SyncLearner:
         """As of `ConnectedLearner`."""
         return self._wait(self._learner.predict(records))
 
-    def predictions(self, records: Iterable[Any]) -> Iterator[Prediction]:
+    def predict_each(self, records: Iterable[Any]) -> Iterator[Prediction]:
         """As of `ConnectedLearner`; the records are read in another thread."""
-        found = self._learner.predictions(_read(iter(records)))
+        found = self._learner.predict_each(_read(iter(records)))
         try:
             yield from self._each(found)
         finally:
             self._wait(found.aclose())
 
-    def status(self) -> LearnerStatus:
+    def fetch_status(self) -> LearnerStatus:
         """As of `ConnectedLearner`."""
-        return self._wait(self._learner.status())
+        return self._wait(self._learner.fetch_status())
 
-    def watch(self, interval_s: float = _LOOK_S) -> Iterator[LearnerStatus]:
+    def watch(self, interval_s: float = _STATUS_INTERVAL_S) -> Iterator[LearnerStatus]:
         """As of `ConnectedLearner`."""
         return self._each(self._learner.watch(interval_s))
 
@@ -133,7 +133,7 @@ class SyncLearner:
         self._require_apart("as_river")
         from sottovoce_client.live.river_model import RiverClassifier, RiverRegressor
 
-        return (RiverRegressor if self.records.classes is None else RiverClassifier)(self, features)
+        return (RiverRegressor if self.records.class_names is None else RiverClassifier)(self, features)
 
     def as_sklearn(self) -> SklearnClassifier | SklearnRegressor:
         """An estimator of scikit-learn that learns and predicts here: `partial_fit`, `predict`. Needs the extra `audit`.
@@ -145,10 +145,10 @@ class SyncLearner:
         self._require_apart("as_sklearn")
         from sottovoce_client.live.sklearn_model import SklearnClassifier, SklearnRegressor
 
-        return (SklearnRegressor if self.records.classes is None else SklearnClassifier)(self)
+        return (SklearnRegressor if self.records.class_names is None else SklearnClassifier)(self)
 
     def _require_apart(self, what: str) -> None:
-        if self.records.folded:
+        if self.records.has_merged_labels:
             raise SpecError(f"{what} needs a class for each label: in this run several labels count as one")
 
     def _each(self, found: AsyncIterator[T]) -> Iterator[T]:
@@ -170,7 +170,7 @@ async def _read(records: Iterator[Any]) -> AsyncIterator[Any]:
 
 # ---- records that are not waited for -----------------------------------------------------------------------------------
 
-MOST_WAITING = 4_096
+MAX_PENDING_RECORDS = 4_096
 """Records that were handed over and are not on their way yet."""
 
 
@@ -204,7 +204,7 @@ class _Behind:
             SottovoceError: why some that were handed over before are not kept.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._records < MOST_WAITING or self._error is not None)
+            self._changed.wait_for(lambda: self._records < MAX_PENDING_RECORDS or self._error is not None)
             self._require_well()
             self._waiting.append((features, labels))
             self._records += len(labels)

@@ -44,13 +44,13 @@ class Calibration:
     """
 
     bins: int = 10
-    records: IntArray = field(init=False)
-    chance: FloatArray = field(init=False)
-    true: FloatArray = field(init=False)
+    record_counts: IntArray = field(init=False)
+    probability_sums: FloatArray = field(init=False)
+    correct_counts: FloatArray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records, self.chance = np.zeros(self.bins, dtype=np.int64), np.zeros(self.bins)
-        self.true = np.zeros(self.bins)
+        self.record_counts, self.probability_sums = np.zeros(self.bins, dtype=np.int64), np.zeros(self.bins)
+        self.correct_counts = np.zeros(self.bins)
 
     def update(self, chances: FloatArray, right: Sequence[bool]) -> None:
         """More records.
@@ -60,9 +60,9 @@ class Calibration:
             right: `(records,)` whether it was that one.
         """
         at = np.minimum((chances * self.bins).astype(np.int64), self.bins - 1)
-        self.records += np.bincount(at, minlength=self.bins)
-        self.chance += np.bincount(at, weights=chances, minlength=self.bins)
-        self.true += np.bincount(at, weights=np.asarray(right, dtype=np.float64), minlength=self.bins)
+        self.record_counts += np.bincount(at, minlength=self.bins)
+        self.probability_sums += np.bincount(at, weights=chances, minlength=self.bins)
+        self.correct_counts += np.bincount(at, weights=np.asarray(right, dtype=np.float64), minlength=self.bins)
 
     @property
     def error(self) -> float:
@@ -70,17 +70,19 @@ class Calibration:
 
         Guo, Pleiss, Sun & Weinberger 2017, equation 3.
         """
-        total = int(self.records.sum())
-        return float(np.abs(self.true - self.chance).sum() / total) if total else float("nan")
+        total = int(self.record_counts.sum())
+        return float(np.abs(self.correct_counts - self.probability_sums).sum() / total) if total else float("nan")
 
-    def rows(self) -> Iterator[tuple[int, float, float]]:
+    def iterate_bins(self) -> Iterator[tuple[int, float, float]]:
         """Of each bin that is not empty: records, mean chance, and the share that was right."""
-        for records, chance, true in zip(self.records.tolist(), self.chance, self.true, strict=True):
+        for records, chance, true in zip(
+            self.record_counts.tolist(), self.probability_sums, self.correct_counts, strict=True
+        ):
             if records:
                 yield records, float(chance / records), float(true / records)
 
 
-class Prequential:
+class PrequentialEvaluation:
     """Metrics, drift and calibration of predictions, as their labels become known. It sends nothing.
 
     Predict a record before you feed it. Metrics that ask for probabilities (`requires_labels` is false) get those, where the

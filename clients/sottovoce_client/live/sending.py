@@ -15,33 +15,33 @@ import numpy as np
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import (
     DataError,
-    LimitReached,
     FailedPrecondition,
+    LimitReached,
     RemoteProtocolError,
     RunEnded,
     SottovoceError,
     Unavailable,
 )
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.status import CallOutcome, convert_status_error
-from sottovoce_rpc.tasks import Tasks, beside
+from sottovoce_rpc.tasks import Tasks, run_in_background
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 MAX_BATCH_RECORDS, _MAX_BATCH_BYTES = 1_024, 4 * 1024 * 1024
 """Of a batch: records, and bytes unless one record has more."""
-WAITING = 32 * MAX_BATCH_RECORDS
+MAX_PENDING_RECORDS = 32 * MAX_BATCH_RECORDS
 """Records that may wait for their receipts before more are taken."""
-_CALL_TIMEOUT_S, _PREDICT_TIMEOUT_S, _RETRY_S = 30.0, 60.0, 0.5
+_CALL_TIMEOUT_S, _PREDICT_TIMEOUT_S, _RETRY_INTERVAL_S = 30.0, 60.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class LearnerEndpoint:
     """Where a learner is, and who asks it.
 
     Attributes:
@@ -57,15 +57,15 @@ class At:
     def __post_init__(self) -> None:
         require_address(self.address, "the address of a learner")
 
-    def channel(self) -> Any:
+    def open_channel(self) -> Any:
         """A channel of its own for each try: the identity may have been renewed."""
-        return channel(self.address, Role.LEARNER, self.name, credentials=self.credentials)
+        return open_channel(self.address, Role.LEARNER, self.name, credentials=self.credentials)
 
-    def error(self, failure: grpc.aio.AioRpcError) -> SottovoceError:
+    def convert_error(self, failure: grpc.aio.AioRpcError) -> SottovoceError:
         """A failed call, as ours."""
         return convert_status_error(failure, f"the learner at {self.address}")
 
-    def gone(self, run_id: str, seconds: float, error: SottovoceError) -> SottovoceError:
+    def build_away_error(self, run_id: str, seconds: float, error: SottovoceError) -> SottovoceError:
         """Why nothing more is sent, where it was away for longer than it may be.
 
         Args:
@@ -80,7 +80,7 @@ class At:
             f"learners with their run ({error})"
         )
 
-    async def asked(self, call: Any) -> Any:
+    async def await_answer(self, call: Any) -> Any:
         """The answer of a call.
 
         Raises:
@@ -89,17 +89,17 @@ class At:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise self.error(error) from None
+            raise self.convert_error(error) from None
 
-    async def status(self, stub: Any) -> LearnerStatus:
+    async def fetch_status(self, stub: Any) -> LearnerStatus:
         """How far the learner is; errors as of `asked`."""
-        answer = await self.asked(stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S))
+        answer = await self.await_answer(stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S))
         return LearnerStatus.from_wire(answer.status)
 
-    async def intake(self, stub: Any, source: str) -> learner_pb2.GetIntakeResponse:
+    async def fetch_intake(self, stub: Any, source: str) -> learner_pb2.GetIntakeResponse:
         """What the learner says to whoever brings records under a source; errors as of `asked`."""
         request = learner_pb2.GetIntakeRequest(source=source)
-        answer: learner_pb2.GetIntakeResponse = await self.asked(
+        answer: learner_pb2.GetIntakeResponse = await self.await_answer(
             stub.GetIntake(request, wait_for_ready=True, timeout=_CALL_TIMEOUT_S)
         )
         return answer
@@ -107,7 +107,7 @@ class At:
     async def predict(self, stub: Any, rows: FloatArray) -> tuple[FloatArray, FloatArray, int]:
         """Scores and labels of rows by the model in use, and the rounds that it has learned from; errors as of `asked`."""
         request = learner_pb2.PredictRequest(features=to_tensor(rows))
-        answer = await self.asked(stub.Predict(request, timeout=_PREDICT_TIMEOUT_S))
+        answer = await self.await_answer(stub.Predict(request, timeout=_PREDICT_TIMEOUT_S))
         return from_tensor(answer.scores), from_tensor(answer.labels), answer.rounds_done
 
     def require_name(self, status: LearnerStatus) -> None:
@@ -117,7 +117,9 @@ class At:
             FailedPrecondition: it is another one.
         """
         if self.name and status.learner != self.name:
-            raise FailedPrecondition(f"at {self.address} is the learner {plain(status.learner)!r}, not {self.name!r}")
+            raise FailedPrecondition(
+                f"at {self.address} is the learner {escape_control(status.learner)!r}, not {self.name!r}"
+            )
 
 
 def _position_of(receipt: learner_pb2.IngestReceipt) -> int:
@@ -156,7 +158,7 @@ class Sender:
 
     def __init__(
         self,
-        at: At,
+        at: LearnerEndpoint,
         source: str,
         told: learner_pb2.GetIntakeResponse,
         patience_s: float,
@@ -170,14 +172,14 @@ class Sender:
         self._records = 0
         self._more, self._less = asyncio.Event(), asyncio.Event()
         self._failing_since: float | None = None
-        self.told: RunEnded | None = None
+        self.run_end: RunEnded | None = None
         """How the learner said that the run is over; None: it has not."""
         self._over: SottovoceError | None = None
         self._apart = False  # each batch is a message, so that the one that is refused is known
         tasks.start(self._run(), "records are not sent")
 
     @property
-    def last(self) -> int:
+    def last_position(self) -> int:
         """Position of the last record that was given to it; -1: there is none."""
         return self._last
 
@@ -198,7 +200,7 @@ class Sender:
         """
         rows, waits = _most(features), []
         for at in range(0, len(labels), rows):
-            while self._records >= WAITING and self._over is None:
+            while self._records >= MAX_PENDING_RECORDS and self._over is None:
                 self._less.clear()
                 await self._less.wait()
             if self._over is not None:
@@ -215,7 +217,7 @@ class Sender:
             self._more.set()
         return waits
 
-    def under_way(self, position: int) -> list[asyncio.Future[None]]:
+    def find_pending(self, position: int) -> list[asyncio.Future[None]]:
         """As `put` gives them, of records up to a position that were put before."""
         return [batch.kept for batch in self._batches if batch.positions[0] <= position]
 
@@ -233,16 +235,16 @@ class Sender:
                     continue
                 except (Unavailable, FailedPrecondition) as error:
                     if isinstance(error, RunEnded):
-                        self.told = error
+                        self.run_end = error
                         raise
                     refused = None
                     if isinstance(error, LimitReached):
                         self._tell(str(error))
                     self._failing_since = self._failing_since or now()
                     if self._over is not None or (self._batches and now() - self._failing_since > self._patience_s):
-                        self._give_up(self._at.gone(self._run_id, self._patience_s, error))
+                        self._give_up(self._at.build_away_error(self._run_id, self._patience_s, error))
                         return
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
         except SottovoceError as error:
             self._give_up(error)
         finally:
@@ -257,31 +259,31 @@ class Sender:
         Raises:
             SottovoceError: why.
         """
-        async with self._at.channel() as to:
+        async with self._at.open_channel() as to:
             stub = learner_pb2_grpc.LearnerStub(to)
             try:
-                told = await self._at.intake(stub, self._source)
+                told = await self._at.fetch_intake(stub, self._source)
                 if told.run_id != self._run_id:
                     self._over = FailedPrecondition(
                         f"run {self._run_id} is over for this learner; it is in run {told.run_id} now"
                     )
                     raise self._over
                 if self._at.name:
-                    self._at.require_name(await self._at.status(stub))
+                    self._at.require_name(await self._at.fetch_status(stub))
                 self._receive(told.receipt)
                 if refused is not None and self._batches:
                     self._done(refused)
                     self._apart = False
                 call = stub.Ingest()
                 ending = CallOutcome(call)
-                async with beside(self._said(call)):
+                async with run_in_background(self._said(call)):
                     try:
                         async for receipt in call:
                             self._receive(receipt)
                     except grpc.aio.AioRpcError:
                         await ending.require_ok()
             except grpc.aio.AioRpcError as error:
-                raise self._at.error(error) from None
+                raise self._at.convert_error(error) from None
         raise Unavailable(f"the learner at {self._at.address} ended the stream of records")
 
     async def _said(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:

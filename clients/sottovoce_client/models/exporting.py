@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce_client.documents import create_file
-from sottovoce_client.live.sending import At
+from sottovoce_client.live.sending import LearnerEndpoint
 from sottovoce_client.models.inputs import InputFormat
 from sottovoce_client.models.predicting import connect_as_owner, require_linear
 from sottovoce_core.arrays import FloatArray
@@ -28,13 +28,13 @@ from sottovoce_core.data.known import get_data_folders
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.optional import import_optional
-from sottovoce_core.running.run import Publication, publication
-from sottovoce_core.running.transcript import parquet
+from sottovoce_core.running.run import Publication, assess_publication
+from sottovoce_core.running.transcript import import_parquet
 from sottovoce_core.spec import RunSpec, load_spec
-from sottovoce_rpc.specs import plan_hash
+from sottovoce_rpc.specs import compute_plan_hash
 
 _FORMAT = "sottovoce-model-1"
-WRITES = (".npz", ".onnx")
+OUTPUT_SUFFIXES = (".npz", ".onnx")
 _MODELS = ("models.parquet", "decisions.parquet")
 """What of a simulation has the final models."""
 _OPSET, _IR = 17, 8
@@ -61,7 +61,7 @@ class Model:
     publication: Publication
 
     @property
-    def about(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What stands beside the numbers; an epsilon of null is infinite."""
         spec, finite = self.inputs.spec, math.isfinite(self.publication.epsilon)
         return {
@@ -71,9 +71,9 @@ class Model:
             "learner": self.learner,
             "rounds_done": self.rounds_done,
             "algorithm": spec.algorithm.name,
-            "spec_sha256": plan_hash(spec, self.inputs.n_features).hex(),
+            "spec_sha256": compute_plan_hash(spec, self.inputs.n_features).hex(),
             "privacy": {
-                "covered_by": self.publication.cover.value,
+                "covered_by": self.publication.coverage.value,
                 "epsilon": self.publication.epsilon if finite else None,
                 "text": self.publication.text,
             },
@@ -89,7 +89,11 @@ class Model:
     def _label(self) -> dict[str, Any]:
         """The meaning of scores: classes by index, or how a number in the records' unit follows."""
         if self.inputs.classes is not None:
-            rule = "1 where the score is above 0" if self.inputs.spec.loss.binary else "that of the largest score"
+            rule = (
+                "1 where the score is above 0"
+                if self.inputs.spec.loss.has_binary_labels
+                else "that of the largest score"
+            )
             return {"classes": self.inputs.classes, "rule": rule}
         low, high = self._bounds()
         return {"classes": None, "rule": "low + (score + 1) (high - low) / 2", "low": low, "high": high}
@@ -135,7 +139,7 @@ class Model:
 
     def write(self, out: Path) -> None:
         """To a new file, by its suffix."""
-        about, arrays = json.dumps(self.about), dict[str, Any](self.arrays)
+        about, arrays = json.dumps(self.metadata), dict[str, Any](self.arrays)
         with create_file(out) as file:
             if out.suffix.lower() == ".npz":
                 np.savez(file, about=np.array(about), **arrays)
@@ -143,7 +147,7 @@ class Model:
                 file.write(_onnx(self, about))
 
 
-async def of_learner(at: At, own: RunSpec | None, *, imports: bool = False) -> Model:
+async def fetch_learner_model(endpoint: LearnerEndpoint, local_spec: RunSpec | None, *, imports: bool = False) -> Model:
     """The model in use at a learner; its owner may ask.
 
     Args:
@@ -154,11 +158,11 @@ async def of_learner(at: At, own: RunSpec | None, *, imports: bool = False) -> M
     Raises:
         SottovoceError: it does not answer, or not to this caller; its model is not linear; or constants are not known.
     """
-    async with connect_as_owner(at, imports=imports) as owner:
+    async with connect_as_owner(endpoint, imports=imports) as owner:
         require_linear(owner.spec)
-        inputs = InputFormat.of(owner.spec, owner.n_features, own, get_data_folders())
-        theta, rounds = await owner.weights()
-        return Model(owner.status.learner, owner.run_id, rounds, inputs, theta, await owner.publication(rounds))
+        inputs = InputFormat.from_spec(owner.spec, owner.n_features, local_spec, get_data_folders())
+        theta, rounds = await owner.fetch_weights()
+        return Model(owner.status.learner, owner.run_id, rounds, inputs, theta, await owner.compute_publication(rounds))
 
 
 def load_simulated_model(folder: Path, learner: str | None, replica: int = 0) -> Model:
@@ -186,19 +190,19 @@ def load_simulated_model(folder: Path, learner: str | None, replica: int = 0) ->
         raise SpecError(f"--learner must be one of {', '.join(spec.names)}, got {name!r}")
     prepared, index = prepare(spec, folders=get_data_folders()), spec.names.index(name)
     wanted = [("round", "=", spec.rounds), ("sender", "=", index), ("replica", "=", replica)]
-    rows = parquet().read_table(path, columns=["value"], filters=wanted).column("value").to_pylist()
+    rows = import_parquet().read_table(path, columns=["value"], filters=wanted).column("value").to_pylist()
     if not rows:
         raise SpecError(f"--replica must be one that was simulated, got {replica}")
     features = prepared.data.n_features
     theta = np.asarray(rows[0], dtype=np.float64).reshape(*((-1, features) if len(rows[0]) > features else (features,)))
-    cost = publication(prepared.run, index, spec.rounds, private=False)
-    return Model(name, "", spec.rounds, InputFormat.of(spec, features, spec, get_data_folders()), theta, cost)
+    cost = assess_publication(prepared.run, index, spec.rounds, has_private_noise=False)
+    return Model(name, "", spec.rounds, InputFormat.from_spec(spec, features, spec, get_data_folders()), theta, cost)
 
 
 def require_writable(out: Path) -> None:
     """Raises `SpecError` for a file of a format that is not written."""
-    if out.suffix.lower() not in WRITES:
-        raise SpecError(f"--out must be a {' or '.join(WRITES)} file, got {out}")
+    if out.suffix.lower() not in OUTPUT_SUFFIXES:
+        raise SpecError(f"--out must be a {' or '.join(OUTPUT_SUFFIXES)} file, got {out}")
     if out.suffix.lower() == ".onnx":
         import_optional("onnx", "onnx", "a .onnx file", "onnx")
 

@@ -11,15 +11,15 @@ import numpy as np
 from sottovoce_core.arrays import AnyArray, FloatArray
 from sottovoce_core.data.columns import read_cells, read_features
 from sottovoce_core.data.dataset import load_dataset, read_source, require_source_file
-from sottovoce_core.data.encoding import Encoder, map_labels, format_labels
-from sottovoce_core.data.known import KNOWN
+from sottovoce_core.data.encoding import Encoder, format_labels, map_labels
+from sottovoce_core.data.known import CATALOGUE
 from sottovoce_core.data.live import LiveRecordEncoder
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
-from sottovoce_core.running.placement import FeatureTransform, preparation
+from sottovoce_core.running.placement import FeatureTransform, fit_feature_transform
 from sottovoce_core.spec import RunSpec
 
-Label = str | float
+LabelValue = str | float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,10 +38,12 @@ class InputFormat:
     n_features: int
     columns: tuple[str, ...] | None
     preparation: FeatureTransform
-    classes: tuple[Label, ...] | None
+    classes: tuple[LabelValue, ...] | None
 
     @classmethod
-    def of(cls, spec: RunSpec, n_features: int, own: RunSpec | None = None, folders: Sequence[Path] = ()) -> InputFormat:
+    def from_spec(
+        cls, spec: RunSpec, n_features: int, local_spec: RunSpec | None = None, folders: Sequence[Path] = ()
+    ) -> InputFormat:
         """For a run.
 
         Args:
@@ -55,17 +57,23 @@ class InputFormat:
             DataError: the records of the run cannot be read.
         """
         data, loss = spec.data, spec.loss
-        if own is not None:
-            _require_same(spec, own)
-        if data.live or data.schema is not None:
-            encoder = None if data.schema is None else Encoder.of(data.schema, loss, data.positive)
+        if local_spec is not None:
+            _require_same(spec, local_spec)
+        if data.is_live or data.schema is not None:
+            encoder = None if data.schema is None else Encoder.from_schema(data.schema, loss, data.positive)
             names = None if data.schema is None else data.schema.names
-            return cls(spec, n_features, names, FeatureTransform(data.intercept), LiveRecordEncoder(data, loss, encoder).classes)
-        here = data if data.source in KNOWN else None if own is None else own.data
+            return cls(
+                spec,
+                n_features,
+                names,
+                FeatureTransform(data.intercept),
+                LiveRecordEncoder(data, loss, encoder).class_names,
+            )
+        here = data if data.source in CATALOGUE else None if local_spec is None else local_spec.data
         if here is not None:
             table = read_source(here, folders)
             labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
-            ready = preparation(here, load_dataset(here, loss, folders=folders))
+            ready = fit_feature_transform(here, load_dataset(here, loss, folders=folders))
             return cls(spec, n_features, table.columns, ready, _called(labels, loss, data.positive))
         if data.scale != "none":
             raise SpecError(
@@ -75,7 +83,7 @@ class InputFormat:
         numbers = None if loss.n_classes is None else tuple(range(loss.n_classes))
         return cls(spec, n_features, None, FeatureTransform(data.intercept), numbers)
 
-    def rows(self, path: Path) -> FloatArray:
+    def read_rows(self, path: Path) -> FloatArray:
         """The records of a file, as rows of the run.
 
         Raises:
@@ -94,10 +102,12 @@ class InputFormat:
         data = self.spec.data
         if data.schema is not None:
             cells, _, _ = read_cells(require_source_file(path, schema=True))
-            found = Encoder.of(data.schema, self.spec.loss, data.positive).columns(cells, labelled=False)
-            if found.refused:
-                row, why = next(iter(found.refused.items()))
-                many = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
+            found = Encoder.from_schema(data.schema, self.spec.loss, data.positive).encode_columns(
+                cells, has_labels=False
+            )
+            if found.refusals:
+                row, why = next(iter(found.refusals.items()))
+                many = f"{len(found.refusals):,} of {len(found.accepted_mask):,} records do not fit the schema"
                 raise DataError(f"{path}: {many}; the first is row {row} (counted from 0), {why}")
             return found.features
         features = read_features(path, self.columns, data.label)
@@ -117,7 +127,7 @@ def _require_same(spec: RunSpec, own: RunSpec) -> None:
             )
 
 
-def _called(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None) -> tuple[Label, ...] | None:
+def _called(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None) -> tuple[LabelValue, ...] | None:
     """Names of the classes; a number where several labels are one class, or none is."""
     if loss.n_classes is None:
         return None

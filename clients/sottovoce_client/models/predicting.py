@@ -17,26 +17,26 @@ import numpy as np
 
 from sottovoce_client import terminal
 from sottovoce_client.documents import create_file
-from sottovoce_client.live.sending import At
+from sottovoce_client.live.sending import LearnerEndpoint
 from sottovoce_client.models.inputs import InputFormat
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.known import get_data_folders
 from sottovoce_core.errors import FailedPrecondition, SpecError
 from sottovoce_core.losses.linear import SoftmaxLoss
 from sottovoce_core.losses.loss import MarginLoss
-from sottovoce_core.running.run import Publication, build_run, publication
-from sottovoce_core.running.transcript import parquet
+from sottovoce_core.running.run import Publication, assess_publication, build_run
+from sottovoce_core.running.transcript import import_parquet
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.table import Table
 from sottovoce_core.text import escape_formula
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_from_wire
-from sottovoce_rpc.tasks import answered
+from sottovoce_rpc.tasks import await_answer
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
-WRITES = (".csv", ".parquet")
-_REACH_S = 10.0
-_MOST_NUMBERS = 4_000_000
+OUTPUT_SUFFIXES = (".csv", ".parquet")
+_CONNECT_TIMEOUT_S = 10.0
+_MAX_VALUES_PER_CALL = 4_000_000
 """Of the features in a call: 32 MB."""
 _SOURCE = "predict"
 """Under which nobody brings records."""
@@ -66,23 +66,31 @@ class _Owner:
     """
 
     def __init__(
-        self, at: At, stub: Any, told: learner_pb2.GetIntakeResponse, status: LearnerStatus, *, imports: bool
+        self,
+        at: LearnerEndpoint,
+        stub: Any,
+        told: learner_pb2.GetIntakeResponse,
+        status: LearnerStatus,
+        *,
+        imports: bool,
     ) -> None:
         self._at, self._stub = at, stub
         self.run_id, self.n_features, self.status = told.run_id, told.n_features, status
         self.spec: RunSpec = spec_from_wire(told.spec, imports=imports)
 
-    async def publication(self, rounds: int) -> Publication:
+    async def compute_publication(self, rounds: int) -> Publication:
         """What it costs to hand out the model after so many rounds, or what it says.
 
         Raises:
             SottovoceError: the learner is in another run by now, or the spec is none that this version knows.
         """
-        now = await self._at.status(self._stub)
+        now = await self._at.fetch_status(self._stub)
         if now.run_id != self.run_id:
-            raise FailedPrecondition(f"{now.learner} is in another run by now: {now.run_id or 'none'}, not {self.run_id}")
+            raise FailedPrecondition(
+                f"{now.learner} is in another run by now: {now.run_id or 'none'}, not {self.run_id}"
+            )
         run, index = build_run(self.spec, self.n_features), self.spec.names.index(now.learner)
-        return publication(run, index, rounds, now.epsilon_spent, private=not now.noise_is_not_private)
+        return assess_publication(run, index, rounds, now.epsilon_spent, has_private_noise=not now.noise_is_not_private)
 
     async def predict(self, rows: FloatArray) -> _Predictions:
         """What the model in use says of rows of the run.
@@ -91,12 +99,12 @@ class _Owner:
             FailedPrecondition: the run did not opt in.
             SottovoceError: it does not answer, or not to this caller.
         """
-        each = max(1, _MOST_NUMBERS // self.n_features)
+        each = max(1, _MAX_VALUES_PER_CALL // self.n_features)
         parts = [await self._at.predict(self._stub, rows[first : first + each]) for first in range(0, len(rows), each)]
         scores, labels, rounds = zip(*parts, strict=True)
         return _Predictions(np.concatenate(scores), np.concatenate(labels), (rounds[0], rounds[-1]))
 
-    async def weights(self) -> tuple[FloatArray, int]:
+    async def fetch_weights(self) -> tuple[FloatArray, int]:
         """The parameters of a linear model, `(features,)` or `(classes, features)`, and the rounds that it has learned from.
 
         They are its scores of rows that are zero but in one place; a power of two there keeps them as they are.
@@ -108,14 +116,16 @@ class _Owner:
         require_linear(self.spec)
         size = 2.0 ** min(0.0, np.floor(np.log2(self.spec.loss.feature_bound)))
         found, rounds, n = list[FloatArray](), set[int](), self.n_features
-        each = max(1, _MOST_NUMBERS // n)
+        each = max(1, _MAX_VALUES_PER_CALL // n)
         for first in range(0, n, each):
             rows = size * np.eye(min(each, n - first), n, first)
             scores, _, done = await self._at.predict(self._stub, rows)
             found.append(scores / size)
             rounds.add(done)
         if len(rounds) > 1:
-            raise FailedPrecondition("the model moved while it was asked for, part by part: ask again when its run is over")
+            raise FailedPrecondition(
+                "the model moved while it was asked for, part by part: ask again when its run is over"
+            )
         return np.concatenate(found).T.copy(), rounds.pop()
 
 
@@ -128,7 +138,7 @@ def require_linear(spec: RunSpec) -> None:
 
 
 @asynccontextmanager
-async def connect_as_owner(at: At, *, imports: bool = False) -> AsyncIterator[_Owner]:
+async def connect_as_owner(endpoint: LearnerEndpoint, *, imports: bool = False) -> AsyncIterator[_Owner]:
     """The learner at an address, and the run that it is in.
 
     Args:
@@ -138,13 +148,15 @@ async def connect_as_owner(at: At, *, imports: bool = False) -> AsyncIterator[_O
     Raises:
         SottovoceError: it does not answer, not to this caller, or is in no run.
     """
-    async with at.channel() as to:
+    async with endpoint.open_channel() as to:
         stub = learner_pb2_grpc.LearnerStub(to)
-        first = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_REACH_S)
-        told = await at.asked(answered(first, to, f"the learner at {at.address}", terminal.say))
+        first = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_CONNECT_TIMEOUT_S)
+        told = await endpoint.await_answer(
+            await_answer(first, to, f"the learner at {endpoint.address}", terminal.print_notice)
+        )
         status = LearnerStatus.from_wire(told.status)
-        at.require_name(status)
-        yield _Owner(at, stub, await at.intake(stub, _SOURCE), status, imports=imports)
+        endpoint.require_name(status)
+        yield _Owner(endpoint, stub, await endpoint.fetch_intake(stub, _SOURCE), status, imports=imports)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,10 +189,12 @@ class PredictionResult:
             if out.suffix.lower() == ".csv":
                 table.to_csv(file.name)
             else:
-                parquet().write_table(table.to_arrow(), file)
+                import_parquet().write_table(table.to_arrow(), file)
 
 
-async def predict(at: At, file: Path, own: RunSpec | None, *, imports: bool = False) -> PredictionResult:
+async def predict(
+    endpoint: LearnerEndpoint, file: Path, local_spec: RunSpec | None, *, imports: bool = False
+) -> PredictionResult:
     """Ask a learner about the records of a file.
 
     Args:
@@ -192,10 +206,10 @@ async def predict(at: At, file: Path, own: RunSpec | None, *, imports: bool = Fa
     Raises:
         SottovoceError: it does not answer, or not to this caller; or the records are not those of the run.
     """
-    async with connect_as_owner(at, imports=imports) as owner:
-        inputs = InputFormat.of(owner.spec, owner.n_features, own, get_data_folders())
-        said = await owner.predict(inputs.rows(file))
-        cost = await owner.publication(said.rounds_done[-1])
+    async with connect_as_owner(endpoint, imports=imports) as owner:
+        inputs = InputFormat.from_spec(owner.spec, owner.n_features, local_spec, get_data_folders())
+        said = await owner.predict(inputs.read_rows(file))
+        cost = await owner.compute_publication(said.rounds_done[-1])
         return PredictionResult(owner.status.learner, owner.run_id, said.rounds_done[-1], _table(inputs, said), cost)
 
 
@@ -204,7 +218,7 @@ def _table(inputs: InputFormat, said: _Predictions) -> Table:
     columns: dict[str, Any] = {"record": np.arange(len(said.scores))}
     names = inputs.classes
     if names is None:
-        columns["label"] = said.scores if schema is None else schema.label.unscaled(said.scores)
+        columns["label"] = said.scores if schema is None else schema.label.unscale(said.scores)
         return Table(columns)
     if any(isinstance(name, str) for name in names):
         names = tuple(map(str, names))  # a column is of one type
@@ -221,5 +235,5 @@ def _table(inputs: InputFormat, said: _Predictions) -> Table:
 
 def require_writable(out: Path | None) -> None:
     """Raises `SpecError` for a file of a format that is not written."""
-    if out is not None and out.suffix.lower() not in WRITES:
-        raise SpecError(f"--out must be a {' or '.join(WRITES)} file, got {out}")
+    if out is not None and out.suffix.lower() not in OUTPUT_SUFFIXES:
+        raise SpecError(f"--out must be a {' or '.join(OUTPUT_SUFFIXES)} file, got {out}")

@@ -16,23 +16,23 @@ from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import PINK, make_diamond
-from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.reports.plots import KINDS, build_budget_figure
-from sottovoce_client.reports.run_report import grounds
-from sottovoce_client.wording import number, pluralize
+from sottovoce_client.reports.page import Page, PageColumn, PageTable
+from sottovoce_client.reports.plots import EPSILON_STYLES, build_budget_figure
+from sottovoce_client.reports.run_report import build_assumption_table
+from sottovoce_client.wording import format_number, pluralize
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.budget.composition import (
     RecordGroup,
-    worst_case_record_losses,
     envelope,
     epsilon_for_delta,
     group_loss,
-    message_losses,
     group_record_losses,
+    message_losses,
+    worst_case_record_losses,
 )
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.privacy.guarantee import Event, Guarantee
+from sottovoce_core.privacy.guarantee import Adjacency, Guarantee
 from sottovoce_core.running.cautions import BUDGET_ENDS
 from sottovoce_core.running.run import Run
 from sottovoce_core.spec import RunSpec
@@ -58,8 +58,12 @@ class _BudgetLine:
 
     def curve(self, kind: str) -> FloatArray | None:
         """`(rounds,)` cumulative epsilon of a kind of `KINDS`."""
-        curves = {"paper": self.guarantee.paper, "event": self.guarantee.cumulative_epsilon, "record": self.record_curve}
-        return curves.get(kind, self.guarantee.output)
+        curves = {
+            "paper": self.guarantee.paper_epsilon,
+            "event": self.guarantee.cumulative_epsilon,
+            "record": self.record_curve,
+        }
+        return curves.get(kind, self.guarantee.output_epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +75,23 @@ class BudgetRequest:
     """
 
     delta: float | None = None
-    group: int | None = None
-    uses: bool = False
-    rate: float | None = None
+    group_size: int | None = None
+    include_per_record: bool = False
+    records_per_round: float | None = None
 
-    def supposed(self, run: Run) -> str:
+    def describe_assumption(self, run: Run) -> str:
         """What the numbers suppose; nothing where the data say it."""
-        if self.rate is None:
+        if self.records_per_round is None:
             return ""
-        come = "1 record comes" if self.rate == 1.0 else f"{number(self.rate)} records come"
+        come = (
+            "1 record comes"
+            if self.records_per_round == 1.0
+            else f"{format_number(self.records_per_round)} records come"
+        )
         return f"if {come} a round, in {pluralize(run.spec.rounds, 'round')}"
 
 
-def budget(
+def report_budget(
     prepared: PreparedRun, folder: Path, names: Sequence[str], question: BudgetRequest, console: Console | None = None
 ) -> int:
     """Print what a run promises, and write `budget.json` and `budget.html`; returns the exit code.
@@ -98,7 +106,7 @@ def budget(
     Raises:
         SpecError: no such learner, a delta out of range, or an extra is missing.
     """
-    console, run = console or terminal.console(), prepared.run
+    console, run = console or terminal.create_console(), prepared.run
     chosen = [find_learner_index(run.spec, name) for name in names] or list(range(run.spec.n_learners))
     with console.status("adding up"):
         lines = [_line_of(prepared, i, question) for i in chosen]
@@ -107,9 +115,9 @@ def budget(
     else:
         for line in lines:
             console.out(_plain(line, question), highlight=False)
-    if supposed := question.supposed(run):
+    if supposed := question.describe_assumption(run):
         console.print(f"{supposed}; fewer cost more where means are learned from", highlight=False, soft_wrap=True)
-    run = replace(run, warnings=(*run.warnings, *(each for each in prepared.cautions if each.code == BUDGET_ENDS)))
+    run = replace(run, warnings=(*run.warnings, *(each for each in prepared.warnings if each.code == BUDGET_ENDS)))
     for text in _facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     write_json(folder / "budget.json", _document(run, lines, question))
@@ -136,26 +144,26 @@ def _line_of(prepared: PreparedRun, learner: int, question: BudgetRequest) -> _B
     run, own = prepared.run, prepared.data.learners[learner]
     counts, accountant = np.diff(own.offsets), run.algorithm.accountant(learner)
     guarantee = run.guarantee(learner, counts)
-    end = run.attendance(learner).end
-    records = group_record_losses(accountant, own, end) if question.uses else []
-    dearest = worst_case_record_losses(records, guarantee.per_round) if records else None
+    end = run.participation(learner).end
+    records = group_record_losses(accountant, own, end) if question.include_per_record else []
+    dearest = worst_case_record_losses(records, guarantee.round_losses) if records else None
     epsilons: dict[str, float | None] = {"event": guarantee.epsilon()}
-    if question.uses:
+    if question.include_per_record:
         epsilons["record"] = None if dearest is None else math.fsum(dearest)
-    if question.group is not None:
-        size = 1 if guarantee.event is Event.LEARNER else question.group
-        epsilons["group"] = group_loss(records or [RecordGroup(size, 1, None)], guarantee.per_round, size)
+    if question.group_size is not None:
+        size = 1 if guarantee.adjacency is Adjacency.LEARNER else question.group_size
+        epsilons["group"] = group_loss(records or [RecordGroup(size, 1, None)], guarantee.round_losses, size)
     if question.delta is not None:
         single, mechanism = message_losses(accountant, counts, end), guarantee.mechanism
-        for kind in ("event", "record") if question.uses else ("event",):
+        for kind in ("event", "record") if question.include_per_record else ("event",):
             pure = epsilons[kind]
             if single is not None and pure is not None:
-                losses = single if kind == "event" else envelope([each.messages(single) for each in records])
+                losses = single if kind == "event" else envelope([each.composable_losses(single) for each in records])
                 pure = min(pure, epsilon_for_delta(question.delta, losses, mechanism))
             epsilons[f"{kind}_at_delta"] = pure
-    epsilons |= {"paper": float(guarantee.paper[-1]), "infinite_horizon": guarantee.infinite_horizon}
-    if guarantee.output is not None:
-        epsilons["output"] = float(guarantee.output[-1])
+    epsilons |= {"paper": float(guarantee.paper_epsilon[-1]), "infinite_horizon": guarantee.infinite_horizon_epsilon}
+    if guarantee.output_epsilon is not None:
+        epsilons["output"] = float(guarantee.output_epsilon[-1])
     curve = None if dearest is None else as_floats(np.cumsum(dearest))
     return _BudgetLine(run.spec.names[learner], guarantee, epsilons, curve)
 
@@ -165,11 +173,11 @@ def _line_of(prepared: PreparedRun, learner: int, question: BudgetRequest) -> _B
 
 def _heads(lines: Sequence[_BudgetLine], question: BudgetRequest) -> dict[str, str]:
     """The headings of the epsilons that these lines have, by kind, in the order in which they are shown."""
-    noun = ("record" if question.uses else "event") + "s" * (question.group != 1)
+    noun = ("record" if question.include_per_record else "event") + "s" * (question.group_size != 1)
     heads = {
         "event": "per event",
         "record": "per record, all uses",
-        "group": f"{question.group} {noun}",
+        "group": f"{question.group_size} {noun}",
         "event_at_delta": f"per event at δ = {question.delta or 0:g}",
         "record_at_delta": f"per record at δ = {question.delta or 0:g}",
         "paper": "by the paper",
@@ -181,12 +189,12 @@ def _heads(lines: Sequence[_BudgetLine], question: BudgetRequest) -> dict[str, s
 
 def _rows(lines: Sequence[_BudgetLine], heads: Iterable[str]) -> Iterator[tuple[str, ...]]:
     for line in lines:
-        values = (number(line.epsilons.get(kind)) for kind in heads)
-        yield line.name, line.guarantee.grounds.threat_model.value, *values
+        values = (format_number(line.epsilons.get(kind)) for kind in heads)
+        yield line.name, line.guarantee.basis.threat_model.value, *values
 
 
 def _table(lines: Sequence[_BudgetLine], question: BudgetRequest) -> Table:
-    table, heads = terminal.table(title="epsilon", title_justify="left"), _heads(lines, question)
+    table, heads = terminal.create_table(title="epsilon", title_justify="left"), _heads(lines, question)
     for k, head in enumerate(("learner", "listening", *heads.values())):
         table.add_column(head, justify="left" if k < 2 else "right", overflow="fold")
     for row in _rows(lines, heads):
@@ -195,17 +203,19 @@ def _table(lines: Sequence[_BudgetLine], question: BudgetRequest) -> Table:
 
 
 def _plain(line: _BudgetLine, question: BudgetRequest) -> str:
-    values = ", ".join(f"{head} {number(line.epsilons[kind])}" for kind, head in _heads([line], question).items())
-    return f"{line.name}: epsilon {values}; listening: {line.guarantee.grounds.threat_model.value}"
+    values = ", ".join(
+        f"{head} {format_number(line.epsilons[kind])}" for kind, head in _heads([line], question).items()
+    )
+    return f"{line.name}: epsilon {values}; listening: {line.guarantee.basis.threat_model.value}"
 
 
 def _facts(run: Run, lines: Sequence[_BudgetLine]) -> Iterator[str]:
     """Sentences under the table: the sum over learners, what the numbers rest on, the proof, and warnings."""
     if len(lines) > 1:
-        yield f"{_together(run, lines)}: epsilon {number(_sum(lines))}"
+        yield f"{_together(run, lines)}: epsilon {format_number(_sum(lines))}"
     promise = lines[0].guarantee
-    yield f"one event: {promise.adjacency}"
-    yield f"accounting: {promise.grounds.mode}; proof: {promise.grounds.proof}"
+    yield f"one event: {promise.adjacency_description}"
+    yield f"accounting: {promise.basis.mode}; proof: {promise.basis.proof}"
     for name, values, why in _grounds(lines):
         yield f"rests on {name} = {values}: {why}"
     for finding in run.warnings:
@@ -218,19 +228,19 @@ def _sum(lines: Sequence[_BudgetLine]) -> float:
 
 
 def _together(run: Run, lines: Sequence[_BudgetLine]) -> str:
-    if run.spec.data.partition.shared:
+    if run.spec.data.partition.is_shared:
         return f"an event shows in the messages of every learner, for they share their records; of these {len(lines)} together"
     return f"an event at each of these {len(lines)} learners, together"
 
 
 def _grounds(lines: Sequence[_BudgetLine]) -> Iterator[tuple[str, str, str]]:
     """Constants: name, value or range of values over the learners, and what makes it true."""
-    for name, ground in lines[0].guarantee.grounds.constants.items():
+    for name, ground in lines[0].guarantee.basis.constants.items():
         values = [
-            line.guarantee.grounds.constants[name].value for line in lines if name in line.guarantee.grounds.constants
+            line.guarantee.basis.constants[name].value for line in lines if name in line.guarantee.basis.constants
         ]
-        low, high = number(min(values)), number(max(values))
-        yield name, low if low == high else f"{low} to {high}", ground.enforced_by
+        low, high = format_number(min(values)), format_number(max(values))
+        yield name, low if low == high else f"{low} to {high}", ground.enforcement
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -243,9 +253,9 @@ def _document(run: Run, lines: Sequence[_BudgetLine], question: BudgetRequest) -
         "algorithm": run.algorithm.name,
         "rounds": run.spec.rounds,
         "delta": question.delta,
-        "group": question.group,
-        "records_a_round": question.rate,  # of live ones, supposed
-        "uses": question.uses,  # whether records were charged for all of their uses
+        "group": question.group_size,
+        "records_a_round": question.records_per_round,  # of live ones, supposed
+        "uses": question.include_per_record,  # whether records were charged for all of their uses
         "together": _sum(lines),  # epsilon of an event at every one of these learners
         "learners": [_learner(line) for line in lines],
         "warnings": [{"code": finding.code, "text": finding.text} for finding in run.warnings],
@@ -257,15 +267,15 @@ def _learner(line: _BudgetLine) -> dict[str, Any]:
     promise = line.guarantee
     return {
         "name": line.name,
-        "threat_model": promise.grounds.threat_model,  # who may listen
-        "adjacency": promise.adjacency,  # which two data sets must look alike
+        "threat_model": promise.basis.threat_model,  # who may listen
+        "adjacency": promise.adjacency_description,  # which two data sets must look alike
         "epsilon": line.epsilons,
         "cumulative": promise.cumulative_epsilon,  # epsilon of one event, after every round
-        "accounting": promise.grounds.mode,
-        "proof": promise.grounds.proof,
+        "accounting": promise.basis.mode,
+        "proof": promise.basis.proof,
         "constants": {
-            name: {"value": each.value, "enforced_by": each.enforced_by}
-            for name, each in promise.grounds.constants.items()
+            name: {"value": each.value, "enforced_by": each.enforcement}
+            for name, each in promise.basis.constants.items()
         },
     }
 
@@ -273,28 +283,36 @@ def _learner(line: _BudgetLine) -> dict[str, Any]:
 def _budget_page(run: Run, lines: Sequence[_BudgetLine], question: BudgetRequest) -> Page:
     """What a run promises, and what that rests on."""
     heads = _heads(lines, question)
-    columns = (Column("learner"), Column("listening", kind="text"), *(Column(f"ε {head}") for head in heads.values()))
+    columns = (
+        PageColumn("learner"),
+        PageColumn("listening", kind="text"),
+        *(PageColumn(f"ε {head}") for head in heads.values()),
+    )
     title = "What the messages may tell"
     values = {
         "run": run,
-        "supposed": question.supposed(run),
+        "supposed": question.describe_assumption(run),
         "promise": lines[0].guarantee,
         "warned": [(finding.code, finding.text) for finding in run.warnings],
         "together": _together(run, lines) if len(lines) > 1 else "",
         "epsilon": _sum(lines),
     }
     table = PageTable("learners", title, columns, list(_rows(lines, heads)))
-    return Page("budget.html.j2", [table, grounds(list(_grounds(lines))), _plot(lines, question)], values)
+    return Page(
+        "budget.html.j2", [table, build_assumption_table(list(_grounds(lines))), _plot(lines, question)], values
+    )
 
 
 def _plot(lines: Sequence[_BudgetLine], question: BudgetRequest) -> Figure:
     """Cumulative epsilons over rounds; nothing where none is finite and above zero."""
     curves = {}
-    for kind in KINDS:
+    for kind in EPSILON_STYLES:
         known = [curve for line in lines if (curve := line.curve(kind)) is not None]
         if known:
             curves[kind] = np.stack(known)
     at_delta = (line.epsilons.get("event_at_delta") or 0.0 for line in lines)
     deltas = [epsilon for epsilon in at_delta if 0 < epsilon < math.inf]
-    rounds, name = len(lines[0].guarantee.per_round), f"per event at δ = {question.delta:g}" if deltas else ""
-    return build_budget_figure("Over the rounds", curves, [make_diamond(rounds, max(deltas), name, PINK)] if deltas else [])
+    rounds, name = len(lines[0].guarantee.round_losses), f"per event at δ = {question.delta:g}" if deltas else ""
+    return build_budget_figure(
+        "Over the rounds", curves, [make_diamond(rounds, max(deltas), name, PINK)] if deltas else []
+    )

@@ -12,9 +12,9 @@ from rich.console import Console
 from sottovoce_client import terminal
 from sottovoce_client.documents import create_file, require_new
 from sottovoce_client.privacy.budget import find_learner_index
-from sottovoce_client.wording import number
+from sottovoce_client.wording import format_number
 from sottovoce_core.algorithms.setting import AlgorithmSpec
-from sottovoce_core.budget.calibration import CalibrationResult, Per, Target, calibrate
+from sottovoce_core.budget.calibration import BudgetTarget, BudgetUnit, CalibrationResult, calibrate
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.running.cautions import find_budget_warnings
@@ -24,7 +24,7 @@ from sottovoce_core.yaml_files import write_yaml
 
 
 def write_calibrated_spec(
-    source: Path, prepared: PreparedRun, target: Target, out: Path | None, console: Console | None = None
+    source: Path, prepared: PreparedRun, target: BudgetTarget, out: Path | None, console: Console | None = None
 ) -> None:
     """Find the noise, say what it came to, and write the spec: the user's own document with another noise.
 
@@ -39,13 +39,15 @@ def write_calibrated_spec(
         SpecError: there is a file at `out` already, or the budget cannot be met.
     """
     require_new(out)
-    console = console or terminal.console(stderr=True)
+    console = console or terminal.create_console(stderr=True)
     spec = prepared.run.spec
     with console.status("searching"):
         found = calibrate(spec, prepared.data, target)
     for name, epsilon, factor in zip(spec.names, found.epsilons, found.factors, strict=True):
-        console.print(f"{name}: epsilon {number(epsilon)}, {number(factor)} times the noise", highlight=False)
-    if spec.data.partition.shared:
+        console.print(
+            f"{name}: epsilon {format_number(epsilon)}, {format_number(factor)} times the noise", highlight=False
+        )
+    if spec.data.partition.is_shared:
         console.print(
             "learners share their records: these are epsilons of all their messages together", highlight=False
         )
@@ -63,7 +65,7 @@ def write_calibrated_spec(
         {"name": name, "epsilon": epsilon, "noise_factor": factor}
         for name, epsilon, factor in zip(spec.names, found.epsilons, found.factors, strict=True)
     ]
-    terminal.tell(lambda: {"out": out, "learners": each, "spec": document})
+    terminal.print_json_if_requested(lambda: {"out": out, "learners": each, "spec": document})
 
 
 def _with_algorithm(source: Path, before: AlgorithmSpec, found: CalibrationResult, out: Path | None) -> dict[str, Any]:
@@ -91,7 +93,7 @@ def parse_horizon(text: str | None) -> float | None:
     return rounds
 
 
-def parse_target(spec: RunSpec, wanted: Sequence[str], horizon: float | None, per: Per) -> Target:
+def parse_target(spec: RunSpec, wanted: Sequence[str], horizon: float | None, per: BudgetUnit) -> BudgetTarget:
     """What the command's options ask for.
 
     Args:
@@ -122,7 +124,7 @@ def parse_target(spec: RunSpec, wanted: Sequence[str], horizon: float | None, pe
     without = [name for name, target in zip(spec.names, targets, strict=True) if target is None]
     if without:
         raise SpecError(f"every learner needs a target, got none for {', '.join(without)}; give --target E")
-    return Target(tuple(target for target in targets if target is not None), horizon, per)
+    return BudgetTarget(tuple(target for target in targets if target is not None), horizon, per)
 
 
 def _number(option: str, text: str) -> float:

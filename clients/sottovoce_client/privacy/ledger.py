@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.wording import NOTHING, count, number, pluralize
+from sottovoce_client.wording import MISSING_VALUE, format_count, format_number, pluralize
 from sottovoce_core.errors import SpecError
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.store import Ledger
 
@@ -23,12 +23,12 @@ _SPARE = ("accounting", "threat model", "algorithm")
 
 def _promise(line: LedgerEntry, imports: bool) -> tuple[str, str]:
     try:
-        guarantee = line.guarantee(imports=imports)
+        guarantee = line.build_guarantee(imports=imports)
     except SpecError:  # of an algorithm that is not installed here, or may not be imported
-        return NOTHING, NOTHING
-    return guarantee.grounds.threat_model.value if math.isfinite(
+        return MISSING_VALUE, MISSING_VALUE
+    return guarantee.basis.threat_model.value if math.isfinite(
         guarantee.epsilon()
-    ) else NOTHING, guarantee.grounds.mode
+    ) else MISSING_VALUE, guarantee.basis.mode
 
 
 def _ledger_in(folder: Path) -> Ledger:
@@ -43,7 +43,7 @@ def _ledger_in(folder: Path) -> Ledger:
 
 def _require(ledger: Ledger, learner: str | None) -> None:
     """Raises `SpecError` where nothing is left of a ledger (of this learner), and no sign that there was one."""
-    names = ledger.learners()
+    names = ledger.list_learners()
     if not names or learner not in (None, *names):
         there, whose = ", ".join(names) or "nobody", "" if learner is None else f" of {learner!r}"
         raise SpecError(f"no ledger{whose} in the state folder {ledger.folder}; there are ledgers of: {there}")
@@ -65,21 +65,23 @@ def show_ledger(
         DataError: the ledger cannot be read.
     """
     ledger = _ledger_in(folder)
-    lines = ledger.lines(learner)
+    lines = ledger.list_entries(learner)
     if not lines:
-        there = ", ".join(sorted({line.learner for line in ledger.lines()})) or "nobody"
+        there = ", ".join(sorted({line.learner for line in ledger.list_entries()})) or "nobody"
         whose = "" if learner is None else f" of {learner!r}"
         raise SpecError(f"no runs{whose} in the state folder {folder}; there are runs of: {there}")
-    console = console or terminal.console()
-    table, left_out = terminal.fitted(console.width, _HEADS, _rows(lines, allow_imports), right=_NUMBERS, spare=_SPARE)
+    console = console or terminal.create_console()
+    table, left_out = terminal.fit_table(
+        console.width, _HEADS, _rows(lines, allow_imports), right_aligned=_NUMBERS, optional_columns=_SPARE
+    )
     console.print(table)
     if left_out:
         console.print(f"a wider terminal shows {', '.join(left_out)}, too; so does --json")
-    terminal.tell(
+    terminal.print_json_if_requested(
         lambda: [
             {"learner": each.learner, "run": each.run_id, "algorithm": each.algorithm}
             | dict(zip(("threat_model", "accounting"), map(_known, _promise(each, allow_imports)), strict=True))
-            | {"messages": each.said, "epsilon": each.spent}
+            | {"messages": each.rounds_committed, "epsilon": each.epsilon_spent}
             for each in lines
         ]
     )
@@ -91,16 +93,34 @@ def _rows(lines: Sequence[LedgerEntry], imports: bool) -> list[tuple[str, ...]]:
     for name in sorted({line.learner for line in lines}):
         own = [line for line in lines if line.learner == name]
         for line in own:
-            counts = count(line.said), number(line.spent)
-            rows.append((plain(name), plain(line.run_id), plain(line.algorithm), *_promise(line, imports), *counts))
+            counts = format_count(line.rounds_committed), format_number(line.epsilon_spent)
+            rows.append(
+                (
+                    escape_control(name),
+                    escape_control(line.run_id),
+                    escape_control(line.algorithm),
+                    *_promise(line, imports),
+                    *counts,
+                )
+            )
         if len(own) > 1:
-            total = number(math.fsum(line.spent for line in own))
-            rows.append((plain(name), "all runs", "", "", "", count(sum(line.said for line in own)), total))
+            total = format_number(math.fsum(line.epsilon_spent for line in own))
+            rows.append(
+                (
+                    escape_control(name),
+                    "all runs",
+                    "",
+                    "",
+                    "",
+                    format_count(sum(line.rounds_committed for line in own)),
+                    total,
+                )
+            )
     return rows
 
 
 def _known(text: str) -> str | None:
-    return None if text == NOTHING else text
+    return None if text == MISSING_VALUE else text
 
 
 def verify_ledger(
@@ -118,18 +138,18 @@ def verify_ledger(
         SpecError: there is no such folder, or no ledger (of this learner) in it.
         DataError: something is lost or damaged, or a charge is another one than the spec asks for.
     """
-    out, ledger = console or terminal.console(), _ledger_in(folder)
+    out, ledger = console or terminal.create_console(), _ledger_in(folder)
     _require(ledger, learner)
-    names = ledger.learners() if learner is None else [learner]
+    names = ledger.list_learners() if learner is None else [learner]
     found = []
     for name in names:
         runs = Ledger(folder).verify(name, imports=allow_imports)
-        spent = number(math.fsum(run.spent for run in runs))
+        spent = format_number(math.fsum(run.epsilon_spent for run in runs))
         out.print(
             f"{name}: {pluralize(len(runs), 'run')}, ε {spent} in all: nothing is lost", markup=False, highlight=False
         )
-        found.append({"learner": name, "runs": len(runs), "epsilon": math.fsum(run.spent for run in runs)})
-    terminal.tell(lambda: found)
+        found.append({"learner": name, "runs": len(runs), "epsilon": math.fsum(run.epsilon_spent for run in runs)})
+    terminal.print_json_if_requested(lambda: found)
 
 
 def repair_ledger(folder: Path, learner: str, charge: float | None, console: Console | None = None) -> None:
@@ -149,15 +169,22 @@ def repair_ledger(folder: Path, learner: str, charge: float | None, console: Con
     ledger = _ledger_in(folder)
     if charge is None:
         _require(ledger, learner)
-    done, out = ledger.repair(learner, charge), console or terminal.console()
-    if done.aside is None:
-        text = f"nothing is lost: ε {number(done.in_all)} in all, as before"
+    done, out = ledger.repair(learner, charge), console or terminal.create_console()
+    if done.backup_folder is None:
+        text = f"nothing is lost: ε {format_number(done.total_epsilon_spent)} in all, as before"
     else:
-        figures = f"charged ε {number(done.charged)}, which makes {number(done.in_all)} in all"
-        text = f"{figures}; what was there is kept in {done.aside}"
+        figures = f"charged ε {format_number(done.epsilon_charged)}, which makes {format_number(done.total_epsilon_spent)} in all"
+        text = f"{figures}; what was there is kept in {done.backup_folder}"
     out.print(text, markup=False, highlight=False, soft_wrap=True)
-    charged = 0.0 if done.aside is None else done.charged
-    terminal.tell(lambda: {"learner": learner, "charged": charged, "epsilon": done.in_all, "kept_in": done.aside})
+    charged = 0.0 if done.backup_folder is None else done.epsilon_charged
+    terminal.print_json_if_requested(
+        lambda: {
+            "learner": learner,
+            "charged": charged,
+            "epsilon": done.total_epsilon_spent,
+            "kept_in": done.backup_folder,
+        }
+    )
 
 
 def adopt_ledger(folder: Path, learner: str, console: Console | None = None) -> None:
@@ -175,13 +202,13 @@ def adopt_ledger(folder: Path, learner: str, console: Console | None = None) -> 
     """
     ledger = _ledger_in(folder)
     _require(ledger, learner)
-    Ledger(folder).moved(learner)
-    runs = ledger.lines(learner)
-    spent = math.fsum(run.spent for run in runs)
+    Ledger(folder).accept_moved_folder(learner)
+    runs = ledger.list_entries(learner)
+    spent = math.fsum(run.epsilon_spent for run in runs)
     text = (
-        f"{learner} goes on from {folder}: {pluralize(len(runs), 'run')}, ε {number(spent)} in all\n"
+        f"{learner} goes on from {folder}: {pluralize(len(runs), 'run')}, ε {format_number(spent)} in all\n"
         "What was sent after this copy was made is not in it. If it is a backup, charge that before the learner starts: "
         f"sottovoce ledger --repair --state {folder} --learner {learner} --charge EPSILON"
     )
-    (console or terminal.console()).print(text, markup=False, highlight=False, soft_wrap=True)
-    terminal.tell(lambda: {"learner": learner, "state": folder, "runs": len(runs), "epsilon": spent})
+    (console or terminal.create_console()).print(text, markup=False, highlight=False, soft_wrap=True)
+    terminal.print_json_if_requested(lambda: {"learner": learner, "state": folder, "runs": len(runs), "epsilon": spent})

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.wording import number
-from sottovoce_core.running.policy import DAYS, MAX_ACCOUNTED_ROUNDS, Policy
+from sottovoce_client.wording import format_number
+from sottovoce_core.running.policy import DAYS_PER_MONTH, MAX_ACCOUNTED_ROUNDS, Policy
 from sottovoce_core.running.run import Run, find_first_round_above
 
 
@@ -25,8 +25,8 @@ def show_policy(path: Path | None, console: Console | None = None) -> None:
         SpecError: it is no valid policy.
     """
     policy = Policy.load(path)
-    (console or terminal.console()).out(policy.dump(), end="", highlight=False)
-    terminal.tell(lambda: policy.model_dump(mode="json"))
+    (console or terminal.create_console()).out(policy.dump(), end="", highlight=False)
+    terminal.print_json_if_requested(lambda: policy.model_dump(mode="json"))
 
 
 def check_policy(run: Run, n_features: int, policy: Policy, learner: int, console: Console | None = None) -> bool:
@@ -42,32 +42,41 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
     Returns:
         Whether the learner would take part.
     """
-    out = console or terminal.console()
+    out = console or terminal.create_console()
     findings = policy.findings(run, n_features, learner)
-    table = terminal.table("clause", "allows", "the run asks for", "")
+    table = terminal.create_table("clause", "allows", "the run asks for", "")
     for each in findings:
-        table.add_row(each.clause, Text(each.allows), Text(each.asks), "" if each.fits else "refused")
+        table.add_row(
+            each.clause, Text(each.allowed_value), Text(each.requested_value), "" if each.is_satisfied else "refused"
+        )
     out.print(table)
-    fits = all(each.fits for each in findings)
+    fits = all(each.is_satisfied for each in findings)
     verdict = "would take part" if fits else "would not take part"
     out.out(f"{run.spec.names[learner]} {verdict} in {run.spec.name}", highlight=False)
-    limits = {f"{DAYS} days": policy.epsilon_per_month, "all runs": policy.epsilon}
-    stops = _first_rounds_above(run, learner, {**limits, "privacy.budget": run.spec.get_budget(learner)}) if fits else {}
-    told = [f"{number(limit)} in {what}" for what, limit in limits.items() if limit is not None]
+    limits = {f"{DAYS_PER_MONTH} days": policy.epsilon_per_month, "all runs": policy.epsilon}
+    stops = (
+        _first_rounds_above(run, learner, {**limits, "privacy.budget": run.spec.get_budget(learner)}) if fits else {}
+    )
+    told = [f"{format_number(limit)} in {what}" for what, limit in limits.items() if limit is not None]
     if told and fits:
         text = f"it stops where its ledger has reached epsilon {' or '.join(told)} (sottovoce ledger)"
         out.out(text, highlight=False)
     for what, t in stops.items():
         text = f"this run alone reaches {what}: it sends no message from round {t} of {run.spec.rounds} on (counted from 0)"
         out.out(text, highlight=False)
-    terminal.tell(
+    terminal.print_json_if_requested(
         lambda: {
             "learner": run.spec.names[learner],
             "run": run.spec.name,
             "takes_part": fits,
             "first_round_not_sent": min(stops.values(), default=None),
             "clauses": [
-                {"clause": each.clause, "allows": each.allows, "asks": each.asks, "fits": each.fits}
+                {
+                    "clause": each.clause,
+                    "allows": each.allowed_value,
+                    "asks": each.requested_value,
+                    "fits": each.is_satisfied,
+                }
                 for each in findings
             ],
         }
@@ -81,5 +90,8 @@ def _first_rounds_above(run: Run, learner: int, limits: Mapping[str, float | Non
     losses = run.planned_losses(learner, MAX_ACCOUNTED_ROUNDS) if held else None
     if losses is None:
         return {}
-    found = {f"epsilon {number(limit)} in {what}": find_first_round_above(losses, limit) for what, limit in held.items()}
+    found = {
+        f"epsilon {format_number(limit)} in {what}": find_first_round_above(losses, limit)
+        for what, limit in held.items()
+    }
     return {what: t for what, t in found.items() if t is not None}

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from sottovoce_client.documents import write_atomically
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, select_evenly
-from sottovoce_client.reports.page import COLOURS, Column, PageTable, render
-from sottovoce_client.wording import number
+from sottovoce_client.reports.marks import PALETTE, Axis, PlotMark, PlotView, select_evenly
+from sottovoce_client.reports.page import COLOURS, PageColumn, PageTable, render
+from sottovoce_client.wording import format_number
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.optional import import_optional
 from sottovoce_core.table import Table
 
-_MOST_ROWS = 12
+_MAX_TABLE_ROWS = 12
 """Of the numbers below a plot."""
 
 
@@ -42,8 +42,8 @@ class Figure:
 
     name: str
     title: str
-    marks: Sequence[Mark]
-    views: Sequence[View]
+    marks: Sequence[PlotMark]
+    views: Sequence[PlotView]
     height: int = 300
     numbers: PageTable | None = None
     label: str = ""
@@ -73,18 +73,18 @@ class Figure:
             _look_at(canvas, self, self.views[0])
             canvas.savefig(draft, format=form, dpi=_DPI, metadata=undated.get(form))
 
-    def said(self, view: View) -> str:
+    def describe(self, view: PlotView) -> str:
         """What is seen, for those who do not."""
         if self.label:
             return f"{self.title}: {self.label}"
         last = [(each.name, _last(each.y)) for each in _curves(self.marks) if each.name]
-        told = [f"{name} ends at {view.y.said(value)}" for name, value in last if value is not None]
+        told = [f"{name} ends at {view.y.format_value(value)}" for name, value in last if value is not None]
         axes = f"across {view.x.title}, up {view.y.title}" if view.y.title else f"across {view.x.title}"
         return ". ".join([f"{self.title}: {axes}", *([", ".join(told)] if told and len(told) <= len(PALETTE) else [])])
 
 
-def _curves(marks: Sequence[Mark]) -> list[Mark]:
-    return [each for each in marks if each.kind == "line" and not each.context]
+def _curves(marks: Sequence[PlotMark]) -> list[PlotMark]:
+    return [each for each in marks if each.kind == "line" and not each.is_reference]
 
 
 def _last(values: FloatArray) -> float | None:
@@ -99,24 +99,24 @@ def _numbers(figure: Figure) -> PageTable:
     """The values of what has a name, at a few places across: a row for a place, or for a curve where these are many."""
     view = figure.views[0]
     named = [each for each in figure.marks if each.name and each.kind in ("line", "dots", "bars") and len(each.x)]
-    curves = [each for each in named if not each.context] or named
+    curves = [each for each in named if not each.is_reference] or named
     x = np.unique(np.concatenate([each.x for each in curves])) if curves else np.zeros(0)
     few = len(named) <= len(PALETTE)
-    x = x[select_evenly(len(x), 50 if any(each.kind == "bars" for each in named) else _MOST_ROWS if few else 5)]
+    x = x[select_evenly(len(x), 50 if any(each.kind == "bars" for each in named) else _MAX_TABLE_ROWS if few else 5)]
     values = [_at(each, x) for each in named]
-    heads = [view.x.said(float(each)) for each in x]
+    heads = [view.x.format_value(float(each)) for each in x]
     name, title = f"numbers-{figure.name}", figure.title
     if few:
-        columns = [Column(view.x.title), *(Column(each.name, view.y.said) for each in named)]
+        columns = [PageColumn(view.x.title), *(PageColumn(each.name, view.y.format_value) for each in named)]
         rows = [(head, *row) for head, row in zip(heads, np.transpose(values).tolist(), strict=True)]
         return PageTable(name, title, columns, rows)
-    columns = [Column(view.y.title), *(Column(f"{view.x.title} {head}", view.y.said) for head in heads)]
+    columns = [PageColumn(view.y.title), *(PageColumn(f"{view.x.title} {head}", view.y.format_value) for head in heads)]
     return PageTable(
         name, title, columns, [(each.name, *row.tolist()) for each, row in zip(named, values, strict=True)]
     )
 
 
-def _at(each: Mark, x: FloatArray) -> FloatArray:
+def _at(each: PlotMark, x: FloatArray) -> FloatArray:
     """What is drawn there; not a number where nothing is."""
     if each.kind == "line" and not each.step and len(each.x) > 1 and (np.diff(each.x) > 0).all():
         return np.interp(x, each.x, each.y, math.nan, math.nan)
@@ -141,7 +141,7 @@ _MAX_MARKED_POINTS = 10
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 _SHAPES = {"circle": "o", "diamond": "D", "cross": "x"}
 _STEPS = {"": "default", "after": "steps-post", "middle": "steps-mid"}
-_FAR = 1e100
+_MAX_DRAWABLE_VALUE = 1e100
 """What lies beyond cannot be drawn, and is a gap."""
 _SOFT, _LINE, _RULE, _INK, _PAPER = (COLOURS[name][0] for name in ("soft", "line", "rule", "ink", "paper"))
 _VARIABLES = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
@@ -182,7 +182,7 @@ def _look(**more: Any) -> Any:
     return _matplotlib().rc_context({**_LOOK, **more})
 
 
-def _inline(figure: Figure, view: View, k: int, canvas: Any) -> str:
+def _inline(figure: Figure, view: PlotView, k: int, canvas: Any) -> str:
     """Draw a view as a piece of a page: colours are the page's own, and a mark shows its name under the pointer."""
     buffer = io.StringIO()
     _look_at(canvas, figure, view)
@@ -202,7 +202,7 @@ def _inline(figure: Figure, view: View, k: int, canvas: Any) -> str:
         return _PLACE.sub(lambda place: _DIGITS.sub("", place[0]), tag)
 
     drawing = re.sub(r"(?<=>)\s+(?=<)", "", re.sub(r"<[^/>][^>]*>", inline, drawing))
-    label = html.escape(figure.said(view))
+    label = html.escape(figure.describe(view))
     return f'<svg class="drawn" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{drawing}'
 
 
@@ -229,11 +229,11 @@ def _drawn(figure: Figure, width: int = _WIDTH) -> Any:
     return canvas
 
 
-def _bare(view: View) -> bool:
+def _bare(view: PlotView) -> bool:
     return not (view.x.title or view.y.title)
 
 
-def _look_at(canvas: Any, figure: Figure, view: View) -> None:
+def _look_at(canvas: Any, figure: Figure, view: PlotView) -> None:
     """Set the axes of what is drawn, and leave room for them: Matplotlib's own layouts draw everything twice."""
     (axes,) = canvas.axes
     sides = [(each.y, each.low) for each in figure.marks if each.kind != "upright"]
@@ -252,14 +252,14 @@ def _look_at(canvas: Any, figure: Figure, view: View) -> None:
     axes.yaxis.set_label_coords((22 - left) / within[0], 0.5)
 
 
-def _listed(marks: Sequence[Mark]) -> list[Mark]:
+def _listed(marks: Sequence[PlotMark]) -> list[PlotMark]:
     """Marks of the legend: not curves that are many and look alike."""
     curves = _curves(marks)
     alike = len(curves) > len(PALETTE) and len({(each.colour, each.dash) for each in curves}) == 1
     return [each for each in marks if each.name and not (alike and each in curves)]
 
 
-def _draw(axes: Any, mark: Mark, k: int) -> Any:
+def _draw(axes: Any, mark: PlotMark, k: int) -> Any:
     """Draw a mark; returns what stands for it in the legend."""
     colour, size, gid = COLOURS[mark.colour][0], mark.width * _POINT, f"mark_{k}" if mark.name else None
     x, y = _near(mark.x), _near(mark.y)
@@ -291,13 +291,13 @@ def _draw(axes: Any, mark: Mark, k: int) -> Any:
         shown = axes.errorbar(x, y, error, fmt=_SHAPES[mark.shape], color=colour, elinewidth=1, **look)
         shown[0].set_gid(gid)
         return shown
-    point = "o" if len(x) <= _MAX_MARKED_POINTS and not (mark.context or mark.step) else None
+    point = "o" if len(x) <= _MAX_MARKED_POINTS and not (mark.is_reference or mark.step) else None
     return axes.plot(x, y, drawstyle=_STEPS[mark.step], marker=point, markersize=3.5, **stroke)[0]
 
 
 def _near(values: FloatArray | None) -> FloatArray:
     assert values is not None  # noqa: S101 - an area has two edges
-    return np.where(np.abs(values) < _FAR, values, math.nan)
+    return np.where(np.abs(values) < _MAX_DRAWABLE_VALUE, values, math.nan)
 
 
 def _side(at: float) -> int:
@@ -307,7 +307,7 @@ def _side(at: float) -> int:
 def _set_axis(axes: Any, which: str, said: Axis, values: Sequence[FloatArray]) -> None:
     """Set title, scale, ends and ticks; `values` are all that are drawn along it."""
     known = np.concatenate([*values, np.zeros(0)])
-    known = known[np.abs(known) < _FAR]  # only these are drawn
+    known = known[np.abs(known) < _MAX_DRAWABLE_VALUE]  # only these are drawn
     low, high = said.low, said.high
     getattr(axes, f"set_{which}scale")("linear")  # whatever another view had
     axes.autoscale(axis=which)
@@ -325,9 +325,9 @@ def _set_axis(axes: Any, which: str, said: Axis, values: Sequence[FloatArray]) -
         ends = sorted(axis.get_view_interval())
         axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if ends[1] < 100 * ends[0] else (1,)))
         axis.set_minor_formatter(ticker.NullFormatter())
-    elif said.form == "count":
+    elif said.value_format == "count":
         axis.get_major_locator().set_params(integer=True)
-    if said.form == "share":
+    if said.value_format == "share":
         axis.set_major_formatter(ticker.PercentFormatter(1.0, symbol=" %"))
     else:
         axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
@@ -338,7 +338,7 @@ def _tick(value: float) -> str:
     power = math.log10(abs(value)) if value else 0.0
     if abs(power) > 4.5 and abs(power - round(power)) < 1e-9:
         return "10" + str(round(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return number(float(f"{value:.10g}"))
+    return format_number(float(f"{value:.10g}"))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -365,10 +365,10 @@ def parse_formats(text: str) -> tuple[str, ...]:
 
 def export(
     folder: Path,
-    asked: Iterable[str],
+    formats: Iterable[str],
     tables: Mapping[str, Table],
     figures: Sequence[Figure],
-    short: Mapping[str, Table] | None = None,
+    paper_tables: Mapping[str, Table] | None = None,
 ) -> tuple[Path, ...]:
     """Write every table and figure in every format that fits it; returns the files.
 
@@ -383,12 +383,12 @@ def export(
         SpecError: Matplotlib is not installed.
     """
     written = []
-    for each in asked:
+    for each in formats:
         if each in _TABLES:
             for name, table in tables.items():
                 written.append(folder / f"{name}.{_TABLES[each]}")
                 with write_atomically(written[-1]) as draft:
-                    table.to_csv(draft) if each == "csv" else (short or {}).get(name, table).to_latex(draft)
+                    table.to_csv(draft) if each == "csv" else (paper_tables or {}).get(name, table).to_latex(draft)
         else:
             for figure in figures:
                 written.append(folder / f"{figure.name}.{each}")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sottovoce_client.reports.page import COLOURS
-from sottovoce_client.wording import number, share
+from sottovoce_client.wording import format_number, format_percent
 from sottovoce_core.arrays import FloatArray, IntArray
 
 Values = Sequence[float] | FloatArray | IntArray
@@ -23,12 +23,12 @@ PALETTE = tuple(COLOURS)[:8]
 DASHES = ("solid", "dash", "dot", "dashdot")
 BLUE, RED, GREEN, PINK = PALETTE[:4]
 INK, FAINT, RULE, AREA = "ink", "faint", "rule", "area"
-_MOST_POINTS = 400
-Kind = Literal["line", "dots", "bars", "area", "upright", "image", "arrow", "text"]
+_MAX_CURVE_POINTS = 400
+MarkKind = Literal["line", "dots", "bars", "area", "upright", "image", "arrow", "text"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mark:
+class PlotMark:
     """Something drawn.
 
     Attributes:
@@ -49,7 +49,7 @@ class Mark:
         image: `(rows, columns, 4)` colours with their opacity.
     """
 
-    kind: Kind
+    kind: MarkKind
     x: FloatArray
     y: FloatArray
     name: str = ""
@@ -59,7 +59,7 @@ class Mark:
     low: FloatArray | None = None
     step: Literal["", "after", "middle"] = ""
     shape: Literal["circle", "diamond", "cross"] = "circle"
-    context: bool = False
+    is_reference: bool = False
     fill: float = 1.0
     image: NDArray[np.uint8] | None = None
 
@@ -81,16 +81,16 @@ class Axis:
     log: bool = False
     low: float | None = None
     high: float | None = None
-    form: Literal["number", "share", "count"] = "number"
+    value_format: Literal["number", "share", "count"] = "number"
     zero: bool = False
 
-    def said(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """A value as people read it."""
-        return share(value) if self.form == "share" else number(value)
+        return format_percent(value) if self.value_format == "share" else format_number(value)
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PlotView:
     """One way to look at a figure; without titles of its axes these are not drawn."""
 
     name: str
@@ -98,72 +98,76 @@ class View:
     y: Axis
 
 
-def select_evenly(length: int, most: int = _MOST_POINTS) -> IntArray:
+def select_evenly(length: int, max_points: int = _MAX_CURVE_POINTS) -> IntArray:
     """Positions of at most `most` of `length` values, the first and the last among them."""
-    return np.unique(np.linspace(0, length - 1, min(length, most)).astype(int)) if length else np.zeros(0, dtype=int)
+    return (
+        np.unique(np.linspace(0, length - 1, min(length, max_points)).astype(int)) if length else np.zeros(0, dtype=int)
+    )
 
 
-def positive(values: FloatArray) -> FloatArray:
+def mask_nonpositive(values: FloatArray) -> FloatArray:
     """Gaps for what costs nothing, as the first messages do: a logarithmic axis cannot show it."""
     return np.where(values > 0, values, math.nan)
 
 
-def finite(values: Values) -> FloatArray:
+def mask_nonfinite(values: Values) -> FloatArray:
     """Gaps for what is not finite."""
     given = np.array([math.nan if value is None else value for value in values], dtype=float)
     return np.where(np.isfinite(given), given, math.nan)
 
 
-def short(name: str, most: int = 18) -> str:
+def shorten(name: str, max_chars: int = 18) -> str:
     """A name for which there is little room."""
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+    return name if len(name) <= max_chars else f"{name[: max_chars - 1]}…"
 
 
 # ---- marks -----------------------------------------------------------------------------------------------------------
 
 
-def line(x: Values, y: Values, name: str, colour: str, **more: Any) -> Mark:
+def make_line(x: Values, y: Values, name: str, colour: str, **more: Any) -> PlotMark:
     """A curve; its points are marked where they are few."""
-    return Mark("line", finite(x), finite(y), name, colour, **more)
+    return PlotMark("line", mask_nonfinite(x), mask_nonfinite(y), name, colour, **more)
 
 
-def rule(x: Values, y: Values, name: str, colour: str = INK, dash: str = "dash", **more: Any) -> Mark:
+def make_reference_line(
+    x: Values, y: Values, name: str, colour: str = INK, dash: str = "dash", **more: Any
+) -> PlotMark:
     """A curve to compare others with, whose points mean nothing."""
-    return line(x, y, name, colour, **{"width": 1.5, "dash": dash, "context": True, **more})
+    return make_line(x, y, name, colour, **{"width": 1.5, "dash": dash, "context": True, **more})
 
 
-def make_dots(x: Values, y: Values, name: str, colour: str, **more: Any) -> Mark:
+def make_dots(x: Values, y: Values, name: str, colour: str, **more: Any) -> PlotMark:
     """Points that no line connects."""
-    return Mark("dots", finite(x), finite(y), name, colour, **{"width": 5.5, **more})
+    return PlotMark("dots", mask_nonfinite(x), mask_nonfinite(y), name, colour, **{"width": 5.5, **more})
 
 
-def make_diamond(x: float, y: float, name: str, colour: str) -> Mark:
+def make_diamond(x: float, y: float, name: str, colour: str) -> PlotMark:
     """The one point that matters."""
     return make_dots([x], [y], name, colour, shape="diamond")
 
 
-def bars(edges: FloatArray, heights: Values, name: str, colour: str) -> Mark:
+def make_bars(edges: FloatArray, heights: Values, name: str, colour: str) -> PlotMark:
     """A histogram through which another one is seen."""
-    return Mark("bars", finite((edges[1:] + edges[:-1]) / 2), finite(heights), name, colour)
+    return PlotMark("bars", mask_nonfinite((edges[1:] + edges[:-1]) / 2), mask_nonfinite(heights), name, colour)
 
 
-def make_band(x: Values, low: Values, high: Values, colour: str, name: str = "", width: float = 0.0) -> Mark:
+def make_band(x: Values, low: Values, high: Values, colour: str, name: str = "", width: float = 0.0) -> PlotMark:
     """The area between two curves; in the legend if it has a name."""
-    return Mark("area", finite(x), finite(high), name, colour, width, low=finite(low))
+    return PlotMark("area", mask_nonfinite(x), mask_nonfinite(high), name, colour, width, low=mask_nonfinite(low))
 
 
-def upright(at: float, name: str, colour: str, dash: str) -> Mark:
+def make_vertical_line(at: float, name: str, colour: str, dash: str) -> PlotMark:
     """A vertical line through the whole plot, which is not seen where the axis does not reach."""
-    return Mark("upright", finite([at]), finite([math.nan]), name, colour, 1.5, dash)
+    return PlotMark("upright", mask_nonfinite([at]), mask_nonfinite([math.nan]), name, colour, 1.5, dash)
 
 
-def spread(rows: FloatArray, name: str, colour: str) -> list[Mark]:
+def make_range_band(rows: FloatArray, name: str, colour: str) -> list[PlotMark]:
     """The largest of curves `(curves, rounds)` as a line, and a band down to the smallest; nothing where none is above zero."""
     kept = select_evenly(rows.shape[1])
-    high, low = positive(rows.max(axis=0)[kept]), positive(rows.min(axis=0)[kept])
+    high, low = mask_nonpositive(rows.max(axis=0)[kept]), mask_nonpositive(rows.min(axis=0)[kept])
     if not np.isfinite(high).any():
         return []
-    top = line(kept + 1, high, name, colour, width=2.2)
+    top = make_line(kept + 1, high, name, colour, width=2.2)
     if np.isinf(high).any() or np.array_equal(high, low, equal_nan=True):
         return [top]
     return [make_band(kept + 1, low, high, colour), top]
@@ -177,13 +181,13 @@ def make_round_axis(**more: Any) -> Axis:
     return Axis("round", **{"form": "count", **more})
 
 
-def make_scale_views(x: Axis, title: str, *, logarithmic: bool) -> tuple[View, View]:
+def make_scale_views(x: Axis, title: str, *, logarithmic: bool) -> tuple[PlotView, PlotView]:
     """Views whose vertical axis is logarithmic and linear, the better one first."""
-    views = View("logarithmic", x, Axis(title, log=True)), View("linear", x, Axis(title, zero=True))
+    views = PlotView("logarithmic", x, Axis(title, log=True)), PlotView("linear", x, Axis(title, zero=True))
     return views if logarithmic else views[::-1]
 
 
-def styled(k: int) -> tuple[str, str]:
+def choose_style(k: int) -> tuple[str, str]:
     """Colour and dash of the k-th of several curves: no two of 32 share both, and the next one differs in both, also in print."""
     return PALETTE[k % len(PALETTE)], DASHES[(k + k // len(PALETTE)) % len(DASHES)]
 

@@ -41,7 +41,17 @@ COLOURS = {
     "paper": ("#ffffff", "#18212a"),
 }
 """In light and in dark: Okabe and Ito's, which all readers can tell apart, darker where they would be pale on white."""
-_FILTERS = ("number", "chance", "count", "plural", "share", "format_percent_range", "size", "duration", "format_rounds_done")
+_FILTERS = (
+    "number",
+    "chance",
+    "count",
+    "plural",
+    "share",
+    "format_percent_range",
+    "size",
+    "duration",
+    "format_rounds_done",
+)
 """Functions of `wording` that templates may use."""
 
 
@@ -71,7 +81,7 @@ def _templates() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class PageColumn:
     """A column of a table.
 
     Attributes:
@@ -103,10 +113,10 @@ class PageTable:
 
     name: str
     title: str
-    columns: Sequence[Column]
+    columns: Sequence[PageColumn]
     rows: Sequence[Sequence[Any]]
-    above: frozenset[tuple[int, int]] = frozenset()
-    narrow: bool = False
+    exceeding_cells: frozenset[tuple[int, int]] = frozenset()
+    is_narrow: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -117,7 +127,7 @@ class PageTable:
         spans = [(group, len(list(each))) for group, each in itertools.groupby(c.group for c in self.columns)]
         return spans if any(group for group, _ in spans) else []
 
-    def texts(self) -> Iterator[list[str]]:
+    def format_rows(self) -> Iterator[list[str]]:
         """Rows as people read them."""
         for row in self.rows:
             yield [column.show(value) for column, value in zip(self.columns, row, strict=True)]
@@ -150,16 +160,16 @@ class Page:
     """
 
     template: str
-    exhibits: Sequence[PageElement]
+    elements: Sequence[PageElement]
     values: Mapping[str, Any]
 
-    def html(self) -> str:
+    def to_html(self) -> str:
         """The page as text.
 
         Raises:
             SpecError: Jinja2 is not installed.
         """
-        shown = {each.name: each for each in self.exhibits}
+        shown = {each.name: each for each in self.elements}
         script = render("page.js")
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         skeleton = {"script": script, "script_digest": digest, "colours": COLOURS, "version": version("sottovoce")}
@@ -171,4 +181,4 @@ class Page:
         Raises:
             SpecError: Jinja2 is not installed.
         """
-        write_text(path, self.html(), opener=opener)
+        write_text(path, self.to_html(), opener=opener)

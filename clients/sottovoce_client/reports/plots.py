@@ -18,24 +18,24 @@ from sottovoce_client.reports.marks import (
     RED,
     RULE,
     Axis,
-    Mark,
-    View,
+    PlotMark,
+    PlotView,
     make_band,
     make_dots,
-    line,
+    make_line,
+    make_range_band,
+    make_reference_line,
     make_round_axis,
-    rule,
-    short,
-    spread,
     make_scale_views,
     select_evenly,
+    shorten,
 )
-from sottovoce_client.reports.page import Column, PageTable
+from sottovoce_client.reports.page import PageColumn, PageTable
 from sottovoce_client.running.summary import RunSummary
-from sottovoce_client.wording import number, pluralize, share
+from sottovoce_client.wording import format_number, format_percent, pluralize
 from sottovoce_core.arrays import FloatArray, as_floats
 
-_NAMED = 16
+_MAX_LABELLED_LEARNERS = 16
 """So many learners have their names beside them; more show theirs under the pointer."""
 MAX_HEATMAP_SHAPE = (500, 200)
 """Rounds and coordinates that a heatmap shows at most."""
@@ -43,7 +43,7 @@ _MIN_VISIBLE_NOISE_SCALES = 8.0
 """Noise scales that a number of noise alone exceeds too seldom to be seen: Laplace noise does once in 3,000."""
 _BELOW, _ABOVE = (0x1F, 0x6F, 0xC0), (0xD6, 0x4A, 0x1C)
 _MAX_MESSAGE_TABLE_ROWS = 8
-KINDS = {
+EPSILON_STYLES = {
     "paper": ("by the paper’s formula", FAINT),
     "record": ("tight, per record", RED),
     "event": ("tight, per event", BLUE),
@@ -52,12 +52,12 @@ KINDS = {
 """Epsilons of a learner, as pages call and colour them."""
 _MAX_FIGURE_POINTS = 4800
 """Points of all curves of a figure: a page of many learners is not to be a large one."""
-LEVELS = {"event": "One use of the record replaced", "record": "All uses of the record replaced"}
+LEVEL_TITLES = {"event": "One use of the record replaced", "record": "All uses of the record replaced"}
 
 
 def build_run_figures(summary: RunSummary) -> list[Figure]:
     """All figures of a report, in its order; one that has nothing to show is empty."""
-    losses = [_losses(summary, level, title) for level, title in LEVELS.items()]
+    losses = [_losses(summary, level, title) for level, title in LEVEL_TITLES.items()]
     heard = [] if summary.capture is None or not summary.capture.heard.size else [_heard(summary.capture.heard)]
     return [_graph(summary), _learning(summary), _budget(summary), *losses, *heard]
 
@@ -65,13 +65,13 @@ def build_run_figures(summary: RunSummary) -> list[Figure]:
 # ---- one line a learner ----------------------------------------------------------------------------------------------
 
 
-def _learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, FloatArray]]) -> list[Mark]:
+def _learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, FloatArray]]) -> list[PlotMark]:
     """A line for every learner: each in its colour when few; when many, thin and alike."""
     few = len(names) <= len(PALETTE)
     kept = [select_evenly(len(x), max(25, _MAX_FIGURE_POINTS // len(names))) for x, _ in points]
     points = [(x[k], y[k]) for k, (x, y) in zip(kept, points, strict=True)]
     return [
-        line(x, y, name, PALETTE[i] if few else BLUE, width=1.8 if few else 1.0)
+        make_line(x, y, name, PALETTE[i] if few else BLUE, width=1.8 if few else 1.0)
         for i, (name, (x, y)) in enumerate(zip(names, points, strict=True))
     ]
 
@@ -82,7 +82,9 @@ def _learning(summary: RunSummary) -> Figure:
     That is learners' own, of records before they are learned, where they told it; else on held-out records, as measured here.
     """
     title, told = "How they learned", summary.has_prequential_accuracy
-    view = View("", make_round_axis(low=0.0), Axis("prequential accuracy" if told else "test accuracy", form="share"))
+    view = PlotView(
+        "", make_round_axis(low=0.0), Axis("prequential accuracy" if told else "test accuracy", value_format="share")
+    )
     if not told and not any(each.test_curve for each in summary.learners):
         return Figure("learning", title, (), (view,))
     points = list(_told(summary)) if told else [_curve(each.test_curve) for each in summary.learners]
@@ -107,14 +109,14 @@ def _curve(points: Sequence[tuple[int, float]]) -> tuple[FloatArray, FloatArray]
     return pairs[:, 0], pairs[:, 1]
 
 
-def _level(value: float, last: float, name: str) -> Mark:
-    return rule([0, last], [value, value], name)
+def _level(value: float, last: float, name: str) -> PlotMark:
+    return make_reference_line([0, last], [value, value], name)
 
 
 # ---- budgets ---------------------------------------------------------------------------------------------------------
 
 
-def stacked(curves: Sequence[FloatArray], rounds: Sequence[int]) -> FloatArray:
+def stack_curves(curves: Sequence[FloatArray], rounds: Sequence[int]) -> FloatArray:
     """`(learners, most rounds)`: curves as far as each learner went; who has stopped spends no more."""
     longest = max(rounds)
     rows = np.zeros((len(curves), longest))
@@ -128,16 +130,18 @@ def _budget(summary: RunSummary) -> Figure:
     """Cumulative epsilons over rounds, and where the first learner stops."""
     rounds = [learner.rounds for learner in summary.learners]
     curves = {
-        kind: stacked([getattr(each, f"{kind}_curve") for each in summary.learners], rounds)
+        kind: stack_curves([getattr(each, f"{kind}_curve") for each in summary.learners], rounds)
         for kind in ("paper", "record", "event")
     }
     budgets = [learner.budget for learner in summary.learners if learner.budget is not None]
     limit = min(budgets, default=math.inf)
-    stop = [rule([1, max(rounds)], [limit, limit], "where a learner stops")] if math.isfinite(limit) else []
+    stop = (
+        [make_reference_line([1, max(rounds)], [limit, limit], "where a learner stops")] if math.isfinite(limit) else []
+    )
     return build_budget_figure("What it cost", curves, stop)
 
 
-def build_budget_figure(title: str, curves: dict[str, FloatArray], marks: Sequence[Mark]) -> Figure:
+def build_budget_figure(title: str, curves: dict[str, FloatArray], marks: Sequence[PlotMark]) -> Figure:
     """Cumulative epsilons over rounds: the largest of all learners, and the range down to the smallest.
 
     Args:
@@ -145,7 +149,7 @@ def build_budget_figure(title: str, curves: dict[str, FloatArray], marks: Sequen
         curves: `(learners, rounds)` by kind, of `KINDS`.
         marks: what is drawn beside them; nothing is where no epsilon is finite and above zero.
     """
-    drawn = {kind: spread(rows, *KINDS[kind]) for kind, rows in curves.items()}
+    drawn = {kind: make_range_band(rows, *EPSILON_STYLES[kind]) for kind, rows in curves.items()}
     ends = [float(rows[:, -1].max()) for kind, rows in curves.items() if drawn[kind]]
     ends = [each for each in ends if 0 < each < math.inf]
     logarithmic = len(ends) > 1 and max(ends) > 8 * min(ends)
@@ -168,27 +172,29 @@ def _losses(summary: RunSummary, level: str, title: str) -> Figure:
     """
     name = f"loss-{level}"
     swapped = [
-        (each, swap) for each in summary.learners if (swap := each.swap(level)) is not None and swap.by_round.size
+        (each, swap)
+        for each in summary.learners
+        if (swap := each.get_observed_loss(level)) is not None and swap.by_round.size
     ]
     if not swapped:
         return Figure(name, title, (), ())
     kept = [select_evenly(len(swap.by_round)) for _, swap in swapped]
     points = [(as_floats(k + 1), swap.by_round[k]) for k, (_, swap) in zip(kept, swapped, strict=True)]
     rounds = [len(swap.by_round) for _, swap in swapped]
-    claims = stacked([getattr(each, f"{level}_curve") for each, _ in swapped], rounds).max(axis=0)
+    claims = stack_curves([getattr(each, f"{level}_curve") for each, _ in swapped], rounds).max(axis=0)
     claims = claims[np.isfinite(claims)]  # a prefix: what has become infinite stays so
     near = 1.15 * max(float(np.abs(y[np.isfinite(y)]).max(initial=0)) for _, y in points) or 1.0
     far = float(claims.max(initial=0.0))
     across = make_round_axis(low=0.0)
-    close = View("closer", across, Axis("privacy loss so far", low=-near, high=near))
-    whole = View("whole budget", across, Axis("privacy loss so far"))
+    close = PlotView("closer", across, Axis("privacy loss so far", low=-near, high=near))
+    whole = PlotView("whole budget", across, Axis("privacy loss so far"))
     views = (close, whole) if far > 4 * near else (whole, close) if far > 1.3 * near else (whole,)
-    zero = rule([0, max(rounds)], [0, 0], "", RULE, "solid", width=1.0)
+    zero = make_reference_line([0, max(rounds)], [0, 0], "", RULE, "solid", width=1.0)
     marks = [*_claim(claims), zero, *_learner_lines([each.name for each, _ in swapped], points)]
     return Figure(name, title, marks, views)
 
 
-def _claim(claims: FloatArray) -> list[Mark]:
+def _claim(claims: FloatArray) -> list[PlotMark]:
     """The area that the claim allows, as far as it is finite."""
     if len(claims) < 2:
         return []
@@ -208,20 +214,20 @@ def _graph(summary: RunSummary) -> Figure:
     gap = np.full(len(both), math.nan)
     ends = np.array(both, dtype=int).reshape(-1, 2)
     across, up = (as_floats(np.column_stack([side[ends], gap]).ravel()) for side in (x, y))
-    few = n <= _NAMED
-    marks = [Mark("line", across, up, "", RULE, 1.5 if few else 0.7, context=True)]
-    marks += [Mark("arrow", x[[a, b]], y[[a, b]], "", RULE, 1.0) for a, b in summary.one_way]
+    few = n <= _MAX_LABELLED_LEARNERS
+    marks = [PlotMark("line", across, up, "", RULE, 1.5 if few else 0.7, is_reference=True)]
+    marks += [PlotMark("arrow", x[[a, b]], y[[a, b]], "", RULE, 1.0) for a, b in summary.one_way]
     known = [each.test_accuracy for each in summary.learners if each.test_accuracy is not None]
     low, reach = min(known, default=0.0), max(max(known, default=1.0) - min(known, default=0.0), 0.01)
     for k, each in enumerate(summary.learners):
         fill = 1.0 if n == 1 or not few else 0.4 + 0.6 * ((each.test_accuracy or low) - low) / reach
-        said = [each.name] if each.test_accuracy is None else [each.name, share(each.test_accuracy)]
+        said = [each.name] if each.test_accuracy is None else [each.name, format_percent(each.test_accuracy)]
         if few:
             marks.append(make_dots(x[[k]], y[[k]], "", "paper", width=18.0))  # no channel shines through
-            marks.append(Mark("text", x[[k]], y[[k]], "\n".join([short(said[0]), *said[1:]])))
+            marks.append(PlotMark("text", x[[k]], y[[k]], "\n".join([shorten(said[0]), *said[1:]])))
         fill = 0.15 if each.test_accuracy is None else fill
         marks.append(make_dots(x[[k]], y[[k]], ": ".join(said), BLUE, width=18.0 if few else 11.0, fill=fill))
-    view = View("", Axis("", low=-1.9, high=1.9), Axis("", low=-1.4, high=1.4))
+    view = PlotView("", Axis("", low=-1.9, high=1.9), Axis("", low=-1.4, high=1.4))
     label = f"{pluralize(n, 'learner')}, {pluralize(len(both) + len(one_way), 'channel')}"
     return Figure("graph", "Who sends to whom", marks if n else (), (view,), 330, _graph_table(summary), label)
 
@@ -235,8 +241,12 @@ def _graph_table(summary: RunSummary) -> PageTable:
         rows.append(
             (each.name, each.test_accuracy, *(", ".join(names[k] for k in sorted(side)) or "nobody" for side in sides))
         )
-    heads = (Column("test accuracy", share), Column("speaks to", kind="long"), Column("hears", kind="long"))
-    return PageTable("numbers-graph", "Who sends to whom", (Column("learner"), *heads), rows)
+    heads = (
+        PageColumn("test accuracy", format_percent),
+        PageColumn("speaks to", kind="long"),
+        PageColumn("hears", kind="long"),
+    )
+    return PageTable("numbers-graph", "Who sends to whom", (PageColumn("learner"), *heads), rows)
 
 
 # ---- what was overheard ----------------------------------------------------------------------------------------------
@@ -253,13 +263,16 @@ def _heard(heard: FloatArray) -> Figure:
     pixels[..., :3] = np.where((part < 0)[..., None], _BELOW, _ABOVE)
     pixels[..., 3] = np.rint(255 * np.abs(part))
     ends = [as_floats(np.array([0.5, n + 0.5])) for n in heard.shape]
-    sides = [make_round_axis(low=0.5, high=ends[0][1]), Axis("coordinate", low=ends[1][1], high=0.5, form="count")]
-    picture = Mark("image", ends[0], ends[1], image=pixels)
+    sides = [
+        make_round_axis(low=0.5, high=ends[0][1]),
+        Axis("coordinate", low=ends[1][1], high=0.5, value_format="count"),
+    ]
+    picture = PlotMark("image", ends[0], ends[1], image=pixels)
     scale = [
-        Mark("bars", np.zeros(0), np.zeros(0), f"{sign}{number(reach, 2)} and beyond", colour)
+        PlotMark("bars", np.zeros(0), np.zeros(0), f"{sign}{format_number(reach, 2)} and beyond", colour)
         for sign, colour in (("−", "below"), ("", "above"))
     ]
-    return Figure("heard", "What was recorded", [picture, *scale], (View("", *sides),), 320, _heard_numbers(heard))
+    return Figure("heard", "What was recorded", [picture, *scale], (PlotView("", *sides),), 320, _heard_numbers(heard))
 
 
 def _reach(heard: FloatArray) -> float:
@@ -268,7 +281,7 @@ def _reach(heard: FloatArray) -> float:
     return float(np.quantile(known, 0.98)) if known.size else 0.0
 
 
-def loud(heard: FloatArray, scale: float) -> bool:
+def has_visible_signal(heard: FloatArray, scale: float) -> bool:
     """Whether what was said is more than noise of this scale, at a glance."""
     return _reach(heard) > _MIN_VISIBLE_NOISE_SCALES * scale
 
@@ -282,5 +295,8 @@ def _heard_numbers(heard: FloatArray) -> PageTable:
         rows.append((f"{t + 1:,}", *spread))
     heads = ("smallest number", "median", "largest")
     return PageTable(
-        "numbers-heard", "What was recorded", (Column("round"), *(Column(head, number) for head in heads)), rows
+        "numbers-heard",
+        "What was recorded",
+        (PageColumn("round"), *(PageColumn(head, format_number) for head in heads)),
+        rows,
     )

@@ -7,27 +7,33 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.reports.plots import KINDS, LEVELS, MAX_HEATMAP_SHAPE, loud, build_run_figures
-from sottovoce_client.running.summary import LearnerSummary, RunSummary, Swap
+from sottovoce_client.reports.page import Page, PageColumn, PageTable
+from sottovoce_client.reports.plots import (
+    EPSILON_STYLES,
+    LEVEL_TITLES,
+    MAX_HEATMAP_SHAPE,
+    build_run_figures,
+    has_visible_signal,
+)
+from sottovoce_client.running.summary import LearnerSummary, ObservedPrivacyLoss, RunSummary
 from sottovoce_client.wording import (
     NO_ACCURACY_NOTE,
     NO_TEST_RECORDS_NOTE,
     describe_ciphertext,
-    count,
-    describe_staleness,
-    describe_measurement,
     describe_detections,
-    number,
-    pluralize,
-    format_rounds_done,
-    share,
-    size,
+    describe_measurement,
     describe_recorded_rounds,
+    describe_staleness,
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_rounds_done,
+    pluralize,
 )
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON, combine_epsilons
 
-_MOST_NOTICED = 20
+_MAX_LISTED_DETECTIONS = 20
 _MAX_EXPLAINED_SAMPLES = 8
 """Of a run that was watched so seldom the page says why its curves have few points."""
 
@@ -40,19 +46,19 @@ _STATEMENTS = {
 """Titles of the statements that open the page."""
 
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
-    ("records", "held", count, "records"),
-    ("records", "most uses", count, "most_uses"),
-    ("accuracy", "test", share, "test_accuracy"),
-    ("accuracy", "own", share, "prequential_accuracy"),
-    ("sent", "rounds", count, "rounds"),
-    ("sent", "messages", count, "messages"),
-    ("sent", "bytes", size, "bytes"),
-    ("budget", "spent", number, "spent"),
-    ("budget", "limit", lambda value: "none" if value is None else number(value), "budget"),
-    ("claimed ε", "paper", number, "paper"),
-    ("claimed ε", "event", number, "event"),
-    ("claimed ε", "record", number, "record"),
-    ("claimed ε", "forever", number, "infinite_horizon"),
+    ("records", "held", format_count, "records"),
+    ("records", "most uses", format_count, "most_uses"),
+    ("accuracy", "test", format_percent, "test_accuracy"),
+    ("accuracy", "own", format_percent, "prequential_accuracy"),
+    ("sent", "rounds", format_count, "rounds"),
+    ("sent", "messages", format_count, "messages"),
+    ("sent", "bytes", format_bytes, "bytes"),
+    ("budget", "spent", format_number, "spent"),
+    ("budget", "limit", lambda value: "none" if value is None else format_number(value), "budget"),
+    ("claimed ε", "paper", format_number, "paper"),
+    ("claimed ε", "event", format_number, "event"),
+    ("claimed ε", "record", format_number, "record"),
+    ("claimed ε", "forever", format_number, "infinite_horizon"),
 )
 """Of every learner: the group and the head of a column, and how it shows which attribute."""
 
@@ -66,60 +72,74 @@ def build_run_page(summary: RunSummary) -> Page:
     values = {
         "run": summary,
         "late": "" if summary.capture is None else describe_staleness(summary.capture.late),
-        "whole": "" if summary.capture is None else describe_recorded_rounds(len(summary.capture.heard), summary.rounds_done),
+        "whole": ""
+        if summary.capture is None
+        else describe_recorded_rounds(len(summary.capture.heard), summary.rounds_done),
         "noticed": "" if noticed is None else describe_detections(noticed.count, noticed.first),
         "promised": any(math.isfinite(each.event) for each in learners),
-        "unpromised": [KINDS[kind][0] for kind in unpromised],
+        "unpromised": [EPSILON_STYLES[kind][0] for kind in unpromised],
         "verdict": determine_verdict(summary),
-        "statements": [(_STATEMENTS[name], text) for name, text in statements(summary).items()],
+        "statements": [(_STATEMENTS[name], text) for name, text in compose_statements(summary).items()],
         "worst": find_worst_case(summary),
         "single_use": is_single_use(summary),
-        "per": PER,
+        "per": LEVEL_LABELS,
         "unasked": NO_ACCURACY_NOTE if summary.test_records else NO_TEST_RECORDS_NOTE,
         "measured": describe_measurement(summary.measured),
-        "most_noticed": _MOST_NOTICED,
+        "most_noticed": _MAX_LISTED_DETECTIONS,
         "most_heard": MAX_HEATMAP_SHAPE,
-        "loud": (said := summary.capture) is not None and loud(said.heard, max(said.first_scale, said.last_scale)),
+        "loud": (said := summary.capture) is not None
+        and has_visible_signal(said.heard, max(said.first_scale, said.last_scale)),
         "few_looks": _MAX_EXPLAINED_SAMPLES,
     }
-    return Page("run.html.j2", [*build_run_figures(summary), _learners(summary), grounds(summary.promise.constants)], values)
+    return Page(
+        "run.html.j2",
+        [*build_run_figures(summary), _learners(summary), build_assumption_table(summary.promise.constants)],
+        values,
+    )
 
 
-def grounds(constants: Sequence[tuple[str, Any, str]]) -> PageTable:
+def build_assumption_table(constants: Sequence[tuple[str, Any, str]]) -> PageTable:
     """What a promise rests on: constants, their values, and what enforces them."""
-    columns = (Column("constant"), Column("value", lambda value: value if isinstance(value, str) else number(value)))
-    return PageTable("grounds", "Constants", (*columns, Column("enforced by", kind="long")), constants, narrow=True)
+    columns = (
+        PageColumn("constant"),
+        PageColumn("value", lambda value: value if isinstance(value, str) else format_number(value)),
+    )
+    return PageTable(
+        "grounds", "Constants", (*columns, PageColumn("enforced by", kind="long")), constants, is_narrow=True
+    )
 
 
 def _learners(summary: RunSummary) -> PageTable:
-    columns = [Column(head, show, group=group) for group, head, show, _ in COLUMNS]
-    for level in LEVELS:
-        columns += [Column(head, number, group=f"loss, per {level}") for head in ("this", "largest", "claim")]
+    columns = [PageColumn(head, show, group=group) for group, head, show, _ in COLUMNS]
+    for level in LEVEL_TITLES:
+        columns += [
+            PageColumn(head, format_number, group=f"loss, per {level}") for head in ("this", "largest", "claim")
+        ]
     rows = [(each.name, *_figures(each)) for each in summary.learners]
     above = {
         (row, 1 + len(COLUMNS) + 3 * k + part)
         for row, each in enumerate(summary.learners)
-        for k, level in enumerate(LEVELS)
-        if (swap := each.swap(level)) is not None
+        for k, level in enumerate(LEVEL_TITLES)
+        if (swap := each.get_observed_loss(level)) is not None
         for part, value in enumerate((swap.loss, swap.supremum))
-        if exceeds(value, swap.budget)
+        if is_above_claim(value, swap.budget)
     }
-    return PageTable("learners", "Learner by learner", (Column("learner"), *columns), rows, frozenset(above))
+    return PageTable("learners", "Learner by learner", (PageColumn("learner"), *columns), rows, frozenset(above))
 
 
 def _figures(learner: LearnerSummary) -> Iterator[Any]:
     yield from (getattr(learner, attribute) for *_, attribute in COLUMNS)
-    for level in LEVELS:
-        swap = learner.swap(level)
+    for level in LEVEL_TITLES:
+        swap = learner.get_observed_loss(level)
         yield from (None,) * 3 if swap is None else (swap.loss, swap.supremum, swap.budget)
 
 
 # ---- the statements --------------------------------------------------------------------------------------------------
 
-_Case = tuple[LearnerSummary, str, Swap]
+_Case = tuple[LearnerSummary, str, ObservedPrivacyLoss]
 """The learner whose record is replaced, the level (`event` or `record`), and the loss of that replacement."""
 
-PER = {"event": "per use of a record", "record": "per record"}
+LEVEL_LABELS = {"event": "per use of a record", "record": "per record"}
 """Levels of adjacency as reports call them."""
 _OBSERVERS = {
     "wire": "an observer of every message",
@@ -139,15 +159,15 @@ class _Verdict:
     kind: Literal["consistent", "refuted", "open"]
     headline: str
     text: str
-    weak: bool = False
+    is_weak: bool = False
 
     @property
     def tone(self) -> str:
         """The colour of the headline, on the page and in the terminal: amber for a weak promise."""
-        return "weak" if self.weak else self.kind
+        return "weak" if self.is_weak else self.kind
 
 
-def exceeds(loss: float, budget: float) -> bool:
+def is_above_claim(loss: float, budget: float) -> bool:
     """Return whether a loss is above the claim by more than rounding."""
     return loss > budget * (1 + 1e-9) + 1e-12
 
@@ -163,7 +183,7 @@ def _cases(summary: RunSummary) -> list[_Case]:
         (learner, level, swap)
         for learner in summary.learners
         for level in ("event", "record")
-        if (swap := learner.swap(level)) is not None
+        if (swap := learner.get_observed_loss(level)) is not None
     ]
 
 
@@ -175,7 +195,7 @@ def find_worst_case(summary: RunSummary) -> _Case | None:
 
     def rank(case: _Case) -> tuple[bool, bool, float]:
         swap = case[2]
-        return exceeds(swap.loss, swap.budget), math.isfinite(swap.budget), swap.loss
+        return is_above_claim(swap.loss, swap.budget), math.isfinite(swap.budget), swap.loss
 
     return max(_cases(summary), key=rank, default=None)
 
@@ -192,18 +212,16 @@ def determine_verdict(summary: RunSummary) -> _Verdict:
         when = f"when one use of a record of {learner.name} is replaced"
     else:
         when = f"when one record of {learner.name} is replaced in all its uses"
-    if exceeds(swap.loss, swap.budget):
-        text = f"The recorded messages have a privacy loss of {number(swap.loss)} {when}, above the promised "
-        text += f"{number(swap.budget)}."
+    if is_above_claim(swap.loss, swap.budget):
+        text = f"The recorded messages have a privacy loss of {format_number(swap.loss)} {when}, above the promised "
+        text += f"{format_number(swap.budget)}."
         return _Verdict("refuted", "Refuted: the recorded messages reveal more than was promised", text)
-    if loose := [case for case in _cases(summary) if exceeds(case[2].supremum, case[2].budget)]:
+    if loose := [case for case in _cases(summary) if is_above_claim(case[2].supremum, case[2].budget)]:
         learner, level, swap = loose[0]
-        text = f"Other messages could have had a privacy loss of {number(swap.supremum)}, above the promised "
-        text += f"{number(swap.budget)} ({learner.name}, {PER[level]})."
+        text = f"Other messages could have had a privacy loss of {format_number(swap.supremum)}, above the promised "
+        text += f"{format_number(swap.budget)} ({learner.name}, {LEVEL_LABELS[level]})."
         return _Verdict("refuted", "Refuted: the claim does not hold", text)
-    found = (
-        f"The largest privacy loss of the recorded messages, of all replacements tried, is {number(swap.loss)}, {when}"
-    )
+    found = f"The largest privacy loss of the recorded messages, of all replacements tried, is {format_number(swap.loss)}, {when}"
     if not summary.private_noise:
         text = "The noise came from a recording or a seed, so that the run can be repeated. Anyone who has them can remove the "
         text += f"noise. {found}, for an observer who does not."
@@ -211,16 +229,19 @@ def determine_verdict(summary: RunSummary) -> _Verdict:
     if math.isinf(swap.budget):
         return _Verdict("open", "Nothing finite was promised", f"Every claimed ε is infinite. {found}.")
     if summary.not_computed:
-        return _not_computed(summary, f" {found}; the promise allows {number(swap.budget)}.")
+        return _not_computed(summary, f" {found}; the promise allows {format_number(swap.budget)}.")
     # A learner that left sent nothing afterwards: its later rounds are not missing from the capture.
     examined = min((len(s.by_round) for who, _, s in _cases(summary) if not who.left), default=summary.rounds_done)
     if 2 * examined < summary.rounds_done:
         text = f"Only the first {examined} of {pluralize(summary.rounds_done, 'round')} could be examined: later messages are "
-        text += f"missing from the capture. {found}; the promise allows {number(swap.budget)}."
+        text += f"missing from the capture. {found}; the promise allows {format_number(swap.budget)}."
         return _Verdict("open", "Too few messages were recorded to tell", text)
-    text = f"{found}. The promise allows {number(swap.budget)}."
-    if combine_epsilons((each.record for each in summary.learners), shared=summary.promise.shared) > WEAK_EPSILON:
-        return _Verdict("consistent", "Consistent with a weak promise", text, weak=True)
+    text = f"{found}. The promise allows {format_number(swap.budget)}."
+    if (
+        combine_epsilons((each.record for each in summary.learners), has_shared_records=summary.promise.shared)
+        > WEAK_EPSILON
+    ):
+        return _Verdict("consistent", "Consistent with a weak promise", text, is_weak=True)
     return _Verdict("consistent", "Consistent with the promise", text)
 
 
@@ -236,14 +257,14 @@ def _untested(summary: RunSummary) -> _Verdict:
         text = "A wiretap reads no messages, so the promise was not tested. Whether sizes and times of ciphertext depend on "
         text += "records shows in many runs only: sottovoce audit --on wiretap."
         return _Verdict("open", "Only ciphertext was recorded", text)
-    if summary.live and summary.capture is not None:
+    if summary.is_live and summary.capture is not None:
         text = "Privacy losses are computed from the records, which only their learners have. With sottovoce up --keep-log they "
         text += "are computed here; sottovoce watch --state examines the noise."
         return _Verdict("open", "Recorded, but not tested", text)
     return _Verdict("open", "Not recorded", "The promise was not tested, because no messages were recorded.")
 
 
-def statements(summary: RunSummary) -> dict[str, str]:
+def compose_statements(summary: RunSummary) -> dict[str, str]:
     """State what was run, promised and found, and the limits of that: a sentence or two each, by the name of the statement."""
     verdict = determine_verdict(summary)
     limits = _NOT_COVERED
@@ -258,31 +279,34 @@ def _run(summary: RunSummary) -> str:
     """State what was run and recorded."""
     done, planned = summary.rounds_done, summary.rounds
     rounds = pluralize(done, "round") if done == planned else format_rounds_done(done, planned)
-    learners, data = pluralize(len(summary.learners), "learner"), "live records" if summary.live else summary.data
+    learners, data = pluralize(len(summary.learners), "learner"), "live records" if summary.is_live else summary.data
     ran = f"{learners} ran {summary.promise.algorithm} on {data} for {rounds}"
     if (tapped := summary.tapped) is not None:
         return f"{ran}; the wiretap recorded {describe_ciphertext(tapped.connections, tapped.records, tapped.bytes)}."
     if (capture := summary.capture) is None:
         return f"{ran}; no messages were recorded."
-    recorded = f"{pluralize(capture.messages, 'message')} ({size(capture.bytes)}, mode {capture.mode})"
+    recorded = f"{pluralize(capture.messages, 'message')} ({format_bytes(capture.bytes)}, mode {capture.mode})"
     return f"{ran}; the eavesdropper recorded {recorded}."
 
 
 def _promise(summary: RunSummary) -> str:
     """State the promised epsilon, the observer that it concerns, and its meaning."""
     promise, sentences = summary.promise, list[str]()
-    if math.isfinite(summary.event):
+    if math.isfinite(summary.epsilon_record_use):
         single = is_single_use(summary)
-        epsilons = f"ε = {number(summary.event)} {PER['record' if single else 'event']}"
+        epsilons = f"ε = {format_number(summary.epsilon_record_use)} {LEVEL_LABELS['record' if single else 'event']}"
         if not single:
-            record = combine_epsilons((each.record for each in summary.learners), shared=promise.shared)
-            epsilons += f", {number(record)} per record in all its uses"
+            record = combine_epsilons((each.record for each in summary.learners), has_shared_records=promise.shared)
+            epsilons += f", {format_number(record)} per record in all its uses"
         together = ", all learners together, for they share their records" if promise.shared else ""
-        sentences = [f"{epsilons}, against {_OBSERVERS[promise.threat_model]}{together}.", _meaning(summary.event)]
+        sentences = [
+            f"{epsilons}, against {_OBSERVERS[promise.threat_model]}{together}.",
+            _meaning(summary.epsilon_record_use),
+        ]
     elif promise.output is None:
         sentences = ["Nothing: ε is infinite for an observer of the messages."]
     if promise.output is not None and (promise.threat_model != "output" or not sentences):
-        sentences += [f"ε = {number(promise.output)} against {_OBSERVERS['output']}.", _meaning(promise.output)]
+        sentences += [f"ε = {format_number(promise.output)} against {_OBSERVERS['output']}.", _meaning(promise.output)]
     return " ".join(sentences)
 
 
@@ -292,6 +316,6 @@ def _meaning(epsilon: float) -> str:
     if sure > _NEARLY_SURE:
         return "This rules out almost no conclusion about a record."
     return (
-        f"An observer who finds two values of a record equally likely before the run can become at most {share(sure)} sure "
+        f"An observer who finds two values of a record equally likely before the run can become at most {format_percent(sure)} sure "
         "of one of them."
     )

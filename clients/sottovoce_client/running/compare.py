@@ -17,19 +17,19 @@ from sottovoce_client import terminal
 from sottovoce_client.documents import write_text
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import PALETTE
-from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.running.plot import make_curve_line, export_files, make_figure
-from sottovoce_client.running.simulation import finals
-from sottovoce_client.wording import NOTHING, count, number, format_with_error
+from sottovoce_client.reports.page import Page, PageColumn, PageTable
+from sottovoce_client.running.plot import export_files, make_curve_line, make_figure
+from sottovoce_client.running.simulation import get_final_metrics
+from sottovoce_client.wording import MISSING_VALUE, format_count, format_number, format_with_error
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SottovoceError, SpecError
-from sottovoce_core.experiment import Experiment, PreparedRun, resolve_experiment, load, require_count
+from sottovoce_core.experiment import Experiment, PreparedRun, load, require_count, resolve_experiment
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.results import FILES, Result, Results, collect_facts
+from sottovoce_core.results import RESULT_FILE_NAMES, Result, Results, collect_facts
 from sottovoce_core.running.metrics import Metrics
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.table import Table
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 from sottovoce_core.yaml_files import parse_yaml
 
 HEADS = (
@@ -46,7 +46,7 @@ HEADS = (
     "floats sent",
     "rounds/s",
 )
-_TEXTS = 3
+_TEXT_COLUMN_COUNT = 3
 """So many columns are words, those after them numbers."""
 _SPARE = (
     "rounds/s",
@@ -89,7 +89,7 @@ def list_builtin_sources() -> list[_Source]:
     ]
 
 
-def names_of(sources: Sequence[str]) -> list[str]:
+def make_spec_names(sources: Sequence[str]) -> list[str]:
     """The name of each spec: its file's name, with its folders where two files have the same."""
     stems = [Path(source).stem for source in sources]
     return [
@@ -105,7 +105,7 @@ def compare_to_folder(
     *,
     replicas: int,
     seed: int,
-    export: Sequence[str] = (),
+    export_formats: Sequence[str] = (),
     console: Console | None = None,
 ) -> int:
     """Run all specs, print a table, and write the results, `compare.md` and `compare.html`, and files for papers.
@@ -121,38 +121,40 @@ def compare_to_folder(
         export: formats of files for papers.
         console: where the table is printed.
     """
-    console = console or terminal.console()
+    console = console or terminal.create_console()
     runs, failures, first, code = [], [], None, 0
-    names = names_of([source for source, _ in sources])
+    names = make_spec_names([source for source, _ in sources])
     for k, ((source, load_one), name) in enumerate(zip(sources, names, strict=True), 1):
         try:
             experiment = load_one()
             first = first or experiment
             _require_same_records(experiment.data, first.data)
-            with terminal.bar(title := f"spec {k} of {len(sources)}, {source}") as say:
-                ready(experiment.prepared)
-                runs.append(measured(name, experiment, replicas, seed, partial(say, title, unit="rounds")))
+            with terminal.show_progress_bar(title := f"spec {k} of {len(sources)}, {source}") as say:
+                ready(experiment.prepared_run)
+                runs.append(simulate_and_measure(name, experiment, replicas, seed, partial(say, title, unit="rounds")))
         except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
             failures.append({"spec": source, "error": str(error)})
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
     if runs:
         results = Results(tuple(runs))
-        _print_table(results, console) if console.is_terminal else console.out(format_markdown(results), highlight=False)
+        _print_table(results, console) if console.is_terminal else console.out(
+            format_markdown(results), highlight=False
+        )
         results.write(folder, seed=seed, failures=failures)
         write_text(folder / "compare.md", format_markdown(results) + "\n")
         page = folder / "compare.html"
         code = terminal.attempt(str(page), lambda: make_compare_page(results).write(page))
-        written = [*FILES, "compare.md", *(() if code else ("compare.html",))]
+        written = [*RESULT_FILE_NAMES, "compare.md", *(() if code else ("compare.html",))]
         console.out(f"{folder}: {', '.join(written)}", highlight=False)
-        paper = Table.of(_PAPER, [[row[HEADS.index(head)] for head in _PAPER] for row in _rows(results)])
-        files = partial(export_files, folder, export, results, _figures(results), paper)
+        paper = Table.from_rows(_PAPER, [[row[HEADS.index(head)] for head in _PAPER] for row in _rows(results)])
+        files = partial(export_files, folder, export_formats, results, _figures(results), paper)
         code = terminal.attempt("a file of --export", files) or code
-        told = [{**asdict(each.facts), "metrics": finals(each.curves)} for each in runs]
-        terminal.tell(lambda: {"folder": folder, "runs": told, "failures": failures})
+        told = [{**asdict(each.facts), "metrics": get_final_metrics(each.curves)} for each in runs]
+        terminal.print_json_if_requested(lambda: {"folder": folder, "runs": told, "failures": failures})
     return 1 if failures else code
 
 
-_SAME = ("source", "schema", "label", "positive", "test_fraction", "scale", "intercept", "seed")
+_RECORD_FIELDS = ("source", "schema", "label", "positive", "test_fraction", "scale", "intercept", "seed")
 """Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
 
 
@@ -162,12 +164,12 @@ def _require_same_records(data: DataSpec, first: DataSpec) -> None:
     Raises:
         SpecError: these do.
     """
-    for field in _SAME:
+    for field in _RECORD_FIELDS:
         if (came := getattr(data, field)) != (wanted := getattr(first, field)):
             raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
 
 
-def measured(
+def simulate_and_measure(
     name: str,
     experiment: Experiment,
     replicas: int,
@@ -176,17 +178,17 @@ def measured(
 ) -> Result:
     """Simulate and measure one run; `progress` is told how many of how many rounds are done."""
     run, data = experiment.run, experiment.records
-    metrics, rounds, seconds = Metrics(run, data), simulate(run, data, SeededNoise(seed), replicas), 0.0
+    metrics, rounds, seconds = Metrics(run, data), simulate_rounds(run, data, SeededNoise(seed), replicas), 0.0
     while True:
         began = time.perf_counter()
         step = next(rounds, None)
         seconds += time.perf_counter() - began
         if step is None:
             break
-        metrics.take(step)
+        metrics.add_round(step)
         progress(step.t + 1, run.spec.rounds)
     rate = replicas * run.spec.rounds / seconds
-    return Result(collect_facts(experiment.prepared, name, rounds_per_s=rate), metrics.curves)
+    return Result(collect_facts(experiment.prepared_run, name, rounds_per_s=rate), metrics.curves)
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -198,32 +200,34 @@ def _rows(results: Results) -> list[tuple[str, ...]]:
 
 def _row(result: Result) -> tuple[str, ...]:
     facts = result.facts
-    regret = _final(result, "static_regret", 1.0 / (float(result.curves.with_records[-1]) or math.nan))
+    regret = _final(result, "static_regret", 1.0 / (float(result.curves.rounds_with_records[-1]) or math.nan))
     return (
         facts.spec,
         facts.algorithm,
-        facts.threat_model or NOTHING,
-        number(facts.epsilon_paper),
-        number(facts.epsilon_event),
-        number(facts.epsilon_record),
+        facts.threat_model or MISSING_VALUE,
+        format_number(facts.epsilon_paper),
+        format_number(facts.epsilon_event),
+        format_number(facts.epsilon_record),
         _final(result, "accuracy"),
         _final(result, "average_loss"),
         regret,
         _final(result, "consensus_error"),
-        count(facts.floats),
-        number(facts.rounds_per_s, 3),
+        format_count(facts.floats),
+        format_number(facts.rounds_per_s, 3),
     )
 
 
 def _final(result: Result, name: str, factor: float = 1.0) -> str:
     if name not in result.curves:
-        return NOTHING
+        return MISSING_VALUE
     curve = result.curves[name]
-    return format_with_error(factor * curve.final, factor * curve.final_error)
+    return format_with_error(factor * curve.final_mean, factor * curve.final_error)
 
 
 def _print_table(results: Results, console: Console) -> None:
-    table, left_out = terminal.fitted(console.width, HEADS, _rows(results), right=HEADS[_TEXTS:], spare=_SPARE)
+    table, left_out = terminal.fit_table(
+        console.width, HEADS, _rows(results), right_aligned=HEADS[_TEXT_COLUMN_COUNT:], optional_columns=_SPARE
+    )
     console.print(table)
     if left_out:
         console.out(f"a wider terminal shows {'; '.join(left_out)}, too; so does compare.html", highlight=False)
@@ -231,15 +235,15 @@ def _print_table(results: Results, console: Console) -> None:
 
 def format_markdown(results: Results) -> str:
     """The table for a page of documentation."""
-    rule = ["---"] * _TEXTS + ["---:"] * (len(HEADS) - _TEXTS)
-    rows = [HEADS, rule, *([plain(cell).replace("|", "\\|") for cell in row] for row in _rows(results))]
+    rule = ["---"] * _TEXT_COLUMN_COUNT + ["---:"] * (len(HEADS) - _TEXT_COLUMN_COUNT)
+    rows = [HEADS, rule, *([escape_control(cell).replace("|", "\\|") for cell in row] for row in _rows(results))]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def make_compare_page(results: Results) -> Page:
     """The table, and one figure per metric, a line per spec."""
     figures = _figures(results)
-    columns = [Column(head, kind="text" if k < _TEXTS else "number") for k, head in enumerate(HEADS)]
+    columns = [PageColumn(head, kind="text" if k < _TEXT_COLUMN_COUNT else "number") for k, head in enumerate(HEADS)]
     table = PageTable("results", "Algorithms side by side", columns, _rows(results))
     return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results.runs) <= len(PALETTE)})
 
@@ -295,4 +299,4 @@ def compare(
         )
     for _, each in named:
         _require_same_records(each.data, named[0][1].data)
-    return Results(tuple(measured(name, each, replicas, seed) for name, each in named))
+    return Results(tuple(simulate_and_measure(name, each, replicas, seed) for name, each in named))

@@ -14,29 +14,29 @@ from typing import Any
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.reports.run_report import build_run_page
-from sottovoce_client.running.console import print_summary, display_run
-from sottovoce_client.running.evaluate import not_captured, read_detections, summarise
+from sottovoce_client.running.console import display_run, print_summary
+from sottovoce_client.running.evaluate import describe_missing_traffic, read_detections, summarise
 from sottovoce_client.running.local import LEARNER_STATE_FOLDER, LocalServices
 from sottovoce_client.running.operate import (
+    COMMAND_STOP_REASONS,
+    COORDINATOR_LABEL,
     STOPPED_BY_OPERATOR,
     STOPPED_BY_SIGTERM,
-    COORDINATOR_LABEL,
-    TOLD,
-    Interrupted,
     Outcome,
-    Stop,
+    RunInterrupted,
     RunProgressCallback,
-    run_on,
+    StopSignal,
+    run_on_services,
 )
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.summary import RunProgress
 from sottovoce_client.wording import describe_detections
-from sottovoce_core.algorithms.setting import spread
+from sottovoce_core.algorithms.setting import broadcast_to_learners
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.known import get_data_folders
 from sottovoce_core.errors import SottovoceError, Unavailable
 from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.spec import RunSpec, dump_spec
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 from sottovoce_rpc.logs import SEE_LOG_TEXT
 from sottovoce_rpc.tasks import Tasks
 
@@ -71,14 +71,14 @@ async def run_with_local_services(
         Interrupted: told to stop before the run had begun.
     """
     local = LocalServices(spec, folder, **services)
-    print(f"starting {local.planned} ...", flush=True)
+    print(f"starting {local.description} ...", flush=True)
     async with local as up:
         if stop.is_set():
-            raise Interrupted("stopped before the run had begun")
-        if spec.data.live:
-            _tell_feeders(up.learners, folder)
+            raise RunInterrupted("stopped before the run had begun")
+        if spec.data.is_live:
+            _tell_feeders(up.learner_addresses, folder)
         with _told(up, folder / "services.json"):
-            running = run_on(up.coordinator, spec, data, watch, stop, credentials=up.credentials)
+            running = run_on_services(up.coordinator, spec, data, watch, stop, credentials=up.credentials)
             return await await_run_or_exit(up, running, stop)
 
 
@@ -98,7 +98,7 @@ def _tell_feeders(learners: Mapping[str, str], folder: Path) -> None:
     """Where records are to be brought, for people and, in `learners.json`, for programs."""
     write_json(folder / "learners.json", learners)
     for name, address in learners.items():
-        print(plain(f"{name} takes records at {address}"))
+        print(escape_control(f"{name} takes records at {address}"))
 
 
 async def await_run_or_exit(services: LocalServices, run: Coroutine[Any, Any, Outcome], stop: asyncio.Event) -> Outcome:
@@ -109,7 +109,7 @@ async def await_run_or_exit(services: LocalServices, run: Coroutine[Any, Any, Ou
         ServiceDied: a service died, and the run's outcome with it.
     """
     async with Tasks() as tasks:
-        running, death = tasks.start(run), tasks.start(services.death())
+        running, death = tasks.start(run), tasks.start(services.wait_for_exit())
         await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
         if running.done() and isinstance(running.exception(), Unavailable):
             await asyncio.wait([death], timeout=_SERVICE_EXIT_TIMEOUT_S)  # the reason, where a service has died
@@ -135,7 +135,7 @@ def run_async(work: Callable[[asyncio.Event], Coroutine[Any, Any, Any]]) -> Any:
     """
 
     async def main() -> Any:
-        stop, task = Stop(), asyncio.current_task()
+        stop, task = StopSignal(), asyncio.current_task()
 
         def tell(reason: str) -> None:
             if stop.is_set() and task is not None:
@@ -149,7 +149,7 @@ def run_async(work: Callable[[asyncio.Event], Coroutine[Any, Any, Any]]) -> Any:
         try:
             return await work(stop)
         except asyncio.CancelledError:
-            raise Interrupted("told to stop twice: ended at once") from None
+            raise RunInterrupted("told to stop twice: ended at once") from None
 
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -163,7 +163,7 @@ _NO_SUMMARY_DETAIL = "this command was told to end before it had made the summar
 _Start = Callable[[PreparedRun, RunProgressCallback, asyncio.Event], Coroutine[Any, Any, Outcome]]
 
 
-def conduct(prepared: PreparedRun, folder: Path, start: _Start, *, served: bool = False) -> int:
+def run_and_report(prepared: PreparedRun, folder: Path, start: _Start, *, owns_services: bool = False) -> int:
     """Run, show, summarise, and tell programs that ask; returns the exit code.
 
     0: finished; without a planned end (`rounds: null`), stopped. 1: failed, stopped by a learner whose budget was used up, the
@@ -183,32 +183,32 @@ def conduct(prepared: PreparedRun, folder: Path, start: _Start, *, served: bool 
     write_text(folder / "spec.yaml", dump_spec(spec, folder))
     captured = spec.capture in ("relay", "mirror")
     budget = spec.privacy.budget
-    budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
-    last = list[tuple[Progress, str]]()  # the newest look, and the state of the run
-    with display_run(spec.name, None if spec.endless else spec.rounds, spec.names, budgets=budgets) as console:
+    budgets = () if budget is None else broadcast_to_learners(budget, spec.n_learners, "privacy.budget")
+    last = list[tuple[RunProgress, str]]()  # the newest look, and the state of the run
+    with display_run(spec.name, None if spec.is_unbounded else spec.rounds, spec.names, budgets=budgets) as console:
 
-        def watch(progress: Progress, state: str) -> None:
+        def watch(progress: RunProgress, state: str) -> None:
             last[:] = [(progress, state)]
-            console.update(progress, state, overheard=sum(progress.messages) if captured else None)
+            console.update(progress, state, captured_messages=sum(progress.messages) if captured else None)
 
         try:
             outcome: Outcome = run_async(lambda stop: start(prepared, watch, stop))
         except ServiceDied as death:
             kept = str(folder / "captures") if captured else None
             overheard = "" if kept is None else f". What was overheard is kept in {kept}"
-            print(plain(f"The run failed: {death}{overheard}"))
-            seen = last[0][0] if last else Progress(0.0, (), (), (), ())
-            _tell(folder, spec, seen.run_id, "failed", str(death), seen.done, kept)
+            print(escape_control(f"The run failed: {death}{overheard}"))
+            seen = last[0][0] if last else RunProgress(0.0, (), (), (), ())
+            _tell(folder, spec, seen.run_id, "failed", str(death), seen.rounds_done, kept)
             return 1
-        except Interrupted as told:
+        except RunInterrupted as told:
             if last:
-                return _left(*last[0], folder, spec, served=served)
-            print(plain(f"Nothing was run: {told}"))
+                return _left(*last[0], folder, spec, served=owns_services)
+            print(escape_control(f"Nothing was run: {told}"))
             _tell(folder, spec, "", "stopped", str(told), 0, None)
             return 130
-    if outcome.state != "failed" and (spec.endless or outcome.detail not in TOLD):
-        if outcome.absences != spec.absences:
-            prepared = again(spec.model_copy(update={"absences": outcome.absences}))
+    if outcome.state != "failed" and (spec.is_unbounded or outcome.detail not in COMMAND_STOP_REASONS):
+        if outcome.offline_intervals != spec.absences:
+            prepared = prepare_changed_run(spec.model_copy(update={"absences": outcome.offline_intervals}))
             write_text(folder / "spec.yaml", dump_spec(prepared.run.spec, folder))
         report = folder / "report.html"
         try:
@@ -221,16 +221,16 @@ def conduct(prepared: PreparedRun, folder: Path, start: _Start, *, served: bool 
         print_summary(summary, report=None if code else report)
         _print_all(summary.not_captured)
         for line in summary.not_computed:
-            terminal.say(f"sottovoce: {line}. The other results are complete.")
+            terminal.print_notice(f"sottovoce: {line}. The other results are complete.")
         terminal.print_json_file_if_requested(folder / "summary.json", rounds_done=summary.rounds_done)
-        over = outcome.state == "finished" or spec.endless
+        over = outcome.state == "finished" or spec.is_unbounded
         if not over or outcome.capture_error or (summary.noticed is not None and summary.noticed.count):
             return 1
-        return terminal.INCOMPLETE if summary.not_computed else code
+        return terminal.INCOMPLETE_EXIT_CODE if summary.not_computed else code
     return _cut_short(outcome, folder, spec)
 
 
-def again(spec: RunSpec) -> PreparedRun:
+def prepare_changed_run(spec: RunSpec) -> PreparedRun:
     """A run whose learners have left or joined since it was prepared, and who learns what when.
 
     Raises:
@@ -241,30 +241,30 @@ def again(spec: RunSpec) -> PreparedRun:
 
 def _print_all(lines: Iterable[str]) -> None:
     for line in lines:
-        print(plain(line))
+        print(escape_control(line))
 
 
-def _left(seen: Progress, state: str, folder: Path, spec: RunSpec, *, served: bool) -> int:
+def _left(seen: RunProgress, state: str, folder: Path, spec: RunSpec, *, served: bool) -> int:
     """Told to stop twice, this command did not wait for the end of its run: say what comes of it, as far as that is known."""
     run_id, captured = seen.run_id, served and spec.capture in ("relay", "mirror")
     if state in _ENDED_STATES:
-        comes = f"{state} in round {seen.done}: {_NO_SUMMARY_DETAIL}"
+        comes = f"{state} in round {seen.rounds_done}: {_NO_SUMMARY_DETAIL}"
     elif served:
         state = "stopped"
-        comes = f"stopped in round {seen.done}: told to stop twice, its services ended at once"
+        comes = f"stopped in round {seen.rounds_done}: told to stop twice, its services ended at once"
     elif COORDINATOR_LABEL in seen.away:
-        unfed = "" if spec.data.live else " Records come to it no more: this command brought them."
+        unfed = "" if spec.data.is_live else " Records come to it no more: this command brought them."
         comes = (
-            f"goes on, and was in round {seen.done} when it was seen last: {COORDINATOR_LABEL} was away, and this "
+            f"goes on, and was in round {seen.rounds_done} when it was seen last: {COORDINATOR_LABEL} was away, and this "
             f"command, told to stop twice, has ended.{unfed} To stop the run: sottovoce runs stop {run_id}"
         )
     else:
         comes = (
-            f"was told to stop in round {seen.done}, and this command, told twice, did not wait for its end: sottovoce runs "
+            f"was told to stop in round {seen.rounds_done}, and this command, told twice, did not wait for its end: sottovoce runs "
             f"show {run_id} says what came of it"
         )
-    print(plain(f"The run {run_id} {comes}"))
-    _tell(folder, spec, run_id, state, comes, seen.done, str(folder / "captures") if captured else None)
+    print(escape_control(f"The run {run_id} {comes}"))
+    _tell(folder, spec, run_id, state, comes, seen.rounds_done, str(folder / "captures") if captured else None)
     return 130
 
 
@@ -272,21 +272,23 @@ def _cut_short(outcome: Outcome, folder: Path, spec: RunSpec, code: int = 1) -> 
     """Say what happened and what is left."""
     done = min((status.rounds_done for status in outcome.statuses), default=0)
     print(
-        plain(f"The run {outcome.run_id} {outcome.state} in round {done}: {outcome.detail}{_log_of(outcome, folder)}")
+        escape_control(
+            f"The run {outcome.run_id} {outcome.state} in round {done}: {outcome.detail}{_log_of(outcome, folder)}"
+        )
     )
     if outcome.detail != _NO_SUMMARY_DETAIL:
         how = "was stopped by its operator" if outcome.detail == STOPPED_BY_OPERATOR else "was stopped"
         how = "failed" if outcome.state == "failed" else how
         print(f"A run that {how} has no summary and no report")
-    if outcome.capture is not None:
-        shown = f"sottovoce transcript show {shlex.quote(outcome.capture)}"
-        print(plain(f"What was overheard is kept in {outcome.capture}, and shown by: {shown}"))
-    _print_all(not_captured(outcome))
+    if outcome.capture_location is not None:
+        shown = f"sottovoce transcript show {shlex.quote(outcome.capture_location)}"
+        print(escape_control(f"What was overheard is kept in {outcome.capture_location}, and shown by: {shown}"))
+    _print_all(describe_missing_traffic(outcome))
     noticed = read_detections(outcome)
     if noticed is not None and noticed.count:
-        print(plain(describe_detections(noticed.count, noticed.first)))
-    _tell(folder, spec, outcome.run_id, outcome.state, outcome.detail, done, outcome.capture)
-    return 130 if outcome.detail in TOLD else code
+        print(escape_control(describe_detections(noticed.count, noticed.first)))
+    _tell(folder, spec, outcome.run_id, outcome.state, outcome.detail, done, outcome.capture_location)
+    return 130 if outcome.detail in COMMAND_STOP_REASONS else code
 
 
 def _log_of(outcome: Outcome, folder: Path) -> str:
@@ -300,14 +302,14 @@ def _log_of(outcome: Outcome, folder: Path) -> str:
 
 def _tell(folder: Path, spec: RunSpec, run_id: str, state: str, detail: str, done: int, capture: str | None) -> None:
     """A run that has no summary, in the words of one; what is not known is null."""
-    terminal.tell(
+    terminal.print_json_if_requested(
         lambda: {
             "folder": folder,
             "name": spec.name,
             "run_id": run_id or None,
             "state": state,
             "detail": detail,
-            "rounds": None if spec.endless else spec.rounds,
+            "rounds": None if spec.is_unbounded else spec.rounds,
             "rounds_done": done,
             "capture": capture,
         }

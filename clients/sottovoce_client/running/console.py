@@ -16,34 +16,41 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.reports.run_report import PER, exceeds, is_single_use, statements, determine_verdict, find_worst_case
-from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
+from sottovoce_client.reports.run_report import (
+    LEVEL_LABELS,
+    compose_statements,
+    determine_verdict,
+    find_worst_case,
+    is_above_claim,
+    is_single_use,
+)
+from sottovoce_client.running.summary import LearnerSummary, ObservedPrivacyLoss, RunProgress, RunSummary
 from sottovoce_client.wording import (
-    NOTHING,
+    MISSING_VALUE,
     NO_ACCURACY_NOTE,
     NO_TEST_RECORDS_NOTE,
-    count,
-    duration,
-    describe_staleness,
-    describe_measurement,
     describe_detections,
-    number,
-    planned,
-    pluralize,
-    format_rounds_done,
-    share,
-    format_percent_range,
+    describe_measurement,
     describe_recorded_rounds,
+    describe_staleness,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_percent_range,
+    format_planned_rounds,
+    format_rounds_done,
+    pluralize,
 )
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 
 LIVE_INTERVAL_S = 0.125
 PLAIN_INTERVAL_S = 2.0
-MOST_ROWS = 10
+MAX_ROWS = 10
 """Learners that the final table shows at most."""
 MAX_VIOLATION_LINES = 3
 """Lines on misconduct that the live display shows at most."""
-_NAMED = 3
+_MAX_NAMED_LEARNERS = 3
 """Learners that a line names at most, where more are away."""
 _KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow", "weak": "yellow"}
 _STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
@@ -73,10 +80,10 @@ def display_run(
         names: of the learners.
         budgets: where each learner stops; left out for nowhere.
     """
-    console = console or terminal.console()
+    console = console or terminal.create_console()
     if plain or not console.is_terminal:
         lines = _Lines(console, rounds, clock)
-        lines.say(f"{title}: {pluralize(len(names), 'learner')}, {planned(rounds)}")
+        lines.say(f"{title}: {pluralize(len(names), 'learner')}, {format_planned_rounds(rounds)}")
         yield lines
         return
     # No refreshing thread: nothing changes between two updates.
@@ -91,8 +98,8 @@ class _Pace:
         self._planned = rounds
         self._looks: deque[tuple[float, int]] = deque(maxlen=40)
 
-    def look(self, progress: Progress) -> None:
-        self._looks.append((progress.seconds, progress.done))
+    def look(self, progress: RunProgress) -> None:
+        self._looks.append((progress.seconds, progress.rounds_done))
 
     @property
     def done(self) -> int:
@@ -111,7 +118,7 @@ class _Pace:
     def left(self) -> str:
         """Time to go, in words; nothing where that is not known."""
         missing = (self._planned or 0) - self.done
-        return duration(math.ceil(missing / self.speed)) if self.speed > 0 and missing > 0 else ""
+        return format_duration(math.ceil(missing / self.speed)) if self.speed > 0 and missing > 0 else ""
 
 
 class _News:
@@ -120,7 +127,7 @@ class _News:
     def __init__(self) -> None:
         self._run, self._uncaptured = "", ""
 
-    def of(self, progress: Progress) -> Iterator[str]:
+    def of(self, progress: RunProgress) -> Iterator[str]:
         if progress.run_id != self._run:
             self._run = progress.run_id
             yield f"run {progress.run_id}"
@@ -143,9 +150,9 @@ class _Lines:
 
     def say(self, text: str) -> None:
         # As it is: neither wrapped at the 80 columns that a pipe is said to have, nor coloured, nor read as markup.
-        self._console.out(plain(text), highlight=False)
+        self._console.out(escape_control(text), highlight=False)
 
-    def update(self, progress: Progress, state: str, overheard: int | None) -> None:
+    def update(self, progress: RunProgress, state: str, captured_messages: int | None) -> None:
         self._pace.look(progress)
         for line in self._news.of(progress):
             self.say(line)
@@ -158,15 +165,15 @@ class _Lines:
         for line in progress.misconduct[self._said_misconduct :]:
             self.say(f"misconduct: {line}")
         self._said_misconduct = len(progress.misconduct)
-        self.say("  ".join(self._parts(progress, state, overheard)))
+        self.say("  ".join(self._parts(progress, state, captured_messages)))
 
-    def _parts(self, progress: Progress, state: str, overheard: int | None) -> Iterator[str]:
+    def _parts(self, progress: RunProgress, state: str, overheard: int | None) -> Iterator[str]:
         yield f"round {self._pace.done}" + (f"/{self._rounds}" if self._rounds else "")
         yield state
-        yield f"{number(self._pace.speed, 3)} rounds/s"
+        yield f"{format_number(self._pace.speed, 3)} rounds/s"
         if any(value is not None for value in progress.accuracy):
             yield f"accuracy {format_percent_range(progress.accuracy)}"
-        yield f"epsilon <= {number(max(progress.epsilon, default=0.0))}"
+        yield f"epsilon <= {format_number(max(progress.epsilon, default=0.0))}"
         if overheard is not None:
             yield f"{pluralize(overheard, 'message')} recorded"
 
@@ -190,7 +197,7 @@ class _Display:
         self._clock, self._pace, self._shown = clock, _Pace(rounds), (-math.inf, "")
         self._news = _News()
 
-    def update(self, progress: Progress, state: str, overheard: int | None) -> None:
+    def update(self, progress: RunProgress, state: str, captured_messages: int | None) -> None:
         for line in self._news.of(progress):  # above the picture, and stays
             self._live.console.print(Text(line, style="dim"))
         shown_at, shown_state = self._shown
@@ -199,9 +206,9 @@ class _Display:
             return
         self._shown = (now, state)
         self._pace.look(progress)
-        self._live.update(self._picture(progress, state, overheard), refresh=True)
+        self._live.update(self._picture(progress, state, captured_messages), refresh=True)
 
-    def _picture(self, progress: Progress, state: str, overheard: int | None) -> RenderableType:
+    def _picture(self, progress: RunProgress, state: str, overheard: int | None) -> RenderableType:
         head = Text.assemble(
             (self._title, "bold"), ("  ", ""), (_with_away(state, progress), _STATES.get(state, "cyan"))
         )
@@ -213,25 +220,30 @@ class _Display:
 
     def _bar(self) -> RenderableType:
         row = Table.grid(padding=(0, 2))
-        done, speed = f"round {count(self._pace.done)}", f"{number(self._pace.speed, 3)} rounds/s"
+        done, speed = f"round {format_count(self._pace.done)}", f"{format_number(self._pace.speed, 3)} rounds/s"
         if self._rounds is None:
             row.add_row(done, speed, "until it is stopped")
             return row
         bar = ProgressBar(total=self._rounds, completed=self._pace.done, width=28)
         left = f"{self._pace.left} left" if self._pace.left else ""
-        row.add_row(bar, f"{done}/{count(self._rounds)}", speed, left)
+        row.add_row(bar, f"{done}/{format_count(self._rounds)}", speed, left)
         return row
 
-    def _table(self, progress: Progress) -> Table:
+    def _table(self, progress: RunProgress) -> Table:
         table = _table("learner", "round", "accuracy", "ε spent", "ε budget", "messages")
         fitting = max(3, self._live.console.height - 9 - min(len(progress.misconduct), MAX_VIOLATION_LINES))
         cells = zip(progress.rounds, progress.accuracy, progress.epsilon, self._budgets, progress.messages, strict=True)
         rows = list(zip(self._names, cells, strict=True))
         for name, (done, accuracy, spent, budget, messages) in rows[:fitting]:
-            limit = "none" if budget is None else number(budget)
+            limit = "none" if budget is None else format_number(budget)
             near = "yellow" if budget is not None and spent > 0.9 * budget else ""
             table.add_row(
-                Text(name), count(done), share(accuracy), Text(number(spent), style=near), limit, count(messages)
+                Text(name),
+                format_count(done),
+                format_percent(accuracy),
+                Text(format_number(spent), style=near),
+                limit,
+                format_count(messages),
             )
         if len(rows) > fitting:
             table.add_row(f"… {len(rows) - fitting} more", style="dim")
@@ -243,16 +255,16 @@ def _cut(line: str) -> Text:
     return Text(line, style="bold red", no_wrap=True, overflow="ellipsis")
 
 
-def _with_away(state: str, progress: Progress) -> str:
+def _with_away(state: str, progress: RunProgress) -> str:
     """The state, and who is gone meanwhile."""
     gone = progress.away
-    if len(gone) > _NAMED:
-        return f"{state}, {len(gone)} learners are away ({', '.join(gone[:_NAMED])}, ...)"
+    if len(gone) > _MAX_NAMED_LEARNERS:
+        return f"{state}, {len(gone)} learners are away ({', '.join(gone[:_MAX_NAMED_LEARNERS])}, ...)"
     return f"{state}, {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} away" if gone else state
 
 
 def _table(first: str, *others: str) -> Table:
-    table = terminal.table()
+    table = terminal.create_table()
     table.add_column(first, no_wrap=True, overflow="ellipsis", max_width=24, vertical="bottom")
     for title in others:
         table.add_column(title, justify="right", no_wrap=True)
@@ -268,22 +280,22 @@ def print_summary(summary: RunSummary, console: Console | None = None, report: P
     Args:
         report: where the report lies, if one was written.
     """
-    console = console or terminal.console()
+    console = console or terminal.create_console()
     console.print(_state_line(summary))
     table, left_out = _learner_table(summary, console.width)
     console.print(table)
     if left_out:
         console.print(f"a wider terminal shows {', '.join(left_out)}, too; so do summary.json and --json")
-    facts = terminal.facts()
+    facts = terminal.create_fact_grid()
     for name, value in _facts(summary, report):
         facts.add_row(name, value)
     console.print(facts)
 
 
 def _state_line(summary: RunSummary) -> Text:
-    reached = f"{format_rounds_done(summary.rounds_done, summary.rounds)} in {duration(summary.seconds)}"
+    reached = f"{format_rounds_done(summary.rounds_done, summary.rounds)} in {format_duration(summary.seconds)}"
     line = Text.assemble((summary.name, "bold"), " ", (summary.state, _STATES.get(summary.state, "cyan")))
-    line.append(f": {reached}, {number(summary.rounds_per_second)} rounds/s")
+    line.append(f": {reached}, {format_number(summary.rounds_per_second)} rounds/s")
     if summary.detail and summary.state != "finished":
         line.append(f"\n{summary.detail}", style=_STATES.get(summary.state, ""))
     return line
@@ -292,21 +304,21 @@ def _state_line(summary: RunSummary) -> Text:
 def _learner_table(summary: RunSummary, width: int) -> tuple[Table, list[str]]:
     """A row for each learner, and the heads of the columns that did not fit."""
     levels = ("record",) if is_single_use(summary) else ("event", "record")
-    claims = [f"ε {PER[level]}" for level in levels]
-    losses = ["privacy loss found"] if len(levels) == 1 else [f"loss found {PER[level]}" for level in levels]
-    if summary.live and find_worst_case(summary) is None:
+    claims = [f"ε {LEVEL_LABELS[level]}" for level in levels]
+    losses = ["privacy loss found"] if len(levels) == 1 else [f"loss found {LEVEL_LABELS[level]}" for level in levels]
+    if summary.is_live and find_worst_case(summary) is None:
         losses = []  # not known
-    heads = ["learner", "records learned" if summary.live else "test accuracy", *claims, *losses]
-    shown, more = summary.learners[:MOST_ROWS], len(summary.learners) - MOST_ROWS
+    heads = ["learner", "records learned" if summary.is_live else "test accuracy", *claims, *losses]
+    shown, more = summary.learners[:MAX_ROWS], len(summary.learners) - MAX_ROWS
     most = min(24, max(11, width - 69))
-    rows = [(_shortened(each.name, most), *_cells(each, levels, live=summary.live)) for each in shown]
+    rows = [(_shortened(each.name, most), *_cells(each, levels, live=summary.is_live)) for each in shown]
     if more > 0:
         rows.append((f"… {more} more", *[""] * (2 * len(levels) + 1)))
     if (central := summary.central_accuracy) is not None:
-        rows.append(("centralised", share(central), *["∞"] * len(levels), *[""] * len(levels)))
+        rows.append(("centralised", format_percent(central), *["∞"] * len(levels), *[""] * len(levels)))
     cells = [row[: len(heads)] for row in rows]
-    table, left_out = terminal.fitted(
-        width, heads, cells, right=heads[1:], spare=(*losses[1:], *claims[1:], *losses[:1])
+    table, left_out = terminal.fit_table(
+        width, heads, cells, right_aligned=heads[1:], optional_columns=(*losses[1:], *claims[1:], *losses[:1])
     )
     for row, each in zip(table.rows, shown, strict=False):
         row.style = "bold red" if any(map(_refuted, (each.swap_event, each.swap_record))) else ""
@@ -325,17 +337,17 @@ def _shortened(name: str, most: int) -> str:
 
 
 def _cells(learner: LearnerSummary, levels: Sequence[str], *, live: bool) -> tuple[str, ...]:
-    learned = count(learner.records) if live else share(learner.test_accuracy)
-    epsilons = (number(getattr(learner, level)) for level in levels)
-    return (learned, *epsilons, *(_loss(learner.swap(level)) for level in levels))
+    learned = format_count(learner.records) if live else format_percent(learner.test_accuracy)
+    epsilons = (format_number(getattr(learner, level)) for level in levels)
+    return (learned, *epsilons, *(_loss(learner.get_observed_loss(level)) for level in levels))
 
 
-def _loss(swap: Swap | None) -> str:
-    return NOTHING if swap is None else f"{number(swap.loss, 3)} of {number(swap.budget, 3)}"
+def _loss(swap: ObservedPrivacyLoss | None) -> str:
+    return MISSING_VALUE if swap is None else f"{format_number(swap.loss, 3)} of {format_number(swap.budget, 3)}"
 
 
-def _refuted(swap: Swap | None) -> bool:
-    return swap is not None and exceeds(max(swap.loss, swap.supremum), swap.budget)
+def _refuted(swap: ObservedPrivacyLoss | None) -> bool:
+    return swap is not None and is_above_claim(max(swap.loss, swap.supremum), swap.budget)
 
 
 def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text]]:
@@ -343,17 +355,19 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
     if summary.noticed is not None and summary.noticed.count:
         yield "noticed", Text(describe_detections(summary.noticed.count, summary.noticed.first), style="bold red")
     verdict = determine_verdict(summary)
-    for name, text in statements(summary).items():
+    for name, text in compose_statements(summary).items():
         headline = Text.assemble((verdict.headline, _KINDS[verdict.tone]), ". ") if name == "found" else Text()
         yield name, headline + Text(text)
     accuracies = format_percent_range(learner.test_accuracy for learner in summary.learners)
-    disagree = f"; two learners differ on at most {share(summary.disagreement)} of held-out records"
+    disagree = f"; two learners differ on at most {format_percent(summary.disagreement)} of held-out records"
     if waiting := sum(learner.waiting for learner in summary.learners):
         yield (
             "waiting",
-            Text(f"{pluralize(waiting, 'record')} waited when the run ended, and no learner learned them", style="yellow"),
+            Text(
+                f"{pluralize(waiting, 'record')} waited when the run ended, and no learner learned them", style="yellow"
+            ),
         )
-    if not summary.live:
+    if not summary.is_live:
         known = any(learner.test_accuracy is not None for learner in summary.learners)
         found = accuracies + (disagree if summary.disagreement is not None else "")
         if not known:

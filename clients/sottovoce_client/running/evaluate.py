@@ -14,31 +14,46 @@ from typing import TypeVar
 import numpy as np
 
 from sottovoce_client.running.operate import Outcome, has_left
-from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, GuaranteeSummary, RunSummary, Swap, WiretapSummary
+from sottovoce_client.running.summary import (
+    CaptureSummary,
+    DetectionSummary,
+    GuaranteeSummary,
+    LearnerSummary,
+    ObservedPrivacyLoss,
+    RunSummary,
+    WiretapSummary,
+)
 from sottovoce_client.wording import describe_offline_interval, pluralize
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
 from sottovoce_core.auditing.swaps import compute_worst_losses
-from sottovoce_core.budget.composition import worst_case_record_losses, group_record_losses
+from sottovoce_core.budget.composition import group_record_losses, worst_case_record_losses
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import CaptureError, EquivocationError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.losses.linear import HingeLoss, Logistic, PassGlmLoss, SmoothedHingeLoss, SoftmaxLoss, SquaredLoss
+from sottovoce_core.losses.linear import (
+    HingeLoss,
+    LogisticLoss,
+    PassGlmLoss,
+    SmoothedHingeLoss,
+    SoftmaxLoss,
+    SquaredLoss,
+)
 from sottovoce_core.losses.torch import TorchLoss
 from sottovoce_core.network.network import Network
-from sottovoce_core.privacy.accountant import guarantee as promised_by
+from sottovoce_core.privacy.accountant import compute_guarantee as promised_by
 from sottovoce_core.running.participation import USED_ROUNDS_FIELD, measure_staleness
-from sottovoce_core.running.replay import replayed
-from sottovoce_core.running.run import Run, build_run, publication
+from sottovoce_core.running.replay import iterate_replay
+from sottovoce_core.running.run import Run, assess_publication, build_run
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import dump_spec
-from sottovoce_core.text import called
+from sottovoce_core.text import format_learner_name
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_learner.storage.recovery import LoggedRecords, find_learners
 from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.logs import reason_of
+from sottovoce_rpc.logs import describe_reason
 
 _T = TypeVar("_T")
-_NAMED = 10
+_MAX_NAMED_GAPS = 10
 """Gaps of a capture that are told."""
 
 
@@ -53,7 +68,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
     """
     parts = _Parts()
     transcript, capture = parts.computed("what was captured", lambda: _overheard(run, outcome)) or (None, None)
-    took_part = [run.attendance(i).end > 0 for i in range(run.spec.n_learners)]
+    took_part = [run.participation(i).end > 0 for i in range(run.spec.n_learners)]
     predictions = [labels if part else None for labels, part in zip(outcome.predictions, took_part, strict=True)]
     unasked = [labels is None for labels in predictions]
     measured = (
@@ -64,15 +79,20 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         predictions[index] = model.labels
     accuracies = [_accuracy(labels, data.test_labels) for labels in predictions]
     known: PreparedRun | None = PreparedRun(run, data)
-    if run.spec.data.live:
+    if run.spec.data.is_live:
         known = None
         if logs is not None and transcript is not None:
             known = parts.computed("which records came", lambda: _learned_by(logs, run, data, outcome.run_id))
     learners = tuple(
         _learner(run, known, outcome, transcript, i, accuracy, parts) for i, accuracy in enumerate(accuracies)
     )
-    central = parts.computed("the accuracy of a central model", lambda: central_accuracy(run, data))
-    costs = parts.computed("what publishing accuracies costs", lambda: cost(run, outcome.statuses, measured)) or ""
+    central = parts.computed("the accuracy of a central model", lambda: compute_central_accuracy(run, data))
+    costs = (
+        parts.computed(
+            "what publishing accuracies costs", lambda: describe_publication_cost(run, outcome.statuses, measured)
+        )
+        or ""
+    )
     learners = tuple(
         replace(each, test_curve=measured[i].curve) if i in measured else each for i, each in enumerate(learners)
     )
@@ -82,7 +102,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         data=run.spec.data.source,
         state=outcome.state,
         detail=outcome.detail,
-        rounds=None if run.spec.endless else run.spec.rounds,
+        rounds=None if run.spec.is_unbounded else run.spec.rounds,
         seconds=outcome.seconds,
         n_features=data.n_features,
         test_records=len(data.test_labels),
@@ -101,10 +121,10 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         progress=outcome.progress,
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
         noticed=read_detections(outcome),
-        one_way=one_way(run.network),
+        one_way=find_one_way_edges(run.network),
         away=tuple(map(describe_offline_interval, run.spec.absences)),
-        not_captured=tuple(not_captured(outcome)),
-        misconduct=outcome.misconduct,
+        not_captured=tuple(describe_missing_traffic(outcome)),
+        misconduct=outcome.violations,
         tapped=_tapped(outcome),
         measured=costs,
         not_computed=tuple(parts.failed),
@@ -126,17 +146,17 @@ class _Parts:
         try:
             return compute()
         except Exception as error:  # noqa: BLE001 - losses and algorithms, a user's own too, may raise anything
-            self.failed.append(f"{what} could not be computed: {reason_of(error)}")
+            self.failed.append(f"{what} could not be computed: {describe_reason(error)}")
             return None
 
 
-def one_way(network: Network) -> tuple[tuple[int, int], ...]:
+def find_one_way_edges(network: Network) -> tuple[tuple[int, int], ...]:
     """Who speaks to whom and never hears it."""
-    heard = np.any([network.at(t).neighbours > 0 for t in range(network.horizon)], axis=0)
+    heard = np.any([network.mixing(t).neighbour_weights > 0 for t in range(network.horizon)], axis=0)
     return tuple((int(speaker), int(listener)) for speaker, listener in np.argwhere(heard.T & ~heard))
 
 
-def central_accuracy(run: Run, data: PlacedData) -> float | None:
+def compute_central_accuracy(run: Run, data: PlacedData) -> float | None:
     """Accuracy on the held-out records of a non-private model of all records together, same loss, same ridge.
 
     The plain hinge stands for the smoothed one, the logistic loss for its approximation and for a network. None without
@@ -151,8 +171,8 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
     loss = run.loss
     features = np.concatenate([each.features for each in data.learners])
     labels = np.concatenate([each.labels for each in data.learners])
-    features, labels = loss.enforce(features, labels)
-    test, _ = loss.enforce(data.test_features, np.zeros(len(data.test_labels)))
+    features, labels = loss.enforce_bounds(features, labels)
+    test, _ = loss.enforce_bounds(data.test_features, np.zeros(len(data.test_labels)))
     strength = max(loss.ridge, 1e-9) * len(labels)
     if isinstance(loss, SquaredLoss):
         scores = RidgeLoss(alpha=strength / 2, fit_intercept=False).fit(features, labels).predict(test)
@@ -160,7 +180,7 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
     if isinstance(loss, HingeLoss | SmoothedHingeLoss):
         cost = 1 / max(strength, 1e-4 * len(labels))  # with less of a ridge, the solver gets nowhere
         model = LinearSVC(loss="hinge", C=cost, fit_intercept=False, max_iter=100_000, random_state=0)
-    elif not isinstance(loss, Logistic | PassGlmLoss | SoftmaxLoss | TorchLoss):
+    elif not isinstance(loss, LogisticLoss | PassGlmLoss | SoftmaxLoss | TorchLoss):
         return None
     else:
         # Of two classes, scikit-learn learns the difference of their vectors: half the ridge of two vectors.
@@ -173,18 +193,18 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
 
 
 def _promise(run: Run, outcome: Outcome) -> GuaranteeSummary:
-    live = run.spec.data.live
-    said = max((1, *(status.rounds_said for status in outcome.statuses)))
+    live = run.spec.data.is_live
+    said = max((1, *(status.rounds_committed for status in outcome.statuses)))
     guarantee = promised_by(run.algorithm.accountant(0), said) if live else run.guarantee(0)
     return GuaranteeSummary(
         algorithm=run.algorithm.name,
-        threat_model=guarantee.grounds.threat_model.value,
-        adjacency=guarantee.adjacency,
-        accounting=guarantee.grounds.mode,
-        proof=guarantee.grounds.proof,
-        constants=tuple((name, each.value, each.enforced_by) for name, each in guarantee.grounds.constants.items()),
-        shared=guarantee.shared,
-        output=None if guarantee.output is None else float(guarantee.output[-1]),
+        threat_model=guarantee.basis.threat_model.value,
+        adjacency=guarantee.adjacency_description,
+        accounting=guarantee.basis.mode,
+        proof=guarantee.basis.proof,
+        constants=tuple((name, each.value, each.enforcement) for name, each in guarantee.basis.constants.items()),
+        shared=guarantee.has_shared_records,
+        output=None if guarantee.output_epsilon is None else float(guarantee.output_epsilon[-1]),
     )
 
 
@@ -193,29 +213,29 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
     if (capture := _opened(outcome)) is None:
         return None, None
     try:
-        transcript = capture.transcript(run.field_shapes, run.spec.n_learners, run.network)
+        transcript = capture.read_transcript(run.field_shapes, run.spec.n_learners, run.network)
     except (CaptureError, EquivocationError):  # the latter is noticed, too
         return None, None
     heard = next(iter(transcript.fields.values()))[:, 0, 0]
-    messages, size = capture.totals()
+    messages, size = capture.count_messages()
     scales = [scale for t in range(transcript.rounds) if (scale := run.algorithm.noise_scale(0, t)) > 0]
     return transcript, CaptureSummary(
         mode=run.spec.capture,
-        location=str(outcome.capture),
+        location=str(outcome.capture_location),
         messages=messages,
         bytes=size,
         messages_of=run.spec.names[0],
         heard=heard,
         first_scale=scales[0] if scales else 0.0,
         last_scale=scales[-1] if scales else 0.0,
-        late=measure_staleness(transcript.fields[USED_ROUNDS_FIELD]) if run.late else None,
+        late=measure_staleness(transcript.fields[USED_ROUNDS_FIELD]) if run.has_bounded_staleness else None,
     )
 
 
 def _opened(outcome: Outcome) -> Capture | None:
     """The capture of a run; None where there is none, or none that can be read here: it may lie on the eavesdropper's host."""
     try:
-        return None if outcome.capture is None else open_capture(outcome.capture)
+        return None if outcome.capture_location is None else open_capture(outcome.capture_location)
     except CaptureError:
         return None
 
@@ -224,18 +244,22 @@ def _tapped(outcome: Outcome) -> WiretapSummary | None:
     """What a wiretap noted; None where there was none, or its capture cannot be read here."""
     capture = _opened(outcome)
     counts = None if capture is None else capture.ciphertext
-    return None if counts is None else WiretapSummary(str(outcome.capture), counts.connections, counts.records, counts.bytes)
+    return (
+        None
+        if counts is None
+        else WiretapSummary(str(outcome.capture_location), counts.connections, counts.records, counts.bytes)
+    )
 
 
-def read_detections(outcome: Outcome) -> Noticed | None:
+def read_detections(outcome: Outcome) -> DetectionSummary | None:
     """What the eavesdropper noticed in a run; None where there is no capture that can be read here."""
-    if (capture := _opened(outcome)) is None or "noticed_count" not in (facts := capture.facts):
+    if (capture := _opened(outcome)) is None or "noticed_count" not in (facts := capture.metadata):
         return None
     first = tuple(str(finding.get("text")) for finding in facts.get("noticed", ()) if isinstance(finding, dict))
-    return Noticed(facts["noticed_count"], first, facts.get("not_checked"))
+    return DetectionSummary(facts["noticed_count"], first, facts.get("not_checked"))
 
 
-def not_captured(outcome: Outcome) -> Iterator[str]:
+def describe_missing_traffic(outcome: Outcome) -> Iterator[str]:
     """What the capture of a run lacks, a line on each."""
     if outcome.capture_error:
         yield f"The capture is not complete: {outcome.capture_error}"
@@ -243,8 +267,8 @@ def not_captured(outcome: Outcome) -> Iterator[str]:
     if gaps and _tapped(outcome) is not None:
         yield "The wiretap was started again in the run: the last that it noted before may be missing"
     elif gaps:
-        more = f"; and {len(gaps) - _NAMED} more" if len(gaps) > _NAMED else ""
-        yield f"The capture has {pluralize(len(gaps), 'gap')}: {'; '.join(gaps[:_NAMED])}{more}"
+        more = f"; and {len(gaps) - _MAX_NAMED_GAPS} more" if len(gaps) > _MAX_NAMED_GAPS else ""
+        yield f"The capture has {pluralize(len(gaps), 'gap')}: {'; '.join(gaps[:_MAX_NAMED_GAPS])}{more}"
 
 
 def list_capture_gaps(outcome: Outcome) -> tuple[str, ...]:
@@ -253,11 +277,11 @@ def list_capture_gaps(outcome: Outcome) -> tuple[str, ...]:
         return ()
     gaps = [
         gap
-        for gap in capture.facts.get("gaps", ())
+        for gap in capture.metadata.get("gaps", ())
         if isinstance(gap, dict) and isinstance(gap.get("to"), int | None) and isinstance(gap.get("sender"), int)
     ]
     return tuple(
-        f"{called(capture.names, gap['sender'])}, rounds {gap.get('from')} to "
+        f"{format_learner_name(capture.names, gap['sender'])}, rounds {gap.get('from')} to "
         f"{'the end' if gap.get('to') is None else gap['to'] - 1}"
         for gap in gaps
     )
@@ -282,14 +306,14 @@ def _learner(
         accuracy: on the held-out records.
         parts: of the summary.
     """
-    status, live = outcome.statuses[index], run.spec.data.live
-    said, learned = status.rounds_said, status.records - status.records_waiting
+    status, live = outcome.statuses[index], run.spec.data.is_live
+    said, learned = status.rounds_committed, status.records - status.records_waiting
     own = None if known is None else known.data.learners[index]
     spent = _as_charged(run, outcome, index) if live or own is None else _planned(run, own, index)
-    swaps: tuple[Swap | None, Swap | None] = (None, None)
-    heard = 0 if transcript is None else transcript.count_complete_rounds(index, run.attendance(index))
+    swaps: tuple[ObservedPrivacyLoss | None, ObservedPrivacyLoss | None] = (None, None)
+    heard = 0 if transcript is None else transcript.count_complete_rounds(index, run.participation(index))
     if known is not None and own is not None and transcript is not None and heard and len(own.order):
-        said_until = transcript.until(min(heard, own.rounds))
+        said_until = transcript.truncate(min(heard, own.rounds))
         whose = f"the privacy loss of the messages of {run.spec.names[index]}"
         swaps = parts.computed(whose, lambda: _swaps(known, said_until, index, spent.event)) or swaps
     return LearnerSummary(
@@ -303,7 +327,7 @@ def _learner(
         messages=status.messages_sent,
         bytes=status.bytes_sent,
         spent=status.epsilon_spent,
-        budget=status.limit,
+        budget=status.epsilon_limit,
         paper=_last(spent.paper, said),
         event=_last(spent.event, said),
         record=_last(spent.record, said),
@@ -330,9 +354,9 @@ class _Spent:
 def _planned(run: Run, own: LearnerData, index: int) -> _Spent:
     """By the records of all planned rounds."""
     event = run.guarantee(index, np.diff(own.offsets))
-    losses = group_record_losses(run.algorithm.accountant(index), own, run.attendance(index).end)
-    record = as_floats(np.cumsum(worst_case_record_losses(losses, event.per_round)))
-    return _Spent(event.paper, event.cumulative_epsilon, record, event.infinite_horizon)
+    losses = group_record_losses(run.algorithm.accountant(index), own, run.participation(index).end)
+    record = as_floats(np.cumsum(worst_case_record_losses(losses, event.round_losses)))
+    return _Spent(event.paper_epsilon, event.cumulative_epsilon, record, event.infinite_horizon_epsilon)
 
 
 def _as_charged(run: Run, outcome: Outcome, index: int) -> _Spent:
@@ -342,17 +366,19 @@ def _as_charged(run: Run, outcome: Outcome, index: int) -> _Spent:
     """
     last = outcome.statuses[index]
     looks = sorted({(look.rounds[index], look.epsilon[index]) for look in outcome.progress})
-    done, spent = zip(*looks, (last.rounds_said, last.epsilon_spent), strict=True)
-    rounds = max(1, last.rounds_said)
+    done, spent = zip(*looks, (last.rounds_committed, last.epsilon_spent), strict=True)
+    rounds = max(1, last.rounds_committed)
     charged = as_floats(np.maximum.accumulate(np.interp(np.arange(1, rounds + 1), done, spent)))
-    return _Spent(run.algorithm.accountant(index).paper(rounds), charged, charged, math.inf)
+    return _Spent(run.algorithm.accountant(index).paper_epsilon(rounds), charged, charged, math.inf)
 
 
-def _swaps(known: PreparedRun, transcript: Transcript, index: int, spent: FloatArray) -> tuple[Swap | None, Swap | None]:
+def _swaps(
+    known: PreparedRun, transcript: Transcript, index: int, spent: FloatArray
+) -> tuple[ObservedPrivacyLoss | None, ObservedPrivacyLoss | None]:
     """The most telling replacements of one use of a record, and of all uses of one."""
     run, own = known.run, known.data.learners[index]
     counts, uses = np.diff(own.offsets), own.uses_by_round(int(own.order[0]))
-    event = run.guarantee(index, counts).cumulative_epsilon if run.spec.data.live else spent
+    event = run.guarantee(index, counts).cumulative_epsilon if run.spec.data.is_live else spent
     every = run.guarantee(index, counts, uses).cumulative_epsilon
     return (
         _swap(run, transcript, known.data, index, event, every_use=False),
@@ -362,12 +388,14 @@ def _swaps(known: PreparedRun, transcript: Transcript, index: int, spent: FloatA
 
 def _swap(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, claimed: FloatArray, *, every_use: bool
-) -> Swap | None:
+) -> ObservedPrivacyLoss | None:
     found = compute_worst_losses(run, transcript, data, learner, every_use=every_use)
     if found is None:
         return None
-    by_round = np.cumsum(found.realised[:, 0, 0])
-    return Swap(abs(float(by_round[-1])), float(found.supremum[0, 0]), float(claimed[transcript.rounds - 1]), by_round)
+    by_round = np.cumsum(found.realised_losses[:, 0, 0])
+    return ObservedPrivacyLoss(
+        abs(float(by_round[-1])), float(found.supremum[0, 0]), float(claimed[transcript.rounds - 1]), by_round
+    )
 
 
 def _last(curve: FloatArray, rounds: int) -> float:
@@ -419,7 +447,7 @@ def measure(
         transcript: what they said; None: nobody knows it here.
         wanted: for each learner, whether it is.
     """
-    if transcript is None or run.spec.data.live or not len(data.test_labels):
+    if transcript is None or run.spec.data.is_live or not len(data.test_labels):
         return {}
     indices = [i for i, each in enumerate(wanted) if each and statuses[i].rounds_done]
     found = {i: _measured(run, data, transcript, i, statuses[i].rounds_done) for i in indices}
@@ -430,7 +458,7 @@ def _measured(run: Run, data: PlacedData, transcript: Transcript, index: int, do
     """None: what is known of its models ends before the last round but one."""
     looks = {int(k) for k in np.rint(np.linspace(0, done - 1, min(done, MAX_CURVE_POINTS)))} | {done - 2}
     curve, labels, rounds = list[tuple[int, float]](), None, 0
-    for k, machine in enumerate(replayed(run, transcript, index, data.learners[index])):
+    for k, machine in enumerate(iterate_replay(run, transcript, index, data.learners[index])):
         rounds = k + 1
         if k in looks:
             labels = run.loss.classify(run.loss.predict(machine.model[0, 0], data.test_features))
@@ -438,22 +466,22 @@ def _measured(run: Run, data: PlacedData, transcript: Transcript, index: int, do
     return None if labels is None or rounds < done - 1 else _Measured(labels, tuple(curve))
 
 
-def cost(run: Run, statuses: Sequence[LearnerStatus], measured: Mapping[int, _Measured]) -> str:
+def describe_publication_cost(run: Run, statuses: Sequence[LearnerStatus], measured: Mapping[int, _Measured]) -> str:
     """What publishing it costs: of the model that costs most, in words; empty where nothing was measured."""
     told = [
-        publication(
+        assess_publication(
             run,
             i,
             each.curve[-1][0],
             statuses[i].epsilon_spent,
-            private=not statuses[i].noise_is_not_private,
+            has_private_noise=not statuses[i].noise_is_not_private,
         )
         for i, each in measured.items()
     ]
     return max(told, key=lambda each: (not each.is_protected, each.epsilon)).text if told else ""
 
 
-MOST_ROUNDS = 100_000
+MAX_ROUNDS_IN_MEMORY = 100_000
 """Rounds whose records are held in memory."""
 
 
@@ -474,12 +502,14 @@ def _learned_by(logs: Path, run: Run, data: PlacedData, run_id: str) -> Prepared
         return None
     found = [LoggedRecords(logs, name, run_id, spec, n_features) for name in spec.names]
     for each in found:
-        each.look()
-    rounds = min(each.rounds for each in found)
-    if not 0 < rounds <= MOST_ROUNDS:
+        each.refresh()
+    rounds = min(each.known_rounds for each in found)
+    if not 0 < rounds <= MAX_ROUNDS_IN_MEMORY:
         return None
     learners = tuple(_as_data([each.batch(t) for t in range(rounds)]) for each in found)
-    return PreparedRun(build_run(spec.model_copy(update={"rounds": rounds}), n_features), replace(data, learners=learners))
+    return PreparedRun(
+        build_run(spec.model_copy(update={"rounds": rounds}), n_features), replace(data, learners=learners)
+    )
 
 
 def _as_data(batches: Sequence[Batch]) -> LearnerData:

@@ -16,19 +16,21 @@ from sottovoce_core.errors import FailedPrecondition, Unavailable
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.status import CallOutcome, convert_status_error, explain_handshake_failure
-from sottovoce_rpc.tasks import beside
+from sottovoce_rpc.tasks import run_in_background
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 _MAX_ROUNDS_PER_BATCH, _MAX_BATCH_BYTES = 64, 8 * 1024 * 1024
 """Of a batch: rounds, and bytes unless one round alone has more."""
-_AHEAD = 64
+_MAX_UNCONFIRMED_BATCHES = 64
 """Batches that are sent before the learner has confirmed them; it does so every so often."""
-_PATIENCE_S, _RETRY_S = 60.0, 0.5
+_FEED_TIMEOUT_S, _RETRY_DELAY_S = 60.0, 0.5
 
 
-def make_batch(data: LearnerData, source: str, sequence: int, rounds: int = _MAX_ROUNDS_PER_BATCH) -> learner_pb2.SampleBatch:
+def make_batch(
+    data: LearnerData, source: str, sequence: int, rounds: int = _MAX_ROUNDS_PER_BATCH
+) -> learner_pb2.SampleBatch:
     """One of a learner's batches, each of so many consecutive rounds."""
     first = sequence * rounds
     last = min(first + rounds, data.rounds)
@@ -77,7 +79,7 @@ class _Sending:
         """From the first that it has not, on one stream."""
         due = self.received
         while due < self._many:
-            while due >= self.received + _AHEAD:
+            while due >= self.received + _MAX_UNCONFIRMED_BATCHES:
                 self._receipt.clear()
                 await self._receipt.wait()
             yield make_batch(self._data, self._source, due, self._rounds)
@@ -89,7 +91,7 @@ async def feed(
     run_id: str,
     data: LearnerData,
     source: str = "feeder",
-    patience_s: float = _PATIENCE_S,
+    timeout_s: float = _FEED_TIMEOUT_S,
     *,
     learner: str = "",
     credentials: Credentials = NO_IDENTITY,
@@ -110,27 +112,29 @@ async def feed(
         Unavailable, FailedPrecondition: for so long it could not be reached, was not in the run, or took nothing in: it is being told, or
             has failed and the coordinator is.
     """
-    patience_s = max(patience_s, _PATIENCE_S)
-    sending, away, refused, told = _Sending(data, source), _Failing(patience_s), _Failing(patience_s), ""
+    timeout_s = max(timeout_s, _FEED_TIMEOUT_S)
+    sending, away, refused, told = _Sending(data, source), _Failing(timeout_s), _Failing(timeout_s), ""
     now = asyncio.get_running_loop().time
     while not sending.over:
         # A channel of its own for each try: the identity may have been renewed.
-        async with channel(address, Role.LEARNER, learner, credentials=credentials) as to:
+        async with open_channel(address, Role.LEARNER, learner, credentials=credentials) as to:
             stub = learner_pb2_grpc.LearnerStub(to)
             try:
-                await _ready(stub, run_id, address, patience_s)  # again after a break: it may have been started again
+                await _ready(stub, run_id, address, timeout_s)  # again after a break: it may have been started again
                 away.over()
                 await _sent(stub.Ingest(), sending, refused)
                 continue
             except grpc.aio.AioRpcError as error:
                 failure = convert_status_error(error, f"the learner at {address}")
-                if (why := explain_handshake_failure(error.details() or "")) and why != told:  # waiting alone does not mend it
+                if (
+                    why := explain_handshake_failure(error.details() or "")
+                ) and why != told:  # waiting alone does not mend it
                     told = why
-                    terminal.say(f"waiting for {learner or 'the learner'} at {address}: {why}")
+                    terminal.print_notice(f"waiting for {learner or 'the learner'} at {address}: {why}")
         failing = away if isinstance(failure, Unavailable) else refused
         if not isinstance(failure, Unavailable | FailedPrecondition) or failing.too_long(now()):
             raise failure
-        await asyncio.sleep(_RETRY_S)
+        await asyncio.sleep(_RETRY_DELAY_S)
 
 
 class _Failing:
@@ -162,7 +166,7 @@ async def _sent(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending, re
     """
     ending = CallOutcome(call)
     try:
-        async with beside(_said(call, sending)):
+        async with run_in_background(_said(call, sending)):
             try:
                 async for receipt in call:
                     sending.receive(receipt.next_sequence)
@@ -191,7 +195,7 @@ async def _ready(stub: learner_pb2_grpc.LearnerAsyncStub, run_id: str, address: 
     loop = asyncio.get_running_loop()
     until = loop.time() + patience_s
     while loop.time() < until:
-        asked = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_PATIENCE_S)
+        asked = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_FEED_TIMEOUT_S)
         if (await asked).status.run_id == run_id:
             return
         await asyncio.sleep(0.02)

@@ -14,20 +14,26 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.running.monitoring import RunListItem, moment, make_run_list_item
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, RESUME_TIMEOUT_S
-from sottovoce_client.wording import NOTHING, describe_offline_interval, count, duration, number
+from sottovoce_client.running.monitoring import RunListItem, format_time, make_run_list_item
+from sottovoce_client.running.operate import RESUME_TIMEOUT_S, STOPPED_BY_OPERATOR
+from sottovoce_client.wording import (
+    MISSING_VALUE,
+    describe_offline_interval,
+    format_count,
+    format_duration,
+    format_number,
+)
 from sottovoce_core.network.roster import OfflineInterval
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerStatus, describe_violations
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.status import convert_status_error
-from sottovoce_rpc.tasks import answered
+from sottovoce_rpc.tasks import await_answer
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2_grpc
 
-CALL_S = 10.0
+CALL_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
 
@@ -39,10 +45,10 @@ async def list_runs(coordinator: str, console: Console | None = None, credential
         SottovoceError: the coordinator cannot be reached.
     """
     table = _table("run", "state", "started", "took", "rounds", "detail")
-    for line in map(make_run_list_item, await all_runs(coordinator, credentials)):
-        cells = line.state, moment(line.started), _took(line), count(line.round)
+    for line in map(make_run_list_item, await get_all_runs(coordinator, credentials)):
+        cells = line.state, format_time(line.started_at), _took(line), format_count(line.rounds_done)
         table.add_row(_said(line.run_id), *cells, _said(line.detail))
-    (console or terminal.console()).print(table if table.row_count else "no runs")
+    (console or terminal.create_console()).print(table if table.row_count else "no runs")
 
 
 async def get_run_documents(
@@ -53,7 +59,7 @@ async def get_run_documents(
     Raises:
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
-    runs = [await get_run(coordinator, run_id, credentials)] if run_id else await all_runs(coordinator, credentials)
+    runs = [await get_run(coordinator, run_id, credentials)] if run_id else await get_all_runs(coordinator, credentials)
     return [_document(run) for run in runs]
 
 
@@ -65,7 +71,7 @@ def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
         "detail": run.detail,
         "started": run.started_at.ToDatetime(UTC),
         "ended": run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None,
-        "rounds_done": line.round,
+        "rounds_done": line.rounds_done,
         "capture": run.capture_location or None,
         "capture_error": run.capture_error or None,
         "learners": [
@@ -91,18 +97,18 @@ async def show_run(
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
     run = await get_run(coordinator, run_id, credentials)
-    console, facts, line = console or terminal.console(), terminal.facts(), make_run_list_item(run)
+    console, facts, line = console or terminal.create_console(), terminal.create_fact_grid(), make_run_list_item(run)
     planned = json.loads(run.spec)["rounds"]
     told = {
         "state": line.state,
         "detail": line.detail,
-        "started": moment(line.started),
+        "started": format_time(line.started_at),
         "took": _took(line),
-        "rounds": f"{count(line.round)}, no end planned"
+        "rounds": f"{format_count(line.rounds_done)}, no end planned"
         if planned is None
-        else f"{count(line.round)} of {count(planned)}",
-        "misconduct": "\n".join(map(plain, describe_violations(run))),
-        "capture": "\n".join(map(plain, filter(None, (run.capture_location, run.capture_error)))),
+        else f"{format_count(line.rounds_done)} of {format_count(planned)}",
+        "misconduct": "\n".join(map(escape_control, describe_violations(run))),
+        "capture": "\n".join(map(escape_control, filter(None, (run.capture_location, run.capture_error)))),
     }
     for name, text in told.items():
         if text:
@@ -124,12 +130,12 @@ async def stop_run(
     was_over = run.HasField("ended_at")
     if not was_over:
         request = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason=STOPPED_BY_OPERATOR)
-        run = await asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
+        run = await call_service(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_TIMEOUT_S))
     state = make_run_list_item(run).state
     how = f"{state}: {run.detail}" if run.detail else state
     line = f"run {run.run_id} is over ({how}): nothing is left to stop" if was_over else f"{run.run_id} {how}"
-    (console or terminal.console()).print(_said(line))
-    terminal.tell(lambda: _document(run))
+    (console or terminal.create_console()).print(_said(line))
+    terminal.print_json_if_requested(lambda: _document(run))
 
 
 async def resume_run(
@@ -141,15 +147,15 @@ async def resume_run(
         SottovoceError: it did not fail, or a learner is, or was since, in another run; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.ResumeRunRequest(run_id=run_id)
-    run = await asked(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_TIMEOUT_S))
-    console = console or terminal.console()
+    run = await call_service(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_TIMEOUT_S))
+    console = console or terminal.create_console()
     line = make_run_list_item(run)
-    console.print(_said(f"{line.run_id} {line.state} from round {count(line.round)} on"))
+    console.print(_said(f"{line.run_id} {line.state} from round {format_count(line.rounds_done)} on"))
     if away := [each.status.learner for each in run.learners if each.HasField("disconnected_at")]:
         console.print(_said(f"waiting for {', '.join(away)}"))
     if run.capture_error:
         console.print(_said(run.capture_error))
-    terminal.tell(lambda: _document(run))
+    terminal.print_json_if_requested(lambda: _document(run))
 
 
 async def reconfigure_run(
@@ -168,12 +174,12 @@ async def reconfigure_run(
     """
     request = coordinator_pb2.JoinRunRequest if joins else coordinator_pb2.LeaveRunRequest
     wanted, method = request(run_id=run_id, learner=learner), "JoinRun" if joins else "LeaveRun"
-    await asked(coordinator, credentials, lambda stub: getattr(stub, method)(wanted, timeout=RESUME_TIMEOUT_S))
+    await call_service(coordinator, credentials, lambda stub: getattr(stub, method)(wanted, timeout=RESUME_TIMEOUT_S))
     run = await get_run(coordinator, run_id, credentials)
     for each in json.loads(run.spec).get("absences") or ():
         if each["learner"] == learner:
-            (console or terminal.console()).print(_said(describe_offline_interval(OfflineInterval(**each))))
-    terminal.tell(lambda: _document(run))
+            (console or terminal.create_console()).print(_said(describe_offline_interval(OfflineInterval(**each))))
+    terminal.print_json_if_requested(lambda: _document(run))
 
 
 async def rebind(
@@ -185,11 +191,11 @@ async def rebind(
         SottovoceError: nobody of this name has joined, or it is here; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.RebindLearnerRequest(learner=learner)
-    await asked(coordinator, credentials, lambda stub: stub.RebindLearner(request, timeout=CALL_S))
-    (console or terminal.console()).print(
+    await call_service(coordinator, credentials, lambda stub: stub.RebindLearner(request, timeout=CALL_TIMEOUT_S))
+    (console or terminal.create_console()).print(
         _said(f"{learner} may join with another state folder; what it spent before is not in that")
     )
-    terminal.tell(lambda: {"learner": learner})
+    terminal.print_json_if_requested(lambda: {"learner": learner})
 
 
 async def get_run(coordinator: str, run_id: str, credentials: Credentials) -> coordinator_pb2.Run:
@@ -199,10 +205,10 @@ async def get_run(coordinator: str, run_id: str, credentials: Credentials) -> co
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
     request = coordinator_pb2.GetRunRequest(run_id=run_id)
-    return await asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
+    return await call_service(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_TIMEOUT_S))
 
 
-async def all_runs(coordinator: str, credentials: Credentials) -> list[coordinator_pb2.Run]:
+async def get_all_runs(coordinator: str, credentials: Credentials) -> list[coordinator_pb2.Run]:
     """The runs that a coordinator remembers, the newest first.
 
     Raises:
@@ -211,7 +217,7 @@ async def all_runs(coordinator: str, credentials: Credentials) -> list[coordinat
     runs: list[coordinator_pb2.Run] = []
     request = coordinator_pb2.ListRunsRequest()
     while True:
-        page = await asked(coordinator, credentials, lambda stub: stub.ListRuns(request, timeout=CALL_S))
+        page = await call_service(coordinator, credentials, lambda stub: stub.ListRuns(request, timeout=CALL_TIMEOUT_S))
         runs += page.runs
         if not page.next_page_token:
             return runs
@@ -224,7 +230,7 @@ _STUBS: Mapping[Role, Callable[[grpc.aio.Channel], Any]] = {
 }
 
 
-async def asked(
+async def call_service(
     address: str,
     credentials: Credentials,
     ask: Callable[[Any], grpc.aio.UnaryUnaryCall[Any, T]],
@@ -235,10 +241,10 @@ async def asked(
     Raises:
         SottovoceError: it refuses, or cannot be reached.
     """
-    async with channel(address, role, credentials=credentials) as to:
+    async with open_channel(address, role, credentials=credentials) as to:
         who = f"the {role} at {address}"
         try:
-            return await answered(ask(_STUBS[role](to)), to, who, terminal.say)
+            return await await_answer(ask(_STUBS[role](to)), to, who, terminal.print_notice)
         except grpc.aio.AioRpcError as error:
             raise convert_status_error(error, who) from None
 
@@ -250,22 +256,28 @@ def _learners(run: coordinator_pb2.Run) -> Table:
         status = LearnerStatus.from_wire(each.status)
         away = each.HasField("disconnected_at")
         state = (
-            f"away since {moment(each.disconnected_at.ToDatetime(UTC).timestamp())}" if away else status.state.name.lower()
+            f"away since {format_time(each.disconnected_at.ToDatetime(UTC).timestamp())}"
+            if away
+            else status.state.name.lower()
         )
         state = "lost" if status.learner in lost else state
         table.add_row(
-            _said(status.learner), _said(each.address), state, count(status.rounds_done), number(status.epsilon_spent)
+            _said(status.learner),
+            _said(each.address),
+            state,
+            format_count(status.rounds_done),
+            format_number(status.epsilon_spent),
         )
     return table
 
 
 def _said(text: str, style: str = "") -> Text:
     """What a coordinator says: it may have it from others."""
-    return Text(plain(text), style=style)
+    return Text(escape_control(text), style=style)
 
 
 def _table(*heads: str) -> Table:
-    table = terminal.table()
+    table = terminal.create_table()
     for head in heads:
         justify: Literal["left", "right"] = "right" if head in ("rounds", "took", "ε spent") else "left"
         table.add_column(head, overflow="fold", justify=justify, no_wrap=head == "run")  # an id is copied whole
@@ -273,5 +285,5 @@ def _table(*heads: str) -> Table:
 
 
 def _took(line: RunListItem) -> str:
-    seconds = (time.time() if line.ended is None else line.ended) - line.started
-    return duration(seconds) if seconds >= 0 else NOTHING
+    seconds = (time.time() if line.ended_at is None else line.ended_at) - line.started_at
+    return format_duration(seconds) if seconds >= 0 else MISSING_VALUE

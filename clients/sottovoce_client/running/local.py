@@ -93,12 +93,12 @@ class LocalServices:
         spec: RunSpec,
         folder: Path,
         *,
-        per_process: int = 1,
-        noise: Path | None = None,
+        learners_per_process: int = 1,
+        recorded_noise: Path | None = None,
         tls: bool = False,
         keep_log: bool = False,
     ) -> None:
-        self.spec, self._folder, self._per_process, self._noise = spec, folder, per_process, noise
+        self.spec, self._folder, self._per_process, self._noise = spec, folder, learners_per_process, recorded_noise
         self._keep_log = keep_log
         self._processes: list[_Process] = []
         self._identities = folder / "identities" if tls else None
@@ -117,7 +117,7 @@ class LocalServices:
     ) -> None:
         await self.stop()
 
-    async def death(self) -> str:
+    async def wait_for_exit(self) -> str:
         """Wait for a service to die by itself; says which, and how."""
         async with Tasks() as tasks:
             waits = {tasks.start(process.child.wait()): process for process in self._processes}
@@ -139,7 +139,7 @@ class LocalServices:
                 await asyncio.to_thread(shutil.rmtree, self._identities, ignore_errors=True)
 
     @property
-    def planned(self) -> str:
+    def description(self) -> str:
         """The services that are started, in words."""
         learners, processes = self.spec.n_learners, -(-self.spec.n_learners // self._per_process)
         hosts = f" in {processes} {'process' if processes == 1 else 'processes'}" if processes < learners else ""
@@ -147,7 +147,7 @@ class LocalServices:
         return f"a coordinator{eavesdropper} and {pluralize(learners, 'learner')}{hosts}"
 
     @property
-    def learners(self) -> dict[str, str]:
+    def learner_addresses(self) -> dict[str, str]:
         """Where each learner listens."""
         known = {name: address for process in self._processes for name, address in process.addresses.items()}
         return {name: known[name] for name in self.spec.names}
@@ -158,7 +158,9 @@ class LocalServices:
         if self._identities is not None:
             await asyncio.to_thread(issue_local_identities, self._identities, self.spec.names)
             # Stays with the results, to verify signatures by.
-            await asyncio.to_thread(shutil.copy, self._identities / _OPERATOR / AUTHORITIES_FILE, self._folder / AUTHORITIES_FILE)
+            await asyncio.to_thread(
+                shutil.copy, self._identities / _OPERATOR / AUTHORITIES_FILE, self._folder / AUTHORITIES_FILE
+            )
             self.credentials = Credentials(self._identities / _OPERATOR)
         more: list[str] = []
         if self.spec.capture != "none":
@@ -238,7 +240,9 @@ class LocalServices:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 line = await said.readline() if said else b""
         except TimeoutError:
-            raise Unavailable(f"{process.name} did not start within {_START_TIMEOUT_S:g} s; see {process.log}") from None
+            raise Unavailable(
+                f"{process.name} did not start within {_START_TIMEOUT_S:g} s; see {process.log}"
+            ) from None
         if not line:
             await process.child.wait()
             raise Unavailable(f"{process.name} did not start: {process.last_words()}")

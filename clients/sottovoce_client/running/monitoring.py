@@ -13,22 +13,22 @@ import numpy as np
 from pydantic import ValidationError
 
 from sottovoce_core.errors import SottovoceError, SpecError
-from sottovoce_core.network.roster import OfflineInterval, ParticipationSchedule, names_of
+from sottovoce_core.network.roster import OfflineInterval, ParticipationSchedule, resolve_learner_names
 from sottovoce_core.network.topology import Topology
-from sottovoce_core.registry import ENDLESS
-from sottovoce_core.text import plain
+from sottovoce_core.registry import UNBOUNDED_ROUNDS
+from sottovoce_core.text import escape_control
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, describe_violations
 from sottovoce_rpc.specs import document_from_wire
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2
 
 _MAX_SCANNED_ROUNDS = 64
 """Of a network that changes more often, every edge is taken to lead both ways."""
-Way = tuple[int, int]
+DirectedEdge = tuple[int, int]
 """From whom to whom: indices of learners."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """What is known of a run from its spec; code that it names is not imported.
 
     Attributes:
@@ -48,15 +48,15 @@ class Plan:
     rounds: int | None
     algorithm: str
     learners: tuple[str, ...]
-    ways: tuple[Way, ...]
+    directed_edges: tuple[DirectedEdge, ...]
     capture: str
     clock: str
     period_s: float | None
-    live: bool
-    lost: frozenset[str] = frozenset()
+    is_live: bool
+    lost_learners: frozenset[str] = frozenset()
 
 
-def plan_of(spec: str) -> Plan:
+def parse_plan(spec: str) -> RunPlan:
     """Read a spec as it crosses the wire.
 
     Raises:
@@ -65,7 +65,7 @@ def plan_of(spec: str) -> Plan:
     return parse_plan_document(document_from_wire(spec))
 
 
-def parse_plan_document(document: Any) -> Plan:
+def parse_plan_document(document: Any) -> RunPlan:
     """Read a spec as YAML or JSON gives it.
 
     Raises:
@@ -77,45 +77,49 @@ def parse_plan_document(document: Any) -> Plan:
         raise SpecError("the run's spec is of a version that this one cannot read") from None
 
 
-def _plan(document: Any) -> Plan:
-    names = names_of(document["learners"])
+def _plan(document: Any) -> RunPlan:
+    names = resolve_learner_names(document["learners"])
     absences = tuple(OfflineInterval(**each) for each in document.get("absences") or ())
     clock, algorithm = document.get("clock") or {}, document["algorithm"]
-    return Plan(
+    return RunPlan(
         name=str(document.get("name") or "run"),
         rounds=None if document["rounds"] is None else int(document["rounds"]),
         algorithm=str(algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm),
         learners=names,
-        ways=_ways(document, names, absences),
+        directed_edges=_ways(document, names, absences),
         capture=str(document.get("capture") or "none"),
         clock=str(clock.get("mode") or "free"),
         period_s=clock.get("period_s"),
-        live=(document.get("data") or {}).get("source") == "live",
-        lost=frozenset(each.learner for each in absences if each.unheard),
+        is_live=(document.get("data") or {}).get("source") == "live",
+        lost_learners=frozenset(each.learner for each in absences if each.unheard),
     )
 
 
-def _ways(document: Mapping[str, Any], names: tuple[str, ...], absences: tuple[OfflineInterval, ...]) -> tuple[Way, ...]:
+def _ways(
+    document: Mapping[str, Any], names: tuple[str, ...], absences: tuple[OfflineInterval, ...]
+) -> tuple[DirectedEdge, ...]:
     """Who says something to whom in any round."""
     try:
         topology = Topology.model_validate(document.get("topology") or {})
-        network = topology.network(len(names), int(document["rounds"] or ENDLESS), ParticipationSchedule(names, absences))
+        network = topology.build_network(
+            len(names), int(document["rounds"] or UNBOUNDED_ROUNDS), ParticipationSchedule(names, absences)
+        )
         if network.horizon > _MAX_SCANNED_ROUNDS:
             return tuple(way for i, j in network.edges for way in ((i, j), (j, i)))
-        heard = np.any([network.at(t).neighbours > 0 for t in range(network.horizon)], axis=0)
+        heard = np.any([network.mixing(t).neighbour_weights > 0 for t in range(network.horizon)], axis=0)
     except (SottovoceError, ValidationError):  # a graph of one's own, which only its code could tell
         return ()
     return tuple((int(speaker), int(listener)) for speaker, listener in np.argwhere(heard.T))
 
 
-WINDOW_S, RATE_WINDOW_ROUNDS = 10.0, 5
+RATE_WINDOW_S, RATE_WINDOW_ROUNDS = 10.0, 5
 """Rates are of so many seconds, or paced rounds: slow enough to read, and quick enough to see that something stopped."""
-KEPT = 180
+MAX_OBSERVATIONS = 180
 """Looks at a run that are remembered: three minutes."""
 _ENDED_STATES = (LearnerState.FINISHED, LearnerState.STOPPED)
-NEAR = 0.9
+NEAR_LIMIT_FRACTION = 0.9
 """A learner that has spent such a share of its limit is told of, where it goes on spending."""
-Count = tuple[int, int]
+MessageCount = tuple[int, int]
 """Messages, and their bytes."""
 
 
@@ -131,14 +135,14 @@ class RunObservation:
         heard: what the eavesdropper counted on every way; None: there is none, or it does not tell.
     """
 
-    at: float
+    observed_at_s: float
     statuses: tuple[LearnerStatus, ...]
     addresses: tuple[str, ...] = ()
     away_since: tuple[float | None, ...] = ()
-    heard: Mapping[Way, Count] | None = None
+    channel_traffic: Mapping[DirectedEdge, MessageCount] | None = None
 
     @property
-    def round(self) -> int:
+    def rounds_done(self) -> int:
         """Rounds that all learners have done who have more to do."""
         busy = [each for each in self.statuses if each.state not in _ENDED_STATES] or self.statuses
         return min((each.rounds_done for each in busy), default=0)
@@ -155,14 +159,14 @@ class LearnerView:
     address: str
     state: str
     away_since: float | None
-    rounds: int
+    rounds_done: int
     epsilon: float
-    limit: float | None
-    elsewhere: float
+    epsilon_limit: float | None
+    epsilon_other_runs: float
     epsilon_owner_budget: float | None
     records: int
-    waiting: int
-    arrival: float | None
+    records_waiting: int
+    records_per_second: float | None
     accuracy: float | None
     warnings: tuple[str, ...]
 
@@ -173,11 +177,11 @@ class EdgeView:
 
     a: int
     b: int
-    there: float
-    back: float
+    forward_rate: float
+    backward_rate: float
     bytes_per_second: float
     messages: int
-    one_way: bool
+    is_one_way: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +199,9 @@ class RunListItem:
     run_id: str
     state: str
     detail: str
-    started: float
-    ended: float | None
-    round: int = 0
+    started_at: float
+    ended_at: float | None
+    rounds_done: int = 0
     warnings: tuple[str, ...] = ()
 
 
@@ -210,11 +214,11 @@ class RunView(RunListItem):
     clock: str
     period_s: float | None
     capture: str
-    live: bool
+    is_live: bool
     rounds: int | None
-    rate: float | None
+    rounds_per_second: float | None
     remaining_s: float | None
-    pace: tuple[float, ...]
+    recent_rates: tuple[float, ...]
     traffic_source: str
     learners: tuple[LearnerView, ...]
     edges: tuple[EdgeView, ...]
@@ -238,45 +242,54 @@ class CaptureListItem:
 
 
 @dataclass(slots=True)
-class History:
+class RunHistory:
     """The last looks at a run."""
 
-    looks: deque[RunObservation] = field(default_factory=lambda: deque(maxlen=KEPT))
+    observations: deque[RunObservation] = field(default_factory=lambda: deque(maxlen=MAX_OBSERVATIONS))
 
     def add(self, look: RunObservation) -> None:
         """One more."""
-        self.looks.append(look)
+        self.observations.append(look)
 
-    def before(self, window_s: float) -> RunObservation | None:
+    def find_baseline(self, window_s: float) -> RunObservation | None:
         """What to compare the last look with: the first one within the window; None: there is none."""
-        now = self.looks[-1].at
-        within = (each for each in self.looks if now - each.at <= window_s)
+        now = self.observations[-1].observed_at_s
+        within = (each for each in self.observations if now - each.observed_at_s <= window_s)
         found = next(within)
-        return found if found.at < now else None
+        return found if found.observed_at_s < now else None
 
     @property
-    def pace(self) -> tuple[float, ...]:
+    def recent_rates(self) -> tuple[float, ...]:
         """Rounds a second between looks."""
-        pairs = zip(list(self.looks)[:-1], list(self.looks)[1:], strict=True)
-        return tuple(max(0.0, round((b.round - a.round) / (b.at - a.at), 3)) for a, b in pairs if b.at > a.at)
+        pairs = zip(list(self.observations)[:-1], list(self.observations)[1:], strict=True)
+        return tuple(
+            max(0.0, round((b.rounds_done - a.rounds_done) / (b.observed_at_s - a.observed_at_s), 3))
+            for a, b in pairs
+            if b.observed_at_s > a.observed_at_s
+        )
 
 
-def newest(runs: Sequence[RunListItem]) -> str:
+def choose_run(runs: Sequence[RunListItem]) -> str:
     """The run to look at where nobody says which: under way before others, then the newest; empty: there is none.
 
     Args:
         runs: the newest first.
     """
-    under_way = [each.run_id for each in runs if each.ended is None]
+    under_way = [each.run_id for each in runs if each.ended_at is None]
     return next(iter([*under_way, *(each.run_id for each in runs)]), "")
 
 
-def make_run_view(course: RunListItem, plan: Plan, history: History) -> RunView:
+def make_run_view(course: RunListItem, plan: RunPlan, history: RunHistory) -> RunView:
     """A run, of what its coordinator said now and before."""
-    now, before = history.looks[-1], history.before(max(WINDOW_S, RATE_WINDOW_ROUNDS * (plan.period_s or 0.0)))
-    rate = None if before is None else _rate(now.round, before.round, now.at - before.at)
-    over = course.ended is not None
-    left = None if plan.rounds is None else max(0, plan.rounds - now.round)
+    now, before = (
+        history.observations[-1],
+        history.find_baseline(max(RATE_WINDOW_S, RATE_WINDOW_ROUNDS * (plan.period_s or 0.0))),
+    )
+    rate = (
+        None if before is None else _rate(now.rounds_done, before.rounds_done, now.observed_at_s - before.observed_at_s)
+    )
+    over = course.ended_at is not None
+    left = None if plan.rounds is None else max(0, plan.rounds - now.rounds_done)
     return RunView(
         run_id=course.run_id,
         name=plan.name,
@@ -286,47 +299,51 @@ def make_run_view(course: RunListItem, plan: Plan, history: History) -> RunView:
         clock=plan.clock,
         period_s=plan.period_s,
         capture=plan.capture,
-        live=plan.live,
-        started=course.started,
-        ended=course.ended,
-        round=now.round,
+        is_live=plan.is_live,
+        started_at=course.started_at,
+        ended_at=course.ended_at,
+        rounds_done=now.rounds_done,
         rounds=plan.rounds,
-        rate=_mean_rate(course, now) if over else rate,
-        remaining_s=left / lasting(rate, plan.period_s) if left is not None and rate and not over else None,
-        pace=history.pace,
-        traffic_source="learners" if now.heard is None else "eavesdropper",
+        rounds_per_second=_mean_rate(course, now) if over else rate,
+        remaining_s=left / limit_rate_to_clock(rate, plan.period_s) if left is not None and rate and not over else None,
+        recent_rates=history.recent_rates,
+        traffic_source="learners" if now.channel_traffic is None else "eavesdropper",
         learners=_learner_views(plan, now, before),
-        edges=_edge_views(plan.ways, now, before),
+        edges=_edge_views(plan.directed_edges, now, before),
         warnings=course.warnings,
     )
 
 
-def lasting(rate: float, period_s: float | None) -> float:
+def limit_rate_to_clock(rate: float, period_s: float | None) -> float:
     """The rounds a second that may last: a clock that paces them lets them be faster only for a while, after a pause."""
     return rate if period_s is None else min(rate, 1.0 / period_s)
 
 
-def _learner_views(plan: Plan, now: RunObservation, before: RunObservation | None) -> tuple[LearnerView, ...]:
+def _learner_views(plan: RunPlan, now: RunObservation, before: RunObservation | None) -> tuple[LearnerView, ...]:
     """A row for each learner."""
     rows = []
     for i, status in enumerate(now.statuses):
         past = before.statuses[i] if before is not None and i < len(before.statuses) else None
-        arrival = None if past is None or before is None else _rate(status.records, past.records, now.at - before.at)
+        arrival = (
+            None
+            if past is None or before is None
+            else _rate(status.records, past.records, now.observed_at_s - before.observed_at_s)
+        )
         away = now.away_since[i] if i < len(now.away_since) else None
         rows.append(
             LearnerView(
                 name=status.learner or (plan.learners[i] if i < len(plan.learners) else str(i)),
                 address=now.addresses[i] if i < len(now.addresses) else "",
-                state=_standing(status, away, plan.lost),
+                state=_standing(status, away, plan.lost_learners),
                 away_since=away,
-                rounds=status.rounds_done,
+                rounds_done=status.rounds_done,
                 epsilon=status.epsilon_spent,
-                limit=status.limit,
-                elsewhere=status.epsilon_other_runs,
+                epsilon_limit=status.epsilon_limit,
+                epsilon_other_runs=status.epsilon_other_runs,
                 epsilon_owner_budget=status.epsilon_owner_budget,
                 records=status.records,
-                waiting=status.records_waiting,
-                arrival=arrival,
+                records_waiting=status.records_waiting,
+                records_per_second=arrival,
                 accuracy=status.prequential_accuracy,
                 warnings=tuple(_notices(status, past)),
             )
@@ -352,8 +369,8 @@ def _notices(status: LearnerStatus, past: LearnerStatus | None) -> list[str]:
     told = []
     if status.noise_is_not_private:
         told.append("its noise is not private: this run protects nobody")
-    near = status.limit is not None and status.epsilon_spent >= NEAR * status.limit
-    if near and status.state.under_way and past is not None and 0 < past.epsilon_spent < status.epsilon_spent:
+    near = status.epsilon_limit is not None and status.epsilon_spent >= NEAR_LIMIT_FRACTION * status.epsilon_limit
+    if near and status.state.is_active and past is not None and 0 < past.epsilon_spent < status.epsilon_spent:
         told.append("its budget is nearly used up")
     if status.violation_count:
         told.append(f"messages that broke a rule on its channels: {status.violation_count}")
@@ -362,16 +379,18 @@ def _notices(status: LearnerStatus, past: LearnerStatus | None) -> list[str]:
     return told
 
 
-def _edge_views(ways: Sequence[Way], now: RunObservation, before: RunObservation | None) -> tuple[EdgeView, ...]:
+def _edge_views(
+    ways: Sequence[DirectedEdge], now: RunObservation, before: RunObservation | None
+) -> tuple[EdgeView, ...]:
     """What passes on every edge: as the eavesdropper counted, else as learners say, who tell all their neighbours the same."""
-    counts = dict(now.heard) if now.heard is not None else _said(ways, now)
+    counts = dict(now.channel_traffic) if now.channel_traffic is not None else _said(ways, now)
     if before is None:
-        past: Mapping[Way, Count] | None = None
+        past: Mapping[DirectedEdge, MessageCount] | None = None
     else:
-        past = _said(ways, before) if now.heard is None else before.heard
-    seconds = now.at - before.at if before is not None else 0.0
+        past = _said(ways, before) if now.channel_traffic is None else before.channel_traffic
+    seconds = now.observed_at_s - before.observed_at_s if before is not None else 0.0
 
-    def rate(way: Way, which: int) -> float:
+    def rate(way: DirectedEdge, which: int) -> float:
         if past is None:
             return 0.0
         return _rate(counts.get(way, (0, 0))[which], past.get(way, (0, 0))[which], seconds)
@@ -384,17 +403,17 @@ def _edge_views(ways: Sequence[Way], now: RunObservation, before: RunObservation
             EdgeView(
                 a=there[0],
                 b=there[1],
-                there=rate(there, 0),
-                back=rate(back, 0),
+                forward_rate=rate(there, 0),
+                backward_rate=rate(back, 0),
                 bytes_per_second=rate(there, 1) + rate(back, 1),
                 messages=counts.get(there, (0, 0))[0] + counts.get(back, (0, 0))[0],
-                one_way=back not in known,
+                is_one_way=back not in known,
             )
         )
     return tuple(edges)
 
 
-def _said(ways: Sequence[Way], look: RunObservation) -> dict[Way, Count]:
+def _said(ways: Sequence[DirectedEdge], look: RunObservation) -> dict[DirectedEdge, MessageCount]:
     """What learners said on every way, evenly: a message goes to every neighbour."""
     receivers: dict[int, int] = {}
     for speaker, _ in ways:
@@ -413,8 +432,8 @@ def _rate(now: int, before: int, seconds: float) -> float:
 
 def _mean_rate(course: RunListItem, last: RunObservation) -> float | None:
     """Of a run that is over."""
-    seconds = (course.ended or course.started) - course.started
-    return last.round / seconds if seconds > 0 else None
+    seconds = (course.ended_at or course.started_at) - course.started_at
+    return last.rounds_done / seconds if seconds > 0 else None
 
 
 _STATES = {value: name.removeprefix("RUN_STATE_").lower() for name, value in coordinator_pb2.RunState.items()}
@@ -441,17 +460,19 @@ def make_run_list_item(run: coordinator_pb2.Run) -> RunListItem:
     """A run in the list."""
     statuses = tuple(LearnerStatus.from_wire(each.status) for each in run.learners)
     return RunListItem(
-        run_id=plain(run.run_id),
+        run_id=escape_control(run.run_id),
         state=_STATES.get(run.state, "of a newer version"),
-        detail=plain(run.detail),
-        started=run.started_at.ToDatetime(UTC).timestamp(),
-        ended=run.ended_at.ToDatetime(UTC).timestamp() if run.HasField("ended_at") else None,
-        round=RunObservation(0.0, statuses).round,
-        warnings=tuple(map(plain, (*describe_violations(run), *filter(None, [run.capture_error])))),
+        detail=escape_control(run.detail),
+        started_at=run.started_at.ToDatetime(UTC).timestamp(),
+        ended_at=run.ended_at.ToDatetime(UTC).timestamp() if run.HasField("ended_at") else None,
+        rounds_done=RunObservation(0.0, statuses).rounds_done,
+        warnings=tuple(map(escape_control, (*describe_violations(run), *filter(None, [run.capture_error])))),
     )
 
 
-def parse_observation(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | None, at: float) -> RunObservation:
+def parse_observation(
+    run: coordinator_pb2.Run, channel_traffic: Mapping[DirectedEdge, MessageCount] | None, observed_at_s: float
+) -> RunObservation:
     """A look at a run's learners.
 
     Args:
@@ -460,14 +481,14 @@ def parse_observation(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | Non
         at: when.
     """
     return RunObservation(
-        at,
+        observed_at_s,
         tuple(LearnerStatus.from_wire(each.status) for each in run.learners),
-        tuple(plain(each.address) for each in run.learners),
+        tuple(escape_control(each.address) for each in run.learners),
         tuple(
             each.disconnected_at.ToDatetime(UTC).timestamp() if each.HasField("disconnected_at") else None
             for each in run.learners
         ),
-        heard,
+        channel_traffic,
     )
 
 
@@ -476,12 +497,17 @@ def make_capture_list_item(told: eavesdropper_pb2.CaptureInfo) -> CaptureListIte
     state = told.error or ("open" if told.open else "closed")
     if told.gaps:
         state += f"; rounds are missing in {told.gaps} {'place' if told.gaps == 1 else 'places'}"
-    location = plain(told.location)
+    location = escape_control(told.location)
     return CaptureListItem(
-        Path(location).name or location, plain(told.run_id), location, plain(state), told.messages, told.bytes
+        Path(location).name or location,
+        escape_control(told.run_id),
+        location,
+        escape_control(state),
+        told.messages,
+        told.bytes,
     )
 
 
-def moment(when: float) -> str:
+def format_time(when: float) -> str:
     """A Unix time in this machine's zone."""
     return f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M:%S}"

@@ -15,24 +15,24 @@ import numpy as np
 
 from sottovoce_client import terminal
 from sottovoce_client.running.feeder import feed
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.summary import RunProgress
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData
-from sottovoce_core.errors import FailedPrecondition, SottovoceError, SpecError, PermissionDenied, Unavailable
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, SottovoceError, SpecError, Unavailable
 from sottovoce_core.network.roster import OfflineInterval
 from sottovoce_core.spec import RunSpec
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerStatus, describe_violations
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import convert_status_error
-from sottovoce_rpc.tasks import Tasks, answered, extract_first_error, call_with_early_metadata
+from sottovoce_rpc.tasks import Tasks, await_answer, call_with_early_metadata, extract_first_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
-_CALL_TIMEOUT_S, _PREDICT_TIMEOUT_S, _AGAIN_S = 40.0, 30.0, 1.0
+_CALL_TIMEOUT_S, _PREDICT_TIMEOUT_S, _RETRY_DELAY_S = 40.0, 30.0, 1.0
 RESUME_TIMEOUT_S = 100.0
 """To take a run up again: its capture may still have to be closed."""
 MAX_PROGRESS_ENTRIES = 4_096
@@ -43,17 +43,17 @@ _MAX_PREDICT_VALUES = 1_000_000
 """Features that a learner is asked about in one message."""
 STOPPED_BY_OPERATOR = "stopped by the operator"
 STOPPED_BY_SIGTERM = "the command that ran it was ended by SIGTERM"
-TOLD = (STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM)
+COMMAND_STOP_REASONS = (STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM)
 """Reasons of a run that was stopped because its command was told to end."""
 COORDINATOR_LABEL = "the coordinator"
 """Who is away, in a look at a run whose coordinator does not answer."""
 FEEDING_FAILED = "a feeder could not deliver its records"
 """Begins the reason of a run that was stopped for it."""
 
-RunProgressCallback = Callable[[Progress, str], None]
+RunProgressCallback = Callable[[RunProgress, str], None]
 
 
-class Stop(asyncio.Event):
+class StopSignal(asyncio.Event):
     """Set when a command is told to end.
 
     Attributes:
@@ -63,7 +63,7 @@ class Stop(asyncio.Event):
     reason = STOPPED_BY_OPERATOR
 
 
-class Interrupted(SottovoceError):
+class RunInterrupted(SottovoceError):
     """Told to stop before there was a run to stop; or twice, and what comes of the run is not waited for."""
 
 
@@ -84,15 +84,15 @@ class Outcome:
     detail: str
     seconds: float
     statuses: tuple[LearnerStatus, ...]
-    progress: tuple[Progress, ...]
-    capture: str | None
+    progress: tuple[RunProgress, ...]
+    capture_location: str | None
     predictions: tuple[FloatArray | None, ...]
     capture_error: str = ""
-    absences: tuple[OfflineInterval, ...] = ()
-    misconduct: tuple[str, ...] = ()
+    offline_intervals: tuple[OfflineInterval, ...] = ()
+    violations: tuple[str, ...] = ()
 
 
-async def run_on(
+async def run_on_services(
     coordinator: str,
     spec: RunSpec,
     data: PlacedData,
@@ -103,7 +103,7 @@ async def run_on(
     replica: int | None = None,
     resume: str = "",
     recover: str = "",
-    place: Callable[[RunSpec], PlacedData] | None = None,
+    place_data: Callable[[RunSpec], PlacedData] | None = None,
     credentials: Credentials = NO_IDENTITY,
 ) -> Outcome:
     """Run a spec on services that are up.
@@ -125,7 +125,7 @@ async def run_on(
         SottovoceError: refused, or the coordinator could not be reached.
         Interrupted: told to stop before the run had begun.
     """
-    async with channel(coordinator, Role.COORDINATOR, credentials=credentials) as to:
+    async with open_channel(coordinator, Role.COORDINATOR, credentials=credentials) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)
         try:
             told = spec.model_copy(update={"topology": spec.topology.inline_files(spec.names)})
@@ -134,7 +134,7 @@ async def run_on(
             )
             stop = stop or asyncio.Event()
             started = await _unless_told(_begun(to, coordinator, request, resume, recover), stop)
-            anew = place or (lambda _: data)
+            anew = place_data or (lambda _: data)
             return await _Running(stub, started, spec, data, watch, stop, anew, credentials).to_its_end()
         except grpc.aio.AioRpcError as error:
             raise convert_status_error(error, f"the coordinator at {coordinator}") from None
@@ -149,9 +149,11 @@ async def _begun(
     lost = coordinator_pb2.RecoverRunRequest(run_id=recover, spec=wanted.spec, n_features=wanted.n_features)
     method, request = ("RecoverRun", lost) if recover else ("StartRun", wanted)
     if recover:
-        terminal.say(_before_recovery(recover, json.loads(wanted.spec).get("capture", "none")))
-    call = call_with_early_metadata(to, f"/sottovoce_wire.v1.Coordinator/{method}", request, coordinator_pb2.Run, _CALL_TIMEOUT_S)
-    return await answered(call, to, f"the coordinator at {coordinator}", terminal.say)
+        terminal.print_notice(_before_recovery(recover, json.loads(wanted.spec).get("capture", "none")))
+    call = call_with_early_metadata(
+        to, f"/sottovoce_wire.v1.Coordinator/{method}", request, coordinator_pb2.Run, _CALL_TIMEOUT_S
+    )
+    return await await_answer(call, to, f"the coordinator at {coordinator}", terminal.print_notice)
 
 
 def _before_recovery(run_id: str, capture: str) -> str:
@@ -193,7 +195,7 @@ async def _unless_told(start: Coroutine[Any, Any, coordinator_pb2.Run], stop: as
         starting = tasks.start(start)
         await asyncio.wait([starting, tasks.start(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
-            raise Interrupted("stopped before the run had begun")
+            raise RunInterrupted("stopped before the run had begun")
         return starting.result()
 
 
@@ -215,7 +217,7 @@ class _Running:
         self._stub, self._started, self._spec, self._data = stub, started, spec, data
         self._watch, self._stop = watch, stop
         self._began = time.monotonic()
-        self._progress: list[Progress] = []
+        self._progress: list[RunProgress] = []
         self._addresses = [each.address for each in started.learners]
         self._moved = asyncio.Event()  # some learner is elsewhere now
         self._lost: set[int] = set()
@@ -244,19 +246,19 @@ class _Running:
         return Outcome(
             run_id,
             state,
-            plain(detail),
+            escape_control(detail),
             seconds,
             tuple(_statuses(last)),
             tuple(self._progress),
             location or None,
             tuple(predictions),
-            plain(last.capture_error),
+            escape_control(last.capture_error),
             self._spec.absences,
             describe_violations(last),
         )
 
     async def _feed(self) -> None:
-        if self._spec.data.live:  # others bring them
+        if self._spec.data.is_live:  # others bring them
             return
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._addresses)):
@@ -278,7 +280,7 @@ class _Running:
                         address,
                         self._started.run_id,
                         own,
-                        patience_s=patience_s,
+                        timeout_s=patience_s,
                         learner=self._spec.names[index],
                         credentials=self._credentials,
                     )
@@ -301,7 +303,7 @@ class _Running:
 
     def _takes_part(self, index: int) -> bool:
         """Is there any round for its records?"""
-        return self._spec.roster.attendance(index, self._spec.rounds).end > 0
+        return self._spec.participation.learner_participation(index, self._spec.rounds).end > 0
 
     async def _amended(self, view: coordinator_pb2.Run) -> None:
         """Learners have left or joined, or all go on from their logs."""
@@ -327,7 +329,7 @@ class _Running:
         async with Tasks() as tasks:
             waits = [tasks.start(event.wait()) for event in (self._stop, self._give_up)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        told = self._stop.reason if isinstance(self._stop, Stop) else STOPPED_BY_OPERATOR
+        told = self._stop.reason if isinstance(self._stop, StopSignal) else STOPPED_BY_OPERATOR
         reason = told if self._stop.is_set() else _unfed(self._unfed)
         request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=reason)
         for attempt in count():
@@ -338,11 +340,11 @@ class _Running:
                 if not (self._started.durable and error.code() in _UNREACHABLE_CODES):
                     raise
             if not attempt:
-                terminal.say(
+                terminal.print_notice(
                     "the coordinator is away: the run is stopped when it is back; told to stop once more, this command ends, and "
                     "the run goes on"
                 )
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_DELAY_S)
 
     async def _watch_it(self) -> coordinator_pb2.Run:
         """The last view of the run. A coordinator that keeps its runs may be away for a while: they go on when it is back."""
@@ -362,10 +364,12 @@ class _Running:
                 _require_known(last, error)
                 away_since = away_since or time.monotonic()
                 gone = isinstance(error, Unavailable) or error.code() in _UNREACHABLE_CODES
-                if not (gone and last.durable and time.monotonic() - away_since < self._spec.clock.patience):
+                if not (
+                    gone and last.durable and time.monotonic() - away_since < self._spec.clock.coordinator_timeout_s
+                ):
                     raise
             self._watch(replace(self._look(last), away=(COORDINATOR_LABEL,)), _state(last))
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_DELAY_S)
 
     def _see(self, view: coordinator_pb2.Run) -> None:
         if view.state == coordinator_pb2.RUN_STATE_CONNECTING:  # the run begins after the last of these
@@ -380,9 +384,9 @@ class _Running:
             del self._progress[1:-1:2]
         self._watch(self._progress[-1], _state(view))
 
-    def _look(self, view: coordinator_pb2.Run) -> Progress:
+    def _look(self, view: coordinator_pb2.Run) -> RunProgress:
         statuses = self._newest(_statuses(view))
-        return Progress(
+        return RunProgress(
             seconds=time.monotonic() - self._began,
             rounds=tuple(s.rounds_done for s in statuses),
             accuracy=tuple(s.prequential_accuracy for s in statuses),
@@ -391,14 +395,14 @@ class _Running:
             away=tuple(each.status.learner for each in view.learners if each.HasField("disconnected_at")),
             left=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
             misconduct=describe_violations(view),
-            run_id=plain(view.run_id),
-            uncaptured=None if view.HasField("ended_at") else plain(view.capture_error),
+            run_id=escape_control(view.run_id),
+            uncaptured=None if view.HasField("ended_at") else escape_control(view.capture_error),
         )
 
     def _newest(self, told: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
         """What is known of each learner: a coordinator that was away comes back with what it had kept, which may be less."""
         self._known = [
-            before if (before.rounds_said, before.rounds_done) > (now.rounds_said, now.rounds_done) else now
+            before if (before.rounds_committed, before.rounds_done) > (now.rounds_committed, now.rounds_done) else now
             for before, now in zip(self._known or told, told, strict=True)
         ]
         return self._known
@@ -407,7 +411,7 @@ class _Running:
         """Labels on the held-out records; None where the run did not opt in or the learner is gone."""
         if not self._spec.telemetry.predict or not len(self._data.test_labels):
             return None
-        async with channel(address, Role.LEARNER, name, credentials=self._credentials) as to:
+        async with open_channel(address, Role.LEARNER, name, credentials=self._credentials) as to:
             rows, labels = self._data.test_features, list[FloatArray]()
             each = max(1, _MAX_PREDICT_VALUES // rows.shape[1])
             for first in range(0, len(rows), each):
@@ -423,7 +427,7 @@ class _Running:
 def has_left(spec: RunSpec, index: int) -> bool:
     """Does a learner leave before the last round, or was it lost?"""
     lost = any(each.unheard and each.learner == spec.names[index] for each in spec.absences)
-    return lost or spec.roster.attendance(index, spec.rounds).end < spec.rounds
+    return lost or spec.participation.learner_participation(index, spec.rounds).end < spec.rounds
 
 
 def _require_known(run: coordinator_pb2.Run, error: Exception) -> None:
@@ -451,4 +455,4 @@ def _statuses(run: coordinator_pb2.Run) -> list[LearnerStatus]:
 def _unfed(error: BaseException | None) -> str:
     """Why records could not be delivered, for all in the run: that their feeder may not. All else is for their owner alone."""
     first = None if error is None else extract_first_error(error)
-    return f"{FEEDING_FAILED}: {plain(str(first))}" if isinstance(first, PermissionDenied) else FEEDING_FAILED
+    return f"{FEEDING_FAILED}: {escape_control(str(first))}" if isinstance(first, PermissionDenied) else FEEDING_FAILED

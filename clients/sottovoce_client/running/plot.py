@@ -10,11 +10,22 @@ from typing import Any, Literal
 import numpy as np
 
 from sottovoce_client.reports.drawing import FIGURE_FORMATS, Figure, export
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, make_band, is_log_axis_needed, make_dots, line, short, styled
+from sottovoce_client.reports.marks import (
+    PALETTE,
+    Axis,
+    PlotMark,
+    PlotView,
+    choose_style,
+    is_log_axis_needed,
+    make_band,
+    make_dots,
+    make_line,
+    shorten,
+)
 from sottovoce_client.wording import pluralize
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.errors import SpecError
-from sottovoce_core.results import Result, Results, intervals
+from sottovoce_core.results import Result, Results, compute_bootstrap_intervals
 from sottovoce_core.running.metrics import Curves
 from sottovoce_core.table import Table
 
@@ -59,11 +70,11 @@ class HorizontalAxis:
     """
 
     results: Mapping[str, Results]
-    changed: tuple[str, ...]
+    changed_fields: tuple[str, ...]
     x: str
 
     @classmethod
-    def of(cls, results: Mapping[str, Results], x: str = "") -> HorizontalAxis:
+    def choose(cls, results: Mapping[str, Results], x: str = "") -> HorizontalAxis:
         """The axis that was asked for.
 
         Args:
@@ -79,13 +90,15 @@ class HorizontalAxis:
         several = any(len({each.facts.spec for each in one.runs}) > 1 for one in results.values())
         axis = cls(results, (*fields, *([_SPEC] if several else [])), x)
         finite = any(np.isfinite(each.facts.epsilon_event) for each in runs)
-        if x and x not in (known := (_ROUNDS, _EPSILON, *axis.changed)):
+        if x and x not in (known := (_ROUNDS, _EPSILON, *axis.changed_fields)):
             raise SpecError(f"--x must be one of {', '.join(known)}, got {x}")
-        if not x and not axis.changed:
-            return cls(results, axis.changed, _ROUNDS)
+        if not x and not axis.changed_fields:
+            return cls(results, axis.changed_fields, _ROUNDS)
         if not x:
-            first = next(iter([*axis._numbers, *axis.changed]))
-            axis = cls(results, axis.changed, _EPSILON if first == _SPEC or (_is_privacy(first) and finite) else first)
+            first = next(iter([*axis._numbers, *axis.changed_fields]))
+            axis = cls(
+                results, axis.changed_fields, _EPSILON if first == _SPEC or (_is_privacy(first) and finite) else first
+            )
         if axis.x == _EPSILON and not finite:
             raise SpecError(
                 "over epsilon there must be a finite one, and all of these promise nothing: take another --x"
@@ -109,7 +122,7 @@ class HorizontalAxis:
             return ""
         return f"not shown, for they promise nothing (epsilon is infinite): {pluralize(int(n), 'setting')}"
 
-    def lines(self, results: Results) -> dict[str, list[tuple[str, _Line]]]:
+    def make_lines(self, results: Results) -> dict[str, list[tuple[str, _Line]]]:
         """By metric, each with its name.
 
         Along the field that is across, or the first one with numbers; every combination of the others is a line. Where there is
@@ -118,13 +131,13 @@ class HorizontalAxis:
         found: dict[str, list[tuple[str, _Line]]] = {}
         if self.x == _ROUNDS:
             for run in results.runs:
-                name = self._name(run, self.changed)
+                name = self._name(run, self.changed_fields)
                 for metric in run.curves.curves:
                     found.setdefault(metric, []).append((name, make_curve_line(run.curves, metric)))
             return found
         numbers = self._numbers
         along = self.x if self.x in numbers else next(iter(numbers), None) if self.x == _EPSILON else None
-        others = [field for field in self.changed if field != along]
+        others = [field for field in self.changed_fields if field != along]
         lines: dict[str, list[Result]] = {}
         for run in results.runs:
             lines.setdefault(self._name(run, others), []).append(run)
@@ -137,7 +150,9 @@ class HorizontalAxis:
                 continue
             for metric in runs[0].curves.curves:
                 last = np.concatenate([run.curves[metric].replicas[-1:] for run in runs])[order]
-                curve = _Line(at[order], last.mean(axis=1), *intervals(last), joined=along is not None)
+                curve = _Line(
+                    at[order], last.mean(axis=1), *compute_bootstrap_intervals(last), joined=along is not None
+                )
                 found.setdefault(metric, []).append((name, curve))
         return found
 
@@ -145,7 +160,11 @@ class HorizontalAxis:
     def _numbers(self) -> list[str]:
         """Changed fields whose values are numbers."""
         runs = [each for one in self.results.values() for each in one.runs]
-        return [field for field in self.changed if all(type(self._value(each, field)) in (int, float) for each in runs)]
+        return [
+            field
+            for field in self.changed_fields
+            if all(type(self._value(each, field)) in (int, float) for each in runs)
+        ]
 
     @staticmethod
     def _value(run: Result, name: str) -> Any:
@@ -162,14 +181,14 @@ def _is_privacy(field: str) -> bool:
     return field.rpartition(".")[2] in _PRIVACY_PARAMETERS
 
 
-def figures(across: HorizontalAxis, log: Collection[str] | None = None) -> list[Figure]:
+def make_figures(across: HorizontalAxis, log: Collection[str] | None = None) -> list[Figure]:
     """One figure per metric.
 
     Args:
         across: the runs and their horizontal axis.
         log: which of `x` and `y` are logarithmic (default: rounds, and whatever spans two decades).
     """
-    each = {name: across.lines(results) for name, results in across.results.items()}
+    each = {name: across.make_lines(results) for name, results in across.results.items()}
     several = len(each) > 1
     shown = []
     for metric in dict.fromkeys(metric for lines in each.values() for metric in lines):
@@ -216,13 +235,15 @@ def make_figure(
     if log is not None:
         x, y = "x" in log, "y" in log
     whole = across == "rounds" or across.endswith(_LEGEND_ORDER_SUFFIX)
-    view = View("", Axis(across, log=x, form="count" if whole else "number"), Axis(title, log=y, form=form))
+    view = PlotView(
+        "", Axis(across, log=x, value_format="count" if whole else "number"), Axis(title, log=y, value_format=form)
+    )
     return Figure(name, title.capitalize(), marks, (view,), height=340)
 
 
-def _marks(name: str, curve: _Line, k: int, *, banded: bool) -> Iterator[Mark]:
+def _marks(name: str, curve: _Line, k: int, *, banded: bool) -> Iterator[PlotMark]:
     """The band, where there is one, and the line over it; of a point alone its error bar."""
-    (colour, dash), name = styled(k), short(name, 40)
+    (colour, dash), name = choose_style(k), shorten(name, 40)
     known = bool(np.isfinite(curve.low).any() and np.isfinite(curve.high).any())
     if not curve.joined:
         half = (curve.high - curve.low) / 2 if known else None
@@ -230,7 +251,7 @@ def _marks(name: str, curve: _Line, k: int, *, banded: bool) -> Iterator[Mark]:
         return
     if known and banded:
         yield make_band(curve.x, curve.low, curve.high, colour)
-    yield line(curve.x, curve.mean, name, colour, dash=dash)
+    yield make_line(curve.x, curve.mean, name, colour, dash=dash)
 
 
 def export_files(
@@ -254,7 +275,7 @@ def export_files(
     """
     named = {"results": results} if isinstance(results, Results) else results
     if shown is None:
-        shown = figures(HorizontalAxis.of(named)) if set(asked) & set(FIGURE_FORMATS) else []
+        shown = make_figures(HorizontalAxis.choose(named)) if set(asked) & set(FIGURE_FORMATS) else []
     tables = {name: each.summary(every_round=True) for name, each in named.items()} if asked else {}
     short_ones = {name: paper or _for_paper(each.summary()) for name, each in named.items()} if asked else {}
     written = export(folder, asked, tables, shown, short_ones)

@@ -13,7 +13,7 @@ from sottovoce_core.running.participation import StalenessStatistics
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """One look at the running learners; per-learner lists are by index.
 
     Attributes:
@@ -41,13 +41,13 @@ class Progress:
     uncaptured: str | None = None
 
     @property
-    def done(self) -> int:
+    def rounds_done(self) -> int:
         """Rounds that all have done who are still in the run."""
         return min((done for i, done in enumerate(self.rounds) if i not in self.left), default=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class ObservedPrivacyLoss:
     """An adjacent data set, and how well this very capture tells it from the true one.
 
     Attributes:
@@ -105,13 +105,13 @@ class LearnerSummary:
     paper_curve: FloatArray
     event_curve: FloatArray
     record_curve: FloatArray
-    swap_event: Swap | None = None
-    swap_record: Swap | None = None
+    swap_event: ObservedPrivacyLoss | None = None
+    swap_record: ObservedPrivacyLoss | None = None
     left: bool = False
     waiting: int = 0
     test_curve: tuple[tuple[int, float], ...] = ()
 
-    def swap(self, level: str) -> Swap | None:
+    def get_observed_loss(self, level: str) -> ObservedPrivacyLoss | None:
         """Its swap at this level: `event` or `record`."""
         return self.swap_event if level == "event" else self.swap_record
 
@@ -159,7 +159,7 @@ class WiretapSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Noticed:
+class DetectionSummary:
     """What the eavesdropper noticed, while the run went on, that must never happen.
 
     Attributes:
@@ -241,9 +241,9 @@ class RunSummary:
     spec_yaml: str
     version: str
     started_at: str
-    progress: tuple[Progress, ...] = field(default=())
+    progress: tuple[RunProgress, ...] = field(default=())
     private_noise: bool = True
-    noticed: Noticed | None = None
+    noticed: DetectionSummary | None = None
     one_way: tuple[tuple[int, int], ...] = ()
     away: tuple[str, ...] = ()
     not_captured: tuple[str, ...] = ()
@@ -253,7 +253,7 @@ class RunSummary:
     measured: str = ""
 
     @property
-    def live(self) -> bool:
+    def is_live(self) -> bool:
         """Whether its records came while it went on: they are with its learners, and nobody else has them."""
         return self.data == "live"
 
@@ -268,9 +268,9 @@ class RunSummary:
         return min((learner.rounds for learner in self.learners if not learner.left), default=0)
 
     @property
-    def event(self) -> float:
+    def epsilon_record_use(self) -> float:
         """Epsilon of one event to somebody who hears everything: the largest of all learners, or their sum if shared."""
-        return combine_epsilons((learner.event for learner in self.learners), shared=self.promise.shared)
+        return combine_epsilons((learner.event for learner in self.learners), has_shared_records=self.promise.shared)
 
     @property
     def rounds_per_second(self) -> float:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.backends import Backend, Count, counted, open_mapper
-from sottovoce_client.terminal import Say, ignore_progress
-from sottovoce_core.auditing.worlds import Tell, nobody
+from sottovoce_client.backends import Backend, CountCallback, map_with_progress, open_mapper
+from sottovoce_client.terminal import ProgressReporter, ignore_progress
+from sottovoce_core.auditing.worlds import ProgressCallback, discard_progress
 from sottovoce_core.data.known import get_data_folders
 from sottovoce_core.door import simulate
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.experiment import Experiment, PreparedRun, resolve_experiment, prepare, require_count
+from sottovoce_core.experiment import Experiment, PreparedRun, prepare, require_count, resolve_experiment
 from sottovoce_core.results import Result, Results, collect_facts
 from sottovoce_core.running.metrics import Curves
 from sottovoce_core.running.simulator import SimulatedRound
@@ -31,7 +31,7 @@ class _Job:
     replicas: int
     seed: np.random.SeedSequence
     metrics: Sequence[str] | None
-    tell: Tell = nobody
+    tell: ProgressCallback = discard_progress
 
     @property
     def rounds(self) -> int:
@@ -42,7 +42,7 @@ class _Job:
 def sweep(
     experiment: Experiment | Path | str,
     changes: Mapping[str, Sequence[Any]],
-    seeds: int = 20,
+    replicas: int = 20,
     *,
     seed: int = 0,
     metrics: Sequence[str] | None = None,
@@ -87,7 +87,7 @@ def sweep(
     (True, [4, 4])
     """
     return sweep_with_progress(
-        lambda _: None, experiment, changes, seeds,
+        lambda _: None, experiment, changes, replicas,
         seed=seed, metrics=metrics, vary_data=vary_data, backend=backend, jobs=jobs, progress=progress,
     )  # fmt: skip
 
@@ -96,18 +96,18 @@ def sweep_with_progress(
     ready: Callable[[PreparedRun], object],
     experiment: Experiment | Path | str,
     changes: Mapping[str, Sequence[Any]],
-    seeds: int,
+    replicas: int,
     *,
     seed: int,
     vary_data: bool,
     backend: Backend,
     jobs: int | None,
     metrics: Sequence[str] | None = None,
-    progress: Count | None = None,
-    say: Say = ignore_progress,
+    progress: CountCallback | None = None,
+    display: ProgressReporter = ignore_progress,
 ) -> Results:
     """As `sweep`; `ready` is given each combination's run before anything is simulated, `say` is told how far it is."""
-    require_count("seeds", seeds)
+    require_count("seeds", replicas)
     experiment = resolve_experiment(experiment)
     if empty := [field for field, values in changes.items() if not len(values)]:
         raise SpecError(f"a sweep needs values for {', '.join(empty)}")
@@ -116,10 +116,10 @@ def sweep_with_progress(
     settings = [dict(zip(changes, setting, strict=True)) for setting in itertools.product(*changes.values())]
     each = [_changed(experiment, setting, ready) for setting in settings]
     jobs_of = [
-        _jobs(one, setting, seeds, seed, metrics, vary_data=vary_data)
+        _jobs(one, setting, replicas, seed, metrics, vary_data=vary_data)
         for one, setting in zip(each, settings, strict=True)
     ]
-    found = iter(_worked(list(itertools.chain(*jobs_of)), backend, jobs, progress, say))
+    found = iter(_worked(list(itertools.chain(*jobs_of)), backend, jobs, progress, display))
     return Results(tuple(_joined(list(itertools.islice(found, len(mine)))) for mine in jobs_of))
 
 
@@ -155,13 +155,13 @@ def _jobs(
 
 
 def _worked(
-    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: Count | None, say: Say
+    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: CountCallback | None, say: ProgressReporter
 ) -> Sequence[Result]:
     found = []
     with open_mapper(backend, jobs) as over:
-        for each in counted(over, lambda job: job.rounds, lambda done, of: say("simulating", done, of, "rounds"))(
-            _measured, work
-        ):
+        for each in map_with_progress(
+            over, lambda job: job.rounds, lambda done, of: say("simulating", done, of, "rounds")
+        )(_measured, work):
             found.append(each)
             if progress is not None:
                 progress(len(found), len(work))
@@ -187,7 +187,7 @@ def _measured(job: _Job) -> Result:
     if unknown := sorted(set(job.metrics or ()) - finals.keys()):
         raise SpecError(f"metrics must be of {', '.join(finals)}, got {', '.join(unknown)}")
     wanted = {name: finals[name] for name in job.metrics or finals}
-    facts = collect_facts(job.experiment.prepared, job.experiment.name, job.changes)
+    facts = collect_facts(job.experiment.prepared_run, job.experiment.name, job.changes)
     return Result(facts, replace(run.curves, curves=wanted))
 
 
@@ -203,5 +203,5 @@ def _joined(runs: Sequence[Result]) -> Result:
         replicas = np.concatenate([each[name].replicas for each in all_curves], axis=1)
         learners = [known for each in all_curves if (known := each[name].learners) is not None]
         curves[name] = replace(curve, replicas=replicas, learners=np.mean(learners, axis=0) if learners else None)
-    with_records = np.mean([each.with_records for each in all_curves], axis=0)
+    with_records = np.mean([each.rounds_with_records for each in all_curves], axis=0)
     return Result(replace(first.facts, **epsilons), Curves(first.curves.rounds, curves, with_records))

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sottovoce_client.transcripts.verify import UNSIGNED, read
-from sottovoce_client.wording import count
+from sottovoce_client.transcripts.verify import MISSING_SIGNATURE_REASON, read_signatures
+from sottovoce_client.wording import format_count
 from sottovoce_core.errors import CaptureError
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
@@ -19,7 +19,7 @@ from sottovoce_rpc.certificates import AUTHORITIES_FILE
 SUMMARY_FILE = "summary.json"
 _MAX_FILE_BYTES = 64 * 2**20
 _MAX_NAMED_LEARNERS = 5
-NO_SIGNATURES = f"no signatures: {UNSIGNED}"
+NO_SIGNATURES = f"no signatures: {MISSING_SIGNATURE_REASON}"
 _CHANGED = "What is not signed may have been changed by anyone who could write to what was kept"
 
 
@@ -33,10 +33,10 @@ class Provenance:
     """
 
     text: str
-    unproven: str = ""
+    unproven_reason: str = ""
 
 
-def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | None = None) -> Provenance:
+def check_provenance(captures: Sequence[Capture], place: Folder, *, relative_to: Path | None = None) -> Provenance:
     """What signatures say of captures, and what must be believed where there are none.
 
     Args:
@@ -47,12 +47,14 @@ def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | Non
     Raises:
         CaptureError: a capture cannot be read, or is not what was signed in it.
     """
-    kept = "this capture" if len(captures) == 1 else f"these {count(len(captures))} captures"
+    kept = "this capture" if len(captures) == 1 else f"these {format_count(len(captures))} captures"
     found = next(_beside(place, AUTHORITIES_FILE), None)
-    where, authorities = ("", b"") if found is None else (_from(stands, place, found[0]), found[1])
+    where, authorities = ("", b"") if found is None else (_from(relative_to, place, found[0]), found[1])
     if not any(map(_is_signed, captures)):
         identities = f", though the learners had identities ({where})" if where else ""
-        return Provenance(f"There are no signatures in {kept}{identities}: {UNSIGNED}. {_CHANGED}.", NO_SIGNATURES)
+        return Provenance(
+            f"There are no signatures in {kept}{identities}: {MISSING_SIGNATURE_REASON}. {_CHANGED}.", NO_SIGNATURES
+        )
     if found is None:
         return Provenance(
             f"Signatures in {kept} were not checked, for there is no {AUTHORITIES_FILE} beside it "
@@ -61,9 +63,9 @@ def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | Non
         )
     heard, evidence, lacking = 0, 0, Counter[str]()
     for capture in captures:
-        words = read(capture, authorities)
-        if wrong := next((line for name, own in words.items() for line in own.faults(name)), None):
-            known = any(own.signs for own in words.values())
+        words = read_signatures(capture, authorities)
+        if wrong := next((line for name, own in words.items() for line in own.describe_faults(name)), None):
+            known = any(own.has_signatures for own in words.values())
             why = (
                 "It was changed, or they said two things"
                 if known
@@ -73,15 +75,17 @@ def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | Non
                 f"{capture.name} is not what its learners signed, by {where}: {wrong}. {why}: "
                 "sottovoce transcript verify says more"
             )
-        lacking.update({name: own.heard - own.evidence for name, own in words.items()})
-        heard += sum(own.heard for own in words.values())
-        evidence += sum(own.evidence for own in words.values())
+        lacking.update({name: own.message_rounds_count - own.signed_rounds_count for name, own in words.items()})
+        heard += sum(own.message_rounds_count for own in words.values())
+        evidence += sum(own.signed_rounds_count for own in words.values())
     if evidence < heard:
-        whose = ", ".join(f"{name} {count(many)}" for name, many in (+lacking).most_common(_MAX_NAMED_LEARNERS))
-        more = f", and {len(+lacking) - _MAX_NAMED_LEARNERS} more learners" if len(+lacking) > _MAX_NAMED_LEARNERS else ""
+        whose = ", ".join(f"{name} {format_count(many)}" for name, many in (+lacking).most_common(_MAX_NAMED_LEARNERS))
+        more = (
+            f", and {len(+lacking) - _MAX_NAMED_LEARNERS} more learners" if len(+lacking) > _MAX_NAMED_LEARNERS else ""
+        )
         return Provenance(
-            f"Of {count(heard)} messages {count(heard - evidence)} are not signed, by {where} ({whose}{more}): their signatures "
-            f"were {UNSIGNED}. {_CHANGED}.",
+            f"Of {format_count(heard)} messages {format_count(heard - evidence)} are not signed, by {where} ({whose}{more}): their signatures "
+            f"were {MISSING_SIGNATURE_REASON}. {_CHANGED}.",
             "not all of it is signed",
         )
     return Provenance(
@@ -89,7 +93,7 @@ def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | Non
     )
 
 
-def noise_of(captures: Sequence[Capture], place: Folder) -> str:
+def describe_noise_source(captures: Sequence[Capture], place: Folder) -> str:
     """What is known of where the noise of runs came from, by the `summary.json` that `sottovoce run` writes; empty: the system.
 
     Args:
@@ -104,7 +108,7 @@ def noise_of(captures: Sequence[Capture], place: Folder) -> str:
             continue
         if isinstance(told, dict) and isinstance(told.get("private_noise"), bool):
             known[str(told.get("run_id"))] = told["private_noise"]
-    runs = [known.get(str(capture.facts["run_id"])) for capture in captures]
+    runs = [known.get(str(capture.metadata["run_id"])) for capture in captures]
     if seeded := runs.count(False):
         return describe_seeded_noise(seeded, len(runs))
     if None in runs:
@@ -117,7 +121,7 @@ def noise_of(captures: Sequence[Capture], place: Folder) -> str:
 
 def describe_seeded_noise(seeded: int, runs: int) -> str:
     """What must be said of runs whose noise somebody can repeat."""
-    some = f"all {count(runs)}" if seeded == runs else f"{count(seeded)} of {count(runs)}"
+    some = f"all {format_count(runs)}" if seeded == runs else f"{format_count(seeded)} of {format_count(runs)}"
     whose = "of this run" if runs == 1 else f"of {some} runs"
     return (
         f"The noise {whose} came from a seed (SOTTOVOCE_NOISE_SEED) or a recording: whoever has that takes it "
@@ -136,7 +140,7 @@ def _from(stands: Path | None, place: Folder, path: str) -> str:
 def _is_signed(capture: Capture) -> bool:
     import pyarrow.compute as pc
 
-    kinds = (batch.column("kind") for batch in capture.batches(("kind",)))
+    kinds = (batch.column("kind") for batch in capture.read_batches(("kind",)))
     return any(pc.any(pc.equal(each, "signature")).as_py() for each in kinds)
 
 
@@ -144,7 +148,7 @@ def _beside(place: Folder, name: str) -> Iterator[tuple[str, bytes]]:
     """Files of this name, and where they lie: in the folder, and in the two above."""
     for above in ("", "../", "../../"):
         try:
-            if place.size(f"{above}{name}") <= _MAX_FILE_BYTES:
+            if place.get_size(f"{above}{name}") <= _MAX_FILE_BYTES:
                 with place.open(f"{above}{name}") as file:
                     yield f"{above}{name}", file.read(_MAX_FILE_BYTES)
         except (OSError, ValueError):  # a store may know no folder above

@@ -23,27 +23,27 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import create_file, require_new, scratch
+from sottovoce_client.documents import create_file, create_scratch_folder, require_new
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.views import digest
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.optional import import_optional
-from sottovoce_core.running.transcript import COLUMNS, parquet
+from sottovoce_core.running.transcript import COLUMNS, import_parquet
 from sottovoce_core.text import escape_formula
-from sottovoce_eavesdropper.reading import Capture, open_capture, filter_rounds
+from sottovoce_eavesdropper.reading import Capture, filter_rounds, open_capture
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_DEPTH = 4
+_MAX_FOLDER_DEPTH = 4
 """Folders between the one that is named and a capture."""
 _FILES = (".parquet", ".json", ".yaml", ".html", ".log", ".npz", ".partial", ".md", ".csv")
 MAX_SHOWN_ROWS, _MAX_VERTICAL_ROWS, _MAX_CELL_CHARACTERS = 200, 20, 60
 _MAX_MEMORY = "2GB"
 _FETCHED = 10_000
-_AT_ONCE, _MAX_GATHERED_BYTES = 32, 64 * 1024 * 1024
+_MAX_GATHERED_BATCHES, _MAX_GATHERED_BYTES = 32, 64 * 1024 * 1024
 _MAX_ROUND = 2**62
 """What is beyond it is no round that anybody counted up to."""
 _NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0))
@@ -53,7 +53,7 @@ SimulatedTranscript = tuple[Folder, str]
 """Folder and name of a simulator's transcript."""
 
 
-def find(place: str) -> tuple[list[Capture], list[SimulatedTranscript]]:
+def find_transcripts(place: str) -> tuple[list[Capture], list[SimulatedTranscript]]:
     """All captures and transcripts of a folder, of folders below it, or one `.parquet` file.
 
     Raises:
@@ -64,7 +64,7 @@ def find(place: str) -> tuple[list[Capture], list[SimulatedTranscript]]:
         folder, _, name = place.rpartition("/")
         return captures, [(open_folder(folder or "."), name)]
     try:
-        _gather(open_folder(place), _DEPTH, captures, simulated)
+        _gather(open_folder(place), _MAX_FOLDER_DEPTH, captures, simulated)
     except OSError as error:
         raise CaptureError(f"cannot read {place}: {error}") from None
     if not captures and not simulated:
@@ -76,7 +76,7 @@ def find(place: str) -> tuple[list[Capture], list[SimulatedTranscript]]:
 
 
 def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list[SimulatedTranscript]) -> None:
-    names = folder.names()
+    names = folder.list_names()
     if "capture.json" in names:
         captures.append(open_capture(folder))
         return
@@ -84,14 +84,14 @@ def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list
         simulated.append((folder, "transcript.parquet"))
     for name in names if depth else ():
         if not name.endswith(_FILES):
-            _gather(folder.below(name), depth - 1, captures, simulated)
+            _gather(folder.get_subfolder(name), depth - 1, captures, simulated)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def tables(captures: Sequence[Capture], simulated: Sequence[SimulatedTranscript], wanted: str) -> Iterator[Any]:
+def open_database(captures: Sequence[Capture], simulated: Sequence[SimulatedTranscript], wanted: str) -> Iterator[Any]:
     """A DuckDB connection with the tables that the text `wanted` names, and no way out of it.
 
     Raises:
@@ -103,7 +103,7 @@ def tables(captures: Sequence[Capture], simulated: Sequence[SimulatedTranscript]
     if "messages" in named and not captures:
         raise SpecError("there are no messages here, only what was simulated: query said")
     sources = {
-        "messages": (batch for each in captures for batch in each.batches()),
+        "messages": (batch for each in captures for batch in each.read_batches()),
         "said": chain(
             [_rows("", -1, -1, "", *_NOTHING)],  # the right columns even where there is nothing
             (batch for each in captures for batch in _said_in(each)),
@@ -111,7 +111,7 @@ def tables(captures: Sequence[Capture], simulated: Sequence[SimulatedTranscript]
         ),
     }
     with (
-        scratch("sottovoce-query-") as folder,
+        create_scratch_folder("sottovoce-query-") as folder,
         duckdb.connect(str(folder / "query.duckdb"), config={"memory_limit": _MAX_MEMORY}) as connection,
     ):
         for name in sources.keys() & named:
@@ -142,7 +142,7 @@ def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
     held: list[pa.RecordBatch] = []
     for batch in batches:
         held.append(batch)
-        if len(held) == _AT_ONCE or sum(each.nbytes for each in held) > _MAX_GATHERED_BYTES:
+        if len(held) == _MAX_GATHERED_BATCHES or sum(each.nbytes for each in held) > _MAX_GATHERED_BYTES:
             yield pa.Table.from_batches(held)
             held = []
     if held:
@@ -151,11 +151,11 @@ def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 def _said_in(capture: Capture) -> Iterator[pa.RecordBatch]:
     """Each message of a capture once, whoever heard it."""
-    codec, seen, run = RoundCodec(capture.shapes), set[bytes](), capture.facts["run_id"]
+    codec, seen, run = RoundCodec(capture.shapes), set[bytes](), capture.metadata["run_id"]
     world, replica = (-1 if number is None else number for number in (capture.world, capture.replica))
-    for batch in capture.batches(("kind", "method", "sender", "payload")):
+    for batch in capture.read_batches(("kind", "method", "sender", "payload")):
         messages = filter_rounds(batch)
-        rows, rounds, senders, fields = decoded(messages, codec)
+        rows, rounds, senders, fields = decode_rounds(messages, codec)
         new = []
         for k, payload in enumerate(messages.column("payload").take(rows).to_pylist()):
             if (key := digest(payload)) not in seen:
@@ -166,7 +166,9 @@ def _said_in(capture: Capture) -> Iterator[pa.RecordBatch]:
             yield _rows(run, world, replica, field, rounds[new], senders[new], flat)
 
 
-def decoded(batch: pa.RecordBatch, codec: RoundCodec) -> tuple[IntArray, IntArray, IntArray, dict[str, FloatArray]]:
+def decode_rounds(
+    batch: pa.RecordBatch, codec: RoundCodec
+) -> tuple[IntArray, IntArray, IntArray, dict[str, FloatArray]]:
     """The rounds among the messages of a batch with the column `payload`.
 
     Returns:
@@ -204,7 +206,7 @@ def _simulated(folder: Folder, name: str) -> Iterator[pa.RecordBatch]:
     kinds = _rows("", 0, 0, "", *_NOTHING).schema
     try:
         with folder.open(name) as raw:
-            file = parquet().ParquetFile(raw)
+            file = import_parquet().ParquetFile(raw)
             if missing := [column for column in COLUMNS if column not in file.schema_arrow.names]:
                 raise CaptureError(f"{where} is not a transcript: it lacks the columns {missing}")
             for batch in file.iter_batches(_FETCHED, columns=list(COLUMNS)):
@@ -218,7 +220,7 @@ def _simulated(folder: Folder, name: str) -> Iterator[pa.RecordBatch]:
 # ---- queries ---------------------------------------------------------------------------------------------------------
 
 
-def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | None = None) -> None:
+def query(place: str, sql: str, *, out: Path | None = None, csv_file: TextIO | None = None) -> None:
     """Ask in SQL, and show the answer, write it as CSV, or as a Parquet file.
 
     Raises:
@@ -227,7 +229,7 @@ def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | Non
     """
     require_new(out)
     duckdb = import_optional("duckdb", "duckdb", "querying transcripts", "query")
-    with tables(*find(place), sql) as connection:
+    with open_database(*find_transcripts(place), sql) as connection:
         try:
             statements = connection.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
@@ -235,9 +237,9 @@ def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | Non
             if out is not None:
                 with create_file(out) as file:
                     _write_parquet(connection.sql(sql), file)
-                terminal.tell(lambda: {"out": out})
-            elif as_csv is not None:
-                _write_csv(connection.execute(sql), as_csv)
+                terminal.print_json_if_requested(lambda: {"out": out})
+            elif csv_file is not None:
+                _write_csv(connection.execute(sql), csv_file)
             else:
                 _answer(connection.execute(sql))
         except duckdb.Error as error:
@@ -251,26 +253,28 @@ def _answer(answer: Any) -> None:
         plainly = [[each.hex() if isinstance(each, bytes) else each for each in row] for row in rows]
         terminal.print_json([dict(zip(names, row, strict=True)) for row in plainly])
     else:
-        _show(answer, terminal.console(highlight=False))
+        _show(answer, terminal.create_console(highlight=False))
 
 
 def _write_csv(answer: Any, to: TextIO) -> None:
     writer = csv.writer(to, lineterminator="\n")
     writer.writerow([column[0] for column in answer.description])
     while rows := answer.fetchmany(_FETCHED):
-        writer.writerows([cell.hex() if isinstance(cell, bytes) else escape_formula(cell) for cell in row] for row in rows)
+        writer.writerows(
+            [cell.hex() if isinstance(cell, bytes) else escape_formula(cell) for cell in row] for row in rows
+        )
 
 
 def _write_parquet(answer: Any, to: BinaryIO) -> None:
     reader = answer.to_arrow_reader(_FETCHED)
-    with parquet().ParquetWriter(to, reader.schema, compression="zstd") as writer:
+    with import_parquet().ParquetWriter(to, reader.schema, compression="zstd") as writer:
         for batch in reader:
             writer.write_batch(batch)
 
 
 def _show(answer: Any, console: Console) -> None:
     rows = answer.fetchmany(MAX_SHOWN_ROWS + 1)
-    table = terminal.table()
+    table = terminal.create_table()
     for k, column in enumerate(answer.description):
         right = bool(rows) and isinstance(rows[0][k], int | float)
         table.add_column(column[0], justify="right" if right else "left", overflow="fold")
@@ -282,7 +286,7 @@ def _show(answer: Any, console: Console) -> None:
     else:
         shown = _MAX_VERTICAL_ROWS
         for row in rows[:shown]:  # a line for each column
-            upright = terminal.facts()
+            upright = terminal.create_fact_grid()
             for column, cell in zip(answer.description, row, strict=True):
                 upright.add_row(column[0], Text(format_cell(cell)))
             console.print(upright)

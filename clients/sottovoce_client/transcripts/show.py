@@ -13,11 +13,26 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.transcripts.query import format_cell, decoded, find, format_numbers, tables
-from sottovoce_client.wording import NOTHING, describe_ciphertext, count, duration, describe_detections, number, pluralize, size
+from sottovoce_client.transcripts.query import (
+    decode_rounds,
+    find_transcripts,
+    format_cell,
+    format_numbers,
+    open_database,
+)
+from sottovoce_client.wording import (
+    MISSING_VALUE,
+    describe_ciphertext,
+    describe_detections,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    pluralize,
+)
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import SpecError
-from sottovoce_core.text import called
+from sottovoce_core.text import format_learner_name
 from sottovoce_eavesdropper.reading import Capture, filter_rounds
 from sottovoce_rpc.codec import RoundCodec
 
@@ -27,7 +42,7 @@ if TYPE_CHECKING:
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDE = 40
 """Slices of time in the picture of who spoke when."""
-MOST_EDGES, MOST_LEARNERS, _MOST_NOTICED = 30, 30, 20
+MAX_EDGES, MAX_LEARNERS, _MAX_SHOWN_DETECTIONS = 30, 30, 20
 
 
 @dataclass(slots=True)
@@ -82,11 +97,11 @@ def _look(capture: Capture, sender: int, first: int) -> _Picture:
         CaptureError: it cannot be read.
     """
     picture, codec = _Picture(), RoundCodec(capture.shapes)
-    for batch in capture.batches():
+    for batch in capture.read_batches():
         _count(picture, batch, tapped=capture.ciphertext is not None)
         messages = filter_rounds(batch)
         ends = _ends(messages)
-        rows, rounds, _, fields = decoded(messages, codec)
+        rows, rounds, _, fields = decode_rounds(messages, codec)
         picture.failed += messages.num_rows - len(rows)
         for pair in np.unique(ends[rows], axis=0).tolist():
             of = (ends[rows] == pair).all(axis=1)
@@ -138,7 +153,7 @@ def _keep(picture: _Picture, fields: Any, rounds: IntArray, own: Any, first: int
 # ---- on the terminal -------------------------------------------------------------------------------------------------
 
 
-def show(place: str, *, sender: int | str = 0, first: int = 3, console: Console | None = None) -> None:
+def show(place: str, *, sender: int | str = 0, max_messages: int = 3, console: Console | None = None) -> None:
     """Show what lies in a folder.
 
     Args:
@@ -150,23 +165,23 @@ def show(place: str, *, sender: int | str = 0, first: int = 3, console: Console 
         CaptureError: there is nothing, or it cannot be read.
         SpecError: there is no such learner.
     """
-    console = console or terminal.console(highlight=False)
-    captures, simulated = find(place)
+    console = console or terminal.create_console(highlight=False)
+    captures, simulated = find_transcripts(place)
     channels, rows = [], list[tuple[Any, ...]]()
     if len(captures) == 1:
-        channels = _one(captures[0], sender, first, console)
+        channels = _one(captures[0], sender, max_messages, console)
     elif captures:
         _many(captures, console)
     heads = ("run", "world", "field", "rounds", "learners", "replicas", "numbers")
     if simulated:
-        with tables(captures, simulated, "said") as connection:
+        with open_database(captures, simulated, "said") as connection:
             asked = "SELECT run, world, field, count(DISTINCT round), count(DISTINCT sender), count(DISTINCT replica), "
             rows = connection.execute(asked + "any_value(len(value)) FROM said GROUP BY ALL ORDER BY ALL").fetchall()
         table = _plain(*heads)
         for row in rows:
             table.add_row(*(Text(format_cell(cell)) for cell in row))
         console.print(table)
-    terminal.tell(
+    terminal.print_json_if_requested(
         lambda: {
             "captures": [_document(each) for each in captures],
             "channels": channels,
@@ -177,32 +192,34 @@ def show(place: str, *, sender: int | str = 0, first: int = 3, console: Console 
 
 def _document(capture: Capture) -> dict[str, Any]:
     """What a capture says of itself, for programs."""
-    facts = capture.facts
+    facts = capture.metadata
     names = ("run_id", "world", "replica", "messages", "bytes", "noticed", "noticed_count", "gaps", "not_checked")
-    return {"capture": capture.name, "complete": capture.complete, **{name: facts.get(name) for name in names}}
+    return {"capture": capture.name, "complete": capture.is_complete, **{name: facts.get(name) for name in names}}
 
 
 def _many(captures: Sequence[Capture], console: Console) -> None:
     names = [format_cell(each.name.rstrip("/").rsplit("/", 1)[-1]) for each in captures]
-    runs = [format_cell(each.facts["run_id"]) for each in captures]
-    told = {key: [each.facts.get(key) for each in captures] for key in ("world", "replica")}
+    runs = [format_cell(each.metadata["run_id"]) for each in captures]
+    told = {key: [each.metadata.get(key) for each in captures] for key in ("world", "replica")}
     labels = [key for key, values in told.items() if any(value is not None for value in values)]
     apart = not all(map(str.startswith, names, runs))  # else a capture is called as its run, and a little more
     table = _plain("capture", *(["run"] if apart else []), *labels, "messages", "bytes", "state", "noticed")
     for k, capture in enumerate(captures):
-        facts = capture.facts
+        facts = capture.metadata
         state = (
-            Text("closed") if capture.complete else Text("gaps" if facts.get("gaps") else "cut short", style="yellow")
+            Text("closed")
+            if capture.is_complete
+            else Text("gaps" if facts.get("gaps") else "cut short", style="yellow")
         )
         found = facts.get("noticed_count", 0)
         table.add_row(
             Text(names[k]),
             *([Text(runs[k])] if apart else []),
-            *(NOTHING if told[key][k] is None else str(told[key][k]) for key in labels),
-            count(facts["messages"]) if capture.ciphertext is None else NOTHING,
-            size(facts["bytes"] if capture.ciphertext is None else capture.ciphertext.bytes),
+            *(MISSING_VALUE if told[key][k] is None else str(told[key][k]) for key in labels),
+            format_count(facts["messages"]) if capture.ciphertext is None else MISSING_VALUE,
+            format_bytes(facts["bytes"] if capture.ciphertext is None else capture.ciphertext.bytes),
             state,
-            Text(count(found), style="bold red" if found else ""),
+            Text(format_count(found), style="bold red" if found else ""),
         )
     console.print(table)
     console.print(f"{pluralize(len(captures), 'capture')}. Name one to see what it holds.", style="dim")
@@ -213,16 +230,21 @@ def _one(capture: Capture, sender: int | str, first: int, console: Console) -> l
     names = capture.names
     index = _index(names, sender)
     picture = _look(capture, index, first)
-    facts = terminal.facts()
+    facts = terminal.create_fact_grid()
     for name, value in _facts(capture, picture):
         facts.add_row(name, value)
     console.print(facts)
     console.print(_channels(picture, names, tapped=capture.ciphertext is not None))
     console.print(_who_when(picture, names, "message" if capture.ciphertext is None else "record"))
     if picture.first:
-        console.print(_first(picture, called(names, index)))
+        console.print(_first(picture, format_learner_name(names, index)))
     return [
-        {"from": called(names, ends[0]), "to": called(names, ends[1]), "messages": each.messages, "bytes": each.bytes}
+        {
+            "from": format_learner_name(names, ends[0]),
+            "to": format_learner_name(names, ends[1]),
+            "messages": each.messages,
+            "bytes": each.bytes,
+        }
         | {"sizes": sorted(each.sizes), "missing_rounds": each.missing()}
         for ends, each in sorted(picture.channels.items())
     ]
@@ -239,7 +261,7 @@ def _index(names: Sequence[str], sender: int | str) -> int:
     if str(sender).isdecimal() and len(str(sender)) < 10:
         return int(sender)
     known = (
-        f"one of {', '.join(names[:MOST_LEARNERS])}, or an index"
+        f"one of {', '.join(names[:MAX_LEARNERS])}, or an index"
         if names
         else "an index: this capture names no learners"
     )
@@ -253,7 +275,7 @@ def _not_whole(gaps: object) -> str:
 
 
 def _facts(capture: Capture, picture: _Picture) -> Iterator[tuple[str, Text | str]]:
-    facts, spec = capture.facts, capture.facts["spec"]
+    facts, spec = capture.metadata, capture.metadata["spec"]
     yield "capture", Text(capture.name)
     labels = [f"{key} {facts[key]}" for key in ("world", "replica") if facts.get(key) is not None]
     yield "run", Text(", ".join([format_cell(facts["run_id"]), *labels]))
@@ -262,17 +284,20 @@ def _facts(capture: Capture, picture: _Picture) -> Iterator[tuple[str, Text | st
         rounds = spec.get("rounds", "?")
         planned = "no end" if rounds is None else f"{format_cell(rounds)} rounds"
         yield "spec", Text(f"{format_cell(algorithm.get('name'))}, {planned} planned")
-    if not capture.complete:
+    if not capture.is_complete:
         yield "state", Text(_not_whole(facts.get("gaps")), style="yellow")
     heard = sum(channel.messages for channel in picture.channels.values())
-    others = ", ".join(f"{count(n)} {kind}" for kind, n in sorted(picture.kinds.items()) if kind != "message")
+    others = ", ".join(f"{format_count(n)} {kind}" for kind, n in sorted(picture.kinds.items()) if kind != "message")
     total = sum(channel.bytes for channel in picture.channels.values())
     if capture.ciphertext is not None:
         yield "overheard", f"{describe_ciphertext(picture.kinds.get('opened', 0), heard, total)}, by wiretap"
         yield from _noticed(facts)
         return
-    again = f" ({count(picture.again)} of them said again)" if picture.again else ""
-    yield "overheard", f"{pluralize(heard, 'message')}{again}, {size(total)}" + (f"; {others}" if others else "")
+    again = f" ({format_count(picture.again)} of them said again)" if picture.again else ""
+    yield (
+        "overheard",
+        f"{pluralize(heard, 'message')}{again}, {format_bytes(total)}" + (f"; {others}" if others else ""),
+    )
     if picture.failed:
         yield "not rounds", f"{pluralize(picture.failed, 'message')} cannot be decoded"
     yield from _noticed(facts)
@@ -283,7 +308,7 @@ def _noticed(facts: Any) -> Iterator[tuple[str, Text | str]]:
     texts = ["".join(c for c in str(each.get("text")) if c.isprintable()) for each in found]
     if line := describe_detections(facts.get("noticed_count", 0), texts):
         yield "noticed", Text(line, style="bold red")
-        for text in texts[1:_MOST_NOTICED]:
+        for text in texts[1:_MAX_SHOWN_DETECTIONS]:
             yield "", Text(text, style="red")
     elif "noticed_count" in facts and facts.get("ciphertext") is None:
         yield "noticed", "nothing that must never happen"
@@ -295,25 +320,25 @@ def _channels(picture: _Picture, names: Sequence[str], *, tapped: bool) -> Table
     """Bytes, sizes and gaps of every channel; of ciphertext no gap is known."""
     heads = ("records", "bytes", "size", "connections") if tapped else ("messages", "bytes", "size", "streams")
     table = _plain("from", "to", *heads, *(() if tapped else ("rounds", "missing")))
-    for (sender, receiver), channel in sorted(picture.channels.items())[:MOST_EDGES]:
+    for (sender, receiver), channel in sorted(picture.channels.items())[:MAX_EDGES]:
         sizes = (
-            f"{count(min(channel.sizes))}–{count(max(channel.sizes))}"
+            f"{format_count(min(channel.sizes))}–{format_count(max(channel.sizes))}"
             if len(channel.sizes) > 1
-            else count(*channel.sizes)
+            else format_count(*channel.sizes)
         )
         gap = channel.missing()
         cells = (
-            Text(called(names, sender)),
-            Text(called(names, receiver)),
-            count(channel.messages),
-            size(channel.bytes),
+            Text(format_learner_name(names, sender)),
+            Text(format_learner_name(names, receiver)),
+            format_count(channel.messages),
+            format_bytes(channel.bytes),
             sizes,
-            count(len(channel.streams)),
+            format_count(len(channel.streams)),
         )
-        rounds = () if tapped else (channel.span(), Text(count(gap), style="yellow" if gap else ""))
+        rounds = () if tapped else (channel.span(), Text(format_count(gap), style="yellow" if gap else ""))
         table.add_row(*cells, *rounds)
-    if len(picture.channels) > MOST_EDGES:
-        table.add_row(f"… {len(picture.channels) - MOST_EDGES} more", style="dim")
+    if len(picture.channels) > MAX_EDGES:
+        table.add_row(f"… {len(picture.channels) - MAX_EDGES} more", style="dim")
     return table
 
 
@@ -328,11 +353,13 @@ def _who_when(picture: _Picture, names: Sequence[str], what: str) -> Table:
     edges = np.linspace(begin, max(end, begin + 1), _WIDE + 1)
     counts = {i: np.histogram(own, edges)[0] for i, own in times.items()}
     highest = max(int(each.max()) for each in counts.values())
-    for i, own in list(times.items())[:MOST_LEARNERS]:
+    for i, own in list(times.items())[:MAX_LEARNERS]:
         bars = "".join(_BARS[-(-int(n) * (len(_BARS) - 1) // highest)] for n in counts[i])
-        silence = duration(float(np.diff(own).max(initial=0)) / 1e9)
-        table.add_row(Text(called(names, i)), Text(bars, style="cyan"), silence)
-    table.caption = f"from {_clock(begin)} over {duration((end - begin) / 1e9)}; a full bar: {pluralize(highest, what)}"
+        silence = format_duration(float(np.diff(own).max(initial=0)) / 1e9)
+        table.add_row(Text(format_learner_name(names, i)), Text(bars, style="cyan"), silence)
+    table.caption = (
+        f"from {_clock(begin)} over {format_duration((end - begin) / 1e9)}; a full bar: {pluralize(highest, what)}"
+    )
     return table
 
 
@@ -347,13 +374,13 @@ def _first(picture: _Picture, sender: str) -> Table:
     table = _plain("round", "field", f"what {sender} said first", "largest")
     for t, name, values in picture.first:
         flat = values.reshape(-1)
-        largest = number(float(np.abs(flat).max(initial=0.0)))
-        table.add_row(count(t), format_cell(name), format_numbers([float(v) for v in flat], 5), largest)
+        largest = format_number(float(np.abs(flat).max(initial=0.0)))
+        table.add_row(format_count(t), format_cell(name), format_numbers([float(v) for v in flat], 5), largest)
     return table
 
 
 def _plain(*heads: str) -> Table:
-    table = terminal.table(caption_justify="left")
+    table = terminal.create_table(caption_justify="left")
     texts = {"field", "capture", "run", "who spoke when", "state"}
     for head in heads:
         left = head in texts or head.startswith("what")

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import private
-from sottovoce_client.wording import number
-from sottovoce_core.auditing.online.canaries import Canaries, Place, draw
+from sottovoce_client.documents import open_private
+from sottovoce_client.wording import format_number
+from sottovoce_core.auditing.online.canaries import Canaries, CanaryPosition, draw_canaries
 from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.text import called
+from sottovoce_core.text import format_learner_name
 
 _SECRET, _COMMITMENT = "canaries.json", "commitment.json"
 
@@ -38,13 +38,13 @@ def commit_canaries(prepared: PreparedRun, count: int, folder: Path) -> Prepared
     Raises:
         SpecError: this run cannot have so many.
     """
-    if prepared.run.spec.data.live:
+    if prepared.run.spec.data.is_live:
         raise SpecError("canaries take the places of records that are there before the run, and live ones are not")
     generator = np.random.default_rng(secrets.randbits(256))
-    canaries = draw(prepared.run, prepared.data, count, generator)
+    canaries = draw_canaries(prepared.run, prepared.data, count, generator)
     digest = _save(canaries, folder)
-    terminal.console(stderr=True, highlight=False).print(
-        f"{count} canaries for {number(canaries.claim)} epsilon or less; committed to: sha256 {digest}\n"
+    terminal.create_console(stderr=True, highlight=False).print(
+        f"{count} canaries for {format_number(canaries.claim)} epsilon or less; committed to: sha256 {digest}\n"
         "They replace records: the run learns less from those rounds.",
         soft_wrap=True,
     )
@@ -56,14 +56,14 @@ def _save(canaries: Canaries, folder: Path) -> str:
     document = {"format": "sottovoce-canaries-1", "nonce": secrets.token_hex(32), **asdict(canaries)}
     content = (json.dumps(document, indent=1) + "\n").encode()
     digest = hashlib.sha256(content).hexdigest()
-    with open(folder / _SECRET, "wb", opener=private) as file:
+    with open(folder / _SECRET, "wb", opener=open_private) as file:
         file.write(content)
-    public = {"sha256": digest, "canaries": len(canaries.places), "window": canaries.window, "claim": canaries.claim}
+    public = {"sha256": digest, "canaries": len(canaries.positions), "window": canaries.window, "claim": canaries.claim}
     (folder / _COMMITMENT).write_text(json.dumps(public, indent=2) + "\n", encoding="utf-8")
     return digest
 
 
-def load(path: Path, commitment: str | None = None) -> Canaries:
+def load_canaries(path: Path, commitment: str | None = None) -> Canaries:
     """Read canaries, if they are those that were committed to.
 
     Args:
@@ -90,7 +90,7 @@ def load(path: Path, commitment: str | None = None) -> Canaries:
 
 
 def _parsed(document: dict[str, Any]) -> Canaries:
-    places = tuple(Place(int(each["round"]), int(each["learner"])) for each in document["places"])
+    places = tuple(CanaryPosition(int(each["round"]), int(each["learner"])) for each in document["places"])
     coins = tuple(int(coin) for coin in document["coins"])
     size, label, tau, claim = (float(document[name]) for name in ("size", "label", "tau", "claim"))
     window, pair = int(document["window"]), document.get("pair")
@@ -102,18 +102,18 @@ def _parsed(document: dict[str, Any]) -> Canaries:
     return Canaries(places, coins, window, size, label, tau, claim, pair)
 
 
-def placed(prepared: PreparedRun, canaries: Canaries) -> PreparedRun:
+def insert_canaries(prepared: PreparedRun, canaries: Canaries) -> PreparedRun:
     """A run's records with the canaries in them.
 
     Raises:
         CaptureError: they are of another run.
     """
-    if canaries.pair is not None and {*map(len, canaries.pair)} != {prepared.data.n_features}:
+    if canaries.record_pair is not None and {*map(len, canaries.record_pair)} != {prepared.data.n_features}:
         raise CaptureError(f"these canaries are of another run: records here have {prepared.data.n_features} features")
-    for place in canaries.places:
+    for place in canaries.positions:
         own = prepared.data.learners[place.learner : place.learner + 1]
         if not own or not 0 <= place.round < own[0].rounds or not len(own[0].rows(place.round)):
-            name = called(prepared.run.spec.names, place.learner)
+            name = format_learner_name(prepared.run.spec.names, place.learner)
             raise CaptureError(f"these canaries are of another run: {name} has no record in round {place.round} here")
     return replace(prepared, data=canaries.insert_into(prepared.data))
 

@@ -12,8 +12,8 @@ import grpc
 import numpy as np
 from ruamel.yaml.error import YAMLError
 
-from sottovoce_client.documents import private, scratch
-from sottovoce_core.auditing.online.seen import SIZE, Keys
+from sottovoce_client.documents import create_scratch_folder, open_private
+from sottovoce_core.auditing.online.seen import MAX_TABLE_KEYS, KeyTable
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.yaml_files import parse_yaml
 from sottovoce_eavesdropper.reading import Capture, open_capture
@@ -21,32 +21,32 @@ from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_eavesdropper.writing import parse_part_number
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.status import convert_status_error
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 
-def load_keys(path: Path | None, run_id: str) -> Keys:
+def load_keys(path: Path | None, run_id: str) -> KeyTable:
     """What was heard before this run: nothing, if there is no file yet.
 
     Raises:
         CaptureError: unreadable, or this run is in it: it would be said to repeat itself.
     """
     if path is None or not path.exists():
-        return Keys()
+        return KeyTable()
     runs, table = _read_keys(path)
     if run_id in runs:
         raise CaptureError(f"--keys must be of the runs before this one, and {path} has those of run {run_id} already")
-    return Keys.of(table)
+    return KeyTable.from_table(table)
 
 
-def save_keys(path: Path, keys: Keys, run_id: str) -> None:
+def save_keys(path: Path, keys: KeyTable, run_id: str) -> None:
     """Write what was heard, this run's noise too: for the owner's eyes, for it gives the noise away."""
     runs = [*(_read_keys(path)[0] if path.exists() else ()), run_id]
     beside = path.with_name(path.name + ".new")
-    with open(beside, "wb", opener=private) as file:
+    with open(beside, "wb", opener=open_private) as file:
         np.savez(file, runs=np.array(runs, dtype=str), table=keys.table)
     beside.replace(path)
 
@@ -59,7 +59,7 @@ def _read_keys(path: Path) -> tuple[tuple[str, ...], np.ndarray]:
         raise CaptureError(f"cannot read the keys {path}: {error}") from None
     if runs.dtype.kind != "U" or table.dtype != np.int64 or table.ndim != 2 or table.shape[0] != 2:
         raise CaptureError(f"{path} has no keys")
-    if table.shape[1] > SIZE or (table[0] < 0).any():
+    if table.shape[1] > MAX_TABLE_KEYS or (table[0] < 0).any():
         raise CaptureError(f"{path} has no keys")
     return tuple(map(str, runs.ravel())), table
 
@@ -71,15 +71,15 @@ _FOLDER_TIMEOUT_S = 60.0
 """So long a folder is waited for that is not there: what makes it may have been started in the same moment."""
 
 
-class Source(Protocol):
+class CaptureSource(Protocol):
     """A capture that may grow, and that may not have begun."""
 
     @property
-    def awaited(self) -> str:
+    def wait_description(self) -> str:
         """What is waited for where it has not, in words."""
         ...
 
-    async def latest(self) -> Capture | None:
+    async def fetch_latest(self) -> Capture | None:
         """As it stands; None: it has not begun.
 
         Raises:
@@ -96,17 +96,17 @@ class FolderSource:
         patience_s: how long the folder may be missing.
     """
 
-    def __init__(self, place: str, patience_s: float = _FOLDER_TIMEOUT_S) -> None:
+    def __init__(self, place: str, folder_timeout_s: float = _FOLDER_TIMEOUT_S) -> None:
         self._name, self._place = place, open_folder(place)
         self._local = None if "://" in place else Path(place)
         self._found: Folder | None = None
-        self._until = time.monotonic() + patience_s
+        self._until = time.monotonic() + folder_timeout_s
 
     @property
-    def awaited(self) -> str:
+    def wait_description(self) -> str:
         return self._name if self._missing else f"a capture in {self._name}"
 
-    async def latest(self) -> Capture | None:
+    async def fetch_latest(self) -> Capture | None:
         if self._found is None and self._missing:
             if self._until <= time.monotonic() or (self._local is not None and self._local.exists()):
                 raise CaptureError(f"{self._name} must be a capture's folder, or a run's, and there is none")
@@ -123,10 +123,10 @@ class FolderSource:
         return self._local is not None and not self._local.is_dir()
 
     def _search(self) -> Folder | None:
-        inside = self._place.below("captures")
-        below = [folder.below(name) for folder in (inside, self._place) for name in folder.names()]
-        for folder in (self._place, *sorted(below, key=lambda each: each.written("capture.json"), reverse=True)):
-            if "capture.json" in folder.names():
+        inside = self._place.get_subfolder("captures")
+        below = [folder.get_subfolder(name) for folder in (inside, self._place) for name in folder.list_names()]
+        for folder in (self._place, *sorted(below, key=lambda each: each.get_write_time("capture.json"), reverse=True)):
+            if "capture.json" in folder.list_names():
                 return folder
         return None
 
@@ -141,7 +141,9 @@ def _unrecorded(spec: Path) -> bool:
 
 
 @asynccontextmanager
-async def open_eavesdropper_source(address: str, run_id: str, credentials: Credentials = NO_IDENTITY) -> AsyncIterator[Source]:
+async def open_eavesdropper_source(
+    address: str, run_id: str, credentials: Credentials = NO_IDENTITY
+) -> AsyncIterator[CaptureSource]:
     """The capture of a run at an eavesdropper, fetched into a folder that is removed in the end.
 
     Args:
@@ -149,8 +151,8 @@ async def open_eavesdropper_source(address: str, run_id: str, credentials: Crede
         run_id: of the run.
         credentials: of an operator.
     """
-    with scratch("sottovoce-watch-") as folder:
-        async with channel(address, Role.EAVESDROPPER, credentials=credentials) as to:
+    with create_scratch_folder("sottovoce-watch-") as folder:
+        async with open_channel(address, Role.EAVESDROPPER, credentials=credentials) as to:
             yield _Fetched(eavesdropper_pb2_grpc.EavesdropperStub(to), address, run_id, folder)
 
 
@@ -162,9 +164,9 @@ class _Fetched:
     ) -> None:
         self._stub, self._address, self._run_id, self._folder = stub, address, run_id, folder
         self._seen: tuple[str, int, bool] | None = None
-        self.awaited = f"a capture of {run_id}"
+        self.wait_description = f"a capture of {run_id}"
 
-    async def latest(self) -> Capture | None:
+    async def fetch_latest(self) -> Capture | None:
         try:
             return await self._latest()
         except grpc.aio.AioRpcError as error:

@@ -17,21 +17,21 @@ from rich.text import Text
 
 from sottovoce_client import terminal
 from sottovoce_client.running.console import LIVE_INTERVAL_S, PLAIN_INTERVAL_S
-from sottovoce_client.wording import count, number, pluralize
+from sottovoce_client.wording import format_count, format_number, pluralize
 from sottovoce_core.auditing.online.canaries import CanaryTest
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import Unavailable
 from sottovoce_core.optional import import_optional
-from sottovoce_rpc.addresses import place_of
+from sottovoce_rpc.addresses import parse_address
 
 _BAR = 12
 """Characters from an e-value of one to the line of alarm."""
-NO_ALARM, INCOMPLETE = "no alarm", "not whole"
+NO_ALARM, INCOMPLETE_STATE = "no alarm", "not whole"
 _COLOURS = {
     "watching": "cyan",
     "ALARM": "bold red",
     NO_ALARM: "bold green",
-    INCOMPLETE: "bold yellow",
+    INCOMPLETE_STATE: "bold yellow",
     "interrupted": "yellow",
 }
 
@@ -58,37 +58,39 @@ class WatchStatus:
     names: tuple[str, ...]
     alpha: float
     watch: Watch
-    canaries: CanaryTest | None = None
+    canary_test: CanaryTest | None = None
     alarms: list[Alarm] = field(default_factory=list)
     state: str = "watching"
     provenance: str = ""
     keys_exit_code: int = 0
 
-    def name(self, alarm: Alarm) -> str:
+    def name_blamed_learner(self, alarm: Alarm) -> str:
         """Whom an alarm blames."""
         return "the learners together" if alarm.learner is None else self.names[alarm.learner]
 
-    def sentence(self, alarm: Alarm) -> str:
+    def format_alarm(self, alarm: Alarm) -> str:
         """An alarm in words."""
         since = {"canaries": "coins are guessed too well", "equivocation": "two messages of one round"}
-        what = since.get(alarm.test, "the noise is not what is claimed" + (", of late" if alarm.change else ""))
-        e, line = _power(alarm.e), _power(alarm.threshold)
-        return f"{self.name(alarm)} in round {alarm.round}: {what} ({alarm.test}); e-value {e}, alarm from {line}"
+        what = since.get(alarm.test, "the noise is not what is claimed" + (", of late" if alarm.is_change else ""))
+        e, line = _power(alarm.log_e_value), _power(alarm.log_threshold)
+        return f"{self.name_blamed_learner(alarm)} in round {alarm.round}: {what} ({alarm.test}); e-value {e}, alarm from {line}"
 
-    def picture(self, most: int = 40) -> RenderableType:
+    def render(self, max_learners: int = 40) -> RenderableType:
         """Everything: of `most` learners at most, those with the largest e-values first if there are more."""
         head = Text.assemble((self.title, "bold"), "  ", (self.state, _COLOURS.get(self.state, "")))
-        head.append(f"  round {count(self.watch.round)}" + (f"/{count(self.rounds)}" if self.rounds else ""))
-        parts: list[RenderableType] = [head, _table(self, max(3, most))]
-        if self.canaries is not None:
-            parts.append(Text(_canary_words(self.canaries), style="magenta"))
+        head.append(
+            f"  round {format_count(self.watch.round)}" + (f"/{format_count(self.rounds)}" if self.rounds else "")
+        )
+        parts: list[RenderableType] = [head, _table(self, max(3, max_learners))]
+        if self.canary_test is not None:
+            parts.append(Text(_canary_words(self.canary_test), style="magenta"))
         return Group(*parts)
 
     def print_end(self, console: Console) -> None:
         """The table as it stands, and what may be said."""
-        console.print(self.picture())
+        console.print(self.render())
         for alarm in self.alarms:
-            console.print(Text(f"ALARM: {self.sentence(alarm)}", style="bold red"))
+            console.print(Text(f"ALARM: {self.format_alarm(alarm)}", style="bold red"))
         chance = f"{100 * self.alpha:.3g} %"
         if self.alarms:
             text = f"If all claims held, an alarm would have come with a chance of at most {chance}."
@@ -98,7 +100,7 @@ class WatchStatus:
         if self.provenance:
             console.print(Text(self.provenance))
 
-    def document(self) -> dict[str, Any]:
+    def build_document(self) -> dict[str, Any]:
         """The same for programs."""
         return {
             "run": self.title,
@@ -108,14 +110,14 @@ class WatchStatus:
             "alpha": self.alpha,
             "provenance": self.provenance,
             "alarms": [
-                {"learner": None if each.learner is None else self.names[each.learner], "text": self.sentence(each)}
-                | {"round": each.round, "test": each.test, "e_value": each.e, "threshold": each.threshold}
+                {"learner": None if each.learner is None else self.names[each.learner], "text": self.format_alarm(each)}
+                | {"round": each.round, "test": each.test, "e_value": each.log_e_value, "threshold": each.log_threshold}
                 for each in self.alarms
             ],
         }
 
 
-class View:
+class WatchDisplay:
     """Shows a watch while a `with` block lasts, as often as one likes.
 
     On a terminal a panel, which disappears at the end; else a line about every two seconds, and at every tenth of the rounds.
@@ -130,7 +132,7 @@ class View:
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._shown: tuple[float, object] = -math.inf, None
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> WatchDisplay:
         if self._live is not None:
             self._live.start()
         return self
@@ -149,10 +151,10 @@ class View:
         if self._live is None:
             self._console.out("  ".join(_words(sight)), highlight=False)
         else:
-            self._live.update(sight.picture(self._console.height - 10), refresh=True)
+            self._live.update(sight.render(self._console.height - 10), refresh=True)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def suspend(self) -> Iterator[None]:
         """Within it, others write to the terminal."""
         self.__exit__()
         try:
@@ -165,10 +167,10 @@ def _words(sight: WatchStatus) -> Iterator[str]:
     watch = sight.watch
     worst = max(watch.learners, key=lambda each: each.e)
     yield f"round {watch.round}" + (f"/{sight.rounds}" if sight.rounds else "")
-    yield f"e-value {_power(watch.e)} of {_power(watch.threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
-    yield f"of late {_power(watch.change)} of {_power(watch.change_log_threshold)}"
-    if sight.canaries is not None:
-        yield _canary_words(sight.canaries)
+    yield f"e-value {_power(watch.e)} of {_power(watch.log_threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
+    yield f"of late {_power(watch.change_log_e_value)} of {_power(watch.change_log_threshold)}"
+    if sight.canary_test is not None:
+        yield _canary_words(sight.canary_test)
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def _words(sight: WatchStatus) -> Iterator[str]:
 
 def _table(sight: WatchStatus, most: int) -> Table:
     watch = sight.watch
-    table = terminal.table()
+    table = terminal.create_table()
     table.add_column("learner", no_wrap=True, overflow="ellipsis", max_width=16)
     for title in ("since round 0", "of late"):
         table.add_column(title, no_wrap=True)
@@ -184,17 +186,17 @@ def _table(sight: WatchStatus, most: int) -> Table:
     table.add_column("strongest", no_wrap=True)
     shown = list(watch.learners)
     if len(shown) > most:
-        shown = sorted(shown, key=lambda each: -max(each.e, each.change))[:most]
+        shown = sorted(shown, key=lambda each: -max(each.e, each.change_log_e_value))[:most]
     for each in shown:
-        lines = (watch.threshold + watch.alone, watch.change_log_threshold + watch.alone)
-        cells = _cells((each.e, each.change), lines)
-        test = each.test if each.heard else "not heard"
-        table.add_row(Text(sight.names[each.learner]), *cells, Text(test, style="" if each.heard else "yellow"))
+        lines = (watch.log_threshold + watch.learner_margin, watch.change_log_threshold + watch.learner_margin)
+        cells = _cells((each.e, each.change_log_e_value), lines)
+        test = each.test if each.is_replayable else "not heard"
+        table.add_row(Text(sight.names[each.learner]), *cells, Text(test, style="" if each.is_replayable else "yellow"))
     if len(shown) < len(watch.learners):
         table.add_row(f"… {len(watch.learners) - len(shown)} more", style="dim")
     table.add_section()
-    lines = (watch.threshold, watch.change_log_threshold)
-    table.add_row("together", *_cells((watch.e, watch.change), lines), style="bold")
+    lines = (watch.log_threshold, watch.change_log_threshold)
+    table.add_row("together", *_cells((watch.e, watch.change_log_e_value), lines), style="bold")
     table.add_row("alarm from", "", _power(lines[0]), "", _power(lines[1]), style="dim")
     return table
 
@@ -213,10 +215,10 @@ def _bar(full: float) -> Text:
 
 
 def _canary_words(canaries: CanaryTest) -> str:
-    total = len(canaries.canaries.places)
+    total = len(canaries.canaries.positions)
     return (
-        f"canaries: {canaries.scored_count} of {total} scored, {canaries.right} of {canaries.guessed} guesses right; "
-        f"ε at least {number(canaries.bound, 3)}, claimed {number(canaries.canaries.claim, 3)}"
+        f"canaries: {canaries.scored_count} of {total} scored, {canaries.correct_count} of {canaries.guessed_count} guesses right; "
+        f"ε at least {format_number(canaries.bound, 3)}, claimed {format_number(canaries.canaries.claim, 3)}"
     )
 
 
@@ -225,7 +227,7 @@ def _power(e: float) -> str:
     if math.isinf(e):
         return "∞" if e > 0 else "0"
     if -7.0 < e < 11.0:
-        return number(math.exp(e), 2 if e < 4.0 else 3)
+        return format_number(math.exp(e), 2 if e < 4.0 else 3)
     exponent, fraction = divmod(e / math.log(10.0), 1.0)
     mantissa = round(10.0**fraction)
     return f"{mantissa}e{exponent:.0f}".replace("10e", "1e").replace("-", "−") if mantissa < 10 else _power(e + 0.1)
@@ -258,7 +260,7 @@ class Gauges:
 
     def __init__(self, address: str) -> None:
         prometheus_client = import_optional("prometheus_client", "prometheus_client", "--metrics", "metrics")
-        host, port = place_of(address, "--metrics", listen=True)
+        host, port = parse_address(address, "--metrics", allow_port_zero=True)
         registry = prometheus_client.CollectorRegistry()
 
         def gauge(name: str, text: str, *labels: str) -> Any:
@@ -281,14 +283,14 @@ class Gauges:
 
     def update(self, sight: WatchStatus) -> None:
         """Give these numbers from now on."""
-        watch, lines = sight.watch, (sight.watch.threshold, sight.watch.change_log_threshold)
+        watch, lines = sight.watch, (sight.watch.log_threshold, sight.watch.change_log_threshold)
         blamed = Counter("" if alarm.learner is None else sight.names[alarm.learner] for alarm in sight.alarms)
-        self._tell(sight.title, "", watch.e, watch.change, *lines, blamed[""])
+        self._tell(sight.title, "", watch.e, watch.change_log_e_value, *lines, blamed[""])
         for each in watch.learners:
-            name, own = sight.names[each.learner], (line + watch.alone for line in lines)
-            self._tell(sight.title, name, each.e, each.change, *own, blamed[name], each.rounds)
-        if sight.canaries is not None:
-            self._bound.labels(sight.title).set(sight.canaries.bound)
+            name, own = sight.names[each.learner], (line + watch.learner_margin for line in lines)
+            self._tell(sight.title, name, each.e, each.change_log_e_value, *own, blamed[name], each.rounds)
+        if sight.canary_test is not None:
+            self._bound.labels(sight.title).set(sight.canary_test.bound)
 
     def _tell(self, run: str, learner: str, *values: float) -> None:
         """The first gauges of `_OF_LEARNERS`, in their order."""

@@ -19,7 +19,7 @@ from sottovoce_client.web.gather import Poller
 from sottovoce_client.web.services import ConsoleOptions
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.optional import import_optional
-from sottovoce_rpc.addresses import is_loopback, is_same_user, place_of
+from sottovoce_rpc.addresses import is_loopback, is_same_user, parse_address
 from sottovoce_rpc.server import serve_until_stopped
 from sottovoce_rpc.tasks import Tasks
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-OWN = {
+RESPONSE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -60,8 +60,12 @@ def _token_of(path: Path | None) -> str:
         token = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
         raise SpecError(f"--token-file {path} cannot be used: {getattr(error, 'strerror', None) or error}") from None
-    if not MIN_TOKEN_CHARS <= len(token) <= _MAX_TOKEN_CHARS or not all(each.isalnum() or each in "-_" for each in token):
-        raise SpecError(f"a token has {MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS} letters, digits, - and _; {path} holds none")
+    if not MIN_TOKEN_CHARS <= len(token) <= _MAX_TOKEN_CHARS or not all(
+        each.isalnum() or each in "-_" for each in token
+    ):
+        raise SpecError(
+            f"a token has {MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS} letters, digits, - and _; {path} holds none"
+        )
     return token
 
 
@@ -92,7 +96,9 @@ class _Guard:
             if message["type"] == "http.response.start":
                 headers = list(message["headers"])
                 given = {name.lower() for name, _ in headers}
-                headers += [(k.encode(), v.encode()) for k, v in OWN.items() if k.lower().encode() not in given]
+                headers += [
+                    (k.encode(), v.encode()) for k, v in RESPONSE_HEADERS.items() if k.lower().encode() not in given
+                ]
                 if shown:
                     cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
                     headers.append((b"Set-Cookie", cookie.encode()))
@@ -141,7 +147,10 @@ def _is_own_host(header: str) -> bool:
 
 
 async def _refuse(status: int, why: str, send: Send) -> None:
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), *((k.encode(), v.encode()) for k, v in OWN.items())]
+    headers = [
+        (b"content-type", b"text/plain; charset=utf-8"),
+        *((k.encode(), v.encode()) for k, v in RESPONSE_HEADERS.items()),
+    ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": f"{why}\n".encode()})
 
@@ -155,7 +164,9 @@ _SANDBOX = {
 }
 
 
-def create_console_app(known: Poller, token: str, cookie: str, ours: Callable[[str], bool] = is_same_user) -> _Guard:
+def create_console_app(
+    poller: Poller, token: str, cookie: str, is_own_connection: Callable[[str], bool] = is_same_user
+) -> _Guard:
     """The console as an ASGI application.
 
     Args:
@@ -178,13 +189,13 @@ def create_console_app(known: Poller, token: str, cookie: str, ours: Callable[[s
         return Response(content[name], media_type=_KINDS[name])
 
     async def events(request: Request) -> Response:
-        if known.full:
+        if poller.is_full:
             return PlainTextResponse("Too many pages are open.\n", 503, {"Retry-After": "10"})
         run_id = request.query_params.get("run", "")[:200]
-        return StreamingResponse(_sent(known.pages(run_id)), media_type="text/event-stream")
+        return StreamingResponse(_sent(poller.stream_states(run_id)), media_type="text/event-stream")
 
     async def opened(request: Request) -> Response:
-        found = await asyncio.to_thread(known.files.opened, request.path_params["path"])
+        found = await asyncio.to_thread(poller.files.read_file, request.path_params["path"])
         if found is None:
             return PlainTextResponse("There is nothing of this name to open.\n", 404)
         return Response(found[0], headers=_SANDBOX, media_type=found[1])
@@ -195,7 +206,7 @@ def create_console_app(known: Poller, token: str, cookie: str, ours: Callable[[s
         Route("/files/{path:path}", opened),
         Route("/{name}", own),
     ]
-    return _Guard(Starlette(routes=routes), token, cookie, ours)
+    return _Guard(Starlette(routes=routes), token, cookie, is_own_connection)
 
 
 async def _sent(pages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -205,10 +216,10 @@ async def _sent(pages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield b"data: " + page + b"\n\n"
 
 
-_CLOSE_S = 1
+_SHUTDOWN_TIMEOUT_S = 1
 
 
-async def serve_console(asked: ConsoleOptions, listen: str, token_file: Path | None) -> None:
+async def serve_console(options: ConsoleOptions, listen: str, token_file: Path | None) -> None:
     """Serve until told to stop.
 
     Args:
@@ -223,7 +234,7 @@ async def serve_console(asked: ConsoleOptions, listen: str, token_file: Path | N
     import_optional("starlette", "starlette", "the console", "console")
     token, listening = _token_of(token_file), _listening(listen)
     host, port = listening.getsockname()[:2]
-    gathering = Poller(asked)
+    gathering = Poller(options)
     app = create_console_app(gathering, token, f"sottovoce-console-{port}")
     server = create_server(app)
     shown = f"[{host}]" if ":" in host else host
@@ -239,12 +250,12 @@ async def serve_console(asked: ConsoleOptions, listen: str, token_file: Path | N
         async def served() -> None:
             await asyncio.shield(serving)
 
-        await serve_until_stopped(stop, [gathering.run(), served()], logged=False)
+        await serve_until_stopped(stop, [gathering.run(), served()], log_stop=False)
 
 
 def _listening(listen: str) -> socket.socket:
     """A socket of this machine alone."""
-    host, port = place_of(listen, "--listen", listen=True)
+    host, port = parse_address(listen, "--listen", allow_port_zero=True)
     if not is_loopback(listen):
         raise SpecError(
             f"the console answers on this machine alone, got {listen}: listen on 127.0.0.1, and come from another machine by "
@@ -276,6 +287,6 @@ def create_server(app: Any) -> Any:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=_CLOSE_S,
+        timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
     )
     return Quiet(config)

@@ -20,17 +20,17 @@ from pydantic_core import from_json
 from ruamel.yaml.error import YAMLError
 
 from sottovoce_client.running.monitoring import (
-    KEPT,
+    MAX_OBSERVATIONS,
     CaptureListItem,
     EdgeView,
     LearnerView,
-    Plan,
     RunListItem,
+    RunPlan,
     RunView,
     parse_plan_document,
 )
 from sottovoce_core.errors import SottovoceError
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 from sottovoce_core.yaml_files import parse_yaml
 
 
@@ -41,10 +41,10 @@ class ReportEntry:
     path: str
     title: str
     bytes: int
-    modified: float
+    modified_at: float
 
 
-def _ended_view(summary: Mapping[str, Any], plan: Plan) -> RunView:
+def _ended_view(summary: Mapping[str, Any], plan: RunPlan) -> RunView:
     """A run that is over, as its `summary.json` says: the services that ran it need not be there any more.
 
     Args:
@@ -57,28 +57,28 @@ def _ended_view(summary: Mapping[str, Any], plan: Plan) -> RunView:
     started = datetime.fromisoformat(summary["started_at"]).timestamp()
     seconds, told = float(summary["seconds"]), summary["learners"]
     looks = [(float(each["seconds"]), min(each["rounds"], default=0)) for each in summary["progress"]]
-    pairs = [(a, b) for a, b in itertools.pairwise(looks[-KEPT:]) if b[0] > a[0]]
+    pairs = [(a, b) for a, b in itertools.pairwise(looks[-MAX_OBSERVATIONS:]) if b[0] > a[0]]
     done = min((int(each["rounds"]) for each in told if not each["left"]), default=0)
-    receivers = Counter(speaker for speaker, _ in plan.ways)
-    sent = {(s, r): int(told[s]["messages"]) // receivers[s] for s, r in plan.ways}
-    edges = sorted({(min(way), max(way)) for way in plan.ways})
+    receivers = Counter(speaker for speaker, _ in plan.directed_edges)
+    sent = {(s, r): int(told[s]["messages"]) // receivers[s] for s, r in plan.directed_edges}
+    edges = sorted({(min(way), max(way)) for way in plan.directed_edges})
     return RunView(
-        run_id=plain(str(summary["run_id"])),
-        name=plain(plan.name),
-        state=plain(str(summary["state"])),
-        detail=plain(str(summary["detail"])),
-        algorithm=plain(plan.algorithm),
+        run_id=escape_control(str(summary["run_id"])),
+        name=escape_control(plan.name),
+        state=escape_control(str(summary["state"])),
+        detail=escape_control(str(summary["detail"])),
+        algorithm=escape_control(plan.algorithm),
         clock=plan.clock,
         period_s=plan.period_s,
         capture=plan.capture,
-        live=plan.live,
-        started=started,
-        ended=started + seconds,
-        round=done,
+        is_live=plan.is_live,
+        started_at=started,
+        ended_at=started + seconds,
+        rounds_done=done,
         rounds=plan.rounds,
-        rate=done / seconds if seconds > 0 else None,
+        rounds_per_second=done / seconds if seconds > 0 else None,
         remaining_s=None,
-        pace=tuple(max(0.0, round((b[1] - a[1]) / (b[0] - a[0]), 3)) for a, b in pairs),
+        recent_rates=tuple(max(0.0, round((b[1] - a[1]) / (b[0] - a[0]), 3)) for a, b in pairs),
         traffic_source="learners",
         learners=tuple(_ended_learner(each, str(summary["state"])) for each in told),
         edges=tuple(
@@ -86,38 +86,38 @@ def _ended_view(summary: Mapping[str, Any], plan: Plan) -> RunView:
                      not (way in sent and way[::-1] in sent))
             for way in edges
         ),
-        warnings=tuple(plain(str(each)) for each in (*summary["misconduct"], *summary["not_captured"])),
+        warnings=tuple(escape_control(str(each)) for each in (*summary["misconduct"], *summary["not_captured"])),
     )  # fmt: skip
 
 
 def _ended_learner(said: Mapping[str, Any], state: str) -> LearnerView:
     return LearnerView(
-        name=plain(str(said["name"])),
+        name=escape_control(str(said["name"])),
         address="",
-        state="left" if said["left"] else plain(state),
+        state="left" if said["left"] else escape_control(state),
         away_since=None,
-        rounds=int(said["rounds"]),
+        rounds_done=int(said["rounds"]),
         epsilon=float(said["spent"]),
-        limit=None if said["budget"] is None else float(said["budget"]),
-        elsewhere=0.0,
+        epsilon_limit=None if said["budget"] is None else float(said["budget"]),
+        epsilon_other_runs=0.0,
         epsilon_owner_budget=None,
         records=int(said["records"]),
-        waiting=int(said["waiting"]),
-        arrival=None,
+        records_waiting=int(said["waiting"]),
+        records_per_second=None,
         accuracy=said["prequential_accuracy"],
         warnings=(),
     )
 
 
-PAGES, FACTS = ".html", "capture.json"
+PAGE_SUFFIX, CAPTURE_FACTS_FILE = ".html", "capture.json"
 """What may be opened: files that end so, and files of this name."""
 _CLOSED = frozenset({"journals", "identities", "logs", "authority", "ledger"})
 _MAX_DEPTH, _MAX_FOLDERS, _MAX_LISTED_FILES = 5, 2_000, 100
-_MOST_FACTS, _MAX_SUMMARY_BYTES = 4 * 1024 * 1024, 64 * 1024 * 1024
+_MAX_FACTS_BYTES, _MAX_SUMMARY_BYTES = 4 * 1024 * 1024, 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class ResultListing:
     """What there is to open, the newest first.
 
     Attributes:
@@ -128,11 +128,11 @@ class Results:
 
     captures: tuple[CaptureListItem, ...] = ()
     reports: tuple[ReportEntry, ...] = ()
-    ended: Mapping[str, RunListItem] = field(default_factory=dict)
-    runs: Mapping[str, RunView] = field(default_factory=dict)
+    ended_runs: Mapping[str, RunListItem] = field(default_factory=dict)
+    run_views: Mapping[str, RunView] = field(default_factory=dict)
 
 
-class Files:
+class ResultFiles:
     """A folder of results, looked through now and then.
 
     Args:
@@ -143,10 +143,10 @@ class Files:
         self.root = None if root is None else root.resolve()
         self._read: dict[Path, tuple[float, Any]] = {}
 
-    def results(self) -> Results:
+    def list_results(self) -> ResultListing:
         """What there is now. Blocks on the disk."""
         if self.root is None:
-            return Results()
+            return ResultListing()
         captures: list[CaptureListItem] = []
         reports: list[ReportEntry] = []
         ended: dict[str, RunListItem] = {}
@@ -158,17 +158,17 @@ class Files:
                 run_id = summary["run_id"]
                 ended[run_id] = RunListItem(run_id, summary["state"], summary["detail"], 0.0, written)
                 runs += [summary["view"]] if summary["view"] is not None else []
-            if FACTS in names and (line := self._capture(folder)) is not None:
+            if CAPTURE_FACTS_FILE in names and (line := self._capture(folder)) is not None:
                 captures.append(line)
-            found = (self._report(folder / name, summary) for name in names if name.endswith(PAGES))
+            found = (self._report(folder / name, summary) for name in names if name.endswith(PAGE_SUFFIX))
             reports += [each for each in found if each is not None]
         captures.sort(key=lambda line: line.modified, reverse=True)
-        reports.sort(key=lambda line: line.modified, reverse=True)
-        runs.sort(key=lambda run: run.started, reverse=True)
+        reports.sort(key=lambda line: line.modified_at, reverse=True)
+        runs.sort(key=lambda run: run.started_at, reverse=True)
         kept = {run.run_id: run for run in runs[:_MAX_LISTED_FILES]}
-        return Results(tuple(captures[:_MAX_LISTED_FILES]), tuple(reports[:_MAX_LISTED_FILES]), ended, kept)
+        return ResultListing(tuple(captures[:_MAX_LISTED_FILES]), tuple(reports[:_MAX_LISTED_FILES]), ended, kept)
 
-    def opened(self, path: str) -> tuple[bytes, str] | None:
+    def read_file(self, path: str) -> tuple[bytes, str] | None:
         """The content of a file that is listed, and its media type; None: there is no such, or it is not for looking at.
 
         Args:
@@ -178,14 +178,14 @@ class Files:
             return None
         parts = Path(path).parts
         asked = self.root.joinpath(*parts)
-        allowed = asked.name.endswith(PAGES) or asked.name == FACTS
+        allowed = asked.name.endswith(PAGE_SUFFIX) or asked.name == CAPTURE_FACTS_FILE
         if not (allowed and all(_open(part) for part in parts)):
             return None
         try:
             real = asked.resolve(strict=True)  # a link may lead anywhere
             if real != asked or not real.is_relative_to(self.root) or not real.is_file():
                 return None
-            kind = "text/html" if asked.name.endswith(PAGES) else "text/plain"
+            kind = "text/html" if asked.name.endswith(PAGE_SUFFIX) else "text/plain"
             return real.read_bytes(), f"{kind}; charset=utf-8"
         except OSError:
             return None
@@ -209,16 +209,25 @@ class Files:
         relative = path.relative_to(self.root).as_posix()
         ours = summary is not None and path.name == "report.html"
         title = f"{summary['name']}, {summary['state']}" if ours and summary is not None else path.stem
-        return ReportEntry(plain(relative), plain(title), facts.st_size, facts.st_mtime)
+        return ReportEntry(escape_control(relative), escape_control(title), facts.st_size, facts.st_mtime)
 
     def _capture(self, folder: Path) -> CaptureListItem | None:
-        facts = self._json(folder / FACTS, _MOST_FACTS, _of_capture)
+        facts = self._json(folder / CAPTURE_FACTS_FILE, _MAX_FACTS_BYTES, _of_capture)
         if facts is None or self.root is None:
             return None
-        path = (folder / FACTS).relative_to(self.root).as_posix()
-        modified = self._read[folder / FACTS][0]
+        path = (folder / CAPTURE_FACTS_FILE).relative_to(self.root).as_posix()
+        modified = self._read[folder / CAPTURE_FACTS_FILE][0]
         run_id, state, messages, size = facts
-        return CaptureListItem(plain(folder.name), run_id, plain(str(folder)), state, messages, size, plain(path), modified)
+        return CaptureListItem(
+            escape_control(folder.name),
+            run_id,
+            escape_control(str(folder)),
+            state,
+            messages,
+            size,
+            escape_control(path),
+            modified,
+        )
 
     def _summary(self, folder: Path) -> dict[str, Any] | None:
         found: dict[str, Any] | None = self._json(folder / "summary.json", _MAX_SUMMARY_BYTES, _of_summary)
@@ -250,7 +259,7 @@ def _of_capture(facts: Mapping[str, Any]) -> tuple[str, str, int, int]:
     tapped = facts.get("ciphertext") or {}
     messages, size = int(facts.get("messages") or 0), int(facts.get("bytes") or 0)
     return (
-        plain(str(facts["run_id"])),
+        escape_control(str(facts["run_id"])),
         told,
         messages or int(tapped.get("records") or 0),
         size or int(tapped.get("bytes") or 0),
@@ -258,7 +267,7 @@ def _of_capture(facts: Mapping[str, Any]) -> tuple[str, str, int, int]:
 
 
 def _of_summary(said: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {key: plain(str(said[key])) for key in ("name", "run_id", "state", "detail")}
+    texts = {key: escape_control(str(said[key])) for key in ("name", "run_id", "state", "detail")}
     return {**texts, "view": _view(said)}
 
 

@@ -14,33 +14,33 @@ from pydantic_core import to_json
 
 from sottovoce_client.running.monitoring import (
     CaptureListItem,
-    History,
-    Plan,
+    RunHistory,
     RunListItem,
+    RunPlan,
     RunView,
+    choose_run,
     make_capture_list_item,
-    parse_observation,
-    newest,
-    plan_of,
     make_run_list_item,
     make_run_view,
+    parse_observation,
+    parse_plan,
 )
-from sottovoce_client.web.files import Files, ReportEntry, Results
-from sottovoce_client.web.services import ConsoleOptions, Services, WatchView, read_watch
+from sottovoce_client.web.files import ReportEntry, ResultFiles, ResultListing
+from sottovoce_client.web.services import ConsoleOptions, ServiceClients, WatchView, read_watch
 from sottovoce_core.errors import FailedPrecondition, SottovoceError
-from sottovoce_core.text import plain
+from sottovoce_core.text import escape_control
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConsoleProblem:
     """Who does not answer, as it was said, and since when."""
 
     text: str
-    since: float
+    first_seen: float
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ConsoleState:
     """All that is shown.
 
     Attributes:
@@ -53,18 +53,18 @@ class Page:
         gone: whether the coordinator does not answer, so that what is shown of the run is old.
     """
 
-    at: float
+    time: float
     version: str
     run: RunView | None = None
     runs: tuple[RunListItem, ...] = ()
     captures: tuple[CaptureListItem, ...] = ()
     reports: tuple[ReportEntry, ...] = ()
     watch: WatchView | None = None
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ConsoleProblem, ...] = ()
     folder: str = ""
-    gone: bool = False
+    is_stale: bool = False
 
-    def json(self) -> bytes:
+    def to_json(self) -> bytes:
         """JSON on one line; numbers that are not finite are text, which scripts make numbers of."""
         return to_json(self, inf_nan_mode="strings")
 
@@ -83,18 +83,18 @@ class _Seen:
     """A run that is, or was, looked at."""
 
     attempt: int
-    plan: Plan
-    history: History
+    plan: RunPlan
+    history: RunHistory
     view: RunView | None = None
 
 
 class Poller:
     """What is known, for all who look; `run` asks for it."""
 
-    def __init__(self, asked: ConsoleOptions, clock: Callable[[], float] = time.monotonic) -> None:
-        self._asked, self._clock = asked, clock
-        self._files = Files(asked.folder)
-        self._services: Services | None = None
+    def __init__(self, options: ConsoleOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._asked, self._clock = options, clock
+        self._files = ResultFiles(options.folder)
+        self._services: ServiceClients | None = None
         self._lookers: Counter[str] = Counter()
         self._wanted, self._ended = asyncio.Event(), False
         self._changed, self._turn = asyncio.Condition(), 0
@@ -102,21 +102,21 @@ class Poller:
         self._known: dict[str, _Seen] = {}
         self._runs: tuple[RunListItem, ...] = ()
         self._captures: tuple[CaptureListItem, ...] = ()
-        self._results, self._watched = Results(), tuple[WatchView, ...]()
-        self._problems: dict[str, Problem] = {}
+        self._results, self._watched = ResultListing(), tuple[WatchView, ...]()
+        self._problems: dict[str, ConsoleProblem] = {}
         self._due: dict[str, float] = {}
 
     @property
-    def files(self) -> Files:
+    def files(self) -> ResultFiles:
         """What may be opened."""
         return self._files
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether nobody more may look."""
         return self._lookers.total() >= MAX_BROWSERS
 
-    async def pages(self, run_id: str) -> AsyncIterator[bytes]:
+    async def stream_states(self, run_id: str) -> AsyncIterator[bytes]:
         """The page as JSON, again at every look; ends when the console does.
 
         Args:
@@ -172,9 +172,9 @@ class Poller:
         await self._every(_FILE_SCAN_PERIOD_S, "files", self._look_through)
         if self._asked.watch:
             await self._every(2 * POLL_PERIOD_S, "watch", self._watch)
-        looked = {wanted: wanted or newest(self._listed) for wanted in tuple(self._lookers)}
+        looked = {wanted: wanted or choose_run(self._listed) for wanted in tuple(self._lookers)}
         told = {each.run_id for each in self._runs}
-        over = {run_id for run_id in self._results.runs if run_id not in told}  # services of now do not know them
+        over = {run_id for run_id in self._results.run_views if run_id not in told}  # services of now do not know them
         for run_id in set(looked.values()) - over - {""} if self._services is not None else ():
             await self._try(f"run {run_id}", self._ask(run_id))
         asked = {f"run {run_id}" for run_id in looked.values()}
@@ -199,32 +199,34 @@ class Poller:
             self._problems.pop(what, None)
         except SottovoceError as error:
             before = self._problems.get(what)
-            self._problems[what] = Problem(plain(str(error)), time.time() if before is None else before.since)
+            self._problems[what] = ConsoleProblem(
+                escape_control(str(error)), time.time() if before is None else before.first_seen
+            )
 
     async def _connect(self, stack: AsyncExitStack) -> None:
         """To where the services are now."""
         try:
-            places = await asyncio.to_thread(self._asked.now)
+            places = await asyncio.to_thread(self._asked.resolve_addresses)
         except FailedPrecondition:
             self._services = None
             await stack.aclose()
             raise
-        if self._services is None or self._services.places != places:
+        if self._services is None or self._services.addresses != places:
             self._services = None
             await stack.aclose()
-            self._services = await Services.reach(places, self._asked.insecure, stack)
+            self._services = await ServiceClients.open(places, self._asked.insecure, stack)
             self._due.clear()
 
     async def _list_runs(self) -> None:
         assert self._services is not None  # noqa: S101 - `_look` has seen to it
-        self._runs = tuple(map(make_run_list_item, await self._services.runs()))
+        self._runs = tuple(map(make_run_list_item, await self._services.list_runs()))
 
     async def _list_captures(self) -> None:
         assert self._services is not None  # noqa: S101 - as above
-        self._captures = tuple(map(make_capture_list_item, await self._services.captures()))
+        self._captures = tuple(map(make_capture_list_item, await self._services.list_captures()))
 
     async def _look_through(self) -> None:
-        self._results = await asyncio.to_thread(self._files.results)
+        self._results = await asyncio.to_thread(self._files.list_results)
 
     async def _watch(self) -> None:
         self._watched = ()  # what is old is not shown
@@ -233,12 +235,12 @@ class Poller:
     async def _ask(self, run_id: str) -> None:
         """How a run stands."""
         assert self._services is not None  # noqa: S101 - as above
-        told = await self._services.run(run_id)
+        told = await self._services.get_run(run_id)
         seen = self._known.pop(run_id, None)
         if seen is None or seen.attempt != told.attempt:  # or learners have left or joined
-            seen = _Seen(told.attempt, plan_of(told.spec), History())
+            seen = _Seen(told.attempt, parse_plan(told.spec), RunHistory())
         self._known[run_id] = seen
-        heard = None if seen.plan.capture == "none" else await self._services.heard(run_id)
+        heard = None if seen.plan.capture == "none" else await self._services.fetch_traffic(run_id)
         seen.history.add(parse_observation(told, heard, self._clock()))
         seen.view = make_run_view(make_run_list_item(told), seen.plan, seen.history)
         while len(self._known) > _MAX_REMEMBERED_RUNS:
@@ -248,11 +250,11 @@ class Poller:
     def _listed(self) -> tuple[RunListItem, ...]:
         """Runs that the coordinator tells of, and then those that only their results tell of, the newest first."""
         told = {each.run_id for each in self._runs}
-        found = [_ended_line(run) for run in self._results.runs.values() if run.run_id not in told]
+        found = [_ended_line(run) for run in self._results.run_views.values() if run.run_id not in told]
         return (*self._runs, *found)
 
-    def _page(self, run_id: str) -> Page:
-        shown = self._known[run_id].view if run_id in self._known else self._results.runs.get(run_id)
+    def _page(self, run_id: str) -> ConsoleState:
+        shown = self._known[run_id].view if run_id in self._known else self._results.run_views.get(run_id)
         own = {
             what: told
             for what, told in self._problems.items()
@@ -260,13 +262,13 @@ class Poller:
         }
         away = bool(own.keys() & {"services", "runs", f"run {run_id}"})
         # What services that are gone said last is old: their results say how it ended.
-        ended = self._results.ended if away else {}
+        ended = self._results.ended_runs if away else {}
         if shown is not None and run_id in ended:
             end = ended[run_id]
-            shown = replace(shown, state=end.state, detail=end.detail, ended=shown.ended or end.ended)
+            shown = replace(shown, state=end.state, detail=end.detail, ended_at=shown.ended_at or end.ended_at)
         watched = [each for each in self._watched if shown is not None and each.run == shown.name]
-        return Page(
-            at=time.time(),
+        return ConsoleState(
+            time=time.time(),
             version=version("sottovoce"),
             run=shown,
             runs=tuple(_as_ended(each, ended.get(each.run_id)) for each in self._listed),
@@ -274,8 +276,8 @@ class Poller:
             reports=self._results.reports,
             watch=watched[0] if watched else None,
             problems=tuple({each.text: each for each in own.values()}.values()),
-            folder=plain(str(self._asked.folder or "")),
-            gone=away,
+            folder=escape_control(str(self._asked.folder or "")),
+            is_stale=away,
         )
 
 
@@ -286,7 +288,7 @@ def _as_ended(line: RunListItem, end: RunListItem | None) -> RunListItem:
     """A run in the list, as its results say that it ended; None: they say nothing."""
     if end is None:
         return line
-    return replace(line, state=end.state, detail=end.detail, ended=line.ended or end.ended)
+    return replace(line, state=end.state, detail=end.detail, ended_at=line.ended_at or end.ended_at)
 
 
 def _merged(
@@ -311,4 +313,4 @@ def _as_found(told: CaptureListItem, found: CaptureListItem, gone: bool) -> Capt
 
 def _ended_line(run: RunView) -> RunListItem:
     """The line of a run in the list."""
-    return RunListItem(run.run_id, run.state, run.detail, run.started, run.ended, run.round)
+    return RunListItem(run.run_id, run.state, run.detail, run.started_at, run.ended_at, run.rounds_done)

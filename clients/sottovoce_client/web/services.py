@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 
 import grpc
 
-from sottovoce_client.running.monitoring import Count, ServiceAddresses, Way
+from sottovoce_client.running.monitoring import DirectedEdge, MessageCount, ServiceAddresses
 from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.optional import import_optional
-from sottovoce_core.text import plain
-from sottovoce_rpc.addresses import place_of
+from sottovoce_core.text import escape_control
+from sottovoce_rpc.addresses import parse_address
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.status import convert_status_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2, eavesdropper_pb2_grpc
 
 _CALL_TIMEOUT_S = 4.0
-_MOST_RUNS, _MAX_LISTED_CAPTURES = 50, 50
+_MAX_LISTED_RUNS, _MAX_LISTED_CAPTURES = 50, 50
 T = TypeVar("T")
 
 
@@ -41,11 +41,11 @@ class ConsoleOptions:
     """
 
     folder: Path | None = None
-    places: ServiceAddresses = field(default_factory=ServiceAddresses)
+    addresses: ServiceAddresses = field(default_factory=ServiceAddresses)
     watch: str = ""
     insecure: bool = False
 
-    def now(self) -> ServiceAddresses:
+    def resolve_addresses(self) -> ServiceAddresses:
         """Where services are now.
 
         Raises:
@@ -53,9 +53,9 @@ class ConsoleOptions:
         """
         found = _told_in(self.folder)
         places = ServiceAddresses(
-            self.places.coordinator or found.coordinator,
-            self.places.eavesdropper or ("" if self.places.coordinator else found.eavesdropper),
-            self.places.identity or found.identity,
+            self.addresses.coordinator or found.coordinator,
+            self.addresses.eavesdropper or ("" if self.addresses.coordinator else found.eavesdropper),
+            self.addresses.identity or found.identity,
         )
         if not places.coordinator:
             raise FailedPrecondition(f"no run is up in {self.folder}: {_advice(self.folder)}")
@@ -66,7 +66,7 @@ def _advice(folder: Path | None) -> str:
     """What to do where a folder says nothing."""
     try:
         if folder is not None and not folder.exists():
-            place_of(str(folder), "FOLDER")
+            parse_address(str(folder), "FOLDER")
             return f"there is no such folder; to ask a coordinator at that address, give --coordinator {folder}"
     except SpecError:
         pass
@@ -83,39 +83,41 @@ def _told_in(folder: Path | None) -> ServiceAddresses:
         return ServiceAddresses()
 
 
-class Services:
+class ServiceClients:
     """Channels to a coordinator and, where there is one, an eavesdropper."""
 
     def __init__(self, places: ServiceAddresses, coordinator: Any, eavesdropper: Any) -> None:
-        self.places, self.coordinator, self.eavesdropper = places, coordinator, eavesdropper
+        self.addresses, self.coordinator, self.eavesdropper = places, coordinator, eavesdropper
 
     @classmethod
-    async def reach(cls, places: ServiceAddresses, insecure: bool, stack: AsyncExitStack) -> Services:
+    async def open(cls, places: ServiceAddresses, insecure: bool, stack: AsyncExitStack) -> ServiceClients:
         """Open the channels; they find out by themselves who is there."""
         credentials = Credentials(places.identity, insecure)
-        to = await stack.enter_async_context(channel(places.coordinator, Role.COORDINATOR, credentials=credentials))
+        to = await stack.enter_async_context(
+            open_channel(places.coordinator, Role.COORDINATOR, credentials=credentials)
+        )
         coordinator, eavesdropper = coordinator_pb2_grpc.CoordinatorStub(to), None
         if places.eavesdropper:
             to = await stack.enter_async_context(
-                channel(places.eavesdropper, Role.EAVESDROPPER, credentials=credentials)
+                open_channel(places.eavesdropper, Role.EAVESDROPPER, credentials=credentials)
             )
             eavesdropper = eavesdropper_pb2_grpc.EavesdropperStub(to)
         return cls(places, coordinator, eavesdropper)
 
-    async def runs(self) -> list[coordinator_pb2.Run]:
-        request = coordinator_pb2.ListRunsRequest(page_size=_MOST_RUNS)
+    async def list_runs(self) -> list[coordinator_pb2.Run]:
+        request = coordinator_pb2.ListRunsRequest(page_size=_MAX_LISTED_RUNS)
         return list((await self._of_coordinator(self.coordinator.ListRuns(request, timeout=_CALL_TIMEOUT_S))).runs)
 
-    async def run(self, run_id: str) -> coordinator_pb2.Run:
+    async def get_run(self, run_id: str) -> coordinator_pb2.Run:
         request = coordinator_pb2.GetRunRequest(run_id=run_id)
         return await self._of_coordinator(self.coordinator.GetRun(request, timeout=_CALL_TIMEOUT_S))
 
-    async def captures(self) -> list[eavesdropper_pb2.CaptureInfo]:
+    async def list_captures(self) -> list[eavesdropper_pb2.CaptureInfo]:
         request = eavesdropper_pb2.ListCapturesRequest(page_size=_MAX_LISTED_CAPTURES)
         answer = self.eavesdropper.ListCaptures(request, timeout=_CALL_TIMEOUT_S)
-        return list((await _answer(answer, f"the eavesdropper at {self.places.eavesdropper}")).captures)
+        return list((await _answer(answer, f"the eavesdropper at {self.addresses.eavesdropper}")).captures)
 
-    async def heard(self, run_id: str) -> Mapping[Way, Count] | None:
+    async def fetch_traffic(self, run_id: str) -> Mapping[DirectedEdge, MessageCount] | None:
         """What the eavesdropper counted on every way; None: nobody tells."""
         if self.eavesdropper is None:
             return None
@@ -127,7 +129,7 @@ class Services:
         return {(way.sender, way.receiver): (way.messages, way.bytes) for way in capture.ways} or None
 
     async def _of_coordinator(self, call: Awaitable[T]) -> T:
-        return await _answer(call, f"the coordinator at {self.places.coordinator}")
+        return await _answer(call, f"the coordinator at {self.addresses.coordinator}")
 
 
 async def _answer(call: Awaitable[T], who: str) -> T:
@@ -142,9 +144,9 @@ class LearnerWatch:
     """Natural logarithms of a learner's e-values, and from where on they are an alarm; None: not told."""
 
     name: str
-    e: float
-    change: float | None
-    line: float | None
+    log_e_value: float
+    change_log_e_value: float | None
+    log_threshold: float | None
     change_log_threshold: float | None
     rounds: int
     alarms: int
@@ -156,12 +158,12 @@ class WatchView:
 
     run: str
     learners: tuple[LearnerWatch, ...]
-    together: LearnerWatch | None
+    combined: LearnerWatch | None
     alarms: int
 
 
 _PREFIX = "sottovoce_watch_"
-_WATCH_TIMEOUT_S, _MOST = 2.0, 4 * 1024 * 1024
+_WATCH_TIMEOUT_S, _MAX_METRICS_BYTES = 2.0, 4 * 1024 * 1024
 
 
 def read_watch(address: str) -> tuple[WatchView, ...]:
@@ -171,10 +173,10 @@ def read_watch(address: str) -> tuple[WatchView, ...]:
         SpecError: this is no address, or prometheus_client is not installed.
         Unavailable: it does not answer.
     """
-    place_of(address, "--watch")
+    parse_address(address, "--watch")
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=_WATCH_TIMEOUT_S) as answer:
-            text = answer.read(_MOST).decode("utf-8", "replace")
+            text = answer.read(_MAX_METRICS_BYTES).decode("utf-8", "replace")
         return _watch_views(text)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
@@ -201,15 +203,15 @@ def _view(run: str, learners: dict[str, dict[str, float]]) -> WatchView:
     lines = {name: _line(name, said) for name, said in learners.items() if "log_e_value" in said}
     together = lines.pop("", None)
     alarms = sum(int(said.get("alarms", 0)) for said in learners.values())
-    return WatchView(plain(run), tuple(lines.values()), together, alarms)
+    return WatchView(escape_control(run), tuple(lines.values()), together, alarms)
 
 
 def _line(name: str, said: dict[str, float]) -> LearnerWatch:
     return LearnerWatch(
-        name=plain(name),
-        e=said["log_e_value"],
-        change=said.get("change_log_e_value"),
-        line=said.get("log_threshold"),
+        name=escape_control(name),
+        log_e_value=said["log_e_value"],
+        change_log_e_value=said.get("change_log_e_value"),
+        log_threshold=said.get("log_threshold"),
         change_log_threshold=said.get("change_log_threshold"),
         rounds=int(said.get("round", 0)),
         alarms=int(said.get("alarms", 0)),

@@ -10,34 +10,34 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import ReceivedMessages, Message
+from sottovoce_core.algorithms.interface import Message, ReceivedMessages
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.swaps import PILOT_RUNS
-from sottovoce_core.auditing.worlds import RunChunk, overhear
+from sottovoce_core.auditing.worlds import RunChunk, simulate_runs
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, no_noise
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run
 from sottovoce_lab.mutants import (
+    Fault,
+    FaultFactory,
     MethodOverride,
-    Breaks,
-    Broken,
-    Change,
     Mutant,
-    On,
-    Source,
-    altered,
+    NoiseKind,
+    NoiseMutation,
+    NoiseMutationState,
+    build_spike_worlds,
+    compute_bernoulli_kl,
+    compute_scale_kl,
     estimate_from_messages,
     estimate_from_numbers,
-    event,
-    faults,
-    mirrored,
-    noisy,
+    make_mutant_factory,
+    mutate_algorithm,
+    mutate_noise,
     require_noise,
-    rescaled,
-    scaled,
-    where,
+    restrict_fault,
+    scale_on_lattice,
 )
 
 # ---- what is followed ------------------------------------------------------------------------------------------------
@@ -84,13 +84,13 @@ class _Follows(MethodOverride):
         super().__init__(correct)
         self._change = change
 
-    def start(self, who: Any) -> _Known:
-        state = self.correct.start(who)
+    def init(self, axes: Any) -> _Known:
+        state = self.original.start(axes)
         return _Known(state, state)
 
-    def speak(self, known: _Known, noise: NoiseSource) -> tuple[_Known, Message]:
-        _, clean = self.correct.speak(known.state, no_noise)
-        _, old = self.correct.speak(known.before, no_noise)
+    def emit(self, known: _Known, noise: NoiseSource) -> tuple[_Known, Message]:
+        _, clean = self.original.emit(known.state, no_noise)
+        _, old = self.original.emit(known.before, no_noise)
         labels = np.zeros((1, 1, 1)) if known.batch is None else known.batch.labels[..., :1, None]
 
         def follow(drawn: FloatArray, draw: NoiseRequest) -> FloatArray:
@@ -99,32 +99,32 @@ class _Follows(MethodOverride):
             centre = clean[draw.field]
             return self._change(drawn, draw, _Says(centre, centre - old[draw.field], labels))
 
-        state, said = self.correct.speak(known.state, lambda draw: follow(noise(draw), draw))
+        state, said = self.original.emit(known.state, lambda draw: follow(noise(draw), draw))
         return replace(known, state=state), said
 
-    def listen(self, known: _Known, heard: ReceivedMessages, batch: Batch) -> _Known:
-        return _Known(self.correct.listen(known.state, heard, batch), known.state, batch if batch.size else None)
+    def update(self, known: _Known, received: ReceivedMessages, batch: Batch) -> _Known:
+        return _Known(self.original.update(known.state, received, batch), known.state, batch if batch.size else None)
 
-    def overheard(self, known: _Known, message: Message) -> tuple[_Known, FloatArray]:
-        state, density = self.correct.overheard(known.state, message)
+    def replay(self, known: _Known, message: Message) -> tuple[_Known, FloatArray]:
+        state, density = self.original.replay(known.state, message)
         return replace(known, state=state), density
 
     def decision(self, known: _Known) -> FloatArray:
-        decision: FloatArray = self.correct.decision(known.state)
+        decision: FloatArray = self.original.decision(known.state)
         return decision
 
 
-def _following(change: _Following, on: On = "laplace") -> Breaks:
+def _following(change: _Following, on: NoiseKind = "laplace") -> FaultFactory:
     """A break of an algorithm: its noise is changed with knowledge of what it should hide."""
 
-    def breaks(plan: AuditPlan) -> Broken:
+    def breaks(plan: AuditPlan) -> Fault:
         require_noise(plan, on)
-        return altered(lambda algorithm: _Follows(algorithm, change))(plan)
+        return mutate_algorithm(lambda algorithm: _Follows(algorithm, change))(plan)
 
     return breaks
 
 
-def _with_loss(change: Callable[[Any], Any]) -> Breaks:
+def _with_loss(change: Callable[[Any], Any]) -> FaultFactory:
     """An algorithm that follows another loss; it has gradients of a loss of its own."""
 
     def changed_in(algorithm: Any) -> Any:
@@ -134,7 +134,7 @@ def _with_loss(change: Callable[[Any], Any]) -> Breaks:
             raise SpecError(f"{algorithm.name} follows no gradient of its loss")
         return replace(algorithm, loss=change(algorithm.loss))
 
-    return altered(changed_in)
+    return mutate_algorithm(changed_in)
 
 
 # ---- centre ----------------------------------------------------------------------------------------------------------
@@ -143,11 +143,11 @@ def _with_loss(change: Callable[[Any], Any]) -> Breaks:
 def _says_minimiser(pvp: Any) -> MethodOverride:
     """PVP that sends f in place of f + e."""
 
-    def speak(state: Any, noise: NoiseSource) -> tuple[Any, Message]:
-        state, _ = pvp.speak(state, noise)
+    def emit(state: Any, noise: NoiseSource) -> tuple[Any, Message]:
+        state, _ = pvp.emit(state, noise)
         return state, Message({"y": state.primal})
 
-    return MethodOverride(pvp, speak=speak)
+    return MethodOverride(pvp, emit=emit)
 
 
 def _louder(loss: Any, factor: float) -> MethodOverride:
@@ -163,60 +163,66 @@ def _unclipped(loss: Any) -> MethodOverride:
 def _weighs(algorithm: Any, factor: float) -> MethodOverride:
     """An algorithm that weighs its neighbours' messages otherwise."""
 
-    def listen(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
+    def update(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
         weighted = MethodOverride(heard, weighted_sum=lambda name: factor * heard.weighted_sum(name))
-        return algorithm.listen(state, weighted, batch)
+        return algorithm.update(state, weighted, batch)
 
-    return MethodOverride(algorithm, listen=listen)
+    return MethodOverride(algorithm, update=update)
 
 
 def _twice(algorithm: Any) -> MethodOverride:
     """An algorithm that uses the first record of a round twice, and not the last one."""
 
-    def listen(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
+    def update(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
         order = np.arange(batch.size)
         order[-1:] = order[:1]
-        return algorithm.listen(state, heard, Batch(batch.features[..., order, :], batch.labels[..., order]))
+        return algorithm.update(state, heard, Batch(batch.features[..., order, :], batch.labels[..., order]))
 
-    return MethodOverride(algorithm, listen=listen)
+    return MethodOverride(algorithm, update=update)
 
 
-_says_f = where(
-    altered(_says_minimiser), lambda plan: plan.run.spec.algorithm.name == "pvp", "only pvp has a minimiser to hide"
+_says_f = restrict_fault(
+    mutate_algorithm(_says_minimiser),
+    lambda plan: plan.run.spec.algorithm.name == "pvp",
+    "only pvp has a minimiser to hide",
 )
 _batches = partial(
-    where,
-    fits=lambda plan: np.diff(plan.data.learners[plan.worlds.learner].offsets).max() >= 2,
-    why="no round brings more than one record",
+    restrict_fault,
+    is_applicable=lambda plan: np.diff(plan.data.learners[plan.worlds.learner].offsets).max() >= 2,
+    reason="no round brings more than one record",
 )
 
 
-def _summed(plan: AuditPlan) -> Broken:
+def _summed(plan: AuditPlan) -> Fault:
     sizes = np.diff(plan.data.learners[plan.worlds.learner].offsets)
     return _with_loss(lambda loss: _louder(loss, float(sizes.max())))(plan)
 
 
-def _understating(share: Callable[[Run], float]) -> Breaks:
+def _understating(share: Callable[[Run], float]) -> FaultFactory:
     """The claim is too small. One that is far above what anybody can hear may be made smaller, and still hold."""
 
-    def breaks(plan: AuditPlan) -> Broken:
+    def breaks(plan: AuditPlan) -> Fault:
         run, worlds = plan.run, plan.worlds
-        said = overhear(run, plan.data, worlds, RunChunk(0, PILOT_RUNS, plan.seeds.rehearsal), SeededNoise).transcript
-        each = [replay(run, said, i, [worlds.first, worlds.second]).supremum.max() for i in worlds.holders(run)]
+        said = simulate_runs(
+            run, plan.data, worlds, RunChunk(0, PILOT_RUNS, plan.seeds.rehearsal), SeededNoise
+        ).transcript
+        each = [
+            replay(run, said, i, [worlds.records_0, worlds.records_1]).supremum.max() for i in worlds.list_holders(run)
+        ]
         most, claim = float(sum(each)), share(run) * plan.epsilon
         if not most > claim:
             raise SpecError(f"messages show {most:.3g} at most, so a claim of {claim:.4g} may well hold")
-        return Broken(claim_factor=share(run))
+        return Fault(claim_factor=share(run))
 
     return breaks
 
 
 def _stale(part: float) -> _Following:
     """The decision of the round before is said, or a part of the way back to it."""
-    return lambda noise, draw, says: noise - draw.rounded(part * says.moved)
+    return lambda noise, draw, says: noise - draw.round_to_lattice(part * says.moved)
 
 
-_centre = partial(faults("centre"), base="dola")
+_centre = partial(make_mutant_factory("centre"), base="dola")
 
 
 def _charged(name: str, what: str, share: Callable[[Run], float], base: str = "dola, 1 feature", **more: Any) -> Mutant:
@@ -224,7 +230,7 @@ def _charged(name: str, what: str, share: Callable[[Run], float], base: str = "d
     return mutant
 
 
-CENTRE = (
+CENTRE_MUTANTS = (
     _centre("pvp says f", "the minimiser is sent, not f + e", _says_f, quick=True, base="pvp"),
     _centre("summed", "gradients summed, not averaged", _batches(_summed), quick=True, base="dola, batches of 4"),
     _centre(
@@ -232,7 +238,7 @@ CENTRE = (
         "records at ten times their bound",
         _with_loss(_unclipped),
         quick=True,
-        swap=mirrored(10.0, -10.0),
+        swap=build_spike_worlds(10.0, -10.0),
     ),
     _charged("half the sensitivity", "half the sensitivity is charged", lambda run: 0.5, quick=True, runs=500),
     _charged(
@@ -249,7 +255,7 @@ CENTRE = (
             f"clipped at {times:g}",
             f"records at {times:g} times their bound",
             _with_loss(_unclipped),
-            swap=mirrored(times, -times),
+            swap=build_spike_worlds(times, -times),
         )
         for times in (2.0, 1.2)
     ),
@@ -259,14 +265,16 @@ CENTRE = (
     ),
     *(
         _centre(
-            f"weights {factor:g} times", "neighbours are weighed otherwise", altered(partial(_weighs, factor=factor))
+            f"weights {factor:g} times",
+            "neighbours are weighed otherwise",
+            mutate_algorithm(partial(_weighs, factor=factor)),
         )
         for factor in (0.5, 0.95)
     ),
     _centre(
         "a record used twice",
         "one of four records counts twice, another not at all",
-        _batches(altered(_twice)),
+        _batches(mutate_algorithm(_twice)),
         base="dola, batches of 4",
     ),
     _centre("an old decision", "the decision of the round before is said", _following(_stale(1.0))),
@@ -280,14 +288,14 @@ CENTRE = (
 
 def _by_label(noise: FloatArray, draw: NoiseRequest, says: _Says, factor: float) -> FloatArray:
     """Noise of another scale after a record of class 1."""
-    return scaled(noise, np.where(says.labels > 0.0, factor, 1.0), draw)
+    return scale_on_lattice(noise, np.where(says.labels > 0.0, factor, 1.0), draw)
 
 
 def _by_size(noise: FloatArray, draw: NoiseRequest, says: _Says, factor: float) -> FloatArray:
     """Noise of another scale where the model moved by more than usual for this learner's numbers: by its norm."""
     norms = np.linalg.norm(says.moved, axis=-1, keepdims=True)
     far = norms > np.median(norms, axis=-2, keepdims=True)
-    return scaled(noise, np.where(far, factor, 1.0), draw)
+    return scale_on_lattice(noise, np.where(far, factor, 1.0), draw)
 
 
 def _towards(noise: FloatArray, draw: NoiseRequest, says: _Says, share: float) -> FloatArray:
@@ -298,30 +306,30 @@ def _towards(noise: FloatArray, draw: NoiseRequest, says: _Says, share: float) -
 
 def _marked(noise: FloatArray, draw: NoiseRequest, says: _Says, size: float) -> FloatArray:
     """Beside the noise, the label of the last record is said, so many scales large."""
-    return noise + draw.rounded(size * draw.scale * np.sign(says.labels - 0.5))
+    return noise + draw.round_to_lattice(size * draw.scale * np.sign(says.labels - 0.5))
 
 
-def _by_round(factor: float) -> Change:
+def _by_round(factor: float) -> NoiseMutation:
     """Noise of another scale in every fourth round."""
-    return lambda noise, draw, source: scaled(noise, factor if draw.round % 4 == 3 else 1.0, draw)
+    return lambda noise, draw, source: scale_on_lattice(noise, factor if draw.round % 4 == 3 else 1.0, draw)
 
 
-def _one_coordinate(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+def _one_coordinate(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
     """The first coordinate's scale is another one."""
-    return scaled(noise, np.where(np.arange(noise.shape[-1]) == 0, 0.9, 1.0), draw)
+    return scale_on_lattice(noise, np.where(np.arange(noise.shape[-1]) == 0, 0.9, 1.0), draw)
 
 
-_data = faults("noise that follows data")
+_data = make_mutant_factory("noise that follows data")
 
 
-def _rescaling(when: str, follows: str, breaks: Callable[[float], Breaks], share: float) -> Iterator[Mutant]:
+def _rescaling(when: str, follows: str, breaks: Callable[[float], FaultFactory], share: float) -> Iterator[Mutant]:
     """Noise of a scale that follows something: another one in so many of the numbers."""
     for factor in (0.8, 0.95):
         name, what = f"{factor:g} {when}", f"the scale follows {follows}"
-        yield _data(name, what, breaks(factor), estimate_from_numbers(share * rescaled(factor)))
+        yield _data(name, what, breaks(factor), estimate_from_numbers(share * compute_scale_kl(factor)))
 
 
-DATA = (
+DATA_DEPENDENT_MUTANTS = (
     _data(
         "zeros left out",
         "no noise on zero coordinates",
@@ -337,16 +345,18 @@ DATA = (
             f"{100 * share:g} % of signs follow",
             "signs follow the step",
             _following(partial(_towards, share=share)),
-            estimate_from_numbers(event(0.5 + share / 2.0, 0.5)),
+            estimate_from_numbers(compute_bernoulli_kl(0.5 + share / 2.0, 0.5)),
         )
         for share in (0.2, 0.05)
     ),
-    *_rescaling("in every fourth round", "the round number", lambda factor: noisy(_by_round(factor), "laplace"), 0.25),
+    *_rescaling(
+        "in every fourth round", "the round number", lambda factor: mutate_noise(_by_round(factor), "laplace"), 0.25
+    ),
     _data(
         "one coordinate at 0.9",
         "the scale follows the coordinate",
-        noisy(_one_coordinate, "laplace"),
-        estimate_from_messages(rescaled(0.9)),
+        mutate_noise(_one_coordinate, "laplace"),
+        estimate_from_messages(compute_scale_kl(0.9)),
     ),
     *(
         _data(

@@ -13,45 +13,45 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.noise import NoiseRequest
 from sottovoce_lab.mutants import (
-    Broken,
-    Change,
+    Fault,
     Mutant,
-    Source,
-    altered,
+    NoiseMutation,
+    NoiseMutationState,
+    apply_in_scale_units,
+    apply_randomly,
+    compute_bernoulli_kl,
+    compute_scale_kl,
     estimate_from_messages,
     estimate_from_numbers,
-    event,
-    faults,
+    make_mutant_factory,
     make_noise_mutant_factory,
-    apply_in_scale_units,
-    noisy,
-    rescaled,
-    scaled,
-    apply_randomly,
-    times,
-    where,
+    mutate_algorithm,
+    mutate_noise,
+    restrict_fault,
+    scale_noise,
+    scale_on_lattice,
 )
 
 # ---- scale -----------------------------------------------------------------------------------------------------------
 
 
-def _one_learner(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+def _one_learner(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
     """The first learner's scale is another one."""
     factors = np.ones((len(noise), *(1 for _ in noise.shape[1:])))
     factors[0] = 0.95
-    return scaled(noise, factors, draw)
+    return scale_on_lattice(noise, factors, draw)
 
 
-def _by_run(noise: FloatArray, draw: NoiseRequest, source: Source, spread: float) -> FloatArray:
+def _by_run(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState, spread: float) -> FloatArray:
     """Every run has a scale of its own, equally often too large and too small by as much."""
     replicas = noise.shape[-2]
-    if replicas not in source.kept:
-        source.kept[replicas] = 1.0 + spread * source.generator.choice((-1.0, 1.0), (replicas, 1))
-    return scaled(noise, source.kept[replicas], draw)
+    if replicas not in source.memory:
+        source.memory[replicas] = 1.0 + spread * source.generator.choice((-1.0, 1.0), (replicas, 1))
+    return scale_on_lattice(noise, source.memory[replicas], draw)
 
 
-_twice_zeta = where(
-    altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed"))),
+_twice_zeta = restrict_fault(
+    mutate_algorithm(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed"))),
     lambda plan: plan.run.spec.algorithm.name == "dvp",
     "only dvp has a rate of alpha_hat",
 )
@@ -61,10 +61,10 @@ _scale = partial(make_noise_mutant_factory("scale"), on="any")
 
 def _of_scale(factor: float, name: str, what: str = "", *, quick: bool = False) -> Mutant:
     what = what or f"noise of {factor:g} of its scale"
-    return _scale(name, what, times(factor), estimate_from_numbers(rescaled(factor)), quick=quick)
+    return _scale(name, what, scale_noise(factor), estimate_from_numbers(compute_scale_kl(factor)), quick=quick)
 
 
-SCALE = (
+SCALE_MUTANTS = (
     _of_scale(0.5, "half the noise", "noise of half its scale", quick=True),
     _of_scale(0.9, "0.9 of the scale", quick=True),
     *(_of_scale(factor, f"{factor:g} of the scale") for factor in (1.1, 0.97, 0.99, 0.997)),
@@ -73,7 +73,7 @@ SCALE = (
         _scale(f"runs vary by {100 * spread:g} %", "runs of another scale", partial(_by_run, spread=spread))
         for spread in (0.2, 0.05)
     ),
-    faults("scale")(
+    make_mutant_factory("scale")(
         "dvp, twice zeta",
         "zeta is alpha_hat: half the noise",
         _twice_zeta,
@@ -89,15 +89,15 @@ SCALE = (
 # ---- shape -----------------------------------------------------------------------------------------------------------
 
 
-def _gaussian(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+def _gaussian(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
     """Gaussian noise of the same variance."""
-    spherical = draw.law == "spherical"
+    spherical = draw.distribution == "spherical"
     # Of a coordinate.
     size, variance = (1.0 / draw.scale, noise.shape[-1] + 1.0) if spherical else (draw.scale, 2.0)
-    return draw.rounded(source.generator.standard_normal(noise.shape) * np.sqrt(variance) * size)
+    return draw.round_to_lattice(source.generator.standard_normal(noise.shape) * np.sqrt(variance) * size)
 
 
-def _skewed(noise: FloatArray, draw: NoiseRequest, source: Source, positive: float) -> FloatArray:
+def _skewed(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState, positive: float) -> FloatArray:
     """Too many numbers are positive."""
     share = 2.0 * positive - 1.0  # of what would be negative half the time
     return np.where(source.generator.random(noise.shape) < share, np.abs(noise), noise)
@@ -130,7 +130,12 @@ def _of_gaussian(share: float) -> Mutant:
 
 SHAPE_MUTANTS = (
     _shape(
-        "Gaussian", "Gaussian noise, equal variance", _gaussian, estimate_from_numbers(_shaped(_normal)), on="any", quick=True
+        "Gaussian",
+        "Gaussian noise, equal variance",
+        _gaussian,
+        estimate_from_numbers(_shaped(_normal)),
+        on="any",
+        quick=True,
     ),
     *map(_of_gaussian, (0.5, 0.2, 0.1)),
     _shape(
@@ -150,7 +155,7 @@ SHAPE_MUTANTS = (
             f"{100 * positive:g} % positive",
             "signs are not fair",
             partial(_skewed, positive=positive),
-            estimate_from_numbers(event(positive, 0.5)),
+            estimate_from_numbers(compute_bernoulli_kl(positive, 0.5)),
         )
         for positive in (0.6, 0.51)
     ),
@@ -167,38 +172,42 @@ SHAPE_MUTANTS = (
 # ---- support ---------------------------------------------------------------------------------------------------------
 
 
-def _first_only(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+def _first_only(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
     """The first message that should carry noise does, the later ones do not."""
-    return noise if source.kept.setdefault(draw.field, draw.round) == draw.round else np.zeros_like(noise)
+    return noise if source.memory.setdefault(draw.field, draw.round) == draw.round else np.zeros_like(noise)
 
 
-def _without_a_round(plan: AuditPlan) -> Broken:
+def _without_a_round(plan: AuditPlan) -> Fault:
     """No noise in the last of the rounds that a black box would look at."""
-    skipped = int(plan.listener.rounds[-1])
-    return noisy(lambda noise, draw, source: np.zeros_like(noise) if draw.round == skipped else noise)(plan)
+    skipped = int(plan.adversary.visible_rounds[-1])
+    return mutate_noise(lambda noise, draw, source: np.zeros_like(noise) if draw.round == skipped else noise)(plan)
 
 
-def _but_the_last(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+def _but_the_last(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
     """No noise on the last coordinate."""
     noise = noise.copy()
     noise[..., -1] = 0.0
     return noise
 
 
-def _within(most: float) -> Change:
+def _within(most: float) -> NoiseMutation:
     """Laplace noise, given that it is not beyond so many scales."""
-    return apply_in_scale_units(lambda noise, source: np.copysign(-np.log1p(-np.expm1(-np.abs(noise)) * np.expm1(-most)), noise))
+    return apply_in_scale_units(
+        lambda noise, source: np.copysign(-np.log1p(-np.expm1(-np.abs(noise)) * np.expm1(-most)), noise)
+    )
 
 
-def _clipped(most: float) -> Change:
+def _clipped(most: float) -> NoiseMutation:
     """What is beyond so many scales is said to be as many."""
     return apply_in_scale_units(lambda noise, source: np.clip(noise, -most, most))
 
 
-def _biased(noise: FloatArray, draw: NoiseRequest, source: Source, extra: float = 0.015, near: float = 0.1) -> FloatArray:
+def _biased(
+    noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState, extra: float = 0.015, near: float = 0.1
+) -> FloatArray:
     """A sampler with too much mass near zero, by `extra`, within `near` scales."""
     share = extra * np.exp(near)  # as much of what is moved would have been near anyway
-    moved = draw.rounded(source.generator.uniform(-near, near, noise.shape) * draw.scale)
+    moved = draw.round_to_lattice(source.generator.uniform(-near, near, noise.shape) * draw.scale)
     return np.where(source.generator.random(noise.shape) < share, moved, noise)
 
 
@@ -209,20 +218,20 @@ _ATOM = 2.0**-41
 
 def _of_zeros(share: float, *, messages: bool) -> Mutant:
     kind, each = ("messages", estimate_from_messages) if messages else ("numbers", estimate_from_numbers)
-    left_out = apply_randomly(lambda noise, draw, source: np.zeros_like(noise), share, messages=messages)
+    left_out = apply_randomly(lambda noise, draw, source: np.zeros_like(noise), share, per_message=messages)
     name = f"{100 * share:g} % of {kind} without noise"
-    return _support(name, "noise is left out at random", left_out, each(event(share, _ATOM), share))
+    return _support(name, "noise is left out at random", left_out, each(compute_bernoulli_kl(share, _ATOM), share))
 
 
 SUPPORT_MUTANTS = (
     _support("first only", "noise on the first message alone", _first_only, on="any", quick=True),
-    faults("support and atoms")("a round left out", "no noise in one round", _without_a_round, quick=True),
+    make_mutant_factory("support and atoms")("a round left out", "no noise in one round", _without_a_round, quick=True),
     _support("a coordinate left out", "no noise on the last coordinate", _but_the_last, on="any", quick=True),
     _support(
         "biased sampler",
         "1.5 % too much mass near zero",
         _biased,
-        estimate_from_numbers(event(0.015 - math.expm1(-0.1), -math.expm1(-0.1))),
+        estimate_from_numbers(compute_bernoulli_kl(0.015 - math.expm1(-0.1), -math.expm1(-0.1))),
         on="lattice",
         quick=True,
         base="ldp-dol, 60,000 numbers",
@@ -244,7 +253,7 @@ SUPPORT_MUTANTS = (
             f"clipped at {most:g} scales",
             "what is beyond is said to be as much",
             _clipped(most),
-            estimate_from_numbers(event(math.exp(-most), _ATOM), math.exp(-most)),
+            estimate_from_numbers(compute_bernoulli_kl(math.exp(-most), _ATOM), math.exp(-most)),
         )
         for most in (6.0, 10.0)
     ),

@@ -10,49 +10,51 @@ import numpy as np
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.noise import LATTICE_BITS, NoiseRequest, round_to_lattice
 from sottovoce_lab.mutants import (
-    Change,
     MinRunsEstimator,
     Mutant,
-    Source,
-    estimate_from_messages,
-    estimate_from_numbers,
-    event,
-    make_noise_mutant_factory,
+    NoiseMutation,
+    NoiseMutationState,
     apply_in_scale_units,
     apply_randomly,
+    compute_bernoulli_kl,
+    estimate_from_messages,
+    estimate_from_numbers,
+    make_noise_mutant_factory,
 )
 
 
-def _raw(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+def _raw(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
     """Raw doubles: their low bits are those of a continuous draw, on no lattice."""
-    return noise if draw.grid is None else noise + (source.generator.random(noise.shape) - 0.5) * draw.grid
+    return noise if draw.spacing is None else noise + (source.generator.random(noise.shape) - 0.5) * draw.spacing
 
 
-def _coarser(bits: int) -> Change:
+def _coarser(bits: int) -> NoiseMutation:
     """On a lattice whose spacing is 2^bits times what it should be."""
-    return lambda noise, draw, source: noise if draw.grid is None else round_to_lattice(noise, 2.0**bits * draw.grid)
+    return lambda noise, draw, source: (
+        noise if draw.spacing is None else round_to_lattice(noise, 2.0**bits * draw.spacing)
+    )
 
 
-def _mantissas(noise: FloatArray, draw: NoiseRequest, source: Source, bits: int) -> FloatArray:
+def _mantissas(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState, bits: int) -> FloatArray:
     """Numbers with so many significant bits; float32 has 24, float16 has 11."""
     mantissa, exponent = np.frexp(noise)
-    return draw.rounded(np.ldexp(np.rint(np.ldexp(mantissa, bits)), exponent - bits))
+    return draw.round_to_lattice(np.ldexp(np.rint(np.ldexp(mantissa, bits)), exponent - bits))
 
 
-def _one_bit(noise: FloatArray, draw: NoiseRequest, source: Source, bit: int, ones: float) -> FloatArray:
+def _one_bit(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState, bit: int, ones: float) -> FloatArray:
     """One bit of the noise, counted in lattice spacings, is not fair."""
-    if draw.grid is None:
+    if draw.spacing is None:
         return noise
-    steps = np.rint(noise / draw.grid).astype(np.int64)
+    steps = np.rint(noise / draw.spacing).astype(np.int64)
     raised = (steps >> bit & 1 == 0) & (source.generator.random(noise.shape) < 2.0 * ones - 1.0)
-    changed: FloatArray = (steps + (raised.astype(np.int64) << bit)) * draw.grid
+    changed: FloatArray = (steps + (raised.astype(np.int64) << bit)) * draw.spacing
     return changed
 
 
-def _few_bits(bits: int) -> Change:
+def _few_bits(bits: int) -> NoiseMutation:
     """A uniform number of so many random bits through a logarithm: the law is right, and it has few values."""
 
-    def draw(noise: FloatArray, source: Source) -> FloatArray:
+    def draw(noise: FloatArray, source: NoiseMutationState) -> FloatArray:
         words = source.generator.integers(0, 2**bits, noise.shape)
         drawn: FloatArray = np.copysign(-np.log((words + 0.5) * 2.0**-bits), noise)
         return drawn
@@ -60,7 +62,7 @@ def _few_bits(bits: int) -> Change:
     return apply_in_scale_units(draw)
 
 
-def _inverted(bit: int, others: int = 0, shared: int = 0) -> Change:
+def _inverted(bit: int, others: int = 0, shared: int = 0) -> NoiseMutation:
     """Sizes are `-log((word + 1) / 2^53)`, of random words of 53 bits, and signs are a bit of a word.
 
     Args:
@@ -69,7 +71,7 @@ def _inverted(bit: int, others: int = 0, shared: int = 0) -> Change:
         shared: signs are drawn apart, and each second number has so many low bits of the one before it.
     """
 
-    def draw(noise: FloatArray, source: Source) -> FloatArray:
+    def draw(noise: FloatArray, source: NoiseMutationState) -> FloatArray:
         words = source.generator.integers(0, 2**_WORD_BITS, noise.shape)
         signs = 1.0 - 2.0 * (np.roll(words, others, axis=-1) >> bit & 1)
         if shared:
@@ -91,8 +93,8 @@ def _of_coarser(bits: int, share: float) -> Mutant:
     name, what = f"lattice 2^{bits} coarser", "low bits of the noise are zero"
     if share == 1.0:
         return _lattice(name, what, _coarser(bits), estimate_from_numbers(bits * math.log(2.0)), on="lattice")
-    rare = estimate_from_messages(event(share, 2.0 ** (-16 * bits)), share)  # of 16 numbers
-    change = apply_randomly(_coarser(bits), share, messages=True)
+    rare = estimate_from_messages(compute_bernoulli_kl(share, 2.0 ** (-16 * bits)), share)  # of 16 numbers
+    change = apply_randomly(_coarser(bits), share, per_message=True)
     return _lattice(f"{name} in {100 * share:g} %", what, change, rare, on="lattice")
 
 
@@ -100,7 +102,9 @@ def _of_mantissas(name: str, bits: int, share: float) -> Mutant:
     """A number of about 40 bits has so few with probability `2^(bits - 40)`."""
     change = apply_randomly(partial(_mantissas, bits=bits), share)
     name = name if share == 1.0 else f"{name} in {100 * share:g} %"
-    limit = estimate_from_numbers(event(share if share < 1.0 else 1.0 - 2.0**-20, 2.0 ** (bits - 40)), share)
+    limit = estimate_from_numbers(
+        compute_bernoulli_kl(share if share < 1.0 else 1.0 - 2.0**-20, 2.0 ** (bits - 40)), share
+    )
     return _lattice(name, f"noise of {bits} significant bits", change, limit, on="lattice")
 
 
@@ -146,7 +150,7 @@ LATTICE_MUTANTS = (
             f"bit {bit} is one in {100 * ones:g} %",
             "a low bit that is not fair",
             partial(_one_bit, bit=bit, ones=ones),
-            estimate_from_numbers(event(ones, 0.5)),
+            estimate_from_numbers(compute_bernoulli_kl(ones, 0.5)),
             on="lattice",
         )
         for bit, ones in ((5, 0.6), (12, 0.51))

@@ -14,20 +14,20 @@ from sottovoce_core.noise import NoiseRequest
 from sottovoce_core.optional import import_optional
 from sottovoce_core.running.run import Run
 from sottovoce_lab.mutants import (
-    FOUND,
-    Change,
+    TARGET_POWER,
     MinRunsEstimator,
     Mutant,
-    On,
-    Source,
+    NoiseKind,
+    NoiseMutation,
+    NoiseMutationState,
+    compute_bernoulli_kl,
     estimate_from_messages,
     estimate_from_numbers,
     estimate_from_runs,
-    event,
-    faults,
+    make_mutant_factory,
     make_noise_mutant_factory,
-    noisy,
-    where,
+    mutate_noise,
+    restrict_fault,
 )
 
 # ---- evidence and mixtures -------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def _repeated(values: float, drawn: Callable[[Run], float]) -> MinRunsEstimator:
         values: how many there are.
         drawn: in one run.
     """
-    draws = math.sqrt(2.0 * values * math.log(1.0 / (1.0 - FOUND)))
+    draws = math.sqrt(2.0 * values * math.log(1.0 / (1.0 - TARGET_POWER)))
     return lambda run, alpha: draws / (2.0 * drawn(run))
 
 
@@ -49,15 +49,15 @@ def _correlated(*correlations: float) -> float:
     return sum(-0.5 * math.log1p(-(each**2)) for each in correlations)
 
 
-def _correlating(mix: Callable[[FloatArray, NoiseRequest, Source], FloatArray]) -> Change:
+def _correlating(mix: Callable[[FloatArray, NoiseRequest, NoiseMutationState], FloatArray]) -> NoiseMutation:
     """Noise of the right law that is not independent: its normal scores are mixed with what was there before."""
 
-    def change(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+    def change(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
         special = import_optional("scipy.special", "scipy", "a self-test")
         drawn = noise / draw.scale
         scores = mix(np.copysign(special.ndtri(0.5 * np.exp(-np.abs(drawn))), drawn), draw, source)
         sizes = -special.log_ndtr(-np.abs(scores)) - math.log(2.0)
-        return draw.rounded(np.copysign(sizes, scores) * draw.scale)
+        return draw.round_to_lattice(np.copysign(sizes, scores) * draw.scale)
 
     return change
 
@@ -74,7 +74,7 @@ def _again(
     *,
     scaled: bool = False,
     learners: int | None = None,
-) -> Change:
+) -> NoiseMutation:
     """Every other time, the noise of so many rounds before is said again.
 
     Args:
@@ -84,20 +84,20 @@ def _again(
         learners: the first so many do so; None: all.
     """
 
-    def change(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+    def change(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
         unit = draw.scale if scaled else 1.0
-        before = source.kept.pop((draw.field, draw.round - lag), None)
+        before = source.memory.pop((draw.field, draw.round - lag), None)
         if before is None or before.shape != noise.shape:
-            source.kept[draw.field, draw.round] = noise / unit
+            source.memory[draw.field, draw.round] = noise / unit
             return noise
         said = noise.copy()
-        said[:learners] = draw.rounded(turn(before) * unit)[:learners]
+        said[:learners] = draw.round_to_lattice(turn(before) * unit)[:learners]
         return said
 
     return change
 
 
-def _halves(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+def _halves(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
     """The second half of a message says the noise of the first one."""
     half = noise.shape[-1] // 2
     noise = noise.copy()
@@ -105,24 +105,24 @@ def _halves(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray
     return noise
 
 
-def _relapse(noise: FloatArray, draw: NoiseRequest, source: Source, share: float) -> FloatArray:
+def _relapse(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState, share: float) -> FloatArray:
     """Some messages, at random, say the noise of the round before."""
-    if (before := source.last(draw, noise)) is None:
+    if (before := source.replace_previous(draw, noise)) is None:
         return noise
-    return np.where(source.generator.random((*noise.shape[:-1], 1)) < share, draw.rounded(before), noise)
+    return np.where(source.generator.random((*noise.shape[:-1], 1)) < share, draw.round_to_lattice(before), noise)
 
 
-def _drifting(scores: FloatArray, draw: NoiseRequest, source: Source, rho: float) -> FloatArray:
+def _drifting(scores: FloatArray, draw: NoiseRequest, source: NoiseMutationState, rho: float) -> FloatArray:
     """Every number is correlated with the one of the round before."""
-    before = source.kept.get(draw.field)
+    before = source.memory.get(draw.field)
     if before is not None and before.shape == scores.shape:
         scores = rho * before + math.sqrt(1.0 - rho**2) * scores
-    source.kept[draw.field] = scores
+    source.memory[draw.field] = scores
     return scores
 
 
 _within = make_noise_mutant_factory("reuse within a run")
-_HALF = estimate_from_messages(event(0.5, _TIE))
+_HALF = estimate_from_messages(compute_bernoulli_kl(0.5, _TIE))
 _next_coordinate, _backwards = partial(np.roll, shift=1, axis=-1), partial(np.flip, axis=-1)
 
 IN_RUN_REUSE_MUTANTS = (
@@ -134,13 +134,18 @@ IN_RUN_REUSE_MUTANTS = (
     _within("antithetic", "the noise of the round before, with the other sign", _again(turn=np.negative), _HALF),
     _within("shifted coordinates", "said again one coordinate on", _again(turn=_next_coordinate), _HALF),
     _within("other way round", "said again from the last coordinate to the first", _again(turn=_backwards), _HALF),
-    _within("halves", "half a message repeats the other half", _halves, estimate_from_messages(event(1.0 - 1e-9, _TIE))),
+    _within(
+        "halves",
+        "half a message repeats the other half",
+        _halves,
+        estimate_from_messages(compute_bernoulli_kl(1.0 - 1e-9, _TIE)),
+    ),
     *(
         _within(
             f"{100 * share:g} % said again",
             "some messages repeat the round before",
             partial(_relapse, share=share),
-            estimate_from_messages(event(share, _TIE), share),
+            estimate_from_messages(compute_bernoulli_kl(share, _TIE), share),
         )
         for share in (0.01, 0.001)
     ),
@@ -160,39 +165,39 @@ IN_RUN_REUSE_MUTANTS = (
 # ---- learners --------------------------------------------------------------------------------------------------------
 
 
-def _one_seed(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+def _one_seed(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
     """All learners draw what the first one draws."""
     return np.broadcast_to(noise[:1], noise.shape)
 
 
-def _clock_seeded(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+def _clock_seeded(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
     """Every learner is seeded by the second it started in, one of as many as there are learners."""
     learners, replicas, _ = noise.shape
-    if (learners, replicas) not in source.kept:
-        source.kept[learners, replicas] = source.generator.integers(0, learners, (learners, replicas, 1))
-    return np.take_along_axis(noise, source.kept[learners, replicas], axis=0)
+    if (learners, replicas) not in source.memory:
+        source.memory[learners, replicas] = source.generator.integers(0, learners, (learners, replicas, 1))
+    return np.take_along_axis(noise, source.memory[learners, replicas], axis=0)
 
 
-def _first_learner(now: FloatArray, draw: NoiseRequest, source: Source, lag: int) -> FloatArray | None:
+def _first_learner(now: FloatArray, draw: NoiseRequest, source: NoiseMutationState, lag: int) -> FloatArray | None:
     """What the first learner had so many rounds before; None: nothing, or in other runs."""
-    source.kept[draw.field, draw.round] = now[:1]
-    before: FloatArray | None = source.kept.get((draw.field, draw.round - lag))
+    source.memory[draw.field, draw.round] = now[:1]
+    before: FloatArray | None = source.memory.get((draw.field, draw.round - lag))
     return None if before is None or before.shape[1:] != now.shape[1:] else before
 
 
-def _copied(turn: Callable[[FloatArray], FloatArray], lag: int = 0) -> Change:
+def _copied(turn: Callable[[FloatArray], FloatArray], lag: int = 0) -> NoiseMutation:
     """The second learner says what the first one drew so many rounds before."""
 
-    def change(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+    def change(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
         if (before := _first_learner(noise, draw, source, lag)) is not None:
             noise = noise.copy()
-            noise[1:2] = draw.rounded(turn(before))
+            noise[1:2] = draw.round_to_lattice(turn(before))
         return noise
 
     return change
 
 
-def _follower(scores: FloatArray, draw: NoiseRequest, source: Source, rho: float, lag: int) -> FloatArray:
+def _follower(scores: FloatArray, draw: NoiseRequest, source: NoiseMutationState, rho: float, lag: int) -> FloatArray:
     """The second learner's numbers are correlated with the first one's of so many rounds before."""
     if (first := _first_learner(scores, draw, source, lag)) is not None:
         scores = scores.copy()
@@ -200,7 +205,7 @@ def _follower(scores: FloatArray, draw: NoiseRequest, source: Source, rho: float
     return scores
 
 
-def _cancelling(scores: FloatArray, draw: NoiseRequest, source: Source, share: float) -> FloatArray:
+def _cancelling(scores: FloatArray, draw: NoiseRequest, source: NoiseMutationState, share: float) -> FloatArray:
     """All learners' numbers of a place sum to too little, by this share of the mean: 1, and the sum is zero."""
     n = len(scores)
     left: FloatArray = scores - share * scores.mean(axis=0, keepdims=True)
@@ -225,17 +230,27 @@ def _of_one(nats: float) -> MinRunsEstimator:
     return lambda run, alpha: estimate_from_numbers(nats / run.spec.n_learners)(run, alpha)
 
 
-def _across(name: str, what: str, change: Change, limit: MinRunsEstimator, *, on: On = "laplace", quick: bool = False) -> Mutant:
-    breaks = where(noisy(change, on), lambda plan: plan.run.spec.n_learners >= 2, "there is one learner only")
-    mutant: Mutant = faults("across learners")(name, what, breaks, limit, quick=quick)
+def _across(
+    name: str,
+    what: str,
+    change: NoiseMutation,
+    limit: MinRunsEstimator,
+    *,
+    noise_kind: NoiseKind = "laplace",
+    quick: bool = False,
+) -> Mutant:
+    breaks = restrict_fault(
+        mutate_noise(change, noise_kind), lambda plan: plan.run.spec.n_learners >= 2, "there is one learner only"
+    )
+    mutant: Mutant = make_mutant_factory("across learners")(name, what, breaks, limit, quick=quick)
     return mutant
 
 
-_TIED = estimate_from_messages(event(0.3, _TIE))
+_TIED = estimate_from_messages(compute_bernoulli_kl(0.3, _TIE))
 
-LEARNERS = (
-    _across("one seed", "all learners draw from one seed", _one_seed, _TIED, on="any", quick=True),
-    _across("clock as seed", "the starting second is the seed", _clock_seeded, _TIED, on="any", quick=True),
+CROSS_LEARNER_MUTANTS = (
+    _across("one seed", "all learners draw from one seed", _one_seed, _TIED, noise_kind="any", quick=True),
+    _across("clock as seed", "the starting second is the seed", _clock_seeded, _TIED, noise_kind="any", quick=True),
     _across("a shifted copy", "one learner's noise is another's, a coordinate on", _copied(_next_coordinate), _TIED),
     _across(
         "a late copy", "one learner's noise is another's, three rounds later", _copied(lambda said: said, 3), _TIED
@@ -272,7 +287,7 @@ LEARNERS = (
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def _every_run_alike(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+def _every_run_alike(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
     """All runs say the noise of the first one, as from a seed that never changes."""
     return np.broadcast_to(noise[..., :1, :], noise.shape).copy()
 
@@ -292,37 +307,37 @@ def _numbers(seeds: Any, count: int) -> FloatArray:
     return np.where(words & np.uint64(1), sizes, -sizes)
 
 
-def _streams(count: int, *, messages: bool = False) -> Change:
+def _streams(count: int, *, messages: bool = False) -> NoiseMutation:
     """A generator that knows so many seeds: it gets one of them for every learner of a run, or for every message."""
 
-    def change(noise: FloatArray, draw: NoiseRequest, source: Source) -> FloatArray:
+    def change(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
         shape = (*noise.shape[:-1], 1)
         seeds = source.generator.integers(0, count, shape)
         if not messages:
-            seeds = source.kept.setdefault(shape, seeds) + (draw.round + 1) * 2**40
-        return draw.rounded(_numbers(seeds, noise.shape[-1]) * draw.scale)
+            seeds = source.memory.setdefault(shape, seeds) + (draw.round + 1) * 2**40
+        return draw.round_to_lattice(_numbers(seeds, noise.shape[-1]) * draw.scale)
 
     return change
 
 
-def _low_words(noise: FloatArray, draw: NoiseRequest, source: Source, share: float) -> FloatArray:
+def _low_words(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState, share: float) -> FloatArray:
     """The 32 low bits of some numbers are those of the number of the round before."""
-    if draw.grid is None:
+    if draw.spacing is None:
         return noise
-    steps, low = np.rint(noise / draw.grid).astype(np.int64), np.int64(2**32 - 1)
-    if (before := source.last(draw, steps)) is None:
+    steps, low = np.rint(noise / draw.spacing).astype(np.int64), np.int64(2**32 - 1)
+    if (before := source.replace_previous(draw, steps)) is None:
         return noise
     mixed = (steps & ~low) | (before & low)
-    return np.where(source.generator.random(noise.shape) < share, mixed, steps) * draw.grid
+    return np.where(source.generator.random(noise.shape) < share, mixed, steps) * draw.spacing
 
 
-def _restored(noise: FloatArray, draw: NoiseRequest, source: Source, share: float) -> FloatArray:
+def _restored(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState, share: float) -> FloatArray:
     """Some runs go on from a snapshot of the run before: they say its noise."""
     replicas = noise.shape[-2]
-    if replicas not in source.kept:
+    if replicas not in source.memory:
         own = np.arange(replicas)
-        source.kept[replicas] = np.where(source.generator.random(replicas) < share, np.maximum(own - 1, 0), own)
-    return noise[..., source.kept[replicas], :]
+        source.memory[replicas] = np.where(source.generator.random(replicas) < share, np.maximum(own - 1, 0), own)
+    return noise[..., source.memory[replicas], :]
 
 
 _runs = make_noise_mutant_factory("across runs")
@@ -332,7 +347,7 @@ def _started(run: Run) -> float:
     return float(run.spec.n_learners)
 
 
-RUNS = (
+CROSS_RUN_MUTANTS = (
     _runs(
         "constant seed",
         "every run draws from the same seed",
@@ -362,7 +377,7 @@ RUNS = (
             f"low words again in {100 * share:g} %",
             "32 low bits said again a round later",
             partial(_low_words, share=share),
-            estimate_from_numbers(event(share, 2.0**-32), share),
+            estimate_from_numbers(compute_bernoulli_kl(share, 2.0**-32), share),
         )
         for share in (0.01, 0.0005)
     ),
@@ -370,7 +385,7 @@ RUNS = (
         "restored",
         "2 % of the runs say the noise of the run before",
         partial(_restored, share=0.02),
-        estimate_from_runs(event(0.02, 2.0**-60), 0.02),
+        estimate_from_runs(compute_bernoulli_kl(0.02, 2.0**-60), 0.02),
     ),
 )
 """Noise that runs share."""

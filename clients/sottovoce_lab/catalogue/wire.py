@@ -12,16 +12,25 @@ from functools import partial
 import numpy as np
 
 from sottovoce_core.algorithms.interface import LatticeAlgorithm
-from sottovoce_core.algorithms.setting import spread
+from sottovoce_core.algorithms.setting import broadcast_to_learners
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.noticing import ExpectedTraffic, OnlineChecks, Said
+from sottovoce_core.auditing.noticing import CapturedMessage, ExpectedTraffic, OnlineChecks
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worlds import RunChunk, children, overhear
+from sottovoce_core.auditing.worlds import RunChunk, simulate_runs, spawn_seeds
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import mean_gradient
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.run import Run
-from sottovoce_lab.mutants import MOST, MAX_QUICK_RUNS, Broken, Family, Mutant, Swap, mirrored, where
+from sottovoce_lab.mutants import (
+    MAX_QUICK_RUNS,
+    MAX_RUNS,
+    Family,
+    Fault,
+    Mutant,
+    WorldsFactory,
+    build_spike_worlds,
+    restrict_fault,
+)
 
 # ---- side channels ---------------------------------------------------------------------------------------------------
 
@@ -51,10 +60,10 @@ class _Inside:
 
 def _look_inside(plan: AuditPlan, share: RunChunk) -> _Inside:
     """Some runs of the simulator, as they look from inside."""
-    plan = plan.pairs[share.pair]
-    runs, _, other = children(share.seed, 3)
+    plan = plan.pairs[share.pair_index]
+    runs, _, other = spawn_seeds(share.seed, 3)
     same, learner = RunChunk(share.world, share.runs, runs), plan.worlds.learner
-    decisions = overhear(plan.run, plan.data, plan.worlds, same, SeededNoise, decisions=True).decisions
+    decisions = simulate_runs(plan.run, plan.data, plan.worlds, same, SeededNoise, keep_decisions=True).decisions
     assert decisions is not None  # noqa: S101 - asked for
     gradients = [_gradient(plan, share.world, t, said[learner]) for t, said in enumerate(decisions)]
     return _Inside(plan, share.world, np.stack(gradients), np.random.default_rng(other))
@@ -62,14 +71,18 @@ def _look_inside(plan: AuditPlan, share: RunChunk) -> _Inside:
 
 def _gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatArray:
     """Of a round's records, as the learner computes it, at `point (runs, dim)`."""
-    batch, loss = plan.worlds.of(world).batch(t), plan.run.loss
-    features, labels = loss.enforce(batch.features, batch.labels)
+    batch, loss = plan.worlds.get_records(world).batch(t), plan.run.loss
+    features, labels = loss.enforce_bounds(batch.features, batch.labels)
     return mean_gradient(loss, point, replace(batch, features=features, labels=labels))
 
 
 def _some_are_zero(plan: AuditPlan) -> bool:
     """Whether a number of a gradient is zero in some run of some pair of worlds."""
-    shares = (RunChunk(world, MAX_QUICK_RUNS, pair.seeds.audited, k) for k, pair in enumerate(plan.pairs) for world in (0, 1))
+    shares = (
+        RunChunk(world, MAX_QUICK_RUNS, pair.seeds.audited_runs, k)
+        for k, pair in enumerate(plan.pairs)
+        for world in (0, 1)
+    )
     return any(bool(np.any(_look_inside(plan, share).gradients == 0.0)) for share in shares)
 
 
@@ -80,7 +93,7 @@ def _packed(inside: _Inside) -> FloatArray:
 
 def _delays(inside: _Inside, extra: float, jitter: float) -> FloatArray:
     """Milliseconds of every round: 1, some more for a record that must be scaled down, and jitter."""
-    own, bound = inside.plan.worlds.of(inside.world), inside.plan.run.loss.feature_bound
+    own, bound = inside.plan.worlds.get_records(inside.world), inside.plan.run.loss.feature_bound
     rounds, runs = inside.gradients.shape[:2]
     slow = [np.count_nonzero(np.linalg.norm(own.batch(t).features, axis=1) > bound) for t in range(rounds)]
     return 1.0 + extra * np.array(slow, np.float64) + inside.generator.exponential(jitter, (runs, rounds))
@@ -108,7 +121,7 @@ def _failures(inside: _Inside, share: float) -> FloatArray:
 
 def _status(inside: _Inside) -> FloatArray:
     """Characters of the status text, which names a first record that had to be scaled down; half of the time it is cut."""
-    own, bound = inside.plan.worlds.of(inside.world), inside.plan.run.loss.feature_bound
+    own, bound = inside.plan.worlds.get_records(inside.world), inside.plan.run.loss.feature_bound
     runs = inside.gradients.shape[1]
     scaled = np.any(np.linalg.norm(own.batch(0).features, axis=1) > bound)
     cut = inside.generator.random((runs, 1)) < 0.5
@@ -118,7 +131,7 @@ def _status(inside: _Inside) -> FloatArray:
 _QUIET = "ldp-dol, epsilon 1"
 """The less is claimed, the fewer runs show that more is given away."""
 
-_BEYOND = mirrored(2.0, 0.0)
+_BEYOND = build_spike_worlds(2.0, 0.0)
 """For what only a record shows that must be scaled down; no audit has one of its own."""
 
 
@@ -126,13 +139,13 @@ def _leak(
     name: str,
     what: str,
     leak: Callable[[_Inside], FloatArray],
-    runs: int = MOST,
+    runs: int = MAX_RUNS,
     *,
-    swap: Swap | None = None,
+    swap: WorldsFactory | None = None,
     quick: bool = False,
 ) -> Mutant:
-    def breaks(plan: AuditPlan) -> Broken:
-        return Broken(leak=lambda plan, share: leak(_look_inside(plan, share)))
+    def breaks(plan: AuditPlan) -> Fault:
+        return Fault(compute_leak=lambda plan, share: leak(_look_inside(plan, share)))
 
     return Mutant(name, what, breaks, "black box", runs, _QUIET, swap, "beside the numbers", quick=quick)
 
@@ -161,19 +174,21 @@ class _Spoken:
 
     def __init__(self, plan: AuditPlan) -> None:
         self.plan = plan
-        share = RunChunk(0, 2, plan.seeds.swept)
-        self._both = overhear(plan.run, plan.data, plan.worlds, share, SeededNoise, everybody=True).transcript
+        share = RunChunk(0, 2, plan.seeds.sweep)
+        self._both = simulate_runs(
+            plan.run, plan.data, plan.worlds, share, SeededNoise, keep_all_learners=True
+        ).transcript
         rounds = range(self._both.rounds)
         self.messages = [self.said(t, i, j) for t in rounds for i, j in _channels(plan.run, t)]
 
-    def said(self, t: int, sender: int, receiver: int, replica: int = 0) -> Said:
+    def said(self, t: int, sender: int, receiver: int, replica: int = 0) -> CapturedMessage:
         """One message on its channel."""
         fields = {name: value[0, replica] for name, value in self._both.message(t, sender).fields.items()}
         body = b"".join(value.tobytes() for value in fields.values())
-        return Said(sender, receiver, 1, sender, t, fields, hashlib.sha256(body).digest(), len(body))
+        return CapturedMessage(sender, receiver, 1, sender, t, fields, hashlib.sha256(body).digest(), len(body))
 
     @property
-    def first(self) -> Said:
+    def first(self) -> CapturedMessage:
         """The audited learner's first message with noise.
 
         Raises:
@@ -188,18 +203,18 @@ class _Spoken:
 
 def _channels(run: Run, t: int) -> list[tuple[int, int]]:
     """Senders and receivers of a round."""
-    mixing, n = run.network.at(t), run.spec.n_learners
-    return [(sender, receiver) for receiver in range(n) for sender in mixing.heard_by(receiver)]
+    mixing, n = run.network.mixing(t), run.spec.n_learners
+    return [(sender, receiver) for receiver in range(n) for sender in mixing.in_neighbour_weights(receiver)]
 
 
-def _retried(spoken: _Spoken) -> list[Said]:
+def _retried(spoken: _Spoken) -> list[CapturedMessage]:
     """After a reconnect a round is said once more, with fresh noise on the same state."""
     first = spoken.first
     anew = replace(spoken.said(first.round, first.sender, first.receiver, 1), stream=2)
     return [each for said in spoken.messages for each in ((said, anew) if said is first else (said,))]
 
 
-def _two_faced(spoken: _Spoken) -> list[Said]:
+def _two_faced(spoken: _Spoken) -> list[CapturedMessage]:
     """One neighbour hears other noise than the rest.
 
     Raises:
@@ -214,7 +229,7 @@ def _two_faced(spoken: _Spoken) -> list[Said]:
     return [anew if said is other else said for said in spoken.messages]
 
 
-def _forgetful(spoken: _Spoken) -> list[Said]:
+def _forgetful(spoken: _Spoken) -> list[CapturedMessage]:
     """The learner stops where its budget ends, is restarted, has forgotten what it spent, and goes on for as much again.
 
     Raises:
@@ -242,24 +257,28 @@ def _budgets(run: Run) -> tuple[float, ...]:
     """
     if run.spec.privacy.budget is None:
         raise SpecError("the spec has no privacy.budget")
-    return tuple(spread(run.spec.privacy.budget, run.spec.n_learners, "privacy.budget"))
+    return tuple(broadcast_to_learners(run.spec.privacy.budget, run.spec.n_learners, "privacy.budget"))
 
 
 # ---- what is noticed -------------------------------------------------------------------------------------------------
 
 
-def _notices(heard: Sequence[Said], plan: AuditPlan) -> dict[Family, str]:
+def _notices(heard: Sequence[CapturedMessage], plan: AuditPlan) -> dict[Family, str]:
     """What is wrong with messages whatever their numbers: family to a sentence."""
     algorithm, found = plan.run.algorithm, dict[Family, str]()
-    noticing = OnlineChecks(ExpectedTraffic(lattice=algorithm.lattice) if isinstance(algorithm, LatticeAlgorithm) else ExpectedTraffic())
-    if findings := [finding.text for said in heard for finding in noticing.heard(said)]:
+    noticing = OnlineChecks(
+        ExpectedTraffic(lattice_spacings=algorithm.lattice_spacings)
+        if isinstance(algorithm, LatticeAlgorithm)
+        else ExpectedTraffic()
+    )
+    if findings := [finding.text for said in heard for finding in noticing.check_message(said)]:
         found["notices"] = findings[0]
     if spent := _overspent(heard, plan):
         found["ledger"] = spent[0]
     return found
 
 
-def _overspent(messages: Sequence[Said], plan: AuditPlan) -> list[str]:
+def _overspent(messages: Sequence[CapturedMessage], plan: AuditPlan) -> list[str]:
     """Learners whose messages claim more epsilon than their budget, whatever they remember of it; none without a budget.
 
     A message costs what the claim says of its round; other bytes in the same round are another message.
@@ -272,7 +291,7 @@ def _overspent(messages: Sequence[Said], plan: AuditPlan) -> list[str]:
     found = []
     for learner, budget in enumerate(_budgets(plan.run)):
         counts = np.diff(plan.data.learners[learner].offsets)
-        price = plan.run.guarantee(learner, counts).per_round
+        price = plan.run.guarantee(learner, counts).round_losses
         total = math.fsum(float(price[t]) for t, _ in said[learner])
         if total > budget * (1.0 + 1e-9):
             name = plan.run.spec.names[learner]
@@ -283,21 +302,23 @@ def _overspent(messages: Sequence[Said], plan: AuditPlan) -> list[str]:
 def _protocol(
     name: str,
     what: str,
-    doctored: Callable[[_Spoken], Sequence[Said]],
+    doctored: Callable[[_Spoken], Sequence[CapturedMessage]],
     family: Family = "notices",
     base: str = "ldp-dol",
 ) -> Mutant:
     """A mutant of whose messages something else is heard, in order."""
 
-    def breaks(plan: AuditPlan) -> Broken:
-        return Broken(noticed=lambda plan: _notices(doctored(_Spoken(plan)), plan))
+    def breaks(plan: AuditPlan) -> Fault:
+        return Fault(detect=lambda plan: _notices(doctored(_Spoken(plan)), plan))
 
     return Mutant(name, what, breaks, family, 1, base, kind="beside the numbers")
 
 
-WIRE = (
+SIDE_CHANNEL_MUTANTS = (
     _leak("norm in metadata", "gradient norm beside messages", lambda inside: inside.norms, 500, quick=True),
-    replace(_length, breaks=where(_length.breaks, _some_are_zero, "no number of a gradient is ever zero")),
+    replace(
+        _length, build_fault=restrict_fault(_length.build_fault, _some_are_zero, "no number of a gradient is ever zero")
+    ),
     _leak(
         "slow path",
         "clipping takes half a millisecond",

@@ -13,8 +13,8 @@ from sottovoce_core.algorithms.interface import Algorithm, Message
 from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.errors import SpecError
 
-_METHODS = ("field_shapes", "start", "speak", "listen", "decision", "overheard", "noise_scale", "accountant")
-_READ = "see docs/own-algorithm.md"
+_METHODS = ("field_shapes", "init", "emit", "update", "decision", "replay", "noise_scale", "accountant")
+_DOCS_HINT = "see docs/own-algorithm.md"
 
 
 def require_algorithm(built: object, parameters: object, dim: int) -> tuple[Algorithm[Any], tuple[RunWarning, ...]]:
@@ -31,30 +31,30 @@ def require_algorithm(built: object, parameters: object, dim: int) -> tuple[Algo
     if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[1], tuple)):
         raise SpecError(
             f"{_named(parameters, 'build')} must return the algorithm and a tuple of caveats, such as (algorithm, ()), "
-            f"got {_kind(built)}; {_READ}"
+            f"got {_kind(built)}; {_DOCS_HINT}"
         )
     algorithm, caveats = built
     if missing := [name for name in _METHODS if not callable(getattr(algorithm, name, None))]:
         raise SpecError(
             f"an algorithm must have the methods {', '.join(_METHODS)}, and {_named(algorithm)} has no "
-            f"{', '.join(missing)}; {_READ}"
+            f"{', '.join(missing)}; {_DOCS_HINT}"
         )
     name, own = (getattr(algorithm, each, None) for each in ("name", "dim"))
     if own != dim or not isinstance(name, str):
         raise SpecError(
             f"an algorithm must have a text `name` and `dim`, the number of parameters, which is {dim} here; "
-            f"{_named(algorithm)} has name {name!r} and dim {own!r}; {_READ}"
+            f"{_named(algorithm)} has name {name!r} and dim {own!r}; {_DOCS_HINT}"
         )
     shapes: object = algorithm.field_shapes()
     if not (isinstance(shapes, Mapping) and shapes and all(map(_is_field, shapes.items()))):
         raise SpecError(
             f"{_named(algorithm, 'field_shapes')} must return the shape of each field of a message by its name, such as "
-            f"{{'y': ({dim},)}}, got {shapes!r}; {_READ}"
+            f"{{'y': ({dim},)}}, got {shapes!r}; {_DOCS_HINT}"
         )
     return algorithm, caveats
 
 
-def require_emitted_message(algorithm: Algorithm[Any], spoken: object, lead: tuple[int, ...]) -> None:
+def require_emitted_message(algorithm: Algorithm[Any], result: object, lead: tuple[int, ...]) -> None:
     """Refuse what `speak` returned where its message has not the fields that the algorithm says.
 
     Args:
@@ -66,25 +66,25 @@ def require_emitted_message(algorithm: Algorithm[Any], spoken: object, lead: tup
         SpecError: it is no state with a message, or the fields, their shapes or types are others.
     """
     who = _named(algorithm, "speak")
-    if not (isinstance(spoken, tuple) and len(spoken) == 2 and isinstance(spoken[1], Message)):
-        raise SpecError(f"{who} must return the state and a Message, got {_kind(spoken)}; {_READ}")
-    said = spoken[1].fields
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Message)):
+        raise SpecError(f"{who} must return the state and a Message, got {_kind(result)}; {_DOCS_HINT}")
+    said = result[1].fields
     wanted = {name: (*lead, *shape) for name, shape in algorithm.field_shapes().items()}
     if said.keys() != wanted.keys():
         raise SpecError(
-            f"{who} must say the fields of field_shapes, {', '.join(wanted)}, got {', '.join(map(str, said)) or 'none'}; {_READ}"
+            f"{who} must say the fields of field_shapes, {', '.join(wanted)}, got {', '.join(map(str, said)) or 'none'}; {_DOCS_HINT}"
         )
     for name, shape in wanted.items():
         _require_array(f"the field {name} that {who} says", said[name], shape, lead)
 
 
-def require_decision(algorithm: Algorithm[Any], decided: object, lead: tuple[int, ...]) -> None:
+def require_decision(algorithm: Algorithm[Any], decision: object, lead: tuple[int, ...]) -> None:
     """Refuse a decision of another shape than the model's; as `require_emitted_message`.
 
     Raises:
         SpecError: it is.
     """
-    _require_array(f"what {_named(algorithm, 'decision')} returns", decided, (*lead, algorithm.dim), lead)
+    _require_array(f"what {_named(algorithm, 'decision')} returns", decision, (*lead, algorithm.dim), lead)
 
 
 def _require_array(what: str, value: object, shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
@@ -92,7 +92,7 @@ def _require_array(what: str, value: object, shape: tuple[int, ...], lead: tuple
         return
     came = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else _kind(value)
     raise SpecError(
-        f"{what} must be float64 of shape {shape}, {lead} for learners and replicas before its own, got {came}; {_READ}"
+        f"{what} must be float64 of shape {shape}, {lead} for learners and replicas before its own, got {came}; {_DOCS_HINT}"
     )
 
 

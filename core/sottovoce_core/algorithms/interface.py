@@ -2,8 +2,8 @@
 
 A round of one learner::
 
-    state, message = algorithm.speak(state, noise)     # what goes on the wire
-    state = algorithm.listen(state, heard, batch)      # after all neighbours were heard and the record arrived
+    state, message = algorithm.emit(state, noise)     # what goes on the wire
+    state = algorithm.update(state, heard, batch)      # after all neighbours were heard and the record arrived
 
 Shapes. A parameter array ends in the axis `dim`. The service drives one learner, so its arrays are `(dim,)`. The
 simulator stacks all learners and many replicas, so its arrays are `(learners, replicas, dim)`; the auditor stacks
@@ -28,7 +28,7 @@ StateT = TypeVar("StateT")
 
 
 @dataclass(frozen=True, slots=True)
-class Who:
+class StateAxes:
     """Which learners a state stands for, and how often.
 
     `learner` is one index (the service) or a tuple of them (the simulator, one entry per row of the leading axis; an
@@ -39,7 +39,7 @@ class Who:
     replicas: int | None = None
 
     @property
-    def lead(self) -> tuple[int, ...]:
+    def leading_shape(self) -> tuple[int, ...]:
         """The leading axes of every array of the state."""
         if isinstance(self.learner, int):
             return () if self.replicas is None else (self.replicas,)
@@ -127,10 +127,10 @@ class StackedMessages:
         return self.mixing.own_scalars
 
     def weighted_sum(self, name: str) -> FloatArray:
-        return self._sum(self.mixing.neighbours, name)
+        return self._sum(self.mixing.neighbour_weights, name)
 
     def total(self, name: str) -> FloatArray:
-        return self._sum((self.mixing.neighbours != 0).astype(np.float64), name)
+        return self._sum((self.mixing.neighbour_weights != 0).astype(np.float64), name)
 
     def _sum(self, weights: FloatArray, name: str) -> FloatArray:
         said = self.message[name]
@@ -142,7 +142,7 @@ class StackedMessages:
 class LatticeAlgorithm(Protocol):
     """An algorithm whose messages are on a lattice in some rounds: who overhears them can check it without any data."""
 
-    def lattice(self, learner: int, t: int) -> Mapping[str, float]:
+    def lattice_spacings(self, learner: int, t: int) -> Mapping[str, float]:
         """Fields of a learner's message of round t whose every value is a multiple of a power of two, and that power.
 
         True of a vector rounded to the lattice, with noise on it, as `mechanisms.add_laplace_noise` says it; not of a weighted
@@ -199,15 +199,15 @@ class Algorithm(Protocol[StateT]):
         """Shape of every field of a message without leading axes, in the order of the wire: what a receiver insists on."""
         ...
 
-    def start(self, who: Who) -> StateT:
+    def init(self, axes: StateAxes) -> StateT:
         """The state before round 0: independent of all data."""
         ...
 
-    def speak(self, state: StateT, noise: NoiseSource) -> tuple[StateT, Message]:
+    def emit(self, state: StateT, noise: NoiseSource) -> tuple[StateT, Message]:
         """Draw this round's noise, once, and form the message of this round."""
         ...
 
-    def listen(self, state: StateT, heard: ReceivedMessages, batch: Batch) -> StateT:
+    def update(self, state: StateT, received: ReceivedMessages, batch: Batch) -> StateT:
         """Take in the neighbours' messages and the new records, update, and step to the next round."""
         ...
 
@@ -215,7 +215,7 @@ class Algorithm(Protocol[StateT]):
         """The model in use, `(..., dim)`. It is private: it leaves a learner only where the run opted in."""
         ...
 
-    def overheard(self, state: StateT, message: Message) -> tuple[StateT, FloatArray]:
+    def replay(self, state: StateT, message: Message) -> tuple[StateT, FloatArray]:
         """Replay: the state after having said exactly `message`, and the log density of saying it, `(...)`.
 
         `listen` follows, as after `speak`. A message that could not have been said has log density `-inf`.

@@ -13,7 +13,7 @@ from sottovoce_core.losses import Loss
 from sottovoce_core.network.network import Network, PartialNetwork
 from sottovoce_core.network.topology import FixedNetwork
 from sottovoce_core.noise import MAX_NOISE_SCALE, MIN_NOISE_SCALE
-from sottovoce_core.registry import ENDLESS, Section
+from sottovoce_core.registry import UNBOUNDED_ROUNDS, Section
 
 # ---- per learner -----------------------------------------------------------------------------------------------------
 
@@ -21,22 +21,24 @@ PerLearner = float | tuple[float, ...]
 """One number for all learners, or a list with one number each."""
 
 
-def times(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
+def multiply_per_learner(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
     """Every learner's number times its factor; one number where all are equal.
 
     Raises:
         SpecError: a list of another length than `factors`.
     """
-    products = tuple(each * factor for each, factor in zip(spread(value, len(factors)), factors, strict=True))
+    products = tuple(
+        each * factor for each, factor in zip(broadcast_to_learners(value, len(factors)), factors, strict=True)
+    )
     return products[0] if len(set(products)) == 1 else products
 
 
-def divided(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
+def divide_per_learner(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
     """As `times`, divided: for what a loss is, not a noise."""
-    return times(value, tuple(1.0 / factor for factor in factors))
+    return multiply_per_learner(value, tuple(1.0 / factor for factor in factors))
 
 
-def spread(value: PerLearner, n_learners: int, field: str = "") -> tuple[float, ...]:
+def broadcast_to_learners(value: PerLearner, n_learners: int, field: str = "") -> tuple[float, ...]:
     """One number for all learners, or one each, as a tuple.
 
     Raises:
@@ -66,7 +68,7 @@ class RunWarning:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RunContext:
     """The surroundings of an algorithm.
 
     Attributes:
@@ -114,7 +116,7 @@ class Setting:
         Raises:
             AssumptionViolated: TOPOLOGY_FIXED.
         """
-        whole = self.network.whole if isinstance(self.network, PartialNetwork) else self.network
+        whole = self.network.full_network if isinstance(self.network, PartialNetwork) else self.network
         if isinstance(whole, FixedNetwork):
             return whole
         raise AssumptionViolated(
@@ -123,7 +125,7 @@ class Setting:
             "directed, or has in_degree or out_degree weights; give topology.graph, undirected, with other weights",
         )
 
-    def require_finite_rounds(self, what: str) -> None:
+    def require_finite_rounds(self, subject: str) -> None:
         """Refuse a run without a planned end.
 
         Args:
@@ -132,12 +134,12 @@ class Setting:
         Raises:
             AssumptionViolated: ENDLESS.
         """
-        if self.rounds >= ENDLESS:
+        if self.rounds >= UNBOUNDED_ROUNDS:
             raise AssumptionViolated(
-                "ENDLESS", f"{what} needs a number of rounds, got rounds: null; give one, or another algorithm"
+                "ENDLESS", f"{subject} needs a number of rounds, got rounds: null; give one, or another algorithm"
             )
 
-    def per_learner(self, value: PerLearner, field: str) -> tuple[float, ...]:
+    def broadcast_to_learners(self, value: PerLearner, field: str) -> tuple[float, ...]:
         """`value` as one number per learner.
 
         Args:
@@ -147,7 +149,7 @@ class Setting:
         Raises:
             SpecError: a list of another length than the number of learners.
         """
-        return spread(value, self.n_learners, field)
+        return broadcast_to_learners(value, self.n_learners, field)
 
 
 # ---- noise range -----------------------------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ class AlgorithmSpec(Section):
     name: str
     """Of a built-in algorithm, of one that an installed package offers, or `module:Class`."""
 
-    def build(self, setting: Setting) -> tuple[Algorithm[Any], tuple[RunWarning, ...]]:
+    def build(self, context: RunContext) -> tuple[Algorithm[Any], tuple[RunWarning, ...]]:
         """The algorithm in its surroundings, checked; and the conditions that only void a theorem.
 
         Raises:
@@ -188,10 +190,10 @@ class AlgorithmSpec(Section):
         """
         raise NotImplementedError
 
-    one_noise: ClassVar[bool] = False
+    has_shared_noise_scale: ClassVar[bool] = False
     """Do all learners share one number for their noise?"""
 
-    def noisier(self, factors: tuple[float, ...]) -> AlgorithmSpec:
+    def scale_noise(self, factors: tuple[float, ...]) -> AlgorithmSpec:
         """The same with every learner's noise multiplied: by `factors`, one for each.
 
         Raises:

@@ -21,31 +21,39 @@ from sottovoce_core.auditing.bounds import Bound, Test
 from sottovoce_core.auditing.coin_tests import (
     PairRuns,
     RunOutcomes,
-    calibration,
+    run_calibration_tests,
     run_channel_tests,
     run_classifier_tests,
     run_private_quantity_tests,
 )
-from sottovoce_core.auditing.likelihood import RoundLosses, RunLosses, RoundBounds, apart, bound_rounds, guess, ratios
+from sottovoce_core.auditing.likelihood import (
+    RoundBounds,
+    RoundLosses,
+    RunLosses,
+    bound_rounds,
+    compute_run_losses,
+    guess,
+    redraw_rounds,
+)
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.swaps import peak, search, swaps
-from sottovoce_core.auditing.verdict import Findings, Verdict, blamed, decide
-from sottovoce_core.auditing.views import RunFeatures, tables
+from sottovoce_core.auditing.swaps import compute_peak_losses, find_worst_replacement, list_replacements
+from sottovoce_core.auditing.verdict import Findings, Verdict, decide, find_blamed_learner
+from sottovoce_core.auditing.views import RunFeatures, build_tables
 from sottovoce_core.auditing.worlds import (
-    NoiseFactory,
-    Recording,
-    RunChunk,
-    Tell,
     CoupledRuns,
-    at_a_time,
-    children,
-    differences,
-    nobody,
+    NoiseFactory,
+    ProgressCallback,
+    RecordedRuns,
+    RunChunk,
+    compute_private_differences,
     count_numbers,
-    overhear,
-    shares,
-    twins,
-    within,
+    count_runs_in_memory,
+    discard_progress,
+    plan_chunks,
+    scale_progress,
+    simulate_coupled_runs,
+    simulate_runs,
+    spawn_seeds,
 )
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.optional import import_optional
@@ -68,8 +76,8 @@ MAX_CHUNK_RUNS = 2500
 _MADE, _MADE_OF_LOSSES = 0.1, 0.6
 """What share of the time of some runs their simulation takes, about: where their noise is examined, and where it is not."""
 
-Work = Callable[[RunChunk], "Examined"]
-Mapper = Callable[[Work, Sequence[RunChunk]], Iterable["Examined"]]
+ChunkTask = Callable[[RunChunk], "ChunkStatistics"]
+Mapper = Callable[[ChunkTask, Sequence[RunChunk]], Iterable["ChunkStatistics"]]
 """How shares are worked on: one after the other, as `map`, or side by side; in order."""
 CoinSource = Literal["seed", "operating system", "not known", "none"]
 """What chose the world of every run; none: all are of one world."""
@@ -92,13 +100,13 @@ class ChunkStatistics:
     """
 
     world: int
-    seen: FloatArray
-    channel: tuple[Mapping[str, RunFeatures], ...]
-    ratios: RunLosses | None
-    apart: RoundLosses | None
+    visible_numbers: FloatArray
+    channel_features: tuple[Mapping[str, RunFeatures], ...]
+    run_losses: RunLosses | None
+    round_losses: RoundLosses | None
     noise: Battery | None = None
-    pair: int = 0
-    private: FloatArray | None = None
+    pair_index: int = 0
+    private_differences: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +123,9 @@ class LearnerLoss:
     """
 
     learner: int
-    swap: str
+    replacement: str
     claim: float
-    largest: float
+    largest_loss: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,44 +155,44 @@ class Audit:
 
     plan: AuditPlan
     source: str
-    shown: RunLosses | None
-    worlds: IntArray
-    seen: FloatArray
-    views: Mapping[str, int]
-    about: int | None
+    run_losses: RunLosses | None
+    run_worlds: IntArray
+    visible_numbers: FloatArray
+    varying_counts: Mapping[str, int]
+    verdict_learner: int | None
     noise: FloatArray
-    numbers: int
-    learners: tuple[LearnerLoss, ...]
-    twins: CoupledRuns
-    found: Findings
+    noise_count: int
+    learner_losses: tuple[LearnerLoss, ...]
+    coupled_runs: CoupledRuns
+    findings: Findings
     verdict: Verdict
     captures: Mapping[str, str] = field(default_factory=dict)
-    coins: CoinSource = "seed"
-    provisos: tuple[str, ...] = ()
-    unproven: str = ""
+    coin_source: CoinSource = "seed"
+    assumptions: tuple[str, ...] = ()
+    unproven_reason: str = ""
 
     @property
     def black_box_claim(self) -> float:
         """The claim that the black box is held against."""
-        return _claim_seen(self.plan, self.views)
+        return _claim_seen(self.plan, self.varying_counts)
 
     @property
-    def largest(self) -> float:
+    def largest_loss(self) -> float:
         """The largest exact loss of any transcript; not-a-number where it is not known."""
-        return float("nan") if self.shown is None else float(self.shown.largest.max())
+        return float("nan") if self.run_losses is None else float(self.run_losses.largest_losses.max())
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def examine(
+def compute_chunk_statistics(
     plan: AuditPlan,
-    part: Recording,
+    part: RecordedRuns,
     pair: int = 0,
     single: RoundLosses | None = None,
-    tell: Tell = nobody,
+    tell: ProgressCallback = discard_progress,
     *,
-    losses_alone: bool = False,
+    losses_only: bool = False,
 ) -> ChunkStatistics:
     """Keep what the tests need of some runs.
 
@@ -197,18 +205,22 @@ def examine(
         losses_alone: their noise is not examined.
     """
     plan = plan.pairs[pair]
-    run, hears, transcript = plan.run, plan.listener, part.transcript
+    run, hears, transcript = plan.run, plan.adversary, part.transcript
     noise = None
-    if not losses_alone and hears.threat is not ThreatModel.OUTPUT:
+    if not losses_only and hears.threat is not ThreatModel.OUTPUT:
         from sottovoce_core.auditing.conformance.battery import examine_noise  # it needs scipy from the start
 
-        close = math.ceil(plan.close * transcript.replicas)
-        share = min(1.0, transcript.replicas * count_numbers(run) / max(1, plan.numbers))
+        close = math.ceil(plan.dependence_fraction * transcript.replicas)
+        share = min(1.0, transcript.replicas * count_numbers(run) / max(1, plan.noise_count))
         noise = examine_noise(run, plan.data, plan.worlds, part.world, transcript, close, share, tell)
-    replayed = ratios(run, plan.worlds, part, plan.claim) if hears.can_replay else None
-    seen = np.nan_to_num(hears.seen(part, plan.worlds, run), nan=0.0)  # what nobody heard
-    private = differences(run, plan.worlds, transcript) if hears.can_replay and part.channel else None
-    return ChunkStatistics(part.world, seen, part.channel, replayed, single, noise, pair, private)
+    replayed = compute_run_losses(run, plan.worlds, part, plan.claim) if hears.can_replay else None
+    seen = np.nan_to_num(hears.extract_visible_numbers(part, plan.worlds, run), nan=0.0)  # what nobody heard
+    private = (
+        compute_private_differences(run, plan.worlds, transcript)
+        if hears.can_replay and part.channel_features
+        else None
+    )
+    return ChunkStatistics(part.world, seen, part.channel_features, replayed, single, noise, pair, private)
 
 
 def _simulated(
@@ -228,25 +240,31 @@ def _simulated(
         actual: what really runs (default: what is claimed).
         losses_alone: their noise is not examined.
     """
-    pair = plan.pairs[share.pair]
-    runs, coins, drawn = children(share.seed, 3)
+    pair = plan.pairs[share.pair_index]
+    runs, coins, drawn = spawn_seeds(share.seed, 3)
     made = _MADE_OF_LOSSES if losses_alone else _MADE
-    of_share = RunChunk(share.world, share.runs, runs, tell=within(share.tell, 0.0, made))
-    decisions = pair.listener.threat is ThreatModel.OUTPUT
-    part = overhear(actual or pair.run, pair.data, pair.worlds, of_share, noise, everybody=True, decisions=decisions)
+    of_share = RunChunk(share.world, share.runs, runs, on_progress=scale_progress(share.on_progress, 0.0, made))
+    decisions = pair.adversary.threat is ThreatModel.OUTPUT
+    part = simulate_runs(
+        actual or pair.run, pair.data, pair.worlds, of_share, noise, keep_all_learners=True, keep_decisions=decisions
+    )
     single = None
-    if pair.listener.can_replay:
-        single = apart(pair.run, pair.worlds, part.transcript, noise(drawn), np.random.default_rng(coins), actual)
-    return examine(plan, part, share.pair, single, within(share.tell, made, 1.0), losses_alone=losses_alone)
+    if pair.adversary.can_replay:
+        single = redraw_rounds(
+            pair.run, pair.worlds, part.transcript, noise(drawn), np.random.default_rng(coins), actual
+        )
+    return compute_chunk_statistics(
+        plan, part, share.pair_index, single, scale_progress(share.on_progress, made, 1.0), losses_only=losses_alone
+    )
 
 
 def audit_simulated(
     plan: AuditPlan,
     *,
     noise: NoiseFactory = SeededNoise,
-    actual: Run | None = None,
+    actual_run: Run | None = None,
     mapper: Mapper = map,
-    say: Callable[[str], None] = lambda what: None,
+    on_stage: Callable[[str], None] = lambda what: None,
 ) -> Audit:
     """Audit on the simulator.
 
@@ -261,15 +279,17 @@ def audit_simulated(
         SpecError: scipy or scikit-learn are not installed.
     """
     lots = [
-        share for k, pair in enumerate(plan.pairs) for share in shares(pair.runs, _most(plan), pair.seeds.audited, k)
+        share
+        for k, pair in enumerate(plan.pairs)
+        for share in plan_chunks(pair.runs, _most(plan), pair.seeds.audited_runs, k)
     ]
 
-    say("simulating and examining")
-    heard = gathered(mapper(partial(_simulated, plan, noise=noise, actual=actual), lots))
-    return conclude(plan, heard, _few(plan, noise, actual), "the simulator", mapper=mapper, say=say)
+    on_stage("simulating and examining")
+    heard = merge_noise(mapper(partial(_simulated, plan, noise=noise, actual=actual_run), lots))
+    return conclude(plan, heard, _few(plan, noise, actual_run), "the simulator", mapper=mapper, on_stage=on_stage)
 
 
-def gathered(parts: Iterable[ChunkStatistics]) -> list[ChunkStatistics]:
+def merge_noise(parts: Iterable[ChunkStatistics]) -> list[ChunkStatistics]:
     """All parts, the noise of all of them in the first one, for what is kept of it is large."""
     kept: list[ChunkStatistics] = []
     for part in parts:
@@ -285,24 +305,24 @@ def gathered(parts: Iterable[ChunkStatistics]) -> list[ChunkStatistics]:
 
 def _most(plan: AuditPlan) -> int:
     """Of how many runs a share is, at most."""
-    decisions = plan.listener.threat is ThreatModel.OUTPUT
-    return min(MAX_CHUNK_RUNS, at_a_time(plan.run, decisions=decisions))
+    decisions = plan.adversary.threat is ThreatModel.OUTPUT
+    return min(MAX_CHUNK_RUNS, count_runs_in_memory(plan.run, keep_decisions=decisions))
 
 
 def _few(plan: AuditPlan, noise: NoiseFactory, actual: Run | None) -> Transcript:
     """All that is said in a few runs of the first world."""
     run = actual or plan.run
-    share = RunChunk(0, few(run), plan.seeds.swept)
-    return overhear(run, plan.data, plan.worlds, share, noise, everybody=True).transcript
+    share = RunChunk(0, count_sweep_runs(run), plan.seeds.sweep)
+    return simulate_runs(run, plan.data, plan.worlds, share, noise, keep_all_learners=True).transcript
 
 
-def few(run: Run) -> int:
+def count_sweep_runs(run: Run) -> int:
     """Runs in which the losses of all learners are looked at, at most."""
     fitting = _MAX_SWEEP_NUMBERS * run.spec.n_learners // count_numbers(run)
     return max(1, min(_MAX_SWEEP_RUNS, fitting))
 
 
-def rehearsed(runs: int) -> int:
+def count_rehearsal_runs(runs: int) -> int:
     """Runs of each world from which thresholds are fixed: rare strong losses count where there are many runs."""
     return min(runs, max(500, runs // 10))
 
@@ -316,9 +336,9 @@ def conclude(
     transcript: Transcript,
     source: str,
     *,
-    starts: RunOutcomes | None = None,
+    run_outcomes: RunOutcomes | None = None,
     mapper: Mapper = map,
-    say: Callable[[str], None] = lambda what: None,
+    on_stage: Callable[[str], None] = lambda what: None,
 ) -> Audit:
     """All tests of what was heard, and the verdict.
 
@@ -336,34 +356,34 @@ def conclude(
     """
     for extra, package in (("scipy", "scipy"), ("sklearn", "scikit-learn")):
         import_optional(extra, package, "an audit")
-    lost = {} if starts is None else starts.lost
-    by_pair = ([part for part in heard if part.pair == k] for k in range(len(plan.pairs)))
-    pairs = [_Pair(each, lost.get(each[0].pair)) for each in by_pair if each]
+    lost = {} if run_outcomes is None else run_outcomes.incomplete_losses
+    by_pair = ([part for part in heard if part.pair_index == k] for k in range(len(plan.pairs)))
+    pairs = [_Pair(each, lost.get(each[0].pair_index)) for each in by_pair if each]
     first, noise = pairs[0], heard[0].noise
-    found = _findings(plan, pairs, noise, starts, mapper, say)
-    about = blamed(found, plan.run.spec.names, plan.worlds.learner)
+    found = _findings(plan, pairs, noise, run_outcomes, mapper, on_stage)
+    about = find_blamed_learner(found, plan.run.spec.names, plan.worlds.learner)
     return Audit(
         plan=plan,
         source=source,
-        shown=first.started,
-        worlds=first.worlds,
-        seen=first.seen,
-        views={name: int((view != view[:1]).any(axis=0).sum()) for name, view in first.views.items()},
-        about=about,
+        run_losses=first.started,
+        run_worlds=first.worlds,
+        visible_numbers=first.seen,
+        varying_counts={name: int((view != view[:1]).any(axis=0).sum()) for name, view in first.views.items()},
+        verdict_learner=about,
         noise=_shown(noise, about),
-        numbers=0 if noise is None else noise.numbers,
-        learners=_sweep(plan, transcript),
-        twins=twins(plan.run, plan.data, plan.worlds, plan.seeds.twins),
-        found=found,
+        noise_count=0 if noise is None else noise.noise_count,
+        learner_losses=_sweep(plan, transcript),
+        coupled_runs=simulate_coupled_runs(plan.run, plan.data, plan.worlds, plan.seeds.coupled_runs),
+        findings=found,
         verdict=decide(found),
     )
 
 
 def _shown(noise: Battery | None, learner: int | None) -> FloatArray:
     """Of this learner, or of all."""
-    if noise is None or not noise.shown:
+    if noise is None or not noise.noise_samples:
         return np.empty(0)
-    return np.concatenate(noise.shown) if learner is None else noise.shown[learner]
+    return np.concatenate(noise.noise_samples) if learner is None else noise.noise_samples[learner]
 
 
 class _Pair:
@@ -379,20 +399,20 @@ class _Pair:
 
     def __init__(self, parts: Sequence[ChunkStatistics], lost: RunLosses | None) -> None:
         self.parts = parts
-        self.seen = np.concatenate([part.seen for part in parts])
-        self.worlds = np.concatenate([np.full(len(part.seen), part.world) for part in parts])
-        channel = [run for part in parts for run in part.channel]
-        self.views = {**build_number_views(self.seen), **(tables(channel) if channel else {})}
-        known = [part.ratios for part in parts if part.ratios is not None]
-        self.losses = RunLosses.joined(known) if known else None
-        self.started = RunLosses.joined([*known, lost]) if known and lost is not None else self.losses
+        self.seen = np.concatenate([part.visible_numbers for part in parts])
+        self.worlds = np.concatenate([np.full(len(part.visible_numbers), part.world) for part in parts])
+        channel = [run for part in parts for run in part.channel_features]
+        self.views = {**build_number_views(self.seen), **(build_tables(channel) if channel else {})}
+        known = [part.run_losses for part in parts if part.run_losses is not None]
+        self.losses = RunLosses.concatenate(known) if known else None
+        self.started = RunLosses.concatenate([*known, lost]) if known and lost is not None else self.losses
 
     @property
     def judged(self) -> PairRuns | None:
         """For the tests of what the messages do not say; None where nobody knows what they do say."""
         if self.losses is None:
             return None
-        known = [part.private for part in self.parts if part.private is not None]
+        known = [part.private_differences for part in self.parts if part.private_differences is not None]
         private = np.concatenate(known) if len(known) == len(self.parts) else None
         return PairRuns(self.losses.total, 1 - self.losses.worlds, self.views, private)
 
@@ -406,57 +426,63 @@ def _findings(
     say: Callable[[str], None],
 ) -> Findings:
     """What all families find; where the coins are none, only what needs no coin."""
-    from sottovoce_core.auditing.verdict import reached
+    from sottovoce_core.auditing.verdict import add_detectable_effects
 
-    numbers = 0 if noise is None else noise.numbers
+    numbers = 0 if noise is None else noise.noise_count
     say("conformance")
-    conformance = () if noise is None else noise.tests(plan.levels)
+    conformance = () if noise is None else noise.compute_tests(plan.alpha_allocation)
     guessed, rounds = _likelihood(plan, pairs[0], mapper, say)
     say("black box")
     views = pairs[0].views
     attacks = (
-        attack(views, pairs[0].worlds, plan.levels, _claim_seen(plan, views), plan.seeds.black_box)
-        if plan.paired
+        attack(views, pairs[0].worlds, plan.alpha_allocation, _claim_seen(plan, views), plan.seeds.black_box)
+        if plan.has_both_worlds
         else ()
     )
     where, coins = (
         plan.run.spec.names[plan.worlds.learner],
-        _of_coins(plan, pairs, starts, attacks) if plan.paired else (),
+        _of_coins(plan, pairs, starts, attacks) if plan.has_both_worlds else (),
     )
     claimed = ((pair.started, each.claim) for pair, each in zip(pairs, plan.pairs, strict=False))
-    excesses = (started.excess(claim) for started, claim in claimed if started is not None)
+    excesses = (started.find_excess(claim) for started, claim in claimed if started is not None)
     found = Findings(
-        runs=plan.all_runs,
-        levels=plan.levels,
+        runs=plan.total_runs,
+        alpha_allocation=plan.alpha_allocation,
         claim=plan.epsilon,
-        tests=(*conformance, *(replace(test, where=where) for test in coins)),
+        tests=(*conformance, *(replace(test, location=where) for test in coins)),
         bounds=(*guessed, *(each.bound for each in attacks)),
         excess=next((excess for excess in excesses if excess is not None), None),
-        rounds=rounds,
-        paired=plan.paired,
-        void=starts.void(plan.levels.of("black box", "worlds")) if starts is not None and plan.paired else "",
+        round_bounds=rounds,
+        has_both_worlds=plan.has_both_worlds,
+        void_reason=starts.explain_unfair_coins(plan.alpha_allocation.compute_level("black box", "worlds"))
+        if starts is not None and plan.has_both_worlds
+        else "",
     )
     losses = np.concatenate([np.empty(0), *(pair.losses.total for pair in pairs if pair.losses is not None)])
-    found = reached(found, plan, numbers, losses)
-    return found.coin_free_findings if found.void else found
+    found = add_detectable_effects(found, plan, numbers, losses)
+    return found.coin_free_findings if found.void_reason else found
 
 
 def _likelihood(
     plan: AuditPlan, pair: _Pair, mapper: Mapper, say: Callable[[str], None]
 ) -> tuple[tuple[Bound, ...], RoundBounds | None]:
     """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
-    if pair.started is None or not plan.paired:
+    if pair.started is None or not plan.has_both_worlds:
         return (), None
     say("fixing thresholds")
-    lots = shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)
+    lots = plan_chunks(count_rehearsal_runs(plan.runs), _most(plan), plan.seeds.rehearsal)
     before = list(mapper(partial(_simulated, plan, losses_alone=True), lots))
-    claimed = RunLosses.joined([part.ratios for part in before if part.ratios is not None])
+    claimed = RunLosses.concatenate([part.run_losses for part in before if part.run_losses is not None])
     say("whole runs and single rounds")
-    bound = guess(pair.started, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
-    audited, single = ([part.apart for part in each if part.apart is not None] for each in (pair.parts, before))
+    bound = guess(pair.started, claimed, plan.epsilon, plan.alpha_allocation.compute_level("likelihood", "whole runs"))
+    audited, single = (
+        [part.round_losses for part in each if part.round_losses is not None] for each in (pair.parts, before)
+    )
     if len(audited) < len(pair.parts):
         return (bound,), None
-    return (bound,), bound_rounds(RoundLosses.joined(audited), RoundLosses.joined(single), plan.per_round, plan.levels)
+    return (bound,), bound_rounds(
+        RoundLosses.concatenate(audited), RoundLosses.concatenate(single), plan.claim_per_round, plan.alpha_allocation
+    )
 
 
 def _of_coins(
@@ -469,8 +495,8 @@ def _of_coins(
     beside = (*ends, *run_channel_tests(judged), *run_private_quantity_tests(judged), *learned)
     losses = [pair.started for pair in pairs if pair.started is not None]
     return (
-        *plan.levels.judged("calibration", calibration(losses) if losses else ()),
-        *plan.levels.judged("worlds", beside),
+        *plan.alpha_allocation.assign_levels("calibration", run_calibration_tests(losses) if losses else ()),
+        *plan.alpha_allocation.assign_levels("worlds", beside),
     )
 
 
@@ -484,13 +510,13 @@ def _claim_seen(plan: AuditPlan, views: Iterable[str]) -> float:
 
 def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
     """Exact losses of every learner, for the most telling swap of its first record."""
-    data = plan.worlds.data(plan.data, 0)
-    if not plan.listener.can_replay or plan.worlds.shared or len(data.learners) > _MAX_SWEEP_LEARNERS:
+    data = plan.worlds.build_data(plan.data, 0)
+    if not plan.adversary.can_replay or plan.worlds.is_shared or len(data.learners) > _MAX_SWEEP_LEARNERS:
         return ()
     found = []
     for i, own in enumerate(data.learners):
-        if len(own.order) and (tried := swaps(data, i, schema=plan.run.spec.data.schema)):
+        if len(own.order) and (tried := list_replacements(data, i, schema=plan.run.spec.data.schema)):
             claim = plan.run.guarantee(i, np.diff(own.offsets)).epsilon()
-            (_, swap), largest = search(plan.run, transcript, (i,), own, tried, peak)
+            (_, swap), largest = find_worst_replacement(plan.run, transcript, (i,), own, tried, compute_peak_losses)
             found.append(LearnerLoss(i, swap, claim, largest))
     return tuple(found)

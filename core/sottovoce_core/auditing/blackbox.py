@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Bound, AlphaAllocation, compute_epsilon_lower_bound
+from sottovoce_core.auditing.bounds import AlphaAllocation, Bound, compute_epsilon_lower_bound
 from sottovoce_core.optional import import_optional
 
-ROUNDS, WIDTH = 16, 128
+MAX_ROUNDS, MAX_NUMBERS = 16, 128
 """The first rounds, and the first numbers of them, that are looked at: of one run."""
 
 _FOLDS = 3
@@ -64,7 +64,7 @@ _MAX_FEATURE_SIZE = 1e30
 """Maximum size of the numbers that classifiers are given; float32 ends at 3.4e38."""
 
 
-def tested(runs: int) -> int:
+def count_guessed_runs(runs: int) -> int:
     """How many of so many runs are guessed."""
     return runs - 3 * runs // 5
 
@@ -72,12 +72,12 @@ def tested(runs: int) -> int:
 def split(runs: int, seed: np.random.SeedSequence) -> tuple[IntArray, IntArray]:
     """Of so many runs those that are learnt from, and those that are guessed, as `attack` with this seed has them."""
     order = np.random.default_rng(seed).permutation(runs)
-    return order[: runs - tested(runs)], order[runs - tested(runs) :]
+    return order[: runs - count_guessed_runs(runs)], order[runs - count_guessed_runs(runs) :]
 
 
-def level(levels: AlphaAllocation) -> float:
+def compute_classifier_level(levels: AlphaAllocation) -> float:
     """Of every classifier's bound."""
-    return levels.of("black box", "classifiers", len(_CLASSIFIERS))
+    return levels.compute_level("black box", "classifiers", len(_CLASSIFIERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Attack:
     """
 
     bound: Bound
-    guessed: IntArray
+    guessed_runs: IntArray
     scores: FloatArray
 
 
@@ -120,7 +120,9 @@ def attack(
     varying = {name: _in_range(view) for name, view in _varying(views).items()}
     if any(len(np.unique(fold)) < 2 for fold in np.array_split(worlds[learnt], _FOLDS)):
         varying = {}  # too few runs to learn from
-    blank = Bound("black box", "", "", 0, 0, claim, level(levels), delta=delta, tested=len(guessed))
+    blank = Bound(
+        "black box", "", "", 0, 0, claim, compute_classifier_level(levels), delta=delta, guessable_runs=len(guessed)
+    )
     sklearn = import_optional("sklearn", "scikit-learn", "an audit")
     # Views are finite. Checks of settings and numbers, once for each of sixty small trees, take a sixth of the time.
     with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
@@ -170,7 +172,9 @@ def _attempt(
     scores = model.fit(features[learnt], worlds[learnt]).decision_function(features[guessed])
     made = np.abs(scores) >= threshold
     right = (scores > 0) == (worlds[guessed] == 1)
-    bound = replace(blank, view=view, correct=int(right[made].sum()), guesses=int(made.sum()), threshold=threshold)
+    bound = replace(
+        blank, view=view, correct_guesses=int(right[made].sum()), guesses=int(made.sum()), threshold=threshold
+    )
     return Attack(bound, guessed, scores)
 
 
@@ -181,9 +185,9 @@ def _least(scores: FloatArray, worlds: IntArray, blank: Bound) -> tuple[float, f
     for share in (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0):
         least = float(np.quantile(np.abs(scores), 1.0 - share))
         guessed = np.abs(scores) >= least
-        scale = blank.tested / len(scores)
+        scale = blank.guessable_runs / len(scores)
         correct, guesses = int(scale * right[guessed].sum()), int(scale * guessed.sum())
-        promise = compute_epsilon_lower_bound(correct, guesses, blank.level, blank.delta, blank.tested)
+        promise = compute_epsilon_lower_bound(correct, guesses, blank.level, blank.delta, blank.guessable_runs)
         if promise > best[1]:
             best = (least, promise)
     return best

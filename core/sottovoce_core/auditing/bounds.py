@@ -24,7 +24,7 @@ from sottovoce_core.optional import import_optional
 # ---- the error budget ------------------------------------------------------------------------------------------------
 
 Family = Literal["conformance", "likelihood", "black box"]
-Part = Literal[
+BudgetPart = Literal[
     "marginal",
     "lattice",
     "dependence",
@@ -36,7 +36,7 @@ Part = Literal[
     "worlds",
 ]
 
-ALPHA_ALLOCATION: Mapping[Family, Mapping[Part, Fraction]] = {
+ALPHA_ALLOCATION: Mapping[Family, Mapping[BudgetPart, Fraction]] = {
     "conformance": {
         "marginal": Fraction(2, 15),
         "lattice": Fraction(1, 10),
@@ -52,12 +52,12 @@ ALPHA_ALLOCATION: Mapping[Family, Mapping[Part, Fraction]] = {
 }
 """Of alpha, by family and part of it. They add up to one: a third for bounds on epsilon, the rest for tests."""
 
-BLIND: Mapping[Family, Mapping[Part, Fraction]] = {
+BLACK_BOX_ALLOCATION: Mapping[Family, Mapping[BudgetPart, Fraction]] = {
     "black box": {"classifiers": Fraction(1)},
 }
 """Where nothing is known of the algorithm, there is one family."""
 
-NOISE_ALLOCATION: Mapping[Family, Mapping[Part, Fraction]] = {
+NOISE_ALLOCATION: Mapping[Family, Mapping[BudgetPart, Fraction]] = {
     "conformance": {"marginal": Fraction(1, 4), "dependence": Fraction(1, 8), "freshness": Fraction(1, 8)},
     "black box": {"classifiers": Fraction(1, 2)},
 }
@@ -73,17 +73,17 @@ class Test:
     """One test and its result."""
 
     name: str
-    what: str
+    description: str
     """What is tested, in a few words."""
     statistic: float
     p_value: float
     """How likely a statistic this extreme is where the claim holds."""
-    where: str = ""
+    location: str = ""
     """The learner, round and field that the statistic was largest at; empty if it belongs to no one place."""
-    primary: bool = True
+    is_primary: bool = True
     """Whether it is of those that share the first half of their part's level; the others share the second half."""
     family: Family = "conformance"
-    part: Part | None = None
+    part: BudgetPart | None = None
     """Of the budget; None until the test has its part of one."""
     level: float = 0.0
     """A smaller p-value refutes the claim; 0 until the test has its part of a budget (`AlphaAllocation.judged`)."""
@@ -91,12 +91,12 @@ class Test:
     __test__ = False  # pytest collects classes of this name
 
     @property
-    def chance(self) -> str:
+    def p_value_text(self) -> str:
         """The p-value in words: `p = 4.4e-07`, `p < 1e-300`."""
         return f"p < {MIN_PRINTED_P_VALUE:g}" if self.p_value < MIN_PRINTED_P_VALUE else f"p = {self.p_value:.2g}"
 
     @property
-    def rejects(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the claim fails here."""
         return self.p_value < self.level
 
@@ -111,19 +111,19 @@ class AlphaAllocation:
     """
 
     alpha: float
-    shares: Mapping[Family, Mapping[Part, Fraction]] = field(default_factory=lambda: ALPHA_ALLOCATION)
+    fractions: Mapping[Family, Mapping[BudgetPart, Fraction]] = field(default_factory=lambda: ALPHA_ALLOCATION)
 
-    def of(self, family: Family, part: Part, among: int = 1) -> float:
+    def compute_level(self, family: Family, part: BudgetPart, among: int = 1) -> float:
         """Of each of so many tests or bounds that share a part evenly."""
-        share = self.shares[family][part]
+        share = self.fractions[family][part]
         return self.alpha * share.numerator / share.denominator / among
 
-    def judged(self, part: Part, tests: Sequence[Test]) -> tuple[Test, ...]:
+    def assign_levels(self, part: BudgetPart, tests: Sequence[Test]) -> tuple[Test, ...]:
         """Tests of a part, each with its level: half of it for the primary ones, half for the others, evenly."""
-        family = next(family for family, parts in self.shares.items() if part in parts)
-        counts = Counter(test.primary for test in tests)
-        level = {primary: self.of(family, part, len(counts) * count) for primary, count in counts.items()}
-        return tuple(replace(test, family=family, part=part, level=level[test.primary]) for test in tests)
+        family = next(family for family, parts in self.fractions.items() if part in parts)
+        counts = Counter(test.is_primary for test in tests)
+        level = {primary: self.compute_level(family, part, len(counts) * count) for primary, count in counts.items()}
+        return tuple(replace(test, family=family, part=part, level=level[test.is_primary]) for test in tests)
 
 
 # ---- lower bounds on epsilon -----------------------------------------------------------------------------------------
@@ -150,22 +150,22 @@ class Bound:
     family: Family
     guesser: str
     view: str
-    correct: int
+    correct_guesses: int
     guesses: int
     claim: float
     level: float
     threshold: float = 0.0
     delta: float = 0.0
-    tested: int = 0
-    where: str = ""
+    guessable_runs: int = 0
+    location: str = ""
     value: float = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", self.at(self.level))
+        object.__setattr__(self, "value", self.compute_bound(self.level))
 
-    def at(self, level: float, factor: int = 1) -> float:
+    def compute_bound(self, level: float, factor: int = 1) -> float:
         """The bound at another level, or with so many times the runs and the same rate of right guesses."""
-        correct, guesses, tested = factor * self.correct, factor * self.guesses, factor * self.tested
+        correct, guesses, tested = factor * self.correct_guesses, factor * self.guesses, factor * self.guessable_runs
         return compute_epsilon_lower_bound(correct, guesses, level, self.delta, tested)
 
     @property
@@ -174,7 +174,7 @@ class Bound:
         return f"{self.guesser} on {self.view}" if self.view else self.guesser
 
     @property
-    def rejects(self) -> bool:
+    def is_above_claim(self) -> bool:
         """Whether the claim fails here."""
         return self.value > self.claim
 
@@ -182,7 +182,7 @@ class Bound:
         """By what factor more runs with the same rate of right guesses would put it above the claim; None: never."""
         factor = 1
         while factor <= most:
-            if self.at(self.level, factor) > self.claim:
+            if self.compute_bound(self.level, factor) > self.claim:
                 return factor
             factor *= 2
         return None
@@ -228,7 +228,7 @@ def compute_needed_runs(epsilon: float, alpha: float = 0.05, share: float = 0.9)
     return math.ceil((quantile / (1.0 - share)) ** 2 * (1.0 + math.exp(epsilon)) / epsilon**2)
 
 
-MOST_RUNS = 10**9
+MAX_RUNS = 10**9
 """More than anybody makes."""
 
 
@@ -241,13 +241,13 @@ def compute_min_runs(epsilon: float, alpha: float, of: float = 1.0, delta: float
         of: the share of runs that is guessed.
         delta: at which epsilon is bounded.
     """
-    if epsilon > math.log(2 * MOST_RUNS):  # each run shows less than a coin that falls so once in as many times
+    if epsilon > math.log(2 * MAX_RUNS):  # each run shows less than a coin that falls so once in as many times
         return math.inf
     right = math.log(alpha) / -math.log1p(math.exp(-epsilon))
     if delta > 0.0:
         return _runs_at_delta(epsilon, alpha, of, delta)
     runs = math.ceil((math.floor(right) + 1) / of / 2)
-    return runs if runs <= MOST_RUNS else math.inf
+    return runs if runs <= MAX_RUNS else math.inf
 
 
 def _runs_at_delta(epsilon: float, alpha: float, of: float, delta: float) -> float:
@@ -260,7 +260,7 @@ def _runs_at_delta(epsilon: float, alpha: float, of: float, delta: float) -> flo
     high = 1
     while not shows(high):
         high *= 2
-        if high > MOST_RUNS:
+        if high > MAX_RUNS:
             return math.inf
     low = high // 2
     while high - low > 1:
@@ -269,12 +269,12 @@ def _runs_at_delta(epsilon: float, alpha: float, of: float, delta: float) -> flo
     return high
 
 
-def ceiling(runs: int, alpha: float) -> float:
+def compute_max_provable_epsilon(runs: int, alpha: float) -> float:
     """The bound if the coins of all runs, so many of each world, are guessed right: about `ln(2 N / 3)` at 95 %."""
     return compute_epsilon_lower_bound(2 * runs, 2 * runs, alpha)
 
 
-def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
+def choose_threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
     """From which strength on to guess, so that the bound is largest on average; below it: abstain.
 
     It must not see the runs that are audited: fed with them, the bound no longer holds.
@@ -297,7 +297,7 @@ def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
     return float(ordered[lasts[int(np.argmax(bounds))]]) * (1.0 - 1e-9)
 
 
-def interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+def compute_confidence_interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
     """Clopper-Pearson interval of a rate, two-sided."""
     stats = import_optional("scipy.stats", "scipy", "a confidence interval")
     found = stats.binomtest(count, trials).proportion_ci(confidence)

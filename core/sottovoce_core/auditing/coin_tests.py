@@ -61,7 +61,7 @@ _STEPS = 30
 """Of Newton's method at most: any theta gives a valid bound, the best one the smallest."""
 
 
-def calibration(pairs: Iterable[RunLosses]) -> tuple[Test, ...]:
+def run_calibration_tests(pairs: Iterable[RunLosses]) -> tuple[Test, ...]:
     """Hold the coins of all runs against their losses.
 
     Args:
@@ -70,7 +70,7 @@ def calibration(pairs: Iterable[RunLosses]) -> tuple[Test, ...]:
     losses = list(pairs)
     coins = np.concatenate([1 - each.worlds for each in losses])
     total = np.concatenate([each.total for each in losses])
-    stretches = np.concatenate([each.stretches for each in losses])
+    stretches = np.concatenate([each.segment_losses for each in losses])
     sign, finite = np.sign(total), np.nan_to_num(total, posinf=0.0, neginf=0.0)
     of_round, rounds = _worst(total, coins, stretches)
     of_bin, bins = _worst(total, coins, _by_strength(total))
@@ -93,7 +93,7 @@ def calibration(pairs: Iterable[RunLosses]) -> tuple[Test, ...]:
         ("losses of rounds", "the loss of every round says of the coin what it should", (of_round, rounds), False),
         ("guesses by strength", "guesses of every strength are right as often as it says", (of_bin, bins), False),
     ]
-    return tuple(Test(name, what, statistic, p, primary=primary) for name, what, (statistic, p), primary in found)
+    return tuple(Test(name, what, statistic, p, is_primary=primary) for name, what, (statistic, p), primary in found)
 
 
 def _tilted(losses: FloatArray, coins: IntArray, instrument: FloatArray) -> tuple[float, float]:
@@ -178,7 +178,7 @@ def _by_strength(losses: FloatArray) -> FloatArray:
 MAX_UNTRACED_RUNS = 1
 """Runs that an audit which is cut off can leave without a trace: it makes one after the other."""
 
-WHOLE = "complete"
+COMPLETE_OUTCOME = "complete"
 """The outcome of a run of which all rounds were overheard."""
 
 
@@ -195,8 +195,8 @@ class RunOutcomes:
 
     worlds: IntArray
     outcomes: tuple[str, ...]
-    lost: Mapping[int, RunLosses] = field(default_factory=dict)
-    unknown: int = 0
+    incomplete_losses: Mapping[int, RunLosses] = field(default_factory=dict)
+    untraced_count: int = 0
 
     @property
     def coin_p_value(self) -> float:
@@ -210,14 +210,14 @@ class RunOutcomes:
         seconds = int(self.worlds.sum())
         return len(self.worlds) - seconds, seconds
 
-    def void(self, level: float) -> str:
+    def explain_unfair_coins(self, level: float) -> str:
         """Why the coins are none; empty where they may be fair ones.
 
         Args:
             level: with which probability fair coins may be taken for others.
         """
-        if self.unknown > MAX_UNTRACED_RUNS:
-            return f"{self.unknown:,} started runs left neither a capture nor a coin: nobody knows in which world they were"
+        if self.untraced_count > MAX_UNTRACED_RUNS:
+            return f"{self.untraced_count:,} started runs left neither a capture nor a coin: nobody knows in which world they were"
         if self.coin_p_value < level:
             first, second = self.counts
             return (
@@ -238,7 +238,7 @@ class RunOutcomes:
         )
         return Test(
             name="outcomes of runs",
-            what=f"runs end alike in both worlds: {ends}",
+            description=f"runs end alike in both worlds: {ends}",
             statistic=float(first - second),
             p_value=min(1.0, len(p_values) * p_values[name]) if name else 1.0,
             family="black box",
@@ -247,11 +247,11 @@ class RunOutcomes:
     def _tables(self) -> Iterator[tuple[str, tuple[tuple[int, int], tuple[int, int]]]]:
         """Runs of the first and of the second world with this outcome, and without it."""
         counts = Counter(zip(self.outcomes, self.worlds.tolist(), strict=True))
-        names = sorted(set(self.outcomes) - {WHOLE})
+        names = sorted(set(self.outcomes) - {COMPLETE_OUTCOME})
         for name in names:
             yield name, self._table(counts[name, 0], counts[name, 1])
         if len(names) > 1:
-            first, second = (total - counts[WHOLE, world] for world, total in enumerate(self.counts))
+            first, second = (total - counts[COMPLETE_OUTCOME, world] for world, total in enumerate(self.counts))
             yield "not complete", self._table(first, second)
 
     def _table(self, first: int, second: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -260,7 +260,7 @@ class RunOutcomes:
 
 # ---- features by rank ------------------------------------------------------------------------------------------------
 
-COLUMNS = 32
+FEATURES_PER_CHUNK = 32
 """Features that are ranked at a time."""
 
 
@@ -279,7 +279,7 @@ class PairRuns:
     losses: FloatArray
     coins: IntArray
     views: Mapping[str, FloatArray]
-    private: FloatArray | None = None
+    private_differences: FloatArray | None = None
 
 
 def run_channel_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
@@ -311,11 +311,13 @@ def run_private_quantity_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
     """
     found = []
     for heard in pairs:
-        kept = np.empty((len(heard.coins), 0)) if heard.private is None else heard.private
+        kept = np.empty((len(heard.coins), 0)) if heard.private_differences is None else heard.private_differences
         kept = kept[:, (kept != kept[:1]).any(axis=0)]
         for name, view in heard.views.items() if kept.shape[1] else ():
             worst = (
-                None if name in NUMBER_VIEWS else _worst_feature(heard, view, partial(_times, kept / np.abs(kept).max(axis=0)))
+                None
+                if name in NUMBER_VIEWS
+                else _worst_feature(heard, view, partial(_times, kept / np.abs(kept).max(axis=0)))
             )
             found += [] if worst is None else [worst]
     what = "given the messages, no feature follows what the learner keeps to itself"
@@ -337,15 +339,15 @@ def run_classifier_tests(heard: PairRuns, attacks: Iterable[Attack]) -> tuple[Te
 
 def _learned(heard: PairRuns, attack: Attack) -> Test:
     (ranks,) = _ranks(attack.scores[:, None]).T
-    statistic, p = _tilted(heard.losses[attack.guessed], heard.coins[attack.guessed], ranks)
+    statistic, p = _tilted(heard.losses[attack.guessed_runs], heard.coins[attack.guessed_runs], ranks)
     name, what = attack.bound.guesser, "given the messages, what was learned of other runs does not tell the world"
-    return Test(name, what, statistic, p, primary=attack.bound.view not in NUMBER_VIEWS, family="black box")
+    return Test(name, what, statistic, p, is_primary=attack.bound.view not in NUMBER_VIEWS, family="black box")
 
 
 def _test(name: str, what: str, found: list[tuple[float, float, int]]) -> Test:
     statistic, p, _ = min(found, key=lambda each: each[1])
     tried = sum(count for _, _, count in found)
-    return Test(name, what, statistic, min(1.0, p * tried), primary=name not in NUMBER_VIEWS, family="black box")
+    return Test(name, what, statistic, min(1.0, p * tried), is_primary=name not in NUMBER_VIEWS, family="black box")
 
 
 def _worst_feature(
@@ -362,8 +364,8 @@ def _worst_feature(
     if not len(varying):
         return None
     least, most, tried = np.inf, np.zeros(len(view)), 0
-    for start in range(0, len(varying), COLUMNS):
-        instruments = instruments_of(_ranks(view[:, varying[start : start + COLUMNS]]))
+    for start in range(0, len(varying), FEATURES_PER_CHUNK):
+        instruments = instruments_of(_ranks(view[:, varying[start : start + FEATURES_PER_CHUNK]]))
         bounds = _roughly(heard, instruments)
         k = int(np.argmin(bounds))
         tried += len(bounds)

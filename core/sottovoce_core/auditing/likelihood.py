@@ -20,8 +20,8 @@ import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Bound, AlphaAllocation, threshold
-from sottovoce_core.auditing.worlds import Recording, Worlds
+from sottovoce_core.auditing.bounds import AlphaAllocation, Bound, choose_threshold
+from sottovoce_core.auditing.worlds import RecordedRuns, Worlds
 from sottovoce_core.noise import NoiseSource
 from sottovoce_core.running.replay import Replay
 from sottovoce_core.running.run import Run
@@ -52,7 +52,7 @@ class Excess:
     round: int
     loss: float
     claim: float
-    transcripts: int
+    transcript_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,15 @@ class RunLosses:
 
     worlds: IntArray
     total: FloatArray
-    largest: FloatArray
-    above: IntArray
-    shown: FloatArray
-    peak: FloatArray
+    largest_losses: FloatArray
+    first_excess_round: IntArray
+    excess_losses: FloatArray
+    peak_by_round: FloatArray
     mean_by_round: FloatArray
-    stretches: FloatArray
+    segment_losses: FloatArray
 
     @classmethod
-    def joined(cls, parts: Sequence[RunLosses]) -> RunLosses:
+    def concatenate(cls, parts: Sequence[RunLosses]) -> RunLosses:
         """All runs of the parts, in order."""
         by_run = {
             name: np.concatenate([getattr(part, name) for part in parts])
@@ -89,36 +89,36 @@ class RunLosses:
         weights = [len(part.total) for part in parts]
         return cls(
             **by_run,
-            peak=np.max([part.peak for part in parts], axis=0),
+            peak_by_round=np.max([part.peak_by_round for part in parts], axis=0),
             mean_by_round=np.average([part.mean_by_round for part in parts], axis=0, weights=weights),
         )
 
     @classmethod
-    def silent(cls, worlds: IntArray, rounds: int) -> RunLosses:
+    def create_empty(cls, worlds: IntArray, rounds: int) -> RunLosses:
         """Of runs of which nothing was heard."""
         nothing, blank = np.zeros(len(worlds)), np.zeros(rounds)
         parts = _stretches(np.zeros((rounds, len(worlds))))
         return cls(worlds, nothing, nothing, np.full(len(worlds), -1), nothing, blank, blank, parts)
 
     @property
-    def right(self) -> BoolArray:
+    def is_correct(self) -> BoolArray:
         """`(runs,)` whether the sign of the loss gives the world away."""
         right: BoolArray = (self.total < 0) == (self.worlds == 1)
         return right
 
-    def excess(self, claim: FloatArray) -> Excess | None:
+    def find_excess(self, claim: FloatArray) -> Excess | None:
         """The first transcript that shows more than the claim that the losses were held against."""
-        guilty = np.flatnonzero(self.above >= 0)
+        guilty = np.flatnonzero(self.first_excess_round >= 0)
         if not len(guilty):
             return None
-        run, t = int(guilty[0]), int(self.above[guilty[0]])
-        return Excess(run, t, float(self.shown[run]), float(claim[t]), len(guilty))
+        run, t = int(guilty[0]), int(self.first_excess_round[guilty[0]])
+        return Excess(run, t, float(self.excess_losses[run]), float(claim[t]), len(guilty))
 
 
-def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> RunLosses:
+def compute_run_losses(run: Run, worlds: Worlds, part: RecordedRuns, claim: FloatArray) -> RunLosses:
     """Replay some runs of one world, and hold them against `claim (rounds,)`, the cumulative epsilon after every round."""
     with np.errstate(invalid="ignore"):  # neither world could have said it: not-a-number, and reported as such
-        heard = worlds.losses(run, part.transcript)
+        heard = worlds.compute_losses(run, part.transcript)
         unheard = np.zeros((run.spec.rounds - len(heard), heard.shape[1]))  # rounds that were not heard tell nothing
         single = np.concatenate([heard, unheard])
         losses = np.cumsum(single, axis=0)
@@ -129,12 +129,12 @@ def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> RunL
     return RunLosses(
         worlds=np.full(losses.shape[1], part.world),
         total=np.nan_to_num(losses[-1], nan=0.0, posinf=np.inf, neginf=-np.inf),
-        largest=shown.max(axis=0),
-        above=above,
-        shown=shown[above, np.arange(len(above))],
-        peak=shown.max(axis=1),
+        largest_losses=shown.max(axis=0),
+        first_excess_round=above,
+        excess_losses=shown[above, np.arange(len(above))],
+        peak_by_round=shown.max(axis=1),
         mean_by_round=shown.mean(axis=1),
-        stretches=_stretches(single),
+        segment_losses=_stretches(single),
     )
 
 
@@ -156,9 +156,9 @@ def guess(audited: RunLosses, rehearsed: RunLosses, claim: float, level: float) 
         level: of the bound.
     """
     strengths = np.abs(audited.total)
-    least = threshold(np.abs(rehearsed.total), len(strengths), level)
+    least = choose_threshold(np.abs(rehearsed.total), len(strengths), level)
     made = (strengths > 0) & (strengths >= least)
-    guesses, correct = int(made.sum()), int(audited.right[made].sum())
+    guesses, correct = int(made.sum()), int(audited.is_correct[made].sum())
     return Bound("likelihood", "the likelihood ratio", "", correct, guesses, claim, level, least)
 
 
@@ -178,7 +178,7 @@ class RoundLosses:
     losses: FloatArray
 
     @classmethod
-    def joined(cls, parts: Sequence[RoundLosses]) -> RoundLosses:
+    def concatenate(cls, parts: Sequence[RoundLosses]) -> RoundLosses:
         """All runs of the parts, in order."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("coins", "losses")))
 
@@ -189,13 +189,13 @@ class RoundLosses:
         return strengths
 
     @property
-    def right(self) -> BoolArray:
+    def is_correct(self) -> BoolArray:
         """Whether the sign of the loss gives the coin away."""
         right: BoolArray = (self.losses < 0) == (self.coins == 1)
         return right
 
 
-def apart(
+def redraw_rounds(
     run: Run,
     worlds: Worlds,
     transcript: Transcript,
@@ -216,17 +216,17 @@ def apart(
     replicas, rounds = transcript.replicas, transcript.rounds
     coins = generator.integers(0, 2, (rounds, replicas))
     losses = np.zeros((rounds, replicas))
-    for learner in worlds.holders(run):
+    for learner in worlds.list_holders(run):
         claimed = Replay(run, learner, replicas, 2)
         really = claimed if actual is None or actual is run else Replay(actual, learner, replicas, 2)
         for t, coin in enumerate(coins):
-            density = claimed.density(_picked(really.says(noise), coin))
+            density = claimed.log_density(_picked(really.emit(noise), coin))
             with np.errstate(invalid="ignore"):
                 losses[t] += density[0] - density[1]
-            messages = transcript.messages(t, learner, claimed.concerned)
+            messages = transcript.messages(t, learner, claimed.required_senders)
             for machine in {claimed, really}:
-                machine.step(messages, *(worlds.of(world).batch(t) for world in (0, 1)))
-            if not claimed.known:
+                machine.step(messages, *(worlds.get_records(world).batch(t) for world in (0, 1)))
+            if not claimed.is_known:
                 break
     return RoundLosses(coins, np.nan_to_num(losses, nan=0.0, posinf=np.inf, neginf=-np.inf))
 
@@ -249,7 +249,7 @@ class RoundBounds:
     """
 
     bounds: tuple[Bound, ...]
-    largest: FloatArray
+    largest_losses: FloatArray
 
     @property
     def estimate(self) -> float:
@@ -257,7 +257,9 @@ class RoundBounds:
         return float(np.sum([bound.value for bound in self.bounds]))
 
 
-def bound_rounds(audited: RoundLosses, rehearsed: RoundLosses, claim: FloatArray, levels: AlphaAllocation) -> RoundBounds:
+def bound_rounds(
+    audited: RoundLosses, rehearsed: RoundLosses, claim: FloatArray, levels: AlphaAllocation
+) -> RoundBounds:
     """Bounds on every round's epsilon; thresholds are fixed on other runs, of the claimed mechanism.
 
     Args:
@@ -267,10 +269,10 @@ def bound_rounds(audited: RoundLosses, rehearsed: RoundLosses, claim: FloatArray
         levels: of the audit.
     """
     rounds, runs = audited.losses.shape
-    level = levels.of("likelihood", "single rounds", rounds)
-    least = [threshold(strengths, runs, level) for strengths in rehearsed.strengths]
+    level = levels.compute_level("likelihood", "single rounds", rounds)
+    least = [choose_threshold(strengths, runs, level) for strengths in rehearsed.strengths]
     made = (audited.strengths > 0) & (audited.strengths >= np.array(least)[:, None])
-    guesses, correct = made.sum(axis=1).tolist(), (made & audited.right).sum(axis=1).tolist()
+    guesses, correct = made.sum(axis=1).tolist(), (made & audited.is_correct).sum(axis=1).tolist()
     bounds = (
         Bound(
             "likelihood",

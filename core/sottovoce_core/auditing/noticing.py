@@ -24,8 +24,8 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.running.transcript import KEPT, BoundedDict
-from sottovoce_core.text import called
+from sottovoce_core.running.transcript import MAX_REMEMBERED_MESSAGES, BoundedDict
+from sottovoce_core.text import format_learner_name
 
 _Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
 
@@ -54,7 +54,7 @@ class Detection:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class CapturedMessage:
     """A message as it was overheard.
 
     Attributes:
@@ -70,7 +70,7 @@ class Said:
     sender: int
     receiver: int
     stream: int
-    claimed: int
+    claimed_sender: int
     round: int
     fields: Mapping[str, FloatArray]
     digest: bytes
@@ -89,14 +89,14 @@ class ExpectedTraffic:
         names: of the learners, by index; those that are not known are told by their index.
     """
 
-    length: int | None = None
-    due: Callable[[int, int, int], int | None] | None = None
-    lattice: Callable[[int, int], Mapping[str, float]] = lambda learner, t: {}
+    message_bytes: int | None = None
+    next_due_round: Callable[[int, int, int], int | None] | None = None
+    lattice_spacings: Callable[[int, int], Mapping[str, float]] = lambda learner, t: {}
     names: Sequence[str] = ()
 
-    def called(self, learner: int) -> str:
+    def get_display_name(self, learner: int) -> str:
         """A learner's name."""
-        return called(self.names, learner)
+        return format_learner_name(self.names, learner)
 
 
 class OnlineChecks:
@@ -107,14 +107,16 @@ class OnlineChecks:
         kept: rounds of a learner, and streams, that are remembered.
     """
 
-    def __init__(self, expected: ExpectedTraffic, kept: int = KEPT) -> None:
+    def __init__(self, expected: ExpectedTraffic, max_kept: int = MAX_REMEMBERED_MESSAGES) -> None:
         self.expected = expected
-        self._versions: BoundedDict[tuple[int, int], bytes] = BoundedDict(kept)
-        self._receivers: BoundedDict[tuple[int, int], dict[int, bytes]] = BoundedDict(kept)  # and what each of them heard first
-        self._next: BoundedDict[tuple[int, int, int], int] = BoundedDict(kept)
-        self._lengths: BoundedDict[int, int] = BoundedDict(kept)
+        self._versions: BoundedDict[tuple[int, int], bytes] = BoundedDict(max_kept)
+        self._receivers: BoundedDict[tuple[int, int], dict[int, bytes]] = BoundedDict(
+            max_kept
+        )  # and what each of them heard first
+        self._next: BoundedDict[tuple[int, int, int], int] = BoundedDict(max_kept)
+        self._lengths: BoundedDict[int, int] = BoundedDict(max_kept)
 
-    def promised(self, sender: int, receiver: int, stream: int, t: int) -> None:
+    def open_stream(self, sender: int, receiver: int, stream: int, t: int) -> None:
         """A stream was opened on which the receiver lacks the rounds from t on."""
         self._next[sender, receiver, stream] = t
 
@@ -132,15 +134,17 @@ class OnlineChecks:
             receivers = self._receivers[key] = {}
         receivers.setdefault(receiver, first if first == digest else digest)  # one object for all who heard the same
 
-    def is_repeat(self, said: Said) -> bool:
+    def is_repeat(self, said: CapturedMessage) -> bool:
         """True when its receiver heard these bytes of this round before, as it does after a reconnect."""
         return self._receivers.get((said.sender, said.round), {}).get(said.receiver) == said.digest
 
-    def heard(self, said: Said) -> tuple[Detection, ...]:
+    def check_message(self, said: CapturedMessage) -> tuple[Detection, ...]:
         """A message came; what is wrong with it."""
         found = []
-        if said.claimed != said.sender:
-            found.append(self._finding("impostor", said, f"speaks as {self.expected.called(said.claimed)}"))
+        if said.claimed_sender != said.sender:
+            found.append(
+                self._finding("impostor", said, f"speaks as {self.expected.get_display_name(said.claimed_sender)}")
+            )
         if said.size != (usual := self._length(said)):
             found.append(self._finding("length", said, f"{said.size} bytes; all others have {usual}"))
         if wanted := self._wanted(said):
@@ -156,16 +160,16 @@ class OnlineChecks:
         self.remember(said.sender, said.receiver, said.round, said.digest)
         return tuple(found)
 
-    def _length(self, said: Said) -> int:
+    def _length(self, said: CapturedMessage) -> int:
         """Bytes that a message of this sender has."""
-        usual = self.expected.length
+        usual = self.expected.message_bytes
         if usual is None:
             usual = self._lengths.get(said.sender)
         if usual is None:
             self._lengths[said.sender] = usual = said.size
         return usual
 
-    def _wanted(self, said: Said) -> str:
+    def _wanted(self, said: CapturedMessage) -> str:
         """The round that had to come on this stream, in words; empty: this one, or nobody knows."""
         place = said.sender, said.receiver, said.stream
         earliest = None if said.stream == 0 else self._next.get(place)
@@ -173,20 +177,20 @@ class OnlineChecks:
             self._next[place] = said.round + 1
         if earliest is None:
             return ""
-        if self.expected.due is None:
+        if self.expected.next_due_round is None:
             return "" if said.round >= earliest else f"round {earliest} or later"
-        due = self.expected.due(said.sender, said.receiver, earliest)
+        due = self.expected.next_due_round(said.sender, said.receiver, earliest)
         return "" if said.round == due else "no round" if due is None else f"round {due}"
 
-    def _contradiction(self, said: Said, receivers: Collection[int]) -> Detection:
+    def _contradiction(self, said: CapturedMessage, receivers: Collection[int]) -> Detection:
         if said.receiver in receivers:
             return self._finding("again", said, "said once more to the same neighbour, in other bytes")
-        others = ", ".join(map(self.expected.called, sorted(receivers)[:3]))
+        others = ", ".join(map(self.expected.get_display_name, sorted(receivers)[:3]))
         return self._finding("equivocation", said, f"other bytes than {others} heard")
 
-    def _lattice(self, said: Said) -> list[Detection]:
+    def _lattice(self, said: CapturedMessage) -> list[Detection]:
         found = []
-        for name, spacing in self.expected.lattice(said.sender, said.round).items():
+        for name, spacing in self.expected.lattice_spacings(said.sender, said.round).items():
             values = np.ravel(said.fields[name])
             off = np.flatnonzero(_off_lattice(values, spacing))
             if len(off):
@@ -197,9 +201,9 @@ class OnlineChecks:
         return found
 
     def _way(self, sender: int, receiver: int) -> str:
-        return f"{self.expected.called(sender)} to {self.expected.called(receiver)}"
+        return f"{self.expected.get_display_name(sender)} to {self.expected.get_display_name(receiver)}"
 
-    def _finding(self, kind: _Kind, said: Said, what: str) -> Detection:
+    def _finding(self, kind: _Kind, said: CapturedMessage, what: str) -> Detection:
         text = f"{self._way(said.sender, said.receiver)}, round {said.round}: {what}"
         return Detection(kind, said.sender, said.receiver, said.round, text)
 

@@ -8,10 +8,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray, as_floats
-from sottovoce_core.auditing.blackbox import ROUNDS, WIDTH
-from sottovoce_core.auditing.bounds import AlphaAllocation, ceiling, compute_min_runs
-from sottovoce_core.auditing.swaps import others, worst
-from sottovoce_core.auditing.worlds import Recording, RunChunk, Worlds, concerned, count_numbers, overhear
+from sottovoce_core.auditing.blackbox import MAX_NUMBERS, MAX_ROUNDS
+from sottovoce_core.auditing.bounds import AlphaAllocation, compute_max_provable_epsilon, compute_min_runs
+from sottovoce_core.auditing.swaps import build_other_worlds, find_worst_worlds
+from sottovoce_core.auditing.worlds import (
+    RecordedRuns,
+    RunChunk,
+    Worlds,
+    count_numbers,
+    find_needed_learners,
+    simulate_runs,
+)
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
@@ -36,18 +43,21 @@ class _Adversary:
     threat: ThreatModel
     neighbour: int | None
     can_replay: bool
-    rounds: IntArray
+    visible_rounds: IntArray
 
-    def seen(self, part: Recording, worlds: Worlds, run: Run) -> FloatArray:
+    def extract_visible_numbers(self, part: RecordedRuns, worlds: Worlds, run: Run) -> FloatArray:
         """The first numbers of what a black box sees, all fields and holders side by side: `(runs, rounds, numbers)`."""
         if self.threat is ThreatModel.OUTPUT:
             assert part.decisions is not None  # noqa: S101 - whoever simulates for this listener keeps them
             fields, who = [part.decisions], list(range(run.spec.n_learners))
         else:
             fields = list(part.transcript.fields.values())
-            who = [i for i in worlds.holders(run) if i != self.neighbour]
-        most = max(1, WIDTH // len(self.rounds))
-        flat = [f[self.rounds].reshape(len(self.rounds), *f.shape[1:3], -1)[:, who, :, :most] for f in fields]
+            who = [i for i in worlds.list_holders(run) if i != self.neighbour]
+        most = max(1, MAX_NUMBERS // len(self.visible_rounds))
+        flat = [
+            f[self.visible_rounds].reshape(len(self.visible_rounds), *f.shape[1:3], -1)[:, who, :, :most]
+            for f in fields
+        ]
         # Coordinate by coordinate, the holders side by side: the first numbers are of all of them.
         side_by_side = np.concatenate([f.transpose(2, 0, 3, 1).reshape(f.shape[2], len(f), -1) for f in flat], axis=2)
         # Not-a-number where a learner was away: that is public.
@@ -69,14 +79,16 @@ def _listener(
     Raises:
         SpecError: nobody hears the learner, or the listener holds the record itself.
     """
-    costly = np.flatnonzero(guarantee.per_round > 0) if threat is not ThreatModel.OUTPUT else _published(guarantee)
-    rounds = costly[:ROUNDS] if len(costly) else np.arange(min(ROUNDS, run.spec.rounds))
+    costly = np.flatnonzero(guarantee.round_losses > 0) if threat is not ThreatModel.OUTPUT else _published(guarantee)
+    rounds = costly[:MAX_ROUNDS] if len(costly) else np.arange(min(MAX_ROUNDS, run.spec.rounds))
     if threat is not ThreatModel.NEIGHBOUR:
         return _Adversary(threat, None, threat is ThreatModel.WIRE, rounds)
-    if worlds.shared:
+    if worlds.is_shared:
         raise SpecError(f"{run.algorithm.name}: all learners hold the record, so a neighbour knows it; audit the wire")
-    mixings = [run.network.at(t) for t in range(run.spec.rounds)]
-    hearers = [j for j in range(run.spec.n_learners) if any(worlds.learner in m.heard_by(j) for m in mixings)]
+    mixings = [run.network.mixing(t) for t in range(run.spec.rounds)]
+    hearers = [
+        j for j in range(run.spec.n_learners) if any(worlds.learner in m.in_neighbour_weights(j) for m in mixings)
+    ]
     names = run.spec.names
     if not hearers:
         raise SpecError(
@@ -87,16 +99,16 @@ def _listener(
             f"the neighbour must be one of {', '.join(names[j] for j in hearers)}, who ever hear {names[worlds.learner]}"
         )
     neighbour = hearers[0] if neighbour is None else neighbour
-    needed = set(concerned(run, worlds)) - {neighbour}
-    return _Adversary(threat, neighbour, all(needed <= set(m.heard_by(neighbour)) for m in mixings), rounds)
+    needed = set(find_needed_learners(run, worlds)) - {neighbour}
+    return _Adversary(threat, neighbour, all(needed <= set(m.in_neighbour_weights(neighbour)) for m in mixings), rounds)
 
 
 def _published(guarantee: Guarantee) -> IntArray:
     """Rounds, spread over the run, after the first one that costs anything."""
-    claim, _ = held(guarantee, ThreatModel.OUTPUT)
+    claim, _ = select_claim(guarantee, ThreatModel.OUTPUT)
     costly = np.flatnonzero(claim > 0)
     first = int(costly[0]) if len(costly) else 0
-    return np.unique(np.linspace(first, len(claim) - 1, ROUNDS).astype(np.int64))
+    return np.unique(np.linspace(first, len(claim) - 1, MAX_ROUNDS).astype(np.int64))
 
 
 def _of_decisions(
@@ -113,35 +125,38 @@ def _of_decisions(
         worlds: the two worlds.
         seed: of the noise of a run in which this is looked at.
     """
-    if guarantee.output is not None or _follow(run, data, worlds, seed):
+    if guarantee.output_epsilon is not None or _follow(run, data, worlds, seed):
         return guarantee
-    return replace(guarantee, output=np.full(run.spec.rounds, np.inf))
+    return replace(guarantee, output_epsilon=np.full(run.spec.rounds, np.inf))
 
 
 def _follow(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> bool:
     """Whether decisions are the same in both worlds, if the same was said."""
-    said = overhear(run, data, worlds, RunChunk(0, 1, seed), SeededNoise).transcript
-    for holder in worlds.holders(run):
+    said = simulate_runs(run, data, worlds, RunChunk(0, 1, seed), SeededNoise).transcript
+    for holder in worlds.list_holders(run):
         machine = Replay(run, holder, worlds=2)
         for t in range(said.rounds):
-            machine.step(said.messages(t, holder, machine.concerned), *(worlds.of(world).batch(t) for world in (0, 1)))
+            machine.step(
+                said.messages(t, holder, machine.required_senders),
+                *(worlds.get_records(world).batch(t) for world in (0, 1)),
+            )
             first, second = np.broadcast_to(machine.decision, (2, 1, run.algorithm.dim))
             if not np.allclose(first, second, rtol=1e-9, atol=1e-12):
                 return False
     return True
 
 
-def held(guarantee: Guarantee, threat: ThreatModel) -> tuple[FloatArray, ThreatModel]:
+def select_claim(guarantee: Guarantee, threat: ThreatModel) -> tuple[FloatArray, ThreatModel]:
     """The claim to hold against what is heard, `(rounds,)` cumulative epsilon, and for whom it was made.
 
     Where nothing finite is promised about messages, but something about published decisions, that is held against the
     messages, too: it is all that is claimed.
     """
-    if guarantee.output is None:
-        return guarantee.cumulative_epsilon, guarantee.grounds.threat_model
+    if guarantee.output_epsilon is None:
+        return guarantee.cumulative_epsilon, guarantee.basis.threat_model
     if threat is ThreatModel.OUTPUT or not np.isfinite(guarantee.cumulative_epsilon).all():
-        return guarantee.output, ThreatModel.OUTPUT
-    return guarantee.cumulative_epsilon, guarantee.grounds.threat_model
+        return guarantee.output_epsilon, ThreatModel.OUTPUT
+    return guarantee.cumulative_epsilon, guarantee.basis.threat_model
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -153,7 +168,7 @@ _MIN_PAIR_RUNS = 24
 """Runs of each world of a pair: the fewest with which what gives the world away completely is surely seen."""
 
 
-_CLOSE = 2**25
+_MAX_DEPENDENCE_NUMBERS = 2**25
 """Numbers of an audit that are looked at for dependence, about."""
 
 
@@ -162,10 +177,10 @@ class _Seeds:
     """Independent randomness for every part of an audit."""
 
     rehearsal: np.random.SeedSequence
-    audited: np.random.SeedSequence
-    swept: np.random.SeedSequence
+    audited_runs: np.random.SeedSequence
+    sweep: np.random.SeedSequence
     black_box: np.random.SeedSequence
-    twins: np.random.SeedSequence
+    coupled_runs: np.random.SeedSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,28 +207,28 @@ class AuditPlan:
     data: PlacedData
     worlds: Worlds
     guarantee: Guarantee
-    listener: _Adversary
+    adversary: _Adversary
     claim: FloatArray
-    made_for: ThreatModel
+    claim_threat_model: ThreatModel
     runs: int
-    levels: AlphaAllocation
+    alpha_allocation: AlphaAllocation
     seeds: _Seeds
-    paired: bool = True
-    numbers: int = 0
-    beside: tuple[AuditPlan, ...] = ()
+    has_both_worlds: bool = True
+    noise_count: int = 0
+    other_pairs: tuple[AuditPlan, ...] = ()
 
     @property
     def pairs(self) -> tuple[AuditPlan, ...]:
         """This pair of worlds, and the others."""
-        return (self, *self.beside)
+        return (self, *self.other_pairs)
 
     @property
-    def close(self) -> float:
+    def dependence_fraction(self) -> float:
         """The share of the runs that is looked at for dependence, which costs most."""
-        return min(1.0, _CLOSE / max(1, self.numbers))
+        return min(1.0, _MAX_DEPENDENCE_NUMBERS / max(1, self.noise_count))
 
     @property
-    def all_runs(self) -> int:
+    def total_runs(self) -> int:
         """Runs of each world, of all pairs."""
         return sum(pair.runs for pair in self.pairs)
 
@@ -225,20 +240,20 @@ class AuditPlan:
     @property
     def visible_epsilon(self) -> float:
         """The claim over the rounds until the last one that the black box looks at."""
-        return self.compute_claim_until(int(self.listener.rounds[-1]))
+        return self.compute_claim_until(int(self.adversary.visible_rounds[-1]))
 
     def compute_claim_until(self, t: int) -> float:
         """The claim over the rounds 0..t; a sum is exact, as what learners are charged."""
         return self.guarantee.epsilon(t + 1) if self._of_messages else float(self.claim[t])
 
     @property
-    def per_round(self) -> FloatArray:
+    def claim_per_round(self) -> FloatArray:
         """`(rounds,)` the claim for single messages; one for published decisions has no parts, so each may be all of it."""
-        return self.guarantee.per_round if self._of_messages else self.claim
+        return self.guarantee.round_losses if self._of_messages else self.claim
 
     @property
     def _of_messages(self) -> bool:
-        return self.guarantee.output is None or self.made_for is not ThreatModel.OUTPUT
+        return self.guarantee.output_epsilon is None or self.claim_threat_model is not ThreatModel.OUTPUT
 
 
 def plan_audit(
@@ -253,7 +268,7 @@ def plan_audit(
     counts: Sequence[int] = (),
     threat: ThreatModel = ThreatModel.WIRE,
     neighbour: int | None = None,
-    paired: bool = True,
+    has_both_worlds: bool = True,
 ) -> AuditPlan:
     """Choose the worlds, the listener and the claim.
 
@@ -276,30 +291,32 @@ def plan_audit(
         SpecError: too few runs for this confidence, or nobody who could listen.
     """
     levels = AlphaAllocation(1.0 - confidence)
-    level = levels.of("likelihood", "whole runs")
-    if paired and ceiling(runs, level) == 0.0:  # even right guesses only would show nothing: say how many it takes
+    level = levels.compute_level("likelihood", "whole runs")
+    if (
+        has_both_worlds and compute_max_provable_epsilon(runs, level) == 0.0
+    ):  # even right guesses only would show nothing: say how many it takes
         text = f"{runs} runs of each world show nothing at confidence {1.0 - levels.alpha:g}, however telling they are"
         raise SpecError(f"{text}: at least {compute_min_runs(0.0, level)}")
     numbers = 2 * runs * count_numbers(run)
     choice, *seeds = np.random.SeedSequence(seed).spawn(6 + 5 * _MAX_OTHER_PAIRS)
-    chosen, *more = _pairs(run, data, learner, worlds, choice, paired=paired)
+    chosen, *more = _pairs(run, data, learner, worlds, choice, paired=has_both_worlds)
 
     def planned(each: Worlds, count: int, own: Sequence[np.random.SeedSequence]) -> AuditPlan:
-        guarantee = each.guarantee(run)
+        guarantee = each.compute_guarantee(run)
         if threat is ThreatModel.OUTPUT:
             guarantee = _of_decisions(guarantee, run, data, each, own[0])
-        claim, made_for = held(guarantee, threat)
+        claim, made_for = select_claim(guarantee, threat)
         hears = _listener(run, each, guarantee, threat, neighbour)
         return AuditPlan(
-            run, data, each, guarantee, hears, claim, made_for, count, levels, _Seeds(*own), paired, numbers
+            run, data, each, guarantee, hears, claim, made_for, count, levels, _Seeds(*own), has_both_worlds, numbers
         )
 
-    first, *rest = counts or divided(runs, len(more))
+    first, *rest = counts or divide_runs(runs, len(more))
     beside = [
         planned(each, count, seeds[5 * k : 5 * k + 5])
         for k, (each, count) in enumerate(zip(more, rest, strict=False), 1)
     ]
-    return replace(planned(chosen, first, seeds[:5]), beside=tuple(beside))
+    return replace(planned(chosen, first, seeds[:5]), other_pairs=tuple(beside))
 
 
 def _pairs(
@@ -313,15 +330,15 @@ def _pairs(
 ) -> list[Worlds]:
     """Pairs of worlds: those given, or the most telling one and others beside it."""
     if given is None:
-        chosen = worst(run, data, learner, seed, keep_first_world=not paired)
-        return [chosen, *(others(run, data, learner, chosen) if paired else [])]
+        chosen = find_worst_worlds(run, data, learner, seed, keep_first_world=not paired)
+        return [chosen, *(build_other_worlds(run, data, learner, chosen) if paired else [])]
     pairs = [given] if isinstance(given, Worlds) else list(given)
     for each in pairs:
         each.require_learnable(run.loss)
     return pairs
 
 
-def divided(runs: int, others: int) -> list[int]:
+def divide_runs(runs: int, others: int) -> list[int]:
     """Runs of each world for the most telling pair, and for as many of so many others as have enough to show a channel.
 
     A quarter, an eighth and an eighth are for the others, but no fewer than `_MIN_PAIR_RUNS`. The first of them, the loud record against

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.worlds import MAX_TRANSCRIPT_BYTES, RunChunk, Worlds, children, overhear, told
+from sottovoce_core.auditing.worlds import (
+    MAX_TRANSCRIPT_BYTES,
+    RunChunk,
+    Worlds,
+    replay_losses,
+    simulate_runs,
+    spawn_seeds,
+)
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError
@@ -15,7 +22,7 @@ from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.replay import PrivacyLosses
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
-from sottovoce_core.text import called
+from sottovoce_core.text import format_learner_name
 
 PILOT_RUNS = 32
 """Runs by which swaps are compared."""
@@ -23,7 +30,7 @@ PILOT_RUNS = 32
 _MAX_SCREENING_ROUNDS = 40
 """Rounds with a loss by which swaps are compared: a record weighs most in the first ones."""
 
-_OTHERS = 24
+_MAX_OTHER_RECORDS = 24
 """Records of other learners that are tried, at most."""
 
 
@@ -45,10 +52,10 @@ def _possible(losses: PrivacyLosses) -> FloatArray:
     return losses.supremum[:, 0]
 
 
-def peak(losses: PrivacyLosses) -> FloatArray:
+def compute_peak_losses(losses: PrivacyLosses) -> FloatArray:
     """The largest absolute loss of any run by any round; infinite where a message could not have been said."""
     with np.errstate(invalid="ignore"):
-        so_far = np.abs(np.cumsum(losses.realised, axis=0))
+        so_far = np.abs(np.cumsum(losses.realised_losses, axis=0))
     largest: FloatArray = np.nan_to_num(so_far, nan=np.inf, posinf=np.inf).max(axis=(0, 2))
     return largest
 
@@ -56,14 +63,14 @@ def peak(losses: PrivacyLosses) -> FloatArray:
 # ---- what is tried ---------------------------------------------------------------------------------------------------
 
 
-def mirrored(record: FloatArray, schema: Schema | None) -> FloatArray:
+def mirror_record(record: FloatArray, schema: Schema | None) -> FloatArray:
     """The mirror image of a record, `(features,)` each, or the opposite that a schema allows, with the same intercept."""
     if schema is None:
         return -record
-    return np.concatenate([schema.opposite(record[: schema.width]), record[schema.width :]])
+    return np.concatenate([schema.make_opposite_record(record[: schema.width]), record[schema.width :]])
 
 
-def swaps(
+def list_replacements(
     data: PlacedData,
     learner: int,
     *,
@@ -86,13 +93,13 @@ def swaps(
     own = data.learners[learner]
     if not len(own.order):
         raise DataError(
-            f"{called(names, learner)} must have a record to swap, and has none: give it one, or audit another learner"
+            f"{format_learner_name(names, learner)} must have a record to swap, and has none: give it one, or audit another learner"
         )
     row = int(own.order[0])
     features, label = own.features[row], float(own.labels[row])
     labels = np.unique(np.concatenate([each.labels for each in data.learners]))
     other = float(labels[labels != label][0]) if np.any(labels != label) else label
-    mirror = mirrored(features, schema)
+    mirror = mirror_record(features, schema)
     tried = [
         (features, other, "itself with the other label"),
         (mirror, label, "its mirror image"),
@@ -101,7 +108,7 @@ def swaps(
     others = [each for i, each in enumerate(data.learners) if i != learner and len(each.labels)]
     pool = np.concatenate([each.features for each in others]) if others else own.features
     pool_labels = np.concatenate([each.labels for each in others]) if others else own.labels
-    picked = np.unique(np.linspace(0, len(pool) - 1, _OTHERS).astype(int))
+    picked = np.unique(np.linspace(0, len(pool) - 1, _MAX_OTHER_RECORDS).astype(int))
     tried += [(pool[k], float(pool_labels[k]), "a record of another learner") for k in picked]
     swap, index = (own.with_record, row) if every_use else (own.with_use, 0)
     return [
@@ -117,7 +124,7 @@ def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerDat
     label = max(own.labels.tolist(), key=abs)
     if (schema := run.spec.data.schema) is not None:
         record = add_intercept(run, schema.make_max_norm_record())
-        first, second = (own.with_use(0, each, label) for each in (record, mirrored(record, schema)))
+        first, second = (own.with_use(0, each, label) for each in (record, mirror_record(record, schema)))
         what = "a first record at the ends of its schema, against its mirror image"
         return [(first, (second, what))] if _differ(first, second) else []
     size = _bound(run, own)
@@ -142,7 +149,7 @@ def _bound(run: Run, own: LearnerData) -> float:
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 
-def search(
+def find_worst_replacement(
     run: Run,
     transcript: Transcript,
     holders: Sequence[int],
@@ -162,7 +169,9 @@ def search(
     """
     together = max(1, MAX_TRANSCRIPT_BYTES // (8 * run.algorithm.dim * transcript.replicas))
     scores = [
-        measure(told(run, transcript, holders, [first, *(second for second, _ in tried[start : start + together])]))
+        measure(
+            replay_losses(run, transcript, holders, [first, *(second for second, _ in tried[start : start + together])])
+        )
         for start in range(0, len(tried), together)
     ]
     score = np.concatenate(scores)
@@ -171,11 +180,11 @@ def search(
 
 def _screened(run: Run, learner: int) -> int:
     """Rounds by which swaps are compared."""
-    costly = np.flatnonzero(run.guarantee(learner).per_round)[:_MAX_SCREENING_ROUNDS]
+    costly = np.flatnonzero(run.guarantee(learner).round_losses)[:_MAX_SCREENING_ROUNDS]
     return min(int(costly[-1]) + 1 if len(costly) else run.spec.rounds, run.spec.rounds)
 
 
-def worst(
+def find_worst_worlds(
     run: Run, data: PlacedData, learner: int, seed: np.random.SeedSequence, *, keep_first_world: bool = False
 ) -> Worlds:
     """The swap of a learner's first record, of `swaps` and `extremes`, that some simulated runs tell apart best.
@@ -190,24 +199,27 @@ def worst(
     Raises:
         DataError: the learner has no record, or there is no other one.
     """
-    own, common = data.learners[learner], swaps(data, learner, schema=run.spec.data.schema, names=run.spec.names)
+    own, common = (
+        data.learners[learner],
+        list_replacements(data, learner, schema=run.spec.data.schema, names=run.spec.names),
+    )
     made = [(first, [swap]) for first, swap in _extremes(run, data, learner)]
     if not common and (keep_first_world or not made):
         raise DataError(
             f"{run.spec.names[learner]}'s first record must have another one to be swapped for, and has none"
         )
     groups = [(own, common), *([] if keep_first_world else made)] if common else made[:1] + made
-    shared, rounds = run.guarantee(learner).shared, _screened(run, learner)
+    shared, rounds = run.guarantee(learner).has_shared_records, _screened(run, learner)
     found: list[tuple[float, Worlds]] = []
-    for (first, tried), child in zip(groups, children(seed, len(groups)), strict=True):
+    for (first, tried), child in zip(groups, spawn_seeds(seed, len(groups)), strict=True):
         worlds = Worlds(learner, first, *tried[0], shared)
-        heard = overhear(run, data, worlds, RunChunk(0, PILOT_RUNS, child), SeededNoise, rounds=rounds).transcript
-        swap, score = search(run, heard, worlds.holders(run), first, tried, _realised)
+        heard = simulate_runs(run, data, worlds, RunChunk(0, PILOT_RUNS, child), SeededNoise, rounds=rounds).transcript
+        swap, score = find_worst_replacement(run, heard, worlds.list_holders(run), first, tried, _realised)
         found.append((score, Worlds(learner, first, *swap, shared)))
     return max(found, key=lambda each: each[0])[1]
 
 
-def others(run: Run, data: PlacedData, learner: int, known: Worlds) -> list[Worlds]:
+def build_other_worlds(run: Run, data: PlacedData, learner: int, known: Worlds) -> list[Worlds]:
     """Pairs of worlds that show what the most telling one may hide: it is often a mirror pair, whose norms are equal.
 
     In this order: a loud record against a silent one, for whatever depends on a norm; the first record with the other label; a
@@ -227,19 +239,22 @@ def others(run: Run, data: PlacedData, learner: int, known: Worlds) -> list[Worl
         loud, silent = _bound(run, own) * np.eye(data.n_features)[0], np.zeros(data.n_features)
         what = "a first record on the bound, against one without features"
     else:
-        loud, silent = add_intercept(run, schema.make_max_norm_record()), add_intercept(run, schema.quiet())
+        loud, silent = (
+            add_intercept(run, schema.make_max_norm_record()),
+            add_intercept(run, schema.make_min_norm_record()),
+        )
         what = "a first record at the ends of its schema, against one in the middle"
     tried = [(own.with_use(0, loud, label), own.with_use(0, silent, label), what)]
     if len(different):
         other = own.with_use(0, features, float(different[0]))
         tried.append((own, other, "the first record against itself with the other label"))
     if middle:
-        turned = own.with_use(middle, mirrored(later, schema), float(own.labels[own.order[middle]]))
+        turned = own.with_use(middle, mirror_record(later, schema), float(own.labels[own.order[middle]]))
         tried.append((own, turned, "a record of a middle round against its mirror image"))
     return [
-        Worlds(learner, first, second, what, known.shared)
+        Worlds(learner, first, second, what, known.is_shared)
         for first, second, what in tried
-        if what != known.what and _differ(first, second)
+        if what != known.description and _differ(first, second)
     ]
 
 
@@ -262,8 +277,10 @@ def compute_worst_losses(
         every_use: swap the record in all rounds that use it, not only in the first.
     """
     own = data.learners[learner]
-    tried = swaps(data, learner, every_use=every_use, schema=run.spec.data.schema, names=run.spec.names)
+    tried = list_replacements(data, learner, every_use=every_use, schema=run.spec.data.schema, names=run.spec.names)
     if not tried:
         return None
-    (second, _), _ = search(run, transcript.until(_screened(run, learner)), (learner,), own, tried, _possible)
-    return told(run, transcript, (learner,), [own, second])
+    (second, _), _ = find_worst_replacement(
+        run, transcript.truncate(_screened(run, learner)), (learner,), own, tried, _possible
+    )
+    return replay_losses(run, transcript, (learner,), [own, second])

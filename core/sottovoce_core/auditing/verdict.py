@@ -17,8 +17,16 @@ import numpy as np
 from scipy import special, stats
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.blackbox import level, tested
-from sottovoce_core.auditing.bounds import Bound, Family, AlphaAllocation, Part, Test, ceiling, compute_epsilon_lower_bound
+from sottovoce_core.auditing.blackbox import compute_classifier_level, count_guessed_runs
+from sottovoce_core.auditing.bounds import (
+    AlphaAllocation,
+    Bound,
+    BudgetPart,
+    Family,
+    Test,
+    compute_epsilon_lower_bound,
+    compute_max_provable_epsilon,
+)
 from sottovoce_core.auditing.likelihood import Excess, RoundBounds
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.noise import LATTICE_BITS
@@ -26,9 +34,9 @@ from sottovoce_core.privacy.guarantee import WEAK_EPSILON
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
-Kind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
+VerdictKind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
 
-_ORDER: Mapping[Part | None, int] = {"freshness": 0, "lattice": 1, "marginal": 2, "dependence": 3}
+_ORDER: Mapping[BudgetPart | None, int] = {"freshness": 0, "lattice": 1, "marginal": 2, "dependence": 3}
 """Of classes of tests in the evidence: what names the cause comes first. Noise that is said again is not of its law either."""
 
 _MIN_COMPARED_P_VALUE = 1e-30
@@ -63,14 +71,14 @@ class Verdict:
         weak: whether a claim that was not refuted is above `WEAK_EPSILON`, so that keeping it protects little.
     """
 
-    kind: Kind
+    kind: VerdictKind
     text: str
     evidence: tuple[str, ...] = ()
-    weak: bool = False
+    is_weak: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class DetectableEffect:
     """The smallest violation of one kind that would have been found.
 
     Attributes:
@@ -79,8 +87,8 @@ class Reach:
         text: the same in words.
     """
 
-    part: Part
-    least: float
+    part: BudgetPart
+    size: float
     text: str
 
 
@@ -108,23 +116,23 @@ class Findings:
     """
 
     runs: int
-    levels: AlphaAllocation
+    alpha_allocation: AlphaAllocation
     claim: float
     tests: tuple[Test, ...] = ()
     bounds: tuple[Bound, ...] = ()
     excess: Excess | None = None
-    rounds: RoundBounds | None = None
-    signs: tuple[str, ...] = ()
-    paired: bool = True
-    needed: float = 0
+    round_bounds: RoundBounds | None = None
+    anomalies: tuple[str, ...] = ()
+    has_both_worlds: bool = True
+    needed_runs: float = 0
     assumption: str = ""
-    void: str = ""
-    most: float = 0.0
-    reaches: tuple[Reach, ...] = ()
-    blind: str = ""
+    void_reason: str = ""
+    max_provable_epsilon: float = 0.0
+    detectable_effects: tuple[DetectableEffect, ...] = ()
+    undetectable_violation: str = ""
     delta: float = 0.0
 
-    def of(self, family: Family) -> Findings:
+    def select_family(self, family: Family) -> Findings:
         """What one family found."""
         tests = tuple(test for test in self.tests if test.family == family)
         bounds = tuple(bound for bound in self.bounds if bound.family == family)
@@ -134,24 +142,24 @@ class Findings:
             tests=tests,
             bounds=bounds,
             excess=self.excess if likely else None,
-            rounds=self.rounds if likely else None,
-            signs=(),
-            void=self.void if family in _COIN_FAMILIES else "",
+            round_bounds=self.round_bounds if likely else None,
+            anomalies=(),
+            void_reason=self.void_reason if family in _COIN_FAMILIES else "",
         )
 
     @property
     def coin_free_findings(self) -> Findings:
         """What no coin is needed for: noise that is not what is claimed, and losses above the claim."""
         tests = tuple(test for test in self.tests if test.family not in _COIN_FAMILIES)
-        return replace(self, tests=tests, bounds=(), rounds=None)
+        return replace(self, tests=tests, bounds=(), round_bounds=None)
 
     @property
-    def guessed(self) -> Bound | None:
+    def whole_run_bound(self) -> Bound | None:
         """The likelihood ratio's guesses of whole runs; None: nobody heard enough to make any."""
         return next((bound for bound in self.bounds if bound.family == "likelihood"), None)
 
     @property
-    def best(self) -> tuple[str, float]:
+    def best_bound(self) -> tuple[str, float]:
         """The largest lower bound on epsilon of the whole run, and who gave it: by guesses of whole runs alone.
 
         A bound on one round is none on the run: given what was said before, a message may tell up to twice the run's epsilon,
@@ -161,38 +169,40 @@ class Findings:
         return max(known, key=lambda each: each[1], default=("", 0.0))
 
     @property
-    def largest(self) -> float:
+    def epsilon_lower_bound(self) -> float:
         """The largest lower bound on epsilon of the whole run."""
-        return self.best[1]
+        return self.best_bound[1]
 
 
 def decide(found: Findings) -> Verdict:
     """The verdict on what was found."""
-    if found.void:
+    if found.void_reason:
         return _decide_without_coins(found)
     evidence = tuple(_evidence(found))
     if evidence:
-        return Verdict("refuted", f"The claim does not hold: {evidence[0]}{found.assumption}.", evidence + found.signs)
+        return Verdict(
+            "refuted", f"The claim does not hold: {evidence[0]}{found.assumption}.", evidence + found.anomalies
+        )
     runs = _runs(found)
     if math.isinf(found.claim):
-        return Verdict("unpromised", _unpromised(found, runs), found.signs)
-    above = f"above {found.largest:.3g} " if found.largest > 0.0 else ""
+        return Verdict("unpromised", _unpromised(found, runs), found.anomalies)
+    above = f"above {found.epsilon_lower_bound:.3g} " if found.epsilon_lower_bound > 0.0 else ""
     hints = tuple(_hints(found))
     if hints:
         return Verdict("inconclusive", f"No violation {above}found with {runs}, but {hints[0]}.", hints)
     at = f" at delta {found.delta:.3g}" if found.delta else ""
     text = f"No violation {above}found with {runs}; epsilon {found.claim:.4g}{at} is claimed."
-    if not found.paired:
+    if not found.has_both_worlds:
         text += " Nothing was guessed, so this bounds no epsilon from below: that takes runs of two worlds."
     elif not above:
         text += " No guess was surely better than chance, so the lower bound on epsilon is 0, as it is of anything."
     weak = found.claim > WEAK_EPSILON
     if weak:
         text += f" That claim is weak: an epsilon above {WEAK_EPSILON:g} rules out almost nothing about a record."
-    return Verdict("consistent", text, weak=weak)
+    return Verdict("consistent", text, is_weak=weak)
 
 
-def blamed(found: Findings, names: Sequence[str], audited: int) -> int | None:
+def find_blamed_learner(found: Findings, names: Sequence[str], audited: int) -> int | None:
     """The learner whom a verdict is about, by its index; None: several, or all together.
 
     It is the one whose record was swapped, but where nothing except the noise refutes the claim: that of another may do so.
@@ -202,14 +212,16 @@ def blamed(found: Findings, names: Sequence[str], audited: int) -> int | None:
         names: of all learners.
         audited: whose record was swapped.
     """
-    failed = [test for test in found.tests if test.rejects]
-    rounds = () if found.rounds is None else found.rounds.bounds
-    of_swap = any(test.family != "conformance" for test in failed) or any(b.rejects for b in (*found.bounds, *rounds))
+    failed = [test for test in found.tests if test.is_significant]
+    rounds = () if found.round_bounds is None else found.round_bounds.bounds
+    of_swap = any(test.family != "conformance" for test in failed) or any(
+        b.is_above_claim for b in (*found.bounds, *rounds)
+    )
     above = found.excess is not None and math.isfinite(found.claim)
     if of_swap or above or not failed:
         return audited
     # What depends on what of another may lie at either of them.
-    named = [(test.part, _named(test.where, names)) for test in failed]
+    named = [(test.part, _named(test.location, names)) for test in failed]
     blame = {i for part, each in named if part != "dependence" or len(each) == 1 for i in each}
     return blame.pop() if len(blame) == 1 else 0 if len(names) == 1 else None
 
@@ -222,27 +234,27 @@ def _named(where: str, names: Sequence[str]) -> set[int]:
 
 def _decide_without_coins(found: Findings) -> Verdict:
     """The audit refutes by what needs no coin, or is void."""
-    kept = decide(replace(found.coin_free_findings, void=""))
+    kept = decide(replace(found.coin_free_findings, void_reason=""))
     if kept.kind == "refuted":
-        return replace(kept, evidence=(*kept.evidence, found.void))
-    return Verdict("inconclusive", f"The audit is void with {_runs(found)}: {found.void}.", (found.void,))
+        return replace(kept, evidence=(*kept.evidence, found.void_reason))
+    return Verdict("inconclusive", f"The audit is void with {_runs(found)}: {found.void_reason}.", (found.void_reason,))
 
 
 def _unpromised(found: Findings, runs: str) -> str:
     said = ["Nothing is promised about what is heard, so nothing can fail."]
-    if found.paired:
-        who, bound = found.best
+    if found.has_both_worlds:
+        who, bound = found.best_bound
         at = f" at delta {found.delta:.3g}" if found.delta else ""
         said.append(f"It shows an epsilon of at least {bound:.3g}{at}{f', by {who}' if bound else ''} ({runs}).")
-    if found.signs:
-        said.append(f"Besides, {found.signs[0]}.")
+    if found.anomalies:
+        said.append(f"Besides, {found.anomalies[0]}.")
     return " ".join(said)
 
 
 def _runs(found: Findings, factor: int = 1) -> str:
     """So many times the runs, in words."""
     runs = factor * found.runs
-    if not found.paired:
+    if not found.has_both_worlds:
         return f"{runs:,} run{'s' * (runs != 1)} of one world"
     return f"{runs:,} runs of each world{found.assumption}"
 
@@ -254,19 +266,21 @@ def _evidence(found: Findings) -> Iterator[str]:
         shown = f"a loss of {e.loss:.4g}, above {e.claim:.4g}"
         if math.isinf(e.loss):
             shown = "what is impossible in one of the two worlds, or in both"
-        yield f"run {e.run} shows, after the message of round {e.round}, {shown} ({e.transcripts:,} runs do)"
-    failed = sorted((test for test in found.tests if test.rejects), key=lambda test: _ORDER.get(test.part, len(_ORDER)))
+        yield f"run {e.run} shows, after the message of round {e.round}, {shown} ({e.transcript_count:,} runs do)"
+    failed = sorted(
+        (test for test in found.tests if test.is_significant), key=lambda test: _ORDER.get(test.part, len(_ORDER))
+    )
     for _, of_part in groupby(failed, key=lambda test: test.part):
         yield _found(list(of_part))
     for bound in found.bounds:
-        if bound.rejects:
-            right = f"is right in {bound.correct} of {bound.guesses} guesses"
+        if bound.is_above_claim:
+            right = f"is right in {bound.correct_guesses} of {bound.guesses} guesses"
             at = f" at delta {bound.delta:.3g}" if bound.delta else ""
-            most = f"; most shows in {bound.where}" if bound.where else ""
+            most = f"; most shows in {bound.location}" if bound.location else ""
             yield f"{bound.name} {right}: epsilon is above {bound.value:.3g}{at}, not {bound.claim:.3g}{most}"
-    for bound in () if found.rounds is None else found.rounds.bounds:
-        if bound.rejects:
-            right = f"is guessed right in {bound.correct} of {bound.guesses} guesses"
+    for bound in () if found.round_bounds is None else found.round_bounds.bounds:
+        if bound.is_above_claim:
+            right = f"is guessed right in {bound.correct_guesses} of {bound.guesses} guesses"
             yield f"{bound.name} {right}: epsilon of that round is above {bound.value:.3g}, not {bound.claim:.3g}"
 
 
@@ -274,29 +288,31 @@ def _found(failed: Sequence[Test]) -> str:
     """What the tests of a class that fail have found: the one that says most, the plainest of several that are as sure."""
     worst = min(failed, key=lambda test: max(test.p_value, _MIN_COMPARED_P_VALUE) / test.level)
     kind = "scale" if worst.name.endswith(" scale") else worst.name
-    says = _FINDINGS[kind].format(worst.statistic) if kind in _FINDINGS else f"it does not hold that {worst.what}"
-    place = f" at {worst.where}" if worst.where else ""
+    says = (
+        _FINDINGS[kind].format(worst.statistic) if kind in _FINDINGS else f"it does not hold that {worst.description}"
+    )
+    place = f" at {worst.location}" if worst.location else ""
     more = len(failed) - 1
     also = f"; {more:,} more test{'s' * (more > 1)} of {worst.part} fail{'s' * (more == 1)}" if more else ""
-    return f"{says} ({worst.name}{place}: {worst.chance}{also})"
+    return f"{says} ({worst.name}{place}: {worst.p_value_text}{also})"
 
 
 def _hints(found: Findings) -> Iterator[str]:
     """What keeps a claim from being called consistent, and how many runs would settle it."""
-    if found.runs < found.needed:
+    if found.runs < found.needed_runs:
         few = f"so few could not refute an epsilon of {found.claim:.4g}, whatever they show"
-        many = "more than anybody makes" if math.isinf(found.needed) else f"{found.needed:,}"
+        many = "more than anybody makes" if math.isinf(found.needed_runs) else f"{found.needed_runs:,}"
         yield f"{few}: {many} of each world are needed"
-    if found.blind:
-        yield f"this audit could not have found even {found.blind}: it takes more runs, or somebody who hears more"
-    yield from found.signs
+    if found.undetectable_violation:
+        yield f"this audit could not have found even {found.undetectable_violation}: it takes more runs, or somebody who hears more"
+    yield from found.anomalies
     # What would be evidence if it were all that was looked at.
     for test in found.tests:
-        if test.p_value < min(3 * test.level, found.levels.alpha):
-            yield f"{test.name} has {test.chance}; about {_runs(found, 2)} would decide"
+        if test.p_value < min(3 * test.level, found.alpha_allocation.alpha):
+            yield f"{test.name} has {test.p_value_text}; about {_runs(found, 2)} would decide"
     for bound in found.bounds:
-        alone = min(3 * bound.level, found.levels.alpha)
-        if bound.at(alone) > bound.claim:
+        alone = min(3 * bound.level, found.alpha_allocation.alpha)
+        if bound.compute_bound(alone) > bound.claim:
             factor = bound.find_deciding_factor()
             more = "" if factor is None else f"; about {factor * found.runs:,} runs of each world would decide"
             yield f"{bound.name} guesses better than {bound.claim:.3g} allows, by little{more}"
@@ -318,7 +334,7 @@ _RESOLVED = 1.6
 """Numbers for each bit of evidence: one in ten has the other sign, and there may be fewer than are expected."""
 
 
-def reached(found: Findings, plan: AuditPlan, numbers: int, losses: FloatArray) -> Findings:
+def add_detectable_effects(found: Findings, plan: AuditPlan, numbers: int, losses: FloatArray) -> Findings:
     """The findings, and what would have been found, had it been there.
 
     Args:
@@ -330,62 +346,72 @@ def reached(found: Findings, plan: AuditPlan, numbers: int, losses: FloatArray) 
     on_lattice = any(test.part == "lattice" for test in found.tests)
     reaches = (*_of_noise(plan, numbers, on_lattice), *_of_worlds(plan))
     most = _most(plan)
-    return replace(found, most=most, reaches=reaches, blind=_blind(plan, numbers, losses, most))
+    return replace(
+        found,
+        max_provable_epsilon=most,
+        detectable_effects=reaches,
+        undetectable_violation=_blind(plan, numbers, losses, most),
+    )
 
 
 def _most(plan: AuditPlan) -> float:
     """The largest lower bound that so many runs could give, if all guesses were right; 0 where nothing is guessed."""
-    if not plan.paired:
+    if not plan.has_both_worlds:
         return 0.0
-    if plan.listener.can_replay:
-        return ceiling(plan.runs, plan.levels.of("likelihood", "whole runs"))
-    guesses = tested(2 * plan.runs)
-    return compute_epsilon_lower_bound(guesses, guesses, level(plan.levels))
+    if plan.adversary.can_replay:
+        return compute_max_provable_epsilon(plan.runs, plan.alpha_allocation.compute_level("likelihood", "whole runs"))
+    guesses = count_guessed_runs(2 * plan.runs)
+    return compute_epsilon_lower_bound(guesses, guesses, compute_classifier_level(plan.alpha_allocation))
 
 
-def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[Reach]:
+def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[DetectableEffect]:
     if not numbers:
         return
     error: float = (
-        stats.norm.isf(plan.levels.of("conformance", "marginal", 8) / 2) + stats.norm.isf(1 - _POWER)
+        stats.norm.isf(plan.alpha_allocation.compute_level("conformance", "marginal", 8) / 2)
+        + stats.norm.isf(1 - _POWER)
     ) / math.sqrt(numbers)
-    yield Reach("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %")
+    yield DetectableEffect("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %")
     learners = plan.run.spec.n_learners
-    messages = 2 * plan.all_runs * plan.run.spec.rounds * learners
+    messages = 2 * plan.total_runs * plan.run.spec.rounds * learners
     if learners > 1:
-        products = max(1.0, plan.close * numbers / learners)
+        products = max(1.0, plan.dependence_fraction * numbers / learners)
         among = _NEAR_LAGS * learners * (learners - 1) / 2
-        share = plan.levels.of("conformance", "dependence", 8) / among
+        share = plan.alpha_allocation.compute_level("conformance", "dependence", 8) / among
         together = min(1.0, (stats.norm.isf(share / 2) + 1.6) / math.sqrt(products))
-        yield Reach("dependence", together, f"noise of two learners that is correlated by {together:.2g}")
-    enough = _RESOLVED * -math.log2(plan.levels.of("conformance", "dependence", 40) / _SIGNED_BITS)
-    if on_lattice and plan.close * numbers >= enough:
-        bits = LATTICE_BITS + math.floor(math.log2(plan.close * numbers / enough))
-        yield Reach("dependence", bits, f"signs that are any of the first {bits} bits behind their sizes")
+        yield DetectableEffect("dependence", together, f"noise of two learners that is correlated by {together:.2g}")
+    enough = _RESOLVED * -math.log2(plan.alpha_allocation.compute_level("conformance", "dependence", 40) / _SIGNED_BITS)
+    if on_lattice and plan.dependence_fraction * numbers >= enough:
+        bits = LATTICE_BITS + math.floor(math.log2(plan.dependence_fraction * numbers / enough))
+        yield DetectableEffect("dependence", bits, f"signs that are any of the first {bits} bits behind their sizes")
     centre = math.sqrt(35.0 / messages)
-    yield Reach("dependence", centre, f"centres that are wrong by {centre:.2g} scales in every message")
+    yield DetectableEffect("dependence", centre, f"centres that are wrong by {centre:.2g} scales in every message")
     streams = messages * (messages - 1) / (2 * math.log(1 / (1 - _POWER)))
     if streams >= 1.0:
-        yield Reach("freshness", streams, f"noise from a generator of up to {streams:,.0f} different streams")
+        yield DetectableEffect(
+            "freshness", streams, f"noise from a generator of up to {streams:,.0f} different streams"
+        )
 
 
-def _of_worlds(plan: AuditPlan) -> Iterator[Reach]:
-    if not plan.paired:
+def _of_worlds(plan: AuditPlan) -> Iterator[DetectableEffect]:
+    if not plan.has_both_worlds:
         return
-    if plan.listener.can_replay:
+    if plan.adversary.can_replay:
         needed = _epsilon_found(plan)
         if math.isfinite(needed):
-            yield Reach("whole runs", needed, f"guesses of whole runs that need an epsilon of {needed:.3g}")
+            yield DetectableEffect("whole runs", needed, f"guesses of whole runs that need an epsilon of {needed:.3g}")
     area = 0.5 + 5.6 / math.sqrt(6 * min(pair.runs for pair in plan.pairs))
     if area < 1.0:
-        worlds = "the worlds of any pair" if plan.beside else "the worlds"
-        yield Reach("worlds", area, f"a length, a time or a count that tells {worlds} apart with an AUC of {area:.2g}")
+        worlds = "the worlds of any pair" if plan.other_pairs else "the worlds"
+        yield DetectableEffect(
+            "worlds", area, f"a length, a time or a count that tells {worlds} apart with an AUC of {area:.2g}"
+        )
 
 
 def _epsilon_found(plan: AuditPlan) -> float:
     """The smallest epsilon, if all of it shows in every run, that guesses put above the claim; infinite: none."""
-    guesses, share = 2 * plan.runs, plan.levels.of("likelihood", "whole runs")
-    if ceiling(plan.runs, share) <= plan.epsilon:
+    guesses, share = 2 * plan.runs, plan.alpha_allocation.compute_level("likelihood", "whole runs")
+    if compute_max_provable_epsilon(plan.runs, share) <= plan.epsilon:
         return math.inf
     for epsilon in np.geomspace(max(plan.epsilon, 1e-3), max(plan.epsilon, 1e-3) + 40.0, 200).tolist():
         usual = int(stats.binom.ppf(1 - _POWER, guesses, special.expit(epsilon)))
@@ -397,12 +423,12 @@ def _epsilon_found(plan: AuditPlan) -> float:
 def _blind(plan: AuditPlan, numbers: int, losses: FloatArray, most: float) -> str:
     """The plainest violation that the audit could not have found, in words; empty: it could have found these."""
     exceeds = most > plan.epsilon
-    share = plan.levels.of("likelihood", "calibration", 8)
+    share = plan.alpha_allocation.compute_level("likelihood", "calibration", 8)
     chances = special.expit(np.abs(losses[np.isfinite(losses)]))
     certain = bool(len(chances)) and float(np.log(chances).sum()) < math.log(share / 2)
     if not (numbers or exceeds or certain):
         return "a learner without noise"
-    least = special.gammaincinv(max(numbers, 1), plan.levels.of("conformance", "marginal", 8) / 2)
+    least = special.gammaincinv(max(numbers, 1), plan.alpha_allocation.compute_level("conformance", "marginal", 8) / 2)
     halved = numbers > 0 and float(special.gammainc(numbers, 2.0 * least)) >= _POWER
     slope = float(np.sum(losses[np.isfinite(losses)] ** 2 * chances * (1.0 - chances))) > 4.9**2
     if not (halved or exceeds or slope):

@@ -21,12 +21,12 @@ from sottovoce_core.auditing.blackbox import build_number_views
 
 # ---- conversations ---------------------------------------------------------------------------------------------------
 
-HEAD, WIDTH = 64, 128
+MAX_HEAD_BYTES, MAX_FIELD_NUMBERS = 64, 128
 """Of a message: the first bytes, and of each of its fields the first numbers, that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodedMessage:
     """What a decoder read from a message.
 
     Attributes:
@@ -41,7 +41,7 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Overheard:
+class CapturedFrame:
     """One thing that passed.
 
     Attributes:
@@ -70,8 +70,8 @@ class Overheard:
     digest: bytes = b""
     entries: tuple[tuple[str, str], ...] = ()
     status: tuple[str, str] = ("", "")
-    decoded: Decoded | None = None
-    whose: Literal["said", "told", "others"] = "said"
+    decoded_message: DecodedMessage | None = None
+    role: Literal["said", "told", "others"] = "said"
 
     @property
     def place(self) -> str:
@@ -92,18 +92,18 @@ class RunTraffic:
 
     world: int
     name: str
-    began: float
-    heard: tuple[Overheard, ...]
+    start_time: float
+    frames: tuple[CapturedFrame, ...]
 
     @property
-    def messages(self) -> tuple[Overheard, ...]:
+    def messages(self) -> tuple[CapturedFrame, ...]:
         """Only the messages of the one who is audited."""
-        return tuple(each for each in self.heard if each.kind == "message" and each.whose == "said")
+        return tuple(each for each in self.frames if each.kind == "message" and each.role == "said")
 
     @property
-    def near(self) -> tuple[Overheard, ...]:
+    def audited_frames(self) -> tuple[CapturedFrame, ...]:
         """What the one who is audited said and was told."""
-        return tuple(each for each in self.heard if each.whose != "others")
+        return tuple(each for each in self.frames if each.role != "others")
 
 
 def digest(payload: bytes) -> bytes:
@@ -111,7 +111,7 @@ def digest(payload: bytes) -> bytes:
     return blake2b(payload, digest_size=16).digest()
 
 
-def numbers(values: Any) -> FloatArray:
+def flatten_numbers(values: Any) -> FloatArray:
     """A decoded field as it is looked at: flat, float64, at most `WIDTH` long, without infinities.
 
     Raises:
@@ -120,18 +120,18 @@ def numbers(values: Any) -> FloatArray:
     flat = np.asarray(values)
     if flat.dtype.kind not in "biuf":
         raise TypeError(f"a field must hold numbers, got {flat.dtype}")
-    return np.clip(np.nan_to_num(flat.reshape(-1)[:WIDTH].astype(np.float64)), -1e100, 1e100)
+    return np.clip(np.nan_to_num(flat.reshape(-1)[:MAX_FIELD_NUMBERS].astype(np.float64)), -1e100, 1e100)
 
 
 # ---- features --------------------------------------------------------------------------------------------------------
 
-MAX_ITEMS_PER_KIND, COLUMNS = 16, 1024
+MAX_ITEMS_PER_KIND, MAX_COLUMNS = 16, 1024
 """Of one kind of thing, the first so many in a run are looked at; of a view, at most so many columns."""
 
 _Item = tuple[Hashable, Sequence[float]]
 """What kind of thing, and its numbers: always as many for one kind."""
 
-Layout = tuple[tuple[Hashable, int], ...]
+FeatureLayout = tuple[tuple[Hashable, int], ...]
 """What the numbers of a run are: the kind of thing, counted within the run, and how many numbers it has."""
 
 _View = Callable[[RunTraffic], Iterable[_Item]]
@@ -146,16 +146,16 @@ class RunFeatures:
         numbers: side by side.
     """
 
-    layout: Layout
+    layout: FeatureLayout
     numbers: FloatArray
 
 
 def build_features_by_view(run: RunTraffic, kinds: Mapping[str, _View]) -> dict[str, RunFeatures]:
     """A run in several views."""
-    return {name: features(items(run)) for name, items in kinds.items()}
+    return {name: build_features(items(run)) for name, items in kinds.items()}
 
 
-def features(items: Iterable[_Item]) -> RunFeatures:
+def build_features(items: Iterable[_Item]) -> RunFeatures:
     """The first `MAX_ITEMS_PER_KIND` things of every kind."""
     seen: Counter[Hashable] = Counter()
     layout: list[tuple[Hashable, int]] = []
@@ -192,7 +192,7 @@ def _columns(runs: Sequence[RunFeatures]) -> dict[Hashable, tuple[int, int]]:
     found: dict[Hashable, tuple[int, int]] = {}
     total = 0
     for key, _ in common.most_common():
-        if total + widths[key] <= COLUMNS:
+        if total + widths[key] <= MAX_COLUMNS:
             found[key] = total, widths[key]
             total += widths[key]
     return found
@@ -200,40 +200,40 @@ def _columns(runs: Sequence[RunFeatures]) -> dict[Hashable, tuple[int, int]]:
 
 def locate_column(runs: Sequence[RunTraffic], view: str, column: int) -> tuple[Hashable, int, int]:
     """What a column of a view of `CHANNEL_VIEWS` is of: the kind of thing, its count within a run, and which of its numbers."""
-    for key, (first, width) in _columns([features(CHANNEL_VIEWS[view](run)) for run in runs]).items():
+    for key, (first, width) in _columns([build_features(CHANNEL_VIEWS[view](run)) for run in runs]).items():
         if first <= column < first + width and isinstance(key, tuple):
             kind, k = key
             return kind, k, column - first
     raise IndexError(column)
 
 
-def tables(runs: Sequence[Mapping[str, RunFeatures]]) -> dict[str, FloatArray]:
+def build_tables(runs: Sequence[Mapping[str, RunFeatures]]) -> dict[str, FloatArray]:
     """Every view of all runs."""
     return {name: _table([run[name] for run in runs]) for name in runs[0]}
 
 
-def views(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
+def build_views(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
     """All views but timing, by name: finite numbers `(runs, features)`. Those that people understand best come first."""
     found: dict[str, FloatArray] = {}
-    said = decoded(runs)
+    said = collect_decoded_fields(runs)
     for field, values in said.items():
         with np.errstate(over="ignore"):  # where most numbers are zero, others are huge in units of their spread
             found |= {f"{name} of {field}": view for name, view in build_number_views(values).items()}
     if len(said) > 1:
         every = np.concatenate([values.reshape(len(runs), -1) for values in said.values()], axis=1)
-        found["values of all fields"] = every[:, :COLUMNS]
-    return found | tables([build_features_by_view(run, {**CHANNEL_VIEWS, **TAPPED}) for run in runs])
+        found["values of all fields"] = every[:, :MAX_COLUMNS]
+    return found | build_tables([build_features_by_view(run, {**CHANNEL_VIEWS, **CIPHERTEXT_VIEWS}) for run in runs])
 
 
 def build_timing_views(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
     """The view `gaps`: the times between whatever passed; and `paces`, of ciphertext."""
-    return tables([build_features_by_view(run, {"gaps": _gaps, "paces": _tapped_paces}) for run in runs])
+    return build_tables([build_features_by_view(run, {"gaps": _gaps, "paces": _tapped_paces}) for run in runs])
 
 
 # ---- decoded numbers -------------------------------------------------------------------------------------------------
 
 
-def decoded(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
+def collect_decoded_fields(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
     """Decoded fields as `(runs, messages, numbers)`, in the order in which a run said them; zero where it did not.
 
     A field that stands in several kinds of messages is several fields.
@@ -241,7 +241,7 @@ def decoded(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
     found = {}
     for field, messages in _decoded_fields(runs).items():
         widest = max(len(values) for them in messages for _, values, _ in them)
-        width = min(widest, max(1, WIDTH * MAX_ITEMS_PER_KIND // len(messages)))
+        width = min(widest, max(1, MAX_FIELD_NUMBERS * MAX_ITEMS_PER_KIND // len(messages)))
         found[field] = dense = np.zeros((len(runs), len(messages), width))
         for t, them in enumerate(messages):
             for k, values, _ in them:
@@ -249,19 +249,19 @@ def decoded(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
     return found
 
 
-def sources(runs: Sequence[RunTraffic]) -> dict[str, list[list[tuple[int, Decoded]]]]:
+def find_field_sources(runs: Sequence[RunTraffic]) -> dict[str, list[list[tuple[int, DecodedMessage]]]]:
     """Of every field of `decoded`, message by message, the runs that have it, and what was decoded there."""
     fields = _decoded_fields(runs).items()
     return {field: [[(k, each) for k, _, each in them] for them in messages] for field, messages in fields}
 
 
-def _decoded_fields(runs: Sequence[RunTraffic]) -> dict[str, list[list[tuple[int, FloatArray, Decoded]]]]:
+def _decoded_fields(runs: Sequence[RunTraffic]) -> dict[str, list[list[tuple[int, FloatArray, DecodedMessage]]]]:
     """Of every field, message by message, the runs that have it, its numbers, and what was decoded there."""
-    found: dict[str, list[list[tuple[int, FloatArray, Decoded]]]] = {}
+    found: dict[str, list[list[tuple[int, FloatArray, DecodedMessage]]]] = {}
     for k, run in enumerate(runs):
         count = Counter[str]()
         for message in run.messages:
-            if (said := message.decoded) is None:
+            if (said := message.decoded_message) is None:
                 continue
             for name, values in said.fields.items():
                 field = f"{name} in {message.place}"
@@ -301,16 +301,16 @@ def _parsed(text: str) -> float:
 
 
 def _sizes(run: RunTraffic) -> Iterator[_Item]:
-    return (((each.kind, each.place), (each.size,)) for each in run.heard)
+    return (((each.kind, each.place), (each.size,)) for each in run.frames)
 
 
 def _counts(run: RunTraffic) -> Iterator[_Item]:
     """Streams; things and bytes of every kind; entries of metadata."""
-    yield "streams", (len({each.stream for each in run.heard}),)
-    things = Counter((each.kind, each.place) for each in run.heard)
+    yield "streams", (len({each.stream for each in run.frames}),)
+    things = Counter((each.kind, each.place) for each in run.frames)
     volume = Counter[Hashable]()
     entries = Counter[Hashable]()
-    for each in run.heard:
+    for each in run.frames:
         volume[each.kind, each.place] += each.size
         entries[each.kind, each.place] += len(each.entries)
     for kind, count in things.items():
@@ -319,17 +319,19 @@ def _counts(run: RunTraffic) -> Iterator[_Item]:
 
 def _order(run: RunTraffic) -> Iterator[_Item]:
     """Of either direction by itself: which of two directions is first is a matter of time."""
-    return (((each.whose, each.direction), _bits(f"{each.stream} {each.kind} {each.method}")) for each in run.near)
+    return (
+        ((each.role, each.direction), _bits(f"{each.stream} {each.kind} {each.method}")) for each in run.audited_frames
+    )
 
 
 def _metadata(run: RunTraffic) -> Iterator[_Item]:
-    for each in run.near:
+    for each in run.audited_frames:
         for key, value in each.entries:
             yield (each.kind, each.place, key), (len(value), _parsed(value), *_bits(value))
 
 
 def _status(run: RunTraffic) -> Iterator[_Item]:
-    for each in run.near:
+    for each in run.audited_frames:
         if each.kind == "trailers":
             code, text = each.status
             yield each.method, (len(text), *_bits(code), *_bits(text))
@@ -338,7 +340,7 @@ def _status(run: RunTraffic) -> Iterator[_Item]:
 def _bytes(run: RunTraffic) -> Iterator[_Item]:
     """Of what was looked into."""
     said = (each for each in run.messages if each.head or not each.size)
-    return ((each.place, list(each.head.ljust(HEAD, b"\0"))) for each in said)
+    return ((each.place, list(each.head.ljust(MAX_HEAD_BYTES, b"\0"))) for each in said)
 
 
 def _said_again(run: RunTraffic) -> Iterator[_Item]:
@@ -364,8 +366,8 @@ CHANNEL_VIEWS: Mapping[str, _View] = {
 # ---- ciphertext ------------------------------------------------------------------------------------------------------
 
 
-def _tapped(run: RunTraffic) -> Iterator[Overheard]:
-    return (each for each in run.heard if each.kind == "ciphertext")
+def _tapped(run: RunTraffic) -> Iterator[CapturedFrame]:
+    return (each for each in run.frames if each.kind == "ciphertext")
 
 
 def _in_order(run: RunTraffic) -> Iterator[_Item]:
@@ -374,7 +376,7 @@ def _in_order(run: RunTraffic) -> Iterator[_Item]:
     for each in _tapped(run):
         sizes.setdefault(each.place, []).append(float(each.size))
     for place, own in sizes.items():
-        yield place, [*own[:WIDTH], *[-1.0] * (WIDTH - len(own))]
+        yield place, [*own[:MAX_FIELD_NUMBERS], *[-1.0] * (MAX_FIELD_NUMBERS - len(own))]
 
 
 def _of_each_size(run: RunTraffic) -> Iterator[_Item]:
@@ -386,7 +388,7 @@ def _of_each_size(run: RunTraffic) -> Iterator[_Item]:
 def _connections(run: RunTraffic) -> Iterator[_Item]:
     """Of every connection of an edge: records and bytes of either direction, and which side ends first."""
     found: dict[tuple[str, int], list[float]] = {}
-    for each in run.heard:
+    for each in run.frames:
         if each.kind in ("opened", "ciphertext", "closed"):
             own, back = found.setdefault((each.method, each.stream), [0.0] * 5), 2 * (each.direction == "back")
             if each.kind == "ciphertext":
@@ -413,7 +415,7 @@ def _bursts(run: RunTraffic) -> Iterator[_Item]:
     return ((burst, (count,)) for burst, count in ended.items())
 
 
-TAPPED: Mapping[str, _View] = {
+CIPHERTEXT_VIEWS: Mapping[str, _View] = {
     "connections": _connections,
     "records of each size": _of_each_size,
     "sizes in order": _in_order,
@@ -427,8 +429,8 @@ TAPPED: Mapping[str, _View] = {
 
 def _gaps(run: RunTraffic) -> Iterator[_Item]:
     """Time since whatever passed before, by its logarithm."""
-    before = run.heard[0].seconds if run.heard else 0.0
-    for each in run.heard:
+    before = run.frames[0].seconds if run.frames else 0.0
+    for each in run.frames:
         yield (each.kind, each.place), (math.log(max(each.seconds - before, 0.0) + 1e-6),)
         before = each.seconds
 
@@ -441,7 +443,7 @@ def _paces(run: RunTraffic) -> Iterator[_Item]:
 
 def _replies(run: RunTraffic) -> Iterator[_Item]:
     """Times from whatever was told last to what is said then, in every place."""
-    told = np.sort([each.seconds for each in run.heard if each.kind == "message" and each.whose == "told"])
+    told = np.sort([each.seconds for each in run.frames if each.kind == "message" and each.role == "told"])
     for place, said in _by_place(run).items():
         before = np.searchsorted(told, said) - 1
         yield place, _logs((said - told[before])[before >= 0] if len(told) else np.empty(0))
@@ -451,7 +453,7 @@ def _tapped_paces(run: RunTraffic) -> Iterator[_Item]:
     """Times between records of a direction, and how long every connection is open."""
     seconds: dict[str, list[float]] = {}
     spans: dict[tuple[str, int], tuple[float, float]] = {}
-    for each in run.heard:
+    for each in run.frames:
         if each.kind in ("opened", "ciphertext", "closed"):
             first, _ = spans.get((each.method, each.stream), (each.seconds, 0.0))
             spans[each.method, each.stream] = first, each.seconds

@@ -26,7 +26,7 @@ from sottovoce_core.noise import NoiseSource, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import Guarantee, compose_guarantees
 from sottovoce_core.running.replay import PrivacyLosses, Replay, replay
 from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 from sottovoce_core.running.transcript import Transcript
 
 # ---- worlds ----------------------------------------------------------------------------------------------------------
@@ -47,45 +47,45 @@ class Worlds:
     """
 
     learner: int
-    first: LearnerData
-    second: LearnerData
-    what: str
-    shared: bool = False
+    records_0: LearnerData
+    records_1: LearnerData
+    description: str
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
-        if not np.array_equal(self.first.offsets, self.second.offsets):
+        if not np.array_equal(self.records_0.offsets, self.records_1.offsets):
             raise DataError("adjacent worlds must have equally many records in every round")
-        swapped = np.flatnonzero(self.swapped())
-        rows = {(int(self.first.order[k]), int(self.second.order[k])) for k in swapped.tolist()}
+        swapped = np.flatnonzero(self.find_differing_uses())
+        rows = {(int(self.records_0.order[k]), int(self.records_1.order[k])) for k in swapped.tolist()}
         if len(rows) != 1:
             raise DataError(f"adjacent worlds must differ in exactly one record, got {len(rows)}")
 
-    def swapped(self) -> FloatArray:
+    def find_differing_uses(self) -> FloatArray:
         """`(uses,)` which uses differ."""
-        first, second = self.first, self.second
+        first, second = self.records_0, self.records_1
         features = (first.features[first.order] != second.features[second.order]).any(axis=1)
         differs: FloatArray = features | (first.labels[first.order] != second.labels[second.order])
         return differs
 
     @property
-    def replaced(self) -> IntArray:
+    def replacements_per_round(self) -> IntArray:
         """`(rounds,)` how many records of each round differ."""
-        rounds = np.searchsorted(self.first.offsets, np.flatnonzero(self.swapped()), side="right") - 1
-        return np.bincount(rounds, minlength=self.first.rounds).astype(np.int64)
+        rounds = np.searchsorted(self.records_0.offsets, np.flatnonzero(self.find_differing_uses()), side="right") - 1
+        return np.bincount(rounds, minlength=self.records_0.rounds).astype(np.int64)
 
-    def of(self, world: int) -> LearnerData:
+    def get_records(self, world: int) -> LearnerData:
         """Records of the learner in world 0 or 1."""
-        return self.second if world else self.first
+        return self.records_1 if world else self.records_0
 
-    def data(self, data: PlacedData, world: int) -> PlacedData:
+    def build_data(self, data: PlacedData, world: int) -> PlacedData:
         """All learners' records in world 0 or 1."""
-        if self.shared:
-            return replace(data, learners=(self.of(world),) * len(data.learners))
-        return data.with_learner(self.learner, self.of(world))
+        if self.is_shared:
+            return replace(data, learners=(self.get_records(world),) * len(data.learners))
+        return data.with_learner(self.learner, self.get_records(world))
 
-    def holders(self, run: Run) -> tuple[int, ...]:
+    def list_holders(self, run: Run) -> tuple[int, ...]:
         """The learners whose messages depend on the record."""
-        return tuple(range(run.spec.n_learners)) if self.shared else (self.learner,)
+        return tuple(range(run.spec.n_learners)) if self.is_shared else (self.learner,)
 
     def require_learnable(self, loss: Loss) -> None:
         """Refuse records that the loss is not defined for: what is promised is about others.
@@ -93,20 +93,22 @@ class Worlds:
         Raises:
             DataError: a label outside the loss's domain, or numbers that are not finite.
         """
-        use = int(np.flatnonzero(self.swapped())[0])
-        for data in (self.first, self.second):
+        use = int(np.flatnonzero(self.find_differing_uses())[0])
+        for data in (self.records_0, self.records_1):
             row = data.order[use : use + 1]
             try:
                 check_batch(data.features[row], data.labels[row], data.features.shape[1], loss)
             except DataError as error:
-                raise DataError(f"a record of the two worlds ({self.what}) does not fit: {error}") from None
+                raise DataError(f"a record of the two worlds ({self.description}) does not fit: {error}") from None
 
-    def guarantee(self, run: Run) -> Guarantee:
+    def compute_guarantee(self, run: Run) -> Guarantee:
         """What is promised for this very swap to somebody who hears every holder: their losses added up."""
-        counts = np.diff(self.first.offsets)
-        return compose_guarantees([run.guarantee(i, counts, self.replaced) for i in self.holders(run)])
+        counts = np.diff(self.records_0.offsets)
+        return compose_guarantees(
+            [run.guarantee(i, counts, self.replacements_per_round) for i in self.list_holders(run)]
+        )
 
-    def losses(self, run: Run, transcript: Transcript) -> FloatArray:
+    def compute_losses(self, run: Run, transcript: Transcript) -> FloatArray:
         """`(rounds, replicas)` exact privacy loss of every round, `log p(y|first) - log p(y|second)`.
 
         Infinite where one world could not have said it, not-a-number where neither could.
@@ -114,10 +116,14 @@ class Worlds:
         Raises:
             CaptureError: a holder was not heard in the first round.
         """
-        return told(run, transcript, self.holders(run), [self.first, self.second]).realised[:, 0]
+        return replay_losses(run, transcript, self.list_holders(run), [self.records_0, self.records_1]).realised_losses[
+            :, 0
+        ]
 
 
-def told(run: Run, transcript: Transcript, holders: Sequence[int], worlds: Sequence[LearnerData]) -> PrivacyLosses:
+def replay_losses(
+    run: Run, transcript: Transcript, holders: Sequence[int], worlds: Sequence[LearnerData]
+) -> PrivacyLosses:
     """What the messages of all holders of a record tell, between the first world and each other one: their losses added up.
 
     Raises:
@@ -125,21 +131,21 @@ def told(run: Run, transcript: Transcript, holders: Sequence[int], worlds: Seque
     """
     with np.errstate(invalid="ignore"):  # neither world could have said it
         each = [replay(run, transcript, i, worlds) for i in holders]
-        rounds = min(len(losses.realised) for losses in each)
-        realised: FloatArray = np.sum([losses.realised[:rounds] for losses in each], axis=0)
-        largest: FloatArray = np.sum([losses.largest[:rounds] for losses in each], axis=0)
+        rounds = min(len(losses.realised_losses) for losses in each)
+        realised: FloatArray = np.sum([losses.realised_losses[:rounds] for losses in each], axis=0)
+        largest: FloatArray = np.sum([losses.max_losses[:rounds] for losses in each], axis=0)
     return PrivacyLosses(realised, largest)
 
 
-def chosen(
+def build_worlds(
     data: PlacedData,
     learner: int,
     row: int,
     features: FloatArray,
     label: float,
     *,
-    other: str = "another one",
-    shared: bool = False,
+    replacement_name: str = "another one",
+    is_shared: bool = False,
 ) -> Worlds:
     """One record of a learner, in all of its uses, against another one.
 
@@ -160,8 +166,8 @@ def chosen(
         raise DataError(
             f"record {row} is learned in no round, so a swap shows nothing; record {own.order[0]} is learned"
         )
-    what = f"record {row}, in all of its uses, against {other}"
-    return Worlds(learner, own, own.with_record(row, features, label), what, shared)
+    what = f"record {row}, in all of its uses, against {replacement_name}"
+    return Worlds(learner, own, own.with_record(row, features, label), what, is_shared)
 
 
 # ---- runs on the simulator -------------------------------------------------------------------------------------------
@@ -169,7 +175,7 @@ def chosen(
 NoiseFactory = Callable[[np.random.SeedSequence], NoiseSource]
 """How an audited learner draws its noise."""
 
-Tell = Callable[[float], None]
+ProgressCallback = Callable[[float], None]
 """Is told, while something is done, what share of it is done."""
 
 MAX_TRANSCRIPT_BYTES = 2**27
@@ -177,7 +183,7 @@ MAX_TRANSCRIPT_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedRuns:
     """Some runs of one world.
 
     Attributes:
@@ -190,14 +196,14 @@ class Recording:
     world: int
     transcript: Transcript
     decisions: FloatArray | None = None
-    channel: tuple[Mapping[str, RunFeatures], ...] = ()
+    channel_features: tuple[Mapping[str, RunFeatures], ...] = ()
 
 
-def nobody(done: float) -> None:
+def discard_progress(done: float) -> None:
     """Is told, and nothing comes of it."""
 
 
-def within(tell: Tell, start: float, stop: float) -> Tell:
+def scale_progress(tell: ProgressCallback, start: float, stop: float) -> ProgressCallback:
     """Is told how far a part of something is that reaches from one share of it to another."""
     return lambda done: tell(start + (stop - start) * done)
 
@@ -217,29 +223,29 @@ class RunChunk:
     world: int
     runs: int
     seed: np.random.SeedSequence
-    pair: int = 0
-    tell: Tell = nobody
+    pair_index: int = 0
+    on_progress: ProgressCallback = discard_progress
 
 
-def children(seed: np.random.SeedSequence, count: int) -> list[np.random.SeedSequence]:
+def spawn_seeds(seed: np.random.SeedSequence, count: int) -> list[np.random.SeedSequence]:
     """Independent seeds from one, the same ones whenever asked (`SeedSequence.spawn` counts)."""
     return np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key, pool_size=seed.pool_size).spawn(count)
 
 
-def shares(runs: int, most: int, seed: np.random.SeedSequence, pair: int = 0) -> list[RunChunk]:
+def plan_chunks(runs: int, most: int, seed: np.random.SeedSequence, pair: int = 0) -> list[RunChunk]:
     """`2 runs` runs, each in a world that a fair coin chose, at most so many in a share; worlds take turns."""
-    coins, *sources = children(seed, 3)
+    coins, *sources = spawn_seeds(seed, 3)
     seconds = int(np.random.default_rng(coins).binomial(2 * runs, 0.5))
     by_world = []
     for world, (count, source) in enumerate(zip((2 * runs - seconds, seconds), sources, strict=True)):
         sizes = [min(most, count - done) for done in range(0, count, most)]
-        seeds = children(source, len(sizes))
+        seeds = spawn_seeds(source, len(sizes))
         by_world.append([RunChunk(world, size, own, pair) for size, own in zip(sizes, seeds, strict=True)])
     longest = max(map(len, by_world))
     return [own[k] for k in range(longest) for own in by_world if k < len(own)]
 
 
-def overhear(
+def simulate_runs(
     run: Run,
     data: PlacedData,
     worlds: Worlds,
@@ -247,9 +253,9 @@ def overhear(
     noise: NoiseFactory,
     *,
     rounds: int | None = None,
-    everybody: bool = False,
-    decisions: bool = False,
-) -> Recording:
+    keep_all_learners: bool = False,
+    keep_decisions: bool = False,
+) -> RecordedRuns:
     """Simulate a share of the runs.
 
     Args:
@@ -262,27 +268,27 @@ def overhear(
         everybody: keep what all learners say, not only what a replay needs.
         decisions: keep all decisions, too.
     """
-    kept = slice(None) if everybody else concerned(run, worlds)
+    kept = slice(None) if keep_all_learners else find_needed_learners(run, worlds)
     rounds = run.spec.rounds if rounds is None else rounds
     lead = (rounds, run.spec.n_learners, share.runs)
     # All else is left at zero, whose pages take no memory.
     said = {name: np.zeros((*lead, *shape)) for name, shape in run.field_shapes.items()}
-    decided = np.empty((*lead, run.algorithm.dim)) if decisions else None
-    known = worlds.data(data, share.world)
-    for step in islice(simulate(run, known, noise(share.seed), share.runs), rounds):
+    decided = np.empty((*lead, run.algorithm.dim)) if keep_decisions else None
+    known = worlds.build_data(data, share.world)
+    for step in islice(simulate_rounds(run, known, noise(share.seed), share.runs), rounds):
         for name, values in said.items():
             values[step.t, kept] = step.message[name][kept]
         if decided is not None:
-            decided[step.t] = step.before
-        share.tell((step.t + 1) / rounds)
-    return Recording(share.world, Transcript(said), decided)
+            decided[step.t] = step.decisions_before
+        share.on_progress((step.t + 1) / rounds)
+    return RecordedRuns(share.world, Transcript(said), decided)
 
 
-def concerned(run: Run, worlds: Worlds) -> list[int]:
+def find_needed_learners(run: Run, worlds: Worlds) -> list[int]:
     """The learners whose messages a replay needs: the holders, and those that they ever hear."""
-    holders = worlds.holders(run)
-    mixings = [run.network.at(t) for t in range(run.spec.rounds)]
-    heard = {j for mixing in mixings for i in holders for j in mixing.heard_by(i)}
+    holders = worlds.list_holders(run)
+    mixings = [run.network.mixing(t) for t in range(run.spec.rounds)]
+    heard = {j for mixing in mixings for i in holders for j in mixing.in_neighbour_weights(i)}
     return sorted(heard.union(holders))
 
 
@@ -292,9 +298,9 @@ def count_numbers(run: Run) -> int:
     return run.spec.rounds * run.spec.n_learners * said
 
 
-def at_a_time(run: Run, *, decisions: bool = False) -> int:
+def count_runs_in_memory(run: Run, *, keep_decisions: bool = False) -> int:
     """Of how many runs the messages fit into `MAX_TRANSCRIPT_BYTES`."""
-    decided = run.spec.rounds * run.spec.n_learners * run.algorithm.dim if decisions else 0
+    decided = run.spec.rounds * run.spec.n_learners * run.algorithm.dim if keep_decisions else 0
     return max(1, MAX_TRANSCRIPT_BYTES // (8 * (count_numbers(run) + decided)))
 
 
@@ -315,15 +321,15 @@ class CoupledRuns:
 
     field: str
     coordinate: int
-    swapped: int
-    first: FloatArray
-    second: FloatArray
+    first_affected_round: int
+    message_0: FloatArray
+    message_1: FloatArray
     noiseless_0: FloatArray
     noiseless_1: FloatArray
     scale: FloatArray
 
     @property
-    def telling(self) -> int:
+    def largest_shift_round(self) -> int:
         """The round whose message the swap moves most, against the noise; without noise: most."""
         moved = np.abs(self.noiseless_0 - self.noiseless_1)
         known = np.where(self.scale > 0, self.scale, np.inf)
@@ -331,11 +337,11 @@ class CoupledRuns:
         return int(relative.argmax())
 
 
-def twins(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> CoupledRuns:
+def simulate_coupled_runs(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> CoupledRuns:
     """Simulate both worlds with the same noise, and without any."""
     learner = worlds.learner
     heard = [
-        overhear(run, data, worlds, RunChunk(world, 1, seed), noise).transcript
+        simulate_runs(run, data, worlds, RunChunk(world, 1, seed), noise).transcript
         for noise in (SeededNoise, lambda _: no_noise)
         for world in (0, 1)
     ]
@@ -347,7 +353,9 @@ def twins(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequen
     coordinate = int(moved[field].argmax())
     first, second, *bare = (np.ascontiguousarray(each.fields[field][:, learner, 0, coordinate]) for each in heard)
     scale = np.array([run.algorithm.noise_scale(learner, t) for t in range(run.spec.rounds)])
-    return CoupledRuns(field, coordinate, int(worlds.replaced.argmax()), first, second, bare[0], bare[1], scale)
+    return CoupledRuns(
+        field, coordinate, int(worlds.replacements_per_round.argmax()), first, second, bare[0], bare[1], scale
+    )
 
 
 # ---- what a learner keeps to itself ----------------------------------------------------------------------------------
@@ -356,19 +364,19 @@ PRIVATE_QUANTITIES = ("norm of the gradient", "loss", "norm of the decision")
 """Summed over rounds. Numbers of records are the same in both worlds."""
 
 
-def differences(run: Run, worlds: Worlds, transcript: Transcript) -> FloatArray:
+def compute_private_differences(run: Run, worlds: Worlds, transcript: Transcript) -> FloatArray:
     """`(runs, len(QUANTITIES))`: every quantity in the first world, without what it is in the second.
 
     A function of what was heard: it knows nothing of the world that the run lived in. Rounds that were not heard count for
     nothing, and so does what is not finite.
     """
-    sides = worlds.first, worlds.second
+    sides = worlds.records_0, worlds.records_1
     replay = Replay(run, worlds.learner, transcript.replicas, len(sides))
     total = np.zeros((transcript.replicas, len(PRIVATE_QUANTITIES)))
     for t in range(transcript.rounds):
         batches = [side.batch(t) for side in sides]
-        replay.step(transcript.messages(t, worlds.learner, replay.concerned), *batches)
-        if not replay.known:
+        replay.step(transcript.messages(t, worlds.learner, replay.required_senders), *batches)
+        if not replay.is_known:
             break
         decisions = replay.decision
         one, other = (_kept(run.loss, decisions[w], batch) for w, batch in enumerate(batches))
@@ -381,6 +389,6 @@ def _kept(loss: Loss, decision: FloatArray, batch: Batch) -> FloatArray:
     norms = np.linalg.norm(decision, axis=-1)
     if not batch.size:
         return np.stack([np.zeros_like(norms), np.zeros_like(norms), norms], axis=-1)
-    enforced = Batch(*loss.enforce(batch.features, batch.labels))
+    enforced = Batch(*loss.enforce_bounds(batch.features, batch.labels))
     gradient = np.linalg.norm(mean_gradient(loss, decision, enforced), axis=-1)
     return np.stack([gradient, loss.values(decision, enforced).mean(axis=-1), norms], axis=-1)

@@ -22,25 +22,25 @@ from typing import Any, Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.budget.composition import worst_case_record_epsilon, group_record_losses
+from sottovoce_core.budget.composition import group_record_losses, worst_case_record_epsilon
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.errors import SpecError
-from sottovoce_core.running.placement import place
+from sottovoce_core.running.placement import place_data
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
 
-Per = Literal["event", "record"]
+BudgetUnit = Literal["event", "record"]
 
 _TOLERANCE = 1e-3
 """Part of a target that may be left unspent."""
-MOST_STEPS = 100
+MAX_CALIBRATION_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BudgetTarget:
     """What a learner's messages may cost.
 
     Attributes:
@@ -52,7 +52,7 @@ class Target:
 
     epsilons: tuple[float, ...]
     horizon: float | None = None
-    per: Per = "event"
+    unit: BudgetUnit = "event"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class CalibrationResult:
     epsilons: tuple[float, ...]
 
 
-def calibrate(spec: RunSpec, data: PlacedData, target: Target) -> CalibrationResult:
+def calibrate(spec: RunSpec, data: PlacedData, target: BudgetTarget) -> CalibrationResult:
     """The same spec with as little noise as meets the budget from below, within `_TOLERANCE` of it.
 
     Args:
@@ -76,11 +76,11 @@ def calibrate(spec: RunSpec, data: PlacedData, target: Target) -> CalibrationRes
         SpecError: nothing finite is promised, the target is out of reach, or a condition of the algorithm fails on the way.
     """
     targets = _targets(spec, target)
-    one = spec.algorithm.one_noise
+    one = spec.algorithm.has_shared_noise_scale
     factors, low, high = np.ones(len(targets)), np.zeros(len(targets)), np.full(len(targets), math.inf)
     before: tuple[FloatArray, FloatArray] | None = None
     spent = factors
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_CALIBRATION_STEPS):
         found, run = _louder(spec, data, factors)
         spent = _spent(run, data, target)
         _insist_on_finite(run, target, spent)
@@ -97,37 +97,41 @@ def calibrate(spec: RunSpec, data: PlacedData, target: Target) -> CalibrationRes
     raise SpecError(f"no noise was found that meets epsilon {_several(targets)}; got {_several(spent)} at last")
 
 
-def epsilons(run: Run, data: PlacedData, horizon: float | None = None, per: Per = "event") -> tuple[float, ...]:
+def compute_epsilons(
+    run: Run, data: PlacedData, horizon: float | None = None, unit: BudgetUnit = "event"
+) -> tuple[float, ...]:
     """What each learner's messages cost over the horizon, by itself."""
-    return tuple(_epsilon(run, data, i, horizon, per) for i in range(run.spec.n_learners))
+    return tuple(_epsilon(run, data, i, horizon, unit) for i in range(run.spec.n_learners))
 
 
-def _epsilon(run: Run, data: PlacedData, learner: int, horizon: float | None, per: Per) -> float:
+def _epsilon(run: Run, data: PlacedData, learner: int, horizon: float | None, per: BudgetUnit) -> float:
     own = data.learners[learner]
     event = run.guarantee(learner, np.diff(own.offsets))
     records = (
-        group_record_losses(run.algorithm.accountant(learner), own, run.attendance(learner).end) if per == "record" else []
+        group_record_losses(run.algorithm.accountant(learner), own, run.participation(learner).end)
+        if per == "record"
+        else []
     )
     if horizon == math.inf:  # a record that is used again and again has no end to be planned for
-        return event.infinite_horizon if all(each.uses == 1 for each in records) else math.inf
+        return event.infinite_horizon_epsilon if all(each.n_uses == 1 for each in records) else math.inf
     rounds = run.spec.rounds if horizon is None else int(horizon)
     if per == "event":
         return event.epsilon(rounds)
-    return worst_case_record_epsilon([each.until(rounds) for each in records], event.per_round[:rounds])
+    return worst_case_record_epsilon([each.truncate(rounds) for each in records], event.round_losses[:rounds])
 
 
-def _spent(run: Run, data: PlacedData, target: Target) -> FloatArray:
+def _spent(run: Run, data: PlacedData, target: BudgetTarget) -> FloatArray:
     """`(learners,)`, to be compared with the targets."""
-    each = epsilons(run, data, target.horizon, target.per)
+    each = compute_epsilons(run, data, target.horizon, target.unit)
     return np.array([math.fsum(each)] * len(each) if _shared(run.spec) else each)
 
 
 def _shared(spec: RunSpec) -> bool:
-    return spec.data.partition.shared
+    return spec.data.partition.is_shared
 
 
 def _louder(spec: RunSpec, data: PlacedData, factors: FloatArray) -> tuple[RunSpec, Run]:
-    changed = spec.model_copy(update={"algorithm": spec.algorithm.noisier(tuple(factors.tolist()))})
+    changed = spec.model_copy(update={"algorithm": spec.algorithm.scale_noise(tuple(factors.tolist()))})
     return changed, build_run(changed, data.n_features)
 
 
@@ -144,7 +148,7 @@ def _next(factors: FloatArray, ratio: FloatArray, low: FloatArray, high: FloatAr
 # ---- what cannot be met ----------------------------------------------------------------------------------------------
 
 
-def _targets(spec: RunSpec, target: Target) -> FloatArray:
+def _targets(spec: RunSpec, target: BudgetTarget) -> FloatArray:
     for epsilon in target.epsilons:
         if not 0.0 < epsilon < math.inf:
             raise SpecError(f"a target epsilon must be above 0 and finite, got {epsilon}")
@@ -158,7 +162,7 @@ def _targets(spec: RunSpec, target: Target) -> FloatArray:
     return np.array(target.epsilons)
 
 
-def _insist_on_finite(run: Run, target: Target, spent: FloatArray) -> None:
+def _insist_on_finite(run: Run, target: BudgetTarget, spent: FloatArray) -> None:
     """Say why there is nothing to calibrate."""
     unbounded = np.flatnonzero(~np.isfinite(spent))
     if len(unbounded):
@@ -169,7 +173,7 @@ def _insist_on_finite(run: Run, target: Target, spent: FloatArray) -> None:
         raise SpecError(f"the budget of {name} is 0 whatever its noise: {text}; give it more rounds or records")
 
 
-def _why_infinite(run: Run, learner: int, target: Target) -> str:
+def _why_infinite(run: Run, learner: int, target: BudgetTarget) -> str:
     finite_rounds = math.isfinite(run.guarantee(learner).epsilon())
     if target.horizon == math.inf and finite_rounds:
         text = f"with these parameters and records {run.algorithm.name} has no finite bound over infinitely many rounds"
@@ -183,7 +187,9 @@ def _why_infinite(run: Run, learner: int, target: Target) -> str:
     return f"a record's gradient has no bound, got loss.clip_norm={run.spec.loss.clip_norm}; set it"
 
 
-def _insist_on_progress(run: Run, growth: FloatArray, ratio: FloatArray, before: FloatArray, target: Target) -> None:
+def _insist_on_progress(
+    run: Run, growth: FloatArray, ratio: FloatArray, before: FloatArray, target: BudgetTarget
+) -> None:
     """More noise must lower what is spent: a part that noise does not lower is a floor."""
     stuck = np.flatnonzero((growth >= 2.0) & (ratio > 1.0) & (ratio >= 0.99 * before))
     if len(stuck):
@@ -200,13 +206,15 @@ def _several(values: FloatArray) -> str:
 # ---- first spec ------------------------------------------------------------------------------------------------------
 
 DEFAULT_ALGORITHM: Mapping[str, Any] = {"name": "pd-ogd", "noise": {"kind": "calibrated"}}
-ROUNDS = 6
+DEFAULT_ROUNDS = 6
 """Where nobody says how many: few rounds have large batches, whose noise is small."""
 _DIGITS = 4
 """Of a noise, for people: rounded towards more noise."""
 
 
-def propose_spec(document: Mapping[str, Any], dataset: Dataset, epsilon: float, rounds: int = ROUNDS) -> RunSpec:
+def propose_spec(
+    document: Mapping[str, Any], dataset: Dataset, epsilon: float, rounds: int = DEFAULT_ROUNDS
+) -> RunSpec:
     """The spec with an algorithm, rounds, batches and noise.
 
     Args:
@@ -222,19 +230,19 @@ def propose_spec(document: Mapping[str, Any], dataset: Dataset, epsilon: float, 
     if dataset.round is not None:
         rounds, batch = int(dataset.round.max()) + 1, 1
     else:
-        least = min(len(own.labels) for own in place(_parsed(document, 1, "all"), dataset).learners)
+        least = min(len(own.labels) for own in place_data(_parsed(document, 1, "all"), dataset).learners)
         batch = max(1, least // max(rounds - 1, 1))
         rounds = min(rounds, least // batch + 1)
     if rounds < 2:
         raise SpecError(f"rounds must be at least 2, for records of round 0 show in round 1, got {rounds}")
     spec = _parsed(document, rounds, batch)
-    data = place(spec, dataset)
-    found = calibrate(spec, data, Target((epsilon,) * spec.n_learners, per="record")).spec
+    data = place_data(spec, dataset)
+    found = calibrate(spec, data, BudgetTarget((epsilon,) * spec.n_learners, unit="record")).spec
     found = found.model_copy(update={"algorithm": _readable(found.algorithm)})
     run = build_run(found, data.n_features)
     if run.warnings:
         raise SpecError(f"no spec for epsilon {epsilon:g} is within the theory: {run.warnings[0].text}")
-    spent = max(epsilons(run, data, per="record"))
+    spent = max(compute_epsilons(run, data, unit="record"))
     if spent > epsilon:  # noise only grew
         raise AssertionError(f"epsilon {spent} was to be at most {epsilon}")
     return found
@@ -242,7 +250,9 @@ def propose_spec(document: Mapping[str, Any], dataset: Dataset, epsilon: float, 
 
 def _parsed(document: Mapping[str, Any], rounds: int, batch: int | str) -> RunSpec:
     data = {**document["data"], "batch_size": batch}
-    return parse_spec({**document, "rounds": rounds, "algorithm": dict(DEFAULT_ALGORITHM), "data": data}, imports=False)
+    return parse_spec(
+        {**document, "rounds": rounds, "algorithm": dict(DEFAULT_ALGORITHM), "data": data}, allow_imports=False
+    )
 
 
 def _readable(algorithm: Any) -> Any:

@@ -39,14 +39,14 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.accountant import Accountant
-from sottovoce_core.privacy.guarantee import Event, Mechanism
+from sottovoce_core.privacy.guarantee import Adjacency, Mechanism
 from sottovoce_core.running.run import Run
 
 # ---- composition -----------------------------------------------------------------------------------------------------
 
-MOST_STEPS = 2_000_000
+MAX_ACCOUNTED_ROUNDS = 2_000_000
 """Rounds that are metered one by one for the sake of single records; beyond, cheaper upper bounds are used."""
-_INTERVAL, _MOST_POINTS = 1e-4, 50_000
+_INTERVAL, _MAX_PLD_POINTS = 1e-4, 50_000
 """Spacing of a discretised privacy loss, and how many points it may take: above a total loss of 5 it is wider.
 
 The discretisation is pessimistic, and its error falls with the square of the spacing: below 1e-4 at a total of 50.
@@ -68,15 +68,15 @@ class RecordGroup:
         losses: `(rounds,)` what one of them costs in all of its uses, message by message; None: at most `uses` events.
     """
 
-    records: int
-    uses: int
+    n_records: int
+    n_uses: int
     losses: FloatArray | None
 
-    def charged(self, event: FloatArray) -> FloatArray:
+    def charged_losses(self, event_losses: FloatArray) -> FloatArray:
         """`losses`, or the bound on them, given what an event costs."""
-        return as_floats(event * self.uses) if self.losses is None else self.losses
+        return as_floats(event_losses * self.n_uses) if self.losses is None else self.losses
 
-    def messages(self, single: FloatArray) -> FloatArray:
+    def composable_losses(self, event_losses: FloatArray) -> FloatArray:
         """Losses that composition may rest on, given those of any single event `(rounds,)`.
 
         n times the losses of one event do not dominate n events place by place: they may meet in other messages (3, 1 and
@@ -84,13 +84,13 @@ class RecordGroup:
         """
         if self.losses is not None:
             return self.losses
-        if self.uses == 1:
-            return single
-        whole = np.zeros_like(single)
-        whole[0] = self.uses * math.fsum(single)
+        if self.n_uses == 1:
+            return event_losses
+        whole = np.zeros_like(event_losses)
+        whole[0] = self.n_uses * math.fsum(event_losses)
         return whole
 
-    def until(self, rounds: int) -> RecordGroup:
+    def truncate(self, rounds: int) -> RecordGroup:
         """The same for the first messages."""
         return self if self.losses is None else replace(self, losses=self.losses[:rounds])
 
@@ -113,9 +113,11 @@ def group_record_losses(accountant: Accountant, own: LearnerData, end: int | Non
     event that replaces all of the learner's records includes all uses.
     """
     plans = _plans_of_use(own)
-    if accountant.event == Event.LEARNER:
+    if accountant.adjacency == Adjacency.LEARNER:
         return [RecordGroup(sum(plans.values()), 1, None)]
-    exact = accountant.follows and sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
+    exact = (
+        accountant.can_track_replacements and sum(len(plan) > 1 for plan in plans) * own.rounds <= MAX_ACCOUNTED_ROUNDS
+    )
     metered: list[tuple[int, tuple[int, ...]]] = []
     bounded = Counter[int]()
     for plan, records in plans.items():
@@ -124,29 +126,31 @@ def group_record_losses(accountant: Accountant, own: LearnerData, end: int | Non
         else:
             bounded[len(plan)] += records
     replaced = np.array([np.bincount(plan, minlength=own.rounds) for _, plan in metered]).reshape(-1, own.rounds)
-    losses = _until(end, accountant.losses_of(np.diff(own.offsets), replaced))
+    losses = _until(end, accountant.losses_by_change(np.diff(own.offsets), replaced))
     found = [RecordGroup(records, len(plan), each) for (records, plan), each in zip(metered, losses, strict=True)]
     return found + [RecordGroup(records, uses, None) for uses, records in bounded.items()]
 
 
-def worst_case_record_epsilon(records: Iterable[RecordGroup], event: FloatArray) -> float:
+def worst_case_record_epsilon(groups: Iterable[RecordGroup], event_losses: FloatArray) -> float:
     """What the record that costs most costs in all of its uses, given what an event costs `(rounds,)`."""
-    return math.fsum(worst_case_record_losses(records, event))
+    return math.fsum(worst_case_record_losses(groups, event_losses))
 
 
-def worst_case_record_losses(records: Iterable[RecordGroup], event: FloatArray) -> FloatArray:
+def worst_case_record_losses(groups: Iterable[RecordGroup], event_losses: FloatArray) -> FloatArray:
     """The same message by message, `(rounds,)`; zeros without records."""
-    charged = [each.charged(event) for each in records]
-    return max(charged, key=lambda losses: math.fsum(losses), default=np.zeros_like(event))
+    charged = [each.charged_losses(event_losses) for each in groups]
+    return max(charged, key=lambda losses: math.fsum(losses), default=np.zeros_like(event_losses))
 
 
-def group_loss(records: Iterable[RecordGroup], event: FloatArray, size: int) -> float:
+def group_loss(groups: Iterable[RecordGroup], event_losses: FloatArray, size: int) -> float:
     """What the dearest `size` of one learner's records cost together, in all of their uses: the sum of their own losses.
 
     For records that are used once, `[Alike(size, 1, None)]` will do. Of fewer records than that, all are meant.
     """
     dearest: list[float] = []
-    for epsilon, many in sorted(((math.fsum(each.charged(event)), each.records) for each in records), reverse=True):
+    for epsilon, many in sorted(
+        ((math.fsum(each.charged_losses(event_losses)), each.n_records) for each in groups), reverse=True
+    ):
         dearest += [epsilon] * min(many, size - len(dearest))
     return math.fsum(dearest)
 
@@ -171,12 +175,16 @@ def message_losses(accountant: Accountant, counts: IntArray, end: int | None = N
         meter does not follow single records.
     """
     charged = _until(end, accountant.losses(counts))
-    if accountant.dominates:
+    if accountant.has_dominating_losses:
         return charged
     rounds, coming = len(counts), np.flatnonzero(counts)
-    if not accountant.follows or not np.isfinite(charged).all() or len(coming) * rounds > MOST_STEPS:
+    if (
+        not accountant.can_track_replacements
+        or not np.isfinite(charged).all()
+        or len(coming) * rounds > MAX_ACCOUNTED_ROUNDS
+    ):
         return None
-    return envelope(_until(end, accountant.losses_of(counts, np.eye(rounds, dtype=np.int64)[coming])))
+    return envelope(_until(end, accountant.losses_by_change(counts, np.eye(rounds, dtype=np.int64)[coming])))
 
 
 def _until(end: int | None, losses: FloatArray) -> FloatArray:
@@ -206,7 +214,7 @@ def epsilon_for_delta(delta: float, losses: FloatArray, mechanism: Mechanism) ->
     pure = math.fsum(losses)
     if not len(charged) or not math.isfinite(pure):
         return pure
-    composed = _composed(charged, mechanism, max(_INTERVAL, pure / _MOST_POINTS))
+    composed = _composed(charged, mechanism, max(_INTERVAL, pure / _MAX_PLD_POINTS))
     return min(pure, float(composed.get_epsilon_for_delta(delta)))
 
 
@@ -242,7 +250,7 @@ MAX_LATTICE_SHARE = 1e-3
 
 _MAX_EXAMINED_ROUNDS = 20_000
 """Rounds; longer runs are judged by the first so many."""
-_FEW = 100
+_INITIAL_ROUNDS = 100
 """Rounds that are examined first: where their loss is large enough, no later round can make the share of the slack large."""
 _MIN_EPSILON = 0.01
 """An epsilon below which nobody goes: a run that is fine with it is not looked at any closer."""
@@ -274,7 +282,7 @@ def check_lattice(run: Run) -> tuple[RunWarning, ...]:
 def _share(run: Run, learner: int, message: float) -> tuple[float, int, float, float]:
     """Of the slack in a learner's epsilon, the learner, the slack at most, and the epsilon; 0 where nothing is promised."""
     rounds = min(run.spec.rounds, _MAX_EXAMINED_ROUNDS)
-    losses = run.algorithm.accountant(learner).losses(np.ones(min(rounds, _FEW), np.int64))
+    losses = run.algorithm.accountant(learner).losses(np.ones(min(rounds, _INITIAL_ROUNDS), np.int64))
     if MAX_LATTICE_SHARE * math.fsum(losses) < rounds * message:
         losses = run.algorithm.accountant(learner).losses(np.ones(rounds, np.int64))
     epsilon, slack = math.fsum(losses), int(np.count_nonzero(losses)) * message

@@ -36,11 +36,11 @@ class AccuracyCurve:
     c5: float
     c6: float
 
-    def at(self, alpha: FloatArray) -> FloatArray:
+    def evaluate(self, alpha: FloatArray) -> FloatArray:
         """Loss of accuracy at privacy losses `alpha`, of any shape."""
         return self.c4 * np.exp(-self.c5 * alpha) + self.c6
 
-    def reaches(self, loss: float) -> float:
+    def find_min_alpha(self, loss: float) -> float:
         """The alpha from which on the curve is at most `loss`.
 
         Raises:
@@ -68,7 +68,7 @@ class Utility:
             text = "weights must be finite and at least 0, w1, w2 and one of w3, w4 above it"
             raise SpecError(f"{text}, got {', '.join(f'{weight:g}' for weight in weights)}")
 
-    def at(self, alpha: FloatArray) -> FloatArray:
+    def evaluate(self, alpha: FloatArray) -> FloatArray:
         """Worth of the privacy losses `alpha`, of any shape, above 0."""
         worth: FloatArray = self.w1 * np.log(self.w2 / (self.w3 * alpha + self.w4 * alpha**2))
         return worth
@@ -89,13 +89,13 @@ class Optimum:
 
     alpha: float
     objective: float
-    lowest: float
-    highest: float
+    min_alpha: float
+    max_alpha: float
     is_interior: bool
     minima: tuple[float, ...]
 
 
-def solve(curve: AccuracyCurve, utility: Utility, threshold: float, ceiling: float) -> Optimum:
+def optimise_alpha(curve: AccuracyCurve, utility: Utility, threshold: float, max_alpha: float) -> Optimum:
     """The design problem.
 
     Args:
@@ -107,20 +107,20 @@ def solve(curve: AccuracyCurve, utility: Utility, threshold: float, ceiling: flo
     Raises:
         SpecError: the threshold does not lie between c6 and c4 + c6, no level is admissible, or SciPy is missing.
     """
-    lowest = curve.reaches(threshold)
-    if not lowest <= ceiling:
+    lowest = curve.find_min_alpha(threshold)
+    if not lowest <= max_alpha:
         text = f"no admissible privacy level: accuracy threshold {threshold:.6g} needs epsilon above {lowest:.6g}"
-        raise SpecError(f"{text}, and at most {ceiling:.6g} is allowed; raise either")
+        raise SpecError(f"{text}, and at most {max_alpha:.6g} is allowed; raise either")
 
     def objective(alpha: Any) -> Any:
-        return curve.at(alpha) - utility.at(alpha)
+        return curve.evaluate(alpha) - utility.evaluate(alpha)
 
-    grid = np.geomspace(lowest, ceiling, _GRID_POINTS)
+    grid = np.geomspace(lowest, max_alpha, _GRID_POINTS)
     values = objective(grid)
     dips = np.flatnonzero((values[1:-1] < values[:-2]) & (values[1:-1] <= values[2:])) + 1
     minima = tuple(_refined(objective, grid[k - 1], grid[k + 1]) for k in dips.tolist())
-    best = min((*minima, lowest, ceiling), key=objective)
-    return Optimum(best, float(objective(best)), lowest, ceiling, best in minima, minima)
+    best = min((*minima, lowest, max_alpha), key=objective)
+    return Optimum(best, float(objective(best)), lowest, max_alpha, best in minima, minima)
 
 
 def _refined(objective: Callable[[Any], Any], low: float, high: float) -> float:
@@ -128,7 +128,7 @@ def _refined(objective: Callable[[Any], Any], low: float, high: float) -> float:
     return float(_optimize().minimize_scalar(objective, bounds=(low, high), method="bounded", options=options).x)
 
 
-def fit(epsilons: Sequence[float], losses: Sequence[float]) -> AccuracyCurve:
+def fit_accuracy_curve(epsilons: Sequence[float], losses: Sequence[float]) -> AccuracyCurve:
     """The curve of least squares through measured losses.
 
     For a given c5 the best c4, c6 >= 0 follow linearly; c5 is searched on a logarithmic grid and refined.

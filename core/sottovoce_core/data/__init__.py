@@ -4,6 +4,6 @@
 """
 
 from sottovoce_core.data.dataset import Dataset, check_batch, load_dataset
-from sottovoce_core.data.schedule import LearnerData, PlacedData, stack
+from sottovoce_core.data.schedule import LearnerData, PlacedData, stack_batches
 
-__all__ = ["Dataset", "LearnerData", "PlacedData", "check_batch", "load_dataset", "stack"]
+__all__ = ["Dataset", "LearnerData", "PlacedData", "check_batch", "load_dataset", "stack_batches"]

@@ -42,13 +42,13 @@ class Flaw(Enum):
     NO_DATE = 8
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """For people; nothing of the value."""
-        return _WORDS[self]
+        return _FLAW_DESCRIPTIONS[self]
 
 
 NO_FLAW = 0
-_WORDS = {
+_FLAW_DESCRIPTIONS = {
     Flaw.MISSING: "missing",
     Flaw.NO_NUMBER: "not a number",
     Flaw.COMMA: "a number with a comma, write 1234.5",
@@ -60,34 +60,34 @@ _WORDS = {
 }
 
 
-class Other:
+class UnsupportedValue:
     """A value of a kind that no field takes: bytes, a list, a length of time."""
 
 
-OTHER = Other()
+UNSUPPORTED_VALUE = UnsupportedValue()
 
 
-def normal(text: str) -> str:
+def normalise_text(text: str) -> str:
     """Text as it is compared: Unicode's composed form (NFC), without blanks around it."""
     return unicodedata.normalize("NFC", text).strip()
 
 
-def to_python_value(value: Any) -> CellValue | Other:
+def to_python_value(value: Any) -> CellValue | UnsupportedValue:
     """A value of a library, or of Python, as Python's own; `OTHER` where no field takes any such."""
     if isinstance(value, np.datetime64):
         value = value.astype("datetime64[us]").item()  # in nanoseconds it would become a number
-        return value if value is None or isinstance(value, datetime.date) else OTHER
+        return value if value is None or isinstance(value, datetime.date) else UNSUPPORTED_VALUE
     if isinstance(value, np.generic) and not isinstance(value, np.timedelta64):
         value = float(value) if isinstance(value, np.floating) else value.item()
     if isinstance(value, str):
-        return normal(value)
+        return normalise_text(value)
     if value is None or value is np.ma.masked or type(value).__name__ == "NAType":  # the latter is pandas'
         return None
     if isinstance(value, Decimal):
         return str(value)
     if isinstance(value, datetime.datetime) and value != value:  # what pandas has where there is none
         return None
-    return value if isinstance(value, int | float | datetime.date) else OTHER
+    return value if isinstance(value, int | float | datetime.date) else UNSUPPORTED_VALUE
 
 
 # ---- numbers and dates -----------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ _DATE = re.compile(
 )
 
 
-def number_of(value: CellValue | Other) -> float | Flaw:
+def parse_number(value: CellValue | UnsupportedValue) -> float | Flaw:
     """A number, or the text of one, as float64; one that float64 cannot hold is the largest that it can."""
     if isinstance(value, str):
         if _NUMBER.fullmatch(value):
@@ -121,7 +121,7 @@ def _held(number: float) -> float:
     return min(max(number, -sys.float_info.max), sys.float_info.max)
 
 
-def parse_day(value: CellValue | Other) -> float | Flaw:
+def parse_day(value: CellValue | UnsupportedValue) -> float | Flaw:
     """The day of a date, or of its text (ISO 8601), counted from the first of the year 1; in UTC where a time zone is given."""
     try:
         if isinstance(value, str):
@@ -152,19 +152,19 @@ class MissingValues:
     numbers: frozenset[float] = frozenset()
 
     @classmethod
-    def of(cls, listed: Iterable[str | int | float]) -> MissingValues:
+    def from_values(cls, listed: Iterable[str | int | float]) -> MissingValues:
         """Text and numbers, the latter as numbers or as text."""
         numbers: set[float] = set()
         words: set[str] = set()
         for each in listed:
-            number = number_of(to_python_value(each))
+            number = parse_number(to_python_value(each))
             if isinstance(number, Flaw):
-                words.add(normal(str(each)).casefold())
+                words.add(normalise_text(str(each)).casefold())
             else:
                 numbers.add(number)
         return cls(frozenset(words), frozenset(numbers))
 
-    def has(self, value: CellValue | Other) -> bool:
+    def is_missing(self, value: CellValue | UnsupportedValue) -> bool:
         """Whether this is no value. A number that is none (NaN) counts as the word."""
         if value is None or value == "":
             return True
@@ -172,9 +172,9 @@ class MissingValues:
             return "nan" in self.words
         if isinstance(value, str) and value.casefold() in self.words:
             return True
-        return bool(self.numbers) and number_of(value) in self.numbers
+        return bool(self.numbers) and parse_number(value) in self.numbers
 
-    def among(self, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    def missing_mask(self, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         """`(records,)`: the same of many numbers."""
         found = np.isin(numbers, list(self.numbers))
         return found | np.isnan(numbers) if "nan" in self.words else found
@@ -210,11 +210,11 @@ def extract_cells(column: Any, name: str) -> Cells:
 
 _INDEX = re.compile(r"(Unnamed: \d+)?|__index_level_\d+__|Unnamed: \d+_level_\d+")
 INDEX_DESCRIPTION = "the index of a pandas table, or a column without a name"
-CODE = r"0\d+|0[xX][\dA-Fa-f]+|[+-]?\d{16,}"
+CODE_PATTERN = r"0\d+|0[xX][\dA-Fa-f]+|[+-]?\d{16,}"
 """Digits that are no number: leading zeros, hexadecimal ones, or more of them than float64 holds."""
 CODE_DESCRIPTION = "digits that are codes: with leading zeros, hexadecimal, or 16 digits and more"
 
 
 def is_index(name: str) -> bool:
     """Whether a column is called as pandas writes its index, which numbers records: an empty name is one."""
-    return _INDEX.fullmatch(normal(name)) is not None
+    return _INDEX.fullmatch(normalise_text(name)) is not None

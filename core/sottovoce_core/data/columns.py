@@ -13,25 +13,33 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, has_unrepresentable_integers
-from sottovoce_core.data.cells import CODE, CODE_DESCRIPTION, INDEX_DESCRIPTION, OTHER, is_index, normal, to_python_value
+from sottovoce_core.data.cells import (
+    CODE_DESCRIPTION,
+    CODE_PATTERN,
+    INDEX_DESCRIPTION,
+    UNSUPPORTED_VALUE,
+    is_index,
+    normalise_text,
+    to_python_value,
+)
 from sottovoce_core.data.files import (
-    DIGITS,
-    LABELS,
+    LABEL_COLUMN_NAMES,
+    LOST_DIGITS_REASON,
     PLACEMENT_COLUMNS,
     UNCERTAIN_HEADER_REASON,
     RawTable,
     describe_column,
     describe_content,
-    is_numeric,
-    listed,
-    read_npz_features,
     explain_header,
+    is_numeric_type,
+    quote_names,
+    read_npz_features,
 )
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.optional import import_optional
-from sottovoce_core.yaml_files import format_of
+from sottovoce_core.yaml_files import detect_format
 
-_TOLD = 12
+_MAX_REPORTED_COLUMNS = 12
 """Columns of which an error says what is wrong."""
 _DECLARE_ADVICE = "declare its fields in a schema, or ignore them there (`sottovoce init --schema-only` drafts one from public records)"
 _MAX_SNIFFED_BYTES = 2**16
@@ -54,7 +62,7 @@ def read_columns(path: Path, label: str | None) -> RawTable:
         DataError: unreadable, an empty cell, or a feature column that is not numeric (named).
         SpecError: no such label column; pyarrow is not installed.
     """
-    label = None if label is None else normal(label)
+    label = None if label is None else normalise_text(label)
     file = _named_table(path, label)
     candidates = [name for name in file.names if name not in PLACEMENT_COLUMNS]
     if not candidates:
@@ -67,7 +75,7 @@ def read_columns(path: Path, label: str | None) -> RawTable:
     matrix = file.matrix(features)
     learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT_COLUMNS)
     own = file.values(label, "; drop these records, or choose another label")
-    return RawTable(matrix, own, tuple(features), learner, rounds, label=label, header=file.header)
+    return RawTable(matrix, own, tuple(features), learner, rounds, label=label, header_reason=file.header)
 
 
 def read_features(path: Path, wanted: Sequence[str] | None, label: str | None) -> FloatArray:
@@ -84,13 +92,15 @@ def read_features(path: Path, wanted: Sequence[str] | None, label: str | None) -
     """
     if path.suffix.lower() == ".npz":
         return read_npz_features(path)
-    label = None if label is None else normal(label)
+    label = None if label is None else normalise_text(label)
     file = _named_table(path, label)
-    others = {*PLACEMENT_COLUMNS, *(LABELS if label is None else (label,))}
+    others = {*PLACEMENT_COLUMNS, *(LABEL_COLUMN_NAMES if label is None else (label,))}
     if wanted is None:
         wanted = [name for name in file.names if name not in others]
     if lacking := [name for name in wanted if name not in file.names]:
-        raise DataError(f"{path} must have a column for every feature of the run, and has none for {listed(lacking)}")
+        raise DataError(
+            f"{path} must have a column for every feature of the run, and has none for {quote_names(lacking)}"
+        )
     if not wanted:
         raise DataError(f"{path} must have a feature column, got none")
     return file.matrix(wanted)
@@ -112,10 +122,10 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
         SpecError: pyarrow is not installed.
     """
     table = _arrow_table(path, as_text=True, ragged=ragged)
-    placing = [name for name in table.column_names if normal(name) in PLACEMENT_COLUMNS]
+    placing = [name for name in table.column_names if normalise_text(name) in PLACEMENT_COLUMNS]
     columns = {name: _cells(table.column(name)) for name in table.column_names if name not in placing}
     codes = _codes(path, table.select(placing)) if path.suffix.lower() == ".csv" and not ragged else {}
-    file = _File(path, table.select(placing), [*map(normal, placing)], None, codes)
+    file = _File(path, table.select(placing), [*map(normalise_text, placing)], None, codes)
     learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT_COLUMNS)
     return columns, learner, rounds
 
@@ -135,7 +145,7 @@ def read_names(path: Path, label: str | None = None) -> tuple[dict[str, bool], s
         DataError, SpecError: as `read_columns`; also where the first line of a `.csv` is a record.
     """
     table = _arrow_table(path)
-    kinds = {normal(each.name): each.type in ("string", "large_string", "bool") for each in table.schema}
+    kinds = {normalise_text(each.name): each.type in ("string", "large_string", "bool") for each in table.schema}
     is_csv = path.suffix.lower() == ".csv"
     return kinds, explain_header([*kinds], table.column, label, path) if is_csv else None
 
@@ -183,11 +193,11 @@ class _File:
                 f"{self.path}: row {row} (counted from 0), {self.called(name)} must hold a value, got an empty cell, or a word "
                 f"for one (nan, NA, null){advice}"
             )
-        numeric = is_numeric(column.type) or (column.type == "bool" and name not in PLACEMENT_COLUMNS)
+        numeric = is_numeric_type(column.type) or (column.type == "bool" and name not in PLACEMENT_COLUMNS)
         if numeric and name not in self.codes and not _loses_digits(column):
             return as_floats(column.cast("float64", safe=False).to_numpy())
         values = _values_of_python(self.codes.get(name, column))
-        if any(to_python_value(value) is OTHER for value in values):
+        if any(to_python_value(value) is UNSUPPORTED_VALUE for value in values):
             raise DataError(f"{self.path}: {self.called(name)} must hold numbers or text, got type {column.type}")
         return np.array(
             [value.strip() for value in values] if name in self.codes else [*map(str, values)], dtype=np.str_
@@ -200,7 +210,7 @@ class _File:
             DataError: some are no features, or hold something else than numbers.
         """
         if wrong := [(name, why) for name in features if (why := self._no_feature(name))]:
-            told = " and ".join(f"{self.called(name)} {why}" for name, why in wrong[:_TOLD])
+            told = " and ".join(f"{self.called(name)} {why}" for name, why in wrong[:_MAX_REPORTED_COLUMNS])
             it = "it" if len(wrong) == 1 else "them"
             raise DataError(f"{self.path}: {told}; {_DECLARE_ADVICE}, or drop {it}")
         return as_floats(np.column_stack([self.values(name, f"; or {_DECLARE_ADVICE}") for name in features]))
@@ -212,8 +222,8 @@ class _File:
         column = self.column(name)
         if name in self.codes:
             return f"must be numeric, got {CODE_DESCRIPTION}"
-        if is_numeric(column.type) or column.type == "bool":
-            return f"must be numeric, got {DIGITS}" if _loses_digits(column) else ""
+        if is_numeric_type(column.type) or column.type == "bool":
+            return f"must be numeric, got {LOST_DIGITS_REASON}" if _loses_digits(column) else ""
         return "" if column.type == "null" else f"must be numeric, got type {column.type}"
 
 
@@ -236,7 +246,7 @@ def _named_table(path: Path, label: str | None) -> _File:
         SpecError: pyarrow is not installed.
     """
     table = _arrow_table(path)
-    names = [*map(normal, table.column_names)]
+    names = [*map(normalise_text, table.column_names)]
     is_csv = path.suffix.lower() == ".csv"
     if is_csv and any(each.type == "binary" for each in table.schema):  # what Arrow takes for no text
         raise DataError(f"{path} must be a readable .csv file: {_UTF_8_REQUIREMENT}{_LATIN_1_HINT}")
@@ -259,8 +269,8 @@ def _codes(path: Path, table: Any) -> dict[str, Any]:
     if not (names := [name for name in table.column_names if may_be(table.column(name))]):
         return {}
     text = arrow.csv.read_csv(path, parse_options=_lines(), convert_options=_as_text(names, include_columns=names))
-    code = rf"^\s*({CODE})\s*$"
-    found = {normal(name): text.column(name) for name in names}
+    code = rf"^\s*({CODE_PATTERN})\s*$"
+    found = {normalise_text(name): text.column(name) for name in names}
     return {name: own for name, own in found.items() if compute.any(compute.match_substring_regex(own, code)).as_py()}
 
 
@@ -276,7 +286,7 @@ def _require_names(columns: Any, path: Path) -> list[str]:
         raise DataError(f"{path} must be a readable {path.suffix} file: {_UTF_8_REQUIREMENT}") from None
     known = dict[str, int]()
     for k, name in enumerate(names):
-        if (first := known.setdefault(normal(name), k)) != k:
+        if (first := known.setdefault(normalise_text(name), k)) != k:
             raise DataError(
                 f"{path}: column names must differ, and columns {first} and {k} (counted from 0) have the same; is its first "
                 "line a header?"
@@ -306,7 +316,7 @@ def _value_of_python(cell: Any) -> Any:
     try:
         return cell.as_py()
     except _CONVERSION_ERRORS:
-        return OTHER
+        return UNSUPPORTED_VALUE
 
 
 def _arrow(what: str = "reading columns") -> Any:
@@ -363,7 +373,7 @@ def _csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
     if as_text:
         with csv.open_csv(path, parse_options=_lines(None if ragged is None else [])) as first:
             names = _require_names(first.schema, path)
-        convert = _as_text([name for name in names if normal(name) not in PLACEMENT_COLUMNS])
+        convert = _as_text([name for name in names if normalise_text(name) not in PLACEMENT_COLUMNS])
     try:
         return csv.read_csv(path, parse_options=_lines(), convert_options=convert)
     except arrow.ArrowInvalid as error:
@@ -416,7 +426,7 @@ def _require_csv(path: Path) -> None:
     """
     with path.open("rb") as file:
         line = file.readline(_MAX_HEADER_LINE_BYTES)
-        found = format_of(line + file.read(_MAX_SNIFFED_BYTES))
+        found = detect_format(line + file.read(_MAX_SNIFFED_BYTES))
     if found:
         advice = f": {_UTF_8_REQUIREMENT}" if found.startswith("text in") else ""
         raise DataError(f"{path} must be a .csv file, and looks like {found}{advice}")
@@ -467,9 +477,15 @@ def choose_label(names: Sequence[str], label: str | None, must: str, header: str
         SpecError: it is none of them.
     """
     if label is None:
-        return next((name for name in LABELS if name in names), names[-1])
+        return next((name for name in LABEL_COLUMN_NAMES if name in names), names[-1])
     if label in names:
         return label
     near = difflib.get_close_matches(label, names, 1)
-    known = f" ({listed(names)})" if header != UNCERTAIN_HEADER_REASON else f"; did you mean {near[0]!r}?" if near else ""
+    known = (
+        f" ({quote_names(names)})"
+        if header != UNCERTAIN_HEADER_REASON
+        else f"; did you mean {near[0]!r}?"
+        if near
+        else ""
+    )
     raise SpecError(f"{must}, got {label!r}{known}")

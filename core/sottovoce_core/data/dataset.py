@@ -9,17 +9,23 @@ from pathlib import Path
 import numpy as np
 
 from sottovoce_core.arrays import AnyArray, Batch, FloatArray, IntArray, as_floats, has_unrepresentable_integers
-from sottovoce_core.data.cells import normal
+from sottovoce_core.data.cells import normalise_text
 from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON, read_cells, read_columns
 from sottovoce_core.data.drafting import require_learnable
-from sottovoce_core.data.encoding import EncodedRecords, Encoder, map_labels, format_labels
-from sottovoce_core.data.files import READABLE, SCHEMA_FILE_SUFFIXES, RawTable, misfit, read_npz
-from sottovoce_core.data.known import KNOWN, DATA_FOLDER_VARIABLE, find, nearest
+from sottovoce_core.data.encoding import EncodedRecords, Encoder, format_labels, map_labels
+from sottovoce_core.data.files import (
+    RECORD_FILE_SUFFIXES,
+    SCHEMA_FILE_SUFFIXES,
+    RawTable,
+    describe_column_mismatch,
+    read_npz,
+)
+from sottovoce_core.data.known import CATALOGUE, DATA_FOLDER_VARIABLE, find_dataset_file, suggest_name
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.optional import import_optional
-from sottovoce_core.registry import LARGEST
+from sottovoce_core.registry import MAX_MAGNITUDE
 
 
 def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss: Loss) -> None:
@@ -56,7 +62,7 @@ def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss:
         )
 
 
-_RECORDS, _TEST_RECORDS = 75_000, 25_000
+_TRAINING_RECORDS, _TEST_RECORDS = 75_000, 25_000
 _NAMES = ("heart_rate", "breaths", "temperature", "oxygen", "pressure", "age")
 
 
@@ -66,7 +72,7 @@ def _vital_signs() -> RawTable:
     Severity is drawn, rises with age, and drifts with the season; measurements and outcome follow from it, each with noise of its
     own. One year, in the order of time; every fourth record is held out. The same numbers at every call.
     """
-    random, count = np.random.default_rng(20260101), _RECORDS + _TEST_RECORDS
+    random, count = np.random.default_rng(20260101), _TRAINING_RECORDS + _TEST_RECORDS
     noise = random.normal(size=(count, 6))
     age = np.clip(62 + 16 * random.normal(size=count), 18, 98)
     season = 0.5 * np.sin(2 * np.pi * np.arange(count) / count)
@@ -118,7 +124,7 @@ class Dataset:
     class_names: tuple[str, ...] = ()
 
 
-def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), meant: bool = True) -> Dataset:
+def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), labels_required: bool = True) -> Dataset:
     """Read the records of `data.source` and map their labels to the domain of the loss.
 
     Args:
@@ -131,13 +137,13 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), me
         SpecError: there is no such source, or what reads it is not installed.
         DataError: its records are unusable; the message names the row and the column.
     """
-    if data.live:
+    if data.is_live:
         raise SpecError(f"data.source must be where records are, got {data.source}, whose records come later")
     if data.schema is not None:
         return _by_schema(data, data.schema, loss)
     table = read_source(data, folders)
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
-    mapped, classes = map_labels(labels, loss, data.positive, meant=meant)
+    mapped, classes = map_labels(labels, loss, data.positive, labels_required=labels_required)
     n = len(table.features)
     test = None if table.test is None else Batch(table.test[0], mapped[n:])
     named = () if loss.n_classes is None else tuple(format_labels(np.unique(labels)))
@@ -158,8 +164,8 @@ def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
 
 def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     """The source as a table whose labels are float64 or text."""
-    known = KNOWN.get(data.source)
-    if known is not None and known.made:
+    known = CATALOGUE.get(data.source)
+    if known is not None and known.is_synthetic:
         return _vital_signs()
     if known is not None and not known.originals:
         loaders = import_optional("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
@@ -168,10 +174,10 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     if known is not None:
         return _plain(read_npz(_public_file(data.source, folders)), data.source)
     path = Path(data.source)
-    if path.suffix.lower() not in READABLE:
+    if path.suffix.lower() not in RECORD_FILE_SUFFIXES:
         raise SpecError(
-            f"data.source must be one of {', '.join(KNOWN)}, or a path to a {', '.join(READABLE)} file, got {path}"
-            f"{nearest(data.source)}"
+            f"data.source must be one of {', '.join(CATALOGUE)}, or a path to a {', '.join(RECORD_FILE_SUFFIXES)} file, got {path}"
+            f"{suggest_name(data.source)}"
         )
     require_source_file(path)
     return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
@@ -180,11 +186,11 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
 def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
     """The records of a file as its schema reads them, all of them."""
     path = Path(data.source)
-    found, learner, rounds = encode_file(path, Encoder.of(schema, loss, data.positive))
-    if found.refused:
+    found, learner, rounds = encode_file(path, Encoder.from_schema(schema, loss, data.positive))
+    if found.refusals:
         told = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
-        row, why = next(iter(found.refused.items()))
-        counts = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
+        row, why = next(iter(found.refusals.items()))
+        counts = f"{len(found.refusals):,} of {len(found.accepted_mask):,} records do not fit the schema"
         hint = f"; {found.hint}" if found.hint else ""
         raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}{hint}")
     placed = _placement(learner, rounds, data.source)
@@ -201,13 +207,15 @@ def encode_file(path: Path, encoder: Encoder) -> tuple[EncodedRecords, AnyArray 
     """
     ragged = list[int]()
     columns, learner, rounds = read_cells(require_source_file(path, schema=True), ragged)
-    schema, there = encoder.schema, {normal(name) for name in columns}
+    schema, there = encoder.schema, {normalise_text(name) for name in columns}
     declared = [*schema.features, schema.label.name]
     wanted = {name: name in there for name in declared}
-    if why := misfit(there, wanted, {*declared, *schema.ignored}, "declare it, or name it under ignored"):
+    if why := describe_column_mismatch(
+        there, wanted, {*declared, *schema.ignored}, "declare it, or name it under ignored"
+    ):
         raise DataError(f"{path} {why}")
-    found = encoder.columns(columns).among(dict.fromkeys(ragged, WRONG_VALUE_COUNT_REASON))
-    if not len(found.fits):
+    found = encoder.encode_columns(columns).merge_unreadable(dict.fromkeys(ragged, WRONG_VALUE_COUNT_REASON))
+    if not len(found.accepted_mask):
         raise DataError(f"{path} must hold at least one record")
     return found, learner, rounds
 
@@ -224,8 +232,8 @@ def require_source_file(path: Path, *, schema: bool = False) -> Path:
     """
     if schema and path.suffix.lower() not in SCHEMA_FILE_SUFFIXES:
         raise SpecError(f"a schema reads {' and '.join(SCHEMA_FILE_SUFFIXES)} files, got {path}")
-    if path.suffix.lower() not in READABLE:
-        raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {path}")
+    if path.suffix.lower() not in RECORD_FILE_SUFFIXES:
+        raise SpecError(f"FILE must be a {', '.join(RECORD_FILE_SUFFIXES)} file of records, got {path}")
     if path.is_dir():
         raise SpecError(f"records must be in a file, got the folder {path}; name a file in it")
     if not path.is_file():
@@ -239,9 +247,12 @@ def _public_file(source: str, folders: Sequence[Path]) -> Path:
     Raises:
         SpecError: nowhere; with the command that gets it, and where it was looked for.
     """
-    if (path := find(source, folders)) is not None:
+    if (path := find_dataset_file(source, folders)) is not None:
         return path
-    places = ", ".join(str(folder / f"{source}.npz") for folder in folders) or f"no folder, for {DATA_FOLDER_VARIABLE} is not set"
+    places = (
+        ", ".join(str(folder / f"{source}.npz") for folder in folders)
+        or f"no folder, for {DATA_FOLDER_VARIABLE} is not set"
+    )
     raise SpecError(
         f"data.source {source} is not on this machine: `sottovoce data fetch {source}` gets it, or set {DATA_FOLDER_VARIABLE} to a folder "
         f"that has {source}.npz; looked at {places}"
@@ -254,7 +265,11 @@ def _plain(table: RawTable, source: str) -> RawTable:
     def plain(labels: AnyArray) -> AnyArray:
         if labels.dtype.kind not in "biufUS":
             raise DataError(f"{source}: labels must be numbers or text, got {labels.dtype}")
-        return labels.astype(np.str_) if labels.dtype.kind in "US" or has_unrepresentable_integers(labels) else as_floats(labels)
+        return (
+            labels.astype(np.str_)
+            if labels.dtype.kind in "US" or has_unrepresentable_integers(labels)
+            else as_floats(labels)
+        )
 
     test = None if table.test is None else (table.test[0], plain(table.test[1]))
     return replace(table, labels=plain(table.labels), test=test)
@@ -294,12 +309,12 @@ def _check_length(name: str, values: AnyArray | None, records: int, source: str)
 
 def _check_finite(table: RawTable, features: FloatArray, labels: AnyArray, source: str) -> None:
     """Names the first number that is not finite, or so large that its square is not."""
-    odd = ~(np.abs(features) <= LARGEST)  # not-a-number is odd, too
+    odd = ~(np.abs(features) <= MAX_MAGNITUDE)  # not-a-number is odd, too
     if odd.any():
         row, column = (int(index) for index in np.argwhere(odd)[0])
-        where = f"{source}: row {row} (counted from 0), {table.called(column)}"
+        where = f"{source}: row {row} (counted from 0), {table.describe_column(column)}"
         raise DataError(f"{where} {_finite(features[row, column])}")
-    if labels.dtype.kind == "f" and (odd := ~(np.abs(labels) <= LARGEST)).any():
+    if labels.dtype.kind == "f" and (odd := ~(np.abs(labels) <= MAX_MAGNITUDE)).any():
         row = int(np.flatnonzero(odd)[0])
         raise DataError(f"{source}: row {row} (counted from 0), label column {_finite(labels[row])}")
 
@@ -307,7 +322,7 @@ def _check_finite(table: RawTable, features: FloatArray, labels: AnyArray, sourc
 def _finite(number: float) -> str:
     """What a number must be, and what it is: a finite one is not quoted."""
     if np.isfinite(number):
-        return f"must be between -{LARGEST:g} and {LARGEST:g}, got a larger number: rescale the column, or drop it"
+        return f"must be between -{MAX_MAGNITUDE:g} and {MAX_MAGNITUDE:g}, got a larger number: rescale the column, or drop it"
     return f"must be a finite number, got {number}"
 
 

@@ -19,28 +19,28 @@ import numpy as np
 from pydantic import ValidationError
 
 from sottovoce_core.data.cells import (
-    CODE,
+    CODE_PATTERN,
     INDEX_DESCRIPTION,
     Cells,
+    CellValue,
     Flaw,
     MissingValues,
-    Other,
-    CellValue,
+    UnsupportedValue,
     extract_cells,
-    parse_day,
     is_index,
-    normal,
-    number_of,
+    normalise_text,
+    parse_day,
+    parse_number,
     to_python_value,
 )
 from sottovoce_core.data.columns import choose_label
-from sottovoce_core.data.encoding import alike
-from sottovoce_core.data.fields import LONGEST, parse_boolean
+from sottovoce_core.data.encoding import describe_similar_labels
+from sottovoce_core.data.fields import MAX_NAME_CHARACTERS, parse_boolean
 from sottovoce_core.data.files import RawTable, describe_column
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError
-from sottovoce_core.explaining import requirement
-from sottovoce_core.registry import LARGEST
+from sottovoce_core.explaining import describe_requirement
+from sottovoce_core.registry import MAX_MAGNITUDE
 from sottovoce_core.yaml_files import write_yaml
 
 _MAX_CATEGORY_WORDS = 50
@@ -48,11 +48,11 @@ _MAX_CATEGORY_WORDS = 50
 _MAX_UNCHECKED_WORDS, _MAX_CLASSES = 10, 20
 _MAX_INTEGER_BITS = 1023
 """Of a whole number that float64 can hold."""
-_ALWAYS: tuple[str, ...] = Schema.model_fields["missing_values"].default
+_DEFAULT_MISSING_VALUES: tuple[str, ...] = Schema.model_fields["missing_values"].default
 """What counts as no value in a schema that says nothing of it."""
 _MIN_TYPE_SHARE = 0.8
 """Share of a column from which on the others are taken for mistakes."""
-_SMALL = 5
+_MIN_UNIQUENESS_RECORDS = 5
 """Records among which nothing follows from all being different."""
 _MAX_DISTINCT_SHARE = 0.9
 _NEARLY_UNIQUE_REASON = "nearly all values differ: it names records, or is free text"
@@ -64,7 +64,7 @@ _CONTEXTUAL_MISSING_WORDS = frozenset({"none", "nil", "-", "--", ".", "unknown"}
 
 
 _IDENTIFIER = re.compile(r"(?i:(.*[ _.-])?id)|.*[a-z]I[dD]")
-_CODE = re.compile(CODE, re.ASCII)
+_CODE = re.compile(CODE_PATTERN, re.ASCII)
 _IDENTIFIER_REASON = "it names records"
 _OTHER_DATE = re.compile(r"(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./-]\d{1,2}[./-]\d{1,2})\b.*", re.ASCII)
 
@@ -96,14 +96,14 @@ class _Seen:
         gaps: how often there is none.
     """
 
-    values: tuple[CellValue | Other, ...]
+    values: tuple[CellValue | UnsupportedValue, ...]
     times: tuple[int, ...]
     gaps: int
 
     @classmethod
     def of(cls, cells: Cells, missing: MissingValues) -> _Seen:
         counted = Counter((type(value), value) for value in _plainly(cells))  # by type, too: True is 1
-        there = {value: times for value, times in counted.items() if not missing.has(value[1])}
+        there = {value: times for value, times in counted.items() if not missing.is_missing(value[1])}
         return cls(tuple(value for _, value in there), tuple(there.values()), len(cells) - sum(there.values()))
 
     @property
@@ -111,12 +111,12 @@ class _Seen:
         """How many have a value."""
         return sum(self.times)
 
-    def count(self, holds: Callable[[CellValue | Other], bool]) -> int:
+    def count(self, holds: Callable[[CellValue | UnsupportedValue], bool]) -> int:
         """The records for whose value something holds."""
         return sum(times for value, times in zip(self.values, self.times, strict=True) if holds(value))
 
 
-def _plainly(cells: Cells) -> Iterator[CellValue | Other]:
+def _plainly(cells: Cells) -> Iterator[CellValue | UnsupportedValue]:
     return map(to_python_value, cells.tolist() if isinstance(cells, np.ndarray) else cells)
 
 
@@ -130,18 +130,18 @@ def _find_gaps(columns: Iterable[Cells], always: tuple[str, ...]) -> list[str]:
         if any(isinstance(value, float) and np.isnan(value) for _, value in values):
             found.add("nan")
         if odd := words & _CONTEXTUAL_MISSING_WORDS:
-            missing = MissingValues.of((*always, *_NEVER_WORDS, *odd))
-            others = [value for _, value in values if not missing.has(value)]
+            missing = MissingValues.from_values((*always, *_NEVER_WORDS, *odd))
+            others = [value for _, value in values if not missing.is_missing(value)]
             if others and (all(map(_is_number, others)) or all(map(_is_date, others))):
                 found |= odd
     return sorted(found)
 
 
-def _is_number(value: CellValue | Other) -> bool:
-    return not isinstance(number_of(value), Flaw) and not _is_code(value)
+def _is_number(value: CellValue | UnsupportedValue) -> bool:
+    return not isinstance(parse_number(value), Flaw) and not _is_code(value)
 
 
-def _is_code(value: CellValue | Other) -> bool:
+def _is_code(value: CellValue | UnsupportedValue) -> bool:
     """Digits that are no number: a postcode, a card's."""
     if isinstance(value, int) and abs(value) > 2**53:
         return value.bit_length() > _MAX_INTEGER_BITS or int(float(value)) != value
@@ -150,7 +150,7 @@ def _is_code(value: CellValue | Other) -> bool:
 
 def _may_identify(name: str) -> bool:
     """Whether a column is called like an identifier."""
-    return _IDENTIFIER.fullmatch(normal(name)) is not None
+    return _IDENTIFIER.fullmatch(normalise_text(name)) is not None
 
 
 def _is_identifier(distinct: int, records: int) -> bool:
@@ -160,10 +160,10 @@ def _is_identifier(distinct: int, records: int) -> bool:
 
 def _nearly_all_differ(distinct: int, records: int) -> bool:
     """Whether so many different words among so many records are no categories."""
-    return records >= _SMALL and distinct > _MAX_DISTINCT_SHARE * records
+    return records >= _MIN_UNIQUENESS_RECORDS and distinct > _MAX_DISTINCT_SHARE * records
 
 
-def _is_date(value: CellValue | Other) -> bool:
+def _is_date(value: CellValue | UnsupportedValue) -> bool:
     return not isinstance(parse_day(value), Flaw)
 
 
@@ -208,7 +208,7 @@ def _draft_label(name: str, seen: _Seen, called: str) -> _Drafted:
         raise DataError(f"the label {called} must have two values or more in the sample, got one; choose another label")
     if field["type"] == "category":
         why = "classes 0, 1, ... in this order; of two kinds, the later half counts as 1, or what data.positive names"
-        why += f"; {told}" if (told := alike(map(str, field["categories"]))) else ""
+        why += f"; {told}" if (told := describe_similar_labels(map(str, field["categories"]))) else ""
     return _Drafted(name, field, why)
 
 
@@ -225,14 +225,14 @@ def _by_name(name: str, seen: _Seen) -> _Taken | None:
     return _classes(seen) or _words(seen)
 
 
-def _is_whole(value: CellValue | Other) -> bool:
-    number = number_of(value)
+def _is_whole(value: CellValue | UnsupportedValue) -> bool:
+    number = parse_number(value)
     return isinstance(value, str) if isinstance(number, Flaw) else number.is_integer()
 
 
 def _taken(seen: _Seen) -> _Taken:
     """The type that all values of a column are of."""
-    if any(isinstance(value, Other) for value in seen.values):
+    if any(isinstance(value, UnsupportedValue) for value in seen.values):
         return None, "some values are of a kind that no field takes"
     return _boolean(seen) or _number(seen) or _date(seen) or _spoilt(seen) or _words(seen)
 
@@ -246,7 +246,7 @@ def _boolean(seen: _Seen) -> _Taken | None:
 
 def _classes(seen: _Seen) -> _Taken | None:
     """A few whole numbers, as categories."""
-    numbers = [number_of(value) for value in seen.values]
+    numbers = [parse_number(value) for value in seen.values]
     few = len(numbers) <= min(_MAX_CLASSES, seen.records / 2)
     if (
         not few
@@ -256,16 +256,16 @@ def _classes(seen: _Seen) -> _Taken | None:
     ):
         return None
     found = sorted({_short(each) for each in numbers if not isinstance(each, Flaw)})
-    return ({"type": "category", "categories": found}, "") if abs(found[0]) <= LARGEST >= abs(found[-1]) else None
+    return ({"type": "category", "categories": found}, "") if abs(found[0]) <= MAX_MAGNITUDE >= abs(found[-1]) else None
 
 
 def _number(seen: _Seen) -> _Taken | None:
     if not all(map(_is_number, seen.values)):
         return None
-    numbers = [number for number in map(number_of, seen.values) if not isinstance(number, Flaw)]
+    numbers = [number for number in map(parse_number, seen.values) if not isinstance(number, Flaw)]
     low, high = min(numbers), max(numbers)
-    if max(-low, high) > LARGEST:
-        return None, f"some numbers are beyond {LARGEST:g}"
+    if max(-low, high) > MAX_MAGNITUDE:
+        return None, f"some numbers are beyond {MAX_MAGNITUDE:g}"
     return {"type": "number", "bounds": list(_outward(low, high))}, f"{_short(low)} to {_short(high)} in the sample"
 
 
@@ -304,19 +304,19 @@ def _spoilt(seen: _Seen) -> _Taken | None:
     if seen.count(_meant_as_number) >= _MIN_TYPE_SHARE * seen.records and not any(map(_is_code, seen.values)):
         flaws = Counter[str]()
         for value, times in zip(seen.values, seen.times, strict=True):
-            if isinstance(found := number_of(value), Flaw):
-                flaws[found.words] += times
+            if isinstance(found := parse_number(value), Flaw):
+                flaws[found.description] += times
         return None, "numbers, but for: " + "; ".join(f"{words} ({n:,})" for words, n in flaws.most_common())
     if seen.count(_meant_as_date) >= _MIN_TYPE_SHARE * seen.records:
-        return None, f"dates, but for: {Flaw.NO_DATE.words} ({seen.records - seen.count(_is_date):,})"
+        return None, f"dates, but for: {Flaw.NO_DATE.description} ({seen.records - seen.count(_is_date):,})"
     return None
 
 
-def _meant_as_number(value: CellValue | Other) -> bool:
-    return _is_number(value) or number_of(value) in (Flaw.COMMA, Flaw.NOT_FINITE)
+def _meant_as_number(value: CellValue | UnsupportedValue) -> bool:
+    return _is_number(value) or parse_number(value) in (Flaw.COMMA, Flaw.NOT_FINITE)
 
 
-def _meant_as_date(value: CellValue | Other) -> bool:
+def _meant_as_date(value: CellValue | UnsupportedValue) -> bool:
     return _is_date(value) or (isinstance(value, str) and _OTHER_DATE.fullmatch(value) is not None)
 
 
@@ -324,17 +324,17 @@ def _words(seen: _Seen) -> _Taken:
     if not all(isinstance(value, str) or _is_short_code(value) for value in seen.values):
         return None, "its values are of several kinds"
     words = sorted({str(value) for value in seen.values})
-    if max(map(len, words)) > LONGEST:
-        return None, f"free text, of more than {LONGEST} characters"
+    if max(map(len, words)) > MAX_NAME_CHARACTERS:
+        return None, f"free text, of more than {MAX_NAME_CHARACTERS} characters"
     if _nearly_all_differ(len(words), seen.records):
         return None, _NEARLY_UNIQUE_REASON
     if len(words) > _MAX_CATEGORY_WORDS or (len(words) > _MAX_UNCHECKED_WORDS and 2 * len(words) > seen.records):
         return None, f"{len(words):,} different words in {seen.records:,} records are too many for categories"
-    return {"type": "category", "categories": words}, alike(words)
+    return {"type": "category", "categories": words}, describe_similar_labels(words)
 
 
-def _is_short_code(value: CellValue | Other) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < LONGEST
+def _is_short_code(value: CellValue | UnsupportedValue) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < MAX_NAME_CHARACTERS
 
 
 def require_learnable(table: RawTable, source: str) -> None:
@@ -354,7 +354,7 @@ def require_learnable(table: RawTable, source: str) -> None:
             why = _IDENTIFIER_REASON if _is_identifier(len(np.unique(values)), len(values)) else why
         if why:
             raise DataError(
-                f"{source}: {table.called(k)} must be a field to learn from, and is none: {why}; drop it, or name it under "
+                f"{source}: {table.describe_column(k)} must be a field to learn from, and is none: {why}; drop it, or name it under "
                 "ignored in a schema"
             )
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
@@ -365,8 +365,8 @@ def require_learnable(table: RawTable, source: str) -> None:
         raise DataError(
             f"{source}: the label must be one of a few words, or a number, got a column of which {_NEARLY_UNIQUE_REASON}; choose another label"
         )
-    gone = MissingValues.of((*_ALWAYS, *_NEVER_WORDS))
-    if gaps := [word for word in words if gone.has(normal(word))]:
+    gone = MissingValues.from_values((*_DEFAULT_MISSING_VALUES, *_NEVER_WORDS))
+    if gaps := [word for word in words if gone.is_missing(normalise_text(word))]:
         missing = int(np.isin(labels, gaps).sum())
         raise DataError(
             f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, "
@@ -374,9 +374,9 @@ def require_learnable(table: RawTable, source: str) -> None:
         )
 
 
-_WIDE = 100
+_MAX_LINE_CHARACTERS = 100
 """Characters of a line."""
-_HEAD = """\
+_FILE_HEADER = """\
 # A draft: types, bounds and categories are read off the sample, which must be public, for everybody sees them here.
 # Put what is possible in place of what was seen: a record that says anything else is refused (or, beyond its bounds, clipped
 # with `beyond: clip`). A missing value may be refused, neutral or flagged.
@@ -403,7 +403,7 @@ class SchemaDraft:
         return tuple(each for each in self.columns if each.field is not None)
 
     @property
-    def ignored(self) -> tuple[_Drafted, ...]:
+    def ignored_columns(self) -> tuple[_Drafted, ...]:
         """What is not."""
         return tuple(each for each in self.columns if each.field is None)
 
@@ -412,7 +412,7 @@ class SchemaDraft:
         """The schema, as YAML gives it."""
         return {
             "features": {each.name: dict(each.field or {}) for each in self.features},
-            "ignored": [each.name for each in self.ignored],
+            "ignored": [each.name for each in self.ignored_columns],
             "label": {"name": self.label.name, **(self.label.field or {})},
             "missing_values": list(self.missing_values),
         }
@@ -421,12 +421,12 @@ class SchemaDraft:
     def text(self) -> str:
         """The schema as a file, with what was seen in comments."""
         document = self.document
-        parts = [_HEAD, "features:\n"]
+        parts = [_FILE_HEADER, "features:\n"]
         parts += [indent(_commented(each.why, {each.name: each.field}), "  ") for each in self.features]
-        if self.ignored:
-            parts += ["ignored:\n", *(indent(_commented(each.why, [each.name]), "  ") for each in self.ignored)]
+        if self.ignored_columns:
+            parts += ["ignored:\n", *(indent(_commented(each.why, [each.name]), "  ") for each in self.ignored_columns)]
         parts.append(_commented(self.label.why, {"label": document["label"]}))
-        if self.missing_values != _ALWAYS:
+        if self.missing_values != _DEFAULT_MISSING_VALUES:
             parts.append(_dumped({"missing_values": document["missing_values"]}))
         return "".join(parts)
 
@@ -439,12 +439,12 @@ def _dumped(entry: Any) -> str:
     """A mapping or a list as YAML: on a line where it is short."""
     if isinstance(entry, dict) and len(entry) == 1:
         line = write_yaml(entry, flow=True)[1:-2]
-        if len(line) <= _WIDE and "\n" not in line:
+        if len(line) <= _MAX_LINE_CHARACTERS and "\n" not in line:
             return f"{line}\n"
     return write_yaml(entry)
 
 
-def draft(columns: Mapping[str, Any], label: str | None = None, header: str | None = None) -> SchemaDraft:
+def draft_schema(columns: Mapping[str, Any], label: str | None = None, header: str | None = None) -> SchemaDraft:
     """Draft a schema from the columns of public records.
 
     Args:
@@ -456,7 +456,7 @@ def draft(columns: Mapping[str, Any], label: str | None = None, header: str | No
         SpecError: there is no such label column.
         DataError: there is no record, nothing to learn from, or the label is none that can be learned.
     """
-    named = {normal(name): extract_cells(column, name) for name, column in columns.items()}
+    named = {normalise_text(name): extract_cells(column, name) for name, column in columns.items()}
     if len(named) < len(columns) or len({len(cells) for cells in named.values()}) > 1:
         raise DataError("columns must have names that differ, and equally many values")
     if len(named) < 2 or not all(len(cells) for cells in named.values()):
@@ -467,20 +467,20 @@ def draft(columns: Mapping[str, Any], label: str | None = None, header: str | No
             f"every column must have a name, and column {at} (counted from 0) has none: name it or drop it (pandas "
             "writes the index of a table so)"
         )
-    label = None if label is None else normal(label)
+    label = None if label is None else normalise_text(label)
     label = choose_label([*named], label, "the label must be one of the columns", header)
-    missing_values = (*_ALWAYS, *_find_gaps(named.values(), _ALWAYS))
-    seen = {name: _Seen.of(cells, MissingValues.of(missing_values)) for name, cells in named.items()}
+    missing_values = (*_DEFAULT_MISSING_VALUES, *_find_gaps(named.values(), _DEFAULT_MISSING_VALUES))
+    seen = {name: _Seen.of(cells, MissingValues.from_values(missing_values)) for name, cells in named.items()}
     drafted = tuple(_draft_feature(name, each) for name, each in seen.items() if name != label)
     called = {name: describe_column(k, name, header).replace("column '", "'") for k, name in enumerate(named)}
     made = SchemaDraft(drafted, _draft_label(label, seen[label], called[label]), missing_values)
     if not made.features:
-        why = "; ".join(f"{called[each.name]}: {each.why}" for each in made.ignored)
+        why = "; ".join(f"{called[each.name]}: {each.why}" for each in made.ignored_columns)
         raise DataError(f"there must be a column to learn from beside the label, and there is none ({why})")
     try:
         Schema.model_validate(made.document)
     except ValidationError as error:
         problem = error.errors()[0]
-        where, what = ".".join(map(str, problem["loc"])), requirement(problem)
+        where, what = ".".join(map(str, problem["loc"])), describe_requirement(problem)
         raise DataError(f"these columns give no schema: {f'{where}: ' if where else ''}{what}") from None
     return made

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.arrays import AnyArray, BoolArray, FloatArray, IntArray, as_floats
-from sottovoce_core.data.cells import NO_FLAW, Cells, Flaw, MissingValues, extract_cells, normal
+from sottovoce_core.data.cells import NO_FLAW, Cells, Flaw, MissingValues, extract_cells, normalise_text
 from sottovoce_core.data.fields import Feature, Label, parse_boolean
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.text import abbreviate_names
 
-_FEW = 12
+_MAX_LISTED_LABELS = 12
 """Labels that an error may list."""
 _BOOLEAN_WORDS = {"yes", "no", "on", "off", "true", "false"}
 
 
 def map_labels(
-    labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None, *, meant: bool = True
+    labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None, *, labels_required: bool = True
 ) -> tuple[FloatArray, IntArray]:
     """Labels in the domain of the loss, and the class of each record.
 
@@ -57,9 +57,9 @@ def map_labels(
                 "loss of classes"
             )
         return as_floats(labels), classes
-    if loss.binary and len(distinct) < 2:
+    if loss.has_binary_labels and len(distinct) < 2:
         only = format_labels(distinct)[0]
-        known = meant or positive is not None or only in ("0", "1")
+        known = labels_required or positive is not None or only in ("0", "1")
         return np.full(len(labels), _of_one(only, loss, positive, many=len(labels) > 1) if known else 0.0), classes
     few = _told(labels, distinct)
     return _class_labels(format_labels(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
@@ -67,23 +67,23 @@ def map_labels(
 
 def _told(labels: AnyArray, distinct: AnyArray) -> str:
     """Labels for an error, where they are a few classes; empty: they may tell of single records, and nothing quotes them."""
-    few = len(distinct) <= _FEW and 2 * len(distinct) <= len(labels)
+    few = len(distinct) <= _MAX_LISTED_LABELS and 2 * len(distinct) <= len(labels)
     return f": {abbreviate_names(format_labels(distinct))}" if few else ""
 
 
 def _core(text: str) -> str:
     """A label without what is easily written differently: case, blanks, a final dot."""
-    return " ".join(normal(text).rstrip(". ").split()).casefold()
+    return " ".join(normalise_text(text).rstrip(". ").split()).casefold()
 
 
-def alike(texts: Iterable[str]) -> str:
+def describe_similar_labels(texts: Iterable[str]) -> str:
     """Labels that differ by case, blanks or a final dot alone, in words; empty: none do."""
     kinds: dict[str, list[str]] = {}
     for text in texts:
         kinds.setdefault(_core(text), []).append(text)
     same = [" and ".join(map(repr, kind)) for kind in kinds.values() if len(kind) > 1]
     return (
-        f"{'; '.join(same[:_FEW])} differ by case, blanks or a final dot alone: write them alike if they are one"
+        f"{'; '.join(same[:_MAX_LISTED_LABELS])} differ by case, blanks or a final dot alone: write them alike if they are one"
         if same
         else ""
     )
@@ -145,7 +145,7 @@ def _class_labels(
     Raises:
         SpecError: `positive` names another label, or all of them; or there are more than the loss has.
     """
-    if loss.binary:
+    if loss.has_binary_labels:
         return _is_positive(classes, positive, these, shown=shown)
     if len(classes) > (loss.n_classes or 0):
         found = f"{len(classes)} labels{f': {abbreviate_names(classes)}' if shown else ''}"
@@ -198,14 +198,17 @@ class EncodedRecords:
     features: FloatArray
     labels: FloatArray
     classes: IntArray | None
-    fits: BoolArray
-    refused: Mapping[int, str]
-    near: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    accepted_mask: BoolArray
+    refusals: Mapping[int, str]
+    near_categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def hint(self) -> str:
         """What to add about words that are nearly categories, in words; empty: there are none."""
-        told = [f"{name}: some words differ from {', '.join(map(repr, words))}" for name, words in self.near.items()]
+        told = [
+            f"{name}: some words differ from {', '.join(map(repr, words))}"
+            for name, words in self.near_categories.items()
+        ]
         return (
             f"{'; '.join(told)} by case, blanks or a final dot alone: write them as the schema has them" if told else ""
         )
@@ -213,9 +216,9 @@ class EncodedRecords:
     @property
     def reasons(self) -> dict[str, int]:
         """How many records were refused for which reason, most of them first."""
-        return dict(Counter(self.refused.values()).most_common())
+        return dict(Counter(self.refusals.values()).most_common())
 
-    def among(self, others: Mapping[int, str]) -> EncodedRecords:
+    def merge_unreadable(self, others: Mapping[int, str]) -> EncodedRecords:
         """These records among some that could not even be read.
 
         Args:
@@ -223,12 +226,12 @@ class EncodedRecords:
         """
         if not others:
             return self
-        here = np.ones(len(self.fits) + len(others), dtype=bool)
+        here = np.ones(len(self.accepted_mask) + len(others), dtype=bool)
         here[list(others)] = False
         places, fits = np.flatnonzero(here), here.copy()
-        fits[here] = self.fits
-        refused = {int(places[row]): why for row, why in self.refused.items()} | dict(others)
-        return replace(self, fits=fits, refused=dict(sorted(refused.items())))
+        fits[here] = self.accepted_mask
+        refused = {int(places[row]): why for row, why in self.refusals.items()} | dict(others)
+        return replace(self, accepted_mask=fits, refusals=dict(sorted(refused.items())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +244,10 @@ class Encoder:
     """
 
     schema: Schema
-    values: tuple[float, ...] | None
+    class_values: tuple[float, ...] | None
 
     @classmethod
-    def of(cls, schema: Schema, loss: Loss, positive: tuple[int | str, ...] | None = None) -> Encoder:
+    def from_schema(cls, schema: Schema, loss: Loss, positive: tuple[int | str, ...] | None = None) -> Encoder:
         """An encoder of records for a loss.
 
         Args:
@@ -267,7 +270,7 @@ class Encoder:
         named = None if positive is None else tuple(_class_named(each, label, label.classes) for each in positive)
         return cls(schema, tuple(_class_labels(label.classes, loss, named).tolist()))
 
-    def columns(self, columns: Mapping[str, Any], *, labelled: bool = True) -> EncodedRecords:
+    def encode_columns(self, columns: Mapping[str, Any], *, has_labels: bool = True) -> EncodedRecords:
         """Encode many records.
 
         Args:
@@ -284,9 +287,9 @@ class Encoder:
             raise DataError(f"fields must have equally many values, got {sorted(lengths)}")
         n = lengths.pop() if lengths else 0
         named, odd = self._named(cells)
-        return self._encode({name: cells[own] for name, own in named.items()}, np.full(n, odd), labelled=labelled)
+        return self._encode({name: cells[own] for name, own in named.items()}, np.full(n, odd), labelled=has_labels)
 
-    def records(self, records: Sequence[Mapping[str, Any]], *, labelled: bool = True) -> EncodedRecords:
+    def encode_records(self, records: Sequence[Mapping[str, Any]], *, has_labels: bool = True) -> EncodedRecords:
         """Encode records that are mappings of a field's name to its value, such as JSON has; as `columns`.
 
         A field that a record leaves out is missing.
@@ -304,13 +307,13 @@ class Encoder:
             ]
             for field in (*self.schema.features, self.schema.label.name)
         }
-        return self._encode(cells, np.array([odd for _, odd in found], dtype=bool), labelled=labelled)
+        return self._encode(cells, np.array([odd for _, odd in found], dtype=bool), labelled=has_labels)
 
     def _named(self, record: Mapping[Any, Any]) -> tuple[dict[str, str], bool]:
         """Declared fields that are there, by the names that they are there by; and whether there are others."""
         schema, named, odd = self.schema, dict[str, str](), False
         for given in record:
-            name = normal(given) if isinstance(given, str) else ""
+            name = normalise_text(given) if isinstance(given, str) else ""
             declared = name in schema.features or name == schema.label.name
             odd |= name in named or not (declared or name in schema.ignored)
             named[name] = given
@@ -322,21 +325,23 @@ class Encoder:
         features, nearly = np.zeros((n, schema.width)), dict[str, Sequence[str]]()
         refused = dict.fromkeys(np.flatnonzero(odd).tolist(), UNDECLARED_FIELD_REASON)
         for name, feature in schema.features.items():
-            flaws = feature.encode(cells.get(name, nothing), schema.missing, features[:, schema.places[name]])
+            flaws = feature.encode(
+                cells.get(name, nothing), schema.missing_value_set, features[:, schema.feature_slices[name]]
+            )
             _refuse(refused, name, flaws)
             nearly |= _near(name, feature, cells.get(name, nothing), flaws)
         told = np.zeros(n)
         if labelled:
-            told, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing)
+            told, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing_value_set)
             _refuse(refused, schema.label.name, flaws)
             nearly |= _near(schema.label.name, schema.label, cells.get(schema.label.name, nothing), flaws)
         fits = np.ones(n, dtype=bool)
         fits[list(refused)] = False
         labels = told[fits] if labelled else np.empty(0)
         classes = None
-        if labelled and self.values is not None:
+        if labelled and self.class_values is not None:
             classes = labels.astype(np.int64)
-            labels = np.asarray(self.values)[classes]
+            labels = np.asarray(self.class_values)[classes]
         return EncodedRecords(features[fits], labels, classes, fits, dict(sorted(refused.items())), nearly)
 
 
@@ -357,4 +362,4 @@ def _near(name: str, of: Feature | Label, cells: Cells, flaws: IntArray) -> dict
 def _refuse(refused: dict[int, str], name: str, flaws: IntArray) -> None:
     """Add what does not fit, where nothing before it did not."""
     for row in np.flatnonzero(flaws).tolist():
-        refused.setdefault(row, f"{name}: {Flaw(int(flaws[row])).words}")
+        refused.setdefault(row, f"{name}: {Flaw(int(flaws[row])).description}")

@@ -16,12 +16,23 @@ import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
 from sottovoce_core.arrays import FloatArray, IntArray, as_floats
-from sottovoce_core.data.cells import NO_FLAW, Cells, Flaw, MissingValues, Other, CellValue, parse_day, normal, number_of, to_python_value
+from sottovoce_core.data.cells import (
+    NO_FLAW,
+    Cells,
+    CellValue,
+    Flaw,
+    MissingValues,
+    UnsupportedValue,
+    normalise_text,
+    parse_day,
+    parse_number,
+    to_python_value,
+)
 from sottovoce_core.registry import Finite, Registry, Section
 
-LONGEST = 200
+MAX_NAME_CHARACTERS = 200
 """Characters of a name or a category."""
-_LONG = 1024
+_MAX_CODE_BITS = 1024
 """Bits of a whole number that is no code any more."""
 
 
@@ -66,11 +77,11 @@ def _distinct(categories: tuple[str | int | float, ...]) -> tuple[str | int | fl
     kinds = {isinstance(each, str) for each in categories}
     if len(kinds) > 1:
         raise ValueError(f"must be all text or all numbers: put quotes around {_unquoted(categories)} if it is text")
-    made = tuple(normal(each) if isinstance(each, str) else each for each in categories)
+    made = tuple(normalise_text(each) if isinstance(each, str) else each for each in categories)
     if any(not np.isfinite(float(each)) for each in made if not isinstance(each, str)):
         raise ValueError("numbers must be finite")
-    if any(not 0 < len(each) <= LONGEST for each in made if isinstance(each, str)):
-        raise ValueError(f"must be texts of 1 to {LONGEST} characters")
+    if any(not 0 < len(each) <= MAX_NAME_CHARACTERS for each in made if isinstance(each, str)):
+        raise ValueError(f"must be texts of 1 to {MAX_NAME_CHARACTERS} characters")
     if len({each if isinstance(each, str) else float(each) for each in made}) < len(made):
         raise ValueError("must differ in more than blanks, Unicode's forms, or how a number is written")
     if any(abs(each) >= 2**53 for each in made if not isinstance(each, str)):
@@ -115,7 +126,7 @@ class _Typed(Section, ABC):
                 key, found = None, None
             if found is None:
                 value = to_python_value(cell)
-                found = known[key] = Flaw.MISSING if missing.has(value) else self.parse(value)
+                found = known[key] = Flaw.MISSING if missing.is_missing(value) else self.parse(value)
             if isinstance(found, Flaw):
                 flaws[i] = found.value
             else:
@@ -123,7 +134,7 @@ class _Typed(Section, ABC):
         return values, flaws
 
     @abstractmethod
-    def parse(self, value: CellValue | Other) -> float | Flaw:
+    def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
         """What a value is, in the field's own unit."""
 
     def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
@@ -137,7 +148,7 @@ class _Typed(Section, ABC):
 
     @property
     @abstractmethod
-    def takes(self) -> str:
+    def accepted_values(self) -> str:
         """What it may say, in words."""
 
 
@@ -167,16 +178,16 @@ class _Number(_Typed):
         numbers = as_floats(cells)
         fits = np.isfinite(numbers)
         flaws = np.where(fits, NO_FLAW, Flaw.NOT_FINITE.value)
-        return np.where(fits, numbers, 0.0), np.where(missing.among(numbers), Flaw.MISSING.value, flaws)
+        return np.where(fits, numbers, 0.0), np.where(missing.missing_mask(numbers), Flaw.MISSING.value, flaws)
 
-    def parse(self, value: CellValue | Other) -> float | Flaw:
-        return number_of(value)
+    def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
+        return parse_number(value)
 
     def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
         return _scaled(values, flaws, *self.bounds, clips=_clips(self))
 
     @property
-    def takes(self) -> str:
+    def accepted_values(self) -> str:
         return " to ".join(map(_written, self.bounds))
 
 
@@ -190,12 +201,12 @@ class _Category(_Typed):
     def _places(self) -> Mapping[object, int]:
         return {each if isinstance(each, str) else float(each): k for k, each in enumerate(self.categories)}
 
-    def parse(self, value: CellValue | Other) -> float | Flaw:
+    def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
         told: object = value
         if not isinstance(self.categories[0], str):
-            told = number_of(value)
+            told = parse_number(value)
         elif isinstance(value, int) and not isinstance(value, bool):  # a code of digits alone
-            told = str(value) if value.bit_length() < _LONG else None
+            told = str(value) if value.bit_length() < _MAX_CODE_BITS else None
         place = self._places.get(told)
         return Flaw.NO_CATEGORY if place is None else float(place)
 
@@ -205,16 +216,16 @@ class _Category(_Typed):
         return tuple(each if isinstance(each, str) else _written(each) for each in self.categories)
 
     @property
-    def takes(self) -> str:
+    def accepted_values(self) -> str:
         return ", ".join(self.words)
 
 
 _TRUE, _FALSE = ("true", "t", "yes", "y", "on"), ("false", "f", "no", "n", "off")
 
 
-def parse_boolean(value: CellValue | Other) -> bool | None:
+def parse_boolean(value: CellValue | UnsupportedValue) -> bool | None:
     """What a word or a number says as true or false; None: neither."""
-    told, number = value.casefold() if isinstance(value, str) else None, number_of(value)
+    told, number = value.casefold() if isinstance(value, str) else None, parse_number(value)
     if value is True or told in _TRUE or number == 1.0:
         return True
     return False if value is False or told in _FALSE or number == 0.0 else None
@@ -225,12 +236,12 @@ class _Boolean(_Typed):
 
     type: Literal["boolean"] = "boolean"
 
-    def parse(self, value: CellValue | Other) -> float | Flaw:
+    def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
         told = parse_boolean(value)
         return Flaw.NO_BOOLEAN if told is None else 1.0 if told else -1.0
 
     @property
-    def takes(self) -> str:
+    def accepted_values(self) -> str:
         return "true, false"
 
 
@@ -274,12 +285,12 @@ class Feature(_Typed):
         into[rows, 0] = values
 
     @property
-    def calm(self) -> float:
+    def min_norm_value(self) -> float:
         """The first feature of the value that has the smallest norm."""
         return 1.0
 
     @abstractmethod
-    def opposite(self, features: FloatArray) -> FloatArray:
+    def make_opposite(self, features: FloatArray) -> FloatArray:
         """The features of a value that is far from this one, `(features,)` each; what is missing stays missing."""
 
 
@@ -289,7 +300,7 @@ class _Bounded(Feature):
     beyond: Literal["refuse", "clip"] = "refuse"
     """A value beyond the bounds. refuse: the record does not fit. clip: it counts as the bound."""
 
-    def opposite(self, features: FloatArray) -> FloatArray:
+    def make_opposite(self, features: FloatArray) -> FloatArray:
         return _negated(features)
 
 
@@ -302,7 +313,7 @@ class Number(_Number, _Bounded):
     """A number within declared bounds, which are scaled onto [-1, 1]."""
 
     @property
-    def calm(self) -> float:
+    def min_norm_value(self) -> float:
         return 0.0
 
 
@@ -317,25 +328,25 @@ class Date(_Bounded):
         low, high = (float(day.toordinal()) for day in self.bounds)
         return low, high
 
-    def parse(self, value: CellValue | Other) -> float | Flaw:
+    def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
         return parse_day(value)
 
     def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
         return _scaled(values, flaws, *self._ends, clips=_clips(self))
 
     @property
-    def takes(self) -> str:
+    def accepted_values(self) -> str:
         return "{} to {}".format(*self.bounds)
 
     @property
-    def calm(self) -> float:
+    def min_norm_value(self) -> float:
         return float(self._settle(np.array([sum(self._ends) // 2]), np.zeros(1, dtype=np.int64))[0][0])
 
 
 class Boolean(_Boolean, Feature):
     """True, which is 1, or false, which is -1."""
 
-    def opposite(self, features: FloatArray) -> FloatArray:
+    def make_opposite(self, features: FloatArray) -> FloatArray:
         return _negated(features)
 
 
@@ -348,7 +359,7 @@ class Category(_Category, Feature):
     def _write(self, values: FloatArray, rows: IntArray, into: FloatArray) -> None:
         into[rows, values.astype(np.int64)] = 1.0
 
-    def opposite(self, features: FloatArray) -> FloatArray:
+    def make_opposite(self, features: FloatArray) -> FloatArray:
         n = len(self.categories)
         return np.concatenate([np.roll(features[:n], 1), features[n:]])
 
@@ -387,7 +398,7 @@ class Label(_Typed):
         """The classes as a record has them: words, numbers, or False and True."""
         return self.classes or ()
 
-    def unscaled(self, labels: FloatArray) -> FloatArray:
+    def unscale(self, labels: FloatArray) -> FloatArray:
         """Numbers as a record has them, of such as are learned, `(...)`."""
         return labels
 

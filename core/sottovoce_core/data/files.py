@@ -17,18 +17,18 @@ from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, has_unreprese
 from sottovoce_core.errors import DataError
 from sottovoce_core.optional import import_optional
 from sottovoce_core.text import abbreviate_names
-from sottovoce_core.yaml_files import format_of
+from sottovoce_core.yaml_files import detect_format
 
 SCHEMA_FILE_SUFFIXES = (".csv", ".parquet")
-READABLE = (".npz", *SCHEMA_FILE_SUFFIXES)
+RECORD_FILE_SUFFIXES = (".npz", *SCHEMA_FILE_SUFFIXES)
 """Suffixes of files of records."""
 PLACEMENT_COLUMNS = ("learner", "round")
 """Columns that say who learns a record, and when."""
 UNCERTAIN_HEADER_REASON = "not most of them are numbers, and none stands below again"
 """Why the first line of a `.csv` file may hold names, where nothing better is known. It may be a record: no error quotes it."""
-_HEAD = 4096
+_MAX_SNIFFED_BYTES = 4096
 """Bytes that a format is known by."""
-DIGITS = "whole numbers beyond 2**53, of which float64 loses digits"
+LOST_DIGITS_REASON = "whole numbers beyond 2**53, of which float64 loses digits"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +53,11 @@ class RawTable:
     round: AnyArray | None = None
     test: tuple[FloatArray, AnyArray] | None = None
     label: str | None = None
-    header: str | None = None
+    header_reason: str | None = None
 
-    def called(self, column: int) -> str:
+    def describe_column(self, column: int) -> str:
         """A feature column in an error: by its place, where it has no name or that may be a value of a record."""
-        return describe_column(column, None if self.columns is None else self.columns[column], self.header)
+        return describe_column(column, None if self.columns is None else self.columns[column], self.header_reason)
 
 
 def describe_column(place: int, name: str | None, header: str | None) -> str:
@@ -68,7 +68,9 @@ def describe_column(place: int, name: str | None, header: str | None) -> str:
         name: its name, where it has one.
         header: why the first line of a `.csv` file is taken for names, as `RawTable.header`.
     """
-    return f"column {place} (counted from 0)" if name is None or header == UNCERTAIN_HEADER_REASON else f"column {name!r}"
+    return (
+        f"column {place} (counted from 0)" if name is None or header == UNCERTAIN_HEADER_REASON else f"column {name!r}"
+    )
 
 
 def read_npz(path: Path) -> RawTable:
@@ -130,7 +132,7 @@ def _load_arrays(path: Path) -> dict[str, AnyArray]:
                 raise ValueError("it holds one bare array")
             members: dict[str, Any] = {key: archive[key] for key in archive.files}
             return {key: value for key, value in members.items() if isinstance(value, np.ndarray)}
-    except _BROKEN as error:
+    except _ARCHIVE_ERRORS as error:
         raise DataError(
             f"{path} must be a NumPy .npz archive without pickled objects, got {_npz_found(path, error)}"
         ) from None
@@ -151,13 +153,13 @@ def _npz_found(path: Path, error: Exception) -> str:
 def describe_content(path: Path) -> str:
     """What the content of a file looks like that cannot be read as its name says, with what to do."""
     with path.open("rb") as file:
-        content = file.read(_HEAD)
+        content = file.read(_MAX_SNIFFED_BYTES)
     if not content:
         return "an empty file"
-    if found := format_of(content):
+    if found := detect_format(content):
         return found
     try:
-        text = content.decode("utf-8", "ignore" if len(content) == _HEAD else "strict")
+        text = content.decode("utf-8", "ignore" if len(content) == _MAX_SNIFFED_BYTES else "strict")
     except UnicodeDecodeError:
         text = "\0"
     return (
@@ -167,7 +169,7 @@ def describe_content(path: Path) -> str:
     )
 
 
-_BROKEN = (
+_ARCHIVE_ERRORS = (
     OSError, ValueError, EOFError, KeyError, TypeError, SyntaxError, OverflowError, NotImplementedError, RuntimeError,
     zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
@@ -187,7 +189,7 @@ def _flat(values: AnyArray, path: Path) -> FloatArray:
         )
     if has_unrepresentable_integers(values):
         raise DataError(
-            f"{path}: features must be numbers, got {DIGITS}: drop identifiers, or write the others as float64"
+            f"{path}: features must be numbers, got {LOST_DIGITS_REASON}: drop identifiers, or write the others as float64"
         )
     return as_floats(values.reshape(len(values), int(np.prod(values.shape[1:]))))
 
@@ -227,7 +229,9 @@ def _mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple
     return as_floats(np.hstack([numbers, *one_hot])), tuple(names)
 
 
-def misfit(there: Collection[str], wanted: Mapping[str, bool], allowed: Collection[str], odd: str) -> str:
+def describe_column_mismatch(
+    there: Collection[str], wanted: Mapping[str, bool], allowed: Collection[str], odd: str
+) -> str:
     """Why the columns of a table are not those of records; empty: they are.
 
     What stands there is named only where half of the fields are among it: else it may be a record, and no header.
@@ -240,20 +244,20 @@ def misfit(there: Collection[str], wanted: Mapping[str, bool], allowed: Collecti
     """
     lacking = [field for field, found in wanted.items() if not found]
     if 2 * len(lacking) > len(wanted):
-        fields = f"the fields are {listed([*wanted])}"
+        fields = f"the fields are {quote_names([*wanted])}"
         found = len(wanted) - len(lacking)
         many = f"{found} of its {len(there)} are fields" if found > 1 else f"one of its {len(there)} is a field"
         many = many if found else f"none of its {len(there)} is a field"
         return f"must begin with a line of column names, and {many} of the schema; {fields}"
     told = []
     if lacking:
-        told.append(f"must have a column for every field of the schema, and has none for {listed(lacking)}")
+        told.append(f"must have a column for every field of the schema, and has none for {quote_names(lacking)}")
     if unknown := sorted(name for name in there if name not in allowed):
-        told.append(f"every column must be in the schema, and {listed(unknown)} is not: {odd}")
+        told.append(f"every column must be in the schema, and {quote_names(unknown)} is not: {odd}")
     return "; ".join(told)
 
 
-def listed(names: Collection[str]) -> str:
+def quote_names(names: Collection[str]) -> str:
     """Names for people, in quotes."""
     return abbreviate_names([*map(repr, names)])
 
@@ -261,7 +265,7 @@ def listed(names: Collection[str]) -> str:
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _MISSING_WORD = re.compile(r"#?n/?a|<na>|nan|null|none|[+-]?inf(inity)?")
 """In small letters: what stands where a value is missing or endless."""
-LABELS = ("label", "y")
+LABEL_COLUMN_NAMES = ("label", "y")
 """What the label column is called where nobody says."""
 
 
@@ -284,11 +288,11 @@ def explain_header(names: Sequence[str], column: Callable[[int], Any], label: st
     if label is not None and label in names:
         return f"one is called {label!r}, as data.label says"
     places = range(len(names))
-    if over := [k for k in places if _is_word(names[k]) and is_numeric(column(k).type)]:
+    if over := [k for k in places if _is_word(names[k]) and is_numeric_type(column(k).type)]:
         return f"a word, {names[over[0]]!r}, stands over a column of numbers"
     if again := [k for k in places if not _NUMBER.fullmatch(names[k].strip()) and _is_there(names[k], column(k))]:
         raise _no_names(path, f"what its first line has in column {again[0]} (counted from 0) stands below it, too")
-    if usual := [name for name in names if name in (*LABELS, *PLACEMENT_COLUMNS)]:
+    if usual := [name for name in names if name in (*LABEL_COLUMN_NAMES, *PLACEMENT_COLUMNS)]:
         return f"one is called {usual[0]!r}"
     numbers = [float(name) for name in names if _NUMBER.fullmatch(name.strip())]
     if len(numbers) > 2 and all(later == one + 1 for one, later in pairwise(numbers)):
@@ -310,7 +314,7 @@ def _is_word(name: str) -> bool:
     return any(map(str.isalpha, text)) and not (_NUMBER.fullmatch(text) or _MISSING_WORD.fullmatch(text))
 
 
-def is_numeric(kind: Any) -> bool:
+def is_numeric_type(kind: Any) -> bool:
     """Whether Arrow's type is one of numbers."""
     types = import_optional("pyarrow", "pyarrow", "reading .csv files").types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))

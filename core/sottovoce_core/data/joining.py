@@ -33,17 +33,17 @@ class JoinCounts:
         duplicate_labels: second labels, which were passed over.
     """
 
-    joined: int = 0
-    expired: int = 0
+    joined_events: int = 0
+    expired_events: int = 0
     evicted_events: int = 0
-    repeated: int = 0
+    duplicate_events: int = 0
     unmatched_labels: int = 0
     duplicate_labels: int = 0
 
     @property
     def unlabelled_events(self) -> int:
         """Events that are given up."""
-        return self.expired + self.evicted_events
+        return self.expired_events + self.evicted_events
 
 
 @dataclass(slots=True)
@@ -67,23 +67,23 @@ class LabelJoin(Generic[Record]):
     """
 
     window_s: float
-    most: int
+    max_waiting: int
     counts: JoinCounts = field(default_factory=JoinCounts, init=False)
     _now: float = field(default=float("-inf"), init=False)
     _waiting: dict[Hashable, tuple[float, Record]] = field(default_factory=dict, init=False)
     _labelled: dict[Hashable, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        for name, bound in (("window_s", self.window_s), ("most", self.most)):
+        for name, bound in (("window_s", self.window_s), ("most", self.max_waiting)):
             if not bound > 0:
                 raise SpecError(f"{name} must be positive, got {bound}")
 
     @property
-    def waiting(self) -> int:
+    def waiting_events(self) -> int:
         """Events that wait for their label, as of the latest time that was told."""
         return len(self._waiting)
 
-    def expect(self, key: Hashable, record: Record, now: float) -> None:
+    def add_event(self, key: Hashable, record: Record, now: float) -> None:
         """An event, whose label is not known yet.
 
         Args:
@@ -93,9 +93,9 @@ class LabelJoin(Generic[Record]):
         """
         self.advance_time(now)
         if key in self._waiting or key in self._labelled:
-            self.counts.repeated += 1
+            self.counts.duplicate_events += 1
             return
-        if len(self._waiting) >= self.most:
+        if len(self._waiting) >= self.max_waiting:
             del self._waiting[next(iter(self._waiting))]
             self.counts.evicted_events += 1
         self._waiting[key] = (self._now, record)
@@ -118,10 +118,10 @@ class LabelJoin(Generic[Record]):
             else:
                 self.counts.unmatched_labels += 1
             return None
-        if len(self._labelled) >= self.most:
+        if len(self._labelled) >= self.max_waiting:
             del self._labelled[next(iter(self._labelled))]
         self._labelled[key] = self._now
-        self.counts.joined += 1
+        self.counts.joined_events += 1
         return found[1]
 
     def advance_time(self, now: float) -> None:
@@ -134,6 +134,6 @@ class LabelJoin(Generic[Record]):
         gone = self._now - self.window_s
         while self._waiting and next(iter(self._waiting.values()))[0] < gone:
             del self._waiting[next(iter(self._waiting))]
-            self.counts.expired += 1
+            self.counts.expired_events += 1
         while self._labelled and next(iter(self._labelled.values())) < gone:
             del self._labelled[next(iter(self._labelled))]

@@ -29,8 +29,8 @@ class OriginalFile:
     """
 
     name: str
-    places: tuple[str, ...]
-    size: int
+    urls: tuple[str, ...]
+    size_bytes: int
     digest: str
 
 
@@ -67,14 +67,14 @@ class CatalogueEntry:
     licence: str
     citation: str
     page: str
-    held_out: int = 0
-    download: int = 0
+    test_records: int = 0
+    download_bytes: int = 0
     originals: tuple[OriginalFile, ...] = ()
-    form: Literal["table", "libsvm", "idx", "cifar"] = "table"
+    file_format: Literal["table", "libsvm", "idx", "cifar"] = "table"
     columns: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    ignored_columns: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
-    made: bool = False
+    is_synthetic: bool = False
 
 
 def _read() -> dict[str, CatalogueEntry]:
@@ -90,13 +90,13 @@ def _frozen(fields: Mapping[str, object]) -> dict[str, Any]:
     return {field: tuple(value) if isinstance(value, list) else value for field, value in fields.items()}
 
 
-KNOWN: Mapping[str, CatalogueEntry] = _read()
+CATALOGUE: Mapping[str, CatalogueEntry] = _read()
 """All of them, by name: first those that are shipped."""
 
 
-def nearest(name: str) -> str:
+def suggest_name(name: str) -> str:
     """What to add to an error about a name that there is not: the nearest one, if one is near."""
-    near = difflib.get_close_matches(name.lower(), KNOWN, 1)
+    near = difflib.get_close_matches(name.lower(), CATALOGUE, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -118,7 +118,7 @@ def _cache_folder() -> Path | None:
     return found / "data"
 
 
-def find(name: str, folders: Iterable[Path]) -> Path | None:
+def find_dataset_file(name: str, folders: Iterable[Path]) -> Path | None:
     """The file of a data set, in the first of these folders that has it."""
     paths = (folder / f"{name}.npz" for folder in folders)
     return next((path for path in paths if path.is_file()), None)

@@ -14,14 +14,14 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.data.encoding import EncodedRecords, Encoder
-from sottovoce_core.data.files import DIGITS
+from sottovoce_core.data.files import LOST_DIGITS_REASON
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
-from sottovoce_core.registry import LARGEST
+from sottovoce_core.registry import MAX_MAGNITUDE
 
-NOT_FINITE, UNKNOWN_LABEL_REASON = "a number that is not finite", "the label: none that the loss knows"
-TOO_LARGE_REASON = f"a number beyond {LARGEST:g}"
+NOT_FINITE_REASON, UNKNOWN_LABEL_REASON = "a number that is not finite", "the label: none that the loss knows"
+TOO_LARGE_REASON = f"a number beyond {MAX_MAGNITUDE:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +39,19 @@ class LiveRecordEncoder:
     encoder: Encoder | None
 
     @classmethod
-    def of(cls, data: DataSpec, loss: Loss) -> LiveRecordEncoder:
+    def from_spec(cls, data: DataSpec, loss: Loss) -> LiveRecordEncoder:
         """For a run.
 
         Raises:
             SpecError: it has no live records, or its schema does not fit its loss.
         """
-        if not data.live:
+        if not data.is_live:
             raise SpecError(
                 f"the records of this run come from {data.source}: only one with data.source live takes others"
             )
-        return cls(data, loss, None if data.schema is None else Encoder.of(data.schema, loss, data.positive))
+        return cls(data, loss, None if data.schema is None else Encoder.from_schema(data.schema, loss, data.positive))
 
-    def encode(self, records: Any, labels: Any = None, *, labelled: bool = True) -> EncodedRecords:
+    def encode(self, records: Any, labels: Any = None, *, has_labels: bool = True) -> EncodedRecords:
         """Records as they are learned, with the intercept where the run has one.
 
         Args:
@@ -64,9 +64,9 @@ class LiveRecordEncoder:
             DataError: these are no such records. One that does not fit is no error: `EncodedRecords.refused` has it.
         """
         if self.encoder is None:
-            found = self._numbers(records, labels, labelled=labelled)
+            found = self._numbers(records, labels, labelled=has_labels)
         else:
-            found = self._fields(self.encoder, records, labels, labelled=labelled)
+            found = self._fields(self.encoder, records, labels, labelled=has_labels)
         if not self.data.intercept:
             return found
         return replace(found, features=np.column_stack([found.features, np.ones(len(found.features))]))
@@ -75,7 +75,7 @@ class LiveRecordEncoder:
         name = encoder.schema.label.name
         columns = _columns(records)
         if columns is not None:
-            return encoder.columns(columns if labels is None else {**columns, name: labels}, labelled=labelled)
+            return encoder.encode_columns(columns if labels is None else {**columns, name: labels}, has_labels=labelled)
         if isinstance(records, str | bytes) or not isinstance(records, Sequence):
             raise DataError(
                 f"records must be mappings of fields to values, or a table, got {type(records).__name__}; this run has a schema"
@@ -85,7 +85,7 @@ class LiveRecordEncoder:
             if len(labels) != len(records) or not all(isinstance(record, Mapping) for record in records):
                 raise DataError(f"labels must be one for each of {len(records)} mappings, got {len(labels)}")
             records = [{**record, name: label} for record, label in zip(records, labels, strict=True)]
-        return encoder.records(records, labelled=labelled)
+        return encoder.encode_records(records, has_labels=labelled)
 
     def _numbers(self, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
         wanted = self.data.features
@@ -98,12 +98,12 @@ class LiveRecordEncoder:
             raise DataError(f"records must be shaped (records, {wanted}), got {features.shape}")
         if labelled and given.shape != features.shape[:1]:
             raise DataError(f"labels must be {len(features)}, one for each record, got {given.shape}")
-        refused = dict.fromkeys(np.flatnonzero(~np.isfinite(features).all(axis=1)).tolist(), NOT_FINITE)
+        refused = dict.fromkeys(np.flatnonzero(~np.isfinite(features).all(axis=1)).tolist(), NOT_FINITE_REASON)
         for row in np.flatnonzero((np.abs(features) >= 2**53).any(axis=1)).tolist():
             exact = records[row].tolist() if isinstance(records[row], np.ndarray) else records[row]
             if any(isinstance(each, int) and int(float(each)) != each for each in exact):
-                refused.setdefault(row, DIGITS)
-            elif (np.abs(features[row]) > LARGEST).any():
+                refused.setdefault(row, LOST_DIGITS_REASON)
+            elif (np.abs(features[row]) > MAX_MAGNITUDE).any():
                 refused.setdefault(row, TOO_LARGE_REASON)
         if labelled:
             classes = self.loss.n_classes
@@ -116,27 +116,27 @@ class LiveRecordEncoder:
             as_floats(features[fits]), given[fits] if labelled else given, None, fits, dict(sorted(refused.items()))
         )
 
-    def fitting(self, records: Any, labels: Any = None, *, labelled: bool = True) -> EncodedRecords:
+    def encode_strictly(self, records: Any, labels: Any = None, *, has_labels: bool = True) -> EncodedRecords:
         """As `encode`, of records that all fit.
 
         Raises:
             DataError: one of them does not, by its number and a reason.
         """
-        found = self.encode(records, labels, labelled=labelled)
-        if found.refused:
-            row, why = next(iter(found.refused.items()))
-            more = "" if len(found.refused) == 1 else f", and {len(found.refused) - 1} more do not fit"
+        found = self.encode(records, labels, has_labels=has_labels)
+        if found.refusals:
+            row, why = next(iter(found.refusals.items()))
+            more = "" if len(found.refusals) == 1 else f", and {len(found.refusals) - 1} more do not fit"
             raise DataError(f"record {row} (counted from 0) does not fit: {why}{more}")
         return found
 
     @property
-    def folded(self) -> bool:
+    def has_merged_labels(self) -> bool:
         """Do several of the schema's labels count as one class of the loss?"""
-        values = () if self.encoder is None else self.encoder.values or ()
+        values = () if self.encoder is None else self.encoder.class_values or ()
         return len(set(values)) < len(values)
 
     @property
-    def classes(self) -> tuple[str | float, ...] | None:
+    def class_names(self) -> tuple[str | float, ...] | None:
         """What the loss's classes 0, 1, ... are called; None: labels are numbers.
 
         As the records have them, where the schema has a label for each; else, and beyond those, by their numbers.
@@ -145,22 +145,22 @@ class LiveRecordEncoder:
         if n is None:
             return None
         called: list[str | float] = list(range(n))
-        if self.encoder is not None and self.encoder.values is not None and not self.folded:
-            for place, label in zip(self.encoder.values, self.encoder.schema.label.values, strict=True):
+        if self.encoder is not None and self.encoder.class_values is not None and not self.has_merged_labels:
+            for place, label in zip(self.encoder.class_values, self.encoder.schema.label.values, strict=True):
                 called[int(place)] = label
         return tuple(called)
 
-    def told(self, scores: FloatArray, labels: FloatArray) -> list[str | float]:
+    def decode_predictions(self, scores: FloatArray, labels: FloatArray) -> list[str | float]:
         """What a model says of records, as they have their labels.
 
         Args:
             scores: `(records, ...)`.
             labels: `(records,)`, which the loss makes of them where it has classes.
         """
-        classes = self.classes
+        classes = self.class_names
         if classes is not None:
             return [classes[int(label)] for label in labels]
-        return list((scores if self.encoder is None else self.encoder.schema.label.unscaled(scores)).tolist())
+        return list((scores if self.encoder is None else self.encoder.schema.label.unscale(scores)).tolist())
 
 
 def _columns(table: Any) -> Mapping[str, Any] | None:

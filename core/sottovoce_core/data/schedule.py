@@ -51,7 +51,7 @@ class LearnerData:
         """`(records,)` how often each record is learned."""
         return np.bincount(self.order, minlength=len(self.labels)).astype(np.int64)
 
-    def rounds_of(self, row: int) -> list[int]:
+    def find_rounds(self, row: int) -> list[int]:
         """Rounds that learn this record, each once, ascending."""
         positions = np.flatnonzero(self.order == row)
         rounds = np.searchsorted(self.offsets, positions, side="right") - 1
@@ -130,19 +130,19 @@ class PlacedData:
         """Number of rounds."""
         return self.learners[0].rounds
 
-    def stacked(self, t: int) -> Batch:
+    def stack_round(self, t: int) -> Batch:
         """Records of round t of all learners: features `(learners, slots, features)`.
 
         Learners with fewer records than the most are padded with zeros, which `present` marks; None where none is.
         """
-        return stack([learner.batch(t) for learner in self.learners])
+        return stack_batches([learner.batch(t) for learner in self.learners])
 
     def with_learner(self, learner: int, data: LearnerData) -> PlacedData:
         """The same with the records of one learner replaced (an adjacent world)."""
         return replace(self, learners=(*self.learners[:learner], data, *self.learners[learner + 1 :]))
 
 
-def stack(batches: Sequence[Batch]) -> Batch:
+def stack_batches(batches: Sequence[Batch]) -> Batch:
     """Batches of single learners `(records, features)` as one `(learners, slots, features)`, padded where ragged."""
     if len(batches) == 1:
         return Batch(batches[0].features[None], batches[0].labels[None])

@@ -18,8 +18,8 @@ import numpy as np
 from pydantic import BeforeValidator, Field, NonNegativeInt, SerializeAsAny, field_validator, model_validator
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.data.cells import MissingValues, normal
-from sottovoce_core.data.fields import LONGEST, AnyFeature, AnyLabel, Label, Words
+from sottovoce_core.data.cells import MissingValues, normalise_text
+from sottovoce_core.data.fields import MAX_NAME_CHARACTERS, AnyFeature, AnyLabel, Label, Words
 from sottovoce_core.data.files import PLACEMENT_COLUMNS
 from sottovoce_core.registry import Count, Positive, Registry, Section
 
@@ -30,15 +30,15 @@ def _name(value: object) -> str:
     """The name of a field as it is compared."""
     if not isinstance(value, str):
         raise ValueError("a field's name must be text: put quotes around it")
-    name = normal(value)
-    if not 0 < len(name) <= LONGEST or not name.isprintable():
-        raise ValueError(f"a field's name must be 1 to {LONGEST} printable characters")
+    name = normalise_text(value)
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
+        raise ValueError(f"a field's name must be 1 to {MAX_NAME_CHARACTERS} printable characters")
     if name in PLACEMENT_COLUMNS:
         raise ValueError("learner and round place a record: they are no fields of it, and need not be declared")
     return name
 
 
-Name = Annotated[str, BeforeValidator(_name)]
+FieldName = Annotated[str, BeforeValidator(_name)]
 
 
 class Schema(Section):
@@ -48,10 +48,10 @@ class Schema(Section):
     features wherever it was written or copied.
     """
 
-    features: Annotated[dict[Name, AnyFeature], Field(min_length=1)]
+    features: Annotated[dict[FieldName, AnyFeature], Field(min_length=1)]
     """By name, which is that of a column."""
     label: AnyLabel
-    ignored: tuple[Name, ...] = ()
+    ignored: tuple[FieldName, ...] = ()
     """Fields that are there, and not learned from."""
     missing_values: Words = ("NA", "?")
     """What counts as no value, in any case of letters, beside none at all and empty text."""
@@ -60,7 +60,7 @@ class Schema(Section):
     @classmethod
     def _names_differ(cls, features: Any) -> Any:
         if isinstance(features, Mapping):
-            named = Counter(normal(name) for name in features if isinstance(name, str))
+            named = Counter(normalise_text(name) for name in features if isinstance(name, str))
             if twice := [name for name, times in named.items() if times > 1]:
                 raise ValueError(
                     f"names must differ in more than blanks or Unicode's forms: {twice[0]!r} is there twice"
@@ -87,7 +87,7 @@ class Schema(Section):
         if twice := [name for name, times in Counter(self.names).items() if times > 1]:
             raise ValueError(f"encoded features must differ in name, and two are called {twice[0]!r}: rename a field")
         for name, field in {**self.features, self.label.name: self.label}.items():
-            if none := [each for each in getattr(field, "categories", ()) if self.missing.has(each)]:
+            if none := [each for each in getattr(field, "categories", ()) if self.missing_value_set.is_missing(each)]:
                 raise ValueError(
                     f"{none[0]!r} is a category of {name!r}, and counts as missing: take it out of the categories or out "
                     f"of missing_values, which are {list(self.missing_values)}"
@@ -98,9 +98,9 @@ class Schema(Section):
         return hash((tuple(self.features.items()), self.label, self.ignored, self.missing_values))
 
     @cached_property
-    def missing(self) -> MissingValues:
+    def missing_value_set(self) -> MissingValues:
         """What counts as no value."""
-        return MissingValues.of(self.missing_values)
+        return MissingValues.from_values(self.missing_values)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class Schema(Section):
         return tuple(each for name, feature in self.features.items() for each in feature.names(name))
 
     @cached_property
-    def places(self) -> Mapping[str, slice]:
+    def feature_slices(self) -> Mapping[str, slice]:
         """Where the encoded features of each field stand."""
         ends = [0, *accumulate(len(feature.names(name)) for name, feature in self.features.items())]
         return dict(zip(self.features, map(slice, ends[:-1], ends[1:]), strict=True))
@@ -116,32 +116,32 @@ class Schema(Section):
     @cached_property
     def width(self) -> int:
         """How many encoded features there are."""
-        return int(max(own.stop for own in self.places.values()))
+        return int(max(own.stop for own in self.feature_slices.values()))
 
     # ---- records that it allows ------------------------------------------------------------------------------
 
-    def opposite(self, features: FloatArray) -> FloatArray:
+    def make_opposite_record(self, features: FloatArray) -> FloatArray:
         """A record that is far from this one: `(width,)` each.
 
         Numbers, dates, true and false are mirrored, a category becomes the next one, and what is missing stays missing.
         """
         made = features.copy()
-        for name, own in self.places.items():
-            made[own] = self.features[name].opposite(features[own])
+        for name, own in self.feature_slices.items():
+            made[own] = self.features[name].make_opposite(features[own])
         return made
 
     def make_max_norm_record(self) -> FloatArray:
         """A record of the largest norm, `(width,)`: upper bounds, true, and first categories."""
         made = np.zeros(self.width)
-        made[[own.start for own in self.places.values()]] = 1.0
+        made[[own.start for own in self.feature_slices.values()]] = 1.0
         return made
 
-    def quiet(self) -> FloatArray:
+    def make_min_norm_record(self) -> FloatArray:
         """A record of the smallest norm, `(width,)`: half-way between bounds, and missing where that is neutral."""
         made = np.zeros(self.width)
-        for name, own in self.places.items():
+        for name, own in self.feature_slices.items():
             feature = self.features[name]
-            made[own.start] = 0.0 if feature.missing == "neutral" else feature.calm
+            made[own.start] = 0.0 if feature.missing == "neutral" else feature.min_norm_value
         return made
 
 
@@ -150,11 +150,11 @@ class Partition(Section, ABC):
 
     kind: str
 
-    shared: ClassVar[bool] = False
+    is_shared: ClassVar[bool] = False
     """Does every learner get every record, so that nothing is dealt?"""
 
     @abstractmethod
-    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
         """The records of each learner, as places in `labels`.
 
         Args:
@@ -167,7 +167,7 @@ class Partition(Section, ABC):
     def owners(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> IntArray:
         """The learner of every record, `(records,)`; arguments as in `deal`."""
         owners = np.empty(len(labels), dtype=np.int64)
-        for learner, rows in enumerate(self.deal(labels, classes, n_learners, rng)):
+        for learner, rows in enumerate(self.split(labels, classes, n_learners, rng)):
             owners[rows] = learner
         return owners
 
@@ -175,11 +175,11 @@ class Partition(Section, ABC):
 PARTITIONS: Registry[Partition] = Registry(
     Partition,  # type: ignore[type-abstract]  # of its subclasses
     {
-        "iid": "Iid",
+        "iid": "IidPartition",
         "by_label": "LabelPartition",
-        "dirichlet": "Dirichlet",
+        "dirichlet": "DirichletPartition",
         "paper_40_60": "Paper4060",
-        "shared": "Shared",
+        "shared": "SharedPartition",
     },
     group="partitions",
 )
@@ -188,12 +188,12 @@ AnyPartition = Annotated[SerializeAsAny[Partition], PARTITIONS]
 """A field of a spec: the partition of the kind that it names."""
 
 
-class Iid(Partition):
+class IidPartition(Partition):
     """Records are dealt out at random."""
 
     kind: Literal["iid"] = "iid"
 
-    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
         return np.array_split(rng.permutation(len(labels)), n_learners)
 
 
@@ -206,7 +206,7 @@ class LabelPartition(Partition):
     kind: Literal["by_label"] = "by_label"
     mixed: Annotated[float, Field(ge=0, le=1)] = 0.0
 
-    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
         """A random pool of the share `mixed`, dealt evenly; the rest sorted by label, then class, and cut evenly."""
         shuffled = rng.permutation(len(labels))
         pool, rest = np.split(shuffled, [round(self.mixed * len(labels))])
@@ -223,7 +223,7 @@ class DirichletPartition(Partition):
     kind: Literal["dirichlet"] = "dirichlet"
     concentration: Positive
 
-    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
         """Shares p ~ Dirichlet(concentration, ..., concentration) of each class.
 
         Learner i gets the records of the shuffled class between the rounded cuts `records * (p_0 + ... + p_{i-1})` and
@@ -247,7 +247,7 @@ class Paper4060Partition(Partition):
 
     kind: Literal["paper_40_60"] = "paper_40_60"
 
-    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
         """40 % of class c to learner `c mod n_learners`, 60 % evenly to the others (to itself, if there are none)."""
         parts: list[list[IntArray]] = [[] for _ in range(n_learners)]
         for c, rows in enumerate(_shuffled_classes(classes, rng)):
@@ -260,14 +260,14 @@ class Paper4060Partition(Partition):
         return [np.concatenate(part) for part in parts]
 
 
-class Shared(Partition):
+class SharedPartition(Partition):
     """Every learner has every record, in the same rounds: for one global objective that all know (the dpsda family)."""
 
     kind: Literal["shared"] = "shared"
 
-    shared: ClassVar[bool] = True
+    is_shared: ClassVar[bool] = True
 
-    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
         return [np.arange(len(labels))] * n_learners
 
 
@@ -278,7 +278,7 @@ def _shuffled_classes(classes: IntArray, rng: np.random.Generator) -> list[IntAr
     return np.split(rows, np.flatnonzero(np.diff(classes[rows])) + 1)
 
 
-LIVE = "live"
+LIVE_SOURCE = "live"
 _FILE_ONLY_FIELDS = ("label", "partition", "order", "reuse", "test_fraction", "scale")
 """Fields that say what becomes of records that are there."""
 
@@ -302,7 +302,7 @@ with warnings.catch_warnings():
         positive: tuple[int | str, ...] | None = None
         """Labels that count as 1 in a binary problem (default: the later half of the sorted labels; of those of a schema, in its
         order)."""
-        partition: AnyPartition = Iid()
+        partition: AnyPartition = IidPartition()
         """Ignored where the file carries a `learner` column."""
         order: Literal["given", "shuffled"] = "shuffled"
         batch_size: Count | Literal["all"] = 1
@@ -332,15 +332,15 @@ with warnings.catch_warnings():
 
         @model_validator(mode="after")
         def _live_or_not(self) -> DataSpec:
-            if not self.live:
+            if not self.is_live:
                 if self.features is not None:
                     raise ValueError(
-                        f"features must be left out but with source: {LIVE}; a file says how many there are"
+                        f"features must be left out but with source: {LIVE_SOURCE}; a file says how many there are"
                     )
                 return self
             if (self.schema is None) == (self.features is None):
                 raise ValueError(
-                    f"source: {LIVE} needs a schema, or features (how many numbers a record has): one of the two"
+                    f"source: {LIVE_SOURCE} needs a schema, or features (how many numbers a record has): one of the two"
                 )
             if self.batch_size == "all":
                 raise ValueError("batch_size must be a number for live records: the most that a round takes")
@@ -351,18 +351,18 @@ with warnings.catch_warnings():
             unset = type(self).model_fields
             odd = [name for name in _FILE_ONLY_FIELDS if getattr(self, name) != unset[name].get_default()]
             if odd:
-                raise ValueError(f"{odd[0]} must be left out with source: {LIVE}, whose records are nowhere yet")
+                raise ValueError(f"{odd[0]} must be left out with source: {LIVE_SOURCE}, whose records are nowhere yet")
             return self
 
         @property
-        def live(self) -> bool:
+        def is_live(self) -> bool:
             """True where records come while the run goes on."""
-            return self.source == LIVE
+            return self.source == LIVE_SOURCE
 
         @property
         def width(self) -> int | None:
             """Features of a live record as it is learned, with the intercept; None: a file says it."""
-            if not self.live:
+            if not self.is_live:
                 return None
             own = self.features if self.schema is None else self.schema.width
             return (own or 0) + self.intercept

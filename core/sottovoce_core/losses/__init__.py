@@ -4,18 +4,18 @@ from typing import Annotated
 
 from pydantic import SerializeAsAny
 
-from sottovoce_core.losses.loss import Loss, MarginLoss, beside, bounded, mean_gradient, scale_rows
+from sottovoce_core.losses.loss import Loss, MarginLoss, add_replica_axis, enforce_bounds, mean_gradient, scale_rows
 from sottovoce_core.registry import Registry
 
 LOSSES: Registry[Loss] = Registry(
     Loss,  # type: ignore[type-abstract]  # of its subclasses
     {
-        "logistic": "sottovoce_core.losses.linear:Logistic",
-        "ridge": "sottovoce_core.losses.linear:Ridge",
+        "logistic": "sottovoce_core.losses.linear:LogisticLoss",
+        "ridge": "sottovoce_core.losses.linear:RidgeLoss",
         "least_squares": "sottovoce_core.losses.linear:LeastSquaresLoss",
-        "hinge": "sottovoce_core.losses.linear:Hinge",
+        "hinge": "sottovoce_core.losses.linear:HingeLoss",
         "smoothed_hinge": "sottovoce_core.losses.linear:SmoothedHingeLoss",
-        "softmax": "sottovoce_core.losses.linear:Softmax",
+        "softmax": "sottovoce_core.losses.linear:SoftmaxLoss",
         "torch": "sottovoce_core.losses.torch:TorchLoss",
     },
     group="losses",
@@ -25,4 +25,13 @@ LOSSES: Registry[Loss] = Registry(
 AnyLoss = Annotated[SerializeAsAny[Loss], LOSSES]
 """A field of a spec: the loss of the kind that it names."""
 
-__all__ = ["LOSSES", "AnyLoss", "Loss", "MarginLoss", "beside", "bounded", "mean_gradient", "scale_rows"]
+__all__ = [
+    "LOSSES",
+    "AnyLoss",
+    "Loss",
+    "MarginLoss",
+    "add_replica_axis",
+    "enforce_bounds",
+    "mean_gradient",
+    "scale_rows",
+]

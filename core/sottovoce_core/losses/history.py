@@ -13,10 +13,10 @@ import numpy as np
 
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.losses.linear import QuadraticLoss
-from sottovoce_core.losses.loss import Loss, beside, mean_gradient, scores_of
+from sottovoce_core.losses.loss import Loss, add_replica_axis, compute_scores, mean_gradient
 
 
-class History(Protocol):
+class GradientHistory(Protocol):
     """All that a learner remembers of its records: a value, `observe` returns the next one."""
 
     def observe(self, batch: Batch) -> Self:
@@ -61,12 +61,12 @@ class _Log:
         filled[0] = new
         return _Log(buffer, new, filled), buffer[..., self.length : new, :]
 
-    def packed(self) -> FloatArray:
+    def pack(self) -> FloatArray:
         """For a snapshot: what is in use of the buffer."""
         return self.rows
 
     @classmethod
-    def unpacked(cls, rows: FloatArray) -> _Log:
+    def unpack(cls, rows: FloatArray) -> _Log:
         """`packed` backwards."""
         return cls(rows, rows.shape[-2], [rows.shape[-2]])
 
@@ -90,10 +90,10 @@ class RecordHistory:
         else:
             seen = self.features.length
             features_log, labels_log, present_log = self.features, self.labels, self.present
-        if batch.present is not None or present_log is not None:
+        if batch.mask is not None or present_log is not None:
             if present_log is None:
                 present_log = _Log.empty(labels).append(np.ones((*labels.shape[:-2], seen, 1)))
-            present = np.ones_like(batch.labels) if batch.present is None else batch.present
+            present = np.ones_like(batch.labels) if batch.mask is None else batch.mask
             present_log = present_log.append(present[..., None])
         return RecordHistory(self.loss, features_log.append(batch.features), labels_log.append(labels), present_log)
 
@@ -125,19 +125,19 @@ class QuadraticHistory:
 
     loss: QuadraticLoss
     moments: FloatArray | None = None
-    recent: _Log | None = None
+    pending_rows: _Log | None = None
     count: Scalars = 0.0  # (..., 1) where stacked learners have unequal numbers of records
 
     def observe(self, batch: Batch) -> QuadraticHistory:
         if batch.size == 0:
             return self
-        recent, new = (self.recent or _Log.empty(batch.features, 1)).longer(batch.size)
+        recent, new = (self.pending_rows or _Log.empty(batch.features, 1)).longer(batch.size)
         new[..., :-1] = batch.features
         new[..., -1] = self.loss.slope(_ZERO, batch.labels)
         count = self.count + batch.size
-        if batch.present is not None:  # what is padding counts for nothing, and neither do rows of zeros
-            new *= batch.present[..., None]
-            count = self.count + batch.present.sum(axis=-1, keepdims=True)
+        if batch.mask is not None:  # what is padding counts for nothing, and neither do rows of zeros
+            new *= batch.mask[..., None]
+            count = self.count + batch.mask.sum(axis=-1, keepdims=True)
         if recent.length < MAX_PENDING_RECORDS:
             return QuadraticHistory(self.loss, self.moments, recent, count)
         rows = recent.rows
@@ -147,21 +147,23 @@ class QuadraticHistory:
         return QuadraticHistory(self.loss, moments, None, count)
 
     def gradient(self, theta: FloatArray) -> FloatArray:
-        if self.moments is None and self.recent is None:
+        if self.moments is None and self.pending_rows is None:
             return np.zeros_like(theta)
         point = np.empty((*theta.shape[:-1], theta.shape[-1] + 1))
         np.multiply(self.loss.curvature, theta, out=point[..., :-1])
         point[..., -1] = 1.0
         total = np.zeros_like(point) if self.moments is None else np.matmul(point, self.moments)
-        if self.recent is not None:
-            rows = self.recent.rows
-            total = total + np.matmul(scores_of(point, rows), rows)  # of more learners than theta, perhaps
+        if self.pending_rows is not None:
+            rows = self.pending_rows.rows
+            total = total + np.matmul(compute_scores(point, rows), rows)  # of more learners than theta, perhaps
         gradient: FloatArray = total[..., :-1]
-        gradient /= self.count if isinstance(self.count, float) else np.maximum(beside(self.count, theta), 1.0)
+        gradient /= (
+            self.count if isinstance(self.count, float) else np.maximum(add_replica_axis(self.count, theta), 1.0)
+        )
         return gradient
 
 
-def start_history(loss: Loss) -> History:
+def start_history(loss: Loss) -> GradientHistory:
     """The cheapest exact history for a loss."""
     if isinstance(loss, QuadraticLoss) and loss.clip_norm is None:
         return QuadraticHistory(loss)

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
-from sottovoce_core.losses.loss import Loss, MarginLoss, beside, scale_rows, sigmoid
+from sottovoce_core.losses.loss import Loss, MarginLoss, add_replica_axis, scale_rows, sigmoid
 from sottovoce_core.registry import NonNegative, Positive, Section
 
 # ---- quadratic -------------------------------------------------------------------------------------------------------
@@ -36,19 +36,19 @@ class QuadraticLoss(MarginLoss):
 
     @property
     @abstractmethod
-    def pull(self) -> float:
+    def max_slope_at_zero(self) -> float:
         """P, the largest `|phi'(0, b)|`."""
 
-    def bend(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
+    def second_derivative(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
         return np.full_like(scores, self.curvature)
 
     def gradient_bound(self, radius: float) -> float:
-        natural = self.feature_bound * (self.curvature * self.feature_bound * radius + self.pull)
-        return min(natural, self.clip)
+        natural = self.feature_bound * (self.curvature * self.feature_bound * radius + self.max_slope_at_zero)
+        return min(natural, self.clip_threshold)
 
     def gradient_change(self, radius: float) -> float:
-        natural = self.curvature * self.feature_bound**2 * radius + 2 * self.feature_bound * self.pull
-        return min(natural, 2 * self.clip)
+        natural = self.curvature * self.feature_bound**2 * radius + 2 * self.feature_bound * self.max_slope_at_zero
+        return min(natural, 2 * self.clip_threshold)
 
 
 class SquaredLoss(QuadraticLoss):
@@ -57,7 +57,7 @@ class SquaredLoss(QuadraticLoss):
     label_bound: Positive = 1.0
     """Labels are clipped to [-label_bound, label_bound]."""
 
-    binary: ClassVar[bool] = False
+    has_binary_labels: ClassVar[bool] = False
 
     @property
     def n_classes(self) -> int | None:
@@ -68,10 +68,10 @@ class SquaredLoss(QuadraticLoss):
         return 2.0
 
     @property
-    def pull(self) -> float:
+    def max_slope_at_zero(self) -> float:
         return 2 * self.label_bound
 
-    def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def enforce_bounds(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
         bounded = np.minimum(np.maximum(labels, -self.label_bound), self.label_bound)
         return scale_rows(features, self.feature_bound), bounded
 
@@ -101,7 +101,7 @@ class LeastSquaresLoss(SquaredLoss):
 # ---- logistic --------------------------------------------------------------------------------------------------------
 
 
-class Logistic(MarginLoss):
+class LogisticLoss(MarginLoss):
     """Cross-entropy of two classes, labels 0 and 1: `phi = log(1 + exp(z)) - b z`. L = R^2/4."""
 
     kind: Literal["logistic"] = "logistic"
@@ -111,7 +111,7 @@ class Logistic(MarginLoss):
     """pass_glm only: the approximation is close where scores lie in [-score_bound, score_bound]."""
 
     @classmethod
-    def class_for(cls, fields: Mapping[str, Any]) -> type[Section]:
+    def select_class(cls, fields: Mapping[str, Any]) -> type[Section]:
         return PassGlmLoss if fields.get("history") == "pass_glm" else cls
 
     @model_validator(mode="after")
@@ -131,7 +131,7 @@ class Logistic(MarginLoss):
         slopes -= labels
         return slopes
 
-    def bend(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
+    def second_derivative(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
         chance = sigmoid(scores)
         return chance * (1.0 - chance)
 
@@ -172,7 +172,7 @@ class PassGlmLoss(QuadraticLoss):
         return _chebyshev(self.score_bound)[1]
 
     @property
-    def pull(self) -> float:
+    def max_slope_at_zero(self) -> float:
         return 0.5
 
     @property
@@ -249,7 +249,7 @@ class SmoothedHingeLoss(MarginLoss):
         signs = 2.0 * labels - 1.0
         return -signs * np.clip((1.0 - signs * scores) / self.width, 0.0, 1.0)
 
-    def bend(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
+    def second_derivative(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
         shortfall = 1.0 - (2.0 * labels - 1.0) * scores
         return np.where((shortfall > 0.0) & (shortfall < self.width), self.curvature, 0.0)
 
@@ -276,8 +276,8 @@ class SoftmaxLoss(Loss):
     classes: Annotated[int, Field(ge=2, le=2**53)]
     """Labels are the numbers 0 to classes - 1."""
 
-    convex: ClassVar[bool] = True
-    binary: ClassVar[bool] = False
+    is_convex: ClassVar[bool] = True
+    has_binary_labels: ClassVar[bool] = False
 
     @property
     def n_classes(self) -> int | None:
@@ -286,7 +286,7 @@ class SoftmaxLoss(Loss):
     @property
     def is_convex_when_clipped(self) -> bool:
         """Only where clipping never acts: a clipped gradient need not be the gradient of anything."""
-        return self.clip >= math.sqrt(2) * self.feature_bound
+        return self.clip_threshold >= math.sqrt(2) * self.feature_bound
 
     @property
     def smoothness(self) -> float:
@@ -302,10 +302,10 @@ class SoftmaxLoss(Loss):
         residuals: FloatArray = chances - self._one_hot(batch.labels, theta)
         if self.clip_norm is not None:
             norms = np.linalg.norm(residuals, axis=-2)
-            norms *= beside(np.sqrt(np.vecdot(batch.features, batch.features)), theta)
+            norms *= add_replica_axis(np.sqrt(np.vecdot(batch.features, batch.features)), theta)
             residuals *= (self.clip_norm / np.maximum(norms, self.clip_norm))[..., None, :]
-        if batch.present is not None:
-            residuals *= beside(batch.present, theta)[..., None, :]
+        if batch.mask is not None:
+            residuals *= add_replica_axis(batch.mask, theta)[..., None, :]
         *lead, classes, size = residuals.shape
         stacked = [*lead[:-1], lead[-1] * classes] if theta.ndim > 1 else [*lead, classes]
         total: FloatArray = np.matmul(residuals.reshape(*stacked, size), batch.features)
@@ -318,7 +318,7 @@ class SoftmaxLoss(Loss):
         return values
 
     def gradient_bound(self, radius: float) -> float:
-        return min(math.sqrt(2) * self.feature_bound, self.clip)
+        return min(math.sqrt(2) * self.feature_bound, self.clip_threshold)
 
     def predict(self, theta: FloatArray, features: FloatArray) -> FloatArray:
         return self._scores(theta, scale_rows(features, self.feature_bound)).swapaxes(-1, -2)
@@ -340,4 +340,4 @@ class SoftmaxLoss(Loss):
 
     def _one_hot(self, labels: FloatArray, theta: FloatArray) -> FloatArray:
         """`(..., classes, records)` of 1.0 where the label is the class."""
-        return as_floats(beside(labels, theta)[..., None, :] == np.arange(self.classes)[:, None])
+        return as_floats(add_replica_axis(labels, theta)[..., None, :] == np.arange(self.classes)[:, None])

@@ -35,15 +35,15 @@ class Loss(Section, ABC):
     clip_norm: Positive | None = None
     """Clip every record's data gradient to this l2 norm (None: no clipping)."""
 
-    convex: ClassVar[bool] = False
+    is_convex: ClassVar[bool] = False
     """Is the data part convex in theta?"""
-    binary: ClassVar[bool] = True
+    has_binary_labels: ClassVar[bool] = True
     """Are labels two classes, 0 and 1, into which a source's labels may be folded?"""
-    heavy: ClassVar[bool] = False
+    has_slow_gradient: ClassVar[bool] = False
     """May one gradient take so long that a service should not let its event loop wait for it?"""
 
     @property
-    def clip(self) -> float:
+    def clip_threshold(self) -> float:
         """G, the clipping threshold of a record's data gradient; infinite: none."""
         return math.inf if self.clip_norm is None else self.clip_norm
 
@@ -70,11 +70,11 @@ class Loss(Section, ABC):
         """
         return n_features
 
-    def initial(self, dim: int) -> FloatArray:
+    def initial_parameters(self, dim: int) -> FloatArray:
         """Where learning starts, before any projection, `(dim,)`: public, independent of all records."""
         return np.zeros(dim)
 
-    def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def enforce_bounds(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Records made to obey the declared bounds, row by row: scaled down, never refused (an error would tell)."""
         return scale_rows(features, self.feature_bound), labels
 
@@ -112,13 +112,13 @@ class Loss(Section, ABC):
         return None
 
 
-def bounded(loss: Loss, batch: Batch) -> Batch:
+def enforce_bounds(loss: Loss, batch: Batch) -> Batch:
     """The batch, made to obey the bounds that the loss declares (`Loss.enforce`)."""
     if batch.bounding_loss is loss:
         return batch
-    if batch.bounded is not None and batch.bounded.bounding_loss is loss:
-        return batch.bounded
-    return Batch.obeying(loss, *loss.enforce(batch.features, batch.labels), batch.present)
+    if batch.bounded_batch is not None and batch.bounded_batch.bounding_loss is loss:
+        return batch.bounded_batch
+    return Batch.from_bounded_records(loss, *loss.enforce_bounds(batch.features, batch.labels), batch.mask)
 
 
 def mean_gradient(loss: Loss, theta: FloatArray, batch: Batch) -> FloatArray:
@@ -126,14 +126,14 @@ def mean_gradient(loss: Loss, theta: FloatArray, batch: Batch) -> FloatArray:
     if batch.size == 0:
         return np.zeros_like(theta)
     total = loss.gradient_sum(theta, batch)
-    if batch.present is not None:
-        total /= np.maximum(beside(batch.present, theta).sum(axis=-1, keepdims=True), 1.0)
+    if batch.mask is not None:
+        total /= np.maximum(add_replica_axis(batch.mask, theta).sum(axis=-1, keepdims=True), 1.0)
     elif batch.size > 1:
         total /= batch.size
     return total
 
 
-def beside(per_record: FloatArray, theta: FloatArray) -> FloatArray:
+def add_replica_axis(per_record: FloatArray, theta: FloatArray) -> FloatArray:
     """`(..., records)` as `(..., 1, records)` where theta has a replica axis; as it is beside `theta (dim,)`."""
     return per_record[..., None, :] if theta.ndim > 1 else per_record
 
@@ -160,7 +160,7 @@ class MarginLoss(Loss):
     those of another convex function. Two records' gradients differ by at most C = 2 min(slope_bound R, G).
     """
 
-    convex: ClassVar[bool] = True
+    is_convex: ClassVar[bool] = True
 
     @property
     def slope_bound(self) -> float:
@@ -180,7 +180,7 @@ class MarginLoss(Loss):
     def slope(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
         """`phi'(score, label)`, unclipped."""
 
-    def bend(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
+    def second_derivative(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
         """`phi''(score, label)`; 0 where there is none."""
         return np.zeros_like(scores)
 
@@ -190,31 +190,31 @@ class MarginLoss(Loss):
 
     @property
     def is_convex_when_clipped(self) -> bool:
-        return self.convex
+        return self.is_convex
 
     def gradient_sum(self, theta: FloatArray, batch: Batch) -> FloatArray:
-        slopes = self.slope(scores_of(theta, batch.features), beside(batch.labels, theta))
+        slopes = self.slope(compute_scores(theta, batch.features), add_replica_axis(batch.labels, theta))
         if self.clip_norm is not None:
-            norms = beside(np.sqrt(np.vecdot(batch.features, batch.features)), theta)
+            norms = add_replica_axis(np.sqrt(np.vecdot(batch.features, batch.features)), theta)
             slopes = slopes * (self.clip_norm / np.maximum(np.abs(slopes) * norms, self.clip_norm))
-        if batch.present is not None:
-            slopes = slopes * beside(batch.present, theta)
+        if batch.mask is not None:
+            slopes = slopes * add_replica_axis(batch.mask, theta)
         return _weighted_rows(slopes, batch.features)
 
     def values(self, theta: FloatArray, batch: Batch) -> FloatArray:
-        return self.value(scores_of(theta, batch.features), beside(batch.labels, theta))
+        return self.value(compute_scores(theta, batch.features), add_replica_axis(batch.labels, theta))
 
     def gradient_bound(self, radius: float) -> float:
-        return min(self.slope_bound * self.feature_bound, self.clip)
+        return min(self.slope_bound * self.feature_bound, self.clip_threshold)
 
     def predict(self, theta: FloatArray, features: FloatArray) -> FloatArray:
-        return scores_of(theta, scale_rows(features, self.feature_bound))
+        return compute_scores(theta, scale_rows(features, self.feature_bound))
 
     def classify(self, scores: FloatArray) -> FloatArray:
         return (scores > 0).astype(np.float64)
 
 
-def scores_of(theta: FloatArray, features: FloatArray) -> FloatArray:
+def compute_scores(theta: FloatArray, features: FloatArray) -> FloatArray:
     """`a.theta` for every record: `(..., records)`."""
     scores: FloatArray = np.matmul(theta, features.swapaxes(-1, -2))
     return scores

@@ -46,14 +46,14 @@ class TorchLoss(Loss):
     feature_bound: Positive = 1e6
     """Guards against overflow: what bounds a gradient is `clip_norm`, which a module must have."""
 
-    binary: ClassVar[bool] = False
-    heavy: ClassVar[bool] = True
+    has_binary_labels: ClassVar[bool] = False
+    has_slow_gradient: ClassVar[bool] = True
 
     @field_validator("module")
     @classmethod
     def _ours_to_import(cls, name: str, info: ValidationInfo) -> str:
         try:
-            require_imports_allowed(name, imports=":" not in name or (info.context or {}).get("imports", True))
+            require_imports_allowed(name, allow_imports=":" not in name or (info.context or {}).get("imports", True))
         except SpecError as error:
             raise PydanticCustomError("kind", "{text}", {"text": str(error)}) from None
         return name
@@ -63,7 +63,7 @@ class TorchLoss(Loss):
         return self.classes
 
     @cached_property
-    def made(self) -> TorchModule:
+    def loaded_module(self) -> TorchModule:
         """The module itself. PyTorch takes seconds to import, so it is made when asked for.
 
         Raises:
@@ -85,29 +85,29 @@ class TorchLoss(Loss):
         Raises:
             SpecError: a record has another number of features than `shape` holds; or as `made`.
         """
-        if n_features != math.prod(self.made.shape):
+        if n_features != math.prod(self.loaded_module.shape):
             text = f"loss.shape must hold the {n_features} features of a record"
-            got = f"got {list(self.made.shape)}, which holds {math.prod(self.made.shape)}"
+            got = f"got {list(self.loaded_module.shape)}, which holds {math.prod(self.loaded_module.shape)}"
             raise SpecError(f"{text} (data.intercept: true appends one), {got}")
-        return self.made.dim
+        return self.loaded_module.dim
 
-    def initial(self, dim: int) -> FloatArray:
-        return self.made.initial
+    def initial_parameters(self, dim: int) -> FloatArray:
+        return self.loaded_module.initial_parameters
 
-    def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def enforce_bounds(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
         return scale_rows(features, self.feature_bound), np.clip(np.rint(labels), 0.0, self.classes - 1.0)
 
     def gradient_sum(self, theta: FloatArray, batch: Batch) -> FloatArray:
-        return self.made.gradient_sum(theta, batch, self.clip)
+        return self.loaded_module.gradient_sum(theta, batch, self.clip_threshold)
 
     def values(self, theta: FloatArray, batch: Batch) -> FloatArray:
-        return self.made.values(theta, batch)
+        return self.loaded_module.values(theta, batch)
 
     def gradient_bound(self, radius: float) -> float:
-        return self.clip
+        return self.clip_threshold
 
     def predict(self, theta: FloatArray, features: FloatArray) -> FloatArray:
-        return self.made.scores(theta, scale_rows(features, self.feature_bound))
+        return self.loaded_module.scores(theta, scale_rows(features, self.feature_bound))
 
     def classify(self, scores: FloatArray) -> FloatArray:
         return as_floats(scores.argmax(axis=-1))

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, vmap
 
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.errors import SpecError
-from sottovoce_core.registry import load
+from sottovoce_core.registry import import_object
 
 _SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
 """Shape of a record for the small CNN, by the name that a spec gives."""
@@ -55,7 +55,7 @@ class TorchModule:
         return sum(parameter.numel() for parameter in _trainable(self.module).values())
 
     @property
-    def initial(self) -> FloatArray:
+    def initial_parameters(self) -> FloatArray:
         """The module's own parameters, `(dim,)`."""
         parameters = _trainable(self.module).values()
         return np.concatenate([each.detach().numpy().ravel() for each in parameters], dtype=np.float64)
@@ -64,7 +64,7 @@ class TorchModule:
         """Sum of the records' gradients of the cross-entropy, each clipped to norm `clip`: `(..., dim)`."""
         theta = _aligned(theta, batch.features)
         total = np.zeros(theta.shape)
-        present = _beside(np.ones_like(batch.labels) if batch.present is None else batch.present, theta, 1)
+        present = _beside(np.ones_like(batch.labels) if batch.mask is None else batch.mask, theta, 1)
         for at, part, gradients in self._map(grad(FlatModule(self.module).loss), theta, batch.features, batch.labels):
             total[at] += _clipped_sum(gradients, present[at][part], clip)
         return total
@@ -203,7 +203,7 @@ def _try_out(made: TorchModule, scores: torch.Size) -> None:
         raise SpecError(f"loss.module must give one record scores of shape (1, {made.classes}), got {tuple(scores)}")
     if not _trainable(made.module):
         raise SpecError("loss.module must have parameters with requires_grad, got none")
-    made.gradient_sum(made.initial, Batch(np.zeros((2, math.prod(made.shape))), np.zeros(2)), 1.0)
+    made.gradient_sum(made.initial_parameters, Batch(np.zeros((2, math.prod(made.shape))), np.zeros(2)), 1.0)
 
 
 def _factory(name: str, options: Mapping[str, Any], shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:
@@ -216,7 +216,7 @@ def _factory(name: str, options: Mapping[str, Any], shape: tuple[int, ...], clas
         return lambda: _small_cnn(shape, classes, **options)
     if ":" not in name:
         raise SpecError(f"loss.module must be one of {', '.join(_SHAPES)}, or package.module:Class, got {name!r}")
-    found = load(name, "loss.module")
+    found = import_object(name, "loss.module")
     # Only classes of modules: a spec comes from elsewhere, and must not call whatever is installed.
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise SpecError(f"loss.module: {name!r} must be a subclass of torch.nn.Module, got {found!r}")

@@ -20,7 +20,7 @@ from xml.etree.ElementTree import ParseError
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.text import abbreviate_names
-from sottovoce_core.yaml_files import format_of, text_of
+from sottovoce_core.yaml_files import detect_format, read_text_file
 
 if TYPE_CHECKING:
     import networkx as nx  # slow to import: so it is imported where a file is GraphML
@@ -35,7 +35,7 @@ _DATA = re.compile(r"(?P<edge>[^{]*\S)\s+(?P<data>\{.*\}|\S+)")
 _GRAPH, _REMARK = re.compile(rb"<(?:\w+:)?graph[\s/>]"), re.compile(rb"<!--.*?-->", re.DOTALL)
 _LABELS = ("name", "label")
 """Attributes of GraphML nodes that hold a learner's name, where a program gives ids of its own."""
-_SHOWN = 60
+_MAX_QUOTED_CHARACTERS = 60
 """Characters of a line that an error quotes: a graph is public."""
 
 
@@ -71,7 +71,7 @@ def _numbered(names: Sequence[str]) -> _Index:
 
 
 def _list(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]:
-    text = text_of(path, "a graph file").removeprefix("\ufeff")
+    text = read_text_file(path, "a graph file").removeprefix("\ufeff")
     bare = ((k, _COMMENT.sub("", line).strip()) for k, line in enumerate(re.split(r"\r\n|\r|\n", text), 1))
     lines = {k: unicodedata.normalize("NFC", line) for k, line in bare if line}
     if not lines:
@@ -84,7 +84,7 @@ def _list(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]
     for k, line in lines.items():
         edges = _edge(line, index)
         if len(edges) != 1:
-            shown = repr(line if len(line) <= _SHOWN else f"{line[:_SHOWN]}...")
+            shown = repr(line if len(line) <= _MAX_QUOTED_CHARACTERS else f"{line[:_MAX_QUOTED_CHARACTERS]}...")
             why = f"must be two {wanted}, with a blank between them, got {shown}"
             raise SpecError(f"{path}, line {k}: {why}; {_advice(line, index, first=k == min(lines))}")
         ((i, j),) = edges
@@ -146,7 +146,7 @@ def _require_both_or_one(path: Path, found: Mapping[int, Edge], names: Sequence[
 
 def _advice(line: str, index: _Index, *, first: bool) -> str:
     """What to do about a line that is no edge."""
-    if first and (found := format_of(line.encode())):
+    if first and (found := detect_format(line.encode())):
         return f"it looks like {found}"
     if len(_edge(line, index)) > 1:
         return "there are several ways to read it: call learners without blanks"
@@ -219,4 +219,6 @@ def _places(path: Path, graph: nx.Graph[str], names: Sequence[str]) -> Mapping[s
 
 def _some(nodes: Iterable[str], index: _Index) -> str:
     """A few nodes, those first that are no learners."""
-    return abbreviate_names([repr(node)[:_SHOWN] for node in sorted(nodes, key=lambda node: node in index)])
+    return abbreviate_names(
+        [repr(node)[:_MAX_QUOTED_CHARACTERS] for node in sorted(nodes, key=lambda node: node in index)]
+    )

@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeInt, SerializeAsAny
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.network.graph_files import Edge, read_edges
-from sottovoce_core.network.roster import names_of
+from sottovoce_core.network.roster import resolve_learner_names
 from sottovoce_core.registry import Count, Registry, Section
 
 
@@ -27,12 +27,12 @@ class _Source(Section, ABC):
     kind: str
 
     @property
-    def file(self) -> bool:
+    def has_file(self) -> bool:
         """Whether a graph is read from a file, which other machines do not have."""
         return False
 
     @property
-    def one_way(self) -> bool:
+    def is_directed(self) -> bool:
         """Whether an edge may be a way for messages in one direction only: the field `directed`, if there is one."""
         return bool(getattr(self, "directed", False))
 
@@ -41,7 +41,7 @@ class _Source(Section, ABC):
         """What to change where the graphs came out disconnected."""
         return "add edges until every learner can reach every other"
 
-    def read(self, names: Sequence[str]) -> Self:
+    def inline_files(self, names: Sequence[str]) -> Self:
         """Replace files by what they say.
 
         Args:
@@ -73,18 +73,18 @@ class Graph(_Source):
         adjacency = np.zeros((n, n))
         for i, j in self.pairs(n):
             adjacency[j, i] = 1.0
-            if not self.one_way:
+            if not self.is_directed:
                 adjacency[i, j] = 1.0
         return adjacency
 
-    def listed(self, n: int) -> _Edges:
+    def to_edge_list(self, n: int) -> _Edges:
         """The same graph as a list of edges: who has it needs no file, no generator and no code of others.
 
         Raises:
             SpecError: as `pairs`.
         """
-        pairs = ((i, j) if self.one_way else (min(i, j), max(i, j)) for i, j in self.pairs(n))
-        return _Edges(edges=tuple(pairs), directed=self.one_way)
+        pairs = ((i, j) if self.is_directed else (min(i, j), max(i, j)) for i, j in self.pairs(n))
+        return _Edges(edges=tuple(pairs), directed=self.is_directed)
 
 
 GRAPHS: Registry[Graph] = Registry(
@@ -101,7 +101,14 @@ GRAPHS: Registry[Graph] = Registry(
         "file": "_GraphFile",
     },
     group="graphs",
-    also={"circle": "ring", "cycle": "ring", "line": "path", "chain": "path", "full": "complete", "clique": "complete"},
+    suggestions={
+        "circle": "ring",
+        "cycle": "ring",
+        "line": "path",
+        "chain": "path",
+        "full": "complete",
+        "clique": "complete",
+    },
 )
 
 AnyGraph = Annotated[SerializeAsAny[Graph], GRAPHS]
@@ -198,7 +205,7 @@ class _Edges(Graph):
     edges: Annotated[tuple[tuple[NonNegativeInt, NonNegativeInt], ...], Field(examples=[[[0, 1], [1, 2]]])]
     directed: bool = False
 
-    def listed(self, n: int) -> _Edges:
+    def to_edge_list(self, n: int) -> _Edges:
         return self
 
     def pairs(self, n: int) -> list[Edge]:
@@ -227,14 +234,14 @@ class _GraphFile(Graph):
     directed: bool = False
 
     @property
-    def file(self) -> bool:
+    def has_file(self) -> bool:
         return True
 
-    def read(self, names: Sequence[str]) -> _Edges:  # type: ignore[override]  # another kind of graph
+    def inline_files(self, names: Sequence[str]) -> _Edges:  # type: ignore[override]  # another kind of graph
         return _Edges(edges=read_edges(self.path, names, directed=self.directed), directed=self.directed)
 
     def pairs(self, n: int) -> list[Edge]:
-        return self.read(names_of(n)).pairs(n)
+        return self.inline_files(resolve_learner_names(n)).pairs(n)
 
 
 # ---- sequences -------------------------------------------------------------------------------------------
@@ -248,9 +255,9 @@ class GraphSequence(_Source):
         """Rounds after which the graphs come again; None: never."""
         return None
 
-    def one_way_at(self, t: int) -> bool:
+    def is_directed_at(self, t: int) -> bool:
         """Whether an edge of round t may be a way in one direction only."""
-        return self.one_way
+        return self.is_directed
 
     @abstractmethod
     def adjacency(self, t: int, n: int) -> FloatArray:
@@ -260,7 +267,7 @@ class GraphSequence(_Source):
             SpecError: a graph is not one of n learners, or its file cannot be used.
         """
 
-    def listed(self, n: int) -> GraphSequence:
+    def to_edge_list(self, n: int) -> GraphSequence:
         """The same sequence for others, who have no files.
 
         Raises:
@@ -290,24 +297,24 @@ class _PeriodicGraphs(GraphSequence):
         return len(self.graphs)
 
     @property
-    def one_way(self) -> bool:
-        return any(graph.one_way for graph in self.graphs)
+    def is_directed(self) -> bool:
+        return any(graph.is_directed for graph in self.graphs)
 
-    def one_way_at(self, t: int) -> bool:
-        return self.graphs[t % len(self.graphs)].one_way
+    def is_directed_at(self, t: int) -> bool:
+        return self.graphs[t % len(self.graphs)].is_directed
 
     @property
-    def file(self) -> bool:
-        return any(graph.file for graph in self.graphs)
+    def has_file(self) -> bool:
+        return any(graph.has_file for graph in self.graphs)
 
-    def read(self, names: Sequence[str]) -> Self:
-        return self.model_copy(update={"graphs": tuple(graph.read(names) for graph in self.graphs)})
+    def inline_files(self, names: Sequence[str]) -> Self:
+        return self.model_copy(update={"graphs": tuple(graph.inline_files(names) for graph in self.graphs)})
 
     def adjacency(self, t: int, n: int) -> FloatArray:
         return self.graphs[t % len(self.graphs)].adjacency(n)
 
-    def listed(self, n: int) -> Self:
-        return self.model_copy(update={"graphs": tuple(graph.listed(n) for graph in self.graphs)})
+    def to_edge_list(self, n: int) -> Self:
+        return self.model_copy(update={"graphs": tuple(graph.to_edge_list(n) for graph in self.graphs)})
 
 
 class _RandomGraphs(_Drawn, GraphSequence):

@@ -14,12 +14,12 @@ import numpy.typing as npt
 from sottovoce_core.network.graph_files import Edge
 from sottovoce_core.network.graphs import GraphSequence
 from sottovoce_core.network.roster import Mask, ParticipationSchedule
-from sottovoce_core.network.weights import Mixing, WeightRule, digest_of
-from sottovoce_core.text import called
+from sottovoce_core.network.weights import Mixing, WeightRule, combine_digests
+from sottovoce_core.text import format_learner_name
 
 # ---- network ---------------------------------------------------------------------------------------------------------
 
-_KEPT = 2_000_000
+_MAX_CACHED_WEIGHTS = 2_000_000
 """Weights of a network that changes in every round that are kept: many learners of one process ask for the same rounds."""
 
 
@@ -48,16 +48,16 @@ class Network(ABC):
         """Rounds 0 to `horizon - 1` say all there is to say: later ones repeat them, or are not planned."""
 
     @abstractmethod
-    def at(self, t: int) -> Mixing:
+    def mixing(self, t: int) -> Mixing:
         """The weights of round t."""
 
-    def planned(self, t: int) -> Mixing:
+    def planned_mixing(self, t: int) -> Mixing:
         """The weights of round t if everything that is said in it arrives: what conditions on weights are about."""
-        return self.at(t)
+        return self.mixing(t)
 
-    def heard(self, t: int) -> Mask:
+    def sender_mask(self, t: int) -> Mask:
         """`(learners,)`: those whose message of round t somebody hears."""
-        return np.asarray(self.at(t).neighbours.any(axis=0))
+        return np.asarray(self.mixing(t).neighbour_weights.any(axis=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,11 +72,11 @@ class PeriodicNetwork(Network):
 
     @property
     def n_learners(self) -> int:
-        return len(self.mixings[0].own)
+        return len(self.mixings[0].own_weights)
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        heard = np.any([mixing.neighbours > 0 for mixing in self.mixings], axis=0)
+        heard = np.any([mixing.neighbour_weights > 0 for mixing in self.mixings], axis=0)
         return tuple((int(i), int(j)) for i, j in np.argwhere(np.triu(heard | heard.T, k=1)))
 
     def neighbours(self, learner: int) -> frozenset[int]:
@@ -86,7 +86,7 @@ class PeriodicNetwork(Network):
     def horizon(self) -> int:
         return len(self.mixings)
 
-    def at(self, t: int) -> Mixing:
+    def mixing(self, t: int) -> Mixing:
         return self.mixings[t % len(self.mixings)]
 
 
@@ -110,7 +110,7 @@ class ChangingNetwork(Network):
 
     def __post_init__(self) -> None:
         complete = np.ones((self.learners, self.learners)) - np.eye(self.learners)
-        self.weights.mix(complete, one_way=self.graphs.one_way)  # no round asks for more than this one
+        self.weights.mix(complete, is_directed=self.graphs.is_directed)  # no round asks for more than this one
 
     @property
     def n_learners(self) -> int:
@@ -128,11 +128,13 @@ class ChangingNetwork(Network):
     def neighbours(self, learner: int) -> frozenset[int]:
         return frozenset(range(self.learners)) - {learner}
 
-    def at(self, t: int) -> Mixing:
+    def mixing(self, t: int) -> Mixing:
         if t not in self._known:
-            if len(self._known) >= max(_KEPT // self.learners**2, 1):
+            if len(self._known) >= max(_MAX_CACHED_WEIGHTS // self.learners**2, 1):
                 del self._known[next(iter(self._known))]
-            self._known[t] = self.weights.mix(self.graphs.adjacency(t, self.learners), one_way=self.graphs.one_way)
+            self._known[t] = self.weights.mix(
+                self.graphs.adjacency(t, self.learners), is_directed=self.graphs.is_directed
+            )
         return self._known[t]
 
 
@@ -146,68 +148,68 @@ class PartialNetwork(Network):
         among: the weights of a round among some of them, `(learners,)`.
     """
 
-    whole: Network
-    roster: ParticipationSchedule
-    among: Callable[[int, Mask], Mixing]
+    full_network: Network
+    participation: ParticipationSchedule
+    mix_subset: Callable[[int, Mask], Mixing]
     _known: dict[int, Mixing] = field(init=False, repr=False, default_factory=dict)
     """By the first round from which they hold, where the whole network never changes."""
 
     @property
     def n_learners(self) -> int:
-        return self.whole.n_learners
+        return self.full_network.n_learners
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        return self.whole.edges
+        return self.full_network.edges
 
     def neighbours(self, learner: int) -> frozenset[int]:
-        return self.whole.neighbours(learner)
+        return self.full_network.neighbours(learner)
 
     @property
     def horizon(self) -> int:
-        return max((0, *self.roster.changes)) + self.whole.horizon
+        return max((0, *self.participation.changes)) + self.full_network.horizon
 
-    def at(self, t: int) -> Mixing:
-        if self.whole.horizon > 1:
+    def mixing(self, t: int) -> Mixing:
+        if self.full_network.horizon > 1:
             return self._at(t)
-        since = self.roster.since(t)
+        since = self.participation.last_change(t)
         if since not in self._known:
             self._known[since] = self._at(since)
         return self._known[since]
 
-    def planned(self, t: int) -> Mixing:
-        there = self.roster.there(t)
-        return self.whole.at(t) if there.all() else self.among(t, there)
+    def planned_mixing(self, t: int) -> Mixing:
+        there = self.participation.participant_mask(t)
+        return self.full_network.mixing(t) if there.all() else self.mix_subset(t, there)
 
-    def heard(self, t: int) -> Mask:
+    def sender_mask(self, t: int) -> Mask:
         """As of any network, but who may have been gone by then counts as nobody."""
-        return np.asarray(self.at(t).neighbours[~self.roster.doubtful(t)].any(axis=0))
+        return np.asarray(self.mixing(t).neighbour_weights[~self.participation.unreceived_sender_mask(t)].any(axis=0))
 
     def _at(self, t: int) -> Mixing:
-        return self.roster.redistribute_lost_weights(self.planned(t), t)
+        return self.participation.redistribute_lost_weights(self.planned_mixing(t), t)
 
 
 # ---- connectivity ----------------------------------------------------------------------------------------
 
 
-def cut_off(hears: npt.NDArray[Any], names: Sequence[str] = ()) -> str:
+def describe_disconnection(hears: npt.NDArray[Any], names: Sequence[str] = ()) -> str:
     """Who cannot reach whom, where the row hears the column; empty where messages of everybody reach everybody.
 
     Args:
         hears: `(learners, learners)`.
         names: of the learners, by index.
     """
-    n, first = len(hears), called(names, 0)
-    if (deaf := np.flatnonzero(~reached(hears))).size:
+    n, first = len(hears), format_learner_name(names, 0)
+    if (deaf := np.flatnonzero(~find_reachable(hears))).size:
         lost = f"{deaf.size} of {n} learners hear nothing of {first}"
-        return f"no path of messages from {first} to {called(names, int(deaf[0]))} ({lost})"
-    if (mute := np.flatnonzero(~reached(hears.T))).size:
+        return f"no path of messages from {first} to {format_learner_name(names, int(deaf[0]))} ({lost})"
+    if (mute := np.flatnonzero(~find_reachable(hears.T))).size:
         lost = f"{first} hears nothing of {mute.size} of {n} learners"
-        return f"no path of messages from {called(names, int(mute[0]))} to {first} ({lost})"
+        return f"no path of messages from {format_learner_name(names, int(mute[0]))} to {first} ({lost})"
     return ""
 
 
-def reached(hears: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def find_reachable(hears: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Whom the messages of learner 0 reach, over others where needed, `(n,)`: breadth first."""
     found = np.zeros(len(hears), dtype=bool)
     found[0] = True
@@ -234,21 +236,21 @@ class NetworkDigests:
         self._known: dict[int, bytes] = {}
 
     @property
-    def needed(self) -> bool:
+    def is_needed(self) -> bool:
         """Does the network change? Else its first epoch says it all."""
         return self._network.horizon > 1
 
-    def know(self, t: int) -> bytes:
+    def digest(self, t: int) -> bytes:
         """That of a round."""
         known = self._known.get(t)
         if known is None:
-            known = self._known[t] = self._network.at(t).digest
+            known = self._known[t] = self._network.mixing(t).digest
             if len(self._known) > self._keep:  # rounds before those that are kept are asked for seldom
                 del self._known[min(self._known)]
         return known
 
-    def of(self, first: int, until: int) -> bytes:
+    def combined_digest(self, first: int, until: int) -> bytes:
         """Of rounds `first` to `until - 1` together; empty where none is needed."""
-        if not self.needed or first >= until:
+        if not self.is_needed or first >= until:
             return b""
-        return digest_of(map(self.know, range(first, until)))
+        return combine_digests(map(self.digest, range(first, until)))

@@ -51,11 +51,11 @@ class Participation:
         rounds: planned.
     """
 
-    stretches: tuple[range, ...]
+    intervals: tuple[range, ...]
     rounds: int
 
     def __contains__(self, t: int) -> bool:
-        for stretch in self.stretches:  # noqa: SIM110 - asked several times a round, and any() takes three times as long
+        for stretch in self.intervals:  # noqa: SIM110 - asked several times a round, and any() takes three times as long
             if t in stretch:
                 return True
         return False
@@ -63,16 +63,16 @@ class Participation:
     @property
     def end(self) -> int:
         """The round after its last one: from there on it says nothing more."""
-        return self.stretches[-1].stop if self.stretches else 0
+        return self.intervals[-1].stop if self.intervals else 0
 
-    def following(self, t: int) -> int:
+    def next_round(self, t: int) -> int:
         """The first round from `t` on in which it takes part; `rounds`: there is none."""
-        return next((max(t, stretch.start) for stretch in self.stretches if t < stretch.stop), self.rounds)
+        return next((max(t, stretch.start) for stretch in self.intervals if t < stretch.stop), self.rounds)
 
     def mask(self, rounds: int | None = None) -> Mask:
         """`(rounds,)`: whether it takes part in the first so many rounds (default: in all that are planned)."""
         mask = np.zeros(self.rounds if rounds is None else rounds, dtype=bool)
-        for stretch in self.stretches:
+        for stretch in self.intervals:
             mask[stretch.start : stretch.stop] = True
         return mask
 
@@ -87,7 +87,7 @@ class ParticipationSchedule:
     """
 
     names: Sequence[str]
-    absences: Sequence[OfflineInterval] = ()
+    offline_intervals: Sequence[OfflineInterval] = ()
     _index: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,23 +100,31 @@ class ParticipationSchedule:
         Raises:
             ValueError, TypeError, KeyError: it was not.
         """
-        return cls(names_of(document["learners"]), [OfflineInterval(**each) for each in document.get("absences", ())])
+        return cls(
+            resolve_learner_names(document["learners"]),
+            [OfflineInterval(**each) for each in document.get("absences", ())],
+        )
 
     def is_participating(self, learner: int, t: int) -> bool:
         """Does it take part in the round?"""
-        return bool(self.there(t)[learner])
+        return bool(self.participant_mask(t)[learner])
 
-    def there(self, t: int) -> Mask:
+    def participant_mask(self, t: int) -> Mask:
         """`(learners,)`: who takes part in the round."""
         return self._stretches[bisect_right(self.changes, t)]
 
     @cached_property
     def changes(self) -> tuple[int, ...]:
         """Rounds, ascending, before which somebody leaves, joins or is not heard any more; round 0 is none of them."""
-        ends = {t for each in self.absences for t in (each.first_round, each.until_round, *each.unheard.values()) if t}
+        ends = {
+            t
+            for each in self.offline_intervals
+            for t in (each.first_round, each.until_round, *each.unheard.values())
+            if t
+        }
         return tuple(sorted(ends))
 
-    def since(self, t: int) -> int:
+    def last_change(self, t: int) -> int:
         """The round from which on all is as in round t."""
         stretch = bisect_right(self.changes, t)
         return self.changes[stretch - 1] if stretch else 0
@@ -126,7 +134,7 @@ class ParticipationSchedule:
         """Who is there from round 0 and from every change on."""
         return tuple(self._there(t) for t in (0, *self.changes))
 
-    def doubtful(self, t: int) -> Mask:
+    def unreceived_sender_mask(self, t: int) -> Mask:
         """`(learners,)`: those who were lost, and of whom nobody who was there has learned what they said in the round."""
         return self._doubts[bisect_right(self.changes, t)]
 
@@ -136,14 +144,14 @@ class ParticipationSchedule:
         return tuple(self._doubtful(t) for t in (0, *self.changes))
 
     def _doubtful(self, t: int) -> Mask:
-        lost = {each.learner: each.first_round for each in self.absences if each.unheard}
+        lost = {each.learner: each.first_round for each in self.offline_intervals if each.unheard}
 
         def learned(by: str, since: int, end: int) -> bool:
             # Of one that was lost together with another one, nobody knows what it has learned.
             return t < since and self.is_participating(self._index[by], t) and not since == end == lost.get(by)
 
         doubtful = np.zeros(len(self.names), dtype=bool)
-        for each in self.absences:
+        for each in self.offline_intervals:
             if each.unheard and t < each.first_round:
                 heard = any(learned(by, since, each.first_round) for by, since in each.unheard.items())
                 doubtful[self._index[each.learner]] = not heard
@@ -152,13 +160,13 @@ class ParticipationSchedule:
 
     def _there(self, t: int) -> Mask:
         there = np.ones(len(self.names), dtype=bool)
-        for each in self.absences:
+        for each in self.offline_intervals:
             if each.first_round <= t and (each.until_round is None or t < each.until_round):
                 there[self._index[each.learner]] = False
         there.setflags(write=False)
         return there
 
-    def attendance(self, learner: int, rounds: int) -> Participation:
+    def learner_participation(self, learner: int, rounds: int) -> Participation:
         """In which of the planned rounds a learner takes part."""
         starts = [t for t in (0, *self.changes) if t < rounds]
         stretches: list[range] = []
@@ -176,7 +184,7 @@ class ParticipationSchedule:
             ValueError: so it is.
         """
         until: dict[str, int | None] = {}
-        for each in sorted(self.absences, key=lambda each: (each.learner, each.first_round)):
+        for each in sorted(self.offline_intervals, key=lambda each: (each.learner, each.first_round)):
             if unknown := {each.learner, *each.unheard} - set(self.names):
                 raise ValueError(f"only learners of the run can be away, got {sorted(unknown)[0]!r}")
             last = rounds if each.unheard else rounds - 1  # one that is lost in the end is not heard before
@@ -188,31 +196,33 @@ class ParticipationSchedule:
                 raise ValueError(f"a learner's absences must not meet, got two of {each.learner}: make one of them")
             until[each.learner] = each.until_round
         for t in (0, *self.changes):
-            if not self.there(t).any():
+            if not self.participant_mask(t).any():
                 raise ValueError(f"somebody must be there in every round, got nobody in round {t}")
 
     def lost_senders(self, learner: int, t: int) -> frozenset[int]:
         """Those who were lost, and whom the learner does not hear any more in the round."""
         name = self.names[learner]
-        return frozenset(self._index[each.learner] for each in self.absences if each.unheard.get(name, t + 1) <= t)
+        return frozenset(
+            self._index[each.learner] for each in self.offline_intervals if each.unheard.get(name, t + 1) <= t
+        )
 
     def redistribute_lost_weights(self, mixing: Mixing, t: int) -> Mixing:
         """The weights of a round without messages that did not arrive any more: each goes to the hearer's own value."""
         lost = [
             (self._index[hearer], self._index[each.learner])
-            for each in self.absences
+            for each in self.offline_intervals
             for hearer, since in each.unheard.items()
             if since <= t < each.first_round
         ]
         if not lost:
             return mixing
-        neighbours, own = mixing.neighbours.copy(), mixing.own.copy()
+        neighbours, own = mixing.neighbour_weights.copy(), mixing.own_weights.copy()
         for hearer, silent in lost:
             own[hearer] += neighbours[hearer, silent]
             neighbours[hearer, silent] = 0.0
         return Mixing(neighbours, own)
 
 
-def names_of(learners: int | Sequence[str]) -> tuple[str, ...]:
+def resolve_learner_names(learners: int | Sequence[str]) -> tuple[str, ...]:
     """Names of so many learners, or of these."""
     return tuple(f"learner-{i}" for i in range(learners)) if isinstance(learners, int) else tuple(learners)

@@ -21,10 +21,17 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.network.graph_files import Edge
 from sottovoce_core.network.graphs import AnyGraph, AnyGraphSequence, Graph
-from sottovoce_core.network.network import ChangingNetwork, Network, PartialNetwork, PeriodicNetwork, cut_off, reached
-from sottovoce_core.network.roster import Mask, ParticipationSchedule, names_of
-from sottovoce_core.network.weights import ROUNDING, AnyWeights, MetropolisWeights, Mixing
-from sottovoce_core.registry import ENDLESS, Section
+from sottovoce_core.network.network import (
+    ChangingNetwork,
+    Network,
+    PartialNetwork,
+    PeriodicNetwork,
+    describe_disconnection,
+    find_reachable,
+)
+from sottovoce_core.network.roster import Mask, ParticipationSchedule, resolve_learner_names
+from sottovoce_core.network.weights import WEIGHT_SUM_TOLERANCE, AnyWeights, MetropolisWeights, Mixing
+from sottovoce_core.registry import UNBOUNDED_ROUNDS, Section
 
 # ---- fixed -----------------------------------------------------------------------------------------------------------
 
@@ -44,7 +51,7 @@ class FixedNetwork(Network):
 
     def __post_init__(self) -> None:
         _check_entries(self.weights)
-        if lacking := cut_off(_off_diagonal(self.weights)):
+        if lacking := describe_disconnection(_off_diagonal(self.weights)):
             raise AssumptionViolated("W_DISCONNECTED", f"the communication graph is not connected, got {lacking}")
         spectrum: FloatArray = np.linalg.eigvalsh(self.weights).astype(np.float64)
         _check_gap(spectrum)
@@ -97,7 +104,7 @@ class FixedNetwork(Network):
         """Smallest eigenvalue of W (0 for one learner alone)."""
         return float(self._spectrum[0])
 
-    def at(self, t: int) -> Mixing:
+    def mixing(self, t: int) -> Mixing:
         """The weights, the same in every round: neighbours' `w_ij`, and `1 - |w_ii|` for the own value."""
         return self._mixing
 
@@ -126,9 +133,9 @@ def _check_entries(weights: FloatArray) -> None:
     relative = weights / (np.abs(weights).max() or 1.0)
     # However small the weight, an edge that one end alone knows would leave its other end waited for.
     one_sided = (weights > 0) != (weights.T > 0)
-    asymmetric = (np.abs(relative - relative.T) > ROUNDING) | one_sided
+    asymmetric = (np.abs(relative - relative.T) > WEIGHT_SUM_TOLERANCE) | one_sided
     _refuse("W_ASYMMETRIC", "coupling weights must be symmetric", weights, asymmetric)
-    unbalanced = np.diag(np.abs(relative.sum(axis=1)) > ROUNDING)
+    unbalanced = np.diag(np.abs(relative.sum(axis=1)) > WEIGHT_SUM_TOLERANCE)
     text = "each diagonal weight must equal minus the sum of its row's neighbour weights"
     _refuse("W_ROW_SUM", text, weights, unbalanced)
 
@@ -187,7 +194,7 @@ class Topology(Section):
             raise ValueError("graph and sequence exclude each other; leave one of them out")
         return self
 
-    def network(self, n_learners: int, rounds: int = 1, roster: ParticipationSchedule | None = None) -> Network:
+    def build_network(self, n_learners: int, rounds: int = 1, roster: ParticipationSchedule | None = None) -> Network:
         """Who hears whom in which round.
 
         Args:
@@ -200,16 +207,16 @@ class Topology(Section):
             AssumptionViolated: W_DISCONNECTED, W_DIRECTED, W_OWN; or W_SHAPE, if a constant weight is so large that row sums
                 overflow.
         """
-        names = names_of(n_learners) if roster is None else roster.names
+        names = resolve_learner_names(n_learners) if roster is None else roster.names
         whole = self.inline_files(names)._whole(n_learners, rounds, () if roster is None else names)
-        if roster is None or not roster.absences:
+        if roster is None or not roster.offline_intervals:
             return whole
-        partial = self.among(whole, roster)
+        partial = self.build_partial_network(whole, roster)
         if self.sequence is None:
             self._require_connected(partial, rounds)
         return partial
 
-    def among(self, whole: Network, roster: ParticipationSchedule) -> PartialNetwork:
+    def build_partial_network(self, whole: Network, roster: ParticipationSchedule) -> PartialNetwork:
         """The network of those who are there, connected or not.
 
         Args:
@@ -223,11 +230,11 @@ class Topology(Section):
             return self._connected(self._of_sequence(n_learners, rounds), rounds, names)
         graph = self._one_graph
         adjacency = graph.adjacency(n_learners)
-        if graph.one_way or not self.weights.symmetric:
-            mixing = self.weights.mix(adjacency, one_way=graph.one_way)
+        if graph.is_directed or not self.weights.is_symmetric:
+            mixing = self.weights.mix(adjacency, is_directed=graph.is_directed)
             return self._connected(PeriodicNetwork((mixing,)), 1, names)
         coupling = self._coupling(adjacency)
-        if lacking := cut_off(adjacency, names):  # by name
+        if lacking := describe_disconnection(adjacency, names):  # by name
             text = f"the communication graph is not connected, got {lacking}; {graph.advice}"
             raise AssumptionViolated("W_DISCONNECTED", text)
         return FixedNetwork.from_weights(coupling)
@@ -243,7 +250,7 @@ class Topology(Section):
         Raises:
             SpecError: a graph does not fit the number of learners, or its file cannot be used.
         """
-        names = names_of(learners)
+        names = resolve_learner_names(learners)
         return self.inline_files(names)._replaced(lambda part: part.listed(len(names)))
 
     def inline_files(self, learners: int | Sequence[str]) -> Topology:
@@ -255,17 +262,17 @@ class Topology(Section):
         Raises:
             SpecError: a file cannot be used.
         """
-        names = names_of(learners)
-        return self._replaced(lambda part: part.read(names)) if self.file else self
+        names = resolve_learner_names(learners)
+        return self._replaced(lambda part: part.read(names)) if self.has_file else self
 
     def _replaced(self, change: Callable[[Any], object]) -> Topology:
         parts = {"graph": self.graph, "sequence": self.sequence}
         return self.model_copy(update={key: part and change(part) for key, part in parts.items()})
 
     @property
-    def file(self) -> bool:
+    def has_file(self) -> bool:
         """Is a graph read from a file, which others have not?"""
-        return any(part.file for part in (self.graph, self.sequence) if part is not None)
+        return any(part.has_file for part in (self.graph, self.sequence) if part is not None)
 
     @property
     def _one_graph(self) -> Graph:
@@ -275,13 +282,13 @@ class Topology(Section):
     def _of_sequence(self, n: int, rounds: int) -> Network:
         assert self.sequence is not None  # noqa: S101 - asked before
         if (period := self.sequence.period) is None:
-            if rounds >= ENDLESS:
+            if rounds >= UNBOUNDED_ROUNDS:
                 text = "a sequence of graphs that does not repeat needs a number of rounds, got rounds: null"
                 raise SpecError(f"topology.sequence: {text}; give one, or one graph")
             return ChangingNetwork(self.sequence, self.weights, n, rounds)
         return PeriodicNetwork(
             tuple(
-                self.weights.mix(self.sequence.adjacency(t, n), one_way=self.sequence.one_way_at(t))
+                self.weights.mix(self.sequence.adjacency(t, n), is_directed=self.sequence.is_directed_at(t))
                 for t in range(period)
             )
         )
@@ -291,13 +298,13 @@ class Topology(Section):
         n, sequence = len(there), self.sequence
         adjacency = self._one_graph.adjacency(n) if sequence is None else sequence.adjacency(t, n)
         adjacency *= np.outer(there, there)
-        one_way = self._one_graph.one_way if sequence is None else sequence.one_way_at(t)
-        if self.weights.free and not one_way:
+        one_way = self._one_graph.is_directed if sequence is None else sequence.is_directed_at(t)
+        if self.weights.has_unbounded_row_sums and not one_way:
             coupling = self._coupling(adjacency)
             own = 1.0 + np.diag(coupling)
             np.fill_diagonal(coupling, 0.0)
             return Mixing(coupling, own)
-        return self.weights.mix(adjacency, one_way=one_way)
+        return self.weights.mix(adjacency, is_directed=one_way)
 
     def _require_connected(self, network: PartialNetwork, rounds: int) -> None:
         """Whoever is there must reach everybody who is, in every round.
@@ -305,11 +312,11 @@ class Topology(Section):
         Raises:
             AssumptionViolated: W_DISCONNECTED.
         """
-        roster = network.roster
+        roster = network.participation
         for t in (0, *(change for change in roster.changes if change < rounds)):
-            there = np.flatnonzero(roster.there(t))
-            hears = self._among(t, roster.there(t)).neighbours[np.ix_(there, there)]
-            if (lost := np.flatnonzero(~(reached(hears) & reached(hears.T)))).size:
+            there = np.flatnonzero(roster.participant_mask(t))
+            hears = self._among(t, roster.participant_mask(t)).neighbour_weights[np.ix_(there, there)]
+            if (lost := np.flatnonzero(~(find_reachable(hears) & find_reachable(hears.T)))).size:
                 first, other = roster.names[there[0]], roster.names[there[lost[0]]]
                 raise AssumptionViolated(
                     "W_DISCONNECTED",
@@ -319,8 +326,8 @@ class Topology(Section):
 
     def _coupling(self, adjacency: FloatArray) -> FloatArray:
         """W, `(n, n)`. All rules but free ones keep |w_ii| < 1."""
-        if not self.weights.free:
-            self.weights.mix(adjacency, one_way=False)
+        if not self.weights.has_unbounded_row_sums:
+            self.weights.mix(adjacency, is_directed=False)
         with np.errstate(over="ignore"):  # an infinite sum is refused as W_SHAPE
             coupling = self.weights.couplings(adjacency)
             return coupling - np.diag(coupling.sum(axis=1))
@@ -333,8 +340,8 @@ class Topology(Section):
         """
         union, lacking = np.zeros((network.n_learners, network.n_learners), dtype=bool), ""
         for t in range(min(rounds, network.horizon)):
-            union |= network.at(t).neighbours > 0
-            if not (lacking := cut_off(union, names)):
+            union |= network.mixing(t).neighbour_weights > 0
+            if not (lacking := describe_disconnection(union, names)):
                 return network
         one = network.horizon == 1
         what = "the communication graph is" if one else f"the graphs of rounds 0 to {rounds - 1} together are"

@@ -21,7 +21,7 @@ from sottovoce_core.registry import Positive, Registry, Section
 
 # ---- mixing ----------------------------------------------------------------------------------------------------------
 
-ROUNDING = 1e-12
+WEIGHT_SUM_TOLERANCE = 1e-12
 """How far sums of weights may be from what they must be, relative to the largest weight."""
 _DIGEST_RESOLUTION = 2.0**-24
 """Weights that round to the same multiple of it are the same to a digest: machines may differ in the last bits of theirs."""
@@ -36,8 +36,8 @@ class Mixing:
         own: `(n,)`.
     """
 
-    neighbours: FloatArray
-    own: FloatArray
+    neighbour_weights: FloatArray
+    own_weights: FloatArray
     _digests: list[bytes] = field(init=False, repr=False, default_factory=list)
     totals: Scalars = field(init=False, repr=False)
     """What each learner gives to all others, as `broadcast_scalars`."""
@@ -45,15 +45,15 @@ class Mixing:
     """`own`, as `broadcast_scalars`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "totals", broadcast_scalars(self.neighbours.sum(axis=1).tolist()))
-        object.__setattr__(self, "owns", broadcast_scalars(self.own.tolist()))
+        object.__setattr__(self, "totals", broadcast_scalars(self.neighbour_weights.sum(axis=1).tolist()))
+        object.__setattr__(self, "owns", broadcast_scalars(self.own_weights.tolist()))
 
     @property
     def digest(self) -> bytes:
         """SHA-256 of who hears whom with which weight: of all hearers, then of whom they hear, then of the weights."""
         if not self._digests:
-            hearers, heard = np.nonzero(self.neighbours)
-            weights = np.rint(self.neighbours[hearers, heard] / _DIGEST_RESOLUTION)
+            hearers, heard = np.nonzero(self.neighbour_weights)
+            weights = np.rint(self.neighbour_weights[hearers, heard] / _DIGEST_RESOLUTION)
             parts = (hearers.astype("<u4"), heard.astype("<u4"), weights.astype("<f8"))
             self._digests.append(sha256(b"".join(part.tobytes() for part in parts)).digest())
         return self._digests[0]
@@ -61,23 +61,23 @@ class Mixing:
     @property
     def matrix(self) -> FloatArray:
         """The whole mixing matrix, `(n, n)`."""
-        return self.neighbours + np.diag(self.own)
+        return self.neighbour_weights + np.diag(self.own_weights)
 
-    def heard_by(self, learner: int) -> dict[int, float]:
+    def in_neighbour_weights(self, learner: int) -> dict[int, float]:
         """Weight of each learner that `learner` hears, by ascending index."""
-        row = self.neighbours[learner]
+        row = self.neighbour_weights[learner]
         return {int(j): float(row[j]) for j in np.flatnonzero(row)}
 
     def out_neighbours(self, learner: int) -> tuple[int, ...]:
         """Who hears `learner`, ascending."""
-        return tuple(int(i) for i in np.flatnonzero(self.neighbours[:, learner]))
+        return tuple(int(i) for i in np.flatnonzero(self.neighbour_weights[:, learner]))
 
     def all_neighbours(self, learner: int) -> frozenset[int]:
         """Whom `learner` hears or tells."""
-        return frozenset((*self.heard_by(learner), *self.out_neighbours(learner)))
+        return frozenset((*self.in_neighbour_weights(learner), *self.out_neighbours(learner)))
 
 
-def digest_of(rounds: Iterable[bytes]) -> bytes:
+def combine_digests(rounds: Iterable[bytes]) -> bytes:
     """SHA-256 of the digests of several rounds, one after the other: of who hears whom in all of them."""
     return sha256(b"".join(rounds)).digest()
 
@@ -91,13 +91,13 @@ class WeightRule(Section, ABC):
     kind: str
     lazy: bool = False
 
-    symmetric: ClassVar[bool] = True
+    is_symmetric: ClassVar[bool] = True
     """Does an undirected graph get symmetric weights?"""
-    directed: ClassVar[bool] = True
+    can_be_directed: ClassVar[bool] = True
     """Has the rule a meaning for directed graphs?"""
-    columns: ClassVar[bool] = False
+    is_column_stochastic: ClassVar[bool] = False
     """Is it the columns that sum to one, not the rows?"""
-    free: ClassVar[bool] = False
+    has_unbounded_row_sums: ClassVar[bool] = False
     """On one fixed undirected graph, may a learner give the others more than 1 in all (Chen & Wang 2025 allow it)?"""
 
     @abstractmethod
@@ -113,7 +113,7 @@ class WeightRule(Section, ABC):
         weights = self.weigh(adjacency)
         return weights / 2.0 if self.lazy else weights
 
-    def mix(self, adjacency: FloatArray, *, one_way: bool) -> Mixing:
+    def mix(self, adjacency: FloatArray, *, is_directed: bool) -> Mixing:
         """The mixing matrix of a graph.
 
         Args:
@@ -123,14 +123,14 @@ class WeightRule(Section, ABC):
         Raises:
             AssumptionViolated: W_DIRECTED or W_OWN.
         """
-        if one_way and not self.directed:
+        if is_directed and not self.can_be_directed:
             raise AssumptionViolated(
                 "W_DIRECTED",
                 f"{self.kind} weights need undirected graphs, got a directed one; take out_degree weights (columns sum to "
                 "one), in_degree or laplacian weights (rows sum to one)",
             )
         weights = self.couplings(adjacency)
-        own = 1.0 - weights.sum(axis=0 if self.columns else 1)
+        own = 1.0 - weights.sum(axis=0 if self.is_column_stochastic else 1)
         if (own <= 0).any():
             i = int(np.argmin(own))
             heard = int(adjacency[i].sum())
@@ -167,8 +167,8 @@ class _ConstantWeights(WeightRule):
     kind: Literal["constant"] = "constant"
     value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-    directed: ClassVar[bool] = False
-    free: ClassVar[bool] = True
+    can_be_directed: ClassVar[bool] = False
+    has_unbounded_row_sums: ClassVar[bool] = True
 
     def weigh(self, adjacency: FloatArray) -> FloatArray:
         return adjacency * self.value
@@ -179,7 +179,7 @@ class MetropolisWeights(WeightRule):
 
     kind: Literal["metropolis"] = "metropolis"
 
-    directed: ClassVar[bool] = False
+    can_be_directed: ClassVar[bool] = False
 
     def weigh(self, adjacency: FloatArray) -> FloatArray:
         degrees = adjacency.sum(axis=1)
@@ -192,7 +192,7 @@ class _MaxDegreeWeights(WeightRule):
 
     kind: Literal["max_degree"] = "max_degree"
 
-    directed: ClassVar[bool] = False
+    can_be_directed: ClassVar[bool] = False
 
     def weigh(self, adjacency: FloatArray) -> FloatArray:
         return adjacency / (1.0 + float(adjacency.sum(axis=1).max()))
@@ -213,8 +213,8 @@ class _OutDegreeWeights(WeightRule):
 
     kind: Literal["out_degree"] = "out_degree"
 
-    symmetric: ClassVar[bool] = False
-    columns: ClassVar[bool] = True
+    is_symmetric: ClassVar[bool] = False
+    is_column_stochastic: ClassVar[bool] = True
 
     def weigh(self, adjacency: FloatArray) -> FloatArray:
         tells: FloatArray = adjacency.sum(axis=0)
@@ -226,7 +226,7 @@ class _InDegreeWeights(WeightRule):
 
     kind: Literal["in_degree"] = "in_degree"
 
-    symmetric: ClassVar[bool] = False
+    is_symmetric: ClassVar[bool] = False
 
     def weigh(self, adjacency: FloatArray) -> FloatArray:
         hears: FloatArray = adjacency.sum(axis=1, keepdims=True)

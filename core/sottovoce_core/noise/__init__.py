@@ -9,23 +9,32 @@ and replay; `mechanisms` puts noise on a vector.
 """
 
 from sottovoce_core.noise.bitwise import KeyedNoise, OpenDpNoise, SystemNoise
-from sottovoce_core.noise.draw import LATTICE_BITS, MAX_NOISE_SCALE, MIN_NOISE_SCALE, NoiseRequest, Law, NoiseSource, grid, round_to_lattice
+from sottovoce_core.noise.draw import (
+    LATTICE_BITS,
+    MAX_NOISE_SCALE,
+    MIN_NOISE_SCALE,
+    Distribution,
+    NoiseRequest,
+    NoiseSource,
+    lattice_spacing,
+    round_to_lattice,
+)
 from sottovoce_core.noise.simulated import RecordedNoise, Recorder, SeededNoise, no_noise
 
 __all__ = [
     "LATTICE_BITS",
     "MAX_NOISE_SCALE",
     "MIN_NOISE_SCALE",
-    "NoiseRequest",
+    "Distribution",
     "KeyedNoise",
-    "Law",
+    "NoiseRequest",
     "NoiseSource",
     "OpenDpNoise",
     "RecordedNoise",
     "Recorder",
     "SeededNoise",
     "SystemNoise",
-    "grid",
+    "lattice_spacing",
     "no_noise",
     "round_to_lattice",
 ]

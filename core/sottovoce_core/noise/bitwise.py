@@ -16,16 +16,16 @@ import numpy.typing as npt
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise.draw import MOST_ROWS, PrefetchCache, NoiseRequest, Row
+from sottovoce_core.noise.draw import MAX_PREFETCH_ROWS, NoiseRequest, PrefetchCache, PrefetchKey
 from sottovoce_core.optional import format_install_hint
 
 # ---- bitwise ---------------------------------------------------------------------------------------------------------
 
-_AT_ONCE = 2**14
+_MAX_BLOCK_NUMBERS = 2**14
 """Numbers whose random bits and digits are held at once: some three megabytes."""
 _LEVELS = 18
 _POWERS = np.exp2(np.arange(_LEVELS))
-_SURE = 2**16 - 2**5
+_SURE_ACCEPT_THRESHOLD = 2**16 - 2**5
 """A 16-bit coin below this accepts any low bits, for they are rejected with probability below 2^-11."""
 
 
@@ -49,11 +49,11 @@ class SystemNoise:
         self._entropy, self._ahead = entropy, PrefetchCache()
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
-        match draw.law:
+        match draw.distribution:
             case "laplace":
                 return self._next(draw)
             case "gaussian":
-                return self._gaussian(math.prod(draw.shape), *draw.of_one()).reshape(draw.shape)
+                return self._gaussian(math.prod(draw.shape), *draw.require_single_scale()).reshape(draw.shape)
             case "spherical":
                 return self._spherical(draw)
             case _:  # a law that is not here must fail, not be taken for another one
@@ -61,25 +61,25 @@ class SystemNoise:
 
     def _next(self, draw: NoiseRequest) -> FloatArray:
         """Laplace numbers: those that wait, or new ones, and then those of later rounds with them, as many as one pass takes."""
-        row, count = Row(draw.round, *draw.of_one(), draw.shape), math.prod(draw.shape)
-        if draw.later is None or 2 * count > _AT_ONCE:
-            return self._laplace(count, row.scale, row.grid).reshape(draw.shape)
+        row, count = PrefetchKey(draw.round, *draw.require_single_scale(), draw.shape), math.prod(draw.shape)
+        if draw.future_scale is None or 2 * count > _MAX_BLOCK_NUMBERS:
+            return self._laplace(count, row.scale, row.spacing).reshape(draw.shape)
         waiting = self._ahead.take(draw.field, row)
         if waiting is not None:
             return waiting
-        rows = row.following(draw.later, min(MOST_ROWS, _AT_ONCE // max(count, 1)))
+        rows = row.list_following(draw.future_scale, min(MAX_PREFETCH_ROWS, _MAX_BLOCK_NUMBERS // max(count, 1)))
         return self._ahead.draw(draw.field, rows, self._rows)
 
-    def _rows(self, rows: list[Row]) -> Iterator[FloatArray]:
+    def _rows(self, rows: list[PrefetchKey]) -> Iterator[FloatArray]:
         """Numbers of each row, in an array of its own: none keeps the others in memory."""
         rates = np.array([row.rate for row in rows])
         whole = self._whole(rates, math.prod(rows[0].shape)).reshape(len(rows), *rows[0].shape)
-        return (numbers * row.grid for row, numbers in zip(rows, whole, strict=True))
+        return (numbers * row.spacing for row, numbers in zip(rows, whole, strict=True))
 
     def _laplace(self, count: int, scale: float, grid: float) -> FloatArray:
         drawn, rate = np.empty(count), np.array([grid / scale])
-        for start in range(0, count, _AT_ONCE):
-            part = drawn[start : start + _AT_ONCE]
+        for start in range(0, count, _MAX_BLOCK_NUMBERS):
+            part = drawn[start : start + _MAX_BLOCK_NUMBERS]
             part[:] = self._whole(rate, part.size)
         drawn *= grid
         return drawn
@@ -131,7 +131,7 @@ class SystemNoise:
         bits = self._high_bits(words[4 * total :].reshape(_LEVELS, rates.size, count), unit * rates)
         magnitude = (unit * _POWERS) @ bits.reshape(_LEVELS, total)
         magnitude += low
-        rejected = np.flatnonzero(coin >= _SURE)
+        rejected = np.flatnonzero(coin >= _SURE_ACCEPT_THRESHOLD)
         if rejected.size:  # not yet: they are looked at more closely
             rejected = rejected[~self._below(coin[rejected], np.exp(-rates[rejected // count] * low[rejected]))]
         if np.count_nonzero(magnitude) < total:
@@ -181,7 +181,7 @@ class KeyedNoise:
             key = (self.secret, self.run, self.learner, draw.field, draw.round, next(calls))
             return hashlib.shake_256(repr(key).encode()).digest(count)
 
-        return SystemNoise(stream)(replace(draw, later=None))
+        return SystemNoise(stream)(replace(draw, future_scale=None))
 
 
 # ---- opendp ----------------------------------------------------------------------------------------------------------
@@ -207,14 +207,14 @@ class OpenDpNoise(SystemNoise):
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
         opendp = self._opendp
-        match draw.law:
+        match draw.distribution:
             case "laplace":
                 make, metric = opendp.m.make_laplace, opendp.l1_distance(T=float)
             case "gaussian":
                 make, metric = opendp.m.make_gaussian, opendp.l2_distance(T=float)
             case _:
                 return super().__call__(draw)
-        (scale, grid), count = draw.of_one(), math.prod(draw.shape)
+        (scale, grid), count = draw.require_single_scale(), math.prod(draw.shape)
         domain = opendp.vector_domain(opendp.atom_domain(T=float, nan=False), size=count)
         add_noise = make(domain, metric, scale=scale, k=math.frexp(grid)[1] - 1)
         return np.array(add_noise([0.0] * count)).reshape(draw.shape)

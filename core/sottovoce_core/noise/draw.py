@@ -29,7 +29,7 @@ LATTICE_BITS = 40
 """Lattice points per scale of the noise, as a power of two: rounding moves a state by less than 2^-40 scales."""
 
 
-def grid(scale: Scalars) -> Scalars:
+def lattice_spacing(scale: Scalars) -> Scalars:
     """Lattice spacing for a scale: the power of two that is `2^-40 * scale`, rounded down.
 
     It depends on the public schedule alone, never on data.
@@ -58,7 +58,7 @@ def round_to_lattice(values: FloatArray, spacing: Scalars) -> FloatArray:
 
 # ---- draw ------------------------------------------------------------------------------------------------------------
 
-Law = Literal["laplace", "gaussian", "spherical"]
+Distribution = Literal["laplace", "gaussian", "spherical"]
 """How likely a number x, or a vector e along the last axis, is: its probability is proportional to
 
 - laplace: `exp(-|x|/scale)`,
@@ -82,31 +82,31 @@ class NoiseRequest:
             no effect on the law: what is drawn ahead is given out for a draw with that very scale alone.
     """
 
-    law: Law
+    distribution: Distribution
     field: str
     round: int
     scale: Scalars
-    grid: Scalars | None
+    spacing: Scalars | None
     shape: tuple[int, ...]
-    later: Callable[[int], Scalars] | None = None
+    future_scale: Callable[[int], Scalars] | None = None
 
-    def rounded(self, values: FloatArray) -> FloatArray:
+    def round_to_lattice(self, values: FloatArray) -> FloatArray:
         """`values` on the lattice, if there is one."""
-        return values if self.grid is None else round_to_lattice(values, self.grid)
+        return values if self.spacing is None else round_to_lattice(values, self.spacing)
 
-    def of_one(self) -> tuple[float, float]:
+    def require_single_scale(self) -> tuple[float, float]:
         """Scale and spacing, for a source that serves a single learner and draws on lattices.
 
         Raises:
             TypeError: there is one per learner, or no lattice.
             SpecError: not `0 < grid <= scale < inf`: what would come out is no noise.
         """
-        if not (isinstance(self.scale, float) and isinstance(self.grid, float)):
+        if not (isinstance(self.scale, float) and isinstance(self.spacing, float)):
             raise TypeError("a deployed learner draws for itself alone: scale must be one number, and grid another one")
-        if not 0.0 < self.grid <= self.scale < math.inf:  # in this form not-a-number is refused, too
+        if not 0.0 < self.spacing <= self.scale < math.inf:  # in this form not-a-number is refused, too
             text = f"noise in field {self.field!r} must have 0 < grid <= scale < inf"
-            raise SpecError(f"{text}, got scale {self.scale} on a grid of {self.grid} in round {self.round}")
-        return self.scale, self.grid
+            raise SpecError(f"{text}, got scale {self.scale} on a grid of {self.spacing} in round {self.round}")
+        return self.scale, self.spacing
 
     def require_single_rate(self) -> float:
         """The rate of spherical noise, for a source that serves a single learner.
@@ -129,7 +129,7 @@ NoiseSource = Callable[[NoiseRequest], FloatArray]
 
 # ---- ahead -----------------------------------------------------------------------------------------------------------
 
-MOST_ROWS = 64
+MAX_PREFETCH_ROWS = 64
 """That are drawn together."""
 
 _process = [object()]
@@ -144,27 +144,27 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-class Row(NamedTuple):
+class PrefetchKey(NamedTuple):
     """What one row is for: two that are alike may have the same numbers, and no others."""
 
     round: int
     scale: float
-    grid: float
+    spacing: float
     shape: tuple[int, ...]
 
     @property
     def rate(self) -> float:
         """Of the geometric law of a magnitude."""
-        return self.grid / self.scale
+        return self.spacing / self.scale
 
-    def following(self, later: Callable[[int], Scalars], most: int) -> list[Row]:
+    def list_following(self, future_scale: Callable[[int], Scalars], max_rows: int) -> list[PrefetchKey]:
         """This row and those of the next rounds, fewer than `most` of them where the sampler would cut a number elsewhere."""
         rows, cut = [self], math.frexp(self.rate)[1]
-        for t in range(self.round + 1, self.round + most):
-            scale = later(t)
+        for t in range(self.round + 1, self.round + max_rows):
+            scale = future_scale(t)
             if not (isinstance(scale, float) and MIN_NOISE_SCALE <= scale <= MAX_NOISE_SCALE):
                 break
-            row = Row(t, scale, float(grid(scale)), self.shape)
+            row = PrefetchKey(t, scale, float(lattice_spacing(scale)), self.shape)
             if math.frexp(row.rate)[1] != cut:
                 break
             rows.append(row)
@@ -175,12 +175,12 @@ class PrefetchCache:
     """What waits, by field. Threads may share it: a row is taken out before it is looked at."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[tuple[object, Row, FloatArray]]] = {}
+        self._waiting: dict[str, deque[tuple[object, PrefetchKey, FloatArray]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PrefetchCache, ()
 
-    def take(self, field: str, row: Row) -> FloatArray | None:
+    def take(self, field: str, row: PrefetchKey) -> FloatArray | None:
         """The numbers that wait for this row. If the next ones are for another, all are thrown away."""
         waiting = self._waiting.get(field)
         if not waiting:
@@ -194,7 +194,9 @@ class PrefetchCache:
         waiting.clear()
         return None
 
-    def draw(self, field: str, rows: list[Row], sample: Callable[[list[Row]], Iterable[FloatArray]]) -> FloatArray:
+    def draw(
+        self, field: str, rows: list[PrefetchKey], sample: Callable[[list[PrefetchKey]], Iterable[FloatArray]]
+    ) -> FloatArray:
         """The numbers of the first of `rows`; those of the others wait."""
         process = _process[0]
         first, *others = sample(rows)

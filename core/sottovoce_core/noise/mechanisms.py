@@ -15,7 +15,14 @@ from collections.abc import Callable
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, Scalars
-from sottovoce_core.noise import MIN_NOISE_SCALE, NoiseRequest, Law, NoiseSource, grid, round_to_lattice
+from sottovoce_core.noise import (
+    MIN_NOISE_SCALE,
+    Distribution,
+    NoiseRequest,
+    NoiseSource,
+    lattice_spacing,
+    round_to_lattice,
+)
 
 _MAX_NOISE_SCALES, _ROUNDING = 65.0, 1e-9
 """Scales that Laplace noise keeps within, with probability above `1 - e^-64`, the lattice included; and of float64, with room."""
@@ -27,7 +34,7 @@ def add_laplace_noise(
     t: int,
     vector: FloatArray,
     scale: Scalars,
-    later: Callable[[int], Scalars] | None = None,
+    future_scale: Callable[[int], Scalars] | None = None,
 ) -> FloatArray:
     """`vector (..., dim)` with independent Laplace noise of this scale on every coordinate.
 
@@ -39,7 +46,7 @@ def add_laplace_noise(
         scale: one number, or one per learner; all zero: no noise.
         later: of a later round, where it is known (`NoiseRequest.later`).
     """
-    return _said(noise, "laplace", field, t, vector, scale, later)
+    return _said(noise, "laplace", field, t, vector, scale, future_scale)
 
 
 def add_gaussian_noise(noise: NoiseSource, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
@@ -49,7 +56,7 @@ def add_gaussian_noise(noise: NoiseSource, field: str, t: int, vector: FloatArra
 
 def _said(
     noise: NoiseSource,
-    law: Law,
+    law: Distribution,
     field: str,
     t: int,
     vector: FloatArray,
@@ -58,7 +65,7 @@ def _said(
 ) -> FloatArray:
     if not (scale if isinstance(scale, float) else np.count_nonzero(scale)):
         return vector
-    spacing = grid(scale)
+    spacing = lattice_spacing(scale)
     said = round_to_lattice(vector, spacing)
     said += noise(NoiseRequest(law, field, t, scale, spacing, vector.shape, later))
     return said
@@ -69,28 +76,28 @@ def field_lattice_spacing(field: str, scale: float) -> dict[str, float]:
 
     A scale within rounding of a power of two has the finer of the two lattices.
     """
-    return {field: float(grid(scale * (1.0 - 1e-9)))} if MIN_NOISE_SCALE <= scale < math.inf else {}
+    return {field: float(lattice_spacing(scale * (1.0 - 1e-9)))} if MIN_NOISE_SCALE <= scale < math.inf else {}
 
 
-def magnitude_bound(largest: float, scale: float) -> float:
+def magnitude_bound(max_magnitude: float, scale: float) -> float:
     """What no number of a vector said by `add_laplace_noise` exceeds, but with probability below `e^-64` each.
 
     Args:
         largest: of the vector's own numbers, in absolute value.
         scale: of the noise; 0: none.
     """
-    return largest * (1.0 + _ROUNDING) + _MAX_NOISE_SCALES * scale
+    return max_magnitude * (1.0 + _ROUNDING) + _MAX_NOISE_SCALES * scale
 
 
-def laplace_log_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
+def laplace_log_density(message: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
     """Log density `(...)` of having said `said (..., dim)` of a `vector`: what `add_laplace_noise` draws from.
 
     That of the continuous law: the mass of a lattice point, over `grid^dim`, is less by a factor of `1 - (grid/scale)^2 / 12`
     a coordinate, which is the same in all worlds. Without noise it is 0 where the two are equal, and -inf elsewhere.
     """
     if not np.count_nonzero(scale):
-        return dirac_log_density(said, vector)
-    distance = said - round_to_lattice(vector, grid(scale))
+        return dirac_log_density(message, vector)
+    distance = message - round_to_lattice(vector, lattice_spacing(scale))
     np.abs(distance, out=distance)
     distance /= scale
     distance += np.log(2.0 * scale)
@@ -98,13 +105,13 @@ def laplace_log_density(said: FloatArray, vector: FloatArray, scale: Scalars) ->
     return total
 
 
-def dirac_log_density(said: FloatArray, vector: FloatArray) -> FloatArray:
+def dirac_log_density(message: FloatArray, vector: FloatArray) -> FloatArray:
     """Log density `(...)` of what leaves no choice: 0 where `said (..., dim)` is `vector` up to rounding, else -inf.
 
     Rounding, because a replay computes the same in another order: a millionth of a millionth of the largest number.
     """
-    size = np.maximum(np.abs(vector), np.abs(said)).max(axis=-1, keepdims=True)
-    return np.where((np.abs(said - vector) <= 1e-12 * np.maximum(size, 1.0)).all(axis=-1), 0.0, -np.inf)
+    size = np.maximum(np.abs(vector), np.abs(message)).max(axis=-1, keepdims=True)
+    return np.where((np.abs(message - vector) <= 1e-12 * np.maximum(size, 1.0)).all(axis=-1), 0.0, -np.inf)
 
 
 def laplace_loss(sensitivity: float, dim: int, scale: float) -> float:
@@ -115,14 +122,14 @@ def laplace_loss(sensitivity: float, dim: int, scale: float) -> float:
     """
     if sensitivity == 0.0:
         return 0.0
-    return (sensitivity + dim * float(grid(scale))) / scale if scale > 0 else math.inf
+    return (sensitivity + dim * float(lattice_spacing(scale))) / scale if scale > 0 else math.inf
 
 
-def gaussian_log_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
+def gaussian_log_density(message: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
     """Log density `(...)` of having said `said (..., dim)` of a `vector`: what `add_gaussian_noise` draws from."""
     if not np.count_nonzero(scale):
-        return dirac_log_density(said, vector)
-    distance = (said - round_to_lattice(vector, grid(scale))) / scale
+        return dirac_log_density(message, vector)
+    distance = (message - round_to_lattice(vector, lattice_spacing(scale))) / scale
     total: FloatArray = np.sum(-0.5 * distance**2 - np.log(math.sqrt(2.0 * math.pi) * scale), axis=-1)
     return total
 
@@ -135,7 +142,9 @@ def gaussian_zcdp_rho(sensitivity: float, dim: int, scale: float) -> float:
     """
     if sensitivity == 0.0:
         return 0.0
-    return 0.5 * ((sensitivity + math.sqrt(dim) * float(grid(scale))) / scale) ** 2 if scale > 0 else math.inf
+    return (
+        0.5 * ((sensitivity + math.sqrt(dim) * float(lattice_spacing(scale))) / scale) ** 2 if scale > 0 else math.inf
+    )
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:

@@ -21,9 +21,9 @@ from sottovoce_core.noise.draw import NoiseRequest, NoiseSource
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
-AHEAD = 2**14
+MIN_BLOCK_NUMBERS = 2**14
 """Numbers of the first replica that are drawn at a time, at least: small draws are cut from a large one, which is cheaper."""
-_APART = 2**64
+_SUBSTREAM_DISTANCE = 2**64
 """Numbers between the beginnings of two draws of the others, of the 2^128 of a generator."""
 _REPLICA_SPAWN_KEY = 0x7265706C
 """Of a seed's children, those with this word in front are of replicas, and of nothing else."""
@@ -32,7 +32,7 @@ ArraySampler = Callable[[np.random.Generator, FloatArray], None]
 """Fills an array, in order, the same in one call as in several."""
 
 
-class Streams:
+class ReplicaStreams:
     """The numbers of one law.
 
     Args:
@@ -41,10 +41,12 @@ class Streams:
         fill: draws the numbers.
     """
 
-    def __init__(self, seed: np.random.SeedSequence, law: int, fill: ArraySampler) -> None:
+    def __init__(self, seed: np.random.SeedSequence, distribution_index: int, fill: ArraySampler) -> None:
         first, others = (
             np.random.SeedSequence(
-                seed.entropy, spawn_key=(*seed.spawn_key, _REPLICA_SPAWN_KEY, law, k), pool_size=seed.pool_size
+                seed.entropy,
+                spawn_key=(*seed.spawn_key, _REPLICA_SPAWN_KEY, distribution_index, k),
+                pool_size=seed.pool_size,
             )
             for k in range(2)
         )
@@ -66,14 +68,14 @@ class Streams:
             return first.reshape(shape)
         numbers = np.empty((replicas, len(first)))
         numbers[0] = first
-        self._begin.advance(_APART)
+        self._begin.advance(_SUBSTREAM_DISTANCE)
         self._others.bit_generator.state = self._begin.state
         self._fill(self._others, numbers[1:])
         return numbers.reshape(replicas, learners, dim).swapaxes(0, 1).reshape(shape)
 
     def _of_first(self, count: int) -> FloatArray:
         if self._used + count > self._waiting.size:
-            self._waiting, self._used = np.empty(max(AHEAD, count)), 0
+            self._waiting, self._used = np.empty(max(MIN_BLOCK_NUMBERS, count)), 0
             self._fill(self._first, self._waiting)
         self._used += count
         return self._waiting[self._used - count : self._used]
@@ -85,7 +87,7 @@ _CACHE_BLOCK_NUMBERS = 2**14
 """Numbers that stay in a processor's cache (128 KiB) while several steps work on them."""
 
 
-def laplace(generator: np.random.Generator, numbers: FloatArray) -> None:
+def fill_laplace(generator: np.random.Generator, numbers: FloatArray) -> None:
     """Of scale 1: `-log|v|` with the sign of `v = 1 - 2u`, for u uniform in [0, 1).
 
     u is a multiple of 2^-53; half a multiple is added to it, which is exact, so that v is never 0.
@@ -99,7 +101,7 @@ def laplace(generator: np.random.Generator, numbers: FloatArray) -> None:
         np.copysign(np.log(np.abs(some)), some, out=some)
 
 
-def normal(generator: np.random.Generator, numbers: FloatArray) -> None:
+def fill_normal(generator: np.random.Generator, numbers: FloatArray) -> None:
     """Of mean 0 and variance 1."""
     generator.standard_normal(out=numbers)
 
@@ -120,10 +122,10 @@ class SeededNoise:
 
     def __init__(self, seed: int | np.random.SeedSequence) -> None:
         seed = seed if isinstance(seed, np.random.SeedSequence) else np.random.SeedSequence(seed)
-        self._laplace, self._normal = Streams(seed, 0, laplace), Streams(seed, 1, normal)
+        self._laplace, self._normal = ReplicaStreams(seed, 0, fill_laplace), ReplicaStreams(seed, 1, fill_normal)
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
-        match draw.law:
+        match draw.distribution:
             case "laplace":
                 drawn = self._laplace.take(draw.shape)
             case "gaussian":
@@ -132,13 +134,13 @@ class SeededNoise:
                 return self._spherical(draw)
             case _:
                 assert_never(draw.law)
-        if draw.grid is None:
+        if draw.spacing is None:
             drawn *= draw.scale
             return drawn
-        drawn *= draw.scale / draw.grid
+        drawn *= draw.scale / draw.spacing
         drawn += 0.5
         np.floor(drawn, out=drawn)
-        drawn *= draw.grid
+        drawn *= draw.spacing
         return drawn
 
     def _spherical(self, draw: NoiseRequest) -> FloatArray:
@@ -162,16 +164,16 @@ class RecordedNoise:
     """
 
     fields: Mapping[str, FloatArray]
-    drawn: set[str] = field(default_factory=set, compare=False)
+    requested_fields: set[str] = field(default_factory=set, compare=False)
     """Fields that were asked for: which an algorithm draws need not be those that it says."""
 
     @property
-    def left(self) -> list[str]:
+    def unused_fields(self) -> list[str]:
         """Fields that nobody has asked for."""
-        return sorted(self.fields.keys() - self.drawn)
+        return sorted(self.fields.keys() - self.requested_fields)
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
-        self.drawn.add(draw.field)
+        self.requested_fields.add(draw.field)
         rounds = self.fields.get(draw.field, ())
         if draw.round >= len(rounds):
             raise SpecError(
@@ -192,19 +194,19 @@ class Recorder:
     """Passes another source's noise on, and keeps it."""
 
     source: NoiseSource
-    rounds: dict[str, dict[int, FloatArray]] = field(default_factory=dict)
+    noise_by_round: dict[str, dict[int, FloatArray]] = field(default_factory=dict)
     """What was drawn, by field and round."""
 
     @property
-    def drawn(self) -> dict[str, list[FloatArray]]:
+    def noise_by_field(self) -> dict[str, list[FloatArray]]:
         """The same as lists by round; zeros in rounds without noise. `RecordedNoise` takes them, stacked."""
         dense = {}
-        for name, rounds in self.rounds.items():
+        for name, rounds in self.noise_by_round.items():
             blank = np.zeros_like(next(iter(rounds.values())))
             dense[name] = [rounds.get(t, blank) for t in range(max(rounds) + 1)]
         return dense
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
         drawn = self.source(draw)
-        self.rounds.setdefault(draw.field, {})[draw.round] = drawn
+        self.noise_by_round.setdefault(draw.field, {})[draw.round] = drawn
         return drawn

@@ -14,7 +14,7 @@ import numpy as np
 
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray, IntArray, as_floats
 from sottovoce_core.errors import SpecError
-from sottovoce_core.privacy.guarantee import Event, GuaranteeBasis, Guarantee, Mechanism
+from sottovoce_core.privacy.guarantee import Adjacency, Guarantee, GuaranteeBasis, Mechanism
 
 
 class Accountant(ABC):
@@ -39,12 +39,12 @@ class Accountant(ABC):
     """
 
     mechanism: Mechanism = Mechanism.PURE
-    event: Event = Event.RECORD
-    shared: bool = False
-    follows: bool = False
-    dominates: bool = False
-    grounds: GuaranteeBasis = GuaranteeBasis()
-    published: Accountant | None = None
+    adjacency: Adjacency = Adjacency.RECORD
+    has_shared_records: bool = False
+    can_track_replacements: bool = False
+    has_dominating_losses: bool = False
+    basis: GuaranteeBasis = GuaranteeBasis()
+    output_accountant: Accountant | None = None
     is_valid_for_any_messages: bool = False
     can_pause: bool = False
 
@@ -53,7 +53,7 @@ class Accountant(ABC):
         """Privacy loss of the message of the current round, in the mechanism's currency: pure epsilon."""
 
     @abstractmethod
-    def advance(self, records: int, replaced: int | None = None) -> None:
+    def advance(self, records: int, n_replaced: int | None = None) -> None:
         """The round is over and brought `records` records.
 
         Args:
@@ -65,17 +65,17 @@ class Accountant(ABC):
             SpecError: not `0 <= replaced <= records`.
         """
 
-    def paper(self, rounds: int) -> FloatArray:
+    def paper_epsilon(self, rounds: int) -> FloatArray:
         """`(rounds,)` cumulative epsilon by the paper's own formula, of one record a round (default: the meter's own sum)."""
         return np.cumsum(self.losses(np.ones(rounds, np.int64)))
 
-    def infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
+    def infinite_horizon_epsilon(self, counts: IntArray, n_replaced: IntArray | None) -> float:
         """A bound on the sum of all losses, however long the run goes on as `counts` and `replaced (rounds,)` say."""
         return math.inf
 
-    def metered(self, counts: IntArray, replaced: IntArray | None) -> FloatArray:
+    def charge_rounds(self, counts: IntArray, n_replaced: IntArray | None) -> FloatArray:
         """`(rounds,)` losses of these rounds; it stands behind them afterwards."""
-        told = [None] * len(counts) if replaced is None else replaced.tolist()
+        told = [None] * len(counts) if n_replaced is None else n_replaced.tolist()
         losses = np.empty(len(counts))
         for t, (records, changed) in enumerate(zip(counts.tolist(), told, strict=True)):
             losses[t] = self.next_loss()
@@ -84,45 +84,45 @@ class Accountant(ABC):
 
     def losses(self, counts: IntArray) -> FloatArray:
         """`(rounds,)` what is charged for the messages, from here on, if rounds bring `counts (rounds,)` records."""
-        return copy.deepcopy(self).metered(counts, None)
+        return copy.deepcopy(self).charge_rounds(counts, None)
 
-    def losses_of(self, counts: IntArray, changes: IntArray) -> FloatArray:
+    def losses_by_change(self, counts: IntArray, changes: IntArray) -> FloatArray:
         """`(changes, rounds)` losses for each of many changes, which replace `changes (changes, rounds)` of the records."""
-        if not self.follows:
-            many = [_events(self.event, change) for change in changes]
+        if not self.can_track_replacements:
+            many = [_events(self.adjacency, change) for change in changes]
             dearest = self.losses(counts)
             # Nothing replaced costs nothing, where 0 times infinity would be no number.
             return np.array([k * dearest if k else 0.0 * counts for k in many]).reshape(changes.shape)
-        each = [copy.deepcopy(self).metered(counts, change) for change in changes]
+        each = [copy.deepcopy(self).charge_rounds(counts, change) for change in changes]
         return np.array(each).reshape(changes.shape)
 
 
-def _events(event: Event, replaced: IntArray) -> int:
+def _events(event: Adjacency, replaced: IntArray) -> int:
     """How many events a change makes that replaces `replaced (rounds,)` records."""
-    if event is Event.RECORD:
+    if event is Adjacency.RECORD:
         return int(replaced.sum())
     differ = int(np.count_nonzero(replaced))
-    return differ if event is Event.ROUND else min(differ, 1)
+    return differ if event is Adjacency.ROUND else min(differ, 1)
 
 
 class FirstRecordAccountant(Accountant):
     """A meter whose dearest event is one of the first round that brings records: no later one costs more in any message."""
 
-    follows = True
-    dominates = True
+    can_track_replacements = True
+    has_dominating_losses = True
     _seen = 0
 
-    def differ(self, records: int, replaced: int | None) -> int:
+    def count_replaced(self, records: int, n_replaced: int | None) -> int:
         """How many of the round's records differ: as told, or else one of the first that come.
 
         Raises:
             SpecError: not `0 <= replaced <= records`.
         """
-        if replaced is None:
-            replaced = 1 if records and not self._seen else 0
-        require_replaced_count(records, replaced)
+        if n_replaced is None:
+            n_replaced = 1 if records and not self._seen else 0
+        require_replaced_count(records, n_replaced)
         self._seen += records
-        return replaced
+        return n_replaced
 
 
 class PrecomputedAccountant(Accountant):
@@ -136,33 +136,33 @@ class PrecomputedAccountant(Accountant):
         grounds: what the list rests on.
     """
 
-    dominates = True
+    has_dominating_losses = True
 
     def __init__(
         self,
-        per_round: FloatArray,
+        round_losses: FloatArray,
         mechanism: Mechanism = Mechanism.PURE,
-        event: Event = Event.RECORD,
-        grounds: GuaranteeBasis = Accountant.grounds,
+        adjacency: Adjacency = Adjacency.RECORD,
+        basis: GuaranteeBasis = Accountant.basis,
     ) -> None:
-        self.per_round, self.mechanism, self.event, self.grounds = per_round, mechanism, event, grounds
+        self.round_losses, self.mechanism, self.adjacency, self.basis = round_losses, mechanism, adjacency, basis
         self.t = 0
 
     def next_loss(self) -> float:
-        return float(self.per_round[self.t])
+        return float(self.round_losses[self.t])
 
-    def advance(self, records: int, replaced: int | None = None) -> None:
+    def advance(self, records: int, n_replaced: int | None = None) -> None:
         self.t += 1
 
 
-def require_replaced_count(records: int, replaced: int) -> None:
+def require_replaced_count(records: int, n_replaced: int) -> None:
     """Raises `SpecError` unless `0 <= replaced <= records`."""
-    if not 0 <= replaced <= records:
-        raise SpecError(f"replaced must lie in [0, records={records}], got {replaced}")
+    if not 0 <= n_replaced <= records:
+        raise SpecError(f"replaced must lie in [0, records={records}], got {n_replaced}")
 
 
-def guarantee(
-    accountant: Accountant, rounds: int, counts: IntArray | None = None, replaced: IntArray | None = None
+def compute_guarantee(
+    accountant: Accountant, rounds: int, counts: IntArray | None = None, n_replaced: IntArray | None = None
 ) -> Guarantee:
     """The promise of a meter: what it charges over the planned rounds, and what it says about itself.
 
@@ -176,34 +176,36 @@ def guarantee(
         SpecError: too many rounds, numbers of another shape, below 0 or not whole, or more replaced than there are.
     """
     if rounds > MAX_ARRAY_ELEMENTS:
-        raise SpecError(f"a guarantee is computed round by round, for at most {MAX_ARRAY_ELEMENTS} rounds, got {rounds}")
+        raise SpecError(
+            f"a guarantee is computed round by round, for at most {MAX_ARRAY_ELEMENTS} rounds, got {rounds}"
+        )
     counts = np.ones(rounds, np.int64) if counts is None else _planned("counts", counts, rounds)
-    if replaced is not None:
-        replaced = _planned("replaced", replaced, rounds)
-        if (replaced > counts).any():
+    if n_replaced is not None:
+        n_replaced = _planned("replaced", n_replaced, rounds)
+        if (n_replaced > counts).any():
             raise SpecError("replaced must be at most counts in every round, got more records replaced than there are")
-    published = accountant.published
+    published = accountant.output_accountant
     return Guarantee(
         mechanism=accountant.mechanism,
-        event=accountant.event,
-        shared=accountant.shared,
-        replaced=None if replaced is None else _many(accountant.event, replaced),
-        per_round=_run(accountant, counts, replaced),
-        paper=accountant.paper(rounds),
-        infinite_horizon=accountant.infinite_horizon(counts, replaced),
-        grounds=accountant.grounds,
-        output=None if published is None else as_floats(np.cumsum(_run(published, counts, replaced))),
+        adjacency=accountant.adjacency,
+        has_shared_records=accountant.has_shared_records,
+        n_replaced=None if n_replaced is None else _many(accountant.adjacency, n_replaced),
+        round_losses=_run(accountant, counts, n_replaced),
+        paper_epsilon=accountant.paper_epsilon(rounds),
+        infinite_horizon_epsilon=accountant.infinite_horizon_epsilon(counts, n_replaced),
+        basis=accountant.basis,
+        output_epsilon=None if published is None else as_floats(np.cumsum(_run(published, counts, n_replaced))),
     )
 
 
 def _run(accountant: Accountant, counts: IntArray, replaced: IntArray | None) -> FloatArray:
     if replaced is None:
         return accountant.losses(counts)
-    return as_floats(accountant.losses_of(counts, replaced[None])[0])
+    return as_floats(accountant.losses_by_change(counts, replaced[None])[0])
 
 
-def _many(event: Event, replaced: IntArray) -> int:
-    return int(np.count_nonzero(replaced) if event is Event.ROUND else replaced.sum())
+def _many(event: Adjacency, replaced: IntArray) -> int:
+    return int(np.count_nonzero(replaced) if event is Adjacency.ROUND else replaced.sum())
 
 
 def _planned(name: str, numbers: IntArray, rounds: int) -> IntArray:

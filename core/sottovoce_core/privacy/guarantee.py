@@ -44,7 +44,7 @@ class Mechanism(StrEnum):
     """Randomised response: any message of this pure epsilon."""
 
 
-class Event(StrEnum):
+class Adjacency(StrEnum):
     """What is replaced between two adjacent worlds."""
 
     RECORD = "record"
@@ -60,7 +60,7 @@ class Constant:
     """A number that a guarantee rests on, and what makes it true (clipping, scaling of rows, the decision set …)."""
 
     value: float
-    enforced_by: str
+    enforcement: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,69 +99,75 @@ class Guarantee:
     """
 
     mechanism: Mechanism
-    event: Event
-    shared: bool
-    replaced: int | None
-    per_round: FloatArray
-    paper: FloatArray
-    infinite_horizon: float
-    grounds: GuaranteeBasis
-    output: FloatArray | None = None
+    adjacency: Adjacency
+    has_shared_records: bool
+    n_replaced: int | None
+    round_losses: FloatArray
+    paper_epsilon: FloatArray
+    infinite_horizon_epsilon: float
+    basis: GuaranteeBasis
+    output_epsilon: FloatArray | None = None
 
     @property
-    def adjacency(self) -> str:
+    def adjacency_description(self) -> str:
         """Which two data sets must look alike, for a reader."""
-        many = 1 if self.replaced is None else self.replaced
-        if self.event is Event.ROUND:
+        many = 1 if self.n_replaced is None else self.n_replaced
+        if self.adjacency is Adjacency.ROUND:
             what = "the loss of one round" if many == 1 else f"the losses of {many} rounds"
-            whose = "which every learner holds: epsilons of all learners add up" if self.shared else "of one learner"
+            whose = (
+                "which every learner holds: epsilons of all learners add up"
+                if self.has_shared_records
+                else "of one learner"
+            )
             return f"{what} replaced, with all its records, {whose}"
-        everything = self.event is Event.LEARNER and self.replaced is None
+        everything = self.adjacency is Adjacency.LEARNER and self.n_replaced is None
         what = "all records" if everything else f"{many} record{'s' * (many != 1)}"
         return f"{what} of one learner replaced (event level, numbers of records public)"
 
     @property
     def cumulative_epsilon(self) -> FloatArray:
         """`(rounds,)` epsilon after the messages of rounds 0..t."""
-        return np.cumsum(self.per_round)
+        return np.cumsum(self.round_losses)
 
-    def until(self, last: int) -> Guarantee:
+    def truncate(self, end: int) -> Guarantee:
         """The same for who says nothing from round `last` on."""
-        if last >= len(self.per_round):
+        if end >= len(self.round_losses):
             return self
-        silent = np.arange(len(self.per_round)) >= last
+        silent = np.arange(len(self.round_losses)) >= end
         promised = replace(
             self,
-            per_round=np.where(silent, 0.0, self.per_round),
-            paper=np.where(silent, self.paper[last - 1] if last else 0.0, self.paper),
-            output=None if self.output is None else np.where(silent, self.output[max(last - 1, 0)], self.output),
+            round_losses=np.where(silent, 0.0, self.round_losses),
+            paper_epsilon=np.where(silent, self.paper_epsilon[end - 1] if end else 0.0, self.paper_epsilon),
+            output_epsilon=None
+            if self.output_epsilon is None
+            else np.where(silent, self.output_epsilon[max(end - 1, 0)], self.output_epsilon),
         )
-        return replace(promised, infinite_horizon=promised.epsilon())
+        return replace(promised, infinite_horizon_epsilon=promised.epsilon())
 
     def epsilon(self, rounds: int | None = None) -> float:
         """Cumulative epsilon of the first `rounds` messages (all planned ones by default), summed exactly."""
-        return math.fsum(self.per_round[:rounds])
+        return math.fsum(self.round_losses[:rounds])
 
 
-def combine_epsilons(epsilons: Iterable[float], *, shared: bool) -> float:
+def combine_epsilons(epsilons: Iterable[float], *, has_shared_records: bool) -> float:
     """Epsilon of one event for who hears all learners: the largest of theirs, or the sum where an event is everybody's."""
-    return math.fsum(epsilons) if shared else max(epsilons)
+    return math.fsum(epsilons) if has_shared_records else max(epsilons)
 
 
-def compose_guarantees(each: Sequence[Guarantee]) -> Guarantee:
+def compose_guarantees(guarantees: Sequence[Guarantee]) -> Guarantee:
     """What is promised to somebody who hears all of these learners about an event at every one of them: the sum.
 
     Given everything said before, learners draw their noise independently, so their losses add up.
     """
-    if len(each) == 1:
-        return each[0]
-    outputs = [one.output for one in each if one.output is not None]
+    if len(guarantees) == 1:
+        return guarantees[0]
+    outputs = [one.output_epsilon for one in guarantees if one.output_epsilon is not None]
     return replace(
-        each[0],
-        per_round=np.sum([one.per_round for one in each], axis=0),
-        paper=np.max([one.paper for one in each], axis=0),
-        infinite_horizon=sum(one.infinite_horizon for one in each),
-        output=np.sum(outputs, axis=0) if outputs else None,
+        guarantees[0],
+        round_losses=np.sum([one.round_losses for one in guarantees], axis=0),
+        paper_epsilon=np.max([one.paper_epsilon for one in guarantees], axis=0),
+        infinite_horizon_epsilon=sum(one.infinite_horizon_epsilon for one in guarantees),
+        output_epsilon=np.sum(outputs, axis=0) if outputs else None,
     )
 
 
@@ -177,7 +183,7 @@ _ENFORCED_BY = {
 }
 
 
-_NUMBERS = ("gradient_change", "smoothness", "clip_norm", "ridge", "diameter")
+_CONSTANT_NAMES = ("gradient_change", "smoothness", "clip_norm", "ridge", "diameter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,17 +205,17 @@ class Regularity:
     clip_norm: float
     ridge: float
     diameter: float
-    convex: bool
-    margin: bool
+    is_convex: bool
+    is_convex_when_clipped: bool
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
+        for name in _CONSTANT_NAMES:
             value = getattr(self, name)
             if not value >= 0 or (name == "ridge" and value == math.inf):
                 raise SpecError(f"{name} must be at least 0 (and a ridge finite), got {value}")
 
     @classmethod
-    def of(cls, loss: Loss, decision_set: DecisionSet, dim: int) -> Regularity:
+    def from_loss(cls, loss: Loss, decision_set: DecisionSet, dim: int) -> Regularity:
         """What accounting needs to know of a loss on a decision set."""
         radius = decision_set.largest_norm(dim)
         return cls(
@@ -218,23 +224,27 @@ class Regularity:
             clip_norm=loss.gradient_bound(radius),
             ridge=loss.ridge,
             diameter=decision_set.diameter(dim),
-            convex=loss.convex,
-            margin=loss.is_convex_when_clipped,
+            is_convex=loss.is_convex,
+            is_convex_when_clipped=loss.is_convex_when_clipped,
         )
 
     @property
-    def change(self) -> float:
+    def clipped_gradient_change(self) -> float:
         """C after clipping: two gradients of norm at most G differ by at most 2G."""
         return min(self.gradient_change, 2 * self.clip_norm)
 
     @property
     def can_use_convex_mode(self) -> bool:
         """Does mode `convex` apply? Clipped gradients are those of a convex function only for margin losses."""
-        return self.convex and self.smoothness < math.inf and (self.margin or self.clip_norm == math.inf)
+        return (
+            self.is_convex
+            and self.smoothness < math.inf
+            and (self.is_convex_when_clipped or self.clip_norm == math.inf)
+        )
 
     def constants(self, own_weight: float | None = None) -> dict[str, Constant]:
         """Every finite number with what enforces it; with the learner's own weight, where that matters."""
-        values = {name: float(getattr(self, name)) for name in _NUMBERS}
+        values = {name: float(getattr(self, name)) for name in _CONSTANT_NAMES}
         if own_weight is not None:
             values["own_weight"] = own_weight
         return {name: Constant(value, _ENFORCED_BY[name]) for name, value in values.items() if value < math.inf}

@@ -11,14 +11,14 @@ import numpy as np
 from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.dataset import Dataset
-from sottovoce_core.data.encoding import alike
+from sottovoce_core.data.encoding import describe_similar_labels
 from sottovoce_core.data.schedule import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.running.run import Run, build_run, find_first_round_above, format_above
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import abbreviate_names
 
-_FEW = 0.01
+_MAX_IDLE_SHARE = 0.01
 """Share of the rounds that a learner may be without records at the end: so far records that are dealt evenly differ."""
 MAX_ACCOUNTED_ROUNDS = 100_000
 """Rounds of live records that are priced before they come."""
@@ -34,7 +34,7 @@ def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
         data: its records, of which only the numbers by round matter.
     """
     spec = run.spec
-    if spec.privacy.budget is None or spec.endless:
+    if spec.privacy.budget is None or spec.is_unbounded:
         return
     budgets = [spec.get_budget(i) or math.inf for i in range(spec.n_learners)]
     losses = [_losses(run, data, i) for i in range(spec.n_learners)]
@@ -60,9 +60,9 @@ def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
 def _losses(run: Run, data: PlacedData, learner: int) -> FloatArray:
     """`(rounds,)` epsilon of each message until the learner's last round."""
     own = data.learners[learner]
-    if run.spec.data.live and not own.offsets[-1]:  # nobody knows yet how many come
+    if run.spec.data.is_live and not own.offsets[-1]:  # nobody knows yet how many come
         return run.planned_losses(learner, MAX_ACCOUNTED_ROUNDS)
-    return run.algorithm.accountant(learner).losses(np.diff(own.offsets))[: run.attendance(learner).end]
+    return run.algorithm.accountant(learner).losses(np.diff(own.offsets))[: run.participation(learner).end]
 
 
 def _fits(run: Run, data: PlacedData, rounds: int) -> bool:
@@ -98,7 +98,7 @@ def _rounded_up(value: float) -> float:
     return float(f"{math.ceil(value / unit) * unit:.3g}")
 
 
-def cautions(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
+def find_data_warnings(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
     """None of them makes a run unsafe, or costs anything.
 
     Args:
@@ -118,8 +118,10 @@ def _ended(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWar
     short = dict[int, int]()
     for i, own in enumerate(data.learners):
         last = int(np.searchsorted(own.offsets, own.offsets[-1]))  # rounds until all are learned
-        idle = np.count_nonzero(spec.roster.attendance(i, spec.rounds).mask()[last:])
-        if idle > max(1, _FEW * spec.rounds):  # the last round shows in no message, and `init` may leave it empty
+        idle = np.count_nonzero(spec.participation.learner_participation(i, spec.rounds).mask()[last:])
+        if idle > max(
+            1, _MAX_IDLE_SHARE * spec.rounds
+        ):  # the last round shows in no message, and `init` may leave it empty
             short[i] = last
     if not short or (not dealt and len(short) < spec.n_learners):
         return
@@ -142,7 +144,7 @@ def _classes(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunW
     loss, texts = spec.loss, dataset.class_names
     if loss.n_classes is None or dataset.classes is None or not texts:
         return
-    if told := alike(texts):
+    if told := describe_similar_labels(texts):
         yield RunWarning("LABELS_ALIKE", f"labels {told}")
     labels = np.concatenate([*(own.labels for own in data.learners), data.test_labels])
     if (labels == labels[0]).all():
@@ -152,7 +154,7 @@ def _classes(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunW
             f"all records have the same class ({only}): there is nothing to tell apart, and an accuracy near 1 is no merit; "
             "bring records of another class",
         )
-    elif loss.binary and spec.data.positive is None and len(texts) > 2:
+    elif loss.has_binary_labels and spec.data.positive is None and len(texts) > 2:
         yield RunWarning(
             "CLASSES_JOINED",
             f"{len(texts)} labels under the {loss.kind} loss, which has two classes: {_read_as(texts, dataset)}; take loss: "

@@ -37,10 +37,10 @@ from sottovoce_core.running.simulator import SimulatedRound
 CHECKPOINTS = 25
 """Rounds at which a run is measured by default."""
 
-PART = 2**21
+MAX_CHUNK_ELEMENTS = 2**21
 """Numbers (decisions times records) that are computed at a time, at most: 16 MiB."""
 
-MOST_STEPS = 5_000
+MAX_OPTIMISER_STEPS = 5_000
 _TOLERANCE = 1e-9
 """Where the search for a minimiser stops: the length of the projected gradient of a mean loss."""
 
@@ -100,12 +100,18 @@ class _Objective:
         Raises:
             SpecError: the loss is not convex, or SciPy is missing.
         """
-        if not self.loss.convex:
+        if not self.loss.is_convex:
             raise SpecError("the minimiser of a loss that is not convex cannot be computed")
         minimize = import_optional("scipy.optimize", "SciPy", "regret or tracking error").minimize
         mean = _Mean(self)
         bounds = [(decision_set.low, decision_set.high)] * len(start) if isinstance(decision_set, Box) else None
-        options = {"maxiter": MOST_STEPS, "maxfun": 2 * MOST_STEPS, "ftol": 1e-15, "gtol": _TOLERANCE, "maxcor": 20}
+        options = {
+            "maxiter": MAX_OPTIMISER_STEPS,
+            "maxfun": 2 * MAX_OPTIMISER_STEPS,
+            "ftol": 1e-15,
+            "gtol": _TOLERANCE,
+            "maxcor": 20,
+        }
         found = minimize(mean.value_and_gradient, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
         free: FloatArray = np.asarray(found.x, dtype=np.float64)
         inside = decision_set.project(free)
@@ -149,7 +155,7 @@ class _Mean:
 def _descend(mean: _Mean, decision_set: DecisionSet, start: FloatArray) -> FloatArray:
     """Accelerated projected gradient (FISTA) with backtracking, restarted where the momentum points uphill."""
     here, ahead, momentum, step = start, start, 1.0, 1.0
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_OPTIMISER_STEPS):
         value, gradient = mean.value_and_gradient(ahead)
         while True:
             there = decision_set.project(ahead - step * gradient)
@@ -170,7 +176,7 @@ def _descend(mean: _Mean, decision_set: DecisionSet, start: FloatArray) -> Float
 
 def _parts(vectors: int, records: int) -> Iterator[slice]:
     """Slices of the decisions such that decisions times records stay within `PART`."""
-    size = max(PART // max(records, 1), 1)
+    size = max(MAX_CHUNK_ELEMENTS // max(records, 1), 1)
     return (slice(first, first + size) for first in range(0, vectors, size))
 
 
@@ -205,7 +211,7 @@ class Curve:
         return error
 
     @property
-    def final(self) -> float:
+    def final_mean(self) -> float:
         """Its last mean."""
         return float(self.mean[-1])
 
@@ -224,12 +230,12 @@ class Curves:
 
     rounds: IntArray
     curves: Mapping[str, Curve]
-    with_records: FloatArray
+    rounds_with_records: FloatArray
 
     @property
     def has_records_in_all_rounds(self) -> bool:
         """Whether every measured round brought records to every learner."""
-        return bool(np.array_equal(self.with_records, self.rounds))
+        return bool(np.array_equal(self.rounds_with_records, self.rounds))
 
     def __getitem__(self, name: str) -> Curve:
         return self.curves[name]
@@ -251,9 +257,11 @@ class Metrics:
         dynamic: also compute the dynamic regret, which needs a minimiser in every round.
     """
 
-    def __init__(self, run: Run, data: PlacedData, *, at: Iterable[int] | None = None, dynamic: bool = False) -> None:
-        self._loss, self._set, self._roster = run.loss, run.spec.decision_set, run.spec.roster
-        self._at = set(_checkpoints(run.spec.rounds).tolist() if at is None else at)
+    def __init__(
+        self, run: Run, data: PlacedData, *, checkpoints: Iterable[int] | None = None, dynamic: bool = False
+    ) -> None:
+        self._loss, self._set, self._roster = run.loss, run.spec.decision_set, run.spec.participation
+        self._at = set(_checkpoints(run.spec.rounds).tolist() if checkpoints is None else checkpoints)
         self._dynamic = dynamic
         self._records = _Records.of(run.loss, data)
         self._test = _Test.of(run.loss, data)
@@ -263,40 +271,40 @@ class Metrics:
         self._best: FloatArray | None = None
         self._measured: list[tuple[int, float, dict[str, FloatArray]]] = []
 
-    def take(self, step: SimulatedRound) -> None:
+    def add_round(self, step: SimulatedRound) -> None:
         """Take in one round; rounds come in order, each once."""
         theirs = self._records.of_round(step.t)
         self._counted += self._records.having(step.t)
         if len(theirs.labels):
-            self._total = self._total + _each(theirs.values, step.before)
-            if self._dynamic and self._loss.convex:
-                best = theirs.minimiser(self._set, step.before.mean(axis=(0, 1)))
+            self._total = self._total + _each(theirs.values, step.decisions_before)
+            if self._dynamic and self._loss.is_convex:
+                best = theirs.minimiser(self._set, step.decisions_before.mean(axis=(0, 1)))
                 self._least += float(theirs.values(best[None])[0])
         if step.t + 1 in self._at:
-            self._measured.append((step.t + 1, self._counted / len(step.before), self._measure(step)))
+            self._measured.append((step.t + 1, self._counted / len(step.decisions_before), self._measure(step)))
 
     @property
     def curves(self) -> Curves:
         """What was measured so far."""
         names = self._measured[0][2] if self._measured else {}
         rounds = np.array([rounds for rounds, _, _ in self._measured], dtype=np.int64)
-        there = np.array([self._roster.there(t - 1) for t in rounds.tolist()])
+        there = np.array([self._roster.participant_mask(t - 1) for t in rounds.tolist()])
         curves = {name: _curve([values[name] for _, _, values in self._measured], there) for name in names}
         return Curves(rounds, curves, np.array([counted for _, counted, _ in self._measured]))
 
     def _measure(self, step: SimulatedRound) -> dict[str, FloatArray]:
         """`(learners, replicas)` each, or `(replicas,)` for what is one number of the network, of those who are there."""
-        there = self._roster.there(step.t)
-        total = np.broadcast_to(self._total, step.before.shape[:2])
-        apart = step.after - step.after[there].mean(axis=0)
+        there = self._roster.participant_mask(step.t)
+        total = np.broadcast_to(self._total, step.decisions_before.shape[:2])
+        apart = step.decisions_after - step.decisions_after[there].mean(axis=0)
         found = {
             "average_loss": total / (self._counted or math.nan),
             "consensus_error": np.linalg.norm(apart[there], axis=-1).mean(axis=0),
         }
-        if self._loss.convex:
+        if self._loss.is_convex:
             found |= self._against_optimum(step, total, there)
         if self._test is not None:
-            found |= self._test.scores(step.after)
+            found |= self._test.scores(step.decisions_after)
         if there.all():
             return found
         return {
@@ -306,19 +314,19 @@ class Metrics:
     def _against_optimum(self, step: SimulatedRound, total: FloatArray, there: Mask) -> dict[str, FloatArray]:
         mean, whole = self._records.until(step.t)
         if not len(mean.labels):
-            best, least = np.full(step.before.shape[-1], math.nan), 0.0
-            now = np.full(step.before.shape[:2], math.nan)
+            best, least = np.full(step.decisions_before.shape[-1], math.nan), 0.0
+            now = np.full(step.decisions_before.shape[:2], math.nan)
         else:
-            start = step.before.mean(axis=(0, 1)) if self._best is None else self._best
+            start = step.decisions_before.mean(axis=(0, 1)) if self._best is None else self._best
             self._best = best = mean.minimiser(self._set, start)
-            now = _each(mean.values, step.before) - mean.values(best[None])[0]
+            now = _each(mean.values, step.decisions_before) - mean.values(best[None])[0]
             shared = np.allclose(mean.shares(), whole.shares(), rtol=1e-9)
             comparator = best if shared else whole.minimiser(self._set, best)
             least = float(whole.values(comparator[None])[0])
         found = {
             "instantaneous_regret": now,
-            "tracking_error": np.linalg.norm(step.before - best, axis=-1),
-            "tracking_error_of_mean": np.linalg.norm(step.before[there].mean(axis=0) - best, axis=-1),
+            "tracking_error": np.linalg.norm(step.decisions_before - best, axis=-1),
+            "tracking_error_of_mean": np.linalg.norm(step.decisions_before[there].mean(axis=0) - best, axis=-1),
             "static_regret": total - least,
         }
         if self._dynamic:
@@ -356,7 +364,7 @@ class _Records:
 
     @classmethod
     def of(cls, loss: Loss, data: PlacedData) -> _Records:
-        features, labels = loss.enforce(
+        features, labels = loss.enforce_bounds(
             np.concatenate([each.features for each in data.learners]),
             np.concatenate([each.labels for each in data.learners]),
         )

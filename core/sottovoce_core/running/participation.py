@@ -26,14 +26,14 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from sottovoce_core.algorithms.interface import Algorithm, Clippable, StackedMessages, LocalMessages, Message
+from sottovoce_core.algorithms.interface import Algorithm, Clippable, LocalMessages, Message, StackedMessages
 from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import AssumptionViolated, DataError, FailedPrecondition, SpecError, require
-from sottovoce_core.explaining import lines_of
+from sottovoce_core.explaining import format_validation_errors
 from sottovoce_core.network.network import Network
-from sottovoce_core.network.roster import OfflineInterval, Mask, ParticipationSchedule
+from sottovoce_core.network.roster import Mask, OfflineInterval, ParticipationSchedule
 from sottovoce_core.noise import NoiseSource, no_noise
 from sottovoce_core.noise.draw import NoiseRequest
 from sottovoce_core.privacy.accountant import Accountant
@@ -53,8 +53,8 @@ def update_offline_state(algorithm: Algorithm[StateT], state: StateT, nothing: B
         state: before the round.
         nothing: the round's records, of which there are none.
     """
-    spoken, _ = algorithm.speak(state, no_noise)
-    return algorithm.listen(spoken, LocalMessages({}, {}, 1.0), nothing)
+    spoken, _ = algorithm.emit(state, no_noise)
+    return algorithm.update(spoken, LocalMessages({}, {}, 1.0), nothing)
 
 
 def mask_offline_noise(noise: NoiseSource, there: Mask) -> NoiseSource:
@@ -66,7 +66,7 @@ def mask_offline_noise(noise: NoiseSource, there: Mask) -> NoiseSource:
     return of_those
 
 
-def unsaid(message: Message, there: Mask) -> Message:
+def mask_offline_messages(message: Message, there: Mask) -> Message:
     """What all learners say, not-a-number for those who are away."""
     said = there.reshape(-1, 1, 1)
     return Message({name: np.where(said, value, np.nan) for name, value in message.fields.items()})
@@ -79,9 +79,9 @@ def require_no_records(data: PlacedData, roster: ParticipationSchedule, rounds: 
         DataError: there are records for such a round.
     """
     found = list[str]()
-    for i, own in enumerate(data.learners) if roster.absences else ():
+    for i, own in enumerate(data.learners) if roster.offline_intervals else ():
         busy = np.diff(own.offsets[: rounds + 1]) > 0
-        if (wrong := np.flatnonzero(busy & ~roster.attendance(i, len(busy)).mask())).size:
+        if (wrong := np.flatnonzero(busy & ~roster.learner_participation(i, len(busy)).mask())).size:
             found.append(f"{roster.names[i]} in round {wrong[0]}")
     if found:
         raise DataError(
@@ -93,7 +93,7 @@ def require_no_records(data: PlacedData, roster: ParticipationSchedule, rounds: 
 # ---- amending --------------------------------------------------------------------------------------------------------
 
 
-def without(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | None = None) -> RunSpec:
+def remove_learner(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | None = None) -> RunSpec:
     """The spec where a learner is away for good from round `t` on.
 
     Args:
@@ -106,7 +106,7 @@ def without(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | No
         FailedPrecondition: it is away already.
         SpecError: nobody would be there.
     """
-    if spec.roster.attendance(spec.names.index(learner), spec.rounds).end <= t and not unheard:
+    if spec.participation.learner_participation(spec.names.index(learner), spec.rounds).end <= t and not unheard:
         raise FailedPrecondition(f"{learner} is away from round {t} on as it is")
     others = [each for each in spec.absences if each.learner != learner]
     own = sorted((each for each in spec.absences if each.learner == learner), key=lambda each: each.first_round)
@@ -118,7 +118,7 @@ def without(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | No
     return _with(spec, [*others, *before, OfflineInterval(learner=learner, first_round=first, unheard=last)])
 
 
-def with_learner(spec: RunSpec, learner: str, t: int) -> RunSpec:
+def add_learner(spec: RunSpec, learner: str, t: int) -> RunSpec:
     """The spec where a learner that was never there takes part from round `t` on.
 
     Not one that was there: its records are placed in the rounds of the spec, and those of rounds to come may have been brought.
@@ -126,7 +126,7 @@ def with_learner(spec: RunSpec, learner: str, t: int) -> RunSpec:
     Raises:
         FailedPrecondition: it has no place that was kept for it.
     """
-    if spec.roster.attendance(spec.names.index(learner), spec.rounds).stretches:
+    if spec.participation.learner_participation(spec.names.index(learner), spec.rounds).intervals:
         raise FailedPrecondition(
             "only who has a place in the spec and no round yet joins a run under way "
             f"(`absences: [{{learner: {learner}}}]`), and {learner} has some: start a new run"
@@ -141,10 +141,16 @@ def _with(spec: RunSpec, absences: list[OfflineInterval]) -> RunSpec:
     try:
         return RunSpec.model_validate(document, context={"imports": True})
     except ValidationError as error:
-        raise SpecError("; ".join(lines_of(error, document, RunSpec))) from None
+        raise SpecError("; ".join(format_validation_errors(error, document, RunSpec))) from None
 
 
-def require_valid_reconfiguration(before: ParticipationSchedule, after: ParticipationSchedule, learner: int, said: int, done: int) -> None:
+def require_valid_reconfiguration(
+    before: ParticipationSchedule,
+    after: ParticipationSchedule,
+    learner: int,
+    committed_rounds: int,
+    learned_rounds: int,
+) -> None:
     """A learner's rounds that are over must be what they were.
 
     Args:
@@ -157,15 +163,17 @@ def require_valid_reconfiguration(before: ParticipationSchedule, after: Particip
         SpecError: one of them would be another one.
     """
     for t in sorted({0, *before.changes, *after.changes}):
-        if t < done and _heard(before, learner, t) != _heard(after, learner, t):
+        if t < learned_rounds and _heard(before, learner, t) != _heard(after, learner, t):
             raise SpecError(f"round {t} of this learner is over, and would have other neighbours: start a new run")
-    if said > done and before.is_participating(learner, done) != after.is_participating(learner, done):
-        raise SpecError(f"round {done} was said by this learner, which would be away in it: start a new run")
+    if committed_rounds > learned_rounds and before.is_participating(learner, learned_rounds) != after.is_participating(
+        learner, learned_rounds
+    ):
+        raise SpecError(f"round {learned_rounds} was said by this learner, which would be away in it: start a new run")
 
 
 def _heard(roster: ParticipationSchedule, learner: int, t: int) -> tuple[object, ...]:
     """What the weights that a learner gives in a round follow from."""
-    there = roster.there(t)
+    there = roster.participant_mask(t)
     return there.tobytes(), {i for i in roster.lost_senders(learner, t) if there[i]}
 
 
@@ -174,28 +182,32 @@ def _heard(roster: ParticipationSchedule, learner: int, t: int) -> tuple[object,
 USED_ROUNDS_FIELD = "used_rounds"
 """The field: for each neighbour that is heard, by ascending index, the round whose message was used; `NONE` beyond them, and
 before the first update."""
-NONE = -1.0
+NO_ROUND = -1.0
 
 
-def slots(network: Network) -> int:
+def compute_used_rounds_width(network: Network) -> int:
     """Numbers in the field: as many as the learner that hears most hears others; one where nobody hears anybody."""
-    return max(int(np.count_nonzero(network.at(0).neighbours, axis=1).max()), 1)
+    return max(int(np.count_nonzero(network.mixing(0).neighbour_weights, axis=1).max()), 1)
 
 
 def encode_used_rounds(rounds: Sequence[float], width: int) -> FloatArray:
     """The field `(width,)`, where these rounds were used."""
-    field = np.full(width, NONE)
+    field = np.full(width, NO_ROUND)
     field[: len(rounds)] = rounds
     return field
 
 
 def encode_punctual_rounds(network: Network, t: int) -> FloatArray:
     """`(learners, width)`: what learners say in round t if nobody was late in the one before."""
-    heard, width = np.count_nonzero(network.at(0).neighbours, axis=1), slots(network)
-    return np.array([encode_used_rounds([t - 1.0] * count if t else [], width) for count in heard.tolist()]).reshape(-1, width)
+    heard, width = np.count_nonzero(network.mixing(0).neighbour_weights, axis=1), compute_used_rounds_width(network)
+    return np.array([encode_used_rounds([t - 1.0] * count if t else [], width) for count in heard.tolist()]).reshape(
+        -1, width
+    )
 
 
-def check_bounded_staleness(accountant: Accountant, name: str, shapes: Sequence[str], network: Network) -> Iterator[RunWarning]:
+def check_bounded_staleness(
+    accountant: Accountant, name: str, shapes: Sequence[str], network: Network
+) -> Iterator[RunWarning]:
     """Check that a run may go on without late neighbours, and yield what that costs.
 
     Args:
@@ -237,14 +249,14 @@ class StalenessStatistics:
         rounds: the oldest was of so many rounds before.
     """
 
-    share: float
-    rounds: int
+    stale_share: float
+    max_lag_rounds: int
 
 
 def measure_staleness(said: FloatArray) -> StalenessStatistics:
     """Of a run, by what learners said of it, `(rounds, learners, replicas, width)`."""
     own = np.arange(-1, len(said) - 1).reshape(-1, 1, 1, 1)
-    lags = (own - said)[np.isfinite(said) & (said != NONE)]
+    lags = (own - said)[np.isfinite(said) & (said != NO_ROUND)]
     return StalenessStatistics(float((lags > 0).mean()), int(lags.max())) if lags.size else StalenessStatistics(0.0, 0)
 
 
@@ -257,15 +269,15 @@ class StaleStackedMessages(StackedMessages):
         earlier: field name to `(rounds, learners, replicas, dim)`.
     """
 
-    used: FloatArray
-    earlier: dict[str, list[FloatArray]]
+    used_rounds: FloatArray
+    message_history: dict[str, list[FloatArray]]
 
     def _sum(self, weights: FloatArray, name: str) -> FloatArray:
-        said = self.earlier[name]
+        said = self.message_history[name]
         mixed = np.zeros_like(said[-1])
         for i, row in enumerate(weights):
             for k, j in enumerate(np.flatnonzero(row)):
-                mixed[i] += row[j] * said[int(self.used[i, k])][j]
+                mixed[i] += row[j] * said[int(self.used_rounds[i, k])][j]
         return mixed
 
 
@@ -282,7 +294,7 @@ class Clipping:
 
     bounds: Callable[[int, int], Mapping[str, float]] | None = None
 
-    def of(self, sender: int, t: int, message: Message) -> Message:
+    def clip(self, sender: int, t: int, message: Message) -> Message:
         """One learner's message of a round; fields `(..., dim)`."""
         if self.bounds is None:
             return message
@@ -299,7 +311,7 @@ class Clipping:
         return Message({name: np.clip(value, -limits[name], limits[name]) for name, value in message.fields.items()})
 
 
-def clipping(spec: RunSpec, algorithm: Algorithm[Any]) -> Clipping:
+def build_clipping(spec: RunSpec, algorithm: Algorithm[Any]) -> Clipping:
     """What a run does with its messages.
 
     Raises:
@@ -311,7 +323,9 @@ def clipping(spec: RunSpec, algorithm: Algorithm[Any]) -> Clipping:
     instead = "set misconduct to stop"
     if not isinstance(algorithm, Clippable):
         text = "messages can be clipped only where they are decisions with noise on them, and those of"
-        raise AssumptionViolated(code, f"{text} {name} are not: nothing bounds what a correct neighbour may say; {instead}")
+        raise AssumptionViolated(
+            code, f"{text} {name} are not: nothing bounds what a correct neighbour may say; {instead}"
+        )
     text = "messages can be clipped only where the guarantee holds whatever is heard, and that of"
     require(algorithm.accountant(0).is_valid_for_any_messages, code, f"{text} {name} does not say so; {instead}")
     bounded = all(map(math.isfinite, algorithm.clip_bounds(0, 0).values()))

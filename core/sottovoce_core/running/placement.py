@@ -16,12 +16,12 @@ from sottovoce_core.data.schedule import LearnerData, PlacedData
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.network.roster import Mask
-from sottovoce_core.registry import LARGEST
+from sottovoce_core.registry import MAX_MAGNITUDE
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import abbreviate_names
 
 
-def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
+def place_data(spec: RunSpec, dataset: Dataset) -> PlacedData:
     """Hold a part out, scale by it, and give every learner its records round by round.
 
     Placement that the dataset carries is kept exactly: a `learner` column replaces the partition, a `round` column
@@ -43,11 +43,11 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
 
     def placed(mine: IntArray, rng: np.random.Generator, learner: int = 0) -> LearnerData:
         shuffled = rng.permutation(len(mine)) if data.order == "shuffled" else np.arange(len(mine))
-        part = spec.roster.attendance(learner, spec.rounds).mask()
+        part = spec.participation.learner_participation(learner, spec.rounds).mask()
         timetable = _fill(shuffled, data, part) if rounds is None else _keep(shuffled, rounds[mine], part)
         return LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable)
 
-    if dataset.learner is None and data.partition.shared:
+    if dataset.learner is None and data.partition.is_shared:
         if spec.absences:
             raise SpecError(
                 "absences: data.partition shared gives all learners the same records in all rounds: leave one out"
@@ -69,7 +69,7 @@ def create_empty_live_data(spec: RunSpec) -> PlacedData:
     return _live(spec, [nothing] * spec.n_learners)
 
 
-def foreseen(spec: RunSpec, rate: float) -> PlacedData:
+def estimate_live_data(spec: RunSpec, rate: float) -> PlacedData:
     """The data of a run of live records, if they come evenly, each of them once. What they say nobody knows.
 
     Args:
@@ -87,7 +87,7 @@ def foreseen(spec: RunSpec, rate: float) -> PlacedData:
             f"rounds and records must be at most {MAX_ARRAY_ELEMENTS} each: look at fewer rounds, got {spec.rounds}"
         )
     counts = np.diff(np.ceil(np.arange(spec.rounds + 1) * rate)).astype(np.int64)
-    parts = [spec.roster.attendance(i, spec.rounds).mask() for i in range(spec.n_learners)]
+    parts = [spec.participation.learner_participation(i, spec.rounds).mask() for i in range(spec.n_learners)]
     return _live(spec, [np.concatenate([[0], np.cumsum(counts * part)]) for part in parts])
 
 
@@ -134,15 +134,15 @@ class FeatureTransform:
         if self.shift is not None and self.width is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 features = (features - self.shift) / self.width
-            if not (np.abs(features) <= LARGEST).all():
+            if not (np.abs(features) <= MAX_MAGNITUDE).all():
                 raise DataError(
-                    f"scaled features must be between -{LARGEST:g} and {LARGEST:g}, got larger ones: some column has other "
+                    f"scaled features must be between -{MAX_MAGNITUDE:g} and {MAX_MAGNITUDE:g}, got larger ones: some column has other "
                     "sizes of numbers than its held-out part; rescale it first"
                 )
         return _with_intercept(features) if self.intercept else np.asarray(features)
 
 
-def preparation(data: DataSpec, dataset: Dataset) -> FeatureTransform:
+def fit_feature_transform(data: DataSpec, dataset: Dataset) -> FeatureTransform:
     """How rows of a source are made ready for a run of these records.
 
     Raises:
@@ -228,7 +228,10 @@ def _nothing_for(spec: RunSpec, learners: Sequence[int], dataset: Dataset) -> st
         if dataset.learner is not None
         else "take fewer learners, a milder data.partition (iid, a larger concentration), another seed or more data"
     )
-    who, get = abbreviate_names([f"{spec.names[i]} (index {i})" for i in learners]), "gets" if len(learners) == 1 else "get"
+    who, get = (
+        abbreviate_names([f"{spec.names[i]} (index {i})" for i in learners]),
+        "gets" if len(learners) == 1 else "get",
+    )
     return f"every learner must get at least one record, and {who} {get} none: {advice}"
 
 

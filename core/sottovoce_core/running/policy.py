@@ -22,20 +22,20 @@ from sottovoce_core.algorithms import ALGORITHMS
 from sottovoce_core.algorithms.setting import RunWarning
 from sottovoce_core.errors import SpecError
 from sottovoce_core.explaining import explain
-from sottovoce_core.privacy.guarantee import Event, GuaranteeBasis, ThreatModel
+from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, ThreatModel
 from sottovoce_core.registry import Count, Positive, Section
 from sottovoce_core.running.run import Run, build_run, format_above
 from sottovoce_core.spec import LEARNER_NAME_PATTERN, RunSpec, find_imports
-from sottovoce_core.yaml_files import parse_document, text_of, write_yaml
+from sottovoce_core.yaml_files import parse_document, read_text_file, write_yaml
 
 MAX_POLICY_BYTES = 64 * 1024
 """Bytes of a policy's file: a few lines, and nobody's records."""
 MAX_ACCOUNTED_ROUNDS = 100_000
 """Rounds of a run that are priced before it begins: the limit holds while it goes on in any case."""
-DAYS = 30
+DAYS_PER_MONTH = 30
 """What a month is: so many days, whichever they are."""
 
-_ADJACENCIES = (Event.RECORD, Event.ROUND, Event.LEARNER)
+_ADJACENCIES = (Adjacency.RECORD, Adjacency.ROUND, Adjacency.LEARNER)
 _THREAT_MODELS = (ThreatModel.OUTPUT, ThreatModel.NEIGHBOUR, ThreatModel.WIRE)
 """From the weakest promise to the strongest: each covers those before it."""
 
@@ -94,7 +94,7 @@ class GuaranteeRequirements(Section):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    adjacency: Event = Event.RECORD
+    adjacency: Adjacency = Adjacency.RECORD
     """What two data sets that must look alike may differ in, at least: `record` (one use of one record), `round` (all records of
     a round) or `learner` (all records of the learner). Each covers those before it."""
     threat_model: ThreatModel = ThreatModel.WIRE
@@ -161,7 +161,7 @@ class Policy(Section):
             recorded=() if spec.capture == "none" else (spec.capture,),
             most_features=None,
             most_parameters=None,
-            most_rounds=None if spec.endless else spec.rounds,
+            most_rounds=None if spec.is_unbounded else spec.rounds,
             most_learners=spec.n_learners,
         )
 
@@ -174,7 +174,7 @@ class Policy(Section):
         """
         if path is None:
             return cls()
-        text = text_of(path, "a policy", MAX_POLICY_BYTES)
+        text = read_text_file(path, "a policy", MAX_POLICY_BYTES)
         if not text.strip():
             raise SpecError(f"{path}: a policy must be a mapping of clauses, got an empty file; {_DEFAULT_POLICY_HINT}")
         document = parse_document(text, str(path), "a policy")
@@ -221,7 +221,7 @@ class Policy(Section):
         n_features: int,
         learner: int,
         *,
-        mirrored: bool = False,
+        is_mirrored: bool = False,
         build: Callable[[RunSpec, int], Run] = build_run,
     ) -> Run:
         """The run, where a learner may take part in it.
@@ -237,8 +237,8 @@ class Policy(Section):
             SpecError: it may not, with all clauses that say so; or as `build_run`.
         """
         sizes, run = list(self._sizes(spec, n_features)), None
-        findings = [*sizes, *self._terms(spec, mirrored=mirrored)]
-        if all(each.fits for each in sizes):  # else it is too large to be built
+        findings = [*sizes, *self._terms(spec, mirrored=is_mirrored)]
+        if all(each.is_satisfied for each in sizes):  # else it is too large to be built
             run = build(spec, n_features)
             findings += self._promises(run, learner)
         self._require(findings)
@@ -259,7 +259,9 @@ class Policy(Section):
     def _sizes(self, spec: RunSpec, n_features: int) -> Iterator[_Finding]:
         yield _at_most("most_features", self.most_features, n_features)
         yield _at_most("most_parameters", self.most_parameters, spec.loss.dim(n_features))
-        yield _at_most("most_rounds", self.most_rounds, spec.rounds, "rounds without an end" if spec.endless else "")
+        yield _at_most(
+            "most_rounds", self.most_rounds, spec.rounds, "rounds without an end" if spec.is_unbounded else ""
+        )
         yield _at_most("most_learners", self.most_learners, spec.n_learners)
 
     def _terms(self, spec: RunSpec, *, mirrored: bool = False) -> Iterator[_Finding]:
@@ -278,21 +280,23 @@ class Policy(Section):
     def _promises(self, run: Run, learner: int) -> Iterator[_Finding]:
         """What a run promises of a learner's messages, and what it costs."""
         accountant, least = run.algorithm.accountant(learner), self.guarantees
-        grounds, event = accountant.grounds, accountant.event
+        grounds, event = accountant.basis, accountant.adjacency
         yield _at_least("adjacency", least.adjacency, event, _ADJACENCIES)
         yield _at_least("threat_model", least.threat_model, grounds.threat_model, _THREAT_MODELS)
         stated = grounds.proof != GuaranteeBasis().proof
         yield _Finding("guarantees.proof", str(least.proof).lower(), grounds.proof, stated or not least.proof)
         if (limit := self.epsilon_per_run) is None:
-            yield _Finding("epsilon_per_run", _NO_LIMIT, "not priced", fits=True)
+            yield _Finding("epsilon_per_run", _NO_LIMIT, "not priced", is_satisfied=True)
         else:
             cost = _planned_cost(run, learner, limit)
             yield _Finding("epsilon_per_run", f"{limit:.6g}", format_above(cost, limit), cost <= limit)
 
     def _require(self, findings: Iterable[_Finding]) -> None:
         """Raises `SpecError` with every finding that does not fit."""
-        if refused := [each for each in findings if not each.fits]:
-            told = "; and ".join(f"{each.clause} {each.allows}, the spec asks for {each.asks}" for each in refused)
+        if refused := [each for each in findings if not each.is_satisfied]:
+            told = "; and ".join(
+                f"{each.clause} {each.allowed_value}, the spec asks for {each.requested_value}" for each in refused
+            )
             raise SpecError(f"the owner's policy ({self._source}) allows {told}; {_remedy(refused)}")
 
 
@@ -308,7 +312,7 @@ def find_default_policy_warnings(run: Run) -> Iterator[RunWarning]:
         )
 
 
-def accepted(identities: tuple[str, ...] | None) -> tuple[str, ...]:
+def extract_identity_names(identities: tuple[str, ...] | None) -> tuple[str, ...]:
     """The names of a clause that names identities of one role; a single empty one: any."""
     return ("",) if identities is None else tuple(each.partition("/")[2] for each in identities)
 
@@ -326,10 +330,10 @@ class _Finding:
     """
 
     clause: str
-    allows: str
-    asks: str
-    fits: bool
-    enough: str = ""
+    allowed_value: str
+    requested_value: str
+    is_satisfied: bool
+    sufficient_value: str = ""
 
 
 _DEFAULT_POLICY_HINT = "`sottovoce policy` prints one to begin with"
@@ -360,10 +364,8 @@ def _at_most(clause: str, limit: int | None, asked: int, shown: str = "") -> _Fi
 
 def _remedy(refused: Sequence[_Finding]) -> str:
     """What the owner would do who wants the run."""
-    if all(each.enough for each in refused):
-        return (
-            f"{' and '.join(f'`{each.clause}: {each.enough}`' for each in refused)} in the file of --policy allows it"
-        )
+    if all(each.sufficient_value for each in refused):
+        return f"{' and '.join(f'`{each.clause}: {each.sufficient_value}`' for each in refused)} in the file of --policy allows it"
     return "an owner who can answer for it sets other clauses in the file of --policy (`sottovoce policy` prints them)"
 
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import LocalMessages, Message, Who, HiddenNoiseAlgorithm
+from sottovoce_core.algorithms.interface import HiddenNoiseAlgorithm, LocalMessages, Message, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray
-from sottovoce_core.data import LearnerData, stack
+from sottovoce_core.data import LearnerData, stack_batches
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.noise import NoiseSource, no_noise
 from sottovoce_core.running.participation import update_offline_state
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
-from sottovoce_core.text import called
+from sottovoce_core.text import format_learner_name
 
 
 class Replay:
@@ -45,23 +45,23 @@ class Replay:
 
     def __init__(self, run: Run, learner: int, replicas: int = 1, worlds: int = 1) -> None:
         self.run, self.learner = run, learner
-        self.t, self.known = 0, True
-        self.heard: Mapping[int, Message] = {}
-        self._attendance = run.attendance(learner)
+        self.t, self.is_known = 0, True
+        self.received_messages: Mapping[int, Message] = {}
+        self._attendance = run.participation(learner)
         self._shape = worlds, replicas
         # What it says is overheard before it learns the round's records: decisions may be made in between.
-        self._state: Any = run.algorithm.start(Who((learner,) * worlds, replicas))
+        self._state: Any = run.algorithm.init(StateAxes((learner,) * worlds, replicas))
         self._spoken = self._state
 
     @property
-    def silent(self) -> bool:
+    def is_offline(self) -> bool:
         """Whether it is away in this round, and says nothing."""
         return self.t not in self._attendance
 
     @property
-    def concerned(self) -> frozenset[int]:
+    def required_senders(self) -> frozenset[int]:
         """Whose messages of this round `step` needs: its own, and those that it hears."""
-        return frozenset({self.learner, *self.run.network.at(self.t).heard_by(self.learner)})
+        return frozenset({self.learner, *self.run.network.mixing(self.t).in_neighbour_weights(self.learner)})
 
     @property
     def decision(self) -> FloatArray:
@@ -76,16 +76,16 @@ class Replay:
         decision = self.run.algorithm.decision(self._state)
         return np.broadcast_to(decision, (*self._shape, decision.shape[-1]))
 
-    def says(self, noise: NoiseSource) -> Message:
+    def emit(self, noise: NoiseSource) -> Message:
         """What it would say now with this noise; fields `(worlds, replicas, dim)`."""
-        _, message = self.run.algorithm.speak(self._state, noise)
+        _, message = self.run.algorithm.emit(self._state, noise)
         return message
 
-    def density(self, said: Message) -> FloatArray:
+    def log_density(self, said: Message) -> FloatArray:
         """`(worlds, replicas)` log density of saying this now; fields `(1, replicas, dim)`. 0 where it is away."""
-        if self.silent:
+        if self.is_offline:
             return np.zeros(self._shape)
-        _, density = self.run.algorithm.overheard(self._state, said)
+        _, density = self.run.algorithm.replay(self._state, said)
         return self._by_world(density)
 
     def step(self, messages: Mapping[int, Message], *batches: Batch) -> FloatArray | None:
@@ -100,24 +100,24 @@ class Replay:
             `(worlds, replicas)` log density of what it said, 0 where it is away. None: that is not known, nor anything of
             later rounds, for it was not overheard itself, or its state was lost before.
         """
-        if self.known and self.silent:
+        if self.is_known and self.is_offline:
             self._spoken = self._state
-            self._state = update_offline_state(self.run.algorithm, self._state, stack(batches))
+            self._state = update_offline_state(self.run.algorithm, self._state, stack_batches(batches))
             self.t += 1
             return np.zeros(self._shape)
         said = messages.get(self.learner)
-        if not self.known or said is None or not _overheard(said):
-            self.known = False
+        if not self.is_known or said is None or not _overheard(said):
+            self.is_known = False
             return None
-        self.heard = messages
-        algorithm, mixing = self.run.algorithm, self.run.network.at(self.t)
-        self._spoken, density = algorithm.overheard(self._state, said)
-        weights = mixing.heard_by(self.learner)
-        self.known = all(j in messages and _overheard(messages[j]) for j in weights)
-        if self.known:
-            used = {j: self.run.clipping.of(j, self.t, messages[j]) for j in weights}
-            heard = LocalMessages(weights, used, float(mixing.own[self.learner]))
-            self._state = algorithm.listen(self._spoken, heard, stack(batches))
+        self.received_messages = messages
+        algorithm, mixing = self.run.algorithm, self.run.network.mixing(self.t)
+        self._spoken, density = algorithm.replay(self._state, said)
+        weights = mixing.in_neighbour_weights(self.learner)
+        self.is_known = all(j in messages and _overheard(messages[j]) for j in weights)
+        if self.is_known:
+            used = {j: self.run.clipping.clip(j, self.t, messages[j]) for j in weights}
+            heard = LocalMessages(weights, used, float(mixing.own_weights[self.learner]))
+            self._state = algorithm.update(self._spoken, heard, stack_batches(batches))
             self.t += 1
         return self._by_world(density)
 
@@ -126,7 +126,7 @@ class Replay:
         return density if density.shape == self._shape else np.broadcast_to(density, self._shape)
 
 
-def replayed(run: Run, transcript: Transcript, learner: int, own: LearnerData) -> Iterator[Replay]:
+def iterate_replay(run: Run, transcript: Transcript, learner: int, own: LearnerData) -> Iterator[Replay]:
     """A learner after each of its rounds, by its records and what was overheard: `model` is its model then.
 
     It ends where that is not known any more: something was not heard, or (where rounds go on without late neighbours) whom the
@@ -141,9 +141,9 @@ def replayed(run: Run, transcript: Transcript, learner: int, own: LearnerData) -
     if isinstance(run.algorithm, HiddenNoiseAlgorithm) and run.algorithm.has_hidden_noise:
         return
     machine = Replay(run, learner, transcript.replicas)
-    for t in range(min(transcript.rounds, run.attendance(learner).end)):
-        machine.step(transcript.messages(t, learner, machine.concerned), own.batch(t))
-        if not machine.known:
+    for t in range(min(transcript.rounds, run.participation(learner).end)):
+        machine.step(transcript.messages(t, learner, machine.required_senders), own.batch(t))
+        if not machine.is_known:
             return
         yield machine
 
@@ -161,19 +161,19 @@ class PrivacyLosses:
         largest: the same shape: the largest loss that any message of the round could have shown, given what was heard.
     """
 
-    realised: FloatArray
-    largest: FloatArray
+    realised_losses: FloatArray
+    max_losses: FloatArray
 
     @property
     def total(self) -> FloatArray:
         """`(worlds - 1, replicas)` loss of the whole transcript."""
-        total: FloatArray = self.realised.sum(axis=0)
+        total: FloatArray = self.realised_losses.sum(axis=0)
         return total
 
     @property
     def supremum(self) -> FloatArray:
         """`(worlds - 1, replicas)` sum of the rounds' largest losses."""
-        total: FloatArray = self.largest.sum(axis=0)
+        total: FloatArray = self.max_losses.sum(axis=0)
         return total
 
 
@@ -194,19 +194,19 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
     largest: list[FloatArray] = []
     for t in range(transcript.rounds):
         # No message with Laplace noise tells the first world from another one better than the centre of its density.
-        centre = Message({name: value[:1] for name, value in machine.says(no_noise).fields.items()})
-        at_centre = machine.density(centre)
+        centre = Message({name: value[:1] for name, value in machine.emit(no_noise).fields.items()})
+        at_centre = machine.log_density(centre)
         density = machine.step(
-            transcript.messages(t, learner, machine.concerned), *(world.batch(t) for world in worlds)
+            transcript.messages(t, learner, machine.required_senders), *(world.batch(t) for world in worlds)
         )
         if density is None:
             break
         for losses, each in ((realised, density), (largest, at_centre)):
             losses.append(each[0] - each[1:])
-        if not machine.known:
+        if not machine.is_known:
             break
     if not realised:
         raise CaptureError(
-            f"nobody heard {called(run.spec.names, learner)} in round 0, so what it said later cannot be replayed"
+            f"nobody heard {format_learner_name(run.spec.names, learner)} in round 0, so what it said later cannot be replayed"
         )
     return PrivacyLosses(np.stack(realised), np.stack(largest))

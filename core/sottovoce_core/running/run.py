@@ -19,15 +19,21 @@ import numpy as np
 
 from sottovoce_core.algorithms.contract import require_algorithm
 from sottovoce_core.algorithms.interface import Algorithm, PublicModelAlgorithm
-from sottovoce_core.algorithms.setting import RunWarning, Setting, spread
+from sottovoce_core.algorithms.setting import RunContext, RunWarning, broadcast_to_learners
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.network.network import Network, PartialNetwork
 from sottovoce_core.network.roster import OfflineInterval, Participation, ParticipationSchedule
-from sottovoce_core.privacy.accountant import guarantee
+from sottovoce_core.privacy.accountant import compute_guarantee
 from sottovoce_core.privacy.guarantee import Guarantee
-from sottovoce_core.running.participation import USED_ROUNDS_FIELD, Clipping, clipping, check_bounded_staleness, slots
+from sottovoce_core.running.participation import (
+    USED_ROUNDS_FIELD,
+    Clipping,
+    build_clipping,
+    check_bounded_staleness,
+    compute_used_rounds_width,
+)
 from sottovoce_core.spec import RunSpec
 
 # ---- run -------------------------------------------------------------------------------------------------------------
@@ -56,7 +62,7 @@ class Run:
         return self.spec.loss
 
     @property
-    def late(self) -> bool:
+    def has_bounded_staleness(self) -> bool:
         """Whether a round may go on without a neighbour that is late."""
         return self.spec.clock.staleness_timeout_s is not None
 
@@ -66,7 +72,7 @@ class Run:
         Raises:
             SpecError: it may.
         """
-        if self.late:
+        if self.has_bounded_staleness:
             raise SpecError(
                 f"{what} needs a run that waits for late neighbours (clock.late: wait, and a mode other than async): elsewhere "
                 "only a later message shows what was heard before it; audit its capture"
@@ -76,11 +82,15 @@ class Run:
     def field_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every field of a message as it crosses the wire, in their order."""
         shapes = self.algorithm.field_shapes()
-        return {**shapes, USED_ROUNDS_FIELD: (slots(self.network),)} if self.late else shapes
+        return (
+            {**shapes, USED_ROUNDS_FIELD: (compute_used_rounds_width(self.network),)}
+            if self.has_bounded_staleness
+            else shapes
+        )
 
-    def attendance(self, learner: int) -> Participation:
+    def participation(self, learner: int) -> Participation:
         """The planned rounds in which a learner takes part."""
-        return self.spec.roster.attendance(learner, self.spec.rounds)
+        return self.spec.participation.learner_participation(learner, self.spec.rounds)
 
     def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
         """What is promised about one learner's messages over the planned rounds.
@@ -95,13 +105,13 @@ class Run:
         Raises:
             SpecError: no end is planned; numbers of another shape, or below 0, or more replaced than there are.
         """
-        if self.spec.endless:
+        if self.spec.is_unbounded:
             raise SpecError("what all rounds cost together is known for a number of rounds, got rounds: null: give one")
-        attendance = self.attendance(learner)
+        attendance = self.participation(learner)
         if counts is None and self.spec.absences:
             counts = attendance.mask().astype(np.int64)
-        promised = guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
-        return promised.until(attendance.end)
+        promised = compute_guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
+        return promised.truncate(attendance.end)
 
     def planned_losses(self, learner: int, most_rounds: int) -> FloatArray:
         """Epsilon of each of one learner's messages, if every round brings `data.batch_size` records (for `all`: one).
@@ -111,7 +121,7 @@ class Run:
             most_rounds: the first so many rounds count.
         """
         attendance, size = (
-            self.spec.roster.attendance(learner, min(self.spec.rounds, most_rounds)),
+            self.spec.participation.learner_participation(learner, min(self.spec.rounds, most_rounds)),
             self.spec.data.batch_size,
         )
         counts = attendance.mask()[: attendance.end] * np.int64(1 if size == "all" else size)
@@ -139,7 +149,7 @@ def format_above(value: float, limit: float) -> str:
     return f"{value:.{digits}g}"
 
 
-def _require_droppable(spec: RunSpec, setting: Setting, algorithm: Algorithm[Any]) -> None:
+def _require_droppable(spec: RunSpec, setting: RunContext, algorithm: Algorithm[Any]) -> None:
     """A run that is to go on without a learner that is lost must be one that can; which one it will be is not known.
 
     Raises:
@@ -149,13 +159,13 @@ def _require_droppable(spec: RunSpec, setting: Setting, algorithm: Algorithm[Any
     if spec.misconduct == "drop":
         code, instead = ("MISCONDUCT_DROP", "misconduct to stop")
     network = setting.network
-    whole = network.whole if isinstance(network, PartialNetwork) else network
+    whole = network.full_network if isinstance(network, PartialNetwork) else network
     gone = ParticipationSchedule(spec.names, [OfflineInterval(learner=spec.names[-1], first_round=1)])
     try:
-        left, _ = spec.algorithm.build(replace(setting, network=spec.topology.among(whole, gone)))
-        if algorithm.accountant(0).shared:
+        left, _ = spec.algorithm.build(replace(setting, network=spec.topology.build_partial_network(whole, gone)))
+        if algorithm.accountant(0).has_shared_records:
             raise SpecError("all learners have the same records in all rounds")
-        require_noise(algorithm, left, spec)
+        require_equal_noise(algorithm, left, spec)
         if spec.clock.staleness_timeout_s is not None:
             raise SpecError("rounds that go on without late neighbours need one graph for all rounds")
     except SpecError as error:
@@ -163,7 +173,7 @@ def _require_droppable(spec: RunSpec, setting: Setting, algorithm: Algorithm[Any
         raise AssumptionViolated(code, text) from None
 
 
-def require_noise(before: Algorithm[Any], after: Algorithm[Any], spec: RunSpec) -> None:
+def require_equal_noise(before: Algorithm[Any], after: Algorithm[Any], spec: RunSpec) -> None:
     """Noise must not follow from who is there: messages that were said had that of the algorithm before.
 
     Raises:
@@ -189,8 +199,8 @@ def build_run(spec: RunSpec, n_features: int) -> Run:
 
 
 def _built(spec: RunSpec, n_features: int) -> Run:
-    network = spec.topology.network(spec.n_learners, spec.rounds, spec.roster)
-    setting = Setting(spec.rounds, n_features, spec.loss, spec.decision_set, network, spec.names)
+    network = spec.topology.build_network(spec.n_learners, spec.rounds, spec.participation)
+    setting = RunContext(spec.rounds, n_features, spec.loss, spec.decision_set, network, spec.names)
     if setting.dim > MAX_PARAMETERS:
         text = f"a model has at most {MAX_PARAMETERS} numbers, which every message carries"
         raise SpecError(
@@ -198,17 +208,17 @@ def _built(spec: RunSpec, n_features: int) -> Run:
         )
     spec.decision_set.require_dim(setting.dim)
     if spec.privacy.budget is not None:
-        spread(spec.privacy.budget, spec.n_learners, "privacy.budget")
+        broadcast_to_learners(spec.privacy.budget, spec.n_learners, "privacy.budget")
     try:
         built = spec.algorithm.build(setting)
     except ArithmeticError as error:  # of Python's numbers; NumPy's become infinite, and the conditions refuse that
         raise SpecError(f"the numbers of this spec leave the range of float64: {error}") from None
     algorithm, warnings = require_algorithm(built, spec.algorithm, setting.dim)
-    if spec.absences and algorithm.accountant(0).shared:
+    if spec.absences and algorithm.accountant(0).has_shared_records:
         text = "this algorithm needs the same records at all learners in all rounds, got absences: leave them out"
         raise AssumptionViolated("ABSENCES_SHARED", text)
     for i, name in enumerate(spec.names if spec.absences else ()):
-        paused = len(spec.roster.attendance(i, spec.rounds).stretches) > 1
+        paused = len(spec.participation.learner_participation(i, spec.rounds).intervals) > 1
         if paused and not algorithm.accountant(i).can_pause:
             raise AssumptionViolated(
                 "ABSENCES_PAUSE",
@@ -223,7 +233,7 @@ def _built(spec: RunSpec, n_features: int) -> Run:
     if spec.clock.staleness_timeout_s is not None:
         fields = tuple(algorithm.field_shapes())
         warnings = (*warnings, *check_bounded_staleness(algorithm.accountant(0), algorithm.name, fields, network))
-    return Run(spec, network, algorithm, warnings, clipping(spec, algorithm))
+    return Run(spec, network, algorithm, warnings, build_clipping(spec, algorithm))
 
 
 # ---- publication -----------------------------------------------------------------------------------------------------
@@ -236,7 +246,7 @@ class PublicationCoverage(StrEnum):
     """It follows from messages whose noise was charged."""
     DECISIONS = "decisions"
     """By a promise of its own, to whoever sees decisions and hears no message."""
-    NOTHING = "nothing"
+    UNCOVERED = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,18 +259,18 @@ class Publication:
         text: why, for people.
     """
 
-    cover: PublicationCoverage
+    coverage: PublicationCoverage
     epsilon: float
     text: str
 
     @property
     def is_protected(self) -> bool:
         """Does any promise hold?"""
-        return self.cover is not PublicationCoverage.NOTHING
+        return self.coverage is not PublicationCoverage.UNCOVERED
 
 
-def publication(
-    run: Run, learner: int, rounds: int, spent: float | None = None, *, private: bool = True
+def assess_publication(
+    run: Run, learner: int, rounds: int, spent: float | None = None, *, has_private_noise: bool = True
 ) -> Publication:
     """What it costs to hand out a learner's model.
 
@@ -274,27 +284,29 @@ def publication(
     name = run.algorithm.name
     if not rounds:
         return Publication(
-            PublicationCoverage.MESSAGES, 0.0, "no record was learned: it is where learning starts, which everybody knows"
+            PublicationCoverage.MESSAGES,
+            0.0,
+            "no record was learned: it is where learning starts, which everybody knows",
         )
-    if not private:
+    if not has_private_noise:
         return Publication(
-            PublicationCoverage.NOTHING,
+            PublicationCoverage.UNCOVERED,
             math.inf,
             "its noise is from a seed or a recording, which protects nobody: no epsilon covers it",
         )
-    there = run.attendance(learner).stretches
+    there = run.participation(learner).intervals
     if there and there[0].stop < rounds:
         text = "its learner was away after it had learned, and goes on without noise then: no epsilon covers it"
-        return Publication(PublicationCoverage.NOTHING, math.inf, text)
+        return Publication(PublicationCoverage.UNCOVERED, math.inf, text)
     if not isinstance(run.algorithm, PublicModelAlgorithm) or not run.algorithm.is_model_public(rounds):
         return _published(run, learner, rounds)
     if spent is None:
         spent = run.guarantee(learner).epsilon(rounds)
     if spent == math.inf or not _noisy(run, learner):
         text = f"the model of {name} follows from its messages, and these carry no noise: no epsilon covers it"
-        return Publication(PublicationCoverage.NOTHING, math.inf, text)
+        return Publication(PublicationCoverage.UNCOVERED, math.inf, text)
     text = f"the model of {name} follows from messages that were charged: it costs nothing more"
-    if run.algorithm.accountant(learner).shared:
+    if run.algorithm.accountant(learner).has_shared_records:
         text += "; all learners hold the same records, so their epsilons add up"
     return Publication(PublicationCoverage.MESSAGES, spent, text)
 
@@ -302,13 +314,13 @@ def publication(
 def _published(run: Run, learner: int, rounds: int) -> Publication:
     """What is promised of decisions alone; mostly nothing."""
     name = run.algorithm.name
-    alone = None if run.spec.endless else run.guarantee(learner).output
+    alone = None if run.spec.is_unbounded else run.guarantee(learner).output_epsilon
     if alone is None:
         text = f"the model of {name} has learned from records in ways that no message shows: no epsilon covers it"
-        return Publication(PublicationCoverage.NOTHING, math.inf, text)
+        return Publication(PublicationCoverage.UNCOVERED, math.inf, text)
     if heard := _heard(run.spec):
         text = f"{name} promises to whoever sees decisions and hears no message, and {heard}: no epsilon covers it"
-        return Publication(PublicationCoverage.NOTHING, math.inf, text)
+        return Publication(PublicationCoverage.UNCOVERED, math.inf, text)
     text = f"{name} promises this to whoever sees decisions and hears no message; its messages carry no noise"
     return Publication(PublicationCoverage.DECISIONS, float(alone[min(rounds, len(alone)) - 1]), text)
 
@@ -319,5 +331,5 @@ def _heard(spec: RunSpec) -> str:
 
 def _noisy(run: Run, learner: int) -> bool:
     """A meter is finite where messages have noise; that of a run that has sent none yet says nothing."""
-    rounds = 2 if run.spec.endless else run.spec.rounds
+    rounds = 2 if run.spec.is_unbounded else run.spec.rounds
     return math.isfinite(run.planned_epsilon(learner, min(rounds, 1000)))

@@ -12,13 +12,20 @@ from functools import partial
 import numpy as np
 
 from sottovoce_core.algorithms.contract import require_decision, require_emitted_message
-from sottovoce_core.algorithms.interface import StackedMessages, Message, Who
+from sottovoce_core.algorithms.interface import Message, StackedMessages, StateAxes
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, Batch, FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.noise import NoiseSource
-from sottovoce_core.running.participation import USED_ROUNDS_FIELD, StaleStackedMessages, mask_offline_noise, encode_punctual_rounds, require_no_records, unsaid
+from sottovoce_core.running.participation import (
+    USED_ROUNDS_FIELD,
+    StaleStackedMessages,
+    encode_punctual_rounds,
+    mask_offline_messages,
+    mask_offline_noise,
+    require_no_records,
+)
 from sottovoce_core.running.run import Run
 
 
@@ -35,17 +42,17 @@ class SimulatedRound:
 
     t: int
     message: Message
-    before: FloatArray
-    after: FloatArray
+    decisions_before: FloatArray
+    decisions_after: FloatArray
 
     def split_by_sender(self) -> dict[int, Message]:
         """The message of every learner, fields `(1, replicas, dim)`, as whoever overhears it gets it."""
-        said, senders = self.message.fields.items(), range(len(self.before))
+        said, senders = self.message.fields.items(), range(len(self.decisions_before))
         return {i: Message({name: value[i : i + 1] for name, value in said}) for i in senders}
 
 
-def simulate(
-    run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1, used: FloatArray | None = None
+def simulate_rounds(
+    run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1, used_rounds: FloatArray | None = None
 ) -> Iterator[SimulatedRound]:
     """Run all rounds of a spec, one yielded value per round.
 
@@ -63,36 +70,38 @@ def simulate(
     """
     require_size(run, replicas)
     _keep_what_is_freed()
-    roster, late, always = run.spec.roster, run.late, not run.spec.absences
+    roster, late, always = run.spec.participation, run.has_bounded_staleness, not run.spec.absences
     require_no_records(data, roster, run.spec.rounds)
     algorithm = run.algorithm
-    who = Who(tuple(range(run.spec.n_learners)), replicas)
-    state, lead = algorithm.start(who), who.lead
-    earlier: dict[str, list[FloatArray]] = {name: [] for name in algorithm.field_shapes()} if used is not None else {}
+    who = StateAxes(tuple(range(run.spec.n_learners)), replicas)
+    state, lead = algorithm.init(who), who.leading_shape
+    earlier: dict[str, list[FloatArray]] = (
+        {name: [] for name in algorithm.field_shapes()} if used_rounds is not None else {}
+    )
     for t, batch in enumerate(_batches(data, run.spec.rounds, run.loss)):
-        there = None if always else roster.there(t)
+        there = None if always else roster.participant_mask(t)
         if there is not None and there.all():
             there = None
-        spoken = algorithm.speak(state, noise if there is None else mask_offline_noise(noise, there))
+        spoken = algorithm.emit(state, noise if there is None else mask_offline_noise(noise, there))
         if t == 0:
             require_emitted_message(algorithm, spoken, lead)
         state, message = spoken
         before = algorithm.decision(state)
         if t == 0:
             require_decision(algorithm, before, lead)
-        mixing = run.network.at(t)
+        mixing = run.network.mixing(t)
         heard = StackedMessages(mixing, run.clipping.clip_all(t, message))
-        if used is not None:
+        if used_rounds is not None:
             for name, said in earlier.items():
                 said.append(message[name])
-            heard = StaleStackedMessages(mixing, message, used[t], earlier)
-        state = algorithm.listen(state, heard, batch)
+            heard = StaleStackedMessages(mixing, message, used_rounds[t], earlier)
+        state = algorithm.update(state, heard, batch)
         if late:
-            last = encode_punctual_rounds(run.network, t) if used is None or t == 0 else used[t - 1]
+            last = encode_punctual_rounds(run.network, t) if used_rounds is None or t == 0 else used_rounds[t - 1]
             field = np.broadcast_to(last[:, None], (len(last), replicas, last.shape[1]))
             message = Message({**message.fields, USED_ROUNDS_FIELD: field})
         if there is not None:
-            message = unsaid(message, there)
+            message = mask_offline_messages(message, there)
         yield SimulatedRound(t, message, before, algorithm.decision(state))
 
 
@@ -118,7 +127,7 @@ def _keep_what_is_freed() -> None:
     np.empty(2**25 - 2**14, np.uint8)
 
 
-AHEAD = 2**17
+MAX_GATHERED_ELEMENTS = 2**17
 """Numbers in the records that are gathered at a time (1 MiB), at least one round's."""
 
 
@@ -128,18 +137,18 @@ def _batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
     t = 0
     while t < rounds:
         size = int(sizes[0, t])
-        most = max(AHEAD // max(len(sizes) * size * data.n_features, 1), 1)
+        most = max(MAX_GATHERED_ELEMENTS // max(len(sizes) * size * data.n_features, 1), 1)
         even = (sizes[:, t : t + most] == size).all(axis=0)
         many = len(even) if even.all() else int(even.argmin())
         if many < 2:
-            yield data.stacked(t)
+            yield data.stack_round(t)
             t += 1
             continue
         rows = [each.order[each.offsets[t] : each.offsets[t + many]].reshape(many, size) for each in data.learners]
         features = np.stack([each.features[mine] for each, mine in zip(data.learners, rows, strict=True)], axis=1)
         labels = np.stack([each.labels[mine] for each, mine in zip(data.learners, rows, strict=True)], axis=1)
-        within = loss.enforce(features, labels)
-        bounded = map(partial(Batch.obeying, loss), *within)
+        within = loss.enforce_bounds(features, labels)
+        bounded = map(partial(Batch.from_bounded_records, loss), *within)
         obey = all(map(np.array_equal, (features, labels), within))
-        yield from bounded if obey else map(Batch.beside, features, labels, bounded)
+        yield from bounded if obey else map(Batch.with_bounded_batch, features, labels, bounded)
         t += many

@@ -30,14 +30,14 @@ from sottovoce_core.network.network import Network
 from sottovoce_core.network.roster import Participation
 from sottovoce_core.optional import import_optional
 from sottovoce_core.running.participation import USED_ROUNDS_FIELD
-from sottovoce_core.text import called
+from sottovoce_core.text import format_learner_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 # ---- assembly --------------------------------------------------------------------------------------------------------
 
-KEPT = 65_536
+MAX_REMEMBERED_MESSAGES = 65_536
 """Messages that are remembered where memory must be bounded: of those said longest ago nothing is known any more, and
 nothing that contradicts them is seen."""
 
@@ -82,18 +82,18 @@ class RoundReassembler(Generic[V]):
         learners: int,
         rounds: int,
         network: Network | None = None,
-        kept: int | None = None,
+        max_remembered: int | None = None,
         *,
         names: Sequence[str] = (),
     ) -> None:
         self._names = names
-        self.next, self.equivocations = 0, list[tuple[int, int]]()
+        self.next_round, self.equivocations = 0, list[tuple[int, int]]()
         self._learners, self._rounds, self._network = learners, rounds, network
-        self._versions: BoundedDict[tuple[int, int], bytes] = BoundedDict(kept)
+        self._versions: BoundedDict[tuple[int, int], bytes] = BoundedDict(max_remembered)
         self._pending: dict[int, dict[int, V]] = {}
         self._last = -1
 
-    def take(self, sender: int, claimed: int, t: int, digest: bytes, content: V) -> None:
+    def add_message(self, sender: int, claimed: int, t: int, digest: bytes, content: V) -> None:
         """A message that was overheard.
 
         Args:
@@ -110,32 +110,32 @@ class RoundReassembler(Generic[V]):
             late = f"in one of {self._rounds} rounds" if t >= self._rounds else "and as nobody else"
             raise CaptureError(
                 f"each of {self._learners} learners must speak as itself, {late}, "
-                f"got {called(self._names, claimed)} in round {t} from {called(self._names, sender)}"
+                f"got {format_learner_name(self._names, claimed)} in round {t} from {format_learner_name(self._names, sender)}"
             )
         if self._versions.setdefault((t, sender), digest) != digest:
             self.equivocations.append((t, sender))
-        elif t >= self.next:
+        elif t >= self.next_round:
             self._pending.setdefault(t, {}).setdefault(sender, content)
             self._last = max(self._last, t)
 
-    def ready(self) -> Iterator[tuple[int, Mapping[int, V]]]:
+    def pop_complete_rounds(self) -> Iterator[tuple[int, Mapping[int, V]]]:
         """The rounds in which all were overheard by now whom anybody hears, in order, each once."""
-        while self.next <= self._last and not self.missing:
-            t = self.next
-            self.next += 1
+        while self.next_round <= self._last and not self.missing_senders:
+            t = self.next_round
+            self.next_round += 1
             yield t, self._pending.pop(t, {})
 
     @property
-    def missing(self) -> list[int]:
+    def missing_senders(self) -> list[int]:
         """Who has yet to be overheard in the next round."""
-        here = self._pending.get(self.next, {})
+        here = self._pending.get(self.next_round, {})
         return [i for i in self._heard() if i not in here]
 
     def _heard(self) -> Iterable[int]:
         """Those whose message of the next round somebody hears."""
         if self._network is None:
             return range(self._learners)
-        heard: list[int] = np.flatnonzero(self._network.heard(self.next)).tolist()
+        heard: list[int] = np.flatnonzero(self._network.sender_mask(self.next_round)).tolist()
         return heard
 
 
@@ -153,13 +153,13 @@ class Transcript:
     fields: Mapping[str, FloatArray]
 
     @classmethod
-    def of(cls, messages: Iterable[Message]) -> Transcript:
+    def from_rounds(cls, messages: Iterable[Message]) -> Transcript:
         """Of what all learners said, round after round, `(learners, replicas, dim)`."""
         said = list(messages)
         return cls({name: np.stack([message[name] for message in said]) for name in said[0].fields})
 
     @classmethod
-    def joined(cls, parts: Sequence[Transcript]) -> Transcript:
+    def concatenate(cls, parts: Sequence[Transcript]) -> Transcript:
         """All replicas of the parts, in order."""
         return cls({name: np.concatenate([part.fields[name] for part in parts], axis=2) for name in parts[0].fields})
 
@@ -173,7 +173,7 @@ class Transcript:
         """Number of repetitions."""
         return int(next(iter(self.fields.values())).shape[2])
 
-    def until(self, rounds: int) -> Transcript:
+    def truncate(self, rounds: int) -> Transcript:
         """The first rounds of it."""
         return Transcript({name: values[:rounds] for name, values in self.fields.items()})
 
@@ -224,7 +224,7 @@ class Transcript:
         )
 
 
-def parquet() -> Any:
+def import_parquet() -> Any:
     """The module `pyarrow.parquet`, or an error that says how to get it.
 
     Raises:
@@ -240,7 +240,7 @@ class TranscriptWriter:
     """
 
     def __init__(self, path: Path, run: str) -> None:
-        self._parquet = parquet()
+        self._parquet = import_parquet()
         self._run = run
         self._pending: list[pa.Table] = []
         self._rows = 0
@@ -303,7 +303,7 @@ def _table(run: str, t: int, field: str, values: FloatArray) -> pa.Table:
 def _read(path: Path) -> dict[str, FloatArray]:
     """The fields of world 0 of a transcript file; every field must be there for all rounds, learners and replicas."""
     try:
-        table = parquet().read_table(path)
+        table = import_parquet().read_table(path)
     except (OSError, ValueError) as error:
         raise CaptureError(f"cannot read the transcript {path}: {error}") from None
     if missing := [name for name in COLUMNS if name not in table.column_names]:

@@ -11,18 +11,18 @@ from contextlib import contextmanager
 
 from sottovoce_core.errors import FailedPrecondition
 from sottovoce_learner.ingest.intake import RecordQueue
-from sottovoce_learner.progress import DISK_RETRY_INTERVAL_S, LeaseTracker, Lifecycle, DiskFullWait, WaitTracker
-from sottovoce_learner.role import Role
+from sottovoce_learner.progress import DISK_RETRY_INTERVAL_S, DiskFullWait, LeaseTracker, Lifecycle, WaitTracker
+from sottovoce_learner.role import RunAssignment
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_wire.v1 import learner_pb2
 
 GROUP_COMMIT_DELAY_S = 0.01
 """How long one waits for others that need a sync, too: about as long as a slow disk takes for it."""
-AHEAD, MAX_QUEUED_BYTES = 4096, 64 * 1024 * 1024
+MAX_ROUNDS_AHEAD, MAX_QUEUED_BYTES = 4096, 64 * 1024 * 1024
 """Rounds of records, and their bytes, that a learner takes in before it lets the feeder wait."""
 
 
-class Ingest:
+class RecordIngestor:
     """What comes of records, until a round takes them.
 
     Args:
@@ -35,9 +35,16 @@ class Ingest:
     """
 
     def __init__(
-        self, role: Role, run_log: RunLog, intake: RecordQueue, life: Lifecycle, grants: LeaseTracker, waits: WaitTracker, t: int
+        self,
+        role: RunAssignment,
+        run_log: RunLog,
+        intake: RecordQueue,
+        life: Lifecycle,
+        grants: LeaseTracker,
+        waits: WaitTracker,
+        t: int,
     ) -> None:
-        self._live, self._log, self._intake, self._life, self._round = role.spec.data.live, run_log, intake, life, t
+        self._live, self._log, self._intake, self._life, self._round = role.spec.data.is_live, run_log, intake, life, t
         self._grants, self._waits = grants, waits
         self._room = DiskFullWait(role.name, "records wait", "records cannot be kept")
         self._hungry = asyncio.Event()  # there may be room: a feeder that waits looks again
@@ -51,20 +58,20 @@ class Ingest:
             Unavailable: the run is taken up again: its next session takes them.
             FailedPrecondition: the run is over, and what is live comes to none of its rounds; or they cannot be kept.
         """
-        while self.enough and not self._life.ended:
+        while self.has_enough and not self._life.has_ended:
             self._hungry.clear()
             await self._hungry.wait()
-        if self._life.ended and not self._intake.covers(batch):
+        if self._life.has_ended and not self._intake.has_batch(batch):
             if self._live:
-                raise FailedPrecondition(self._life.ending)
+                raise FailedPrecondition(self._life.end_message)
             # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
-            raise await self._life.replaced()
+            raise await self._life.wait_replaced()
         try:
             with self._room:
                 # What is new is written down and held in one step: it may be another after a pause.
                 while (new := self._intake.prepare(batch)) is not None:
                     try:
-                        self._log.keep(new.first, batch.SerializeToString(deterministic=True))
+                        self._log.append_records(new.first_round, batch.SerializeToString(deterministic=True))
                     except OSError as error:
                         self._room.require_disk_full(error, self._round)
                     else:
@@ -73,23 +80,25 @@ class Ingest:
                     self._waits.wake()
                     await asyncio.sleep(DISK_RETRY_INTERVAL_S)
         finally:
-            self._grants.fill(self._intake.filled)
+            self._grants.set_filled_rounds(self._intake.filled_rounds)
             self._waits.wake()
 
     @property
     def is_disk_full(self) -> bool:
         """Are records held up by a full disk?"""
-        return self._room.lacking
+        return self._room.is_waiting
 
     @property
-    def enough(self) -> bool:
+    def has_enough(self) -> bool:
         """Are there as many as it takes in beforehand?"""
-        return self._intake.filled > self._round + AHEAD or self._intake.held > MAX_QUEUED_BYTES
+        return (
+            self._intake.filled_rounds > self._round + MAX_ROUNDS_AHEAD or self._intake.queued_bytes > MAX_QUEUED_BYTES
+        )
 
-    def next_round(self, t: int) -> None:
+    def begin_round(self, t: int) -> None:
         """Round t is next to take its records; or no other one is."""
         self._round = t
-        if self._life.ended or not self.enough:
+        if self._life.has_ended or not self.has_enough:
             self._hungry.set()
 
 
@@ -108,7 +117,7 @@ class _Receipts:
         self._settled: asyncio.Future[None] | None = None
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
+    def register_stream(self) -> Iterator[None]:
         """While a stream is open, it may be company."""
         self._streams += 1
         try:
@@ -116,13 +125,13 @@ class _Receipts:
         finally:
             self._streams -= 1
 
-    async def settled(self) -> None:
+    async def wait_durable(self) -> None:
         """Wait until what was written down by now lasts; then receipts may go out.
 
         Raises:
             FailedPrecondition: it cannot be kept; or whatever else making it last raises, to all who wait.
         """
-        if self._log.settled:
+        if self._log.is_durable:
             return
         if self._settled is None:
             loop = asyncio.get_running_loop()
@@ -131,16 +140,16 @@ class _Receipts:
         settled = self._settled
         self._waiting += 1
         if self._waiting >= self._streams:
-            self.now()
+            self.commit_now()
         await asyncio.shield(settled)
 
-    def now(self) -> None:
+    def commit_now(self) -> None:
         """Whoever waits need wait no longer for company."""
         settled, self._settled = self._settled, None
         if settled is None:
             return
         try:
-            self._log.settle()
+            self._log.make_durable()
         except OSError as error:
             settled.set_exception(FailedPrecondition(f"records cannot be kept: {error.strerror}"))
         except Exception as error:  # noqa: BLE001 -- whoever waits is told, whatever it is
@@ -150,4 +159,4 @@ class _Receipts:
 
     def _over(self, settled: asyncio.Future[None]) -> None:
         if self._settled is settled:
-            self.now()
+            self.commit_now()

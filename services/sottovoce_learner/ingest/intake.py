@@ -26,7 +26,7 @@ from sottovoce_wire.v1 import learner_pb2
 
 _MAX_BATCH_ROUNDS = 65_536
 """Rounds of one batch."""
-MAX_SOURCES, _LONGEST_NAME = 1_024, 128
+MAX_SOURCES, _MAX_SOURCE_NAME_CHARS = 1_024, 128
 """Sources that are remembered for as long as the run lasts, and characters of what one calls itself."""
 
 
@@ -44,23 +44,32 @@ class RecordQueueState:
         records: taken in.
     """
 
-    next: dict[str, int]
-    filled: int
-    batches: int
-    waiting: tuple[Batch, ...]
+    next_sequences: dict[str, int]
+    filled_rounds: int
+    batch_count: int
+    queued_batches: tuple[Batch, ...]
     rounds: IntArray
     sizes: IntArray
-    last: dict[str, int]
+    last_positions: dict[str, int]
     records: int
 
-    def packed(self) -> tuple[Any, ...]:
+    def to_packable(self) -> tuple[Any, ...]:
         """For a snapshot: all records in one table."""
-        parts = [(each.features, each.labels) for each in self.waiting]
+        parts = [(each.features, each.labels) for each in self.queued_batches]
         rows = [np.concatenate(part) for part in zip(*parts, strict=True)]
-        return self.next, self.filled, self.batches, self.rounds, self.sizes, rows, self.last, self.records
+        return (
+            self.next_sequences,
+            self.filled_rounds,
+            self.batch_count,
+            self.rounds,
+            self.sizes,
+            rows,
+            self.last_positions,
+            self.records,
+        )
 
     @classmethod
-    def unpacked(cls, value: tuple[Any, ...]) -> RecordQueueState:
+    def from_packable(cls, value: tuple[Any, ...]) -> RecordQueueState:
         """`packed` backwards."""
         due, filled, count, rounds, sizes, rows, last, records = value
         return cls(due, filled, count, (Batch(*rows),) if rows else (), rounds, sizes, last, records)
@@ -79,7 +88,7 @@ class _New(NamedTuple):
 
     source: str
     position: int | None
-    first: int
+    first_round: int
     counts: list[int]
     features: FloatArray
     labels: FloatArray
@@ -98,13 +107,13 @@ class RecordQueue(ABC):
         self._next: dict[str, int] = {}
         self._last: dict[str, int] = {}
         self._nothing = Batch.empty(n_features)
-        self.waiting = 0
+        self.queued_records = 0
         """Records that wait for their round."""
-        self.batches = self.records = 0
+        self.batch_count = self.records = 0
         """Taken in."""
 
     @staticmethod
-    def of(spec: RunSpec, n_features: int, attendance: Participation | None = None) -> RecordQueue:
+    def from_spec(spec: RunSpec, n_features: int, attendance: Participation | None = None) -> RecordQueue:
         """The intake of a learner in a run.
 
         Args:
@@ -113,29 +122,31 @@ class RecordQueue(ABC):
             attendance: the rounds in which the learner takes part, and learns something (default: all).
         """
         attendance = attendance or Participation((range(spec.rounds),), spec.rounds)
-        if not spec.data.live:
+        if not spec.data.is_live:
             return PlannedRecordQueue(n_features, spec.loss, spec.rounds, attendance)
         most = spec.data.batch_size
-        return Live(n_features, spec.loss, attendance, 1 if most == "all" else most, patient=spec.clock.mode != "paced")
+        return LiveRecordQueue(
+            n_features, spec.loss, attendance, 1 if most == "all" else most, waits_for_record=spec.clock.mode != "paced"
+        )
 
     @property
-    def held(self) -> int:
+    def queued_bytes(self) -> int:
         """Bytes of the records that wait."""
-        return 8 * (self.n_features + 1) * self.waiting
+        return 8 * (self.n_features + 1) * self.queued_records
 
-    def next_sequence(self, source: str) -> int:
+    def get_next_sequence(self, source: str) -> int:
         """The batch that is due from a source."""
         return self._next.get(source, 0)
 
-    def position(self, source: str) -> int | None:
+    def get_position(self, source: str) -> int | None:
         """Where the last record of a source stands in it; None: there is none, or it does not say."""
         return self._last.get(source)
 
-    def covers(self, batch: learner_pb2.SampleBatch) -> bool:
+    def has_batch(self, batch: learner_pb2.SampleBatch) -> bool:
         """Is all of a batch taken in already?"""
         if batch.positions:
             return max(batch.positions) <= self._last.get(batch.source, -1)
-        return batch.sequence < self.next_sequence(batch.source)
+        return batch.sequence < self.get_next_sequence(batch.source)
 
     def prepare(self, batch: learner_pb2.SampleBatch) -> _New | None:
         """What is new in a batch, checked, and changes nothing; None: all of it was taken in already.
@@ -147,9 +158,9 @@ class RecordQueue(ABC):
                 are kept.
         """
         self._require_bounds(batch)
-        if self.covers(batch):
+        if self.has_batch(batch):
             return None
-        due = self.next_sequence(batch.source)
+        due = self.get_next_sequence(batch.source)
         if not batch.positions and batch.sequence > due:
             raise FailedPrecondition(f"source {batch.source!r} must send batch {due} next, got batch {batch.sequence}")
         features, labels = from_tensor(batch.features), from_tensor(batch.labels)
@@ -161,11 +172,11 @@ class RecordQueue(ABC):
 
     def add(self, new: _New) -> None:
         """Hold what is new for its rounds."""
-        self._file(new.first, new.counts, new.features, new.labels)
-        self._next[new.source] = self.next_sequence(new.source) + (new.position is None)
+        self._file(new.first_round, new.counts, new.features, new.labels)
+        self._next[new.source] = self.get_next_sequence(new.source) + (new.position is None)
         if new.position is not None:
             self._last[new.source] = new.position
-        self.batches += 1
+        self.batch_count += 1
         self.records += len(new.labels)
 
     def put(self, batch: learner_pb2.SampleBatch) -> None:
@@ -184,7 +195,7 @@ class RecordQueue(ABC):
 
     @property
     @abstractmethod
-    def filled(self) -> int:
+    def filled_rounds(self) -> int:
         """Rounds below this one have their records."""
 
     @abstractmethod
@@ -197,18 +208,20 @@ class RecordQueue(ABC):
         """
 
     @abstractmethod
-    def taken(self) -> RecordQueueState:
+    def get_state(self) -> RecordQueueState:
         """What it holds now."""
 
     def restore(self, taken: RecordQueueState) -> None:
         """Hold what another one held."""
-        self._next, self._last = dict(taken.next), dict(taken.last)
-        self.batches, self.records = taken.batches, taken.records
-        self.waiting = sum(each.size for each in taken.waiting)
+        self._next, self._last = dict(taken.next_sequences), dict(taken.last_positions)
+        self.batch_count, self.records = taken.batch_count, taken.records
+        self.queued_records = sum(each.size for each in taken.queued_batches)
 
     def _require_bounds(self, batch: learner_pb2.SampleBatch) -> None:
-        if len(batch.source) > _LONGEST_NAME:
-            raise RemoteProtocolError(f"a source has at most {_LONGEST_NAME} characters, got {len(batch.source)}")
+        if len(batch.source) > _MAX_SOURCE_NAME_CHARS:
+            raise RemoteProtocolError(
+                f"a source has at most {_MAX_SOURCE_NAME_CHARS} characters, got {len(batch.source)}"
+            )
         if batch.source not in self._next and len(self._next) >= MAX_SOURCES:
             raise RemoteProtocolError(f"records must come from at most {MAX_SOURCES} sources, got one more")
         if len(batch.counts) > _MAX_BATCH_ROUNDS:
@@ -227,7 +240,9 @@ class RecordQueue(ABC):
         return 0 if last is None else int(np.searchsorted(positions, np.uint64(last), side="right"))
 
     def _as(self, filled: int, waiting: tuple[Batch, ...], rounds: IntArray, sizes: IntArray) -> RecordQueueState:
-        return RecordQueueState(dict(self._next), filled, self.batches, waiting, rounds, sizes, dict(self._last), self.records)
+        return RecordQueueState(
+            dict(self._next), filled, self.batch_count, waiting, rounds, sizes, dict(self._last), self.records
+        )
 
     @abstractmethod
     def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
@@ -238,7 +253,7 @@ class RecordQueue(ABC):
         """Hold records for their rounds."""
 
 
-_NONE: IntArray = np.empty(0, np.int64)
+_NO_ROUNDS: IntArray = np.empty(0, np.int64)
 
 
 class _Fed:
@@ -263,10 +278,10 @@ class _Fed:
         """Those of a round; the loss's bounds are enforced for all rounds at once, which takes a tenth of the time."""
         features, labels = self._records.features, self._records.labels
         if self._bounded is None:
-            self._bounded = loss.enforce(features, labels)
+            self._bounded = loss.enforce_bounds(features, labels)
         rows = slice(self._ends[t - self.first], self._ends[t - self.first + 1])
-        bounded = Batch.obeying(loss, self._bounded[0][rows], self._bounded[1][rows])
-        return Batch.beside(features[rows], labels[rows], bounded)
+        bounded = Batch.from_bounded_records(loss, self._bounded[0][rows], self._bounded[1][rows])
+        return Batch.with_bounded_batch(features[rows], labels[rows], bounded)
 
     def since(self, t: int) -> tuple[Batch, IntArray, IntArray]:
         """Those of round t and later, the rounds that they are for, and how many are for each."""
@@ -292,7 +307,7 @@ class PlannedRecordQueue(RecordQueue):
         self._filled = self._due = 0
 
     @property
-    def filled(self) -> int:
+    def filled_rounds(self) -> int:
         """Rounds below this one have their records."""
         return self._filled
 
@@ -303,7 +318,7 @@ class PlannedRecordQueue(RecordQueue):
         if t < self._due or not self._fed or t < self._fed[0].first:
             return self._nothing
         self._due, taken = t + 1, self._fed[0].of(t, self._loss)
-        self.waiting -= taken.size
+        self.queued_records -= taken.size
         return taken
 
     def replay(self, first: int, batch: learner_pb2.SampleBatch) -> None:
@@ -311,22 +326,22 @@ class PlannedRecordQueue(RecordQueue):
         batch.first_round = first
         self.put(batch)
 
-    def taken(self) -> RecordQueueState:
+    def get_state(self) -> RecordQueueState:
         """What it holds now."""
         held = [part for fed in self._fed if fed.until > self._due and (part := fed.since(self._due))[0].size]
-        waiting, rounds, sizes = zip(*held, strict=True) if held else ((), (_NONE,), (_NONE,))
+        waiting, rounds, sizes = zip(*held, strict=True) if held else ((), (_NO_ROUNDS,), (_NO_ROUNDS,))
         return self._as(self._filled, waiting, np.concatenate(rounds), np.concatenate(sizes))
 
     def restore(self, taken: RecordQueueState) -> None:
         """Hold what another one held."""
         super().restore(taken)
-        self._filled, self._due = taken.filled, 0
+        self._filled, self._due = taken.filled_rounds, 0
         self._fed.clear()
         if len(taken.rounds):
             first = int(taken.rounds[0])
             counts = np.zeros(taken.rounds[-1] + 1 - first, np.int64)
             counts[taken.rounds - first] = taken.sizes
-            self._fed.append(_Fed(_joined(taken.waiting), first, counts.tolist()))
+            self._fed.append(_Fed(_joined(taken.queued_batches), first, counts.tolist()))
 
     def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
         if batch.positions:
@@ -334,7 +349,7 @@ class PlannedRecordQueue(RecordQueue):
                 "positions must be left out: this run knows which record is for which round; number the batches (sequence)"
             )
         counts = list(batch.counts) or [records]
-        first = batch.first_round if batch.HasField("first_round") else self._attendance.following(self._filled)
+        first = batch.first_round if batch.HasField("first_round") else self._attendance.next_round(self._filled)
         if sum(counts) != records:
             raise DataError(f"the counts of a batch must add up to its records, {records}, got {sum(counts)}")
         if first < self._filled:
@@ -354,10 +369,10 @@ class PlannedRecordQueue(RecordQueue):
             counts = [count * here for count, here in zip(counts, there, strict=True)]
         if len(labels):
             self._fed.append(_Fed(Batch(features, labels), first, counts))
-            self.waiting += len(labels)
+            self.queued_records += len(labels)
 
 
-class Live(RecordQueue):
+class LiveRecordQueue(RecordQueue):
     """Records wait in the order in which they came, and a round takes what is there.
 
     Args:
@@ -367,23 +382,25 @@ class Live(RecordQueue):
         patient: a round waits for a record; else it takes what is there, if it is nothing.
     """
 
-    def __init__(self, n_features: int, loss: Loss, attendance: Participation, most: int, *, patient: bool) -> None:
+    def __init__(
+        self, n_features: int, loss: Loss, attendance: Participation, most: int, *, waits_for_record: bool
+    ) -> None:
         super().__init__(n_features, loss)
-        self._attendance, self._most, self._patient = attendance, most, patient
+        self._attendance, self._most, self._patient = attendance, most, waits_for_record
         self._queue: deque[Batch] = deque()
         self._done = 0
 
     @property
-    def filled(self) -> int:
+    def filled_rounds(self) -> int:
         """Rounds below this one have taken their records, or would find some."""
-        return self._done + max(-(-self.waiting // self._most), 0 if self._patient else 1)
+        return self._done + max(-(-self.queued_records // self._most), 0 if self._patient else 1)
 
     def take(self, t: int, records: int | None = None) -> Batch:
         """The oldest records, as many as a round takes."""
         self._done = t + 1
         if t not in self._attendance:
             return self._nothing
-        wanted = min(self.waiting, self._most if records is None else records)
+        wanted = min(self.queued_records, self._most if records is None else records)
         parts = []
         while wanted:
             first = self._queue.popleft()
@@ -393,18 +410,18 @@ class Live(RecordQueue):
             parts.append(first)
             wanted -= first.size
         taken = _joined(parts) if parts else self._nothing
-        self.waiting -= taken.size
+        self.queued_records -= taken.size
         return taken
 
-    def taken(self) -> RecordQueueState:
+    def get_state(self) -> RecordQueueState:
         """What it holds now."""
-        rounds, sizes = ([self._done], [self.waiting]) if self.waiting else ((), ())
+        rounds, sizes = ([self._done], [self.queued_records]) if self.queued_records else ((), ())
         return self._as(self._done, tuple(self._queue), np.array(rounds, np.int64), np.array(sizes, np.int64))
 
     def restore(self, taken: RecordQueueState) -> None:
         """Hold what another one held."""
         super().restore(taken)
-        self._queue, self._done = deque(taken.waiting), taken.filled
+        self._queue, self._done = deque(taken.queued_batches), taken.filled_rounds
 
     def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
         if batch.HasField("first_round") or batch.counts:
@@ -416,7 +433,7 @@ class Live(RecordQueue):
     def _file(self, first: int, counts: list[int], features: FloatArray, labels: FloatArray) -> None:
         if len(labels):
             self._queue.append(Batch(features, labels))
-            self.waiting += len(labels)
+            self.queued_records += len(labels)
 
 
 def _joined(parts: Sequence[Batch]) -> Batch:

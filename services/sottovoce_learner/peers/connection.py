@@ -13,17 +13,17 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce_core.errors import RemoteProtocolError, SottovoceError, PermissionDenied, Unavailable
-from sottovoce_core.running.policy import accepted
-from sottovoce_core.text import called
-from sottovoce_learner.peers.in_process import InProcessTransport, InProcessStream
+from sottovoce_core.errors import PermissionDenied, RemoteProtocolError, SottovoceError, Unavailable
+from sottovoce_core.running.policy import extract_identity_names
+from sottovoce_core.text import format_learner_name
+from sottovoce_learner.peers.in_process import InProcessStream, InProcessTransport
 from sottovoce_learner.session import Session
 from sottovoce_rpc.access import release_read_slot
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import Attribution
 from sottovoce_rpc.principals import Principal, Role
-from sottovoce_rpc.server import MAX_OVERHEAD_BYTES, HELLO_TIMEOUT_S, channel
+from sottovoce_rpc.server import HELLO_TIMEOUT_S, MAX_OVERHEAD_BYTES, open_channel
 from sottovoce_rpc.status import CallOutcome
 from sottovoce_wire.v1 import learner_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Neighbour
@@ -36,12 +36,12 @@ _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 def _hello(session: Session, neighbour: int) -> bytes:
     """What this side says of itself when a stream is opened."""
-    told = session.role
+    told = session.assignment
     said = learner_pb2.Hello(
         run_id=told.run_id,
-        plan_hash=told.shared.plan_hash,
+        plan_hash=told.cached_run.plan_hash,
         learner=told.index,
-        next_round=session.inbox.next_round(neighbour),
+        next_round=session.inbox.get_due_round(neighbour),
         fields=to_fields(session.codec.shapes),
         incarnation=told.incarnation,
     )
@@ -61,13 +61,13 @@ def _greeted(session: Session, payload: bytes, caller: Principal | None = None) 
         DataError: it has heard rounds that this learner's log does not have.
         RemoteProtocolError: no Hello, or of another plan or other fields: the same words would mean something else.
     """
-    said, told = read_hello(payload), session.role
+    said, told = read_hello(payload), session.assignment
     if said.run_id != told.run_id:
         raise PermissionDenied(f"this learner is in another run than {said.run_id!r}")
-    session.inbox.next_round(said.learner)
+    session.inbox.get_due_round(said.learner)
     _require_itself(session, said.learner, caller)
     name = told.spec.names[said.learner]
-    if said.plan_hash != (ours := told.shared.plan_hash):
+    if said.plan_hash != (ours := told.cached_run.plan_hash):
         raise RemoteProtocolError(
             f"{name} must have the plan {ours.hex()[:16]}, got {said.plan_hash.hex()[:16]}: it was told "
             "another spec, or reads it in another way"
@@ -93,11 +93,11 @@ def _require_itself(session: Session, learner: int, caller: Principal | None) ->
     """
     if caller is None:
         return
-    spec, accepts = session.role.spec, session.policy.eavesdroppers
+    spec, accepts = session.assignment.spec, session.policy.eavesdroppers
     if caller.role is Role.EAVESDROPPER and spec.capture == "relay":
         is_accepted = not caller.is_foreign if accepts is None else caller.is_one_of(*accepts)
         if not is_accepted:
-            raise PermissionDenied(f"the owner of {session.role.name!r} accepts no recording by {caller}")
+            raise PermissionDenied(f"the owner of {session.assignment.name!r} accepts no recording by {caller}")
         return
     if not caller.is_one_of(f"{Role.LEARNER}/{spec.names[learner]}"):
         raise PermissionDenied(f"{caller} must not speak for {spec.names[learner]}")
@@ -117,16 +117,18 @@ async def accept(
         SottovoceError: the other side erred; the caller makes a status of it.
     """
     neighbour, next_round = _greeted(session, await _first(stream), caller)
-    if neighbour > session.role.index:
+    if neighbour > session.assignment.index:
         raise RemoteProtocolError(
-            f"the earlier of two in the spec opens their stream: {called(session.role.spec.names, neighbour)} must wait for us"
+            f"the earlier of two in the spec opens their stream: {format_learner_name(session.assignment.spec.names, neighbour)} must wait for us"
         )
     release_read_slot()
     await stream.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
     await _hold(session, neighbour, stream, next_round, _known_by(None if caller is None else caller.role))
 
 
-async def keep_open(session: Session, neighbour: Neighbour, credentials: Credentials, nearby: InProcessTransport) -> None:
+async def keep_open(
+    session: Session, neighbour: Neighbour, credentials: Credentials, in_process: InProcessTransport
+) -> None:
     """Hold the stream to a neighbour open until cancelled.
 
     Args:
@@ -136,38 +138,40 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
         nearby: learners of this process that show no identity, as this one: they are met without a channel.
     """
     index, attempt = neighbour.index, 0
-    spec = session.role.spec
+    spec = session.assignment.spec
     overheard = (
         neighbour.relayed and spec.capture == "relay"
     )  # else whoever is there must be the neighbour, whatever we are told
     role, names = (
-        (Role.EAVESDROPPER, accepted(session.policy.eavesdroppers))
+        (Role.EAVESDROPPER, extract_identity_names(session.policy.eavesdroppers))
         if overheard
         else (Role.LEARNER, (spec.names[index],))
     )
-    most = session.codec.length + MAX_OVERHEAD_BYTES
-    while not session.life.silent:
+    most = session.codec.message_bytes + MAX_OVERHEAD_BYTES
+    while not session.lifecycle.is_silent:
         name = names[attempt % len(names)]
         try:
-            if credentials.principal is None and nearby.has(neighbour.address):
-                async with nearby.meet(neighbour.address) as stream:
-                    await _greet(session, index, stream, Attribution.NAME)
+            if credentials.principal is None and in_process.has_learner(neighbour.address):
+                async with in_process.open_stream(neighbour.address) as stream:
+                    await _greet(session, index, stream, Attribution.CLAIM)
             else:
-                async with channel(  # a new one: it may be renewed
-                    neighbour.address, role, name, credentials=credentials, max_message=most
+                async with open_channel(  # a new one: it may be renewed
+                    neighbour.address, role, name, credentials=credentials, max_message_bytes=most
                 ) as to:
                     await _converse(session, index, to, _known_by(role if credentials.principal else None))
             attempt = 0
         except SottovoceError as error:
             attempt += 1
-            log.warning("stream ended", neighbour=called(spec.names, index), attempt=attempt, reason=str(error))
+            log.warning(
+                "stream ended", neighbour=format_learner_name(spec.names, index), attempt=attempt, reason=str(error)
+            )
         await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
 
 
 def _known_by(role: Role | None) -> Attribution:
     """How it is known that a neighbour speaks: by the role in the certificate of whoever is there; None: it showed none."""
     if role is None:
-        return Attribution.NAME
+        return Attribution.CLAIM
     return Attribution.RELAY if role is Role.EAVESDROPPER else Attribution.CERTIFICATE
 
 
@@ -184,7 +188,7 @@ async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel, know
     try:
         await _greet(session, neighbour, call, known_by)
     except grpc.aio.AioRpcError:
-        raise Unavailable((await ending.status()).details() or "the stream broke") from None
+        raise Unavailable((await ending.wait_for_status()).details() or "the stream broke") from None
     finally:
         call.cancel()
 
@@ -198,8 +202,10 @@ async def _greet(session: Session, neighbour: int, stream: Any, known_by: Attrib
     await stream.write(_hello(session, neighbour))
     peer, next_round = _greeted(session, await _first(stream))
     if peer != neighbour:
-        names = session.role.spec.names
-        raise PermissionDenied(f"expected {called(names, neighbour)} at its address, found {called(names, peer)}")
+        names = session.assignment.spec.names
+        raise PermissionDenied(
+            f"expected {format_learner_name(names, neighbour)} at its address, found {format_learner_name(names, peer)}"
+        )
     await _hold(session, neighbour, stream, next_round, known_by)
 
 
@@ -236,15 +242,17 @@ async def _hold(session: Session, neighbour: int, stream: Any, next_round: int, 
             link.attach(stream, next_round, lambda: held.reschedule(now()))
             try:
                 while (payload := await stream.read()) is not grpc.aio.EOF:
-                    session.hear(neighbour, payload)
+                    session.receive(neighbour, payload)
             except RemoteProtocolError as error:
-                ended = session.life.ended
-                if error.rule is not None and session.hearing.notice(neighbour, error.rule, known_by, ended=ended):
-                    session.report()
+                ended = session.lifecycle.has_ended
+                if error.violation is not None and session.receiver.record_violation(
+                    neighbour, error.violation, known_by, has_ended=ended
+                ):
+                    session.request_report()
                 raise
             finally:
                 link.detach(stream)
-                await link.quiet()
+                await link.wait_idle()
     except TimeoutError:
-        name = called(session.role.spec.names, neighbour)
+        name = format_learner_name(session.assignment.spec.names, neighbour)
         raise Unavailable(f"another stream of {name} took the place of this one") from None

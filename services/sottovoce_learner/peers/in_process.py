@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import grpc
 
-from sottovoce_rpc.tasks import beside
+from sottovoce_rpc.tasks import run_in_background
 
 
 class _Turns:
@@ -57,7 +57,7 @@ class InProcessStream:
         self._other: InProcessStream | None = None
 
     @classmethod
-    def pair(cls, turns: _Turns) -> tuple[Self, Self]:
+    def create_pair(cls, turns: _Turns) -> tuple[Self, Self]:
         """Both ends of a new stream."""
         one, other = cls(turns), cls(turns)
         one._other, other._other = other, one
@@ -95,7 +95,7 @@ class InProcessStream:
             self._awaited.set_result(None)
 
 
-Accept = Callable[[InProcessStream], Coroutine[Any, Any, None]]
+StreamHandler = Callable[[InProcessStream], Coroutine[Any, Any, None]]
 """Serves a stream that a neighbour opened, until it ends."""
 
 
@@ -103,10 +103,10 @@ class InProcessTransport:
     """The learners of a process that others of it may meet without a channel, by their addresses."""
 
     def __init__(self) -> None:
-        self._learners: dict[str, tuple[Accept, set[InProcessStream]]] = {}
+        self._learners: dict[str, tuple[StreamHandler, set[InProcessStream]]] = {}
         self._turns = _Turns()
 
-    def add(self, address: str, accept: Accept) -> None:
+    def add(self, address: str, accept: StreamHandler) -> None:
         """A learner is there."""
         self._learners[address] = accept, set()
 
@@ -115,22 +115,22 @@ class InProcessTransport:
         for stream in self._learners.pop(address, (None, set()))[1]:
             stream.end()
 
-    def has(self, address: str) -> bool:
+    def has_learner(self, address: str) -> bool:
         """Is a learner of this process there?"""
         return address in self._learners
 
     @asynccontextmanager
-    async def meet(self, address: str) -> AsyncIterator[InProcessStream]:
+    async def open_stream(self, address: str) -> AsyncIterator[InProcessStream]:
         """A stream to a learner that is there, for as long as the block lasts.
 
         Raises:
             SottovoceError: the other side erred: what it says.
         """
         accept, streams = self._learners[address]
-        ours, theirs = InProcessStream.pair(self._turns)
+        ours, theirs = InProcessStream.create_pair(self._turns)
         streams.add(theirs)
         try:
-            async with beside(accept(theirs)):
+            async with run_in_background(accept(theirs)):
                 yield ours
         finally:
             streams.discard(theirs)

@@ -18,14 +18,14 @@ from typing import Generic, NamedTuple, TypeVar
 import structlog
 
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_core.errors import EquivocationError, RemoteProtocolError, Rule, PermissionDenied
-from sottovoce_core.text import called
-from sottovoce_learner.role import Role
+from sottovoce_core.errors import EquivocationError, PermissionDenied, RemoteProtocolError, ViolationKind
+from sottovoce_core.text import format_learner_name
+from sottovoce_learner.role import RunAssignment
 from sottovoce_rpc import principals
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import Attribution
-from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, SignedStatement, Statement, digest, is_signature
+from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, SignedStatement, Statement, compute_frame_digest, is_signature
 from sottovoce_wire.v1.coordinator_pb2 import Violation
 from sottovoce_wire.v1.coordinator_pb2 import ViolationKind as RuleNumber
 
@@ -57,26 +57,26 @@ class Inbox(Generic[V]):
         ahead: int = 2,
         first_round: int = 0,
         *,
-        last: Mapping[int, tuple[int, V]] | None = None,
+        late_messages: Mapping[int, tuple[int, V]] | None = None,
         names: Sequence[str] = (),
     ) -> None:
         self._names = names
-        self.round, self._heard_in, self._ahead, self._late = first_round, heard, ahead, last is not None
+        self.round, self._heard_in, self._ahead, self._late = first_round, heard, ahead, late_messages is not None
         self._next = dict.fromkeys(neighbours, 0 if self._late else first_round)
         self._heard: dict[int, dict[int, V]] = {}
         self._last: dict[int, V] = {}
-        for j, (t, content) in (last or {}).items():
+        for j, (t, content) in (late_messages or {}).items():
             self._next[j], self._last[j] = t + 1, content
         self._needed = len(heard(first_round))
 
-    def next_round(self, neighbour: int) -> int:
+    def get_due_round(self, neighbour: int) -> int:
         """The first round whose message of this neighbour is due, as far as it may be ahead.
 
         Raises:
             PermissionDenied: not a neighbour.
         """
         if neighbour not in self._next:
-            raise PermissionDenied(f"{called(self._names, neighbour)} is not a neighbour")
+            raise PermissionDenied(f"{format_learner_name(self._names, neighbour)} is not a neighbour")
         due, beyond = self._next[neighbour], self.round + self._ahead
         if self._late:
             return due if neighbour in self._heard_in(self.round) else beyond
@@ -91,37 +91,37 @@ class Inbox(Generic[V]):
         Raises:
             RemoteProtocolError: sent in somebody else's name, or out of turn.
         """
-        due = self.next_round(neighbour)
+        due = self.get_due_round(neighbour)
         if sender != neighbour:
-            text = f"{called(self._names, neighbour)} sent a message in the name of {called(self._names, sender)}"
-            raise RemoteProtocolError(text, Rule.NAME)
+            text = f"{format_learner_name(self._names, neighbour)} sent a message in the name of {format_learner_name(self._names, sender)}"
+            raise RemoteProtocolError(text, ViolationKind.SENDER)
         if t != due or t >= self.round + self._ahead:
             raise RemoteProtocolError(
-                f"{called(self._names, neighbour)} must say round {due} next, got round {t} (we are in round {self.round})",
-                None if t < due else Rule.ROUND,
+                f"{format_learner_name(self._names, neighbour)} must say round {due} next, got round {t} (we are in round {self.round})",
+                None if t < due else ViolationKind.ROUND,
             )
         self._next[neighbour] = t + 1
         if t < self.round:
             self._last[neighbour] = content
         else:
             self._heard.setdefault(t, {})[neighbour] = content
-        return self.complete
+        return self.is_complete
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """True when everybody was heard whom the current round needs."""
         return len(self._heard.get(self.round, ())) == self._needed
 
     @property
-    def missing(self) -> list[int]:
+    def missing_neighbours(self) -> list[int]:
         """Neighbours not heard yet in the current round."""
         return [j for j in self._heard_in(self.round) if self._next[j] <= self.round]
 
     @property
-    def enough(self) -> bool:
+    def has_enough(self) -> bool:
         """True when of everybody whom the current round needs a message is here, of this round or one not too long before."""
         if not self._late:
-            return self.complete
+            return self.is_complete
         oldest = max(self.round - self._ahead + 1, 0)
         return all(self._next[j] > oldest for j in self._heard_in(self.round))
 
@@ -161,9 +161,9 @@ class _Unsigned:
         waiting = self._heard[neighbour]
         if waiting and (first := next(iter(waiting))) // ROUNDS_PER_BLOCK < t // ROUNDS_PER_BLOCK:
             raise RemoteProtocolError(
-                f"{called(self._names, neighbour)} must sign what it said from round {first} on before it says round {t}: is it "
+                f"{format_learner_name(self._names, neighbour)} must sign what it said from round {first} on before it says round {t}: is it "
                 "older than this learner?",
-                Rule.SIGNATURE,
+                ViolationKind.SIGNATURE,
             )
 
     def heard(self, neighbour: int, t: int, digest: bytes) -> None:
@@ -186,16 +186,16 @@ class _Unsigned:
             RemoteProtocolError: it signs in another one's name, or not all that it said.
             EquivocationError: it has said one thing here, and signed another one.
         """
-        name = called(self._names, neighbour)
+        name = format_learner_name(self._names, neighbour)
         if statement.sender != neighbour:
-            text = f"{name} signed in the name of {called(self._names, statement.sender)}"
-            raise RemoteProtocolError(text, Rule.NAME)
+            text = f"{name} signed in the name of {format_learner_name(self._names, statement.sender)}"
+            raise RemoteProtocolError(text, ViolationKind.SENDER)
         waiting = self._heard[neighbour]
         of_block = {t: own for t, own in waiting.items() if t // ROUNDS_PER_BLOCK == statement.block}
         for t, own in of_block.items():
             if (said := statement[t]) is None:
                 text = f"{name} did not sign what it said in round {t}"
-                raise RemoteProtocolError(text, Rule.SIGNATURE)
+                raise RemoteProtocolError(text, ViolationKind.SIGNATURE)
             if said != own:
                 raise EquivocationError(
                     f"{name} signed another message of round {t} than came here in its name: it, or whoever is in "
@@ -223,14 +223,16 @@ class MessageReceiver:
         credentials: of the learner: with an identity its neighbours must sign what they say.
     """
 
-    def __init__(self, role: Role, codec: RoundCodec, inbox: Inbox[DecodedFrame], credentials: Credentials) -> None:
+    def __init__(
+        self, role: RunAssignment, codec: RoundCodec, inbox: Inbox[DecodedFrame], credentials: Credentials
+    ) -> None:
         self._role, self._codec, self.inbox, self._credentials = role, codec, inbox, credentials
         self._said = dict[tuple[int, int], tuple[int, int]]()
         self._unsigned = None if credentials.principal is None else _Unsigned(role.spec.names)
         self._misconduct = dict[int, Violation]()
         self.violation_count = 0
         """Messages that broke one, of whomever."""
-        self.messages = 0
+        self.messages_received = 0
         """Messages that were taken in."""
 
     def take(self, neighbour: int, payload: bytes) -> bool:
@@ -257,13 +259,13 @@ class MessageReceiver:
         except RemoteProtocolError:
             before = self._said.get((neighbour, t % MAX_REMEMBERED_ROUNDS))
             if sender == neighbour and before is not None and before[0] == t and before[1] != said:
-                name = called(self._role.spec.names, neighbour)
+                name = format_learner_name(self._role.spec.names, neighbour)
                 raise EquivocationError(f"{name} said two different things in round {t}") from None
             raise
         self._said[neighbour, t % MAX_REMEMBERED_ROUNDS] = t, said
-        self.messages += 1
+        self.messages_received += 1
         if self._unsigned is not None:
-            self._unsigned.heard(neighbour, t, digest(payload))
+            self._unsigned.heard(neighbour, t, compute_frame_digest(payload))
         return complete
 
     def _check(self, unsigned: _Unsigned, neighbour: int, signed: SignedStatement) -> None:
@@ -275,32 +277,37 @@ class MessageReceiver:
         """
         if not unsigned.waits(neighbour, signed.statement.block):
             return
-        signer, name = self._credentials.signer(signed), self._role.spec.names[neighbour]
+        signer, name = self._credentials.verify_statement(signed), self._role.spec.names[neighbour]
         if not signer.is_one_of(f"{principals.Role.LEARNER}/{name}"):
             text = f"what {name} says must be signed by itself, got a signature of {signer}"
-            raise PermissionDenied(text, Rule.NAME)
+            raise PermissionDenied(text, ViolationKind.SENDER)
         unsigned.signed(neighbour, signed.statement)
 
     @property
-    def owing(self) -> set[int]:
+    def unsigned_neighbours(self) -> set[int]:
         """Neighbours that have not signed all that was heard of them; where nothing is signed, nobody."""
         return set() if self._unsigned is None else self._unsigned.owing
 
-    def notice(self, neighbour: int, rule: Rule, known_by: Attribution, *, ended: bool) -> bool:
+    def record_violation(self, neighbour: int, rule: ViolationKind, known_by: Attribution, *, has_ended: bool) -> bool:
         """A neighbour broke a rule; True the first time, as long as the run goes on: what it says later tells nothing new."""
         self.violation_count += 1
-        if ended or neighbour in self._misconduct:
+        if has_ended or neighbour in self._misconduct:
             return False
         number = RuleNumber.Value(f"RULE_{rule.name}")
         found = Violation(
-            learner=neighbour, round=self.inbox.next_round(neighbour), kind=number, attribution=known_by.value
+            learner=neighbour, round=self.inbox.get_due_round(neighbour), kind=number, attribution=known_by.value
         )
         self._misconduct[neighbour] = found
         told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
-        log.warning("misconduct", learner=self._role.name, neighbour=called(self._role.spec.names, neighbour), **told)
+        log.warning(
+            "misconduct",
+            learner=self._role.name,
+            neighbour=format_learner_name(self._role.spec.names, neighbour),
+            **told,
+        )
         return True
 
     @property
-    def misconduct(self) -> tuple[Violation, ...]:
+    def violations(self) -> tuple[Violation, ...]:
         """What was noticed: of each neighbour the first rule that it broke."""
         return tuple(self._misconduct.values())

@@ -21,10 +21,10 @@ from typing import Protocol
 import grpc
 
 from sottovoce_core.network.roster import Participation, ParticipationSchedule
-from sottovoce_learner.peers.plan import Plan
-from sottovoce_learner.role import Role
+from sottovoce_learner.peers.plan import NeighbourSchedule
+from sottovoce_learner.role import RunAssignment
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, DIGEST_BYTES, EMPTY_DIGESTS, Statement
+from sottovoce_rpc.signatures import DIGEST_BYTES, EMPTY_DIGESTS, ROUNDS_PER_BLOCK, Statement
 from sottovoce_rpc.tasks import Tasks
 
 _IDLE_TIMEOUT_S = 1.0
@@ -40,7 +40,7 @@ _STREAM_END_ERRORS = (
 
 
 @dataclass(slots=True)
-class Own:
+class SentDigests:
     """What this learner said last, as its signatures say it.
 
     Of each neighbour it remembers the blocks whose signature may not have come, however long ago it was told anything.
@@ -51,35 +51,35 @@ class Own:
         recipients: of each neighbour the last blocks in which it was told anything.
     """
 
-    keep: int
+    retained_rounds: int
     digests: dict[int, bytes] = field(default_factory=dict)
     recipients: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def said(self, t: int, digest: bytes, told: Iterable[int]) -> None:
+    def add_round(self, t: int, digest: bytes, told: Iterable[int]) -> None:
         """A round was said, to some neighbours."""
         block, k = divmod(t, ROUNDS_PER_BLOCK)
         for j in told:
             if block not in (before := self.recipients.get(j, ())):
-                self.recipients[j] = (*before, block)[-_signatures_kept(self.keep) :]
+                self.recipients[j] = (*before, block)[-_signatures_kept(self.retained_rounds) :]
         if block not in self.digests:
             needed = set(chain.from_iterable(self.recipients.values()))
             self.digests = {each: known for each, known in self.digests.items() if each in needed}
         known = self.digests.get(block, EMPTY_DIGESTS)
         self.digests[block] = known[: DIGEST_BYTES * k] + digest + known[DIGEST_BYTES * (k + 1) :]
 
-    def statement(self, run_id: str, sender: int, block: int) -> Statement:
+    def build_statement(self, run_id: str, sender: int, block: int) -> Statement:
         """What is signed of a block."""
         return Statement(run_id, sender, block, self.digests[block])
 
-    def told(self, block: int) -> list[int]:
+    def list_recipients(self, block: int) -> list[int]:
         """Neighbours that were told anything of a block."""
         return [j for j, own in self.recipients.items() if block in own]
 
-    def copy(self) -> Own:
+    def copy(self) -> SentDigests:
         """What it remembers now, which does not change."""
-        return Own(self.keep, dict(self.digests), dict(self.recipients))
+        return SentDigests(self.retained_rounds, dict(self.digests), dict(self.recipients))
 
-    def restore(self, copy: Own) -> None:
+    def restore(self, copy: SentDigests) -> None:
         """Remember what a copy does."""
         self.digests, self.recipients = dict(copy.digests), dict(copy.recipients)
 
@@ -92,7 +92,7 @@ class _Stream(Protocol):
         ...
 
 
-class Link:
+class NeighbourLink:
     """Everything that is said to one neighbour, in order, over whichever stream is there.
 
     Args:
@@ -110,8 +110,8 @@ class Link:
         self._idle = asyncio.Event()
         self._idle.set()
         self._woken: asyncio.Future[None] | None = None  # an event would make one for each wait, too, and more
-        self.attached = asyncio.Event()
-        self.streams = 0
+        self.attached_event = asyncio.Event()
+        self.stream_count = 0
         """That were attached."""
         self.incarnation = 0
         """The highest that the neighbour has greeted with: a lower one is an old process, or a copy."""
@@ -122,7 +122,7 @@ class Link:
         self._due.append(frame)
         self._kick()
 
-    def sign(self, t: int, signature: Callable[[], bytes]) -> None:
+    def queue_signature(self, t: int, signature: Callable[[], bytes]) -> None:
         """Send a signature behind round t, of a block in which the neighbour was told anything.
 
         Args:
@@ -141,13 +141,13 @@ class Link:
             next_round: the round to go on with.
             displaced: called when another stream takes this one's place.
         """
-        if self.has(self._stream):
+        if self.has_stream(self._stream):
             self._displaced()
         self._stream, self._displaced = stream, displaced
-        self.streams += 1
+        self.stream_count += 1
         self._due.clear()
         self._due.extend(self._from(next_round))
-        self.attached.set()
+        self.attached_event.set()
         self._kick()
 
     def _from(self, next_round: int) -> list[bytes]:
@@ -158,26 +158,26 @@ class Link:
         return [*before, *(payload for _, _, payload in sorted(due))]
 
     @property
-    def waiting(self) -> int:
+    def queue_size(self) -> int:
         """Messages and signatures that are yet to be written."""
         return len(self._due)
 
-    def has(self, stream: _Stream | None) -> bool:
+    def has_stream(self, stream: _Stream | None) -> bool:
         """True when this is the stream that the link writes to."""
         return stream is not None and self._stream is stream
 
     def detach(self, stream: _Stream) -> None:
         """A stream has ended."""
-        if self.has(stream):
+        if self.has_stream(stream):
             self._stream = None
-            self.attached.clear()
+            self.attached_event.clear()
             self._wake()
 
-    async def flushed(self) -> None:
+    async def wait_flushed(self) -> None:
         """Wait until all that was said is written, or the stream is gone."""
         await self._idle.wait()
 
-    async def quiet(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait for a moment until nothing is being written: a call that ends meanwhile does not end on the other side."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
@@ -232,21 +232,21 @@ class Outbox:
 
     def __init__(
         self,
-        role: Role,
-        plan: Plan,
+        role: RunAssignment,
+        plan: NeighbourSchedule,
         attendance: Participation,
-        own: Own,
-        links: Mapping[int, Link],
+        own: SentDigests,
+        links: Mapping[int, NeighbourLink],
         credentials: Credentials,
         mirror: Callable[[bytes, list[int]], None] | None,
         roster: ParticipationSchedule,
     ) -> None:
-        self._role, self._plan, self._attendance, self._own, self.roster = role, plan, attendance, own, roster
+        self._role, self._plan, self._attendance, self._own, self.participation = role, plan, attendance, own, roster
         self.links, self._credentials, self._mirror = links, credentials, mirror
 
-    def met(self, t: int) -> dict[int, Link]:
+    def get_active_links(self, t: int) -> dict[int, NeighbourLink]:
         """The links to those who are there in a round, and not lost."""
-        there, lost = self.roster.there(t), self.roster.lost_senders(self._role.index, t)
+        there, lost = self.participation.participant_mask(t), self.participation.lost_senders(self._role.index, t)
         return {j: link for j, link in self.links.items() if there[j] and j not in lost}
 
     def send_round(self, t: int, frame: bytes) -> None:
@@ -255,7 +255,7 @@ class Outbox:
         Raises:
             FailedPrecondition: a signature is due, and the identity cannot sign.
         """
-        told = self._plan.part(t).told
+        told = self._plan.get_round_part(t).out_neighbours
         for j in told:
             self.links[j].queue(t, frame)
         if self._mirror is not None:
@@ -274,7 +274,7 @@ class Outbox:
             FailedPrecondition: the identity cannot sign.
         """
         for t, frame in frames:
-            for j in self._plan.part(t).told:
+            for j in self._plan.get_round_part(t).out_neighbours:
                 self.links[j].queue(t, frame)
         for block in sorted(self._own.digests):
             t = min(ROUNDS_PER_BLOCK * (block + 1), said) - 1
@@ -292,7 +292,7 @@ class Outbox:
 
     async def flush(self) -> None:
         """Wait until all that was said is written, or the channels are broken."""
-        await asyncio.gather(*(link.flushed() for link in self.links.values()))
+        await asyncio.gather(*(link.wait_flushed() for link in self.links.values()))
 
     async def close(self) -> None:
         """Say nothing more to anybody."""
@@ -308,10 +308,13 @@ class Outbox:
         if self._credentials.principal is None:
             return
         block = t // ROUNDS_PER_BLOCK
-        statement, told = self._own.statement(self._role.run_id, self._role.index, block), self._own.told(block)
+        statement, told = (
+            self._own.build_statement(self._role.run_id, self._role.index, block),
+            self._own.list_recipients(block),
+        )
         signature = _signature_of(statement, self._credentials)
         for j in told:
-            self.links[j].sign(t, signature)
+            self.links[j].queue_signature(t, signature)
         if self._mirror is not None and told:
             self._mirror(signature(), told)
 
@@ -326,8 +329,8 @@ def _signature_of(statement: Statement, credentials: Credentials) -> Callable[[]
     made = dict[datetime | None, bytes]()
 
     def make() -> bytes:
-        if (until := credentials.expires) not in made:
-            made[until] = credentials.signed(statement).encode()
+        if (until := credentials.expiry) not in made:
+            made[until] = credentials.sign_statement(statement).encode()
         return made[until]
 
     return make

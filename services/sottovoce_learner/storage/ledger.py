@@ -25,9 +25,17 @@ from sottovoce_core.network.roster import ParticipationSchedule
 from sottovoce_core.privacy.guarantee import Guarantee
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_learner.storage.run_log import NO_RUN, Mark
-from sottovoce_learner.storage.state_folder import FORMAT, Files, extend_chain, content, hash_text, host, require_format
-from sottovoce_learner.storage.wal import Reading, read_log
+from sottovoce_learner.storage.run_log import NO_RUN, HighWaterMark
+from sottovoce_learner.storage.state_folder import (
+    FORMAT,
+    LearnerPaths,
+    extend_chain,
+    hash_boot_id,
+    hash_text,
+    read_if_exists,
+    require_format,
+)
+from sottovoce_learner.storage.wal import LogContents, read_log
 
 OPENED, CLOSED, REPAIRED = "opened", "closed", "repaired"
 _CHAIN_BYTES = 16
@@ -39,12 +47,12 @@ Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChainedLine:
     """One line, its chain, and the first byte behind it."""
 
     facts: Facts
     chain: bytes
-    end: int
+    end_offset: int
 
     @property
     def kind(self) -> str:
@@ -52,14 +60,14 @@ class Line:
         return str(self.facts.get("kind"))
 
     @property
-    def at(self) -> datetime:
+    def written_at(self) -> datetime:
         """When it was written."""
         return datetime.fromisoformat(self.facts["at"])
 
     @classmethod
-    def parse_all(cls, raw: bytes) -> tuple[Line, ...]:
+    def parse_all(cls, raw: bytes) -> tuple[ChainedLine, ...]:
         """All lines, up to the first that is not right."""
-        found: list[Line] = []
+        found: list[ChainedLine] = []
         at, chain = 0, bytes(_CHAIN_BYTES)
         while (end := raw.find(b"\n", at) + 1) > 0:
             text = raw[at + 2 * _CHAIN_BYTES + 1 : end - 1]
@@ -91,7 +99,7 @@ class Line:
         return extend_chain(chain, text).hex().encode() + b" " + text + b"\n"
 
     @classmethod
-    def first(cls, learner: str, store: str = "") -> bytes:
+    def encode_first(cls, learner: str, store: str = "") -> bytes:
         """The first line of a ledger: its own number, drawn where it has none yet, and whose it is."""
         facts = {"kind": "store", "format": FORMAT, "store": store or secrets.token_hex(16), "learner": learner}
         return cls.encode(facts)
@@ -116,15 +124,15 @@ class LedgerEntry:
     index: int
     n_features: int
     spec: str
-    said: int = 0
-    spent: float = 0.0
+    rounds_committed: int = 0
+    epsilon_spent: float = 0.0
 
     @property
     def algorithm(self) -> str:
         """Its name."""
         return str(json.loads(self.spec)["algorithm"]["name"])
 
-    def guarantee(self, *, imports: bool) -> Guarantee:
+    def build_guarantee(self, *, imports: bool) -> Guarantee:
         """What was promised.
 
         Args:
@@ -133,15 +141,15 @@ class LedgerEntry:
         Raises:
             SpecError: the algorithm is not installed here, or may not be imported.
         """
-        return self.run(imports=imports).guarantee(self.index)
+        return self.build_run(imports=imports).guarantee(self.index)
 
-    def run(self, *, imports: bool) -> Run:
+    def build_run(self, *, imports: bool) -> Run:
         """What was run; arguments and errors as of `guarantee`."""
-        return build_run(self.parsed(imports=imports), self.n_features)
+        return build_run(self.parse_spec(imports=imports), self.n_features)
 
-    def parsed(self, *, imports: bool) -> RunSpec:
+    def parse_spec(self, *, imports: bool) -> RunSpec:
         """The run spec; arguments and errors as of `guarantee`."""
-        return parse_spec(json.loads(self.spec), imports=imports)
+        return parse_spec(json.loads(self.spec), allow_imports=imports)
 
     @property
     def budget(self) -> float | None:
@@ -152,10 +160,10 @@ class LedgerEntry:
         return mine
 
     @property
-    def planned(self) -> float:
+    def planned_epsilon(self) -> float:
         """Epsilon of all its planned rounds; its budget, where that is less."""
         try:
-            price = self.guarantee(imports=False).epsilon()
+            price = self.build_guarantee(imports=False).epsilon()
         except SpecError:  # of code that is not imported here
             price = math.inf
         return price if self.budget is None else min(price, self.budget)
@@ -167,17 +175,17 @@ class LedgerEntry:
         return {key: value for key, value in document.items() if key != "absences"}
 
     @property
-    def roster(self) -> ParticipationSchedule:
+    def participation(self) -> ParticipationSchedule:
         """Who takes part in which round."""
         return ParticipationSchedule.from_spec(json.loads(self.spec))
 
     @classmethod
-    def of(cls, facts: Facts, learner: str) -> LedgerEntry:
+    def from_facts(cls, facts: Facts, learner: str) -> LedgerEntry:
         """A run that a line has opened."""
         return cls(learner, facts["run_id"], facts["index"], facts["n_features"], facts["spec"])
 
     @classmethod
-    def unknown(cls, learner: str, run_id: str) -> LedgerEntry:
+    def build_unknown(cls, learner: str, run_id: str) -> LedgerEntry:
         """A run of which only its price is known."""
         return cls(learner, run_id or "repaired", 0, 1, json.dumps({"learners": 1, "algorithm": {"name": "unknown"}}))
 
@@ -193,7 +201,7 @@ def _set(section: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StoredState:
     """What stands in a learner's files.
 
     Attributes:
@@ -203,26 +211,28 @@ class Standing:
         log: of the open run, or None.
     """
 
-    files: Files
-    mark: Mark | None
-    lines: tuple[Line, ...]
-    log: Reading | None
+    files: LearnerPaths
+    high_water_mark: HighWaterMark | None
+    lines: tuple[ChainedLine, ...]
+    log: LogContents | None
 
     @classmethod
-    def look(cls, files: Files, *, copied: bool = False) -> Standing:
+    def read(cls, files: LearnerPaths, *, allow_copy: bool = False) -> StoredState:
         """What stands there, whole or not.
 
         Raises:
             DataError: it is of a newer format, or a copy.
         """
-        mark = Mark.read(files.mark, copied=copied)  # before the rest: whatever it says must be in them by then
-        standing = cls(files, mark, Line.parse_all(content(files.runs)), None)
-        if (opened := standing.opened) is None:
+        mark = HighWaterMark.read(
+            files.high_water_mark, allow_copy=allow_copy
+        )  # before the rest: whatever it says must be in them by then
+        standing = cls(files, mark, ChainedLine.parse_all(read_if_exists(files.ledger)), None)
+        if (opened := standing.open_entry) is None:
             return standing
-        return replace(standing, log=read_log(files.log(opened.run_id)))
+        return replace(standing, log=read_log(files.get_log_folder(opened.run_id)))
 
     @classmethod
-    def of(cls, files: Files, *, copied: bool = False) -> Standing | None:
+    def read_verified(cls, files: LearnerPaths, *, allow_copy: bool = False) -> StoredState | None:
         """What stands there, every part held against the others; None where this learner was never here.
 
         Args:
@@ -233,128 +243,140 @@ class Standing:
             DataError: something was lost, cut, changed, or is another learner's.
         """
         while True:
-            standing = cls.look(files, copied=copied)
+            standing = cls.read(files, allow_copy=allow_copy)
             try:
-                return standing.required()
+                return standing.verify()
             except DataError:
                 # Its learner may be writing while we read: damage is what a second look shows unchanged.
-                if cls.look(files, copied=copied) == standing:
+                if cls.read(files, allow_copy=allow_copy) == standing:
                     raise
 
     @property
-    def opened(self) -> LedgerEntry | None:
+    def open_entry(self) -> LedgerEntry | None:
         """The run that was opened last, where it was not closed."""
         last = self.lines[-1].facts if self.lines else {}
-        return LedgerEntry.of(last, self.files.learner) if last.get("kind") == OPENED else None
+        return LedgerEntry.from_facts(last, self.files.learner) if last.get("kind") == OPENED else None
 
     @property
-    def begun(self) -> bool:
+    def has_open_run_log(self) -> bool:
         """Was the log of the open run made? Before, nothing can have been said in it."""
-        opened, mark = self.opened, self.mark
-        return opened is not None and mark is not None and mark.run == hash_text(opened.run_id)
+        opened, mark = self.open_entry, self.high_water_mark
+        return opened is not None and mark is not None and mark.run_hash == hash_text(opened.run_id)
 
     @property
-    def elsewhere(self) -> float:
+    def closed_runs_epsilon(self) -> float:
         """Epsilon of all runs that are closed."""
         return math.fsum(line.facts["spent"] for line in self.lines if line.kind in (CLOSED, REPAIRED))
 
-    def runs(self) -> Iterator[LedgerEntry]:
+    def iterate_entries(self) -> Iterator[LedgerEntry]:
         """Every run, with what it has cost."""
         about: dict[str, LedgerEntry] = {}
         for line in self.lines:
             if line.kind == OPENED:
-                about[line.facts["run_id"]] = LedgerEntry.of(line.facts, self.files.learner)
+                about[line.facts["run_id"]] = LedgerEntry.from_facts(line.facts, self.files.learner)
             elif line.kind in (CLOSED, REPAIRED):
                 run_id = line.facts["run_id"]
-                known = about.get(run_id) or LedgerEntry.unknown(self.files.learner, run_id)
-                about[run_id] = replace(known, said=line.facts["said"], spent=known.spent + line.facts["spent"])
-        if (opened_now := self.opened) is not None and self.log is not None:
-            about[opened_now.run_id] = replace(opened_now, said=self.log.said, spent=self.log.spent)
+                known = about.get(run_id) or LedgerEntry.build_unknown(self.files.learner, run_id)
+                about[run_id] = replace(
+                    known, rounds_committed=line.facts["said"], epsilon_spent=known.epsilon_spent + line.facts["spent"]
+                )
+        if (opened_now := self.open_entry) is not None and self.log is not None:
+            about[opened_now.run_id] = replace(
+                opened_now, rounds_committed=self.log.rounds_committed, epsilon_spent=self.log.epsilon_spent
+            )
         yield from about.values()
 
     @property
-    def under_way(self) -> tuple[LedgerEntry, bool] | None:
+    def open_run_progress(self) -> tuple[LedgerEntry, bool] | None:
         """The run that is open, with what was said in it, and whether all of that was learned, too; None: there is none."""
-        if self.opened is None or self.log is None:
+        if self.open_entry is None or self.log is None:
             return None
-        return replace(self.opened, said=self.log.said), 0 < self.log.said == self.log.done
+        return replace(
+            self.open_entry, rounds_committed=self.log.rounds_committed
+        ), 0 < self.log.rounds_committed == self.log.rounds_done
 
-    def spent(self, but: str = "") -> float:
+    def sum_epsilon(self, excluded_run_id: str = "") -> float:
         """Epsilon of all runs but one."""
-        return math.fsum(run.spent for run in self.runs() if run.run_id != but)
+        return math.fsum(run.epsilon_spent for run in self.iterate_entries() if run.run_id != excluded_run_id)
 
     def sum_epsilon_since(self, moment: datetime, but: str) -> float:
         """Epsilon of all runs but one that were charged since a moment: a run counts whole, as of its end."""
-        opened, log = self.opened, self.log
-        charges = [log.spent] if opened is not None and opened.run_id != but and log is not None else []
-        lines = (each for each in self.lines if each.kind in (CLOSED, REPAIRED) and each.at >= moment)
+        opened, log = self.open_entry, self.log
+        charges = [log.epsilon_spent] if opened is not None and opened.run_id != but and log is not None else []
+        lines = (each for each in self.lines if each.kind in (CLOSED, REPAIRED) and each.written_at >= moment)
         return math.fsum([*charges, *(each.facts["spent"] for each in lines if each.facts["run_id"] != but)])
 
     @property
     def max_epsilon_spent(self) -> float | None:
         """The most epsilon that all runs can have cost, whatever one part of the files has lost; None: that cannot be known."""
-        mark, lines, log = self.mark, self.lines, self.log
-        known = self.elsewhere
+        mark, lines, log = self.high_water_mark, self.lines, self.log
+        known = self.closed_runs_epsilon
         if mark is not None:
-            open_now = 0.0 if mark.run == NO_RUN else mark.reserved.epsilon
-            return max(known, mark.elsewhere) + max(open_now, log.spent if log else 0.0)
+            open_now = 0.0 if mark.run_hash == NO_RUN else mark.reservation.max_epsilon
+            return max(known, mark.closed_runs_epsilon) + max(open_now, log.epsilon_spent if log else 0.0)
         if log is not None and log.entries:
             last = log.entries[-1]
-            return max(known, last.in_all - last.spent) + max(last.spent, log.reserved.epsilon)
-        if not lines or (self.files.logs() and self.opened is None):
+            return max(known, last.total_epsilon_spent - last.epsilon_spent) + max(
+                last.epsilon_spent, log.reservation.max_epsilon
+            )
+        if not lines or (self.files.list_log_folders() and self.open_entry is None):
             return None
-        return known + (self.opened.planned if self.opened is not None else 0.0)
+        return known + (self.open_entry.planned_epsilon if self.open_entry is not None else 0.0)
 
-    def required(self) -> Standing | None:
+    def verify(self) -> StoredState | None:
         """What `of` returns, of what one look has shown; errors as there."""
-        files, mark, lines = self.files, self.mark, self.lines
+        files, mark, lines = self.files, self.high_water_mark, self.lines
         if mark is None:
             # Before there is a mark, nothing can have been said.
-            if files.mark.exists() or len(lines) > 1 or files.logs():
-                self._damaged(f"the mark {files.mark} is lost or damaged")
+            if files.high_water_mark.exists() or len(lines) > 1 or files.list_log_folders():
+                self._damaged(f"the mark {files.high_water_mark} is lost or damaged")
             return self if lines else None
-        if len(lines) < mark.lines:
-            self._damaged(f"the ledger {files.runs} is lost, cut or damaged from line {len(lines) + 1} on")
-        lines[0].require_readable(files.learner, files.runs)
-        if lines[mark.lines - 1].chain != mark.lines_chain or lines[0].facts["store"] != mark.store.hex():
-            self._damaged(f"the ledger {files.runs} and the mark {files.mark} are not of one learner")
-        if self.opened is not None and len(lines) <= mark.lines and not self.begun:
-            self._damaged(f"the mark {files.mark} is not of the run that is open, {self.opened.run_id!r}")
-        if self.log is not None and self.opened is not None and self.begun:
-            self._require_log(mark, self.log, self.opened)
+        if len(lines) < mark.line_count:
+            self._damaged(f"the ledger {files.ledger} is lost, cut or damaged from line {len(lines) + 1} on")
+        lines[0].require_readable(files.learner, files.ledger)
+        if lines[mark.line_count - 1].chain != mark.lines_chain or lines[0].facts["store"] != mark.store_id.hex():
+            self._damaged(f"the ledger {files.ledger} and the mark {files.high_water_mark} are not of one learner")
+        if self.open_entry is not None and len(lines) <= mark.line_count and not self.has_open_run_log:
+            self._damaged(
+                f"the mark {files.high_water_mark} is not of the run that is open, {self.open_entry.run_id!r}"
+            )
+        if self.log is not None and self.open_entry is not None and self.has_open_run_log:
+            self._require_log(mark, self.log, self.open_entry)
         return self
 
-    def _require_log(self, mark: Mark, log: Reading, opened: LedgerEntry) -> None:
+    def _require_log(self, mark: HighWaterMark, log: LogContents, opened: LedgerEntry) -> None:
         """The log holds all that the mark says, of this run and learner."""
-        folder = self.files.log(opened.run_id)
-        if log.about is None:
+        folder = self.files.get_log_folder(opened.run_id)
+        if log.header is None:
             self._damaged(f"the log {folder} is lost, or its first segment is damaged")
-        of = (log.about.store, log.about.learner, log.about.run_id)
-        if of != (mark.store.hex(), self.files.learner, opened.run_id):
+        of = (log.header.store_id, log.header.learner, log.header.run_id)
+        if of != (mark.store_id.hex(), self.files.learner, opened.run_id):
             self._damaged(
-                f"the log {folder} is of run {log.about.run_id!r} of {log.about.learner!r}, of another ledger"
+                f"the log {folder} is of run {log.header.run_id!r} of {log.header.learner!r}, of another ledger"
             )
-        if log.next <= mark.sequence:
-            self._damaged(f"the log {log.path} is cut or damaged at entry {log.next} (byte {log.end})")
-        if log.chain(mark.sequence) != mark.chain:
+        if log.next_sequence <= mark.sequence:
+            self._damaged(f"the log {log.path} is cut or damaged at entry {log.next_sequence} (byte {log.end_offset})")
+        if log.get_chain(mark.sequence) != mark.chain:
             self._damaged(f"the log {folder} is not the one that was written, from entry {mark.sequence} back")
         self._require_snapshot(log)
-        if log.about.durability == "process" and mark.host != host():
+        if log.header.durability == "process" and mark.boot_id_hash != hash_boot_id():
             self._damaged(
                 f"the log {folder} was written with durability 'process' before this machine was started again"
             )
 
-    def _require_snapshot(self, log: Reading) -> None:
+    def _require_snapshot(self, log: LogContents) -> None:
         """What was deleted of a log stands in a snapshot."""
         snapshot = log.snapshot
         if snapshot is None:
-            if log.first:
-                self._damaged(f"the log {log.folder} is lost up to entry {log.first}")
+            if log.first_sequence:
+                self._damaged(f"the log {log.folder} is lost up to entry {log.first_sequence}")
             return
-        if log.chain(snapshot.covers) != snapshot.chain:
-            self._damaged(f"the log {log.folder} is lost between entry {snapshot.covers} and entry {log.first}")
-        path = log.folder / snapshot.name
-        raw = content(path)
+        if log.get_chain(snapshot.last_sequence) != snapshot.chain:
+            self._damaged(
+                f"the log {log.folder} is lost between entry {snapshot.last_sequence} and entry {log.first_sequence}"
+            )
+        path = log.folder / snapshot.file_name
+        raw = read_if_exists(path)
         if len(raw) != snapshot.size or hashlib.sha256(raw).digest() != snapshot.digest:
             self._damaged(f"the snapshot {path} is lost or damaged")
 

@@ -26,10 +26,19 @@ from typing import NamedTuple
 import structlog
 
 from sottovoce_core.errors import DataError, LocalProtocolError, Unavailable
-from sottovoce_learner.storage.snapshot import LearnerSnapshot, UnpackableError, pack, is_packed_as, unpack
+from sottovoce_learner.storage.snapshot import LearnerSnapshot, UnpackableError, is_packed_as, pack, unpack
 from sottovoce_learner.storage.state_folder import FORMAT, FileGuard, replace_file, require_format
-from sottovoce_learner.storage.wal import NOTHING, Durability, Reservation, Kind, Log, Reading, Said, SnapshotPointer
-from sottovoce_rpc.logs import failure
+from sottovoce_learner.storage.wal import (
+    NO_RESERVATION,
+    Durability,
+    EntryKind,
+    LogContents,
+    Reservation,
+    RoundPayload,
+    SnapshotPointer,
+    WriteAheadLog,
+)
+from sottovoce_rpc.logs import describe_failure
 
 log = structlog.get_logger()
 
@@ -47,7 +56,7 @@ _SNAPSHOT_BYTES_PER_ROUND = 2_048
 # ---- the high-water mark ---------------------------------------------------------------------------------------------
 
 
-class Mark(NamedTuple):
+class HighWaterMark(NamedTuple):
     """What a learner's files must hold at least.
 
     Attributes:
@@ -63,21 +72,21 @@ class Mark(NamedTuple):
         inode: of the file that it was written to.
     """
 
-    store: bytes
-    host: bytes
-    lines: int
+    store_id: bytes
+    boot_id_hash: bytes
+    line_count: int
     lines_chain: bytes
-    elsewhere: float = 0.0
-    run: bytes = NO_RUN
+    closed_runs_epsilon: float = 0.0
+    run_hash: bytes = NO_RUN
     sequence: int = 0
     chain: bytes = bytes(16)
-    spent: float = 0.0
-    reserved: Reservation = NOTHING
-    turn: int = 0
+    epsilon_spent: float = 0.0
+    reservation: Reservation = NO_RESERVATION
+    write_count: int = 0
     inode: int = 0
 
     @classmethod
-    def read(cls, path: Path, *, copied: bool = False) -> Mark | None:
+    def read(cls, path: Path, *, allow_copy: bool = False) -> HighWaterMark | None:
         """The newest mark of a file; None where there is no whole one.
 
         Args:
@@ -93,7 +102,7 @@ class Mark(NamedTuple):
         except OSError:
             return None
         found = _newest(raw, path)
-        if found is not None and found.inode != inode and not copied:
+        if found is not None and found.inode != inode and not allow_copy:
             raise DataError(
                 f"{path} was written at another place: this state folder is a copy, and two learners with one ledger would each "
                 "spend the whole budget. Start the learner on the folder that it was in. Where this one is the newest and the "
@@ -104,7 +113,7 @@ class Mark(NamedTuple):
     def write(self, path: Path) -> None:
         """Make it in both slots of a file, and let it last."""
         with closing(HighWaterMarkFile(path)) as file:
-            file.settle(self)
+            file.write_both_slots(self)
 
 
 class HighWaterMarkFile:
@@ -123,9 +132,9 @@ class HighWaterMarkFile:
         except BaseException:
             self.close()
             raise
-        self._turn = 0 if found is None else found.turn + 1
+        self._turn = 0 if found is None else found.write_count + 1
 
-    def write(self, mark: Mark) -> None:
+    def write(self, mark: HighWaterMark) -> None:
         """Make a mark, in the place of the one before the last.
 
         Raises:
@@ -134,7 +143,7 @@ class HighWaterMarkFile:
         os.pwrite(self._file, _encode(mark, self._turn, self._inode), self._turn % 2 * SLOT_BYTES)
         self._turn += 1
 
-    def settle(self, mark: Mark, *, sync: bool = True) -> None:
+    def write_both_slots(self, mark: HighWaterMark, *, sync: bool = True) -> None:
         """Make a mark in both places, and let it last: no mark of before is left to fall back to."""
         self.write(mark)
         self.write(mark)
@@ -150,32 +159,32 @@ class HighWaterMarkFile:
         os.close(self._file)
 
 
-def _encode(mark: Mark, turn: int, inode: int) -> bytes:
+def _encode(mark: HighWaterMark, turn: int, inode: int) -> bytes:
     *known, reserved, _, _ = mark
     raw = _SLOT.pack(_MAGIC, FORMAT, inode, turn, *known, *reserved)
     return raw + zlib.crc32(raw).to_bytes(4, "little")
 
 
-def _newest(raw: bytes, path: Path) -> Mark | None:
+def _newest(raw: bytes, path: Path) -> HighWaterMark | None:
     slots = (_decode(raw[k * SLOT_BYTES : (k + 1) * SLOT_BYTES], path) for k in range(2))
-    return max((mark for mark in slots if mark is not None), key=lambda mark: mark.turn, default=None)
+    return max((mark for mark in slots if mark is not None), key=lambda mark: mark.write_count, default=None)
 
 
-def _decode(raw: bytes, path: Path) -> Mark | None:
+def _decode(raw: bytes, path: Path) -> HighWaterMark | None:
     if len(raw) < _SLOT.size + 4 or not raw.startswith(_MAGIC):
         return None
     if zlib.crc32(raw[: _SLOT.size]) != int.from_bytes(raw[_SLOT.size : _SLOT.size + 4], "little"):
         return None
     _, form, inode, turn, *known, until, reserved = _SLOT.unpack_from(raw)
     require_format(path, form)
-    return Mark._make((*known, Reservation(until, reserved), turn, inode))
+    return HighWaterMark._make((*known, Reservation(until, reserved), turn, inode))
 
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LogOptions:
     """What a run's log is kept by.
 
     Attributes:
@@ -208,28 +217,28 @@ class RunLog:
 
     def __init__(
         self,
-        log: Log,
+        log: WriteAheadLog,
         mark_file: HighWaterMarkFile,
-        mark: Mark,
+        mark: HighWaterMark,
         elsewhere: float,
-        terms: Terms,
-        reading: Reading | None,
+        terms: LogOptions,
+        reading: LogContents | None,
         ledger: FileGuard,
     ) -> None:
         self._log, self._mark_file, self._mark, self._ledger = log, mark_file, mark, ledger
-        self._elsewhere, self._terms, self.reading = elsewhere, terms, reading
-        self.spent = mark.spent
+        self._elsewhere, self._terms, self.recovered_contents = elsewhere, terms, reading
+        self.epsilon_spent = mark.epsilon_spent
         """Epsilon of the run, charged."""
         self._open = True
         self._grown = self._last_size = self._rounds = self._since = 0
         if reading is not None:
-            self._rounds = reading.said
+            self._rounds = reading.rounds_committed
             covered = reading.snapshot
             self._last_size = 0 if covered is None else covered.size
             self._grown = sum(len(entry.body) for entry in reading.entries)
-            self._since = sum(entry.kind is Kind.ROUND for entry in reading.entries)
+            self._since = sum(entry.kind is EntryKind.ROUND for entry in reading.entries)
 
-    def write_ahead(self, t: int, spent: float, said: Said) -> None:
+    def write_ahead(self, t: int, spent: float, said: RoundPayload) -> None:
         """Make a round's message and inputs last. Only after this may it be sent.
 
         Raises:
@@ -240,24 +249,24 @@ class RunLog:
             raise LocalProtocolError(
                 f"a message must have {self._terms.message_size} bytes in every round, got {len(said.frame)}"
             )
-        if t >= self._mark.reserved.until or not spent <= self._mark.reserved.epsilon:
+        if t >= self._mark.reservation.end_round or not spent <= self._mark.reservation.max_epsilon:
             self._reserve(t, spent)
-        self._append(Kind.ROUND, t, spent, said.encode())
+        self._append(EntryKind.ROUND, t, spent, said.encode())
         self._rounds, self._since = t + 1, self._since + 1
-        self.spent = spent
-        self.settle()
+        self.epsilon_spent = spent
+        self.make_durable()
 
-    def close_rounds(self, rounds: int, said: Said) -> None:
+    def close_rounds(self, rounds: int, said: RoundPayload) -> None:
         """Make the inputs of the last round last: the run is over, or the learner away from now on.
 
         Raises:
             OSError: they could not be written whole.
         """
-        self._append(Kind.CLOSE, rounds, self.spent, said.encode())
-        self.settle()
+        self._append(EntryKind.CLOSE, rounds, self.epsilon_spent, said.encode())
+        self.make_durable()
 
     @property
-    def due(self) -> bool:
+    def is_snapshot_due(self) -> bool:
         """Has it grown so much that a snapshot should take its place?
 
         By bytes, snapshots write at most half of what the log does, and replay reads at most twice a snapshot. By rounds,
@@ -266,15 +275,15 @@ class RunLog:
         by_bytes = self._grown > max(SNAPSHOT_AFTER_BYTES, 2 * self._last_size)
         return by_bytes or self._since > max(SNAPSHOT_AFTER_ROUNDS, self._last_size // _SNAPSHOT_BYTES_PER_ROUND)
 
-    def turn(self) -> SnapshotPointer:
+    def begin_segment(self) -> SnapshotPointer:
         """Begin a segment; what stands before it may be replaced by a snapshot, whose file is not written yet.
 
         Raises:
             OSError: the segment could not be begun.
         """
-        self._log.turn()
+        self._log.begin_segment()
         self._grown = self._since = 0
-        return SnapshotPointer(self._log.sequence - 1, self._log.chain, b"", 0, self._mark.reserved)
+        return SnapshotPointer(self._log.sequence - 1, self._log.chain, b"", 0, self._mark.reservation)
 
     def write_snapshot(self, place: SnapshotPointer, raw: bytes) -> SnapshotPointer:
         """A snapshot's file, whole or not at all; in any thread.
@@ -282,10 +291,10 @@ class RunLog:
         Raises:
             OSError: it could not be written.
         """
-        replace_file(self._log.folder / place.name, raw)
+        replace_file(self._log.folder / place.file_name, raw)
         return place._replace(digest=hashlib.sha256(raw).digest(), size=len(raw))
 
-    def covered(self, snapshot: SnapshotPointer) -> None:
+    def commit_snapshot(self, snapshot: SnapshotPointer) -> None:
         """A snapshot is written: what it stands in place of is deleted.
 
         Raises:
@@ -293,13 +302,13 @@ class RunLog:
         """
         if not self._open:
             return
-        self._append(Kind.SNAPSHOT, self._rounds - 1, self.spent, snapshot.encode())
+        self._append(EntryKind.SNAPSHOT, self._rounds - 1, self.epsilon_spent, snapshot.encode())
         self._log.sync()
         self._last_size = snapshot.size
-        self.settle()
-        self._log.forget(snapshot.covers)
+        self.make_durable()
+        self._log.retire_segments(snapshot.last_sequence)
 
-    def keep(self, first_round: int, batch: bytes) -> None:
+    def append_records(self, first_round: int, batch: bytes) -> None:
         """Write records down. Only after `settle` are they in keeping.
 
         Raises:
@@ -308,28 +317,30 @@ class RunLog:
         """
         if not self._open:
             raise Unavailable("this learner takes no more records in: it is ending, or done with the run")
-        self._append(Kind.BATCH, first_round, self.spent, batch)
+        self._append(EntryKind.BATCH, first_round, self.epsilon_spent, batch)
 
     @property
-    def settled(self) -> bool:
+    def is_durable(self) -> bool:
         """True when all that was written lasts."""
         return self._log.sequence == self._mark.sequence + 1
 
-    def settle(self) -> None:
+    def make_durable(self) -> None:
         """Let all that was written last; then it may be seen.
 
         Raises:
             OSError: that failed, or it is closed.
             DataError: a file was deleted, moved, replaced or cut: what is written can be found by nobody.
         """
-        if self.settled:
+        if self.is_durable:
             return
         if not self._open:
             raise OSError(errno.EBADF, "the log is closed")
         self._log.sync()
         for each in (self._log, self._mark_file, self._ledger):
             each.require_in_place()
-        self._mark = self._mark._replace(sequence=self._log.sequence - 1, chain=self._log.chain, spent=self.spent)
+        self._mark = self._mark._replace(
+            sequence=self._log.sequence - 1, chain=self._log.chain, epsilon_spent=self.epsilon_spent
+        )
         self._mark_file.write(self._mark)
 
     def close(self) -> None:
@@ -341,17 +352,17 @@ class RunLog:
 
     def _reserve(self, t: int, spent: float) -> None:
         """Note what the rounds to come may cost, before any of them is said: who loses the log is charged that."""
-        more = spent - self.spent if math.isfinite(spent) else 0.0
+        more = spent - self.epsilon_spent if math.isfinite(spent) else 0.0
         most = spent + (self._terms.window - 1) * more
         if self._terms.budget is not None:
             most = max(min(most, self._terms.budget), spent)
         grant = Reservation(min(t + self._terms.window, self._terms.rounds), most)
-        self._append(Kind.GRANT, t, self.spent, grant.encode())
+        self._append(EntryKind.RESERVATION, t, self.epsilon_spent, grant.encode())
         self._log.sync()
-        self._mark = self._mark._replace(reserved=grant, sequence=self._log.sequence - 1, chain=self._log.chain)
-        self._mark_file.settle(self._mark, sync=self._terms.durability == "power")
+        self._mark = self._mark._replace(reservation=grant, sequence=self._log.sequence - 1, chain=self._log.chain)
+        self._mark_file.write_both_slots(self._mark, sync=self._terms.durability == "power")
 
-    def _append(self, kind: Kind, t: int, spent: float, body: bytes) -> None:
+    def _append(self, kind: EntryKind, t: int, spent: float, body: bytes) -> None:
         self._log.append(kind, t, spent, self._elsewhere + spent, body)
         self._grown += len(body)
 
@@ -371,14 +382,14 @@ class SnapshotWriter:
         self._wanted, self._possible = asyncio.Event(), True
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Should one be taken?"""
-        return self._possible and self._begun is None and self._log.due
+        return self._possible and self._begun is None and self._log.is_snapshot_due
 
     def begin(self, image: LearnerSnapshot) -> None:
         """Hold on to what the learner is, right after a round was said: its values never change, so it may go on at once."""
         try:
-            self._begun = image, self._log.turn()
+            self._begun = image, self._log.begin_segment()
         except OSError as error:
             log.warning("no snapshot", learner=self._learner, reason=error.strerror)
             return
@@ -396,7 +407,7 @@ class SnapshotWriter:
         if self._begun is None:
             return
         try:
-            self._log.covered(await asyncio.to_thread(self._write, *self._begun))
+            self._log.commit_snapshot(await asyncio.to_thread(self._write, *self._begun))
         except UnpackableError as error:
             self._possible = False
             log.warning("no snapshots: the log stays whole", learner=self._learner, reason=str(error))
@@ -404,7 +415,7 @@ class SnapshotWriter:
             log.warning("no snapshot", learner=self._learner, reason=error.strerror)
         except Exception as error:  # noqa: BLE001 - of a state of somebody's own, or for want of memory: no reason to end the run
             self._possible = False
-            log.error("no snapshots: the log stays whole", learner=self._learner, **failure(error))
+            log.error("no snapshots: the log stays whole", learner=self._learner, **describe_failure(error))
         finally:
             self._begun = None
 

@@ -20,9 +20,9 @@ import numpy as np
 from sottovoce_core.errors import DataError
 from sottovoce_core.running.run import Run
 from sottovoce_learner.ingest.intake import RecordQueueState
-from sottovoce_learner.peers.outbox import Own
+from sottovoce_learner.peers.outbox import SentDigests
 from sottovoce_learner.storage.state_folder import FORMAT, require_format
-from sottovoce_learner.storage.wal import Reading
+from sottovoce_learner.storage.wal import LogContents
 
 _MAGIC = b"sotto.s\0"
 _HEAD, _FLOAT = struct.Struct("<8sII"), struct.Struct("<d")
@@ -46,22 +46,22 @@ class LearnerSnapshot:
     """
 
     state: Any
-    spent: float
-    counts: bytes
-    taken: RecordQueueState
+    epsilon_spent: float
+    record_counts: bytes
+    intake_state: RecordQueueState
     frames: tuple[tuple[int, bytes], ...]
-    judged: tuple[int, int]
-    own: Own
-    heard: tuple[bytes, ...] = ()
-    messages: int = 0
+    accuracy_counts: tuple[int, int]
+    sent_digests: SentDigests
+    received_frames: tuple[bytes, ...] = ()
+    messages_sent: int = 0
 
     @staticmethod
-    def names(run: Run) -> dict[str, object]:
+    def collect_named_objects(run: Run) -> dict[str, object]:
         """What is no data in an algorithm's state, and is there again when the run is."""
         return {"loss": run.loss, "algorithm": run.algorithm}
 
     @classmethod
-    def of(cls, log: Reading, names: Mapping[str, object]) -> LearnerSnapshot | None:
+    def read_from_log(cls, log: LogContents, names: Mapping[str, object]) -> LearnerSnapshot | None:
         """What a log goes on from; None: from the start.
 
         Args:
@@ -73,7 +73,7 @@ class LearnerSnapshot:
         """
         if log.snapshot is None:
             return None
-        image = unpack((log.folder / log.snapshot.name).read_bytes(), names)
+        image = unpack((log.folder / log.snapshot.file_name).read_bytes(), names)
         if not isinstance(image, cls):
             raise DataError(f"a snapshot must hold an image of a learner, got {type(image).__name__}")
         return image
@@ -90,12 +90,12 @@ class UnpackableError(TypeError):
 class _Packed(Protocol):
     """What is written as something simpler: a buffer as the rows that are in use."""
 
-    def packed(self) -> Any:
+    def to_packable(self) -> Any:
         """The simpler value."""
         ...
 
     @classmethod
-    def unpacked(cls, value: Any) -> Any:
+    def from_packable(cls, value: Any) -> Any:
         """`packed` backwards."""
         ...
 
@@ -181,13 +181,15 @@ class _Writing:
         if type(value) is dict:
             return {"{": [[self.node(key), self.node(each)] for key, each in value.items()]}
         if isinstance(value, _Packed):
-            return {"p": _name(type(value)), "v": self.node(value.packed())}
+            return {"p": _name(type(value)), "v": self.node(value.to_packable())}
         if is_dataclass(value) and not isinstance(value, type):
             return {
                 "d": _name(type(value)),
                 "v": {each.name: self.node(getattr(value, each.name)) for each in fields(value)},
             }
-        raise UnpackableError(f"a state must be made of dataclasses, tuples, numbers and arrays, got {type(value).__name__}")
+        raise UnpackableError(
+            f"a state must be made of dataclasses, tuples, numbers and arrays, got {type(value).__name__}"
+        )
 
     def _array(self, value: np.ndarray[Any, Any] | np.generic) -> dict[str, Any]:
         if value.dtype.hasobject:
@@ -233,7 +235,7 @@ class _Reading:
                 kind = _class(node["p"])
                 if not issubclass(kind, _Packed):
                     raise _another(node["p"])
-                return kind.unpacked(self.value(node["v"]))
+                return kind.from_packable(self.value(node["v"]))
             case "d":
                 return self._made(node)
             case other:

@@ -24,14 +24,14 @@ from sottovoce_core.errors import DataError, FailedPrecondition
 
 FORMAT = 1
 """Format of all files of a state folder."""
-KEPT = "kept"
+KEPT_LOGS_FOLDER = "kept"
 _STORE_BYTES = 16
-_PIECE = 64 * 1024 * 1024
+_MAX_WRITE_BYTES = 64 * 1024 * 1024
 """Bytes of a file that are written at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class LearnerPaths:
     """Where a learner's files stand.
 
     Attributes:
@@ -45,16 +45,16 @@ class Files:
     keep_log: bool = False
 
     @property
-    def runs(self) -> Path:
+    def ledger(self) -> Path:
         """The ledger."""
         return self.folder / f"{self.learner}.runs"
 
     @property
-    def mark(self) -> Path:
+    def high_water_mark(self) -> Path:
         """The mark."""
         return self.folder / f"{self.learner}.mark"
 
-    def log(self, run_id: str) -> Path:
+    def get_log_folder(self, run_id: str) -> Path:
         """The folder of a run's log. A run's id has no @, so no two share one."""
         return self.folder / f"{run_id}@{self.learner}"
 
@@ -63,13 +63,17 @@ class Files:
         if not self.keep_log:
             segment.unlink()
             return
-        kept = self.folder / KEPT / segment.parent.name
+        kept = self.folder / KEPT_LOGS_FOLDER / segment.parent.name
         kept.mkdir(mode=0o700, parents=True, exist_ok=True)
         segment.replace(kept / segment.name)
 
-    def logs(self) -> list[Path]:
+    def list_log_folders(self) -> list[Path]:
         """Folders of all logs that are there."""
-        own = (each for each in ending(self.folder, f"@{self.learner}") if each.name.partition("@")[2] == self.learner)
+        own = (
+            each
+            for each in list_with_suffix(self.folder, f"@{self.learner}")
+            if each.name.partition("@")[2] == self.learner
+        )
         return [each for each in own if each.is_dir()]
 
 
@@ -121,7 +125,7 @@ class FileGuard:
             )
 
 
-def ending(folder: Path, suffix: str) -> list[Path]:
+def list_with_suffix(folder: Path, suffix: str) -> list[Path]:
     """What stands in a folder under a name with this end, by name: a folder of many learners is looked through often."""
     try:
         names = os.listdir(folder)
@@ -130,7 +134,7 @@ def ending(folder: Path, suffix: str) -> list[Path]:
     return [folder / name for name in sorted(names) if name.endswith(suffix)]
 
 
-def content(path: Path, at: int = 0, size: int = -1) -> bytes:
+def read_if_exists(path: Path, at: int = 0, size: int = -1) -> bytes:
     """Of a file, from a byte on, so many or all; nothing where it is not, or was deleted just now."""
     try:
         with path.open("rb") as file:
@@ -171,8 +175,8 @@ def write_at(path: Path, raw: bytes, at: int) -> None:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(file, at)
-        for k in range(0, len(raw), _PIECE):
-            if os.pwrite(file, piece := raw[k : k + _PIECE], at + k) != len(piece):
+        for k in range(0, len(raw), _MAX_WRITE_BYTES):
+            if os.pwrite(file, piece := raw[k : k + _MAX_WRITE_BYTES], at + k) != len(piece):
                 os.ftruncate(file, at)
                 raise DiskFull
         os.fsync(file)
@@ -199,7 +203,7 @@ def hash_text(text: str) -> bytes:
     return extend_chain(b"", text.encode())
 
 
-def host() -> bytes:
+def hash_boot_id() -> bytes:
     """The machine since its start: what was written without a sync is there as long as it is the same."""
     return hash_text(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
 
@@ -207,7 +211,7 @@ def host() -> bytes:
 # ---- who may use it --------------------------------------------------------------------------------------------------
 
 
-class Claim:
+class LearnerLock:
     """Exclusive use of a learner's files, until it is closed, or this process dies, however it does.
 
     Two processes that were this learner on one folder would each spend the whole budget.
@@ -221,7 +225,10 @@ class Claim:
     """
 
     def __init__(self, folder: Path, learner: str) -> None:
-        self._file, self._files = (folder / f"{learner}.lock").open("w", encoding="utf-8"), Files(folder, learner)
+        self._file, self._files = (
+            (folder / f"{learner}.lock").open("w", encoding="utf-8"),
+            LearnerPaths(folder, learner),
+        )
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -232,15 +239,15 @@ class Claim:
         self._lock = FileGuard(Path(self._file.name), self._file.fileno())
         self._held = [self._lock]
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> LearnerLock:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def renew(self) -> None:
+    def refresh_guards(self) -> None:
         """Note which files stand there now: from now on they must stay."""
-        there = [path for path in (self._files.runs, self._files.mark) if path.exists()]
+        there = [path for path in (self._files.ledger, self._files.high_water_mark) if path.exists()]
         self._held = [self._lock, *map(FileGuard, there)]
 
     def require_in_place(self) -> None:
@@ -261,7 +268,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class StoreIdentity:
     """One learner of a state folder.
 
     The folder's number is drawn once, when it is first used: another folder is another store. The incarnation is issued by the
@@ -275,11 +282,11 @@ class Identity:
     """
 
     learner: str
-    store: bytes
+    store_id: bytes
     incarnation: int = 0
 
     @classmethod
-    def of(cls, folder: Path, learner: str) -> Identity:
+    def load_or_create(cls, folder: Path, learner: str) -> StoreIdentity:
         """As its file has it; drawn and written where there is none.
 
         Raises:
@@ -293,7 +300,7 @@ class Identity:
             if len(store) != _STORE_BYTES or type(incarnation) is not int or incarnation < 0:
                 raise ValueError("a store of 16 bytes and an incarnation from 0 are due")
         except FileNotFoundError:
-            return cls(learner, secrets.token_bytes(_STORE_BYTES)).issued(0, folder)
+            return cls(learner, secrets.token_bytes(_STORE_BYTES)).write_incarnation(0, folder)
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise DataError(
                 f"the identity {path} is damaged: {error}; restore it from where it is whole, or take another state folder and "
@@ -309,13 +316,13 @@ class Identity:
             )
         return cls(learner, store, incarnation)
 
-    def issued(self, incarnation: int, folder: Path) -> Identity:
+    def write_incarnation(self, incarnation: int, folder: Path) -> StoreIdentity:
         """This learner with a new incarnation, written.
 
         Raises:
             OSError: it could not be written; what was there before is still there.
         """
         new = replace(self, incarnation=incarnation)
-        facts = {"format": FORMAT, **asdict(new), "store": self.store.hex()}
+        facts = {"format": FORMAT, **asdict(new), "store": self.store_id.hex()}
         replace_file(folder / f"{self.learner}.identity", json.dumps(facts).encode())
         return new

@@ -30,11 +30,11 @@ from typing import Any, Literal, NamedTuple
 from sottovoce_learner.storage.state_folder import (
     FORMAT,
     DiskFull,
-    Files,
     FileGuard,
+    LearnerPaths,
     extend_chain,
-    content,
-    ending,
+    list_with_suffix,
+    read_if_exists,
     require_format,
     sync_folder,
 )
@@ -42,8 +42,8 @@ from sottovoce_learner.storage.state_folder import (
 Durability = Literal["process", "power"]
 
 _MAGIC = b"sotto.l\0"
-PAGE = 4096
-AHEAD, MAX_SEGMENT_BYTES = 256 * 1024, 64 * 1024 * 1024
+PAGE_BYTES = 4096
+PREALLOCATED_BYTES, MAX_SEGMENT_BYTES = 256 * 1024, 64 * 1024 * 1024
 """Bytes allocated at a time, and those of a segment, unless one entry is longer."""
 _HEADER = struct.Struct("<IB3xQQddI4x")
 _GRANT = struct.Struct("<Qd")
@@ -57,21 +57,21 @@ START_CHAIN = bytes(CHAIN_BYTES)
 # ---- entries ---------------------------------------------------------------------------------------------------------
 
 
-class Kind(IntEnum):
+class EntryKind(IntEnum):
     """What an entry says; the numbers are those on disk."""
 
     OPEN = 1
-    GRANT = 2
+    RESERVATION = 2
     BATCH = 3
     ROUND = 4
     CLOSE = 5
     SNAPSHOT = 6
 
 
-_KINDS = frozenset(Kind)
+_KINDS = frozenset(EntryKind)
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One entry.
 
     Attributes:
@@ -85,14 +85,14 @@ class Entry(NamedTuple):
         end: first byte behind it, where it was read.
     """
 
-    kind: Kind
+    kind: EntryKind
     sequence: int
     round: int
-    spent: float
-    in_all: float
+    epsilon_spent: float
+    total_epsilon_spent: float
     body: bytes
     chain: bytes = b""
-    end: int = 0
+    end_offset: int = 0
 
     def encode(self, chain: bytes) -> tuple[bytes, bytes]:
         """Its bytes behind `chain`, and the chain behind it."""
@@ -102,9 +102,9 @@ class Entry(NamedTuple):
         return b"".join((header, body, bytes(-len(body) % 8), after)), after
 
 
-def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = START_CHAIN) -> list[Entry]:
+def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = START_CHAIN) -> list[LogEntry]:
     """All entries from a place on, up to the first that is not right: the next in number, whole, and behind `chain`."""
-    found: list[Entry] = []
+    found: list[LogEntry] = []
     while (body_at := at + _HEADER.size) <= len(raw):
         length, kind, number, t, spent, in_all, checksum = _HEADER.unpack_from(raw, at)
         chain_at = body_at + length + -length % 8
@@ -115,7 +115,7 @@ def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = STAR
         # The bytes without a meaning are zero, and under the chain or compared here: no bit may be another one.
         if raw[chain_at:end] != chain or any(raw[body_at + length : chain_at]) or zlib.crc32(body) != checksum:
             break
-        found.append(Entry(Kind(kind), number, t, spent, in_all, body, chain, end))
+        found.append(LogEntry(EntryKind(kind), number, t, spent, in_all, body, chain, end))
         at, sequence = end, sequence + 1
     return found
 
@@ -128,8 +128,8 @@ class Reservation(NamedTuple):
         epsilon: of the run, the most that their messages may bring it to.
     """
 
-    until: int
-    epsilon: float
+    end_round: int
+    max_epsilon: float
 
     def encode(self) -> bytes:
         """As an entry's body."""
@@ -141,7 +141,7 @@ class Reservation(NamedTuple):
         return cls(*_GRANT.unpack(body))
 
 
-NOTHING = Reservation(0, 0.0)
+NO_RESERVATION = Reservation(0, 0.0)
 
 
 class SnapshotPointer(NamedTuple):
@@ -155,16 +155,16 @@ class SnapshotPointer(NamedTuple):
         reserved: the last reservation up to there.
     """
 
-    covers: int
+    last_sequence: int
     chain: bytes
     digest: bytes
     size: int
-    reserved: Reservation
+    reservation: Reservation
 
     @property
-    def name(self) -> str:
+    def file_name(self) -> str:
         """Of the file, in the run's folder."""
-        return f"{self.covers:016d}.snapshot"
+        return f"{self.last_sequence:016d}.snapshot"
 
     def encode(self) -> bytes:
         """As an entry's body."""
@@ -178,7 +178,7 @@ class SnapshotPointer(NamedTuple):
         return cls(covers, chain, digest, size, Reservation(until, epsilon))
 
 
-class Said(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
+class RoundPayload(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
     """A round: what is said in it, and the inputs of the round before, from which it was made.
 
     Attributes:
@@ -190,23 +190,23 @@ class Said(NamedTuple):  # made in every round: a frozen dataclass takes four ti
     """
 
     frame: bytes
-    heard: tuple[bytes, ...] = ()
-    upto: int = 0
+    received_frames: tuple[bytes, ...] = ()
+    batch_count: int = 0
     records: int = 0
-    drawn: bytes = b""
+    hidden_noise: bytes = b""
 
-    def before(self, frame: bytes, drawn: bytes = b"") -> Said:
+    def with_message(self, frame: bytes, drawn: bytes = b"") -> RoundPayload:
         """The round that is made from these inputs."""
-        return Said(frame, self.heard, self.upto, self.records, drawn)
+        return RoundPayload(frame, self.received_frames, self.batch_count, self.records, drawn)
 
     def encode(self) -> bytes:
         """As an entry's body."""
-        length = len(self.heard[0]) if self.heard else len(self.frame)
-        head = _INPUTS.pack(self.upto, self.records, len(self.heard), length, len(self.drawn))
-        return b"".join((head, *self.heard, self.drawn, self.frame))
+        length = len(self.received_frames[0]) if self.received_frames else len(self.frame)
+        head = _INPUTS.pack(self.batch_count, self.records, len(self.received_frames), length, len(self.hidden_noise))
+        return b"".join((head, *self.received_frames, self.hidden_noise, self.frame))
 
     @classmethod
-    def decode(cls, body: bytes) -> Said:
+    def decode(cls, body: bytes) -> RoundPayload:
         """`encode` backwards."""
         upto, records, count, length, hidden = _INPUTS.unpack_from(body)
         ends = [_INPUTS.size + k * length for k in range(count + 1)]
@@ -228,14 +228,14 @@ class LogHeader:
         durability: `process` survives the death of the writer; `power` is on the disk when `sync` returns.
     """
 
-    store: str
+    store_id: str
     learner: str
     run_id: str
     durability: Durability
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LogContents:
     """What a log holds.
 
     Attributes:
@@ -247,70 +247,74 @@ class Reading:
         end: first byte of it behind the last right entry.
     """
 
-    about: LogHeader | None
-    first: int
+    header: LogHeader | None
+    first_sequence: int
     base: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[LogEntry, ...]
     path: Path
-    end: int
+    end_offset: int
 
     @property
-    def next(self) -> int:
+    def next_sequence(self) -> int:
         """The sequence number that is due."""
-        return self.first + len(self.entries)
+        return self.first_sequence + len(self.entries)
 
     @property
     def folder(self) -> Path:
         """Where it stands."""
         return self.path.parent
 
-    def chain(self, sequence: int) -> bytes | None:
+    def get_chain(self, sequence: int) -> bytes | None:
         """What stands behind an entry; None where it is not there."""
-        at = sequence - self.first
+        at = sequence - self.first_sequence
         if at == -1:
             return self.base
         return self.entries[at].chain if 0 <= at < len(self.entries) else None
 
     @property
-    def entries_after_snapshot(self) -> tuple[Entry, ...]:
+    def entries_after_snapshot(self) -> tuple[LogEntry, ...]:
         """Entries that no snapshot stands in place of."""
-        return self.entries if self.snapshot is None else self.entries[self.snapshot.covers + 1 - self.first :]
+        return (
+            self.entries
+            if self.snapshot is None
+            else self.entries[self.snapshot.last_sequence + 1 - self.first_sequence :]
+        )
 
-    def _newest(self, *kinds: Kind) -> Entry | None:
+    def _newest(self, *kinds: EntryKind) -> LogEntry | None:
         return next((entry for entry in reversed(self.entries) if entry.kind in kinds), None)
 
     @property
     def snapshot(self) -> SnapshotPointer | None:
         """The newest; None: nothing is missing before the first entry."""
-        newest = self._newest(Kind.SNAPSHOT)
+        newest = self._newest(EntryKind.SNAPSHOT)
         return None if newest is None else SnapshotPointer.decode(newest.body)
 
     @property
-    def said(self) -> int:
+    def rounds_committed(self) -> int:
         """Rounds that were said."""
-        newest = self._newest(Kind.ROUND, Kind.SNAPSHOT)
+        newest = self._newest(EntryKind.ROUND, EntryKind.SNAPSHOT)
         return 0 if newest is None else newest.round + 1
 
     @property
-    def done(self) -> int:
+    def rounds_done(self) -> int:
         """Rounds that were said and learned."""
-        newest = self._newest(Kind.ROUND, Kind.SNAPSHOT, Kind.CLOSE)
+        newest = self._newest(EntryKind.ROUND, EntryKind.SNAPSHOT, EntryKind.CLOSE)
         return 0 if newest is None else newest.round
 
     @property
-    def spent(self) -> float:
+    def epsilon_spent(self) -> float:
         """Epsilon of the run."""
-        return self.entries[-1].spent if self.entries else 0.0
+        return self.entries[-1].epsilon_spent if self.entries else 0.0
 
     @property
-    def reserved(self) -> Reservation:
+    def reservation(self) -> Reservation:
         """The last reservation."""
-        if (newest := self._newest(Kind.GRANT)) is not None:
+        if (newest := self._newest(EntryKind.RESERVATION)) is not None:
             return Reservation.decode(newest.body)
-        return NOTHING if self.snapshot is None else self.snapshot.reserved
+        return NO_RESERVATION if self.snapshot is None else self.snapshot.reservation
 
 
-def read_log(*folders: Path, after: Reading | None = None) -> Reading:
+def read_log(*folders: Path, previous: LogContents | None = None) -> LogContents:
     """All that is right in a log, while its learner may write: where it deletes segments, up to the first of them.
 
     Args:
@@ -320,16 +324,16 @@ def read_log(*folders: Path, after: Reading | None = None) -> Reading:
     Raises:
         DataError: a segment is of a newer format.
     """
-    before = after or Reading(None, 0, START_CHAIN, (), folders[-1] / "none", 0)
-    about, path, end = before.about, before.path, before.end
-    first = due = before.next, before.entries[-1].chain if before.entries else before.base
-    entries = list[Entry]()
-    segments = {segment.name: segment for folder in reversed(folders) for segment in ending(folder, ".log")}
+    before = previous or LogContents(None, 0, START_CHAIN, (), folders[-1] / "none", 0)
+    about, path, end = before.header, before.path, before.end_offset
+    first = due = before.next_sequence, before.entries[-1].chain if before.entries else before.base
+    entries = list[LogEntry]()
+    segments = {segment.name: segment for folder in reversed(folders) for segment in list_with_suffix(folder, ".log")}
     for name in sorted(segments):
         if about is not None and name < path.name:
             continue
         known = end if about is not None and name == path.name else 0
-        raw = content(segments[name], known)
+        raw = read_if_exists(segments[name], known)
         if not known:
             if (facts := _facts(raw, segments[name])) is None:
                 break
@@ -338,11 +342,11 @@ def read_log(*folders: Path, after: Reading | None = None) -> Reading:
                 about, first, due = LogHeader(**facts["about"]), begin, begin
             if begin != due:
                 break
-        path, end = segments[name], known or PAGE
-        for entry in read_entries(raw, 0 if known else PAGE, *due):
+        path, end = segments[name], known or PAGE_BYTES
+        for entry in read_entries(raw, 0 if known else PAGE_BYTES, *due):
             entries.append(entry)
-            end, due = known + entry.end, (entry.sequence + 1, entry.chain)
-    return Reading(about, *first, tuple(entries), path, end)
+            end, due = known + entry.end_offset, (entry.sequence + 1, entry.chain)
+    return LogContents(about, *first, tuple(entries), path, end)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -361,7 +365,7 @@ class _DiskSpace:
 _disk_space = _DiskSpace()
 
 
-class Log:
+class WriteAheadLog:
     """A log, open for writing. Every error of the system is passed on: what could not be written whole does not count.
 
     Args:
@@ -370,17 +374,17 @@ class Log:
         reading: what it holds already; None: it begins here.
     """
 
-    def __init__(self, files: Files, about: LogHeader, reading: Reading | None = None) -> None:
-        self.folder, self._about, self._files = files.log(about.run_id), about, files
+    def __init__(self, files: LearnerPaths, about: LogHeader, reading: LogContents | None = None) -> None:
+        self.folder, self._about, self._files = files.get_log_folder(about.run_id), about, files
         self.sequence, self.chain = 0, START_CHAIN
         self._unsynced, self._doubtful = False, False
-        if reading is None or reading.about is None:
+        if reading is None or reading.header is None:
             self._begin(0)
             return
-        self.sequence, self._segment = reading.next, int(reading.path.stem)
+        self.sequence, self._segment = reading.next_sequence, int(reading.path.stem)
         self.chain = reading.entries[-1].chain if reading.entries else reading.base
         self._file = os.open(reading.path, os.O_RDWR | os.O_CLOEXEC)
-        self._at = reading.end
+        self._at = reading.end_offset
         try:
             self._held = FileGuard(reading.path, self._file)
             self._wipe()
@@ -388,15 +392,15 @@ class Log:
             self.close()
             raise
 
-    def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes) -> int:
+    def append(self, kind: EntryKind, t: int, spent: float, in_all: float, body: bytes) -> int:
         """Write an entry; returns its sequence number. Only after `sync` does it survive what it must.
 
         Raises:
             DiskFull: there is no room for it.
         """
-        raw, after = Entry(kind, self.sequence, t, spent, in_all, body).encode(self.chain)
-        if self._at > PAGE and self._at + len(raw) > MAX_SEGMENT_BYTES:
-            self.turn()
+        raw, after = LogEntry(kind, self.sequence, t, spent, in_all, body).encode(self.chain)
+        if self._at > PAGE_BYTES and self._at + len(raw) > MAX_SEGMENT_BYTES:
+            self.begin_segment()
         self._allocate(self._at + len(raw))
         with _disk_space:
             if os.pwrite(self._file, raw, self._at) != len(raw):
@@ -425,11 +429,11 @@ class Log:
         """Raise `DataError` unless what was written stands where a restart of the learner would look for it."""
         self._held.require_in_place(self._allocated)
 
-    def forget(self, covers: int) -> None:
+    def retire_segments(self, covers: int) -> None:
         """Put away all segments that a snapshot, up to this entry, stands in place of; delete other snapshots, and drafts."""
         segments = sorted(self.folder.glob("*.log"))
         for segment, after in pairwise(segments):  # oldest first, so that what is left hangs together
-            if (_facts(content(after, size=PAGE), after) or {"sequence": 0})["sequence"] > covers + 1:
+            if (_facts(read_if_exists(after, size=PAGE_BYTES), after) or {"sequence": 0})["sequence"] > covers + 1:
                 break
             self._files.retire_segment(segment)
         for other in self.folder.glob("*.snapshot*"):
@@ -440,7 +444,7 @@ class Log:
         """Close the file; it stays on disk."""
         os.close(self._file)
 
-    def turn(self) -> None:
+    def begin_segment(self) -> None:
         """Go on in a new segment."""
         self.sync()
         old = self._file
@@ -453,7 +457,7 @@ class Log:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             with _disk_space:
-                os.posix_fallocate(file, 0, PAGE + AHEAD)
+                os.posix_fallocate(file, 0, PAGE_BYTES + PREALLOCATED_BYTES)
                 os.pwrite(file, _header(self._about, self.sequence, self.chain), 0)
             os.fsync(file)
             sync_folder(self.folder)
@@ -462,12 +466,12 @@ class Log:
             os.close(file)
             path.unlink(missing_ok=True)
             raise
-        self._file, self._at, self._allocated = file, PAGE, PAGE + AHEAD
+        self._file, self._at, self._allocated = file, PAGE_BYTES, PAGE_BYTES + PREALLOCATED_BYTES
         self._segment, self._held = number, held
 
     def _allocate(self, size: int) -> None:
         if size > self._allocated:
-            wanted = size + AHEAD
+            wanted = size + PREALLOCATED_BYTES
             with _disk_space:
                 os.posix_fallocate(self._file, self._allocated, wanted - self._allocated)
             if self._about.durability == "power":

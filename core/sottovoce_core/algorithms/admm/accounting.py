@@ -35,13 +35,13 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, Scalars
-from sottovoce_core.noise import grid
+from sottovoce_core.noise import lattice_spacing
 from sottovoce_core.privacy.accountant import FirstRecordAccountant
 from sottovoce_core.privacy.guarantee import Constant, GuaranteeBasis
 
 # ---- from public numbers and a loss alpha to the noise of an iteration ------------------------------------------------
 
-Rule = Literal["balanced", "printed"]
+ExtraRidgeRule = Literal["balanced", "printed"]
 ScaleRule = Literal["tight", "printed"]
 CentreVariant = Literal["public", "own_clean", "literal"]
 _Perturbed = Literal["nothing", "objective", "minimiser"]
@@ -51,7 +51,7 @@ _CARRY_FACTORS: dict[CentreVariant, float] = {"public": 0.0, "own_clean": 1.0, "
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeParameters:
     """The public numbers of a node's problem: one number each, or one per learner where it says `Scalars`.
 
     Attributes:
@@ -90,7 +90,7 @@ class Node:
         weight: Scalars = self.loss_weight / np.maximum(count, 1.0)
         return weight
 
-    def shift(self, count: Scalars, s: float, before: Scalars, replaced: Scalars) -> Scalars:
+    def minimiser_shift(self, count: Scalars, s: float, previous_shift: Scalars, n_replaced: Scalars) -> Scalars:
         """Delta' of PVP, how far the clean minimiser moves.
 
         Args:
@@ -99,9 +99,9 @@ class Node:
             before: Delta, how far the one before moved.
             replaced: how many of the records differ.
         """
-        worlds_differ = np.minimum(replaced, 1.0)
-        push = 2.0 * self.lipschitz * replaced * self.weight(count) + 2.0 * self.tolerance * worlds_differ
-        delta: Scalars = (push + s * self.penalty * self.degree * before) / self.stiffness
+        worlds_differ = np.minimum(n_replaced, 1.0)
+        push = 2.0 * self.lipschitz * n_replaced * self.weight(count) + 2.0 * self.tolerance * worlds_differ
+        delta: Scalars = (push + s * self.penalty * self.degree * previous_shift) / self.stiffness
         return delta
 
 
@@ -131,7 +131,9 @@ class NoCalibration:
     mode: str = "none"
     """The name of a calibration in a guarantee."""
 
-    def step(self, node: Node, count: Scalars, previous_sensitivity: Scalars, last: bool) -> Perturbation:
+    def calibrate_iteration(
+        self, node: NodeParameters, count: Scalars, previous_sensitivity: Scalars, is_last: bool
+    ) -> Perturbation:
         """The next iteration of a node, with so many records so far.
 
         Args:
@@ -155,21 +157,23 @@ class DualCalibration:
             than alpha.
     """
 
-    rule: Rule = "balanced"
+    rule: ExtraRidgeRule = "balanced"
     jacobian: Literal[1, 2] = 1
-    scale: ScaleRule = "tight"
+    scale_rule: ScaleRule = "tight"
 
     @property
     def mode(self) -> str:
-        return f"dvp, rule {self.rule}, jacobian {self.jacobian}, scale {self.scale}"
+        return f"dvp, rule {self.rule}, jacobian {self.jacobian}, scale {self.scale_rule}"
 
-    def step(self, node: Node, count: Scalars, previous_sensitivity: Scalars, last: bool) -> Perturbation:
-        weight, alpha, k = node.weight(count), node.final_alpha if last else node.alpha, float(self.jacobian)
+    def calibrate_iteration(
+        self, node: NodeParameters, count: Scalars, previous_sensitivity: Scalars, is_last: bool
+    ) -> Perturbation:
+        weight, alpha, k = node.weight(count), node.final_alpha if is_last else node.alpha, float(self.jacobian)
         for_noise = alpha - k * np.log1p(node.curvature * weight / node.stiffness)
         enough = for_noise > 0.0 if self.rule == "printed" else for_noise >= alpha / 2.0
         extra = np.where(enough, 0.0, node.curvature * weight / np.expm1(alpha / (2.0 * k)) - node.stiffness)
         rate = np.where(enough, for_noise, alpha / 2.0) / node.lipschitz
-        if self.scale == "tight":
+        if self.scale_rule == "tight":
             rate = rate / 2.0
         some = np.asarray(count) > 0
         return Perturbation("objective", np.where(some, rate, np.inf)[()], np.where(some, extra, 0.0)[()])
@@ -187,27 +191,29 @@ class PrimalCalibration:
     """
 
     variant: CentreVariant = "public"
-    scale: ScaleRule = "tight"
-    last: DualCalibration | None = None
+    scale_rule: ScaleRule = "tight"
+    final_calibration: DualCalibration | None = None
 
     @property
     def mode(self) -> str:
-        ending = "" if self.last is None else f", last {self.last.mode}"
-        return f"pvp, variant {self.variant}, scale {self.scale}{ending}"
+        ending = "" if self.final_calibration is None else f", last {self.final_calibration.mode}"
+        return f"pvp, variant {self.variant}, scale {self.scale_rule}{ending}"
 
-    def step(self, node: Node, count: Scalars, previous_sensitivity: Scalars, last: bool) -> Perturbation:
-        if last and self.last is not None:
-            return self.last.step(node, count, 0.0, last)
+    def calibrate_iteration(
+        self, node: NodeParameters, count: Scalars, previous_sensitivity: Scalars, is_last: bool
+    ) -> Perturbation:
+        if is_last and self.final_calibration is not None:
+            return self.final_calibration.calibrate_iteration(node, count, 0.0, is_last)
         s = _CARRY_FACTORS[self.variant]
-        delta = node.shift(count, s, previous_sensitivity, (np.asarray(count) > 0).astype(np.float64))
-        alpha = node.final_alpha if last else node.alpha
+        delta = node.minimiser_shift(count, s, previous_sensitivity, (np.asarray(count) > 0).astype(np.float64))
+        alpha = node.final_alpha if is_last else node.alpha
         tight = alpha / np.where(delta > 0.0, delta, 1.0)
         printed = alpha * node.ridge / (2.0 * node.lipschitz * node.weight(count))
-        rate = np.where(delta > 0.0, tight if self.scale == "tight" else printed, np.inf)[()]
+        rate = np.where(delta > 0.0, tight if self.scale_rule == "tight" else printed, np.inf)[()]
         return Perturbation("minimiser", rate, carry_factor=s, sensitivity=delta)
 
 
-Calibration = NoCalibration | DualCalibration | PrimalCalibration
+NoiseCalibration = NoCalibration | DualCalibration | PrimalCalibration
 
 
 # ---- accounting -------------------------------------------------------------------------------------------------------
@@ -220,15 +226,15 @@ _ENFORCED_BY = {
     "degree": "the learner, which subtracts what each of its neighbours said once",
     "tolerance": "the solver, which goes on until the gradient is as short, as float64 computes it",
 }
-_EXACT = "nothing: without output noise the promise is that of an exact solver"
+_EXACT_SOLVER_TEXT = "nothing: without output noise the promise is that of an exact solver"
 _LATTICE_TEXT = "the lattice of the noise"
 
 
-def _output_loss(node: Node, stiffness: float) -> float:
+def _output_loss(node: NodeParameters, stiffness: float) -> float:
     """What the solver's error costs behind the output noise: `2 (sqrt(n) tau/m + n g)/s`; 0 without (an exact solver)."""
     if node.output_noise == 0.0:
         return 0.0
-    apart = math.sqrt(node.dim) * node.tolerance / stiffness + node.dim * float(grid(node.output_noise))
+    apart = math.sqrt(node.dim) * node.tolerance / stiffness + node.dim * float(lattice_spacing(node.output_noise))
     return 2.0 * apart / node.output_noise
 
 
@@ -243,16 +249,16 @@ class AdmmAccountant(FirstRecordAccountant):
 
     is_valid_for_any_messages = True
 
-    def __init__(self, calibration: Calibration, node: Node, rounds: int) -> None:
+    def __init__(self, calibration: NoiseCalibration, node: NodeParameters, rounds: int) -> None:
         self._calibration, self._node, self._rounds = calibration, node, rounds
         self._round = self._replaced = 0
         self._calibrated: Scalars = 0.0  # Delta as the noise assumes it, and below as it is
         self._shift: Scalars = 0.0
-        self.grounds = GuaranteeBasis(calibration.mode, _proof(calibration), _constants(calibration, node))
+        self.basis = GuaranteeBasis(calibration.mode, _proof(calibration), _constants(calibration, node))
 
     def next_loss(self) -> float:
         """Of the message of the current round: 0 before the first record that differs was learned."""
-        node, step = self._node, self.step
+        node, step = self._node, self.perturbation
         if self._replaced == 0:
             return 0.0
         if step.target == "nothing":
@@ -264,27 +270,27 @@ class AdmmAccountant(FirstRecordAccountant):
         return float(self._replaced * once + _output_loss(node, float(stiffness)))
 
     @property
-    def step(self) -> Perturbation:
+    def perturbation(self) -> Perturbation:
         """The iteration of the current round."""
         last = self._round == self._rounds - 1
-        return self._calibration.step(self._node, float(self._seen), self._calibrated, last)
+        return self._calibration.calibrate_iteration(self._node, float(self._seen), self._calibrated, last)
 
-    def advance(self, records: int, replaced: int | None = None) -> None:
-        step = self.step
+    def advance(self, records: int, n_replaced: int | None = None) -> None:
+        step = self.perturbation
         self._shift, self._calibrated = self._moved(step), step.sensitivity
-        self._replaced += self.differ(records, replaced)
+        self._replaced += self.count_replaced(records, n_replaced)
         self._round += 1
 
-    def paper(self, rounds: int) -> FloatArray:
+    def paper_epsilon(self, rounds: int) -> FloatArray:
         return _paper_epsilon(self._node, rounds)
 
     def _moved(self, step: Perturbation) -> Scalars:
         if step.target != "minimiser":
             return 0.0
-        return self._node.shift(float(self._seen), step.carry_factor, self._shift, float(self._replaced))
+        return self._node.minimiser_shift(float(self._seen), step.carry_factor, self._shift, float(self._replaced))
 
 
-def _paper_epsilon(node: Node, rounds: int) -> FloatArray:
+def _paper_epsilon(node: NodeParameters, rounds: int) -> FloatArray:
     """`(rounds,)`: the sum of the alphas of iterations 1..t, for message 0 is no iteration. The paper states single ones."""
     alphas = np.full(rounds, float(node.alpha))
     alphas[-1] = node.final_alpha
@@ -292,20 +298,20 @@ def _paper_epsilon(node: Node, rounds: int) -> FloatArray:
     return np.cumsum(alphas)
 
 
-def _proof(calibration: Calibration) -> str:
+def _proof(calibration: NoiseCalibration) -> str:
     if isinstance(calibration, NoCalibration):
         return "none: messages carry no noise"
     theorem = "Theorem 5 (DVP)" if isinstance(calibration, DualCalibration) else "Theorem 6 (PVP)"
     return f"Zhang & Zhu 2017, {theorem}, corrected and summed over the iterations; sottovoce_core.algorithms.admm"
 
 
-def _constants(calibration: Calibration, node: Node) -> dict[str, Constant]:
+def _constants(calibration: NoiseCalibration, node: NodeParameters) -> dict[str, Constant]:
     """What enforces the numbers that the calibration uses."""
     if isinstance(calibration, NoCalibration):
         return {}
     enforced_by = dict(_ENFORCED_BY)
-    if isinstance(calibration, PrimalCalibration) and calibration.last is None:
+    if isinstance(calibration, PrimalCalibration) and calibration.final_calibration is None:
         del enforced_by["curvature"]
     else:
-        enforced_by["output_noise"] = _LATTICE_TEXT if node.output_noise else _EXACT
+        enforced_by["output_noise"] = _LATTICE_TEXT if node.output_noise else _EXACT_SOLVER_TEXT
     return {name: Constant(float(getattr(node, name)), text) for name, text in enforced_by.items()}

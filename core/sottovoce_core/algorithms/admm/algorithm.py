@@ -23,12 +23,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce_core.algorithms.admm.accounting import AdmmAccountant, Calibration, Node, Perturbation, PrimalCalibration
-from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
+from sottovoce_core.algorithms.admm.accounting import (
+    AdmmAccountant,
+    NodeParameters,
+    NoiseCalibration,
+    Perturbation,
+    PrimalCalibration,
+)
+from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray, Scalars, as_floats
-from sottovoce_core.losses import MarginLoss, beside, bounded
+from sottovoce_core.losses import MarginLoss, add_replica_axis, enforce_bounds
 from sottovoce_core.losses.history import RecordHistory
-from sottovoce_core.losses.loss import scores_of
+from sottovoce_core.losses.loss import compute_scores
 from sottovoce_core.noise import NoiseRequest, NoiseSource
 from sottovoce_core.noise.mechanisms import add_laplace_noise, spherical_log_density
 
@@ -37,10 +43,10 @@ from sottovoce_core.noise.mechanisms import add_laplace_noise, spherical_log_den
 _MAX_LINE_SEARCH_TRIALS = 60
 """Lengths tried for a Newton step before a gradient step is taken instead."""
 
-MOST_STEPS = 10_000
+MAX_NEWTON_STEPS = 10_000
 """A bound on the time of a round, hundreds of times what the worst conditioned problems of the tests take."""
 
-ROUNDING = 2.0**-48
+GRADIENT_ROUNDING_ERROR = 2.0**-48
 """Relative error of a gradient in float64, with room to spare."""
 
 
@@ -72,20 +78,22 @@ class _LocalProblem:
 
     def gradient(self, point: FloatArray) -> tuple[FloatArray, FloatArray]:
         """`(..., dim)`, and the norm `(..., 1)` at which it counts as zero: the tolerance, or what float64 resolves."""
-        features, labels = self.records.features, beside(self.records.labels, point)
-        scores, bound = scores_of(point, features), self.loss.feature_bound
+        features, labels = self.records.features, add_replica_axis(self.records.labels, point)
+        scores, bound = compute_scores(point, features), self.loss.feature_bound
         slopes = self._real(self.loss.slope(scores, labels), point)
         gradient = self.weight * np.matmul(slopes, features) + self.stiffness * point + self.linear
         # What rounding errors are relative to: the terms of the sum, and what an error of a score does to them.
-        moved = bound * _norm(point) * self._real(self.loss.bend(scores, labels), point)
+        moved = bound * _norm(point) * self._real(self.loss.second_derivative(scores, labels), point)
         terms = bound * self.weight * (np.abs(slopes) + moved).sum(axis=-1, keepdims=True)
         terms = terms + self.stiffness * _norm(point) + _norm(self.linear)
-        return gradient, np.maximum(self.tolerance, ROUNDING * terms)
+        return gradient, np.maximum(self.tolerance, GRADIENT_ROUNDING_ERROR * terms)
 
     def hessian(self, point: FloatArray) -> _Hessian:
         """Of the objective at points `(..., dim)`."""
         features, labels = self.records.features, self.records.labels
-        bends = self._real(self.loss.bend(scores_of(point, features), beside(labels, point)), point)
+        bends = self._real(
+            self.loss.second_derivative(compute_scores(point, features), add_replica_axis(labels, point)), point
+        )
         rows = features[..., None, :, :] if point.ndim > labels.ndim else features
         return _Hessian(np.sqrt(self.weight * bends)[..., None] * rows, np.atleast_1d(self.stiffness))
 
@@ -98,7 +106,7 @@ class _LocalProblem:
         """
         point, (gradient, enough) = start, self.gradient(start)
         shortest = _norm(gradient)
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_NEWTON_STEPS):
             unfinished = _norm(gradient) > enough
             if not unfinished.any():
                 break
@@ -134,8 +142,8 @@ class _LocalProblem:
 
     def _real(self, per_record: FloatArray, point: FloatArray) -> FloatArray:
         """Zero for padding."""
-        present = self.records.present
-        return per_record if present is None else per_record * beside(present, point)
+        present = self.records.mask
+        return per_record if present is None else per_record * add_replica_axis(present, point)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +221,8 @@ class _State:
         count: B, their number.
     """
 
-    who: Who
-    node: Node
+    who: StateAxes
+    node: NodeParameters
     t: int
     primal: FloatArray
     said: FloatArray
@@ -233,24 +241,24 @@ class Admm:
     dim: int
     rounds: int
     loss: MarginLoss
-    calibration: Calibration
-    nodes: tuple[Node, ...]
+    calibration: NoiseCalibration
+    nodes: tuple[NodeParameters, ...]
     """The public numbers of every learner."""
 
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> _State:
+    def init(self, axes: StateAxes) -> _State:
         node = replace(
             self.nodes[0],
-            alpha=who.pick(tuple(float(each.alpha) for each in self.nodes)),
-            final_alpha=who.pick(tuple(float(each.final_alpha) for each in self.nodes)),
-            degree=who.pick(tuple(float(each.degree) for each in self.nodes)),
+            alpha=axes.pick(tuple(float(each.alpha) for each in self.nodes)),
+            final_alpha=axes.pick(tuple(float(each.final_alpha) for each in self.nodes)),
+            degree=axes.pick(tuple(float(each.degree) for each in self.nodes)),
         )
-        zero = np.zeros((*who.lead, self.dim))
-        return _State(who, node, 0, zero, zero, zero, zero, 0.0, RecordHistory(self.loss), 0.0)
+        zero = np.zeros((*axes.leading_shape, self.dim))
+        return _State(axes, node, 0, zero, zero, zero, zero, 0.0, RecordHistory(self.loss), 0.0)
 
-    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
+    def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         step, problem = self._iteration(state)
         if step.target == "nothing":
             primal = said = problem.minimise(state.primal)
@@ -266,22 +274,22 @@ class Admm:
                 primal, said = exact, exact + drawn
         return replace(state, primal=primal, said=said, sensitivity=step.sensitivity), Message({"y": said})
 
-    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
-        node, around = state.node, heard.total("y")
+    def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
+        node, around = state.node, received.total("y")
         return replace(
             state,
             t=state.t + 1,
             around=around,
             dual=state.dual + node.penalty / 2.0 * (node.degree * state.said - around),
-            history=state.history.observe(bounded(self.loss, batch)),
+            history=state.history.observe(enforce_bounds(self.loss, batch)),
             count=state.count + _records(batch),
         )
 
     def decision(self, state: _State) -> FloatArray:
         return state.primal
 
-    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
-        """As `Algorithm.overheard`. With output noise, the density is that of the exact minimiser where it was said.
+    def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
+        """As `Algorithm.replay`. With output noise, the density is that of the exact minimiser where it was said.
 
         A message without noise must be a minimiser up to twice the solver's tolerance.
         """
@@ -308,7 +316,7 @@ class Admm:
     def is_model_public(self, rounds: int) -> bool:
         """It is the last message, but where the noise is added to the minimiser as it is said."""
         if isinstance(self.calibration, PrimalCalibration):
-            return self.calibration.last is not None and rounds == self.rounds
+            return self.calibration.final_calibration is not None and rounds == self.rounds
         return True
 
     def noise_scale(self, learner: int, t: int) -> float:
@@ -316,12 +324,12 @@ class Admm:
         accountant = self.accountant(learner)
         for _ in range(t):
             accountant.advance(1)
-        return float(1.0 / accountant.step.rate)
+        return float(1.0 / accountant.perturbation.rate)
 
     def _iteration(self, state: _State) -> tuple[Perturbation, _LocalProblem]:
         """How this round is perturbed, and the problem before that."""
         node, count = state.node, state.count
-        step = self.calibration.step(node, count, state.sensitivity, last=state.t == self.rounds - 1)
+        step = self.calibration.calibrate_iteration(node, count, state.sensitivity, is_last=state.t == self.rounds - 1)
         own = state.said + step.carry_factor * (state.primal - state.said)
         linear = 2.0 * state.dual - node.penalty * (node.degree * own + state.around)
         stiffness = node.stiffness + step.extra_ridge
@@ -349,7 +357,7 @@ def _drawn(noise: NoiseSource, state: _State, rate: Scalars) -> FloatArray:
     return noise(NoiseRequest("spherical", "y", state.t, rate, None, state.primal.shape))
 
 
-def _longest(node: Node, stiffness: Scalars) -> Scalars:
+def _longest(node: NodeParameters, stiffness: Scalars) -> Scalars:
     """The norm of `linear` up to which float64 resolves the tolerance.
 
     A minimiser of norm F has `stiffness F <= linear + C ell`, and the terms of its gradient sum to at most
@@ -357,12 +365,12 @@ def _longest(node: Node, stiffness: Scalars) -> Scalars:
     """
     pull = node.loss_weight * node.lipschitz
     share = 2.0 + node.loss_weight * node.curvature / stiffness
-    return np.maximum(node.tolerance / ROUNDING / share - pull, 0.0)[()]
+    return np.maximum(node.tolerance / GRADIENT_ROUNDING_ERROR / share - pull, 0.0)[()]
 
 
 def _records(batch: Batch) -> Scalars:
     """Number of records, one per learner where padding tells them apart."""
-    if batch.present is None:
+    if batch.mask is None:
         return float(batch.size)
-    counts: FloatArray = batch.present.sum(axis=-1)
+    counts: FloatArray = batch.mask.sum(axis=-1)
     return counts.reshape(-1, 1, 1) if counts.ndim else float(counts)

@@ -13,21 +13,28 @@ from typing import Literal, cast
 import numpy as np
 
 from sottovoce_core.algorithms.admm.accounting import (
-    Calibration,
-    DualCalibration,
-    Node,
-    PrimalCalibration,
-    Rule,
-    ScaleRule,
-    NoCalibration,
     CentreVariant,
+    DualCalibration,
+    ExtraRidgeRule,
+    NoCalibration,
+    NodeParameters,
+    NoiseCalibration,
+    PrimalCalibration,
+    ScaleRule,
 )
-from sottovoce_core.algorithms.admm.algorithm import ROUNDING, Admm
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, PerLearner, Setting, divided, require_scales
+from sottovoce_core.algorithms.admm.algorithm import GRADIENT_ROUNDING_ERROR, Admm
+from sottovoce_core.algorithms.setting import (
+    AlgorithmSpec,
+    PerLearner,
+    RunContext,
+    RunWarning,
+    divide_per_learner,
+    require_scales,
+)
 from sottovoce_core.errors import SpecError, require
 from sottovoce_core.losses import Loss, MarginLoss
-from sottovoce_core.registry import LARGEST, MIN_MAGNITUDE, NonNegative
-from sottovoce_core.text import called
+from sottovoce_core.registry import MAX_MAGNITUDE, MIN_MAGNITUDE, NonNegative
+from sottovoce_core.text import format_learner_name
 
 
 class AdmmSpec(AlgorithmSpec):
@@ -41,10 +48,10 @@ class AdmmSpec(AlgorithmSpec):
     tolerance: float = 1e-10
     """tau: norm of the gradient at which the local solver stops."""
 
-    def build(self, setting: Setting) -> tuple[Admm, tuple[RunWarning, ...]]:
-        return _build(self, setting, NoCalibration())
+    def build(self, context: RunContext) -> tuple[Admm, tuple[RunWarning, ...]]:
+        return _build(self, context, NoCalibration())
 
-    def noisier(self, factors: tuple[float, ...]) -> AdmmSpec:
+    def scale_noise(self, factors: tuple[float, ...]) -> AdmmSpec:
         raise SpecError("admm has no noise; take dvp or pvp")
 
 
@@ -54,18 +61,18 @@ class DvpSpec(AdmmSpec):
     name: Literal["dvp"]  # type: ignore[assignment]
     alpha: PerLearner = 0.1
     """Privacy loss of an iteration."""
-    rule: Rule = "balanced"
+    rule: ExtraRidgeRule = "balanced"
     jacobian: Literal[1, 2] = 1
     scale: ScaleRule = "tight"
     output_noise: float = 1e-6
     """Laplace scale; 0: the minimiser is said as it is, and must be exact."""
 
-    def build(self, setting: Setting) -> tuple[Admm, tuple[RunWarning, ...]]:
+    def build(self, context: RunContext) -> tuple[Admm, tuple[RunWarning, ...]]:
         objective = DualCalibration(self.rule, self.jacobian, self.scale)
-        return _build(self, setting, objective, self.alpha, self.alpha, self.output_noise)
+        return _build(self, context, objective, self.alpha, self.alpha, self.output_noise)
 
-    def noisier(self, factors: tuple[float, ...]) -> DvpSpec:
-        return self.model_copy(update={"alpha": divided(self.alpha, factors)})
+    def scale_noise(self, factors: tuple[float, ...]) -> DvpSpec:
+        return self.model_copy(update={"alpha": divide_per_learner(self.alpha, factors)})
 
 
 class PvpSpec(AdmmSpec):
@@ -83,33 +90,33 @@ class PvpSpec(AdmmSpec):
     output_noise: NonNegative = 1e-6
     """Of the last iteration, if that is one of DVP."""
 
-    def build(self, setting: Setting) -> tuple[Admm, tuple[RunWarning, ...]]:
+    def build(self, context: RunContext) -> tuple[Admm, tuple[RunWarning, ...]]:
         calibration = PrimalCalibration(self.variant, self.scale, DualCalibration() if self.final == "dvp" else None)
         final = self.alpha if self.final_alpha is None else self.final_alpha
         output_noise = self.output_noise if self.final == "dvp" else 0.0
-        return _build(self, setting, calibration, self.alpha, final, output_noise)
+        return _build(self, context, calibration, self.alpha, final, output_noise)
 
-    def noisier(self, factors: tuple[float, ...]) -> PvpSpec:
-        final = None if self.final_alpha is None else divided(self.final_alpha, factors)
-        return self.model_copy(update={"alpha": divided(self.alpha, factors), "final_alpha": final})
+    def scale_noise(self, factors: tuple[float, ...]) -> PvpSpec:
+        final = None if self.final_alpha is None else divide_per_learner(self.final_alpha, factors)
+        return self.model_copy(update={"alpha": divide_per_learner(self.alpha, factors), "final_alpha": final})
 
 
 def _build(
     spec: AdmmSpec,
-    setting: Setting,
-    calibration: Calibration,
+    setting: RunContext,
+    calibration: NoiseCalibration,
     alpha: PerLearner = float("inf"),
     final_alpha: PerLearner = float("inf"),
     output_noise: float = 0.0,
 ) -> tuple[Admm, tuple[RunWarning, ...]]:
-    coupling = setting.fixed_network.at(0).neighbours
+    coupling = setting.fixed_network.mixing(0).neighbour_weights
     degrees = tuple(float(degree) for degree in np.count_nonzero(coupling, axis=1))
-    alphas = setting.per_learner(alpha, "algorithm.alpha")
-    finals = setting.per_learner(final_alpha, "algorithm.final_alpha")
+    alphas = setting.broadcast_to_learners(alpha, "algorithm.alpha")
+    finals = setting.broadcast_to_learners(final_alpha, "algorithm.final_alpha")
     loss = setting.loss
     slope, bend = (loss.slope_bound, loss.curvature) if isinstance(loss, MarginLoss) else (np.inf, np.inf)
     nodes = tuple(
-        Node(
+        NodeParameters(
             alpha=alphas[i],
             final_alpha=finals[i],
             degree=degrees[i],
@@ -139,7 +146,7 @@ _WARNING_EPSILON = 10.0
 
 
 def _checked(
-    calibration: Calibration, nodes: Sequence[Node], loss: Loss, setting: Setting
+    calibration: NoiseCalibration, nodes: Sequence[NodeParameters], loss: Loss, setting: RunContext
 ) -> tuple[MarginLoss, tuple[RunWarning, ...]]:
     """The loss, known to be one of the score, and what the user is told; what has no guarantee or no solution is refused.
 
@@ -148,15 +155,15 @@ def _checked(
             SOLVER, whichever fails first.
     """
     node = nodes[0]
-    lonely = ", ".join(called(setting.names, i) for i, each in enumerate(nodes) if each.degree == 0)
+    lonely = ", ".join(format_learner_name(setting.names, i) for i, each in enumerate(nodes) if each.degree == 0)
     require(not lonely, "GRAPH", f"the communication graph must be connected, got {lonely} without neighbours")
     for code, name, value in (
         ("PENALTY", "penalty", node.penalty),
         ("RIDGE", "loss.ridge", node.ridge),
         ("LOSS_WEIGHT", "loss_weight", node.loss_weight),
     ):
-        text = f"eta, rho and C_R must be positive, and within [{MIN_MAGNITUDE:g}, {LARGEST:g}]"
-        require(MIN_MAGNITUDE <= value <= LARGEST, code, f"{text}, got {name}={value}")
+        text = f"eta, rho and C_R must be positive, and within [{MIN_MAGNITUDE:g}, {MAX_MAGNITUDE:g}]"
+        require(MIN_MAGNITUDE <= value <= MAX_MAGNITUDE, code, f"{text}, got {name}={value}")
     _require_loss(calibration, node, loss)
     if not isinstance(calibration, NoCalibration):
         for each in nodes:
@@ -169,24 +176,24 @@ def _checked(
     return cast(MarginLoss, loss), tuple(_findings(calibration, nodes, setting))
 
 
-def _require_loss(calibration: Calibration, node: Node, loss: Loss) -> None:
+def _require_loss(calibration: NoiseCalibration, node: NodeParameters, loss: Loss) -> None:
     """CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, SOLVER."""
     text = "ADMM minimises the loss itself, which clipped gradients do not belong to: remove loss.clip_norm"
     require(loss.clip_norm is None, "CLIPPED", f"{text}, got {loss.clip_norm}")
-    first, second, convex = node.lipschitz < math.inf, node.curvature < math.inf, loss.convex
+    first, second, convex = node.lipschitz < math.inf, node.curvature < math.inf, loss.is_convex
     got = f"got slope bound {node.lipschitz}, curvature bound {node.curvature}, convex {convex} ({type(loss).__name__})"
     if isinstance(calibration, DualCalibration) or (
-        isinstance(calibration, PrimalCalibration) and calibration.last is not None
+        isinstance(calibration, PrimalCalibration) and calibration.final_calibration is not None
     ):
         text = "DVP needs a twice differentiable loss with bounded first and second derivative"
         require(convex and first and second, "LOSS_CONSTANTS", f"{text}, {got}")
     if isinstance(calibration, PrimalCalibration):
         require(convex and first, "LOSS_FIRST_ORDER", f"PVP needs a convex loss with bounded derivative, {got}")
     text = "the local solver needs a convex loss of the score with bounded second derivative"
-    require(convex and second and hasattr(loss, "bend"), "SOLVER", f"{text}, {got}")
+    require(convex and second and hasattr(loss, "second_derivative"), "SOLVER", f"{text}, {got}")
 
 
-def _require_noise(calibration: Calibration, nodes: Sequence[Node]) -> None:
+def _require_noise(calibration: NoiseCalibration, nodes: Sequence[NodeParameters]) -> None:
     """NOISE_SCALE: `1/zeta` lies between these two, however many records come.
 
     Of alpha, DVP's noise gets all, half, or with rule `printed` whatever float64 tells from 0. PVP's Delta lies between
@@ -200,25 +207,29 @@ def _require_noise(calibration: Calibration, nodes: Sequence[Node]) -> None:
         require_scales(end / float(alpha) for end in ends for alpha in (each.alpha, each.final_alpha))
 
 
-def _require_solver(node: Node) -> None:
+def _require_solver(node: NodeParameters) -> None:
     """SOLVER: a tolerance that float64 can reach; no negative output noise."""
     known = node.lipschitz if node.lipschitz < math.inf else 0.0
-    least = 2 * ROUNDING * node.loss_weight * known
+    least = 2 * GRADIENT_ROUNDING_ERROR * node.loss_weight * known
     text = f"tolerance must be positive and finite, and at least {least:.3g} for this loss_weight: float64 resolves no less"
     require(max(least, 1e-300) <= node.tolerance < math.inf, "SOLVER", f"{text}, got {node.tolerance}")
     require_scales([node.output_noise], "SOLVER")
 
 
-def _require_solvable(node: Node) -> None:
+def _require_solvable(node: NodeParameters) -> None:
     """SOLVER: what keeps the local problem curved is not lost beside the records' own curvature, in float64."""
     stiffness, most = float(node.stiffness), node.curvature * node.loss_weight
-    text = (
-        f"ridge and penalty must give the local problem a curvature (rho + 2 eta N) of at least {_MIN_CURVATURE_RATIO * most:.3g}"
+    text = f"ridge and penalty must give the local problem a curvature (rho + 2 eta N) of at least {_MIN_CURVATURE_RATIO * most:.3g}"
+    require(
+        stiffness >= _MIN_CURVATURE_RATIO * most,
+        "SOLVER",
+        f"{text}: float64 solves nothing flatter, got {stiffness:.3g}",
     )
-    require(stiffness >= _MIN_CURVATURE_RATIO * most, "SOLVER", f"{text}: float64 solves nothing flatter, got {stiffness:.3g}")
 
 
-def _findings(calibration: Calibration, nodes: Sequence[Node], setting: Setting) -> Iterator[RunWarning]:
+def _findings(
+    calibration: NoiseCalibration, nodes: Sequence[NodeParameters], setting: RunContext
+) -> Iterator[RunWarning]:
     """LOSS_WEIGHT_RANGE, EXTRA_RIDGE, SOLVER, BUDGET."""
     node, rounds = nodes[0], setting.rounds
     if isinstance(calibration, NoCalibration):
@@ -226,7 +237,9 @@ def _findings(calibration: Calibration, nodes: Sequence[Node], setting: Setting)
     if node.loss_weight > 1:
         text = f"C_R > B_p while a learner has fewer than {math.ceil(node.loss_weight)} records"
         yield RunWarning("LOSS_WEIGHT_RANGE", f"{text}: outside the paper's range (privacy unaffected)")
-    objective = calibration if isinstance(calibration, DualCalibration) else getattr(calibration, "last", None)
+    objective = (
+        calibration if isinstance(calibration, DualCalibration) else getattr(calibration, "final_calibration", None)
+    )
     if objective is not None:
         yield from _objective_findings(objective, nodes, setting.names)
     largest = max((rounds - 2) * each.alpha + each.final_alpha for each in nodes) if rounds > 1 else 0.0
@@ -235,12 +248,14 @@ def _findings(calibration: Calibration, nodes: Sequence[Node], setting: Setting)
         yield RunWarning("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
 
 
-def _objective_findings(objective: DualCalibration, nodes: Sequence[Node], names: Sequence[str]) -> Iterator[RunWarning]:
+def _objective_findings(
+    objective: DualCalibration, nodes: Sequence[NodeParameters], names: Sequence[str]
+) -> Iterator[RunWarning]:
     """EXTRA_RIDGE, SOLVER."""
     for i, node in enumerate(nodes):
-        if (phi := float(objective.step(node, 1.0, 0.0, last=True).extra_ridge)) > 0:
+        if (phi := float(objective.calibrate_iteration(node, 1.0, 0.0, is_last=True).extra_ridge)) > 0:
             least = _records_without_extra_ridge(objective, node)
-            text = f"alpha too small for {called(names, i)} while it has fewer than {least} records"
+            text = f"alpha too small for {format_learner_name(names, i)} while it has fewer than {least} records"
             got = f"extra regularisation biases the classifier, got Phi = {phi:.6g} with one record"
             yield RunWarning("EXTRA_RIDGE", f"{text}: {got}")
             break
@@ -249,7 +264,7 @@ def _objective_findings(objective: DualCalibration, nodes: Sequence[Node], names
         yield RunWarning("SOLVER", f"{text}, got a solver with tolerance {nodes[0].tolerance:g}")
 
 
-def _records_without_extra_ridge(objective: DualCalibration, node: Node) -> int:
+def _records_without_extra_ridge(objective: DualCalibration, node: NodeParameters) -> int:
     """The least B with Phi = 0: where `k ln(1 + c C/(B (rho + 2 eta N)))` is at most alpha or half of it."""
     share = 1.0 if objective.rule == "printed" else 0.5
     room = np.expm1(share * node.final_alpha / objective.jacobian)

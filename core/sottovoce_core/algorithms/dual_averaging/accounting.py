@@ -36,7 +36,7 @@ from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.noise.mechanisms import laplace_loss
 from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
-from sottovoce_core.privacy.guarantee import Constant, Event, GuaranteeBasis, Mechanism
+from sottovoce_core.privacy.guarantee import Adjacency, Constant, GuaranteeBasis, Mechanism
 
 LipschitzSchedule = Callable[[int], float]
 
@@ -58,23 +58,23 @@ class DualSensitivity:
         later: bound on c_t beyond the planned rounds; infinite: unknown.
     """
 
-    block: int
-    factor: float
+    block_size: int
+    gradient_factor: float
     gradient_bound: float
     gradient_change: float
     smoothness: float
     ridge: float
     diameter: float
-    carry: LipschitzSchedule
-    grows: bool
-    later: float
+    decision_lipschitz: LipschitzSchedule
+    has_growing_lipschitz: bool
+    later_lipschitz_bound: float
 
-    def step(self, t: int, difference: float, replaced: bool) -> float:
+    def next_difference(self, t: int, difference: float, is_replaced: bool) -> float:
         """`D_{t+1}` from `D_t`."""
-        moved = min(self.diameter, self.carry(t) * difference)
-        change = self.gradient_change if replaced else 0.0
+        moved = min(self.diameter, self.decision_lipschitz(t) * difference)
+        change = self.gradient_change if is_replaced else 0.0
         data = min(2.0 * self.gradient_bound, change + self.smoothness * moved) if moved else change
-        return self.factor * (data + self.ridge * moved)
+        return self.gradient_factor * (data + self.ridge * moved)
 
 
 class DualAveragingAccountant(Accountant):
@@ -92,8 +92,8 @@ class DualAveragingAccountant(Accountant):
     """
 
     mechanism = Mechanism.LAPLACE
-    event = Event.ROUND
-    follows = True
+    adjacency = Adjacency.ROUND
+    can_track_replacements = True
     is_valid_for_any_messages = True
 
     def __init__(
@@ -101,15 +101,20 @@ class DualAveragingAccountant(Accountant):
         sensitivity: DualSensitivity,
         sigma: float,
         mode: str = "noised",
-        paper_round: float = math.inf,
-        shared: bool = False,
+        paper_round_epsilon: float = math.inf,
+        has_shared_records: bool = False,
     ) -> None:
-        self._of, self._sigma, self._paper_round, self.shared = sensitivity, sigma, paper_round, shared
-        self.dominates = not sensitivity.grows
+        self._of, self._sigma, self._paper_round, self.has_shared_records = (
+            sensitivity,
+            sigma,
+            paper_round_epsilon,
+            has_shared_records,
+        )
+        self.has_dominating_losses = not sensitivity.has_growing_lipschitz
         self._t, self._seen = 0, 0
         self._followed = [(0.0, 0.0)]  # of no round yet
         proof = "Cheng, Liao & Li 2023, Theorem 2, corrected: conditional on the past; sottovoce_core.algorithms.dual_averaging"
-        self.grounds = GuaranteeBasis(mode, proof, _constants(sensitivity))
+        self.basis = GuaranteeBasis(mode, proof, _constants(sensitivity))
 
     @property
     def difference(self) -> float:
@@ -125,32 +130,32 @@ class DualAveragingAccountant(Accountant):
             return math.inf
         return max(total + self._cost(difference) for difference, total in self._followed) - spent
 
-    def advance(self, records: int, replaced: int | None = None) -> None:
+    def advance(self, records: int, n_replaced: int | None = None) -> None:
         """The round is over; its loss is replaced where `replaced` is not 0."""
         of, t = self._of, self._t
-        starts = replaced is None and records > 0 and (of.grows or not self._seen)
-        if replaced is not None:
-            require_replaced_count(records, replaced)
+        starts = n_replaced is None and records > 0 and (of.has_growing_lipschitz or not self._seen)
+        if n_replaced is not None:
+            require_replaced_count(records, n_replaced)
         self._followed = [
-            (of.step(t, difference, bool(replaced)), total + self._cost(difference))
+            (of.next_difference(t, difference, bool(n_replaced)), total + self._cost(difference))
             for difference, total in self._followed
         ]
         if starts:
-            self._followed = _frontier([*self._followed, (of.step(t, 0.0, True), 0.0)])
+            self._followed = _frontier([*self._followed, (of.next_difference(t, 0.0, True), 0.0)])
         self._seen += records
         self._t += 1
 
     def _cost(self, difference: float) -> float:
         """Loss of a message whose clean values differ by so much: l2."""
-        return laplace_loss(math.sqrt(self._of.block) * difference, self._of.block, self._sigma)
+        return laplace_loss(math.sqrt(self._of.block_size) * difference, self._of.block_size, self._sigma)
 
-    def paper(self, rounds: int) -> FloatArray:
+    def paper_epsilon(self, rounds: int) -> FloatArray:
         return np.arange(1.0, rounds + 1.0) * self._paper_round
 
-    def infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
+    def infinite_horizon_epsilon(self, counts: IntArray, n_replaced: IntArray | None) -> float:
         """The planned rounds, and beyond them a geometric series, without lattice, or infinity."""
         ran = copy.deepcopy(self)
-        planned = float(ran.metered(counts, replaced).sum())
+        planned = float(ran.charge_rounds(counts, n_replaced).sum())
         return planned + _tail(self._of, self._sigma, ran.difference)
 
 
@@ -158,7 +163,7 @@ class _WithoutLattice(DualAveragingAccountant):
     """The same without what the lattice costs: in proportion to `1 / sigma`."""
 
     def _cost(self, difference: float) -> float:
-        return math.sqrt(self._of.block) * difference / self._sigma
+        return math.sqrt(self._of.block_size) * difference / self._sigma
 
 
 def calibrate_sigma(sensitivities: list[DualSensitivity], rounds: int, epsilon: float) -> float:
@@ -172,7 +177,7 @@ def calibrate_sigma(sensitivities: list[DualSensitivity], rounds: int, epsilon: 
         meter = _WithoutLattice(each, 1.0)
         for _ in range(rounds):
             total += meter.next_loss()
-            slack += math.ldexp(each.block, -LATTICE_BITS) if meter.difference else 0.0
+            slack += math.ldexp(each.block_size, -LATTICE_BITS) if meter.difference else 0.0
             meter.advance(1)
     if epsilon <= slack:
         raise AssumptionViolated("EPSILON", f"epsilon must be above what rounding costs ({slack:.3g}), got {epsilon}")
@@ -181,7 +186,7 @@ def calibrate_sigma(sensitivities: list[DualSensitivity], rounds: int, epsilon: 
 
 NEGLIGIBLE_DIFFERENCE_RATIO = 2.0**-40
 """Part of the largest difference below which rounds are followed as one."""
-FRONTIER = 512
+MAX_FOLLOWED_ROUNDS = 512
 """Rounds that a meter follows at most."""
 
 
@@ -196,7 +201,9 @@ def _frontier(followed: list[tuple[float, float]]) -> list[tuple[float, float]]:
     for difference, total in sorted(followed, reverse=True):
         if not kept or total > kept[-1][1]:
             kept.append((difference, total))
-    while len(kept) > 2 and (kept[-2][0] <= NEGLIGIBLE_DIFFERENCE_RATIO * kept[0][0] or len(kept) > FRONTIER):
+    while len(kept) > 2 and (
+        kept[-2][0] <= NEGLIGIBLE_DIFFERENCE_RATIO * kept[0][0] or len(kept) > MAX_FOLLOWED_ROUNDS
+    ):
         kept[-2:] = [(kept[-2][0], kept[-1][1])]
     return kept
 
@@ -205,19 +212,21 @@ def _tail(sensitivity: DualSensitivity, sigma: float, difference: float) -> floa
     """Bound on what all messages after the planned rounds cost, without lattice: a geometric series, or infinity."""
     if difference == 0.0:
         return 0.0
-    contraction = sensitivity.factor * (sensitivity.smoothness + sensitivity.ridge) * sensitivity.later
-    if sensitivity.later == 0.0:  # and G may be infinite
+    contraction = (
+        sensitivity.gradient_factor * (sensitivity.smoothness + sensitivity.ridge) * sensitivity.later_lipschitz_bound
+    )
+    if sensitivity.later_lipschitz_bound == 0.0:  # and G may be infinite
         contraction = 0.0
     if not contraction < 1.0 or sigma == 0.0:
         return math.inf
-    return math.sqrt(sensitivity.block) * difference / (1.0 - contraction) / sigma
+    return math.sqrt(sensitivity.block_size) * difference / (1.0 - contraction) / sigma
 
 
 def _constants(sensitivity: DualSensitivity) -> dict[str, Constant]:
     """Every finite constant with what enforces it."""
     constants = {
-        "block": Constant(float(sensitivity.block), "the partition of the coordinates"),
-        "factor": Constant(sensitivity.factor, "the number of learners"),
+        "block": Constant(float(sensitivity.block_size), "the partition of the coordinates"),
+        "factor": Constant(sensitivity.gradient_factor, "the number of learners"),
         "gradient_bound": Constant(
             sensitivity.gradient_bound, "clipping of the block's gradient, or the loss on rows scaled to feature_bound"
         ),
@@ -226,7 +235,7 @@ def _constants(sensitivity: DualSensitivity) -> dict[str, Constant]:
         constants["gradient_change"] = Constant(
             sensitivity.gradient_change, "the loss, on rows scaled to feature_bound"
         )
-    if sensitivity.later:
+    if sensitivity.later_lipschitz_bound:
         constants |= {
             "smoothness": Constant(sensitivity.smoothness, "the loss, on rows scaled to feature_bound"),
             "ridge": Constant(sensitivity.ridge, "the loss, exactly"),

@@ -26,17 +26,21 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce_core.algorithms.dual_averaging.accounting import LipschitzSchedule, DualAveragingAccountant, DualSensitivity
-from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
+from sottovoce_core.algorithms.dual_averaging.accounting import (
+    DualAveragingAccountant,
+    DualSensitivity,
+    LipschitzSchedule,
+)
+from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.decision_sets import Box, DecisionSet
-from sottovoce_core.losses import Loss, bounded, mean_gradient
+from sottovoce_core.losses import Loss, enforce_bounds, mean_gradient
 from sottovoce_core.noise import NoiseSource
-from sottovoce_core.noise.mechanisms import laplace_log_density, add_laplace_noise
+from sottovoce_core.noise.mechanisms import add_laplace_noise, laplace_log_density
 
-Mask = npt.NDArray[np.bool_]
+CoordinateMask = npt.NDArray[np.bool_]
 
-_SAME = 1e-9
+_REPLAY_TOLERANCE = 1e-9
 """Two ways of summing messages agree to this, relative to the largest number said."""
 
 
@@ -48,15 +52,15 @@ class _State:
     lattice: a neighbour that says huge numbers must not make float64 round the private part as coarsely.
     """
 
-    who: Who
+    who: StateAxes
     t: int
     known: FloatArray
     fresh: FloatArray
     push_weight: FloatArray
     said: FloatArray
     decision: FloatArray
-    owned: Mask
-    noisy: Mask
+    owned: CoordinateMask
+    noisy: CoordinateMask
 
     @property
     def dual(self) -> FloatArray:
@@ -86,41 +90,43 @@ class DualAveraging:
     rounds: int
     step: float
     sigma: float
-    clip: float
-    mean: bool
-    noised: bool
-    push: bool
-    shared: bool
-    owned: Mask
-    noisy: Mask
+    clip_threshold: float
+    has_mean_loss: bool
+    has_noised_primal: bool
+    has_push_sum: bool
+    has_shared_loss: bool
+    owned_mask: CoordinateMask
+    noise_mask: CoordinateMask
     push_weights: FloatArray
     loss: Loss
     decision_set: DecisionSet
 
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"h": (self.dim,), "w": (1,)} if self.push else {"h": (self.dim,)}
+        return {"h": (self.dim,), "w": (1,)} if self.has_push_sum else {"h": (self.dim,)}
 
-    def start(self, who: Who) -> _State:
-        origin = np.zeros((*who.lead, self.dim))
+    def init(self, axes: StateAxes) -> _State:
+        origin = np.zeros((*axes.leading_shape, self.dim))
         first = self.decision_set.project(origin)
-        noisy = self.noisy & (self.sigma > 0)
-        ones = np.ones((*who.lead, 1))
-        return _State(who, 0, origin, origin, ones, origin, first, _rows(self.owned, who), _rows(noisy, who))
+        noisy = self.noise_mask & (self.sigma > 0)
+        ones = np.ones((*axes.leading_shape, 1))
+        return _State(axes, 0, origin, origin, ones, origin, first, _rows(self.owned_mask, axes), _rows(noisy, axes))
 
-    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
+    def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         drawn = add_laplace_noise(noise, "h", state.t, state.fresh, self.sigma, lambda t: self.sigma)
         said = state.known + np.where(_perturbed(state), drawn, state.fresh)
-        return self._decide(state, said), Message({"h": said, "w": state.push_weight} if self.push else {"h": said})
+        return self._decide(state, said), Message(
+            {"h": said, "w": state.push_weight} if self.has_push_sum else {"h": said}
+        )
 
-    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
-        known = heard.weighted_sum("h") + heard.own_weight * state.said
-        fresh = self.factor * self._block_gradient(state, batch)
-        weight = self._next_weight(state, heard)
+    def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
+        known = received.weighted_sum("h") + received.own_weight * state.said
+        fresh = self.gradient_factor * self._block_gradient(state, batch)
+        weight = self._next_weight(state, received)
         return replace(state, t=state.t + 1, known=known, fresh=fresh, push_weight=weight)
 
     def _next_weight(self, state: _State, heard: ReceivedMessages) -> FloatArray:
         """w_{t+1}, at least what follows from the network: a neighbour that lies about w must not make decisions move more."""
-        if not self.push:
+        if not self.has_push_sum:
             return state.push_weight
         weight = heard.weighted_sum("w") + heard.own_weight * state.push_weight
         known = tuple(self.push_weights[min(state.t + 1, self.rounds - 1)].tolist())
@@ -130,20 +136,20 @@ class DualAveraging:
         """y_t, made when round t is spoken: until then, that of the round before."""
         return state.decision
 
-    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
+    def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         said, dual = message["h"], state.dual
         alone = laplace_log_density((said - state.known)[..., None], state.fresh[..., None], self.sigma)
         largest = np.abs(dual).max(axis=-1, keepdims=True)
-        same = np.abs(said - dual) <= _SAME * (largest + self.sigma)
+        same = np.abs(said - dual) <= _REPLAY_TOLERANCE * (largest + self.sigma)
         density: FloatArray = np.where(_perturbed(state), alone, np.where(same, 0.0, -np.inf)).sum(axis=-1)
-        if self.push:
-            same = np.abs(message["w"] - state.push_weight) <= _SAME * state.push_weight
+        if self.has_push_sum:
+            same = np.abs(message["w"] - state.push_weight) <= _REPLAY_TOLERANCE * state.push_weight
             density = density + np.where(same[..., 0], 0.0, -np.inf)
         return self._decide(state, np.broadcast_to(said, dual.shape)), density
 
     def _decide(self, state: _State, said: FloatArray) -> _State:
         """The state after `said` was said: with the decision that the round's records will meet."""
-        basis = said if self.noised else state.dual
+        basis = said if self.has_noised_primal else state.dual
         decision = self.decision_set.project(-self._step_size(state.t) * basis / state.push_weight)
         return replace(state, said=said, decision=decision)
 
@@ -153,65 +159,67 @@ class DualAveraging:
 
     def _block_gradient(self, state: _State, batch: Batch) -> FloatArray:
         """u_t, zero off the own block. The exact ridge stays outside the clip: it is no record's."""
-        records, at = bounded(self.loss, batch), state.decision
-        data = mean_gradient(self.loss, at, records) if self.mean else self.loss.gradient_sum(at, records)
+        records, at = enforce_bounds(self.loss, batch), state.decision
+        data = mean_gradient(self.loss, at, records) if self.has_mean_loss else self.loss.gradient_sum(at, records)
         data = np.where(state.owned, data, 0.0)
-        if self.clip < math.inf:
-            data *= self.clip / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), self.clip)
+        if self.clip_threshold < math.inf:
+            data *= self.clip_threshold / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), self.clip_threshold)
         gradient: FloatArray = data + np.where(state.owned, self.loss.ridge * at, 0.0)
         return gradient
 
     @property
-    def factor(self) -> float:
+    def gradient_factor(self) -> float:
         """k, in front of a gradient: n where each learner knows a block of one gradient, and messages are averaged."""
-        return float(len(self.owned)) if self.shared else 1.0
+        return float(len(self.owned_mask)) if self.has_shared_loss else 1.0
 
     # ---- what it costs -------------------------------------------------------------------------------------
 
     @property
     def gradient_bound(self) -> float:
         """B: sure l2 bound of the data part of a block's gradient."""
-        return min(self.clip, self._natural_bound())
+        return min(self.clip_threshold, self._natural_bound())
 
     def noise_scale(self, learner: int, t: int) -> float:
         return self.sigma if t else 0.0
 
     def is_model_public(self, rounds: int) -> bool:
-        return self.noised
+        return self.has_noised_primal
 
     def accountant(self, learner: int) -> DualAveragingAccountant:
         """Of one learner. Where the loss is shared, every learner's messages show it, and their losses add up."""
         return DualAveragingAccountant(
             self.sensitivity(learner),
             self.sigma,
-            mode="noised" if self.noised else "clean",
-            paper_round=self._paper_round(),
-            shared=self.shared and len(self.owned) > 1,
+            mode="noised" if self.has_noised_primal else "clean",
+            paper_round_epsilon=self._paper_round(),
+            has_shared_records=self.has_shared_loss and len(self.owned_mask) > 1,
         )
 
     def sensitivity(self, learner: int) -> DualSensitivity:
         """What moves one learner's messages."""
-        block = int(self.owned[learner].sum())
+        block = int(self.owned_mask[learner].sum())
         carry, grows = self._carry(learner)
-        beyond = math.inf if self.push else self._step_size(self.rounds)  # w is not known beyond the planned rounds
+        beyond = (
+            math.inf if self.has_push_sum else self._step_size(self.rounds)
+        )  # w is not known beyond the planned rounds
         return DualSensitivity(
-            block=block,
-            factor=self.factor,
+            block_size=block,
+            gradient_factor=self.gradient_factor,
             gradient_bound=self.gradient_bound,
             gradient_change=min(2.0 * self.gradient_bound, self._natural_change()),
-            smoothness=self.loss.smoothness if self.mean else math.inf,
+            smoothness=self.loss.smoothness if self.has_mean_loss else math.inf,
             ridge=self.loss.ridge,
             diameter=self.decision_set.diameter(block if isinstance(self.decision_set, Box) else self.dim),
-            carry=carry,
-            grows=grows,
-            later=0.0 if self.noised else beyond,
+            decision_lipschitz=carry,
+            has_growing_lipschitz=grows,
+            later_lipschitz_bound=0.0 if self.has_noised_primal else beyond,
         )
 
     def _carry(self, learner: int) -> tuple[LipschitzSchedule, bool]:
         """c_t, by round; and whether it ever grows, after round 0, in which nothing differs yet."""
-        if self.noised:
+        if self.has_noised_primal:
             return _nothing, False
-        if not self.push:
+        if not self.has_push_sum:
             return partial(_step_size, self.step), False
         steps = np.array([self._step_size(t) for t in range(self.rounds)]) / self.push_weights[:, learner]
         by_round: list[float] = steps.tolist()
@@ -219,20 +227,20 @@ class DualAveraging:
 
     def _natural_bound(self) -> float:
         """l2 bound on the data gradient of a round without clipping."""
-        return self.loss.gradient_bound(self.decision_set.largest_norm(self.dim)) if self.mean else math.inf
+        return self.loss.gradient_bound(self.decision_set.largest_norm(self.dim)) if self.has_mean_loss else math.inf
 
     def _natural_change(self) -> float:
         """l2 distance of the data gradients of two rounds, of as many records each, at one decision without clipping."""
-        return self.loss.gradient_change(self.decision_set.largest_norm(self.dim)) if self.mean else math.inf
+        return self.loss.gradient_change(self.decision_set.largest_norm(self.dim)) if self.has_mean_loss else math.inf
 
     def _paper_round(self) -> float:
         """`2 n L / sigma` (Lemma 1, Theorem 2), L bounding the whole gradient; dpps: `2 G sqrt(d) / sigma`."""
         if self.sigma == 0.0:
             return math.inf
-        if not self.shared:
+        if not self.has_shared_loss:
             return 2.0 * math.sqrt(self.dim) * self.gradient_bound / self.sigma
-        whole = min(self._natural_bound(), math.sqrt(len(self.owned)) * self.clip)
-        return 2.0 * self.factor * whole / self.sigma
+        whole = min(self._natural_bound(), math.sqrt(len(self.owned_mask)) * self.clip_threshold)
+        return 2.0 * self.gradient_factor * whole / self.sigma
 
 
 def _nothing(t: int) -> float:
@@ -243,11 +251,11 @@ def _step_size(step: float, t: int) -> float:
     return step / math.sqrt(max(t, 1))
 
 
-def _perturbed(state: _State) -> Mask | np.bool_:
+def _perturbed(state: _State) -> CoordinateMask | np.bool_:
     """Coordinates of this round's message with noise. Message 0 is zero in every world, and has none."""
     return state.noisy if state.t else np.False_
 
 
-def _rows(mask: Mask, who: Who) -> Mask:
+def _rows(mask: CoordinateMask, who: StateAxes) -> CoordinateMask:
     """The rows of a `(learners, dim)` mask that belong to a state, ready to broadcast."""
     return mask[who.learner] if isinstance(who.learner, int) else mask[list(who.learner)][:, None, :]

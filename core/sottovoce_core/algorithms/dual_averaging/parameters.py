@@ -14,15 +14,15 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from sottovoce_core.algorithms.dual_averaging.accounting import calibrate_sigma
-from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging, Mask
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, Setting, require_scales
+from sottovoce_core.algorithms.dual_averaging.algorithm import CoordinateMask, DualAveraging
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunContext, RunWarning, require_scales
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray
 from sottovoce_core.decision_sets import Box, DecisionSet
 from sottovoce_core.errors import SpecError, require
 from sottovoce_core.losses import Loss
-from sottovoce_core.network.network import cut_off
+from sottovoce_core.network.network import describe_disconnection
 from sottovoce_core.network.weights import Mixing
-from sottovoce_core.registry import LARGEST, MIN_MAGNITUDE
+from sottovoce_core.registry import MAX_MAGNITUDE, MIN_MAGNITUDE
 
 # ---- conditions -------------------------------------------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ _ROUNDING = 1e-9
 """How far sums of weights may be from one."""
 
 
-def _check_network(setting: Setting, kind: StochasticAxes, *, rows_suffice: bool) -> Iterator[RunWarning]:
+def _check_network(setting: RunContext, kind: StochasticAxes, *, rows_suffice: bool) -> Iterator[RunWarning]:
     """W_SHAPE, W_NEGATIVE, SELF_WEIGHT, DOUBLY_STOCHASTIC or COLUMN_STOCHASTIC; reports ROW_STOCHASTIC, CONNECTIVITY.
 
     Args:
@@ -47,27 +47,27 @@ def _check_network(setting: Setting, kind: StochasticAxes, *, rows_suffice: bool
     network, rounds = setting.network, setting.rounds
     hears, only_rows = np.zeros((network.n_learners, network.n_learners), dtype=bool), None
     for t in range(min(rounds, network.horizon, _MAX_CHECKED_ROUNDS)):
-        mixing = network.planned(t)
+        mixing = network.planned_mixing(t)
         _check_entries(mixing, network.n_learners, t)
         if not _check_sums(mixing, t, kind, rows_suffice) and only_rows is None:
             only_rows = t
-        hears |= mixing.neighbours > 0
+        hears |= mixing.neighbour_weights > 0
     if only_rows is not None:
         text = "weights are row-stochastic only: every block gets a step size of its own, and no regret bound holds"
         yield RunWarning("ROW_STOCHASTIC", f"{text}, got columns that do not sum to one in round {only_rows}")
-    if lost := cut_off(hears, setting.names):
+    if lost := describe_disconnection(hears, setting.names):
         text = "what some learners say never reaches others: the regret bounds do not apply"
         yield RunWarning("CONNECTIVITY", f"{text}, got {lost} in all rounds")
 
 
 def _check_entries(mixing: Mixing, n: int, t: int) -> None:
-    shapes = mixing.neighbours.shape, mixing.own.shape
+    shapes = mixing.neighbour_weights.shape, mixing.own_weights.shape
     require(shapes == ((n, n), (n,)), "W_SHAPE", f"weights must be ({n}, {n}) and ({n},), got {shapes} in round {t}")
     matrix = mixing.matrix
     finite = int(np.isfinite(matrix).sum())
     require(finite == n * n, "W_SHAPE", f"all {n * n} weights must be finite, got {finite} in round {t}")
     require(bool((matrix >= 0).all()), "W_NEGATIVE", f"weights must be non-negative, got {matrix.min()} in round {t}")
-    own = float(mixing.own.min())
+    own = float(mixing.own_weights.min())
     require(own > 0, "SELF_WEIGHT", f"every learner needs a positive self weight, got {own:.6g} in round {t}")
 
 
@@ -97,8 +97,10 @@ def _method_findings(
         noised: decisions are made from messages.
         sigma: noise scale.
     """
-    if not loss.convex:
-        yield RunWarning("NOT_CONVEX", f"no regret bound holds for a loss that is not convex, got {type(loss).__name__}")
+    if not loss.is_convex:
+        yield RunWarning(
+            "NOT_CONVEX", f"no regret bound holds for a loss that is not convex, got {type(loss).__name__}"
+        )
     if split and not isinstance(decision_set, Box):
         text = "decision_set is no product of the learners' blocks (a box is): the decision put together of all blocks"
         yield RunWarning("PRODUCT_SET", f"{text} can lie outside while learners disagree, got {decision_set}")
@@ -130,9 +132,9 @@ class _DualAveragingSpec(AlgorithmSpec):
     primal: Literal["noised", "clean"] = "noised"
     """Decisions from what is said, or from the clean dual vector (the paper)."""
 
-    one_noise: ClassVar[bool] = True
+    has_shared_noise_scale: ClassVar[bool] = True
 
-    def noisier(self, factors: tuple[float, ...]) -> _DualAveragingSpec:
+    def scale_noise(self, factors: tuple[float, ...]) -> _DualAveragingSpec:
         if self.sigma == 0 or len(set(factors)) > 1:
             raise SpecError("algorithm.sigma must be above 0, and one number for all learners, to be scaled")
         if self.epsilon is not None:
@@ -149,11 +151,17 @@ class _DualAveragingSpec(AlgorithmSpec):
         require(finite, "SIGMA", f"sigma must be finite and positive, or 0 for no noise, got {sigma}")
         positive = epsilon is None or 0 < epsilon < math.inf
         require(positive, "EPSILON", f"epsilon must be positive and finite, got {epsilon}")
-        text = f"clip must be positive, and within [{MIN_MAGNITUDE:g}, {LARGEST:g}]"
-        require(clip is None or MIN_MAGNITUDE <= clip <= LARGEST, "CLIP", f"{text}, got {clip}")
+        text = f"clip must be positive, and within [{MIN_MAGNITUDE:g}, {MAX_MAGNITUDE:g}]"
+        require(clip is None or MIN_MAGNITUDE <= clip <= MAX_MAGNITUDE, "CLIP", f"{text}, got {clip}")
 
     def _build(
-        self, setting: Setting, owned: Mask, noisy: Mask, shared: bool, kind: StochasticAxes, allow_rows: bool
+        self,
+        setting: RunContext,
+        owned: CoordinateMask,
+        noisy: CoordinateMask,
+        shared: bool,
+        kind: StochasticAxes,
+        allow_rows: bool,
     ) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
         self._require_numbers()
         rounds, push = setting.rounds, kind == "columns"
@@ -164,13 +172,13 @@ class _DualAveragingSpec(AlgorithmSpec):
             rounds=rounds,
             step=self.step,
             sigma=1.0 if self.sigma is None else self.sigma,
-            clip=math.inf if self.clip is None else self.clip,
-            mean=self.batch == "mean",
-            noised=self.primal == "noised",
-            push=push,
-            shared=shared,
-            owned=owned,
-            noisy=noisy,
+            clip_threshold=math.inf if self.clip is None else self.clip,
+            has_mean_loss=self.batch == "mean",
+            has_noised_primal=self.primal == "noised",
+            has_push_sum=push,
+            has_shared_loss=shared,
+            owned_mask=owned,
+            noise_mask=noisy,
             push_weights=_push_weights(setting) if push else np.ones((1, setting.n_learners)),
             loss=setting.loss,
             decision_set=setting.decision_set,
@@ -188,7 +196,7 @@ class _DualAveragingSpec(AlgorithmSpec):
             algorithm = replace(unscaled, sigma=max(calibrate_sigma(group, rounds, self.epsilon) for group in groups))
         require_scales([algorithm.sigma], "SIGMA")
         split = shared and setting.n_learners > 1
-        noised, sigma = algorithm.noised, algorithm.sigma
+        noised, sigma = algorithm.has_noised_primal, algorithm.sigma
         findings += _method_findings(setting.loss, setting.decision_set, split=split, noised=noised, sigma=sigma)
         return algorithm, tuple(findings)
 
@@ -200,7 +208,7 @@ class _BlocksSpec(_DualAveragingSpec):
     """Other blocks of a message are sums of earlier messages: noise there protects nothing. `all`: the paper."""
 
     def _build_blocks(
-        self, setting: Setting, kind: StochasticAxes, allow_rows: bool
+        self, setting: RunContext, kind: StochasticAxes, allow_rows: bool
     ) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
         n, dim = setting.n_learners, setting.dim
         require(dim >= n, "BLOCKS", f"every learner needs a coordinate of its own, got {dim} for {n} learners")
@@ -216,9 +224,9 @@ class DpsdaCSpec(_BlocksSpec):
     allow_row_stochastic: bool = False
     """Only report weights of which rows alone sum to one. For boxes; on other sets they lead to a wrong point."""
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
-        allowed = self.allow_row_stochastic and isinstance(setting.decision_set, Box)
-        return self._build_blocks(setting, "doubly", allowed)
+    def build(self, context: RunContext) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
+        allowed = self.allow_row_stochastic and isinstance(context.decision_set, Box)
+        return self._build_blocks(context, "doubly", allowed)
 
 
 class DpsdaPsSpec(_BlocksSpec):
@@ -226,8 +234,8 @@ class DpsdaPsSpec(_BlocksSpec):
 
     name: Literal["dpsda-ps"]
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
-        return self._build_blocks(setting, "columns", False)
+    def build(self, context: RunContext) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
+        return self._build_blocks(context, "columns", False)
 
 
 class DpcdaSpec(_DualAveragingSpec):
@@ -235,11 +243,11 @@ class DpcdaSpec(_DualAveragingSpec):
 
     name: Literal["dpcda"]
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
-        n = setting.n_learners
+    def build(self, context: RunContext) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
+        n = context.n_learners
         require(n == 1, "ONE_LEARNER", f"dpcda is for one learner, got {n}; dpsda-c is the same for several")
-        everything = np.ones((1, setting.dim), dtype=bool)
-        return self._build(setting, everything, everything, True, "doubly", False)
+        everything = np.ones((1, context.dim), dtype=bool)
+        return self._build(context, everything, everything, True, "doubly", False)
 
 
 class DppsSpec(_DualAveragingSpec):
@@ -248,20 +256,20 @@ class DppsSpec(_DualAveragingSpec):
     name: Literal["dpps"]
     primal: Literal["noised", "clean"] = "clean"
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
-        everything = np.ones((setting.n_learners, setting.dim), dtype=bool)
-        return self._build(setting, everything, everything, False, "columns", False)
+    def build(self, context: RunContext) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
+        everything = np.ones((context.n_learners, context.dim), dtype=bool)
+        return self._build(context, everything, everything, False, "columns", False)
 
 
-def _blocks(dim: int, n_learners: int) -> Mask:
+def _blocks(dim: int, n_learners: int) -> CoordinateMask:
     """`(learners, dim)`, True where a learner owns a coordinate: contiguous, the first `dim mod n` blocks one longer."""
     lengths = dim // n_learners + (np.arange(n_learners) < dim % n_learners)
     owner = np.repeat(np.arange(n_learners), lengths)
-    mask: Mask = owner == np.arange(n_learners)[:, None]
+    mask: CoordinateMask = owner == np.arange(n_learners)[:, None]
     return mask
 
 
-def _push_weights(setting: Setting) -> FloatArray:
+def _push_weights(setting: RunContext) -> FloatArray:
     """`(rounds, learners)`: `w_t` of push-sum, which depends on the network alone."""
     setting.require_finite_rounds("push-sum, whose weights are those of all rounds,")
     network, rounds = setting.network, setting.rounds
@@ -269,6 +277,6 @@ def _push_weights(setting: Setting) -> FloatArray:
         raise MemoryError  # build_run says so in words
     weights = np.ones((rounds, network.n_learners))
     for t in range(rounds - 1):
-        mixing = network.at(t)
-        weights[t + 1] = mixing.neighbours @ weights[t] + mixing.own * weights[t]
+        mixing = network.mixing(t)
+        weights[t + 1] = mixing.neighbour_weights @ weights[t] + mixing.own_weights * weights[t]
     return weights

@@ -49,7 +49,7 @@ class OpenNodes:
 
     noise: tuple[FloatArray, ...] = ()
 
-    def merged(self, leaf: int) -> FloatArray:
+    def merged_noise(self, leaf: int) -> FloatArray:
         """Sum of the noise that goes away when `leaf` arrives, because its node swallows the nodes that carry it.
 
         The prefix sum's noise changes by `b(leaf)` less this: `xi(z) = b(z) - sum over l < tz(z) of b(z - 2^l)`.
@@ -94,11 +94,11 @@ class BlockSchedule:
         leaf, step = divmod(t, self.length)
         return leaf if leaf <= self.leaves and step < self.steps else 0
 
-    def opens(self, t: int) -> bool:
+    def is_block_start(self, t: int) -> bool:
         """Is round t the first of its block?"""
         return t % self.length == 0
 
-    def closes(self, t: int) -> bool:
+    def is_block_end(self, t: int) -> bool:
         """Is round t the last of its block?"""
         return (t + 1) % self.length == 0
 
@@ -108,13 +108,13 @@ class LeafSensitivity:
     """Dimension d, and C, the largest l2 distance between two records' gradients at one decision."""
 
     dim: int
-    change: float
+    gradient_change: float
 
-    def loss(self, weight: float, scale: float) -> float:
+    def node_privacy_loss(self, weight: float, scale: float) -> float:
         """Of one node with Laplace noise of this scale, where the leaf moves by `weight C`; with the lattice's slack."""
-        return laplace_loss(weight * math.sqrt(self.dim) * self.change, self.dim, scale)
+        return laplace_loss(weight * math.sqrt(self.dim) * self.gradient_change, self.dim, scale)
 
-    def scale(self, epsilon: float, leaves: int, reach: float = 1.0, trees: int = 1) -> float:
+    def calibrate_scale(self, epsilon: float, leaves: int, total_weight: float = 1.0, n_trees: int = 1) -> float:
         """The Laplace scale at which the worst record costs epsilon; 0 for an infinite one, or for no leaf at all.
 
         Args:
@@ -128,13 +128,13 @@ class LeafSensitivity:
         """
         if epsilon == math.inf or not leaves:
             return 0.0
-        slack = levels(leaves) * trees * self.dim * 2.0**-LATTICE_BITS
+        slack = levels(leaves) * n_trees * self.dim * 2.0**-LATTICE_BITS
         spendable = epsilon * (1.0 - _MARGIN) - slack
         if spendable <= 0.0:
             raise SpecError(
                 f"algorithm.epsilon must be above {slack:g}, the slack of the noise's lattice, got {epsilon:g}"
             )
-        return levels(leaves) * reach * math.sqrt(self.dim) * self.change / spendable
+        return levels(leaves) * total_weight * math.sqrt(self.dim) * self.gradient_change / spendable
 
 
 class TreeAccountant(Accountant):
@@ -151,18 +151,18 @@ class TreeAccountant(Accountant):
     """
 
     mechanism = Mechanism.LAPLACE
-    follows = True
+    can_track_replacements = True
 
     def __init__(
         self,
         blocks: BlockSchedule,
         cost: TreeNodeCost,
-        grounds: GuaranteeBasis = Accountant.grounds,
-        paper: float = math.inf,
-        published: TreeAccountant | None = None,
+        basis: GuaranteeBasis = Accountant.basis,
+        paper_epsilon: float = math.inf,
+        output_accountant: TreeAccountant | None = None,
     ) -> None:
-        self._blocks, self._cost, self._paper = blocks, cost, paper
-        self.grounds, self.published = grounds, published
+        self._blocks, self._cost, self._paper = blocks, cost, paper_epsilon
+        self.basis, self.output_accountant = basis, output_accountant
         self._nodes = _Nodes(blocks.leaves)
         self._round = 0
         self._share = self._due = 0.0
@@ -170,17 +170,17 @@ class TreeAccountant(Accountant):
     def next_loss(self) -> float:
         return self._due
 
-    def advance(self, records: int, replaced: int | None = None) -> None:
-        require_replaced_count(records, replaced or 0)
+    def advance(self, records: int, n_replaced: int | None = None) -> None:
+        require_replaced_count(records, n_replaced or 0)
         if records:
-            told = replaced is not None
-            self._share = self._share + (replaced or 0) / records if told else max(self._share, 1.0 / records)
+            told = n_replaced is not None
+            self._share = self._share + (n_replaced or 0) / records if told else max(self._share, 1.0 / records)
         self._round += 1
         self._due = 0.0
-        if self._blocks.opens(self._round):
+        if self._blocks.is_block_start(self._round):
             if self._blocks.leaf(self._round):
                 cost = self._cost(self._share)
-                self._due = self._nodes.dearest(cost) if replaced is None else self._nodes.covered(cost)
+                self._due = self._nodes.dearest(cost) if n_replaced is None else self._nodes.covered(cost)
             self._share = 0.0
 
     def losses(self, counts: IntArray) -> FloatArray:
@@ -193,7 +193,7 @@ class TreeAccountant(Accountant):
         losses[length : (leaves + 1) * length : length] = [nodes.dearest(self._cost(float(each))) for each in shares]
         return losses
 
-    def paper(self, rounds: int) -> FloatArray:
+    def paper_epsilon(self, rounds: int) -> FloatArray:
         paper = np.zeros(rounds)
         if self._blocks.leaves:
             paper[self._blocks.length :] = self._paper

@@ -28,17 +28,22 @@ import numpy as np
 from sottovoce_core.algorithms.follow_the_leader.accounting import (
     BlockSchedule,
     LeafSensitivity,
-    TreeNodeCost,
     OpenNodes,
     TreeAccountant,
+    TreeNodeCost,
 )
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
-from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
+from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.decision_sets import DecisionSet
-from sottovoce_core.losses import Loss, bounded, mean_gradient
-from sottovoce_core.noise import NoiseSource, grid, round_to_lattice
-from sottovoce_core.noise.mechanisms import dirac_log_density, laplace_log_density, field_lattice_spacing, add_laplace_noise
+from sottovoce_core.losses import Loss, enforce_bounds, mean_gradient
+from sottovoce_core.noise import NoiseSource, lattice_spacing, round_to_lattice
+from sottovoce_core.noise.mechanisms import (
+    add_laplace_noise,
+    dirac_log_density,
+    field_lattice_spacing,
+    laplace_log_density,
+)
 from sottovoce_core.privacy.guarantee import Constant, GuaranteeBasis
 
 
@@ -86,7 +91,7 @@ class PdFtgl:
     paper_cost: float
     """Epsilon times Laplace scale in the paper's Theorem 3.6."""
     sensitivity: LeafSensitivity
-    reach: FloatArray
+    prefix_weights: FloatArray
     """`|Q_K|`: how strongly each learner's sum (column) enters each one's prefix (row)."""
     loss: Loss
     decision_set: DecisionSet
@@ -94,44 +99,44 @@ class PdFtgl:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> _State:
-        zero = np.zeros((*who.lead, self.dim))
-        initial = zero + self.loss.initial(self.dim)
+    def init(self, axes: StateAxes) -> _State:
+        zero = np.zeros((*axes.leading_shape, self.dim))
+        initial = zero + self.loss.initial_parameters(self.dim)
         first = self.decision_set.project(initial)
         # A regulariser h ||x - x_0||^2 in place of h ||x||^2: a network of neurons cannot start from zero.
         prefix = -2.0 * self.regularization * initial
-        return _State(0, who.pick(self.scales), first, first, zero, zero, zero, prefix, zero, OpenNodes())
+        return _State(0, axes.pick(self.scales), first, first, zero, zero, zero, prefix, zero, OpenNodes())
 
     # ---- what goes on the wire ---------------------------------------------------------------------------------------
 
-    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
+    def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         t, leaf = state.t, self.blocks.leaf(state.t)
         if not leaf:
             return state, Message({"y": np.zeros_like(state.decision)})
-        if not self.blocks.opens(t):
+        if not self.blocks.is_block_start(t):
             return state, Message({"y": state.current})
         if not self._noisy:
             state = replace(state, previous=state.current)
         elif self.has_noise_before_gossip:
-            said = add_laplace_noise(noise, "y", t, state.current, state.scale) - state.nodes.merged(leaf)
+            said = add_laplace_noise(noise, "y", t, state.current, state.scale) - state.nodes.merged_noise(leaf)
             state = self._having_said(state, leaf, said)
         else:
             drawn = add_laplace_noise(noise, "y", t, np.zeros_like(state.current), state.scale)
-            held, nodes = drawn - state.nodes.merged(leaf), state.nodes.add_leaf(leaf, drawn)
+            held, nodes = drawn - state.nodes.merged_noise(leaf), state.nodes.add_leaf(leaf, drawn)
             state = replace(state, previous=state.current, held=held, nodes=nodes)
         return state, Message({"y": state.current})
 
-    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
+    def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         """Replay. What follows from noise that no message shows is taken as said, with density 0.
 
         That is so after gossip only: a sum whose gradients were taken at a noisy decision (`leaf > delay`).
         """
         said = np.broadcast_to(message["y"], state.decision.shape)
-        leaf, opens = self.blocks.leaf(state.t), self.blocks.opens(state.t)
+        leaf, opens = self.blocks.leaf(state.t), self.blocks.is_block_start(state.t)
         if not leaf:
             return state, dirac_log_density(said, np.zeros_like(said))
         if opens and self._noisy and self.has_noise_before_gossip:
-            density = laplace_log_density(said + state.nodes.merged(leaf), state.current, state.scale)
+            density = laplace_log_density(said + state.nodes.merged_noise(leaf), state.current, state.scale)
             return self._having_said(state, leaf, said), density
         open_end = opens and self._noisy and leaf > self.delay
         density = dirac_log_density(said, said if open_end else state.current)
@@ -139,7 +144,7 @@ class PdFtgl:
 
     def _having_said(self, state: _State, leaf: int, said: FloatArray) -> _State:
         """After the first message of a leaf's gossip, with the noise that it implies for the leaf's node."""
-        node = said + state.nodes.merged(leaf) - round_to_lattice(state.current, grid(state.scale))
+        node = said + state.nodes.merged_noise(leaf) - round_to_lattice(state.current, lattice_spacing(state.scale))
         return replace(state, current=said, previous=said, nodes=state.nodes.add_leaf(leaf, node))
 
     @property
@@ -156,17 +161,17 @@ class PdFtgl:
 
     # ---- the update --------------------------------------------------------------------------------------------------
 
-    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
+    def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
         t, theta = state.t, self.momentum
         current, previous, ahead = state.current, state.previous, state.ahead
-        seen = mean_gradient(self.loss, state.decision, bounded(self.loss, batch))
+        seen = mean_gradient(self.loss, state.decision, enforce_bounds(self.loss, batch))
         if self._projection_free:
             ahead = self._step_ahead(state)
         if self.blocks.leaf(t):
-            mixed = self.gossip.mix(current, heard.weighted_sum("y"), heard.own_weight)
+            mixed = self.gossip.mix(current, received.weighted_sum("y"), received.own_weight)
             current, previous = (1.0 + theta) * mixed - theta * previous, current
         state = replace(state, t=t + 1, gradient=state.gradient + seen, current=current, previous=previous, ahead=ahead)
-        return self._close(state) if self.blocks.closes(t) else state
+        return self._close(state) if self.blocks.is_block_end(t) else state
 
     def decision(self, state: _State) -> FloatArray:
         return state.decision
@@ -194,7 +199,7 @@ class PdFtgl:
         """What the counter takes in. Noise that comes now is on a lattice, so the sum must be, too."""
         if self.has_noise_before_gossip or not self._noisy:
             return state.current
-        return round_to_lattice(state.current, grid(state.scale)) + state.held
+        return round_to_lattice(state.current, lattice_spacing(state.scale)) + state.held
 
     def _curvature(self, leaves: int) -> float:
         """Of what a decision that rests on so many leaves minimises: `alpha L leaves + 2h`."""
@@ -215,9 +220,9 @@ class PdFtgl:
 
     # ---- what it costs -----------------------------------------------------------------------------------------------
 
-    def lattice(self, learner: int, t: int) -> dict[str, float]:
+    def lattice_spacings(self, learner: int, t: int) -> dict[str, float]:
         """Where a leaf is first said, before gossip: later rounds mix it by weights."""
-        return field_lattice_spacing("y", self.noise_scale(learner, t)) if self.blocks.opens(t) else {}
+        return field_lattice_spacing("y", self.noise_scale(learner, t)) if self.blocks.is_block_start(t) else {}
 
     def noise_scale(self, learner: int, t: int) -> float:
         """Of the tree node whose noise a message carries; 0 in rounds without gossip, and always after gossip."""
@@ -236,11 +241,13 @@ class PdFtgl:
 
     def _wire_cost(self, learner: int) -> TreeNodeCost:
         scale = self.scales[learner] if self.has_noise_before_gossip else 0.0
-        return lambda share: self.sensitivity.loss(share, scale)
+        return lambda share: self.sensitivity.node_privacy_loss(share, scale)
 
     def _output_cost(self, learner: int) -> TreeNodeCost:
-        ways = list(zip(self.reach[:, learner].tolist(), self.scales, strict=True))
-        return lambda share: math.fsum(self.sensitivity.loss(weight * share, scale) for weight, scale in ways)
+        ways = list(zip(self.prefix_weights[:, learner].tolist(), self.scales, strict=True))
+        return lambda share: math.fsum(
+            self.sensitivity.node_privacy_loss(weight * share, scale) for weight, scale in ways
+        )
 
     def _grounds(self, learner: int) -> GuaranteeBasis:
         where, covers = "after", "; of published decisions alone"
@@ -251,13 +258,15 @@ class PdFtgl:
 
     def _constants(self, learner: int) -> dict[str, Constant]:
         constants = {
-            "gradient_change": Constant(self.sensitivity.change, "the loss, on rows scaled to feature_bound, and clipping"),
+            "gradient_change": Constant(
+                self.sensitivity.gradient_change, "the loss, on rows scaled to feature_bound, and clipping"
+            ),
             "noise_scale": Constant(
                 self.scales[learner], "the learner, which draws one noise for each node of its tree"
             ),
             "levels": Constant(self.blocks.leaves.bit_length(), "the schedule of blocks, which is public"),
         }
         if not self.has_noise_before_gossip:
-            reach = float(self.reach[:, learner].sum())
+            reach = float(self.prefix_weights[:, learner].sum())
             constants["reach"] = Constant(reach, "all learners, where they gossip as agreed: nothing enforces it")
         return constants

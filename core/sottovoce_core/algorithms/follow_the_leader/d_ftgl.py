@@ -18,13 +18,13 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip, LazyMode
-from sottovoce_core.algorithms.follow_the_leader.parameters import Problem
-from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, Setting
+from sottovoce_core.algorithms.follow_the_leader.parameters import RegretParameters
+from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunContext, RunWarning
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.errors import SpecError
-from sottovoce_core.losses import Loss, bounded, mean_gradient
+from sottovoce_core.losses import Loss, enforce_bounds, mean_gradient
 from sottovoce_core.noise import NoiseSource
 from sottovoce_core.noise.mechanisms import dirac_log_density
 from sottovoce_core.privacy.accountant import PrecomputedAccountant
@@ -43,16 +43,16 @@ class DFtglSpec(AlgorithmSpec):
     lazy: LazyMode = False
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
-    def build(self, setting: Setting) -> tuple[_DFtgl, tuple[RunWarning, ...]]:
-        gossip, problem = Gossip.of(setting.fixed_network, self.lazy), Problem.of(setting)
+    def build(self, context: RunContext) -> tuple[_DFtgl, tuple[RunWarning, ...]]:
+        gossip, problem = Gossip.from_network(context.fixed_network, self.lazy), RegretParameters.from_context(context)
         # Plain gossip keeps all z within sqrt(n) G / rho of their mean: the error of a prefix sum in the bound.
-        error = math.sqrt(gossip.n_learners) * problem.lipschitz / gossip.gap
+        error = math.sqrt(gossip.n_learners) * problem.lipschitz / gossip.spectral_gap
         h = self.multiplier * (self.regularization or problem.regularization(1, 2.0, error))
-        algorithm = _DFtgl(setting.dim, setting.rounds, gossip, h, setting.loss, setting.decision_set)
+        algorithm = _DFtgl(context.dim, context.rounds, gossip, h, context.loss, context.decision_set)
         text = "d-ftgl says sums of gradients without noise: on the wire epsilon is infinite; for privacy take pd-ftgl"
         return algorithm, (RunWarning("WIRE_EXPOSED", text),)
 
-    def noisier(self, factors: tuple[float, ...]) -> DFtglSpec:
+    def scale_noise(self, factors: tuple[float, ...]) -> DFtglSpec:
         raise SpecError("d-ftgl has no noise; take pd-ftgl")
 
 
@@ -80,23 +80,23 @@ class _DFtgl:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> _State:
-        initial = np.zeros((*who.lead, self.dim)) + self.loss.initial(self.dim)
+    def init(self, axes: StateAxes) -> _State:
+        initial = np.zeros((*axes.leading_shape, self.dim)) + self.loss.initial_parameters(self.dim)
         # A regulariser h ||x - x_0||^2 in place of h ||x||^2: a network of neurons cannot start from zero.
         return self._deciding(0, -2.0 * self.regularization * initial)
 
-    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
+    def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         return state, Message({"y": state.sum})
 
-    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
-        seen = mean_gradient(self.loss, state.decision, bounded(self.loss, batch))
-        total = self.gossip.mix(state.sum, heard.weighted_sum("y"), heard.own_weight) + seen
+    def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
+        seen = mean_gradient(self.loss, state.decision, enforce_bounds(self.loss, batch))
+        total = self.gossip.mix(state.sum, received.weighted_sum("y"), received.own_weight) + seen
         return self._deciding(state.t + 1, total)
 
     def decision(self, state: _State) -> FloatArray:
         return state.decision
 
-    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
+    def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         said = np.broadcast_to(message["y"], state.decision.shape)
         return self._deciding(state.t, said), dirac_log_density(said, state.sum)
 
@@ -116,4 +116,4 @@ class _DFtgl:
         """Nothing in the first message, which is zero; everything after it."""
         losses = np.full(self.rounds, math.inf)
         losses[0] = 0.0
-        return PrecomputedAccountant(losses, grounds=GuaranteeBasis("none", "nothing is promised"))
+        return PrecomputedAccountant(losses, basis=GuaranteeBasis("none", "nothing is promised"))

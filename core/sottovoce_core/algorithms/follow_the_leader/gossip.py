@@ -21,7 +21,7 @@ from sottovoce_core.arrays import FloatArray, Scalars
 from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.network.topology import FixedNetwork
 
-ROUNDING = 1e-12
+EIGENVALUE_TOLERANCE = 1e-12
 """How far an eigenvalue of P may be from its place."""
 
 LazyMode = bool | Literal["auto"]
@@ -39,12 +39,12 @@ class Gossip:
     """
 
     matrix: FloatArray
-    share: float
+    mixing_share: float
     sigma_2: float
-    smallest: float
+    min_eigenvalue: float
 
     @classmethod
-    def of(cls, network: FixedNetwork, lazy: LazyMode) -> Gossip:
+    def from_network(cls, network: FixedNetwork, lazy: LazyMode) -> Gossip:
         """The gossip matrix of a network.
 
         Args:
@@ -54,8 +54,8 @@ class Gossip:
         Raises:
             AssumptionViolated: P_NEGATIVE or P_DISCONNECTED.
         """
-        matrix, share = network.at(0).matrix, 1.0
-        if lazy is True or (lazy == "auto" and np.linalg.eigvalsh(matrix)[0] < -ROUNDING):
+        matrix, share = network.mixing(0).matrix, 1.0
+        if lazy is True or (lazy == "auto" and np.linalg.eigvalsh(matrix)[0] < -EIGENVALUE_TOLERANCE):
             matrix, share = (np.eye(len(matrix)) + matrix) / 2.0, 0.5
         if matrix.min() < 0.0:
             text = "the mixing matrix must be doubly stochastic, with no negative weight"
@@ -64,9 +64,11 @@ class Gossip:
             )
         eigenvalues = np.linalg.eigvalsh(matrix)
         sigma_2 = float(np.abs(np.delete(eigenvalues, -1)).max(initial=0.0))
-        if sigma_2 >= 1.0 - ROUNDING:
+        if sigma_2 >= 1.0 - EIGENVALUE_TOLERANCE:
             text = "sigma_2 of the mixing matrix must be below 1, else learners never agree"
-            raise AssumptionViolated("P_DISCONNECTED", f"{text}, got {sigma_2:g}; connect the graph, or set lazy to true")
+            raise AssumptionViolated(
+                "P_DISCONNECTED", f"{text}, got {sigma_2:g}; connect the graph, or set lazy to true"
+            )
         return cls(matrix, share, sigma_2, float(eigenvalues[0]))
 
     @property
@@ -75,7 +77,7 @@ class Gossip:
         return len(self.matrix)
 
     @property
-    def gap(self) -> float:
+    def spectral_gap(self) -> float:
         """`rho = 1 - sigma_2`."""
         return 1.0 - self.sigma_2
 
@@ -87,7 +89,7 @@ class Gossip:
     def paper_steps(self, rounds: int) -> int:
         """`ceil(4 ln(nT sqrt(14 n)) / sqrt(rho))`: Theorem 3.6, (7), for a consensus error of `2/(nT)` of the largest vector."""
         n = self.n_learners
-        return max(1, math.ceil(4.0 * math.log(n * rounds * math.sqrt(14.0 * n)) / math.sqrt(self.gap)))
+        return max(1, math.ceil(4.0 * math.log(n * rounds * math.sqrt(14.0 * n)) / math.sqrt(self.spectral_gap)))
 
     def sharp_steps(self, rounds: int) -> int:
         """`ceil(2 ln(nT sqrt(n/2)) / ln(1+s))`: the same error by the bound above, about half as many."""
@@ -103,7 +105,7 @@ class Gossip:
             before, after = after, (1.0 + momentum) * (self.matrix @ after) - momentum * before
         return after
 
-    def mix(self, own: FloatArray, heard: FloatArray, own_weight: Scalars) -> FloatArray:
+    def mix(self, own_message: FloatArray, neighbour_sum: FloatArray, own_weight: Scalars) -> FloatArray:
         """`P m` at one learner, or at all.
 
         Args:
@@ -111,9 +113,9 @@ class Gossip:
             heard: the topology's weighted sum over neighbours.
             own_weight: the topology's weight of the own value.
         """
-        if self.share == 1.0:
-            return own_weight * own + heard
-        return (1.0 - self.share * (1.0 - own_weight)) * own + self.share * heard
+        if self.mixing_share == 1.0:
+            return own_weight * own_message + neighbour_sum
+        return (1.0 - self.mixing_share * (1.0 - own_weight)) * own_message + self.mixing_share * neighbour_sum
 
     @property
     def _s(self) -> float:

@@ -16,8 +16,16 @@ from pydantic import Field
 
 from sottovoce_core.algorithms.follow_the_leader.accounting import BlockSchedule, LeafSensitivity, levels
 from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
-from sottovoce_core.algorithms.follow_the_leader.gossip import ROUNDING, Gossip, LazyMode
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, PerLearner, Setting, divided, require_scales, times
+from sottovoce_core.algorithms.follow_the_leader.gossip import EIGENVALUE_TOLERANCE, Gossip, LazyMode
+from sottovoce_core.algorithms.setting import (
+    AlgorithmSpec,
+    PerLearner,
+    RunContext,
+    RunWarning,
+    divide_per_learner,
+    multiply_per_learner,
+    require_scales,
+)
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.registry import Count, Positive
@@ -26,12 +34,12 @@ from sottovoce_core.registry import Count, Positive
 
 _MAX_BISECTIONS = 64
 """Between any two numbers of float64 forty suffice: the ratio's logarithm, at most 1500, is halved down to 1e-9."""
-MOST_STEPS = 2**20
+MAX_GOSSIP_STEPS = 2**20
 """Of gossip in a block: each is a product of two matrices before the run begins."""
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class RegretParameters:
     """What the formulas know of a run.
 
     Attributes:
@@ -47,19 +55,19 @@ class Problem:
     alpha: float
 
     @classmethod
-    def of(cls, setting: Setting) -> Problem:
+    def from_context(cls, context: RunContext) -> RegretParameters:
         """Read off the setting.
 
         Raises:
             AssumptionViolated: ORIGIN or ENDLESS.
         """
-        setting.require_finite_rounds("an algorithm whose regularization follows from the number of rounds")
-        if not setting.decision_set.contains_origin:
+        context.require_finite_rounds("an algorithm whose regularization follows from the number of rounds")
+        if not context.decision_set.contains_origin:
             raise AssumptionViolated(
                 "ORIGIN", "the decision set must contain the origin (Assumption 3.1), got one that does not"
             )
-        radius = setting.decision_set.largest_norm(setting.dim)
-        return cls(setting.rounds, radius, setting.loss.gradient_bound(radius), setting.loss.ridge)
+        radius = context.decision_set.largest_norm(context.dim)
+        return cls(context.rounds, radius, context.loss.gradient_bound(radius), context.loss.ridge)
 
     def paper_numerator(self, dim: int) -> float:
         """`6 sqrt(d) (G + alpha R) (2 + log2 T)`: epsilon times Laplace scale in Theorem 3.6."""
@@ -85,7 +93,9 @@ class Problem:
         low, high = alpha * L, math.sqrt(self.rounds * (lagging + noisy) / 2.0) / R
         if not math.isfinite(high):
             text = "the default regularization must be a finite number, got one beyond float64"
-            raise AssumptionViolated("REGULARIZATION", f"{text}; take less noise or a smaller loss, or set regularization")
+            raise AssumptionViolated(
+                "REGULARIZATION", f"{text}; take less noise or a smaller loss, or set regularization"
+            )
         if not low:
             return high
         blocks = math.ceil(self.rounds / L)
@@ -144,12 +154,16 @@ def _plan_blocks(rounds: int, length: int, steps: int, delay: int, advice: int) 
     if steps > length:
         text = f"gossip_steps must not exceed block_length={length}, got {steps}"
         raise AssumptionViolated("GOSSIP_STEPS", f"{text}; raise block_length or lower gossip_steps")
-    if steps > MOST_STEPS:
-        raise AssumptionViolated("GOSSIP_STEPS", f"gossip_steps must be at most {MOST_STEPS}, got {steps}; set it")
+    if steps > MAX_GOSSIP_STEPS:
+        raise AssumptionViolated(
+            "GOSSIP_STEPS", f"gossip_steps must be at most {MAX_GOSSIP_STEPS}, got {steps}; set it"
+        )
     return BlockSchedule(rounds, length, steps, max(math.ceil(rounds / length) - delay, 0))
 
 
-def _prefix_error(scale: float, dim: int, blocks: BlockSchedule, gossip: Gossip, momentum: float, *, before: bool) -> float:
+def _prefix_error(
+    scale: float, dim: int, blocks: BlockSchedule, gossip: Gossip, momentum: float, *, before: bool
+) -> float:
     """Bound on E, the l2 size of the noise in a prefix sum: `b sqrt(2 d levels)`, of which gossip before averages n copies."""
     noise = scale * math.sqrt(2.0 * dim * levels(blocks.leaves))
     n = gossip.n_learners
@@ -173,11 +187,15 @@ def _caveats(
         )
     if paper_scale and blocks.steps < paper:
         text = "the paper's noise scale rests on gossip_steps of at least"
-        yield RunWarning("PAPER_SCALE", f"{text} {paper}, got {blocks.steps}; the claim is computed from the steps taken")
+        yield RunWarning(
+            "PAPER_SCALE", f"{text} {paper}, got {blocks.steps}; the claim is computed from the steps taken"
+        )
     if exposed:
         text = "noise_placement after_gossip says sums of gradients without noise: on the wire epsilon is infinite"
         hint = "only published decisions are protected; take has_noise_before_gossip"
-        yield RunWarning("WIRE_EXPOSED", f"{text}, and {hint} (a record moves a sum by up to {sensitivity.change:g})")
+        yield RunWarning(
+            "WIRE_EXPOSED", f"{text}, and {hint} (a record moves a sum by up to {sensitivity.gradient_change:g})"
+        )
 
 
 # ---- parameters -------------------------------------------------------------------------------------------------------
@@ -215,24 +233,24 @@ class _BlockSpec(AlgorithmSpec):
     lazy: LazyMode = "auto"
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
-    def build(self, setting: Setting) -> tuple[PdFtgl, tuple[RunWarning, ...]]:
-        gossip = Gossip.of(setting.fixed_network, self.lazy)
-        if gossip.smallest < -ROUNDING:  # accelerated gossip has no bound then
+    def build(self, context: RunContext) -> tuple[PdFtgl, tuple[RunWarning, ...]]:
+        gossip = Gossip.from_network(context.fixed_network, self.lazy)
+        if gossip.min_eigenvalue < -EIGENVALUE_TOLERANCE:  # accelerated gossip has no bound then
             text = "mixing matrix has a negative eigenvalue: use (I+P)/2, that is, set lazy to true or auto"
-            raise AssumptionViolated("P_EIGENVALUE", f"{text}, got {gossip.smallest:g}")
-        problem, sharp = Problem.of(setting), gossip.sharp_steps(setting.rounds)
+            raise AssumptionViolated("P_EIGENVALUE", f"{text}, got {gossip.min_eigenvalue:g}")
+        problem, sharp = RegretParameters.from_context(context), gossip.sharp_steps(context.rounds)
         length = self.block_length or self._default_length(problem, gossip)
         steps = self.gossip_steps or self._default_steps(length, sharp)
-        blocks = _plan_blocks(setting.rounds, length, steps, self.delay, sharp)
+        blocks = _plan_blocks(context.rounds, length, steps, self.delay, sharp)
         momentum = gossip.momentum if self.momentum is None else self.momentum
         reach = np.abs(gossip.polynomial(steps, momentum))
-        sensitivity = LeafSensitivity(setting.dim, setting.loss.gradient_change(problem.radius))
+        sensitivity = LeafSensitivity(context.dim, context.loss.gradient_change(problem.radius))
         before = self.noise_placement == "has_noise_before_gossip"
-        scales = self._scales(setting, problem, blocks, sensitivity, reach)
-        error = _prefix_error(max(scales), setting.dim, blocks, gossip, momentum, before=before)
+        scales = self._scales(context, problem, blocks, sensitivity, reach)
+        error = _prefix_error(max(scales), context.dim, blocks, gossip, momentum, before=before)
         algorithm = PdFtgl(
             name=self.name,
-            dim=setting.dim,
+            dim=context.dim,
             blocks=blocks,
             gossip=gossip,
             momentum=momentum,
@@ -240,34 +258,39 @@ class _BlockSpec(AlgorithmSpec):
             scales=scales,
             has_noise_before_gossip=before,
             delay=self.delay,
-            paper_cost=problem.paper_numerator(setting.dim),
+            paper_cost=problem.paper_numerator(context.dim),
             sensitivity=sensitivity,
-            reach=reach,
-            loss=setting.loss,
-            decision_set=setting.decision_set,
+            prefix_weights=reach,
+            loss=context.loss,
+            decision_set=context.decision_set,
         )
         paper_scale = self.scale_rule == "paper" and self.epsilon is not None
         return algorithm, tuple(_caveats(blocks, gossip, sensitivity, exposed=not before, paper_scale=paper_scale))
 
-    def noisier(self, factors: tuple[float, ...]) -> _BlockSpec:
+    def scale_noise(self, factors: tuple[float, ...]) -> _BlockSpec:
         if self.noise_scale == 0 or self.epsilon == math.inf:
             raise SpecError("algorithm.noise_scale must be above 0, or algorithm.epsilon finite, to be scaled")
         if self.epsilon is not None:
-            return self.model_copy(update={"epsilon": divided(self.epsilon, factors)})
-        return self.model_copy(update={"noise_scale": times(self.noise_scale or 0.0, factors)})
+            return self.model_copy(update={"epsilon": divide_per_learner(self.epsilon, factors)})
+        return self.model_copy(update={"noise_scale": multiply_per_learner(self.noise_scale or 0.0, factors)})
 
-    def _default_length(self, problem: Problem, gossip: Gossip) -> int:
+    def _default_length(self, problem: RegretParameters, gossip: Gossip) -> int:
         return gossip.paper_steps(problem.rounds)
 
     def _default_steps(self, length: int, sharp: int) -> int:
         return length
 
     def _scales(
-        self, setting: Setting, problem: Problem, blocks: BlockSchedule, sensitivity: LeafSensitivity, reach: FloatArray
+        self,
+        setting: RunContext,
+        problem: RegretParameters,
+        blocks: BlockSchedule,
+        sensitivity: LeafSensitivity,
+        reach: FloatArray,
     ) -> tuple[float, ...]:
         """Laplace scale of every learner; zeros: no noise."""
         if self.noise_scale is not None and self.epsilon is None:
-            scales = setting.per_learner(self.noise_scale, "algorithm.noise_scale")
+            scales = setting.broadcast_to_learners(self.noise_scale, "algorithm.noise_scale")
             if not all(0 <= scale < math.inf for scale in scales) or (not all(scales) and any(scales)):
                 text = "noise_scale must be finite, and above 0 for all learners or 0 for all"
                 raise AssumptionViolated("NOISE_SCALE", f"{text}, got {self.noise_scale}")
@@ -285,14 +308,14 @@ class _BlockSpec(AlgorithmSpec):
     def _calibrated(
         self,
         epsilon: PerLearner,
-        setting: Setting,
-        problem: Problem,
+        setting: RunContext,
+        problem: RegretParameters,
         blocks: BlockSchedule,
         sensitivity: LeafSensitivity,
         reach: FloatArray,
     ) -> tuple[float, ...]:
         """Laplace scales at which the worst record costs `epsilon`; infinite where gradients have no bound."""
-        targets = setting.per_learner(epsilon, "algorithm.epsilon")
+        targets = setting.broadcast_to_learners(epsilon, "algorithm.epsilon")
         if not all(target > 0 for target in targets):
             raise AssumptionViolated("EPSILON", f"epsilon must be above 0 (infinite: no noise), got {epsilon}")
         mixed = math.inf in targets and min(targets) < math.inf
@@ -301,8 +324,10 @@ class _BlockSpec(AlgorithmSpec):
             raise AssumptionViolated("EPSILON_ONE", f"{text}, got {epsilon}")
         if self.scale_rule == "paper":
             return tuple(problem.paper_numerator(setting.dim) / target for target in targets)
-        across, trees = (1.0, 1) if self.noise_placement == "has_noise_before_gossip" else (reach.sum(axis=0).max(), len(reach))
-        return tuple(sensitivity.scale(target, blocks.leaves, float(across), trees) for target in targets)
+        across, trees = (
+            (1.0, 1) if self.noise_placement == "has_noise_before_gossip" else (reach.sum(axis=0).max(), len(reach))
+        )
+        return tuple(sensitivity.calibrate_scale(target, blocks.leaves, float(across), trees) for target in targets)
 
 
 class PdFtglSpec(_BlockSpec):
@@ -318,7 +343,7 @@ class PdOcgSpec(_BlockSpec):
     delay: ClassVar[int] = 3
     lag: ClassVar[float] = 30.0
 
-    def _default_length(self, problem: Problem, gossip: Gossip) -> int:
+    def _default_length(self, problem: RegretParameters, gossip: Gossip) -> int:
         T = problem.rounds
         return max(1, round((T / math.log(T)) ** (2 / 3) if problem.alpha and T > 1 else math.sqrt(T)))
 

@@ -32,17 +32,17 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.noise import grid
+from sottovoce_core.noise import lattice_spacing
 from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
-from sottovoce_core.privacy.guarantee import Event, GuaranteeBasis, Mechanism, Regularity
+from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, Mechanism, Regularity
 
 DescentAdjacency = Literal["record", "learner"]
 """Worlds differ in one record of a learner, or in all of them (a whole fixed objective)."""
 
-Schedule = Callable[[int], float]
+RoundSchedule = Callable[[int], float]
 """A positive number for every round t, counted from 0: a step size or a noise scale. Public, fixed before the first round."""
 
-FRONTIER = 512
+MAX_FOLLOWED_RECORDS = 512
 """Records that the accountant follows at most; see `DescentAccountant`."""
 
 
@@ -59,10 +59,10 @@ class LearnerUpdate:
     """
 
     dim: int
-    step: Schedule
-    noise: Schedule
+    step: RoundSchedule
+    noise: RoundSchedule
     own_weight: Callable[[int], float]
-    at_mix: bool
+    is_gradient_at_mix: bool
 
 
 class DescentAccountant(Accountant):
@@ -82,20 +82,20 @@ class DescentAccountant(Accountant):
     """
 
     mechanism = Mechanism.LAPLACE
-    follows = True
+    can_track_replacements = True
     is_valid_for_any_messages = True
 
     def __init__(
         self,
-        known: Regularity,
+        regularity: Regularity,
         update: LearnerUpdate,
-        event: Event = Event.RECORD,
+        adjacency: Adjacency = Adjacency.RECORD,
         own_weight: float | None = None,
     ) -> None:
-        self._known, self._update, self.event = known, update, event
-        self.dominates = event is Event.LEARNER
-        self.grounds = GuaranteeBasis(
-            "best", "sottovoce_core.algorithms.gradient_descent.accounting", known.constants(own_weight)
+        self._known, self._update, self.adjacency = regularity, update, adjacency
+        self.has_dominating_losses = adjacency is Adjacency.LEARNER
+        self.basis = GuaranteeBasis(
+            "best", "sottovoce_core.algorithms.gradient_descent.accounting", regularity.constants(own_weight)
         )
         self._t = 0
         self._parted = np.zeros(1)  # of nobody yet
@@ -107,23 +107,23 @@ class DescentAccountant(Accountant):
             math.inf if spent == math.inf else float((self._totals + self._losses(self._t, self._parted)).max()) - spent
         )
 
-    def advance(self, records: int, replaced: int | None = None) -> None:
+    def advance(self, records: int, n_replaced: int | None = None) -> None:
         totals = self._totals + self._losses(self._t, self._parted)
-        if self.event is Event.LEARNER and replaced is None:
-            replaced = records
-        if replaced is None:
+        if self.adjacency is Adjacency.LEARNER and n_replaced is None:
+            n_replaced = records
+        if n_replaced is None:
             parted = self._step(self._t, self._parted, 0.0)
             if records:
                 newest = self._step(self._t, np.zeros(1), 1.0 / records)
                 parted, totals = np.concatenate([newest, parted]), np.concatenate([np.zeros(1), totals])
             parted, totals = _frontier(parted, totals)
         else:
-            require_replaced_count(records, replaced)
-            parted = self._step(self._t, self._parted, replaced / records if replaced else 0.0)
+            require_replaced_count(records, n_replaced)
+            parted = self._step(self._t, self._parted, n_replaced / records if n_replaced else 0.0)
         self._parted, self._totals = parted, totals
         self._t += 1
 
-    def losses_of(self, counts: IntArray, changes: IntArray) -> FloatArray:
+    def losses_by_change(self, counts: IntArray, changes: IntArray) -> FloatArray:
         """All changes at once: what every message tells about each of them, not an increment of a maximum."""
         parted, losses = np.zeros(len(changes)), np.empty(changes.shape)
         for t, records in enumerate(counts.tolist()):
@@ -131,11 +131,11 @@ class DescentAccountant(Accountant):
             parted = self._step(t, parted, changes[:, t] / max(records, 1))
         return losses
 
-    def paper(self, rounds: int) -> FloatArray:
+    def paper_epsilon(self, rounds: int) -> FloatArray:
         """Every message by its own worst record, without the lattice: as papers add up."""
         update, parted, messages = self._update, np.zeros(2), np.empty(rounds)
         # The record that is furthest apart stays so, because the recursion is increasing; beside it the newest.
-        share = np.ones(2) if self.event is Event.LEARNER else np.array([0.0, 1.0])
+        share = np.ones(2) if self.adjacency is Adjacency.LEARNER else np.array([0.0, 1.0])
         for t in range(rounds):
             scale, sensitivity = update.noise(t), math.sqrt(update.dim) * float(parted[0])
             messages[t] = sensitivity / scale if scale else math.inf if sensitivity else 0.0
@@ -148,17 +148,21 @@ class DescentAccountant(Accountant):
         if scale == 0.0:
             return np.where(parted > 0.0, math.inf, 0.0)
         losses: FloatArray = parted * (math.sqrt(dim) / scale)
-        losses += (parted > 0.0) * (dim * float(grid(scale)) / scale)
+        losses += (parted > 0.0) * (dim * float(lattice_spacing(scale)) / scale)
         return losses
 
     def _step(self, t: int, parted: FloatArray, share: float | FloatArray) -> FloatArray:
         """`D_{t+1}` from `D_t`, with the share `m_t/n_t` of the round's records replaced."""
         c, update = self._known, self._update
         step, own = update.step(t), update.own_weight(t)
-        base, s = (abs(own) * parted, 1.0) if update.at_mix else (parted, own)
+        base, s = (abs(own) * parted, 1.0) if update.is_gradient_at_mix else (parted, own)
         s -= step * c.ridge
         # C may be infinite, and so may L and G.
-        jolt = share * c.change if c.change < math.inf else np.where(np.asarray(share) > 0.0, math.inf, 0.0)
+        jolt = (
+            share * c.clipped_gradient_change
+            if c.clipped_gradient_change < math.inf
+            else np.where(np.asarray(share) > 0.0, math.inf, 0.0)
+        )
         pull = c.smoothness * base if c.smoothness < math.inf else np.where(base > 0.0, math.inf, 0.0)
         moved = abs(s) * base + step * np.minimum(pull + jolt, 2.0 * c.clip_norm)
         if c.can_use_convex_mode:
@@ -172,6 +176,6 @@ def _frontier(parted: FloatArray, totals: FloatArray) -> tuple[FloatArray, Float
     parted, totals = parted[order], totals[order]
     keep = np.append(True, totals[1:] > np.maximum.accumulate(totals)[:-1])
     parted, totals = parted[keep], totals[keep]
-    if len(parted) > FRONTIER:
+    if len(parted) > MAX_FOLLOWED_RECORDS:
         parted, totals = parted[:-1], np.append(totals[:-2], totals[-1])
     return parted, totals

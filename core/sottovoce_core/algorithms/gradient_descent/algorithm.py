@@ -37,15 +37,26 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.gradient_descent.accounting import DescentAdjacency, DescentAccountant, LearnerUpdate, Schedule
-from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
+from sottovoce_core.algorithms.gradient_descent.accounting import (
+    DescentAccountant,
+    DescentAdjacency,
+    LearnerUpdate,
+    RoundSchedule,
+)
+from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.decision_sets import DecisionSet
-from sottovoce_core.losses import Loss, bounded, mean_gradient
+from sottovoce_core.losses import Loss, enforce_bounds, mean_gradient
 from sottovoce_core.network.network import Network
 from sottovoce_core.noise import NoiseSource
-from sottovoce_core.noise.mechanisms import dirac_log_density, laplace_log_density, magnitude_bound, field_lattice_spacing, add_laplace_noise
-from sottovoce_core.privacy.guarantee import Event, Regularity
+from sottovoce_core.noise.mechanisms import (
+    add_laplace_noise,
+    dirac_log_density,
+    field_lattice_spacing,
+    laplace_log_density,
+    magnitude_bound,
+)
+from sottovoce_core.privacy.guarantee import Adjacency, Regularity
 
 # ---- algorithm -------------------------------------------------------------------------------------------------------
 
@@ -60,7 +71,7 @@ OwnValue = Literal["said", "clean"]
 class _State:
     """x_t, what was said of it in this round, and what is played."""
 
-    who: Who
+    who: StateAxes
     t: int
     x: FloatArray
     said: FloatArray
@@ -74,9 +85,9 @@ class GossipDescent:
     name: str
     dim: int
     rounds: int
-    step: tuple[Schedule, ...]
+    step: tuple[RoundSchedule, ...]
     """alpha_t of every learner."""
-    noise: tuple[Schedule, ...]
+    noise: tuple[RoundSchedule, ...]
     """rho_t of every learner: all positive, or all 0."""
     own_value: OwnValue
     gradient_at: Point
@@ -89,24 +100,28 @@ class GossipDescent:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> _State:
-        first = self.decision_set.project(np.broadcast_to(self.loss.initial(self.dim), (*who.lead, self.dim)))
-        return _State(who, 0, first, first, first)
+    def init(self, axes: StateAxes) -> _State:
+        first = self.decision_set.project(
+            np.broadcast_to(self.loss.initial_parameters(self.dim), (*axes.leading_shape, self.dim))
+        )
+        return _State(axes, 0, first, first, first)
 
-    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
-        said = add_laplace_noise(noise, "y", state.t, state.x, self._scale(state), partial(_picked, state.who, self.noise))
+    def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
+        said = add_laplace_noise(
+            noise, "y", state.t, state.x, self._scale(state), partial(_picked, state.who, self.noise)
+        )
         return _State(state.who, state.t, state.x, said, state.played), Message({"y": said})
 
-    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
-        return self.descend(state, heard, batch, _picked(state.who, self.step, state.t))
+    def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
+        return self.descend(state, received, batch, _picked(state.who, self.step, state.t))
 
-    def descend(self, state: _State, heard: ReceivedMessages, batch: Batch, step: Scalars) -> _State:
+    def descend(self, state: _State, received: ReceivedMessages, batch: Batch, step: Scalars) -> _State:
         """`listen` with a step size of one's own."""
         own = state.said if self.own_value == "said" else state.x
-        mixed = heard.own_weight * own
-        mixed += heard.weighted_sum("y")
+        mixed = received.own_weight * own
+        mixed += received.weighted_sum("y")
         point = mixed if self.gradient_at == "mixed" else state.x
-        gradient = mean_gradient(self.loss, point, bounded(self.loss, batch))
+        gradient = mean_gradient(self.loss, point, enforce_bounds(self.loss, batch))
         if self.loss.ridge:
             gradient += self.loss.ridge * point
         gradient *= step
@@ -117,11 +132,11 @@ class GossipDescent:
     def decision(self, state: _State) -> FloatArray:
         return state.played
 
-    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
+    def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         said = message["y"]
         return replace(state, said=said), laplace_log_density(said, state.x, self._scale(state))
 
-    def lattice(self, learner: int, t: int) -> dict[str, float]:
+    def lattice_spacings(self, learner: int, t: int) -> dict[str, float]:
         return field_lattice_spacing("y", self.noise_scale(learner, t))
 
     def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
@@ -137,14 +152,18 @@ class GossipDescent:
     def accountant(self, learner: int) -> DescentAccountant:
         own_weight = self._clean_weight(learner)
         update = LearnerUpdate(
-            self.dim, self.step[learner], self.noise[learner], own_weight, at_mix=self.gradient_at == "mixed"
+            self.dim,
+            self.step[learner],
+            self.noise[learner],
+            own_weight,
+            is_gradient_at_mix=self.gradient_at == "mixed",
         )
         named = own_weight(0) if self.own_value == "clean" else None
-        return DescentAccountant(self.regularity(), update, Event(self.adjacency), named)
+        return DescentAccountant(self.regularity(), update, Adjacency(self.adjacency), named)
 
     def regularity(self) -> Regularity:
         """What is known of the loss where gradients are taken: b carries noise, so it may lie anywhere."""
-        known = Regularity.of(self.loss, self.decision_set, self.dim)
+        known = Regularity.from_loss(self.loss, self.decision_set, self.dim)
         if self.gradient_at == "own":
             return known
         change, bound = self.loss.gradient_change(np.inf), self.loss.gradient_bound(np.inf)
@@ -154,13 +173,13 @@ class GossipDescent:
         """Weight by round of what enters the mix without noise."""
         if self.own_value == "said":
             return lambda t: 0.0
-        return lambda t: float(self.network.at(t).own[learner])
+        return lambda t: float(self.network.mixing(t).own_weights[learner])
 
     def _scale(self, state: _State) -> Scalars:
         return _picked(state.who, self.noise, state.t)
 
 
-def _picked(who: Who, schedules: tuple[Schedule, ...], t: int) -> Scalars:
+def _picked(who: StateAxes, schedules: tuple[RoundSchedule, ...], t: int) -> Scalars:
     """The numbers of round t that belong to a state, ready to broadcast."""
     if isinstance(who.learner, int):
         return schedules[who.learner](t)
@@ -186,7 +205,7 @@ class Dpsr:
     """The algorithm for one run: a descent whose planned steps are rescaled already, and the steps before that."""
 
     descent: GossipDescent
-    unscaled: tuple[Schedule, ...]
+    unscaled_steps: tuple[RoundSchedule, ...]
     n_learners: int
 
     @property
@@ -200,33 +219,33 @@ class Dpsr:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {**self.descent.field_shapes(), "e": (self.n_learners,)}
 
-    def start(self, who: Who) -> _RescaledState:
-        index = np.asarray(who.learner)
+    def init(self, axes: StateAxes) -> _RescaledState:
+        index = np.asarray(axes.learner)
         unit = np.eye(self.n_learners)[index if index.ndim == 0 else index[:, None]]
-        place = np.broadcast_to(unit, (*who.lead, self.n_learners))
-        return _RescaledState(self.descent.start(who), place, place)
+        place = np.broadcast_to(unit, (*axes.leading_shape, self.n_learners))
+        return _RescaledState(self.descent.init(axes), place, place)
 
-    def speak(self, state: _RescaledState, noise: NoiseSource) -> tuple[_RescaledState, Message]:
-        descent, message = self.descent.speak(state.descent, noise)
+    def emit(self, state: _RescaledState, noise: NoiseSource) -> tuple[_RescaledState, Message]:
+        descent, message = self.descent.emit(state.descent, noise)
         return replace(state, descent=descent), Message({**message.fields, "e": state.e})
 
-    def listen(self, state: _RescaledState, heard: ReceivedMessages, batch: Batch) -> _RescaledState:
+    def update(self, state: _RescaledState, received: ReceivedMessages, batch: Batch) -> _RescaledState:
         who, t = state.descent.who, state.descent.t
         share = (state.e * state.place).sum(axis=-1, keepdims=True)
         planned = _picked(who, self.descent.step, t)
-        step = np.minimum(_picked(who, self.unscaled, t) / np.maximum(share, np.finfo(float).tiny), planned)
-        e = heard.own_weight * state.e + heard.weighted_sum("e")
-        return _RescaledState(self.descent.descend(state.descent, heard, batch, step), state.place, e)
+        step = np.minimum(_picked(who, self.unscaled_steps, t) / np.maximum(share, np.finfo(float).tiny), planned)
+        e = received.own_weight * state.e + received.weighted_sum("e")
+        return _RescaledState(self.descent.descend(state.descent, received, batch, step), state.place, e)
 
     def decision(self, state: _RescaledState) -> FloatArray:
         return self.descent.decision(state.descent)
 
-    def overheard(self, state: _RescaledState, message: Message) -> tuple[_RescaledState, FloatArray]:
-        descent, density = self.descent.overheard(state.descent, message)
+    def replay(self, state: _RescaledState, message: Message) -> tuple[_RescaledState, FloatArray]:
+        descent, density = self.descent.replay(state.descent, message)
         return replace(state, descent=descent), density + dirac_log_density(message["e"], state.e)
 
-    def lattice(self, learner: int, t: int) -> dict[str, float]:
-        return self.descent.lattice(learner, t)
+    def lattice_spacings(self, learner: int, t: int) -> dict[str, float]:
+        return self.descent.lattice_spacings(learner, t)
 
     def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
         """A share lies between 0 and 1."""

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from sottovoce_core.algorithms.gradient_descent.accounting import Schedule
-from sottovoce_core.algorithms.setting import PerLearner, Setting, divided, times
+from sottovoce_core.algorithms.gradient_descent.accounting import RoundSchedule
+from sottovoce_core.algorithms.setting import PerLearner, RunContext, divide_per_learner, multiply_per_learner
 from sottovoce_core.errors import SpecError, require
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.privacy.guarantee import Regularity
@@ -27,9 +27,9 @@ class PowerStep(Section):
     """None: R/G, radius of the decision set over bound on a record's gradient."""
     exponent: Annotated[float, Field(ge=0, le=10)] = 0.5
 
-    def schedule(self, setting: Setting, known: Regularity) -> Schedule:
-        radius = setting.decision_set.largest_norm(setting.dim)
-        bound = known.clip_norm + known.ridge * radius
+    def build_schedule(self, context: RunContext, regularity: Regularity) -> RoundSchedule:
+        radius = context.decision_set.largest_norm(context.dim)
+        bound = regularity.clip_norm + regularity.ridge * radius
         text = "a step without a scale is R/G, which needs a finite bound G on gradients: set step.scale or clip_norm"
         require(self.scale is not None or 0 < bound < math.inf, "STEP_SCALE", f"{text}, got G={bound}")
         return partial(_power, self.scale or radius / bound, -self.exponent)
@@ -42,7 +42,7 @@ class GeometricStep(Section):
     scale: Positive = 1.0
     ratio: Annotated[float, Field(gt=0, lt=1)]
 
-    def schedule(self, setting: Setting, known: Regularity) -> Schedule:
+    def build_schedule(self, context: RunContext, regularity: Regularity) -> RoundSchedule:
         return partial(_geometric, self.scale, self.ratio)
 
 
@@ -55,8 +55,8 @@ class HarmonicStep(Section):
     """Strong convexity (None: the loss's ridge)."""
     shift: Positive = 1.0
 
-    def schedule(self, setting: Setting, known: Regularity) -> Schedule:
-        mu = self.mu or known.ridge
+    def build_schedule(self, context: RunContext, regularity: Regularity) -> RoundSchedule:
+        mu = self.mu or regularity.ridge
         require(mu > 0, "STEP_MU", f"a harmonic step needs mu, or a loss with a positive ridge, got ridge={mu}")
         return partial(_harmonic, self.scale / mu, self.shift)
 
@@ -72,10 +72,12 @@ class ZeroNoise(Section):
 
     kind: Literal["none"] = "none"
 
-    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        return _each(_power, (0.0,) * setting.n_learners, (0.0,) * setting.n_learners)
+    def build_schedules(
+        self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
+    ) -> tuple[RoundSchedule, ...]:
+        return _each(_power, (0.0,) * context.n_learners, (0.0,) * context.n_learners)
 
-    def louder(self, factors: tuple[float, ...]) -> ZeroNoise:
+    def scale_by(self, factors: tuple[float, ...]) -> ZeroNoise:
         raise SpecError("algorithm.noise.kind must be power, geometric, harmonic or calibrated to be scaled, got none")
 
 
@@ -86,15 +88,17 @@ class PowerNoise(Section):
     sigma: PerLearner = 1.0
     varsigma: PerLearner = 0.1
 
-    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        growth = setting.per_learner(self.varsigma, "algorithm.noise.varsigma")
+    def build_schedules(
+        self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
+    ) -> tuple[RoundSchedule, ...]:
+        growth = context.broadcast_to_learners(self.varsigma, "algorithm.noise.varsigma")
         for value in growth:
             require(-1 <= value <= 1, "VARSIGMA_RANGE", f"varsigma must lie in [-1, 1], got {value}")
-        sizes = [size / math.sqrt(2.0) for size in _sizes(setting, self.sigma, "sigma")]
+        sizes = [size / math.sqrt(2.0) for size in _sizes(context, self.sigma, "sigma")]
         return _each(_power, sizes, growth)
 
-    def louder(self, factors: tuple[float, ...]) -> PowerNoise:
-        return self.model_copy(update={"sigma": times(self.sigma, factors)})
+    def scale_by(self, factors: tuple[float, ...]) -> PowerNoise:
+        return self.model_copy(update={"sigma": multiply_per_learner(self.sigma, factors)})
 
 
 class _ScaledNoise(Section):
@@ -102,8 +106,8 @@ class _ScaledNoise(Section):
 
     scale: PerLearner
 
-    def louder(self, factors: tuple[float, ...]) -> Self:
-        return self.model_copy(update={"scale": times(self.scale, factors)})
+    def scale_by(self, factors: tuple[float, ...]) -> Self:
+        return self.model_copy(update={"scale": multiply_per_learner(self.scale, factors)})
 
 
 class GeometricNoise(_ScaledNoise):
@@ -112,8 +116,10 @@ class GeometricNoise(_ScaledNoise):
     kind: Literal["geometric"] = "geometric"
     ratio: Annotated[float, Field(gt=0, lt=1)]
 
-    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        return _each(_geometric, _sizes(setting, self.scale, "scale"), (self.ratio,) * setting.n_learners)
+    def build_schedules(
+        self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
+    ) -> tuple[RoundSchedule, ...]:
+        return _each(_geometric, _sizes(context, self.scale, "scale"), (self.ratio,) * context.n_learners)
 
 
 class HarmonicNoise(_ScaledNoise):
@@ -121,8 +127,10 @@ class HarmonicNoise(_ScaledNoise):
 
     kind: Literal["harmonic"] = "harmonic"
 
-    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        return _each(_harmonic, _sizes(setting, self.scale, "scale"), (1.0,) * setting.n_learners)
+    def build_schedules(
+        self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
+    ) -> tuple[RoundSchedule, ...]:
+        return _each(_harmonic, _sizes(context, self.scale, "scale"), (1.0,) * context.n_learners)
 
 
 class CalibratedNoise(Section):
@@ -135,13 +143,15 @@ class CalibratedNoise(Section):
     epsilon: PerLearner = 1.0
     charged: Literal["once", "every_round"] = "once"
 
-    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        require_gradient_change(known.change)
-        targets = setting.per_learner(self.epsilon, "algorithm.noise.epsilon")
-        factors = [self._factor(each, setting, known.change) for each in targets]
+    def build_schedules(
+        self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
+    ) -> tuple[RoundSchedule, ...]:
+        require_gradient_change(regularity.clipped_gradient_change)
+        targets = context.broadcast_to_learners(self.epsilon, "algorithm.noise.epsilon")
+        factors = [self._factor(each, context, regularity.clipped_gradient_change) for each in targets]
         return _each(_following, steps, factors)
 
-    def _factor(self, epsilon: float, setting: Setting, change: float) -> float:
+    def _factor(self, epsilon: float, setting: RunContext, change: float) -> float:
         """`sqrt(n) C / epsilon`, less what the lattice costs."""
         if self.charged == "every_round":
             setting.require_finite_rounds("noise that shares its epsilon among all rounds (charged: every_round)")
@@ -151,8 +161,8 @@ class CalibratedNoise(Section):
         require(0 < share < math.inf, "NOISE_EPSILON", f"{text}, got {epsilon}")
         return math.sqrt(setting.dim) * change / share
 
-    def louder(self, factors: tuple[float, ...]) -> CalibratedNoise:
-        return self.model_copy(update={"epsilon": divided(self.epsilon, factors)})
+    def scale_by(self, factors: tuple[float, ...]) -> CalibratedNoise:
+        return self.model_copy(update={"epsilon": divide_per_learner(self.epsilon, factors)})
 
 
 NoiseScale = Annotated[
@@ -171,16 +181,16 @@ def require_gradient_change(change: float) -> None:
     require(0 < change < math.inf, "GRAD_CHANGE", f"{text}, got {change}")
 
 
-def _sizes(setting: Setting, value: PerLearner, field: str) -> tuple[float, ...]:
-    sizes = setting.per_learner(value, f"algorithm.noise.{field}")
+def _sizes(setting: RunContext, value: PerLearner, field: str) -> tuple[float, ...]:
+    sizes = setting.broadcast_to_learners(value, f"algorithm.noise.{field}")
     for size in sizes:
         require(0 <= size < math.inf, "SIGMA", f"noise.{field} must be finite and at least 0, got {size}")
     return sizes
 
 
-def _each(schedule: Callable[..., float], *numbers: Sequence[Any]) -> tuple[Schedule, ...]:
+def _each(schedule: Callable[..., float], *numbers: Sequence[Any]) -> tuple[RoundSchedule, ...]:
     """A schedule for each learner, of its own numbers; learners whose numbers are equal share one."""
-    known: dict[tuple[Any, ...], Schedule] = {}
+    known: dict[tuple[Any, ...], RoundSchedule] = {}
     return tuple(known.setdefault(each, partial(schedule, *each)) for each in zip(*numbers, strict=True))
 
 
@@ -199,6 +209,6 @@ def _harmonic(factor: float, shift: float, t: int) -> float:
     return factor / (t + shift)
 
 
-def _following(step: Schedule, factor: float, t: int) -> float:
+def _following(step: RoundSchedule, factor: float, t: int) -> float:
     """In proportion to the step that made the message of the round; the first message, made by none, as the second."""
     return factor * step(max(t - 1, 0))

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.gradient_descent.accounting import DescentAdjacency, Schedule
+from sottovoce_core.algorithms.gradient_descent.accounting import DescentAdjacency, RoundSchedule
 from sottovoce_core.algorithms.gradient_descent.algorithm import Dpsr, GossipDescent, OwnValue, Point
 from sottovoce_core.algorithms.gradient_descent.choices import (
     CalibratedNoise,
@@ -28,7 +28,7 @@ from sottovoce_core.algorithms.gradient_descent.choices import (
     ZeroNoise,
     require_gradient_change,
 )
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, Setting, require_scales
+from sottovoce_core.algorithms.setting import AlgorithmSpec, RunContext, RunWarning, require_scales
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray
 from sottovoce_core.errors import AssumptionViolated, SpecError, require
 
@@ -45,14 +45,14 @@ class DsgdSpec(AlgorithmSpec):
     step: StepSize = PowerStep(scale=1.0, exponent=0.77)
     noise: NoiseScale = PowerNoise()
 
-    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
+    def build(self, context: RunContext) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         point: Point = "own" if self.form == "consensus" else "mixed"
         play: Point = "mixed" if self.form == "adapt_then_combine" else "own"
-        algorithm = _descent(setting, self.name, self.step, self.noise, "clean", point, play)
-        return algorithm, _checked(algorithm, setting)
+        algorithm = _descent(context, self.name, self.step, self.noise, "clean", point, play)
+        return algorithm, _checked(algorithm, context)
 
-    def noisier(self, factors: tuple[float, ...]) -> DsgdSpec:
-        return self.model_copy(update={"noise": self.noise.louder(factors)})
+    def scale_noise(self, factors: tuple[float, ...]) -> DsgdSpec:
+        return self.model_copy(update={"noise": self.noise.scale_by(factors)})
 
 
 class _NoisyDescentSpec(AlgorithmSpec):
@@ -64,14 +64,14 @@ class _NoisyDescentSpec(AlgorithmSpec):
     play: Point = "own"
     adjacency: DescentAdjacency = "record"
 
-    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
+    def build(self, context: RunContext) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         algorithm = _descent(
-            setting, self.name, self.step, self.noise, "said", self.gradient_at, self.play, self.adjacency
+            context, self.name, self.step, self.noise, "said", self.gradient_at, self.play, self.adjacency
         )
-        return algorithm, _checked(algorithm, setting)
+        return algorithm, _checked(algorithm, context)
 
-    def noisier(self, factors: tuple[float, ...]) -> _NoisyDescentSpec:
-        return self.model_copy(update={"noise": self.noise.louder(factors)})
+    def scale_noise(self, factors: tuple[float, ...]) -> _NoisyDescentSpec:
+        return self.model_copy(update={"noise": self.noise.scale_by(factors)})
 
 
 class DolaSpec(_NoisyDescentSpec):
@@ -112,16 +112,16 @@ class DOgdSpec(AlgorithmSpec):
     name: Literal["d-ogd"]
     step: StepSize = PowerStep()
 
-    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
-        algorithm = _descent(setting, self.name, self.step, ZeroNoise(), "clean", "own", "own")
-        return algorithm, _checked(algorithm, setting)
+    def build(self, context: RunContext) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
+        algorithm = _descent(context, self.name, self.step, ZeroNoise(), "clean", "own", "own")
+        return algorithm, _checked(algorithm, context)
 
-    def noisier(self, factors: tuple[float, ...]) -> DOgdSpec:
+    def scale_noise(self, factors: tuple[float, ...]) -> DOgdSpec:
         raise SpecError("d-ogd has no noise; take pd-ogd")
 
 
 def _descent(
-    setting: Setting,
+    setting: RunContext,
     name: str,
     step: StepSize,
     noise: NoiseScale,
@@ -151,8 +151,8 @@ def _descent(
         network=setting.network,
     )
     known = silent.regularity()
-    steps = (step.schedule(setting, known),) * setting.n_learners
-    return replace(silent, step=steps, noise=noise.schedules(setting, known, steps))
+    steps = (step.build_schedule(setting, known),) * setting.n_learners
+    return replace(silent, step=steps, noise=noise.build_schedules(setting, known, steps))
 
 
 class DpsrSpec(AlgorithmSpec):
@@ -162,32 +162,32 @@ class DpsrSpec(AlgorithmSpec):
     step: StepSize = PowerStep(scale=1.0)
     noise: NoiseScale = PowerNoise(sigma=math.sqrt(2.0), varsigma=0.0)
 
-    def build(self, setting: Setting) -> tuple[Dpsr, tuple[RunWarning, ...]]:
-        plain = _descent(setting, self.name, self.step, self.noise, "said", "own", "own")
-        shares = _own_shares(setting)
+    def build(self, context: RunContext) -> tuple[Dpsr, tuple[RunWarning, ...]]:
+        plain = _descent(context, self.name, self.step, self.noise, "said", "own", "own")
+        shares = _own_shares(context)
         if (shares <= 0).any():
             text = "every learner needs a positive self weight, or its step is divided by 0"
             raise AssumptionViolated("SELF_WEIGHT", f"{text}, got a share of {shares.min()}")
         steps = tuple(
             partial(_divided, each, tuple(column)) for each, column in zip(plain.step, shares.T.tolist(), strict=True)
         )
-        rescaled = replace(plain, step=steps, noise=self.noise.schedules(setting, plain.regularity(), steps))
-        findings = _checked(rescaled, setting, doubly_stochastic=False)
-        if min(setting.rounds, setting.network.horizon) > 1:
+        rescaled = replace(plain, step=steps, noise=self.noise.build_schedules(context, plain.regularity(), steps))
+        findings = _checked(rescaled, context, doubly_stochastic=False)
+        if min(context.rounds, context.network.horizon) > 1:
             text = "the weights change from round to round: rescaling by e corrects those of a fixed network only"
             findings = (*findings, RunWarning("NETWORK_FIXED", text))
-        return Dpsr(rescaled, plain.step, setting.n_learners), findings
+        return Dpsr(rescaled, plain.step, context.n_learners), findings
 
-    def noisier(self, factors: tuple[float, ...]) -> DpsrSpec:
-        return self.model_copy(update={"noise": self.noise.louder(factors)})
+    def scale_noise(self, factors: tuple[float, ...]) -> DpsrSpec:
+        return self.model_copy(update={"noise": self.noise.scale_by(factors)})
 
 
-def _divided(schedule: Schedule, divisors: tuple[float, ...], t: int) -> float:
+def _divided(schedule: RoundSchedule, divisors: tuple[float, ...], t: int) -> float:
     """By a number of each round; after the last of them by the last."""
     return schedule(t) / divisors[min(t, len(divisors) - 1)]
 
 
-def _own_shares(setting: Setting) -> FloatArray:
+def _own_shares(setting: RunContext) -> FloatArray:
     """`[e_t]_i` of every round and learner, `(rounds, learners)`: the diagonal of `W_{t-1} … W_0`."""
     setting.require_finite_rounds("dpsr, which divides the steps of all rounds beforehand,")
     if setting.rounds * setting.n_learners > MAX_ARRAY_ELEMENTS:
@@ -195,7 +195,7 @@ def _own_shares(setting: Setting) -> FloatArray:
     product, shares = np.eye(setting.n_learners), np.empty((setting.rounds, setting.n_learners))
     for t in range(setting.rounds):
         shares[t] = np.diag(product)
-        product = setting.network.at(t).matrix @ product
+        product = setting.network.mixing(t).matrix @ product
     return shares
 
 
@@ -209,7 +209,9 @@ _ROUNDING = 1e-9
 """How far sums of mixing weights may be from 1."""
 
 
-def _checked(algorithm: GossipDescent, setting: Setting, *, doubly_stochastic: bool = True) -> tuple[RunWarning, ...]:
+def _checked(
+    algorithm: GossipDescent, setting: RunContext, *, doubly_stochastic: bool = True
+) -> tuple[RunWarning, ...]:
     """Refuse what has no guarantee or no meaning, and report the rest.
 
     Args:
@@ -229,24 +231,24 @@ def _checked(algorithm: GossipDescent, setting: Setting, *, doubly_stochastic: b
     looked_at = (0, last) if doubly_stochastic else range(algorithm.rounds)
     require_scales(noise(t) for noise in algorithm.noise for t in looked_at)
     if noisy:
-        require_gradient_change(algorithm.regularity().change)
+        require_gradient_change(algorithm.regularity().clipped_gradient_change)
     findings = [*_weight_findings(setting, doubly_stochastic)]
     if noisy:
         findings += _noise_findings(algorithm, min(smallest))
     return tuple(findings)
 
 
-def _weight_findings(setting: Setting, doubly_stochastic: bool) -> Iterator[RunWarning]:
+def _weight_findings(setting: RunContext, doubly_stochastic: bool) -> Iterator[RunWarning]:
     """ROW_SUM is refused; NOT_DOUBLY_STOCHASTIC and OWN_WEIGHT are reported, for the first round in which they hold."""
     columns, own = 0.0, 0.0
     for t in range(min(setting.rounds, setting.network.horizon)):
-        mixing = setting.network.at(t)
+        mixing = setting.network.mixing(t)
         rows = mixing.matrix.sum(axis=1)
         worst = int(np.argmax(np.abs(rows - 1.0)))
         text = "every learner's mixing weights, its own included, must sum to 1"
         require(abs(rows[worst] - 1.0) <= _ROUNDING, "ROW_SUM", f"{text}, got {rows[worst]} for {worst} in round {t}")
         columns = max(columns, float(np.abs(mixing.matrix.sum(axis=0) - 1.0).max()))
-        own = min(own, float(mixing.own.min()))
+        own = min(own, float(mixing.own_weights.min()))
     if doubly_stochastic and columns > _ROUNDING:
         text = "mixing weights are not doubly stochastic: learners agree on an optimum that weighs them unequally"
         yield RunWarning("NOT_DOUBLY_STOCHASTIC", f"{text}, got column sums up to {columns:.3g} away from 1")

@@ -35,7 +35,7 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import AssumptionViolated, SpecError
-from sottovoce_core.noise import grid
+from sottovoce_core.noise import lattice_spacing
 from sottovoce_core.optional import format_install_hint
 from sottovoce_core.privacy.accountant import FirstRecordAccountant
 from sottovoce_core.privacy.guarantee import GuaranteeBasis, Mechanism, Regularity
@@ -87,7 +87,7 @@ def require_mode(mode: AccountingMode, known: Regularity) -> None:
     if mode in ("smooth", "convex") and known.smoothness == math.inf:
         text = 'this accounting mode needs a known smoothness constant; use mode "clip"'
         raise AssumptionViolated("SMOOTHNESS", f'{text}, got mode "{mode}" with smoothness inf')
-    if mode == "convex" and not known.convex:
+    if mode == "convex" and not known.is_convex:
         raise AssumptionViolated("NOT_CONVEX", 'this loss is not convex; mode "convex" does not apply')
     if mode == "convex" and not known.can_use_convex_mode:
         text = 'clipped gradients of this loss are not gradients of a convex function; mode "convex" does not apply'
@@ -108,7 +108,11 @@ class _SensitivityRecursion:
     """
 
     def __init__(
-        self, mode: AccountingMode, known: Regularity, schedules: SharedSchedules, own_weight: float | Callable[[int], float]
+        self,
+        mode: AccountingMode,
+        known: Regularity,
+        schedules: SharedSchedules,
+        own_weight: float | Callable[[int], float],
     ) -> None:
         require_mode(mode, known)
         self._mode, self._known, self._schedules = mode, known, schedules
@@ -133,13 +137,15 @@ class _SensitivityRecursion:
         known, mode = self._known, self._mode
         moved = known.smoothness * phi if phi > 0.0 else 0.0  # L may be infinite
         if mode == "loose":
-            return abs(s) * phi + lam * (moved + known.change)
+            return abs(s) * phi + lam * (moved + known.clipped_gradient_change)
         if mode == "smooth":
-            return abs(s) * phi + lam * (moved + share * known.change)
-        clip = abs(s) * phi + lam * min(moved + share * known.change, 2 * known.clip_norm)  # never above `smooth`
+            return abs(s) * phi + lam * (moved + share * known.clipped_gradient_change)
+        clip = abs(s) * phi + lam * min(
+            moved + share * known.clipped_gradient_change, 2 * known.clip_norm
+        )  # never above `smooth`
         if mode == "clip" or (mode == "best" and not known.can_use_convex_mode):
             return clip
-        convex = max(abs(s), abs(s - lam * known.smoothness)) * phi + lam * share * known.change
+        convex = max(abs(s), abs(s - lam * known.smoothness)) * phi + lam * share * known.clipped_gradient_change
         return convex if mode == "convex" else min(clip, convex)
 
 
@@ -182,21 +188,23 @@ class LdpDolAccountant(FirstRecordAccountant):
     def __init__(
         self,
         mode: AccountingMode,
-        known: Regularity,
+        regularity: Regularity,
         schedules: SharedSchedules,
         learner: LearnerScales,
-        smallest_own_weight: float | None = None,
-        own_weight_at: Callable[[int], float] | None = None,
+        min_own_weight: float | None = None,
+        own_weight_schedule: Callable[[int], float] | None = None,
     ) -> None:
-        self._mode, self._known, self._schedules, self._learner = mode, known, schedules, learner
-        self._smallest = learner.own_weight if smallest_own_weight is None else smallest_own_weight
-        self._changes = own_weight_at is not None
-        self._sensitivity = _SensitivityRecursion(mode, known, schedules, own_weight_at or learner.own_weight)
+        self._mode, self._known, self._schedules, self._learner = mode, regularity, schedules, learner
+        self._smallest = learner.own_weight if min_own_weight is None else min_own_weight
+        self._changes = own_weight_schedule is not None
+        self._sensitivity = _SensitivityRecursion(
+            mode, regularity, schedules, own_weight_schedule or learner.own_weight
+        )
         self._root = math.sqrt(learner.dim)
         proof = (
             "Chen & Wang 2025, Theorem 5 with (17)-(22) and the learner's own |w_ii|; sottovoce_core.algorithms.ldp_dol"
         )
-        self.grounds = GuaranteeBasis(mode, proof, known.constants(learner.own_weight))
+        self.basis = GuaranteeBasis(mode, proof, regularity.constants(learner.own_weight))
 
     @property
     def sensitivity(self) -> float:
@@ -211,12 +219,12 @@ class LdpDolAccountant(FirstRecordAccountant):
         if self._sensitivity.phi == 0.0:
             return 0.0
         scale = self._learner.laplace_scale(self._sensitivity.t)
-        return (self._root * self._sensitivity.phi + self._learner.dim * float(grid(scale))) / scale
+        return (self._root * self._sensitivity.phi + self._learner.dim * float(lattice_spacing(scale))) / scale
 
-    def advance(self, records: int, replaced: int | None = None) -> None:
-        self._sensitivity.advance(records, self.differ(records, replaced))
+    def advance(self, records: int, n_replaced: int | None = None) -> None:
+        self._sensitivity.advance(records, self.count_replaced(records, n_replaced))
 
-    def paper(self, rounds: int) -> FloatArray:
+    def paper_epsilon(self, rounds: int) -> FloatArray:
         """Theorem 5-(i).
 
         Its double sum is recursion (19), with `w_bar = min_j |w_jj|` in place of the own weight and the ridge as part of L.
@@ -230,10 +238,10 @@ class LdpDolAccountant(FirstRecordAccountant):
             )
         )
 
-    def infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
+    def infinite_horizon_epsilon(self, counts: IntArray, n_replaced: IntArray | None) -> float:
         """Of one replaced record among at least the smallest batch a round; what is used again has no end to be planned for."""
         batch = int(counts.min())
-        if self._changes or batch == 0 or (replaced is not None and replaced.sum() > 1):
+        if self._changes or batch == 0 or (n_replaced is not None and n_replaced.sum() > 1):
             return math.inf
         return _infinite_horizon(self._mode, self._known, self._schedules, self._learner, batch)
 
@@ -258,7 +266,12 @@ def _infinite_horizon(
 
 
 def _head_and_tail(
-    mode: AccountingMode, known: Regularity, schedules: SharedSchedules, learner: LearnerScales, batch_size: int, convex: bool
+    mode: AccountingMode,
+    known: Regularity,
+    schedules: SharedSchedules,
+    learner: LearnerScales,
+    batch_size: int,
+    convex: bool,
 ) -> float:
     """The bound of `_infinite_horizon` with the tail of mode `convex`, or of `smooth`."""
     try:
@@ -271,13 +284,18 @@ def _head_and_tail(
     t1, margin = start
     head, phi = _head(mode, known, schedules, learner, batch_size, t1)
     p = 1.0 + schedules.v - schedules.u
-    k = max(schedules.lam0 * known.change / batch_size / margin, phi * math.pow(t1 + 1.0, p))
+    k = max(schedules.lam0 * known.clipped_gradient_change / batch_size / margin, phi * math.pow(t1 + 1.0, p))
     return head + math.sqrt(2.0 * learner.dim) / learner.sigma * k * float(zeta(p + learner.varsigma, t1 + 1.0))
 
 
 @lru_cache
 def _head(
-    mode: AccountingMode, known: Regularity, schedules: SharedSchedules, learner: LearnerScales, batch_size: int, rounds: int
+    mode: AccountingMode,
+    known: Regularity,
+    schedules: SharedSchedules,
+    learner: LearnerScales,
+    batch_size: int,
+    rounds: int,
 ) -> tuple[float, float]:
     """The privacy loss of the first `rounds` rounds, up to a million, and `Phi` after them; most learners of a run share it."""
     sensitivity = _SensitivityRecursion(mode, known, schedules, learner.own_weight)

@@ -19,15 +19,25 @@ from functools import partial
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import ReceivedMessages, Message, Who
-from sottovoce_core.algorithms.ldp_dol.accounting import LdpDolAccountant, LearnerScales, AccountingMode, SharedSchedules
+from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
+from sottovoce_core.algorithms.ldp_dol.accounting import (
+    AccountingMode,
+    LdpDolAccountant,
+    LearnerScales,
+    SharedSchedules,
+)
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.decision_sets import DecisionSet
-from sottovoce_core.losses import Loss, bounded
-from sottovoce_core.losses.history import History, start_history
+from sottovoce_core.losses import Loss, enforce_bounds
+from sottovoce_core.losses.history import GradientHistory, start_history
 from sottovoce_core.network.network import Network
 from sottovoce_core.noise import NoiseSource
-from sottovoce_core.noise.mechanisms import laplace_log_density, magnitude_bound, field_lattice_spacing, add_laplace_noise
+from sottovoce_core.noise.mechanisms import (
+    add_laplace_noise,
+    field_lattice_spacing,
+    laplace_log_density,
+    magnitude_bound,
+)
 from sottovoce_core.privacy.guarantee import Regularity
 
 
@@ -35,10 +45,10 @@ from sottovoce_core.privacy.guarantee import Regularity
 class _State:
     """theta_t, the round t, and the records seen."""
 
-    who: Who
+    who: StateAxes
     t: int
     theta: FloatArray
-    history: History
+    history: GradientHistory
     sigma: Scalars
     varsigma: Scalars
 
@@ -62,21 +72,21 @@ class LdpDol:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> _State:
-        initial = np.broadcast_to(self.loss.initial(self.dim), (*who.lead, self.dim))
+    def init(self, axes: StateAxes) -> _State:
+        initial = np.broadcast_to(self.loss.initial_parameters(self.dim), (*axes.leading_shape, self.dim))
         origin = self.decision_set.project(initial)
-        return _State(who, 0, origin, start_history(self.loss), who.pick(self.sigma), who.pick(self.varsigma))
+        return _State(axes, 0, origin, start_history(self.loss), axes.pick(self.sigma), axes.pick(self.varsigma))
 
-    def speak(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
+    def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         scale, later = _laplace_scale(state, state.t), partial(_laplace_scale, state)
         return state, Message({"y": add_laplace_noise(noise, "y", state.t, state.theta, scale, later)})
 
-    def listen(self, state: _State, heard: ReceivedMessages, batch: Batch) -> _State:
+    def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
         t, theta, ridge = state.t, state.theta, self.loss.ridge
         coupling, step = self.schedules.coupling(t), self.schedules.step_size(t)
-        history = state.history.observe(bounded(self.loss, batch))
-        pulled = heard.weighted_sum("y")
-        keep = 1.0 - coupling * heard.total_weight - step * ridge
+        history = state.history.observe(enforce_bounds(self.loss, batch))
+        pulled = received.weighted_sum("y")
+        keep = 1.0 - coupling * received.total_weight - step * ridge
         moved = keep * theta
         pulled *= coupling
         moved += pulled
@@ -89,23 +99,23 @@ class LdpDol:
     def decision(self, state: _State) -> FloatArray:
         return state.theta
 
-    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
+    def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         return state, laplace_log_density(message["y"], state.theta, _laplace_scale(state, state.t))
 
     def accountant(self, learner: int) -> LdpDolAccountant:
-        known = Regularity.of(self.loss, self.decision_set, self.dim)
-        smallest = float(self.network.at(0).neighbours.sum(axis=1).min())
+        known = Regularity.from_loss(self.loss, self.decision_set, self.dim)
+        smallest = float(self.network.mixing(0).neighbour_weights.sum(axis=1).min())
         changing = self.network.horizon > 1
         return LdpDolAccountant(
             self.accounting,
             known,
             self.schedules,
             self._scales(learner),
-            smallest_own_weight=smallest,
-            own_weight_at=(lambda t: self._own_weight(learner, t)) if changing else None,
+            min_own_weight=smallest,
+            own_weight_schedule=(lambda t: self._own_weight(learner, t)) if changing else None,
         )
 
-    def lattice(self, learner: int, t: int) -> dict[str, float]:
+    def lattice_spacings(self, learner: int, t: int) -> dict[str, float]:
         return field_lattice_spacing("y", self.noise_scale(learner, t))
 
     def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
@@ -119,7 +129,7 @@ class LdpDol:
 
     def _own_weight(self, learner: int, t: int) -> float:
         """`|w_ii|` of round t: the sum of what the learner gives to others."""
-        return float(self.network.at(t).neighbours[learner].sum())
+        return float(self.network.mixing(t).neighbour_weights[learner].sum())
 
 
 def _laplace_scale(state: _State, t: int) -> Scalars:

@@ -12,7 +12,14 @@ from typing import Literal
 
 from sottovoce_core.algorithms.ldp_dol.accounting import AccountingMode, SharedSchedules, require_mode
 from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunWarning, PerLearner, Setting, require_scales, times
+from sottovoce_core.algorithms.setting import (
+    AlgorithmSpec,
+    PerLearner,
+    RunContext,
+    RunWarning,
+    multiply_per_learner,
+    require_scales,
+)
 from sottovoce_core.errors import require
 from sottovoce_core.losses import Loss
 from sottovoce_core.losses.history import QuadraticHistory, start_history
@@ -32,17 +39,17 @@ class LdpDolSpec(AlgorithmSpec):
     varsigma: PerLearner = 0.1
     accounting: AccountingMode = "best"
 
-    def build(self, setting: Setting) -> tuple[LdpDol, tuple[RunWarning, ...]]:
-        topology = setting.full_fixed_network
+    def build(self, context: RunContext) -> tuple[LdpDol, tuple[RunWarning, ...]]:
+        topology = context.full_fixed_network
         algorithm = LdpDol(
-            dim=setting.dim,
-            rounds=setting.rounds,
+            dim=context.dim,
+            rounds=context.rounds,
             schedules=SharedSchedules(self.lam0, self.v, self.gam0, self.u),
-            sigma=setting.per_learner(self.sigma, "algorithm.sigma"),
-            varsigma=setting.per_learner(self.varsigma, "algorithm.varsigma"),
-            network=setting.network,
-            loss=setting.loss,
-            decision_set=setting.decision_set,
+            sigma=context.broadcast_to_learners(self.sigma, "algorithm.sigma"),
+            varsigma=context.broadcast_to_learners(self.varsigma, "algorithm.varsigma"),
+            network=context.network,
+            loss=context.loss,
+            decision_set=context.decision_set,
             accounting=self.accounting,
         )
         findings = _check_ldp_dol(
@@ -51,20 +58,20 @@ class LdpDolSpec(AlgorithmSpec):
             algorithm.sigma,
             algorithm.varsigma,
             topology,
-            Regularity.of(setting.loss, setting.decision_set, setting.dim),
-            strong_convexity=setting.loss.ridge if setting.loss.convex else 0.0,
+            Regularity.from_loss(context.loss, context.decision_set, context.dim),
+            strong_convexity=context.loss.ridge if context.loss.is_convex else 0.0,
         )
-        ends = (0, setting.rounds - 1)  # the noise grows with the rounds
-        require_scales(algorithm.noise_scale(i, t) for i in range(setting.n_learners) for t in ends)
-        return algorithm, (*findings, *_large_statistics(setting.loss, setting.dim))
+        ends = (0, context.rounds - 1)  # the noise grows with the rounds
+        require_scales(algorithm.noise_scale(i, t) for i in range(context.n_learners) for t in ends)
+        return algorithm, (*findings, *_large_statistics(context.loss, context.dim))
 
-    def noisier(self, factors: tuple[float, ...]) -> LdpDolSpec:
-        return self.model_copy(update={"sigma": times(self.sigma, factors)})
+    def scale_noise(self, factors: tuple[float, ...]) -> LdpDolSpec:
+        return self.model_copy(update={"sigma": multiply_per_learner(self.sigma, factors)})
 
 
 # ---- conditions -------------------------------------------------------------------------------------------------------
 
-_LARGE = 2**28
+_LARGE_STATISTICS_BYTES = 2**28
 """Bytes of statistics of which a user is told."""
 
 
@@ -89,13 +96,13 @@ def _check_ldp_dol(
     _require_schedules(schedules)
     _require_noise(sigma, varsigma)
     text = "a privacy budget needs a finite bound on the per-record gradient change"
-    text = f"{text}: bound the features, or set clip_norm, got {known.change}"
-    require(0 < known.change < math.inf, "GRAD_CHANGE", text)
+    text = f"{text}: bound the features, or set clip_norm, got {known.clipped_gradient_change}"
+    require(0 < known.clipped_gradient_change < math.inf, "GRAD_CHANGE", text)
     require_mode(mode, known)
     findings = [*_network_findings(schedules, varsigma, topology)]
     if strong_convexity > 0:
         findings += _strongly_convex_findings(schedules, topology, known, strong_convexity)
-    elif known.convex:
+    elif known.is_convex:
         findings += _convex_findings(schedules, topology, known)
     return tuple(findings)
 
@@ -123,10 +130,14 @@ def _require_noise(sigma: tuple[float, ...], varsigma: tuple[float, ...]) -> Non
 # ---- reported --------------------------------------------------------------------------------------------
 
 
-def _network_findings(schedules: SharedSchedules, varsigma: tuple[float, ...], topology: FixedNetwork) -> Iterator[RunWarning]:
+def _network_findings(
+    schedules: SharedSchedules, varsigma: tuple[float, ...], topology: FixedNetwork
+) -> Iterator[RunWarning]:
     """U_NOT_BELOW_V, NOISE_GROWTH, GAMMA0_LARGE, COUPLING_OVERSHOOT."""
     if schedules.u >= schedules.v:
-        yield RunWarning("U_NOT_BELOW_V", f"u >= v: learners do not reach agreement, got u={schedules.u}, v={schedules.v}")
+        yield RunWarning(
+            "U_NOT_BELOW_V", f"u >= v: learners do not reach agreement, got u={schedules.u}, v={schedules.v}"
+        )
     if max(varsigma) + 0.5 >= schedules.u:
         text = "noise grows too fast for Theorems 1-4 (max varsigma + 0.5 must be below u)"
         yield RunWarning("NOISE_GROWTH", f"{text}, got {max(varsigma)} + 0.5 against u={schedules.u}")
@@ -142,7 +153,7 @@ def _network_findings(schedules: SharedSchedules, varsigma: tuple[float, ...], t
 def _large_statistics(loss: Loss, dim: int) -> Iterator[RunWarning]:
     """STATISTICS: what takes so much memory that a machine may lack it."""
     size = 8 * (dim + 1) ** 2
-    if isinstance(start_history(loss), QuadraticHistory) and size >= _LARGE:
+    if isinstance(start_history(loss), QuadraticHistory) and size >= _LARGE_STATISTICS_BYTES:
         yield RunWarning(
             "STATISTICS",
             f"a learner keeps exact statistics of this loss in place of records, {dim + 1} x {dim + 1} numbers: "
@@ -171,7 +182,7 @@ def _convex_findings(schedules: SharedSchedules, topology: FixedNetwork, known: 
         text = f"v too small for Theorem 2/4, got v={schedules.v} against (1 + 2u)/3 = {(1 + 2 * schedules.u) / 3:.6g}"
         yield RunWarning("V_TOO_SMALL", text)
     smoothness = known.smoothness + known.ridge
-    deviation = known.change / math.sqrt(2)
+    deviation = known.clipped_gradient_change / math.sqrt(2)
     slope = known.clip_norm + (known.ridge * known.diameter if known.ridge else 0.0)
     squares = smoothness * smoothness + deviation * deviation + slope * slope
     excess = 2 * squares * schedules.lam0 / (-topology.delta_2 * schedules.gam0)

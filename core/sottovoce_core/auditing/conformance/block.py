@@ -14,8 +14,14 @@ import numpy.typing as npt
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Part, Test
-from sottovoce_core.auditing.conformance.residuals import RUN_INDEPENDENT_NAMES, UNKNOWN, ByteArray, Residuals, unknown
+from sottovoce_core.auditing.bounds import BudgetPart, Test
+from sottovoce_core.auditing.conformance.residuals import (
+    RUN_INDEPENDENT_NAMES,
+    UNKNOWN_VALUES,
+    ByteArray,
+    Residuals,
+    create_unknown_arrays,
+)
 
 # ---- places ----------------------------------------------------------------------------------------------------------
 
@@ -35,38 +41,38 @@ class Layout:
     fields: tuple[tuple[str, int], ...]
 
     @property
-    def numbers(self) -> int:
+    def numbers_per_message(self) -> int:
         """In a message."""
         return sum(width for _, width in self.fields)
 
     @property
-    def places(self) -> int:
+    def numbers_per_run(self) -> int:
         """Numbers of a run."""
-        return len(self.learners) * self.rounds * self.numbers
+        return len(self.learners) * self.rounds * self.numbers_per_message
 
     @property
-    def widest(self) -> int:
+    def max_width(self) -> int:
         """Numbers of the widest field."""
         return max(width for _, width in self.fields)
 
     @property
-    def voices(self) -> int:
+    def sequence_count(self) -> int:
         """Fields of learners: what says one sequence of vectors each."""
         return len(self.learners) * len(self.fields)
 
-    def parts(self) -> Iterator[tuple[str, slice]]:
+    def iterate_field_slices(self) -> Iterator[tuple[str, slice]]:
         """Fields, and where they stand along the last axis."""
         start = 0
         for name, width in self.fields:
             yield name, slice(start, start + width)
             start += width
 
-    def by_voice(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def stack_sequences(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """`(learners, rounds, runs, numbers)` as `(voices, rounds, runs, widest)`: zeros follow the numbers of a narrow field."""
         if len(self.fields) == 1:
             return numbers
-        found = np.zeros((self.voices, *numbers.shape[1:3], self.widest), numbers.dtype)
-        for f, (_, part) in enumerate(self.parts()):
+        found = np.zeros((self.sequence_count, *numbers.shape[1:3], self.max_width), numbers.dtype)
+        for f, (_, part) in enumerate(self.iterate_field_slices()):
             found[f :: len(self.fields), ..., : part.stop - part.start] = numbers[..., part]
         return found
 
@@ -85,19 +91,19 @@ class Layout:
         """Of every number of a message the field and the coordinate, in words."""
         return [f"field {name!r}, coordinate {k}" for name, width in self.fields for k in range(width)]
 
-    def number(self, k: int) -> str:
+    def name_coordinate(self, k: int) -> str:
         """The coordinate, and its field where there are several."""
         return self.coordinates[k] if len(self.fields) > 1 else f"coordinate {k}"
 
-    def place(self, index: int) -> str:
+    def name_place(self, index: int) -> str:
         """Of a number, by its index in `(learners, rounds, numbers)`."""
-        i, t, k = np.unravel_index(index, (len(self.learners), self.rounds, self.numbers))
-        return f"{self.learners[int(i)]}, round {t}, {self.number(int(k))}"
+        i, t, k = np.unravel_index(index, (len(self.learners), self.rounds, self.numbers_per_message))
+        return f"{self.learners[int(i)]}, round {t}, {self.name_coordinate(int(k))}"
 
 
 # ---- blocks of noise -------------------------------------------------------------------------------------------------
 
-_PIECE = 2**17
+_MAX_PIECE_NUMBERS = 2**17
 """Numbers of a piece, at most, or those of one run: a megabyte of each array."""
 
 MAX_NORMAL_SCORE = 38.0
@@ -126,37 +132,39 @@ class Block:
     layout: Layout
     values: FloatArray
     steps: IntArray
-    said: IntArray
-    lost: ByteArray
-    off: BoolArray
+    message_steps: IntArray
+    lost_bits: ByteArray
+    is_off_lattice: BoolArray
     scale: FloatArray
     grid: FloatArray
     past: Mapping[str, FloatArray]
 
     @property
-    def close(self) -> bool:
+    def has_past(self) -> bool:
         """Whether to look at what costs most: dependence, of numbers on each other and on what was before."""
         return bool(self.past)
 
     @classmethod
-    def blank(cls, layout: Layout, runs: int) -> Block:
+    def create_blank(cls, layout: Layout, runs: int) -> Block:
         """Room for all noise of so many runs, none of it known yet."""
-        learners, rounds, numbers = len(layout.learners), layout.rounds, layout.numbers
-        return cls(layout, **unknown((learners, rounds, runs, numbers), (learners, rounds, numbers)), past={})
+        learners, rounds, numbers = len(layout.learners), layout.rounds, layout.numbers_per_message
+        return cls(
+            layout, **create_unknown_arrays((learners, rounds, runs, numbers), (learners, rounds, numbers)), past={}
+        )
 
-    def of(self, learner: int) -> dict[str, Residuals]:
+    def get_residuals(self, learner: int) -> dict[str, Residuals]:
         """The room of one learner, by field: views."""
         found = {}
-        for name, where in self.layout.parts():
-            rows = {part: getattr(self, part)[learner, ..., where] for part in UNKNOWN}
+        for name, where in self.layout.iterate_field_slices():
+            rows = {part: getattr(self, part)[learner, ..., where] for part in UNKNOWN_VALUES}
             found[name] = Residuals(learner, name, **rows)
         return found
 
-    def room(self, runs: int) -> Block:
+    def reuse_memory(self, runs: int) -> Block:
         """The same memory for so many runs or fewer, to be filled anew (`residuals`): it still holds what was known of others."""
         shape = (*self.values.shape[:2], runs, self.values.shape[3])
         rows = {part: getattr(self, part) for part in RUN_INDEPENDENT_NAMES}
-        for part in UNKNOWN.keys() - rows.keys():
+        for part in UNKNOWN_VALUES.keys() - rows.keys():
             rows[part] = getattr(self, part).reshape(-1)[: math.prod(shape)].reshape(shape)
         return Block(self.layout, **rows, past={})
 
@@ -169,14 +177,14 @@ class Block:
                 for what, values in each.past.items():
                     runs[what] = max(values.shape[1], runs.get(what, 1))
         before = {what: np.zeros((learners, rounds, length, numbers)) for what, length in runs.items()}
-        places = dict(self.layout.parts())
+        places = dict(self.layout.iterate_field_slices())
         for own in found:
             for each in own:
                 for what in list(each.past):
                     before[what][each.learner, :, :, places[each.field]] = each.past.pop(what)
         return replace(self, past=before)
 
-    def pieces(self) -> Iterator[tuple[int, slice, Block]]:
+    def iterate_pieces(self) -> Iterator[tuple[int, slice, Block]]:
         """The same noise of one learner and some runs at a time: the learner, the runs, and the piece, whose arrays are views.
 
         Memory is slower than what is done with a number, so each piece fits into a processor's cache.
@@ -188,9 +196,9 @@ class Block:
     def iterate_run_pieces(self, learners: slice = slice(None)) -> Iterator[tuple[slice, Block]]:
         """The same of these learners together: as many runs at a time as fit, or one; which, and their noise."""
         by_scale = {part: getattr(self, part)[learners] for part in RUN_INDEPENDENT_NAMES}
-        own = {part: getattr(self, part)[learners] for part in UNKNOWN if part not in RUN_INDEPENDENT_NAMES}
+        own = {part: getattr(self, part)[learners] for part in UNKNOWN_VALUES if part not in RUN_INDEPENDENT_NAMES}
         runs = self.values.shape[2]
-        step = max(1, _PIECE * runs // own["values"].size)
+        step = max(1, _MAX_PIECE_NUMBERS * runs // own["values"].size)
         for start in range(0, runs, step):
             some = slice(start, min(start + step, runs))
             rows = by_scale | {part: values[:, :, some] for part, values in own.items()}
@@ -204,21 +212,21 @@ class Block:
         return runs
 
     @cached_property
-    def known(self) -> BoolArray:
+    def is_known(self) -> BoolArray:
         """Where noise is known."""
         known: BoolArray = np.isfinite(self.values)
         return known
 
     @cached_property
-    def resolved(self) -> BoolArray:
+    def is_resolved(self) -> BoolArray:
         """Where noise is known, and float64 resolves it to the last bit."""
-        resolved: BoolArray = self.known & (self.lost == 0)
+        resolved: BoolArray = self.is_known & (self.lost_bits == 0)
         return resolved
 
     @cached_property
     def count(self) -> int:
         """Numbers of known noise."""
-        return int(np.count_nonzero(self.known))
+        return int(np.count_nonzero(self.is_known))
 
     @cached_property
     def sizes(self) -> FloatArray:
@@ -233,7 +241,7 @@ class Block:
         return tail
 
     @cached_property
-    def normal(self) -> FloatArray:
+    def normal_scores(self) -> FloatArray:
         """Normal scores of the values, z: independent standard normal numbers; 0 where unknown.
 
         Of the small probability, never of one minus it: far out that rounds to one.
@@ -249,13 +257,13 @@ class Block:
         """The normal number that is exceeded as often as this; no infinity for what is exceeded never, or always."""
         scores: FloatArray = np.clip(-special.ndtri(above), -MAX_NORMAL_SCORE, MAX_NORMAL_SCORE)
         scores *= np.sign(signs)
-        scores[~self.known] = 0.0
+        scores[~self.is_known] = 0.0
         return scores
 
     @cached_property
     def signs(self) -> ByteArray:
         """-1, 0 or 1; 0 where unknown."""
-        signs: ByteArray = np.sign(np.where(self.known, self.values, 0.0)).astype(np.int8)
+        signs: ByteArray = np.sign(np.where(self.is_known, self.values, 0.0)).astype(np.int8)
         return signs
 
 
@@ -274,8 +282,8 @@ class ConformanceTest(ABC):
         summed: names of what it keeps and only adds up.
     """
 
-    part: ClassVar[Part]
-    summed: ClassVar[tuple[str, ...]] = ()
+    part: ClassVar[BudgetPart]
+    additive_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         self._layout = layout
@@ -286,10 +294,10 @@ class ConformanceTest(ABC):
 
     def merge(self, other: Self) -> None:
         """Take in what another one keeps of other runs."""
-        for name in self.summed:
+        for name in self.additive_names:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    def tests(self) -> list[Test]:
+    def compute_tests(self) -> list[Test]:
         """What all runs come to; no level is set yet."""
         return list(self._every())
 

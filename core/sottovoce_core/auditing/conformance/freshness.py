@@ -19,7 +19,7 @@ import numpy.typing as npt
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.bounds import BudgetPart, Test
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ Two exponential sizes of scales s and s' share one with probability at most `2^-
 
 _RAW = 2.0 ** -(_LEADING + 2)
 
-LARGEST = 2.0**-70
+LARGEST_PAIR_TIE_PROBABILITY = 2.0**-70
 """The two largest sizes of two messages are in the same cells: the joint density of their difference (exponential) and of the
 lesser one is squared and summed to a quarter at most."""
 
@@ -275,7 +275,7 @@ _LOW = np.int64(2**32 - 1)
 class Freshness(ConformanceTest):
     """Every draw is fresh: nothing is said twice, in a run or across runs."""
 
-    part: ClassVar[Part] = "freshness"
+    part: ClassVar[BudgetPart] = "freshness"
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         super().__init__(layout, share)
@@ -287,7 +287,7 @@ class Freshness(ConformanceTest):
     def add(self, block: Block) -> None:
         one_scale = not np.nanmax(block.scale, initial=0.0) > np.nanmin(block.scale, initial=np.inf)
         noisy = _noisy(block)
-        for i, _, piece in block.pieces():
+        for i, _, piece in block.iterate_pieces():
             self._look(_Seen.of(piece, i, noisy), one_scale)
 
     def _look(self, seen: _Seen, one_scale: bool) -> None:
@@ -304,7 +304,7 @@ class Freshness(ConformanceTest):
             self._add_pairs("pairs as they are", raw, seen)
         self._add_words(seen)
         # What was said, whatever the centre; and how many messages there were.
-        self._add_pairs("messages", _mixed(seen.block.said.view(np.uint64)), seen, 1)
+        self._add_pairs("messages", _mixed(seen.block.message_steps.view(np.uint64)), seen, 1)
         self._said += seen.messages
 
     def merge(self, other: Self) -> None:
@@ -317,7 +317,7 @@ class Freshness(ConformanceTest):
         """Numbers at a few places of every run: one size that is said often is seen here, whatever its hash."""
         if self._some.full:
             return
-        every = -(-self._layout.places // _MAX_FIRST_KEYS_PER_RUN)
+        every = -(-self._layout.numbers_per_run // _MAX_FIRST_KEYS_PER_RUN)
         _, t, k = np.nonzero(seen.places[:, :, 0] % every == 0)
         known = None if seen.resolved is None else seen.resolved[0, t, :, k]
         self._some.add(hashes[0, t, :, k], seen.places[0, t, :, k], known)
@@ -329,7 +329,7 @@ class Freshness(ConformanceTest):
 
     def _add_largest(self, cells: Words, seen: _Seen) -> None:
         """The two largest sizes of every message of three numbers or more, wherever they stand in it."""
-        for _, part in seen.block.layout.parts():
+        for _, part in seen.block.layout.iterate_field_slices():
             if part.stop - part.start > 2:
                 known = None if seen.resolved is None else seen.resolved[..., part].sum(axis=-1) > 2
                 largest = _mixed(np.partition(cells[..., part], -2, axis=-1)[..., -2:])
@@ -357,7 +357,7 @@ class Freshness(ConformanceTest):
         yield from self._fewest("ties", "no noise is said again", either, primary=True)
         pairs = [(kind, self._keys[kind].ties(chance)) for kind, chance in _PAIR_CHANCES.items()]
         yield from self._fewest("pair ties", "no two neighbouring numbers are said again", pairs, primary=True)
-        largest = [("two largest sizes", self._keys["largest"].ties(LARGEST))]
+        largest = [("two largest sizes", self._keys["largest"].ties(LARGEST_PAIR_TIE_PROBABILITY))]
         yield from self._fewest("permuted messages", "no message has the largest noise of another one", largest)
         messages = [("first two numbers", self._keys["messages"].ties(0.0))]
         yield from self._fewest("repeated messages", "no message is said again", messages)
@@ -390,7 +390,7 @@ class Freshness(ConformanceTest):
     def _places(self, ties: _Ties) -> str:
         if ties.places is None:
             return ""
-        one, other = (self._layout.place(place) for place in ties.places)
+        one, other = (self._layout.name_place(place) for place in ties.places)
         return f"; {one}, in two runs" if one == other else f"; {one}, and {other}"
 
 
@@ -418,7 +418,7 @@ class _Seen:
         """A piece of this learner."""
         shape = piece.values.shape
         places = np.arange(shape[1] * shape[3], dtype=np.uint32) + np.uint32(learner * shape[1] * shape[3])
-        resolved = None if piece.resolved.all() else piece.resolved
+        resolved = None if piece.is_resolved.all() else piece.is_resolved
         return cls(piece, resolved, np.broadcast_to(places.reshape(1, shape[1], 1, shape[3]), shape), noisy)
 
     @property
@@ -434,7 +434,7 @@ class _Seen:
 
     def neighbours(self, most: int | None = None) -> Iterator[tuple[_Index, _Index]]:
         """All neighbours along a field, or so many of the first ones; of a field of one number, of its rounds."""
-        for _, part in self.block.layout.parts():
+        for _, part in self.block.layout.iterate_field_slices():
             stop = part.stop if most is None else min(part.stop, part.start + most + 1)
             noisy = self.noisy.get(part.start, ())
             if stop - part.start > 1:
@@ -445,8 +445,8 @@ class _Seen:
 
 def _noisy(block: Block) -> Mapping[int, IntArray]:
     """`_Seen.noisy`."""
-    single = [part for _, part in block.layout.parts() if part.stop - part.start == 1]
-    return {part.start: np.flatnonzero(block.resolved[..., part].any(axis=(0, 2, 3))) for part in single}
+    single = [part for _, part in block.layout.iterate_field_slices() if part.stop - part.start == 1]
+    return {part.start: np.flatnonzero(block.is_resolved[..., part].any(axis=(0, 2, 3))) for part in single}
 
 
 def _leading_bits(sizes: FloatArray) -> Words:

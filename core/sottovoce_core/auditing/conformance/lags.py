@@ -14,11 +14,11 @@ import numpy.typing as npt
 from scipy import fft, special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.bounds import BudgetPart, Test
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 from sottovoce_core.auditing.conformance.p_values import LOG_2, compute_log_sign_p_values
 
-KEPT = 2**22
+MAX_SUMS = 2**22
 """Sums that are kept, at most, 8 bytes each: where there are more, the largest distances are left out."""
 
 MAX_COMPLEX_NUMBERS = 2**23
@@ -38,30 +38,30 @@ class Lags(ConformanceTest):
     `sum x_i(t, k) x_j(t + tau, k + kappa)` over rounds, coordinates and runs. Rounds are those that have noise.
     """
 
-    part: ClassVar[Part] = "dependence"
-    summed: ClassVar[tuple[str, ...]] = ("_sums", "_counts")
+    part: ClassVar[BudgetPart] = "dependence"
+    additive_names: ClassVar[tuple[str, ...]] = ("_sums", "_counts")
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         super().__init__(layout, share)
         self._reach = _reach(layout)
         rounds, numbers = (2 * each - 1 for each in self._reach)
-        self._voices = np.triu_indices(layout.voices)  # of every pair
+        self._voices = np.triu_indices(layout.sequence_count)  # of every pair
         self._counts: FloatArray = np.zeros((len(self._voices[0]), rounds, numbers))
         self._sums: FloatArray = np.zeros((len(_KINDS), *self._counts.shape))
 
     def add(self, block: Block) -> None:
         layout = self._layout
         # Rounds without noise, as between trees' leaves, do not part the others.
-        noisy = block.known.any(axis=(0, 2, 3))
+        noisy = block.is_known.any(axis=(0, 2, 3))
         if not noisy.any():
             return
         scores = np.stack(
             [
-                layout.by_voice(each[:, noisy]).astype(np.float32)
-                for each in (block.normal, block.normal_size_scores, block.signs)
+                layout.stack_sequences(each[:, noisy]).astype(np.float32)
+                for each in (block.normal_scores, block.normal_size_scores, block.signs)
             ]
         )
-        known = layout.by_voice(block.known[:, noisy])
+        known = layout.stack_sequences(block.is_known[:, noisy])
         alike = bool((known == known[:, :, :1]).all())
         counts = _correlated(known[None, :, :, :1] if alike else known[None], ((0, 0),), self._reach)
         counts *= block.runs if alike else 1
@@ -143,9 +143,9 @@ _DISTANCES = {"near": "next to each other", "far": "at every distance"}
 
 def _reach(layout: Layout) -> tuple[int, int]:
     """Lags in rounds and in coordinates stay below these."""
-    rounds, numbers = layout.rounds, layout.widest
-    pairs = layout.voices * (layout.voices + 1) // 2
-    while (len(_KINDS) + 1) * pairs * (2 * rounds - 1) * (2 * numbers - 1) > KEPT and (rounds > 3 or numbers > 2):
+    rounds, numbers = layout.rounds, layout.max_width
+    pairs = layout.sequence_count * (layout.sequence_count + 1) // 2
+    while (len(_KINDS) + 1) * pairs * (2 * rounds - 1) * (2 * numbers - 1) > MAX_SUMS and (rounds > 3 or numbers > 2):
         if rounds > 3 and (rounds >= numbers or numbers <= 2):
             rounds = max(3, rounds // 2)
         else:

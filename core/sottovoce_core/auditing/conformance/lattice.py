@@ -22,9 +22,16 @@ import numpy as np
 from scipy import stats
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.bounds import BudgetPart, Test
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
-from sottovoce_core.auditing.conformance.p_values import StatisticsAndPValues, binomial, judge_dyadic_counts, even, pooled, worst
+from sottovoce_core.auditing.conformance.p_values import (
+    StatisticsAndPValues,
+    compute_binomial_p_values,
+    judge_dyadic_counts,
+    judge_even_counts,
+    pool_tests,
+    select_worst_test,
+)
 from sottovoce_core.auditing.conformance.residuals import ByteArray
 
 _MAX_LOST_BITS = 4
@@ -70,9 +77,9 @@ class _Words:
 
     def __init__(self, layout: Layout, starts: Sequence[int]) -> None:
         self._places, self._starts = layout.sequence_names, starts
-        self.bytes = np.zeros((layout.voices, len(_STARTS), 256), np.int64)
-        self.zeros = np.zeros((layout.voices, _MAX_TRAILING_ZEROS + 1), np.int64)
-        self.messages = np.zeros((layout.numbers + 1, _WORD + 1), np.int64)
+        self.bytes = np.zeros((layout.sequence_count, len(_STARTS), 256), np.int64)
+        self.zeros = np.zeros((layout.sequence_count, _MAX_TRAILING_ZEROS + 1), np.int64)
+        self.messages = np.zeros((layout.numbers_per_message + 1, _WORD + 1), np.int64)
         self.coarsest = (0, "")
 
     def merge(self, other: _Words) -> None:
@@ -86,7 +93,9 @@ class _Words:
         """A piece of one of the places."""
         counted, ending = _counted(own.chosen, self._starts), _trailing(own.ends)
         self.bytes[place] += counted
-        zeros = np.bincount(np.minimum(ending, _MAX_TRAILING_ZEROS), minlength=_MAX_TRAILING_ZEROS + 1)[::-1].cumsum()[::-1]
+        zeros = np.bincount(np.minimum(ending, _MAX_TRAILING_ZEROS), minlength=_MAX_TRAILING_ZEROS + 1)[::-1].cumsum()[
+            ::-1
+        ]
         zeros[:_MIN_TRAILING_ZEROS] = [counted[0, :: 2**j].sum() for j in range(_MIN_TRAILING_ZEROS)]
         self.zeros[place] += zeros
         # Zeros that all numbers of a message share are those of their union; what is not judged is 0 and adds no bit.
@@ -136,9 +145,9 @@ def _together(block: Block) -> IntArray:
     """`(5, 8, 256)` as `_Words.bytes`: the bits of K' and its sign, added modulo two over `_TOGETHER`."""
     found = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
     for _, part in block.iterate_run_pieces():
-        own, judged = _without_lost(part.steps, part.lost)
+        own, judged = _without_lost(part.steps, part.lost_bits)
         words = own & (2**_SIGN - 1) | (own < 0).astype(np.int64) << _SIGN
-        for _, field in block.layout.parts():
+        for _, field in block.layout.iterate_field_slices():
             found += _added(words[..., field], None if judged is None else judged[..., field])
     return found
 
@@ -213,33 +222,33 @@ def _trailing(words: IntArray) -> IntArray:
 class Lattice(ConformanceTest):
     """The lattice: messages are on it, and cover it evenly, down to the last bit."""
 
-    part: ClassVar[Part] = "lattice"
+    part: ClassVar[BudgetPart] = "lattice"
 
-    summed: ClassVar[tuple[str, ...]] = ("_off", "_judged", "_mantissas", "_together")
+    additive_names: ClassVar[tuple[str, ...]] = ("_off", "_judged", "_mantissas", "_together")
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         super().__init__(layout, share)
-        self._off = np.zeros(layout.voices, np.int64)
+        self._off = np.zeros(layout.sequence_count, np.int64)
         self._judged = 0  # blocks
         self._steps, self._said = _Words(layout, _STARTS), _Words(layout, _STARTS[:_UNIFORM])
         self._mantissas = np.zeros((_WORD, _WORD + 1), np.int64)
         self._together = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
 
     def add(self, block: Block) -> None:
-        parts = [part for _, part in block.layout.parts()]
-        off = np.array([np.count_nonzero(each[..., part]) for each in block.off for part in parts])
-        if not off.any() and (block.lost > _MAX_LOST_BITS).all():
+        parts = [part for _, part in block.layout.iterate_field_slices()]
+        off = np.array([np.count_nonzero(each[..., part]) for each in block.is_off_lattice for part in parts])
+        if not off.any() and (block.lost_bits > _MAX_LOST_BITS).all():
             return
         self._off += off
         self._judged += 1
-        for learner, _, piece in block.pieces():
+        for learner, _, piece in block.iterate_pieces():
             for place, part in enumerate(parts, learner * len(parts)):
-                lost = piece.lost[0, ..., part]
+                lost = piece.lost_bits[0, ..., part]
                 noise = _Judged.of(piece.steps[0, ..., part], lost)
                 self._steps.add(place, noise)
-                self._said.add(place, _Judged.of(piece.said[0, ..., part], lost))
+                self._said.add(place, _Judged.of(piece.message_steps[0, ..., part], lost))
                 self._mantissas += _mantissas(noise)
-        if block.close:
+        if block.has_past:
             self._together += _together(block)
 
     def merge(self, other: Self) -> None:
@@ -252,22 +261,28 @@ class Lattice(ConformanceTest):
             return
         off, at = int(self._off.sum()), self._layout.sequence_names[int(self._off.argmax())]
         what = "all noise is on its lattice"
-        yield Test("lattice", what, float(off), float(off == 0), at if off else "", primary=False)
+        yield Test("lattice", what, float(off), float(off == 0), at if off else "", is_primary=False)
         yield from self._covered("", "the noise", self._steps, _bits)
         yield from self._covered("said ", "messages", self._said, _uniform_bits)
         yield from _precise(self._mantissas)
         yield from _independent(self._together)
 
-    def _covered(self, prefix: str, of: str, words: _Words, bits: Callable[[IntArray], StatisticsAndPValues]) -> Iterator[Test]:
+    def _covered(
+        self, prefix: str, of: str, words: _Words, bits: Callable[[IntArray], StatisticsAndPValues]
+    ) -> Iterator[Test]:
         """That all of the lattice is used: of K', or of a."""
-        ending, zeros = partial(judge_dyadic_counts, most=_MAX_TRAILING_ZEROS), lambda k: f"{k + 1} zeros or more"
-        kinds: tuple[tuple[str, str, Callable[[IntArray], StatisticsAndPValues], IntArray, Callable[[int], str], bool], ...] = (
+        ending, zeros = partial(judge_dyadic_counts, max_level=_MAX_TRAILING_ZEROS), lambda k: f"{k + 1} zeros or more"
+        kinds: tuple[
+            tuple[str, str, Callable[[IntArray], StatisticsAndPValues], IntArray, Callable[[int], str], bool], ...
+        ] = (
             ("bits", f"every bit of {of} is fair", bits, words.bytes, "bit {}".format, True),
             ("trailing zeros", f"{of} ends in zeros by chance", ending, words.zeros, zeros, not prefix),
             ("low bytes", f"low bits of {of} are uniform together", _bytes, words.bytes, _digits, False),
         )
         for name, what, judge, counts, detail, primary in kinds:
-            yield from pooled(prefix + name, what, judge, counts, detail, self._layout.sequence_names, primary=primary)
+            yield from pool_tests(
+                prefix + name, what, judge, counts, detail, self._layout.sequence_names, is_primary=primary
+            )
         yield from _coarse(prefix + "coarse messages", f"no message of {of} is coarser", words)
 
 
@@ -275,7 +290,7 @@ def _bits(counts: IntArray) -> StatisticsAndPValues:
     """Ones among 40 bits of `bytes`."""
     ones = np.einsum("pbv,vk->pbk", counts[:, [0, 2, 4, 6, 7]], _DIGITS).reshape(len(counts), -1)
     tries = counts[:, 0].sum(axis=-1)[:, None]
-    return ones / np.maximum(tries, 1), np.where(tries > 0, binomial(ones, tries, 0.5), np.nan)
+    return ones / np.maximum(tries, 1), np.where(tries > 0, compute_binomial_p_values(ones, tries, 0.5), np.nan)
 
 
 def _independent(counts: IntArray) -> list[Test]:
@@ -285,7 +300,9 @@ def _independent(counts: IntArray) -> list[Test]:
     def where(index: tuple[int, ...]) -> str:
         return f"{'signs' if index[1] == _SIGN else f'bit {index[1]}'} of {_TOGETHER[index[0]]}"
 
-    return worst("bits together", "bits of the noise are independent from number to number", (share, p_values), where)
+    return select_worst_test(
+        "bits together", "bits of the noise are independent from number to number", (share, p_values), where
+    )
 
 
 def _uniform_bits(counts: IntArray) -> StatisticsAndPValues:
@@ -298,7 +315,7 @@ def _bytes(counts: IntArray) -> StatisticsAndPValues:
     """Of numbers below 2^32: every four bits, and every eight."""
     low = counts[:, :_UNIFORM].reshape(len(counts), _UNIFORM, 16, 16)
     nibbles = np.concatenate([low.sum(axis=2), low[:, -1:].sum(axis=3)], axis=1)
-    found = even(nibbles), even(counts[:, :_UNIFORM])
+    found = judge_even_counts(nibbles), judge_even_counts(counts[:, :_UNIFORM])
     return np.hstack([each[0] for each in found]), np.hstack([each[1] for each in found])
 
 
@@ -315,7 +332,7 @@ def _coarse(name: str, what: str, words: _Words) -> list[Test]:
     expected = words.messages[1:].sum(axis=1) @ np.exp2(-np.outer(numbers, levels))
     found = words.messages[1:].sum(axis=0)[::-1].cumsum()[::-1][levels]
     where = words.coarsest[1]
-    return worst(name, what, (found[None], _too_many(found, expected)[None]), lambda _: where)
+    return select_worst_test(name, what, (found[None], _too_many(found, expected)[None]), lambda _: where)
 
 
 def _precise(mantissas: IntArray) -> list[Test]:
@@ -327,7 +344,7 @@ def _precise(mantissas: IntArray) -> list[Test]:
     found = mantissas[lengths, :-1].sum(axis=0).cumsum()[precisions]
     what = "no number was rounded to a short mantissa"
     judged = found[None], _too_many(found, expected)[None]
-    return worst("mantissas", what, judged, lambda k: f"{_PRECISIONS[k[1]]} bits or fewer", primary=True)
+    return select_worst_test("mantissas", what, judged, lambda k: f"{_PRECISIONS[k[1]]} bits or fewer", is_primary=True)
 
 
 def _too_many(found: IntArray, expected: FloatArray) -> FloatArray:

@@ -14,17 +14,17 @@ import numpy as np
 from scipy import stats
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.bounds import BudgetPart, Test
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 from sottovoce_core.auditing.conformance.p_values import (
-    StatisticsAndPValues,
     Scales,
-    binomial,
+    StatisticsAndPValues,
+    compute_binomial_p_values,
+    compute_gamma_p_value,
     judge_dyadic_counts,
-    even,
-    gamma,
-    pooled,
-    worst,
+    judge_even_counts,
+    pool_tests,
+    select_worst_test,
 )
 
 _NEAR = 2.0**-34
@@ -33,7 +33,7 @@ _NEAR = 2.0**-34
 Standard Laplace numbers are so close to any given number with a probability below this.
 """
 
-_CLOSE = 2.0**-5
+_MAX_NEAR_ZERO_SIZE = 2.0**-5
 """Sizes below this are looked at one by one for how close to zero they are."""
 _MAX_NEAR_ZERO_LEVEL = 34
 _MAX_TAIL_LEVEL = 64
@@ -57,15 +57,15 @@ def _above(histograms: IntArray) -> IntArray:
 class Marginal(ConformanceTest):
     """Single numbers: scale, tails, support, signs, shape. Places are learners, each field by itself."""
 
-    part: ClassVar[Part] = "marginal"
-    summed: ClassVar[tuple[str, ...]] = (
+    part: ClassVar[BudgetPart] = "marginal"
+    additive_names: ClassVar[tuple[str, ...]] = (
         *("_runs", "_histogram", "_tails", "_near", "_cells", "_signs", "_zeros"),
         *("_sums", "_counts", "_round_sums", "_round_counts"),
     )
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         super().__init__(layout, share)
-        learners, places = len(layout.learners), layout.voices
+        learners, places = len(layout.learners), layout.sequence_count
         self._runs = 0
         self._histogram = np.zeros(_BINS, np.int64)
         """Of `exp(-size)`, with the sign of the number."""
@@ -75,13 +75,16 @@ class Marginal(ConformanceTest):
         """Numbers with `1 - exp(-size)` below `2^-j`; of all at 0."""
         self._cells = np.zeros((places, 128), np.int64)
         """Numbers in equal cells of `F(r)`."""
-        self._signs = np.zeros((learners, layout.numbers, 2), np.int64)
+        self._signs = np.zeros((learners, layout.numbers_per_message, 2), np.int64)
         """Positive numbers, and those that are not zero."""
         self._zeros = np.zeros(places, np.int64)
         """Numbers closer to zero than `_NEAR`."""
         self._largest = np.zeros(places)
         """Largest size."""
-        self._sums, self._counts = np.zeros((learners, layout.numbers)), np.zeros((learners, layout.numbers), np.int64)
+        self._sums, self._counts = (
+            np.zeros((learners, layout.numbers_per_message)),
+            np.zeros((learners, layout.numbers_per_message), np.int64),
+        )
         """Sizes added up, and their number; by learner and coordinate, and by learner and round."""
         self._round_sums = np.zeros((learners, layout.rounds))
         self._round_counts = np.zeros((learners, layout.rounds), np.int64)
@@ -91,12 +94,12 @@ class Marginal(ConformanceTest):
         if not block.count:
             return
         learners, rounds, runs, numbers = block.values.shape
-        fields = [part for _, part in block.layout.parts()]
+        fields = [part for _, part in block.layout.iterate_field_slices()]
         histograms = np.zeros((len(self._zeros), _BINS), np.int64)
         sums, sizes_of = np.zeros((learners, numbers)), np.zeros((learners, rounds, runs))
         counts_of = np.zeros((learners, rounds, runs), np.int64)
-        for i, some, piece in block.pieces():
-            sizes, known = piece.sizes[0], piece.known[0]
+        for i, some, piece in block.iterate_pieces():
+            sizes, known = piece.sizes[0], piece.is_known[0]
             whole = known.all()
             if not whole:
                 sizes = np.where(known, sizes, 0.0)
@@ -119,13 +122,15 @@ class Marginal(ConformanceTest):
         self._round_counts += counts_of.sum(axis=-1)
         self._join(
             runs,
-            Scales.of(sizes_of.sum(axis=(0, 1)), counts_of.sum(axis=(0, 1))),
-            Scales.of(sizes_of, counts_of) if numbers > 1 else Scales(),  # a message of one number is that number
+            Scales.from_sums(sizes_of.sum(axis=(0, 1)), counts_of.sum(axis=(0, 1))),
+            Scales.from_sums(sizes_of, counts_of)
+            if numbers > 1
+            else Scales(),  # a message of one number is that number
         )
 
     def _look(self, place: int, sizes: FloatArray, negative: BoolArray) -> IntArray:
         """At some numbers of a place: their sizes, and which are below zero; their histogram."""
-        close = sizes[sizes < _CLOSE]
+        close = sizes[sizes < _MAX_NEAR_ZERO_SIZE]
         level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), _NEAR / 2.0))[1], 0, _MAX_NEAR_ZERO_LEVEL)
         self._near[place, 1:] += np.bincount(level, minlength=_MAX_NEAR_ZERO_LEVEL + 1)[::-1].cumsum()[::-1][1:]
         self._zeros[place] += np.count_nonzero(close < _NEAR)
@@ -143,8 +148,8 @@ class Marginal(ConformanceTest):
 
     def _join(self, runs: int, by_run: Scales, by_message: Scales) -> None:
         """Scales of so many runs, which go on from these."""
-        self._by_run = self._by_run.joined(by_run, (self._runs,))
-        self._by_message = self._by_message.joined(by_message, (0, 0, self._runs))
+        self._by_run = self._by_run.merge(by_run, (self._runs,))
+        self._by_message = self._by_message.merge(by_message, (0, 0, self._runs))
         self._runs += runs
 
     def _every(self) -> Iterator[Test]:
@@ -156,39 +161,45 @@ class Marginal(ConformanceTest):
     def _scales(self) -> Iterator[Test]:
         """Sums of sizes, of all numbers and by group."""
         total, count = float(self._sums.sum()), int(self._counts.sum())
-        yield Test("scale", "the mean size is the scale", total / count, gamma(total, count), "")
+        yield Test("scale", "the mean size is the scale", total / count, compute_gamma_p_value(total, count), "")
         layout = self._layout
         learners, numbers, places = layout.learners, layout.coordinates, layout.sequence_names
         several = len(learners) > 1
-        starts = [part.start for _, part in layout.parts()]
+        starts = [part.start for _, part in layout.iterate_field_slices()]
         by_field = np.add.reduceat(self._sums, starts, axis=1), np.add.reduceat(self._counts, starts, axis=1)
-        yield from Scales.of(by_field[0].reshape(-1), by_field[1].reshape(-1)).scale("learner", lambda k: places[k[0]])
-        coordinates = Scales.of(self._sums, self._counts)
-        rounds = Scales.of(self._round_sums, self._round_counts)
+        yield from Scales.from_sums(by_field[0].reshape(-1), by_field[1].reshape(-1)).compute_scale_tests(
+            "learner", lambda k: places[k[0]]
+        )
+        coordinates = Scales.from_sums(self._sums, self._counts)
+        rounds = Scales.from_sums(self._round_sums, self._round_counts)
         if len(numbers) > 1:
-            all_learners = Scales.of(self._sums.sum(axis=0), self._counts.sum(axis=0))
-            yield from all_learners.scale("coordinate", lambda k: numbers[k[0]])
-            yield from coordinates.dispersion("coordinate")
+            all_learners = Scales.from_sums(self._sums.sum(axis=0), self._counts.sum(axis=0))
+            yield from all_learners.compute_scale_tests("coordinate", lambda k: numbers[k[0]])
+            yield from coordinates.compute_dispersion_tests("coordinate")
         if self._round_sums.shape[1] > 1:
-            all_learners = Scales.of(self._round_sums.sum(axis=0), self._round_counts.sum(axis=0))
-            yield from all_learners.scale("round", lambda k: f"round {k[0]}")
-            yield from rounds.dispersion("round")
+            all_learners = Scales.from_sums(self._round_sums.sum(axis=0), self._round_counts.sum(axis=0))
+            yield from all_learners.compute_scale_tests("round", lambda k: f"round {k[0]}")
+            yield from rounds.compute_dispersion_tests("round")
         if several and len(numbers) > 1:
-            yield from coordinates.scale("learner's coordinate", lambda k: f"{learners[k[0]]}, {numbers[k[1]]}")
+            yield from coordinates.compute_scale_tests(
+                "learner's coordinate", lambda k: f"{learners[k[0]]}, {numbers[k[1]]}"
+            )
         if several and self._round_sums.shape[1] > 1:
-            yield from rounds.scale("learner's round", lambda k: f"{learners[k[0]]}, round {k[1]}")
-        yield from self._by_run.scale("run", lambda k: f"run {k[0]}")
-        yield from self._by_run.dispersion("run")
-        yield from self._by_message.scale("message", lambda k: f"{learners[k[0]]}, round {k[1]}, run {k[2]}")
-        yield from self._by_message.dispersion("message")
+            yield from rounds.compute_scale_tests("learner's round", lambda k: f"{learners[k[0]]}, round {k[1]}")
+        yield from self._by_run.compute_scale_tests("run", lambda k: f"run {k[0]}")
+        yield from self._by_run.compute_dispersion_tests("run")
+        yield from self._by_message.compute_scale_tests(
+            "message", lambda k: f"{learners[k[0]]}, round {k[1]}, run {k[2]}"
+        )
+        yield from self._by_message.compute_dispersion_tests("message")
 
     def _signs_of(self) -> Iterator[Test]:
         """Of numbers that are not zero."""
         what, (learners, numbers, _) = "both signs are as likely", self._signs.shape
         counts = self._signs.reshape(-1, 2)
-        yield from pooled("signs", what, _halves, counts, primary=True)
+        yield from pool_tests("signs", what, _halves, counts, is_primary=True)
         if learners * numbers > 1:
-            yield from worst(
+            yield from select_worst_test(
                 "coordinate signs",
                 what,
                 _halves(counts),
@@ -199,32 +210,38 @@ class Marginal(ConformanceTest):
         """How many are large, or small; the largest; the shape of the law."""
         places, what = self._layout.sequence_names, "as many numbers are large as the law says"
         beyond = [f"sizes above {math.log(2.0) * j:.3g}" for j in range(_MAX_TAIL_LEVEL)]
-        yield from pooled("tails", what, judge_dyadic_counts, self._tails, lambda k: beyond[k + 1], places, primary=True)
+        yield from pool_tests(
+            "tails", what, judge_dyadic_counts, self._tails, lambda k: beyond[k + 1], places, is_primary=True
+        )
         count, largest = int(self._counts.sum()), float(self._largest.max())
         at = places[int(self._largest.argmax())]
         yield Test("largest", "the largest number is as large as it should be", largest, _maximum(largest, count), at)
         what = "as many numbers are close to zero as the law says"
-        yield from pooled(
-            "near zero", what, lambda counts: judge_dyadic_counts(counts, _MIN_NEAR_ZERO_LEVEL), self._near, lambda k: f"2^-{k + _MIN_NEAR_ZERO_LEVEL}"
+        yield from pool_tests(
+            "near zero",
+            what,
+            lambda counts: judge_dyadic_counts(counts, _MIN_NEAR_ZERO_LEVEL),
+            self._near,
+            lambda k: f"2^-{k + _MIN_NEAR_ZERO_LEVEL}",
         )
         zeros, place = int(self._zeros.sum()), places[int(self._zeros.argmax())]
         chance = float(stats.binom.sf(zeros - 1, count, _NEAR))
-        yield Test("zeros", "no number is without noise", zeros, chance, place if zeros else "", primary=False)
+        yield Test("zeros", "no number is without noise", zeros, chance, place if zeros else "", is_primary=False)
         what = "all parts of the law are as full as they should be"
-        yield from pooled("shape", what, _shape, self._cells, places=places)
+        yield from pool_tests("shape", what, _shape, self._cells, place_names=places)
         distance = _distance(self._histogram)
         # Massart's constant (1990) makes the bound hold for any number of numbers; it is the law itself far out.
         p_value = min(1.0, 2.0 * math.exp(-2.0 * count * distance**2))
-        yield Test("law", "the noise has its law", distance, p_value, "", primary=False)
+        yield Test("law", "the noise has its law", distance, p_value, "", is_primary=False)
 
 
-_MIN_NEAR_ZERO_LEVEL = 1 - int(math.log2(_CLOSE))
+_MIN_NEAR_ZERO_LEVEL = 1 - int(math.log2(_MAX_NEAR_ZERO_SIZE))
 """Wider intervals about zero are left to `shape`."""
 
 
 def _shape(cells: IntArray) -> tuple[FloatArray, FloatArray]:
     """Eight and 128 cells."""
-    found = [even(cells.reshape(len(cells), 1, width, -1).sum(axis=-1)) for width in (8, 128)]
+    found = [judge_even_counts(cells.reshape(len(cells), 1, width, -1).sum(axis=-1)) for width in (8, 128)]
     return np.hstack([each[0] for each in found]), np.hstack([each[1] for each in found])
 
 
@@ -244,4 +261,4 @@ def _maximum(size: float, count: int) -> float:
 def _halves(counts: IntArray) -> StatisticsAndPValues:
     """The first of `counts`, `(groups, 2)`, is half of the second."""
     share = counts[:, :1] / np.maximum(counts[:, 1:], 1)
-    return share, np.where(counts[:, 1:] > 0, binomial(counts[:, :1], counts[:, 1:], 0.5), np.nan)
+    return share, np.where(counts[:, 1:] > 0, compute_binomial_p_values(counts[:, :1], counts[:, 1:], 0.5), np.nan)

@@ -17,19 +17,19 @@ import numpy.typing as npt
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.bounds import BudgetPart, Test
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 
 # ---- laws ----------------------------------------------------------------------------------------------------------
 
-_FEW = 8
+_MIN_SAMPLES = 8
 """Samples below which no pair is judged: rounding shows in a correlation close to one."""
 
 
 def _correlation_p(rho: FloatArray, samples: FloatArray | IntArray) -> FloatArray:
     """Two-sided, of an uncentred correlation of normal numbers: `rho sqrt((n-1)/(1-rho^2))` is t with n - 1; exact."""
     left = np.maximum(1.0 - rho**2, 1e-6)  # sums are in single precision
-    judged = samples >= _FEW
+    judged = samples >= _MIN_SAMPLES
     freedom = np.where(judged, samples - 1.0, 1.0)
     found: FloatArray = np.where(judged, 2.0 * special.stdtr(freedom, -np.abs(rho) * np.sqrt(freedom / left)), 1.0)
     return found
@@ -101,7 +101,7 @@ class _Gram:
 
     def worst_pair(self) -> Iterator[tuple[float, int, float, int, int, int]]:
         """For every score: p-value times pairs, pairs, correlation, score and the pair that is correlated most."""
-        judged = np.triu(self.counts >= _FEW, 1)
+        judged = np.triu(self.counts >= _MIN_SAMPLES, 1)
         pairs = int(np.count_nonzero(judged))
         for s in range(len(self.sums) if pairs else 0):
             rho = self._rho(s)
@@ -130,7 +130,7 @@ class _Gram:
         alive = np.diagonal(self.counts) > 0
         own, counts = self.sums[score][alive][:, alive], self.counts[alive][:, alive]
         columns = len(own)
-        if columns < 2 or counts.min() != counts.max() or counts.min() < max(_FEW, columns):
+        if columns < 2 or counts.min() != counts.max() or counts.min() < max(_MIN_SAMPLES, columns):
             return
         n = int(counts[0, 0])
         squares = np.linalg.eigvalsh(own.astype(np.float64))
@@ -152,10 +152,10 @@ def _all_pairs_p(total: float, mean: float, variance: float) -> float:
 
 # ---- all pairs -------------------------------------------------------------------------------------------------------
 
-COLUMNS = 1500
+MAX_COLUMNS = 1500
 """Most columns of a matrix: it takes 2 x 4 bytes of the square of this."""
 
-_PAIRS = 30
+_MAX_PAIRS_WITHOUT_GAMMA = 30
 """So many pairs or fewer have no gamma law."""
 
 _SCORES = ("values", "sizes")
@@ -185,20 +185,22 @@ class _Columns:
 
     def of(self, layout: Layout, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """`(samples, columns)`."""
-        laid = layout.by_voice(numbers) if self.by_voice else numbers
+        laid = layout.stack_sequences(numbers) if self.by_voice else numbers
         others = tuple(axis for axis in range(4) if axis not in self.samples)
         length = math.prod(laid.shape[axis] for axis in self.samples)
         return laid.transpose(*self.samples, *others).reshape(length, -1)
 
     def gram(self, layout: Layout, block: Block) -> _Gram:
         """Of the runs of a block."""
-        scores = np.stack([self.of(layout, each).astype(np.float32) for each in (block.normal, block.normal_size_scores)])
-        return _Gram(scores, self.of(layout, block.known).astype(np.bool_))
+        scores = np.stack(
+            [self.of(layout, each).astype(np.float32) for each in (block.normal_scores, block.normal_size_scores)]
+        )
+        return _Gram(scores, self.of(layout, block.is_known).astype(np.bool_))
 
 
 def _learner_coordinate(layout: Layout, at: int) -> str:
-    i, k = divmod(at, layout.numbers)
-    return f"{layout.learners[i]}, {layout.number(k)}"
+    i, k = divmod(at, layout.numbers_per_message)
+    return f"{layout.learners[i]}, {layout.name_coordinate(k)}"
 
 
 def _learner_round(layout: Layout, at: int) -> str:
@@ -209,7 +211,7 @@ def _learner_round(layout: Layout, at: int) -> str:
 _LEARNERS = _Columns("learners", (1, 2, 3), lambda layout, at: layout.name_sequence(at), by_voice=True)
 _COORDINATES = _Columns("coordinates of learners", (1, 2), _learner_coordinate)
 _ROUNDS = _Columns("rounds of learners", (2, 3), _learner_round)
-_PLACES = _Columns("places", (2,), lambda layout, at: layout.place(at))
+_PLACES = _Columns("places", (2,), lambda layout, at: layout.name_place(at))
 _RUNS = _Columns("runs", (0, 1, 3), lambda layout, at: f"run {at} of a block")
 
 
@@ -220,7 +222,7 @@ class Correlations(ConformanceTest):
     across blocks, what is said again is found by its keys (`freshness`).
     """
 
-    part: ClassVar[Part] = "dependence"
+    part: ClassVar[BudgetPart] = "dependence"
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         super().__init__(layout, share)
@@ -229,7 +231,7 @@ class Correlations(ConformanceTest):
 
     def add(self, block: Block) -> None:
         self._gather({columns.what: columns.gram(self._layout, block) for columns in _kept(self._layout)})
-        if 1 < block.runs <= COLUMNS:
+        if 1 < block.runs <= MAX_COLUMNS:
             self._runs.add(_RUNS.gram(self._layout, block))
 
     def merge(self, other: Self) -> None:
@@ -251,12 +253,12 @@ def _kept(layout: Layout) -> list[_Columns]:
     """The matrices that are small enough, and have two columns."""
     learners = len(layout.learners)
     counts = {
-        _LEARNERS: layout.voices,
-        _COORDINATES: learners * layout.numbers,
+        _LEARNERS: layout.sequence_count,
+        _COORDINATES: learners * layout.numbers_per_message,
         _ROUNDS: learners * layout.rounds,
-        _PLACES: learners * layout.rounds * layout.numbers,
+        _PLACES: learners * layout.rounds * layout.numbers_per_message,
     }
-    return [columns for columns, count in counts.items() if 1 < count <= COLUMNS]
+    return [columns for columns, count in counts.items() if 1 < count <= MAX_COLUMNS]
 
 
 _WORST, _ALL, _SIZES, _SPECTRUM = "pairs of", "all pairs of", "all pairs of sizes of", "spectrum of"
@@ -287,7 +289,7 @@ def _of(gram: _Gram, columns: _Columns, layout: Layout) -> dict[str, list[_Found
         found[_WORST].append(_Found(p_value, rho, where))
     for score, statistic in enumerate((_ALL, _SIZES)):
         total, mean, variance, pairs = gram.all_pairs(score)
-        if pairs > _PAIRS:
+        if pairs > _MAX_PAIRS_WITHOUT_GAMMA:
             found[statistic].append(_Found(_all_pairs_p(total, mean, variance), total / mean, f"{pairs} pairs"))
     for score, of in enumerate(_SCORES):
         found[_SPECTRUM] += [_Found(p, each, f"{of}, {which}") for p, each, which in gram.spectrum(score)]
@@ -334,7 +336,7 @@ class _Runs:
 
     def found(self) -> dict[str, list[_Found]]:
         found = {_WORST: self._worst.found(), _SPECTRUM: self._spectra.found()}
-        if self._together > len(_SCORES) * _PAIRS:
+        if self._together > len(_SCORES) * _MAX_PAIRS_WITHOUT_GAMMA:
             for statistic, (total, mean, variance) in zip((_ALL, _SIZES), self._all, strict=True):
                 found[statistic] = [_Found(_all_pairs_p(total, mean, variance), total / mean, "runs of one block")]
         return {statistic: found[statistic] for statistic in _DESCRIPTIONS if statistic in found}

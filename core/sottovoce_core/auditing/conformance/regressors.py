@@ -13,10 +13,10 @@ import numpy as np
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.bounds import BudgetPart, Test
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
 from sottovoce_core.auditing.conformance.p_values import LOG_2, compute_log_sign_p_values
-from sottovoce_core.auditing.conformance.residuals import ALL
+from sottovoce_core.auditing.conformance.residuals import ALL_BITS
 
 # ---- linear relations ------------------------------------------------------------------------------------------------
 
@@ -40,8 +40,8 @@ _RELATIONS: tuple[_Relation, ...] = tuple(
 class Relations(ConformanceTest):
     """How many sums are almost zero, among how many."""
 
-    part: ClassVar[Part] = "dependence"
-    summed: ClassVar[tuple[str, ...]] = ("_learners", "_rounds", "_tried")
+    part: ClassVar[BudgetPart] = "dependence"
+    additive_names: ClassVar[tuple[str, ...]] = ("_learners", "_rounds", "_tried")
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         super().__init__(layout, share)
@@ -56,8 +56,8 @@ class Relations(ConformanceTest):
         for _, part in block.iterate_run_pieces():
             for scale in units:  # in scales, and as they are
                 noise = part.values * scale[:, :, None]
-                if not part.resolved.all():
-                    noise[~part.resolved] = np.nan
+                if not part.is_resolved.all():
+                    noise[~part.is_resolved] = np.nan
                 if len(noise) > 1:
                     self._learners += _near_zero(noise.sum(axis=0), scale.max(axis=0))
                 self._add_rounds(noise, scale)
@@ -79,12 +79,12 @@ class Relations(ConformanceTest):
         zeros, tried = (int(each) for each in self._learners)
         if tried:
             what = "noise does not add up to nothing over learners"
-            yield Test("sums of learners", what, zeros, _chance(zeros, tried), "all learners", primary=False)
+            yield Test("sums of learners", what, zeros, _chance(zeros, tried), "all learners", is_primary=False)
         if self._tried:
             most, total = _RELATIONS[int(self._rounds.argmax())], int(self._rounds.sum())
             what = "no noise is a sum or a difference of noise drawn before"
             where = " ".join(f"{'+-'[sign < 0]} round t-{back}" if back else "round t" for back, sign in most)
-            yield Test("sums of rounds", what, total, _chance(total, self._tried), where, primary=False)
+            yield Test("sums of rounds", what, total, _chance(total, self._tried), where, is_primary=False)
 
 
 def _near_zero(total: FloatArray, scale: FloatArray) -> IntArray:
@@ -104,7 +104,7 @@ def _chance(zeros: int, tried: int) -> float:
 MAX_RELATIVE_SIZE = 5.0
 """Regressors are clipped at so many times their usual size until then: else their largest number rules the p-value."""
 
-_OTHERS = 8
+_MAX_CROSS_LEARNERS = 8
 """Learners, at most, where each one's last noise and message are regressors for all others; with more, only their mean is."""
 
 _OWN = -1
@@ -132,21 +132,21 @@ class _Sums:
 class Regressors(ConformanceTest):
     """Signs are fair whatever was before, and sizes are one scale on average: so no sum of them times X is far from zero."""
 
-    part: ClassVar[Part] = "dependence"
+    part: ClassVar[BudgetPart] = "dependence"
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         super().__init__(layout, share)
         self._sums: dict[tuple[str, int], _Sums] = {}
 
     def add(self, block: Block) -> None:
-        noisy = np.asarray(block.known.any(axis=(0, 2, 3)))
+        noisy = np.asarray(block.is_known.any(axis=(0, 2, 3)))
         learners = len(self._layout.learners)
         for runs, part in block.iterate_run_pieces():
             noise = _Noise(part)
-            last = _last(part, block.normal[:, :, runs], noisy)
+            last = _last(part, block.normal_scores[:, :, runs], noisy)
             for name, values in {**_own(part, last), **part.past}.items():
                 self._gather((name, _OWN), noise.against(values))
-            for name, values in last.items() if 1 < learners <= _OTHERS else ():
+            for name, values in last.items() if 1 < learners <= _MAX_CROSS_LEARNERS else ():
                 for j, sums in enumerate(noise.against_others(values)):
                     self._gather((name, j), sums)
 
@@ -176,7 +176,9 @@ class Regressors(ConformanceTest):
 def _signs(name: str, sums: _Sums) -> Test:
     total, square = float(sums.signed.sum()), float(sums.square.sum())
     what = f"signs of the noise do not follow what was before: {name}"
-    return Test(f"signs on {name}", what, total / square**0.5, float(np.exp(compute_log_sign_p_values(total, square))), name)
+    return Test(
+        f"signs on {name}", what, total / square**0.5, float(np.exp(compute_log_sign_p_values(total, square))), name
+    )
 
 
 def _others(name: str, each: Mapping[int, _Sums], layout: Layout) -> Iterator[Test]:
@@ -198,7 +200,7 @@ def _by_place(own: Mapping[str, _Sums], layout: Layout) -> Test:
     """The worst learner or coordinate, of every regressor."""
     found, count = [], 0
     for name, sums in own.items():
-        for axis, place in ((1, layout.learners.__getitem__), (0, layout.number)):
+        for axis, place in ((1, layout.learners.__getitem__), (0, layout.name_coordinate)):
             signed, square = sums.signed.sum(axis=axis), sums.square.sum(axis=axis)
             logs = np.where(square > 0.0, compute_log_sign_p_values(signed, square), 0.0)
             at = int(logs.argmin())
@@ -206,7 +208,7 @@ def _by_place(own: Mapping[str, _Sums], layout: Layout) -> Test:
             found.append((float(logs[at]), float(signed[at] / max(square[at], 1e-300) ** 0.5), f"{name}, {place(at)}"))
     least, deviations, where = min(found)
     what = "signs of the noise follow nothing that was before, in no learner and no coordinate"
-    return Test("signs by place", what, deviations, min(1.0, float(np.exp(least)) * count), where, primary=False)
+    return Test("signs by place", what, deviations, min(1.0, float(np.exp(least)) * count), where, is_primary=False)
 
 
 def _log_sizes(total: float, square: float, largest: float) -> float:
@@ -230,7 +232,7 @@ def _sizes(own: Mapping[str, _Sums]) -> Test:
         found.append((_log_sizes(sums.sized, square, sums.largest), sums.sized / square**0.5, name))
     least, deviations, where = min(found)
     what = "sizes of the noise follow nothing that was before"
-    return Test("sizes", what, deviations, min(1.0, float(np.exp(least)) * len(found)), where, primary=False)
+    return Test("sizes", what, deviations, min(1.0, float(np.exp(least)) * len(found)), where, is_primary=False)
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------------
@@ -241,8 +243,8 @@ class _Noise:
 
     def __init__(self, block: Block) -> None:
         self.signs = block.signs.astype(np.float64)
-        self.excess = np.where(block.known, block.sizes - 1.0, 0.0)
-        self.known: BoolArray | None = None if block.known.all() else block.known
+        self.excess = np.where(block.is_known, block.sizes - 1.0, 0.0)
+        self.known: BoolArray | None = None if block.is_known.all() else block.is_known
 
     def against(self, values: FloatArray) -> _Sums:
         """Sums of a regressor that broadcasts to the block's values."""
@@ -312,7 +314,7 @@ def _last(block: Block, normal: FloatArray, noisy: BoolArray) -> dict[str, Float
     latest = np.maximum.accumulate(np.where(noisy, rounds, -1))
     before = np.concatenate([[-1], latest[:-1]])
     with_lattice = (block.grid / block.scale)[:, :, None]
-    message = np.where(block.lost < ALL, block.said * with_lattice, 0.0)
+    message = np.where(block.lost_bits < ALL_BITS, block.message_steps * with_lattice, 0.0)
     return {
         "last noise": np.where((before >= 0)[:, None, None], normal[:, before], 0.0),
         "last message": np.where((before >= 0)[:, None, None], message[:, before], 0.0),

@@ -20,21 +20,21 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from sottovoce_core.algorithms.interface import Message, LatticeAlgorithm
+from sottovoce_core.algorithms.interface import LatticeAlgorithm, Message
 from sottovoce_core.arrays import Batch, BoolArray, FloatArray, IntArray, Scalars, as_floats
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.losses import mean_gradient
-from sottovoce_core.noise import LATTICE_BITS, NoiseRequest, Law, grid, no_noise
+from sottovoce_core.noise import LATTICE_BITS, Distribution, NoiseRequest, lattice_spacing, no_noise
 from sottovoce_core.running.replay import Replay
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.transcript import Transcript
 
 ByteArray = npt.NDArray[np.int8]
 
-ALL = 64
+ALL_BITS = 64
 """Low bits lost: all of them."""
 
-_EXACT = 2.0**53
+_MAX_EXACT_INTEGER = 2.0**53
 """Whole numbers below this are exact in float64."""
 _SURE = 51
 """Bits of a sum in float64 that are right, whatever was rounded on the way to it: all but two."""
@@ -71,29 +71,29 @@ class Residuals:
     field: str
     values: FloatArray
     steps: IntArray
-    said: IntArray
-    lost: ByteArray
-    off: BoolArray
+    message_steps: IntArray
+    lost_bits: ByteArray
+    is_off_lattice: BoolArray
     scale: FloatArray
     grid: FloatArray
     past: dict[str, FloatArray] = dataclass_field(default_factory=dict)
 
-    def at(self, t: int) -> Residuals:
+    def get_round(self, t: int) -> Residuals:
         """A single round of it, as views."""
-        rows = {name: getattr(self, name)[t : t + 1] for name in UNKNOWN}
+        rows = {name: getattr(self, name)[t : t + 1] for name in UNKNOWN_VALUES}
         return Residuals(self.learner, self.field, **rows)
 
     def forget(self, rounds: IntArray) -> None:
         """Nothing is known of these rounds."""
-        for name, nothing in UNKNOWN.items():
+        for name, nothing in UNKNOWN_VALUES.items():
             getattr(self, name)[rounds] = nothing
 
 
-UNKNOWN: Mapping[str, np.generic] = {
+UNKNOWN_VALUES: Mapping[str, np.generic] = {
     "values": np.float64(np.nan),
     "steps": np.int64(0),
     "said": np.int64(0),
-    "lost": np.int8(ALL),
+    "lost": np.int8(ALL_BITS),
     "off": np.bool_(False),
     "scale": np.float64(np.nan),
     "grid": np.float64(np.nan),
@@ -104,13 +104,16 @@ RUN_INDEPENDENT_NAMES = ("scale", "grid")
 """Those that are the same in all runs."""
 
 
-def unknown(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> dict[str, Any]:
+def create_unknown_arrays(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> dict[str, Any]:
     """These arrays, nothing of them known: of the shape of `values`, and, `scale` and `grid`, of that of `scale`."""
-    return {name: np.full(of_scales if name in RUN_INDEPENDENT_NAMES else shape, nothing) for name, nothing in UNKNOWN.items()}
+    return {
+        name: np.full(of_scales if name in RUN_INDEPENDENT_NAMES else shape, nothing)
+        for name, nothing in UNKNOWN_VALUES.items()
+    }
 
 
 def _blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
-    return Residuals(learner, field, **unknown(shape, shape[:1]))
+    return Residuals(learner, field, **create_unknown_arrays(shape, shape[:1]))
 
 
 # ---- from messages to noise ------------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ class _Noisy:
         lattice: whether the message itself is on the lattice, and not the noise alone.
     """
 
-    law: Law
+    law: Distribution
     scale: float
     where: BoolArray
     lattice: bool
@@ -137,7 +140,7 @@ Schedule = dict[tuple[int, int], Mapping[str, _Noisy]]
 """By learner and round, the fields that carry noise: the same in all runs, so found out once."""
 
 
-def noise_of(
+def extract_round_noise(
     replay: Replay,
     said: Message,
     room: Mapping[str, Residuals] | None = None,
@@ -154,7 +157,7 @@ def noise_of(
         room: residuals of one round, by field, to be filled, whatever is in them (default: new ones).
         schedule: what other replays of the same run have found; is kept up.
     """
-    centre = replay.says(no_noise)
+    centre = replay.emit(no_noise)
     schedule = {} if schedule is None else schedule
     at = replay.learner, replay.t
     if at not in schedule:
@@ -176,16 +179,16 @@ def _noisy(replay: Replay, centre: Message) -> dict[str, _Noisy]:
     The learner, who says `centre` without noise, speaks once with the same number in place of every noise: where a message moves
     by as much, it carries noise.
     """
-    steps: dict[str, tuple[Law, Scalars]] = {}
+    steps: dict[str, tuple[Distribution, Scalars]] = {}
 
     def probe(draw: NoiseRequest) -> FloatArray:
         # On the lattice, so that no sum is rounded; about one scale.
-        step = 1.0 / draw.scale if draw.grid is None else draw.grid * 2.0**LATTICE_BITS
-        steps[draw.field] = draw.law, step
+        step = 1.0 / draw.scale if draw.spacing is None else draw.spacing * 2.0**LATTICE_BITS
+        steps[draw.field] = draw.distribution, step
         return np.zeros(draw.shape) + step
 
-    moved, algorithm = replay.says(probe), replay.run.algorithm
-    on_lattice = algorithm.lattice(replay.learner, replay.t) if isinstance(algorithm, LatticeAlgorithm) else ()
+    moved, algorithm = replay.emit(probe), replay.run.algorithm
+    on_lattice = algorithm.lattice_spacings(replay.learner, replay.t) if isinstance(algorithm, LatticeAlgorithm) else ()
     found = {}
     for name in sorted(steps.keys() & centre.fields.keys()):
         law, step = steps[name]
@@ -199,15 +202,15 @@ def _noisy(replay: Replay, centre: Message) -> dict[str, _Noisy]:
     return found
 
 
-def residuals(
+def compute_residuals(
     run: Run,
     transcript: Transcript,
     data: PlacedData,
     learner: int,
     *,
-    close: bool = False,
-    other: LearnerData | None = None,
-    room: Mapping[str, Residuals] | None = None,
+    keep_past: bool = False,
+    other_records: LearnerData | None = None,
+    buffers: Mapping[str, Residuals] | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Residuals, ...]:
     """Replay one learner, and take its noise off its messages.
@@ -227,26 +230,28 @@ def residuals(
         One entry for each field that carries noise in some round.
     """
     own = data.learners[learner]
-    sides = (own,) if other is None else (own, other)
+    sides = (own,) if other_records is None else (own, other_records)
     replay = Replay(run, learner, transcript.replicas, len(sides))
-    every = room or {
+    every = buffers or {
         name: _blank(learner, name, (len(values), *values.shape[2:])) for name, values in transcript.fields.items()
     }
     noisy: dict[str, list[int]] = {}
     before: Mapping[str, FloatArray] = {}
     for t in range(transcript.rounds):
-        messages = transcript.messages(t, learner, replay.concerned)
-        round_of = {name: each.at(t) for name, each in every.items()}
-        for name, noise in ({} if replay.silent else noise_of(replay, messages[learner], round_of, schedule)).items():
+        messages = transcript.messages(t, learner, replay.required_senders)
+        round_of = {name: each.get_round(t) for name, each in every.items()}
+        for name, noise in (
+            {} if replay.is_offline else extract_round_noise(replay, messages[learner], round_of, schedule)
+        ).items():
             noisy.setdefault(name, []).append(t)
-            for what, values in {**noise.past, **before}.items() if close else ():
+            for what, values in {**noise.past, **before}.items() if keep_past else ():
                 if values.shape[-1] == noise.values.shape[-1]:
                     _keep(every[name], what, t, values[0])
         replay.step(messages, *(side.batch(t) for side in sides))
-        if not replay.known:
+        if not replay.is_known:
             break
-        if close:
-            before = learned(replay, own.batch(t))
+        if keep_past:
+            before = collect_past(replay, own.batch(t))
     for name, each in every.items():
         each.forget(np.setdiff1d(np.arange(transcript.rounds), noisy.get(name, ())))
     return tuple(every[name] for name in sorted(noisy) if np.isfinite(every[name].values).any())
@@ -263,13 +268,13 @@ def _keep(noise: Residuals, what: str, t: int, values: FloatArray) -> None:
     kept[t] = values
 
 
-def learned(replay: Replay, batch: Batch) -> dict[str, FloatArray]:
+def collect_past(replay: Replay, batch: Batch) -> dict[str, FloatArray]:
     """What the learner took from the round that is over, `(1, replicas, dim)` or `(1, 1, dim)` each, by name."""
     decision = replay.decision[:1]
     if not batch.size:
         return {"decision": decision}
     loss = replay.run.loss
-    features, labels = loss.enforce(batch.features, batch.labels)
+    features, labels = loss.enforce_bounds(batch.features, batch.labels)
     enforced = replace(batch, features=features, labels=labels)
     return {
         "decision": decision,
@@ -282,7 +287,11 @@ def learned(replay: Replay, batch: Batch) -> dict[str, FloatArray]:
 
 def _beside(replay: Replay, name: str) -> FloatArray | float:
     """`(1, replicas, 1)`: at most so large is what stands beside the noise in a message, a mix of what was said before."""
-    sizes = [np.abs(each[name]).max(axis=-1, keepdims=True) for each in replay.heard.values() if name in each.fields]
+    sizes = [
+        np.abs(each[name]).max(axis=-1, keepdims=True)
+        for each in replay.received_messages.values()
+        if name in each.fields
+    ]
     return as_floats(np.sum(sizes, axis=0)) if sizes else 0.0
 
 
@@ -290,10 +299,16 @@ def _take_off(into: Residuals, noisy: _Noisy, said: FloatArray, centre: FloatArr
     """Fill the residuals of a round: what was said without its centre, where there is noise."""
     into.scale[:] = noisy.scale
     if noisy.law == "spherical":
-        into.steps[:], into.said[:], into.lost[:], into.off[:], into.grid[:] = 0, 0, ALL, False, np.nan
+        into.steps[:], into.message_steps[:], into.lost_bits[:], into.is_off_lattice[:], into.grid[:] = (
+            0,
+            0,
+            ALL_BITS,
+            False,
+            np.nan,
+        )
         into.values[:] = np.where(noisy.where, convert_to_laplace(noisy.law, (said - centre) / noisy.scale), np.nan)
         return
-    spacing = float(grid(noisy.scale * (1.0 - _TIE)))  # the finer one where it may be either
+    spacing = float(lattice_spacing(noisy.scale * (1.0 - _TIE)))  # the finer one where it may be either
     into.grid[:] = spacing
     message, whole = said * (1.0 / spacing), centre * (1.0 / spacing)  # exact, for spacings are powers of two
     # The learner rounds its centre, too, and never the sum: each is a whole number of its own.
@@ -306,7 +321,7 @@ def _take_off(into: Residuals, noisy: _Noisy, said: FloatArray, centre: FloatArr
         # It may be much larger than the sum, and then the noise lost its low bits where it was added.
         size = np.abs(message) + beside / spacing
         rounding = 64 * np.finfo(float).eps * np.maximum(size, np.abs(whole))
-        unresolved = np.clip(np.frexp(np.where(np.isfinite(size), size, 0.0))[1] - _SURE, 0, ALL)
+        unresolved = np.clip(np.frexp(np.where(np.isfinite(size), size, 0.0))[1] - _SURE, 0, ALL_BITS)
         steps = np.where(np.abs(noise - np.rint(noise)) <= 0.125 + rounding, np.rint(noise), noise)
         message = steps + whole
     np.multiply(steps, spacing / noisy.scale, out=into.values)
@@ -315,20 +330,29 @@ def _take_off(into: Residuals, noisy: _Noisy, said: FloatArray, centre: FloatArr
     if not noisy.where.all():
         into.values[:] = np.where(noisy.where, into.values, np.nan)
     # Not-a-number where nobody heard the message: then no comparison holds.
-    exact = bool(max(message.max(), -message.min(), whole.max(), -whole.min()) < _EXACT)
-    judged = noisy.where if exact else noisy.where & (np.abs(message) < _EXACT) & (np.abs(whole) < _EXACT)
+    exact = bool(max(message.max(), -message.min(), whole.max(), -whole.min()) < _MAX_EXACT_INTEGER)
+    judged = (
+        noisy.where
+        if exact
+        else noisy.where & (np.abs(message) < _MAX_EXACT_INTEGER) & (np.abs(whole) < _MAX_EXACT_INTEGER)
+    )
     on = np.rint(message) == message
-    either = int(float(grid(noisy.scale * (1.0 + _TIE))) != spacing)
+    either = int(float(lattice_spacing(noisy.scale * (1.0 + _TIE))) != spacing)
     if judged.all() and on.all():
-        into.steps[:], into.said[:], into.lost[:], into.off[:] = steps, message, np.maximum(unresolved, either), False
+        into.steps[:], into.message_steps[:], into.lost_bits[:], into.is_off_lattice[:] = (
+            steps,
+            message,
+            np.maximum(unresolved, either),
+            False,
+        )
         return
-    into.off[:] = noisy.where & ~on & ~np.isnan(message)
+    into.is_off_lattice[:] = noisy.where & ~on & ~np.isnan(message)
     judged = judged & on
-    into.steps[:], into.said[:] = np.where(judged, steps, 0.0), np.where(judged, message, 0.0)
-    into.lost[:] = np.where(judged, np.maximum(unresolved, either), ALL)
+    into.steps[:], into.message_steps[:] = np.where(judged, steps, 0.0), np.where(judged, message, 0.0)
+    into.lost_bits[:] = np.where(judged, np.maximum(unresolved, either), ALL_BITS)
 
 
-def convert_to_laplace(law: Law, noise: FloatArray) -> FloatArray:
+def convert_to_laplace(law: Distribution, noise: FloatArray) -> FloatArray:
     """Noise `(..., dim)` of scale 1 as independent standard Laplace numbers, with the signs of the noise.
 
     Gaussian noise coordinate by coordinate. A spherical vector e is taken apart into what is independent (Rosenblatt

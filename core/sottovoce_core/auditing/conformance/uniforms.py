@@ -20,9 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce_core.arrays import IntArray
-from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.bounds import BudgetPart, Test
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
-from sottovoce_core.auditing.conformance.p_values import StatisticsAndPValues, binomial, worst
+from sottovoce_core.auditing.conformance.p_values import (
+    StatisticsAndPValues,
+    compute_binomial_p_values,
+    select_worst_test,
+)
 from sottovoce_core.noise import LATTICE_BITS
 
 _WORD = 64
@@ -38,7 +42,7 @@ _COMPARED = 50
 _MAX_NUMBERS = 2**16
 """Maximum count of numbers of a block that are judged whatever their size: a bit that another one decides shows in a hundred."""
 
-_SMALL = 2.0**-6
+_MAX_SMALL_UNIFORM = 2.0**-6
 """Own signs of smaller u are judged in all of a block: they resolve bits that most numbers do not."""
 
 _MAX_LOST_BITS = 1
@@ -65,8 +69,8 @@ class Uniforms(ConformanceTest):
     lies where its bit b changes, and may be rounded to either side; the sum of bits b and b + 1 is resolved.
     """
 
-    part: ClassVar[Part] = "dependence"
-    summed: ClassVar[tuple[str, ...]] = ("_own_signs", "_neighbours_signs", "_unequal", "_pairs")
+    part: ClassVar[BudgetPart] = "dependence"
+    additive_names: ClassVar[tuple[str, ...]] = ("_own_signs", "_neighbours_signs", "_unequal", "_pairs")
 
     def __init__(self, layout: Layout, share: float = 1.0) -> None:
         super().__init__(layout, share)
@@ -81,9 +85,9 @@ class Uniforms(ConformanceTest):
         """Sums of products of two bits, each +1 or -1; the 0 in front of all others is always +1."""
 
     def add(self, block: Block) -> None:
-        if not (block.lost <= _MAX_LOST_BITS).any():
+        if not (block.lost_bits <= _MAX_LOST_BITS).any():
             return
-        small = _Words.of(block, np.nonzero(block.tail < _SMALL))
+        small = _Words.of(block, np.nonzero(block.tail < _MAX_SMALL_UNIFORM))
         self._own_signs[0] += _unequal_signs(small, small)
         words = _Words.of(block, _first_numbers(block))
         self._own_signs[1] += _unequal_signs(words, words)
@@ -107,20 +111,22 @@ class Uniforms(ConformanceTest):
 
         own, neighbours, unequal = map(_halves, (self._own_signs, self._neighbours_signs, self._unequal))
         what = "no sign is a bit of the uniform number behind its size"
-        yield from worst("signs and bits", what, own, lambda at: signed_bit(at).partition(" of the ")[0], primary=True)
+        yield from select_worst_test(
+            "signs and bits", what, own, lambda at: signed_bit(at).partition(" of the ")[0], is_primary=True
+        )
         what = "no sign is a bit of the uniform number behind a neighbour's size"
-        yield from worst("signs and neighbours' bits", what, neighbours, signed_bit)
+        yield from select_worst_test("signs and neighbours' bits", what, neighbours, signed_bit)
         what = "neighbours' uniform numbers share no bit"
         compared = unequal[0][..., :_COMPARED], unequal[1][..., :_COMPARED]
-        yield from worst(
+        yield from select_worst_test(
             "shared bits", what, compared, lambda at: f"bit {at[2] + 1} of exp(-size), also of {_NEXT_ONES[at[0]]}"
         )
         what = "bits of uniform numbers are fair and independent"
-        yield from worst("pairs of bits", what, self._judged_pairs(), _pair)
+        yield from select_worst_test("pairs of bits", what, self._judged_pairs(), _pair)
 
     def _judged_pairs(self) -> StatisticsAndPValues:
         numbers = self._pairs[:, :1, :1]
-        p_values = np.where(numbers > 0, binomial((numbers - self._pairs) // 2, numbers, 0.5), np.nan)
+        p_values = np.where(numbers > 0, compute_binomial_p_values((numbers - self._pairs) // 2, numbers, 0.5), np.nan)
         p_values[0][np.tril_indices(_PAIRED + 1)] = np.nan  # within a number, each pair once
         p_values[1:, 0], p_values[1:, :, 0] = np.nan, np.nan  # single bits are judged within a number
         return self._pairs / np.maximum(numbers, 1), p_values
@@ -137,7 +143,7 @@ def _halves(counts: IntArray) -> StatisticsAndPValues:
     """Each of `counts (kinds, rows, 64)` is half of that in the last row; by bit of u, from the first one on."""
     ordered = counts[..., :_BITS][..., ::-1]
     unequal, all_of_them = ordered[:, :-1], ordered[:, -1:]
-    p_values = np.where(all_of_them > 0, binomial(unequal, all_of_them, 0.5), np.nan)
+    p_values = np.where(all_of_them > 0, compute_binomial_p_values(unequal, all_of_them, 0.5), np.nan)
     return unequal / np.maximum(all_of_them, 1), p_values
 
 
@@ -160,7 +166,7 @@ class _Words:
     @classmethod
     def of(cls, block: Block, at: tuple[IntArray, ...]) -> Self:
         """Of the numbers at an index of a block."""
-        judged = block.lost[at] <= _MAX_LOST_BITS
+        judged = block.lost_bits[at] <= _MAX_LOST_BITS
         u = np.where(judged, np.minimum(block.tail[at], _BELOW_ONE), 0.5)
         # u is at least 2^(exponent - 1023), so bits are resolved up to bit LATTICE_BITS + 1022 - exponent.
         exponent = u.view(np.int64) >> 52

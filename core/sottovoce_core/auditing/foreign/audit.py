@@ -15,12 +15,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.blackbox import GUESSED_FRACTION, attack, level, split, tested
-from sottovoce_core.auditing.bounds import BLIND, NOISE_ALLOCATION, Bound, AlphaAllocation, compute_epsilon_lower_bound, compute_min_runs
-from sottovoce_core.auditing.foreign.repeats import Anomaly, signs
-from sottovoce_core.auditing.foreign.views import Leak, build_answer_views, leaks
+from sottovoce_core.auditing.blackbox import (
+    GUESSED_FRACTION,
+    attack,
+    compute_classifier_level,
+    count_guessed_runs,
+    split,
+)
+from sottovoce_core.auditing.bounds import (
+    BLACK_BOX_ALLOCATION,
+    NOISE_ALLOCATION,
+    AlphaAllocation,
+    Bound,
+    compute_epsilon_lower_bound,
+    compute_min_runs,
+)
+from sottovoce_core.auditing.foreign.repeats import Anomaly, find_anomalies
+from sottovoce_core.auditing.foreign.views import Leak, build_answer_views, find_leaks
 from sottovoce_core.auditing.verdict import Findings, Verdict, decide
-from sottovoce_core.auditing.views import RunTraffic, decoded, build_timing_views, views
+from sottovoce_core.auditing.views import RunTraffic, build_timing_views, build_views, collect_decoded_fields
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.optional import import_optional
 
@@ -50,20 +63,20 @@ class ForeignAudit:
     """
 
     runs: tuple[int, int]
-    left_out: int
-    in_turns: bool
-    timed: tuple[Bound, ...]
-    signs: tuple[Anomaly, ...]
-    messages: int
+    excluded_runs: int
+    is_interleaved: bool
+    timing_bounds: tuple[Bound, ...]
+    anomalies: tuple[Anomaly, ...]
+    message_count: int
     leaks: tuple[Leak, ...]
     noise: NoiseFindings | None
-    found: Findings
+    findings: Findings
     verdict: Verdict
 
     @property
-    def most(self) -> float:
+    def max_provable_epsilon(self) -> float:
         """The bound if every guess were right."""
-        return self.found.most
+        return self.findings.max_provable_epsilon
 
 
 def audit_traffic(
@@ -75,8 +88,8 @@ def audit_traffic(
     confidence: float = 0.95,
     seed: int = 0,
     same_processes: bool = False,
-    void: str = "",
-    say: Callable[[str], None] = lambda what: None,
+    void_reason: str = "",
+    on_stage: Callable[[str], None] = lambda what: None,
 ) -> ForeignAudit:
     """Audit captured runs.
 
@@ -98,45 +111,49 @@ def audit_traffic(
     """
     for extra, package in (("scipy.stats", "scipy"), ("sklearn", "scikit-learn")):
         import_optional(extra, package, "an audit")
-    from sottovoce_core.auditing.foreign.noise import examine
-    from sottovoce_core.auditing.foreign.power import messages_of
+    from sottovoce_core.auditing.foreign.noise import check_noise
+    from sottovoce_core.auditing.foreign.power import count_messages
 
-    levels = AlphaAllocation(1.0 - confidence, NOISE_ALLOCATION if noise else BLIND)
+    levels = AlphaAllocation(1.0 - confidence, NOISE_ALLOCATION if noise else BLACK_BOX_ALLOCATION)
     dropped, boxed, clocked, spread = np.random.SeedSequence(seed).spawn(4)
-    kept = _balanced(sorted(runs, key=lambda run: run.began), np.random.default_rng(dropped))
+    kept = _balanced(sorted(runs, key=lambda run: run.start_time), np.random.default_rng(dropped))
     worlds = np.array([run.world for run in kept], dtype=np.int64)
     in_turns = _in_turns(worlds)
-    say("looking for what is said twice")
-    seen = signs(kept)
+    on_stage("looking for what is said twice")
+    seen = find_anomalies(kept)
     noised = None
     if noise:
-        say("testing the noise")
-        noised = examine(kept, noise, levels, np.random.default_rng(spread), claim, delta)
-    say("black box")
+        on_stage("testing the noise")
+        noised = check_noise(kept, noise, levels, np.random.default_rng(spread), claim, delta)
+    on_stage("black box")
     learnt, _ = split(len(kept), boxed)
     clocks, answers = build_timing_views(kept), build_answer_views(kept, learnt)
-    seen_in = views(kept) | _spread_views(kept, learnt) | {name: view for name, (view, _) in answers.items()}
+    seen_in = build_views(kept) | _spread_views(kept, learnt) | {name: view for name, (view, _) in answers.items()}
     seen_in |= clocks if same_processes else {}
     bounds = [each.bound for each in attack(seen_in, worlds, levels, claim, boxed, delta)]
-    shown = leaks(kept, seen_in, worlds, bounds, {name: names for name, (_, names) in answers.items()})
-    guesses = tested(len(kept))
-    decided = noised is not None and noised.decides
+    shown = find_leaks(kept, seen_in, worlds, bounds, {name: names for name, (_, names) in answers.items()})
+    guesses = count_guessed_runs(len(kept))
+    decided = noised is not None and noised.is_decisive
     found = Findings(
         runs=len(kept) // 2,
-        levels=levels,
+        alpha_allocation=levels,
         claim=claim,
         tests=() if noised is None else noised.tests,
         bounds=tuple(_named(bound, shown) for bound in bounds),
-        signs=tuple(map(str, seen)),
-        needed=0 if decided or math.isinf(claim) else compute_min_runs(claim, level(levels), GUESSED_FRACTION, delta),
+        anomalies=tuple(map(str, seen)),
+        needed_runs=0
+        if decided or math.isinf(claim)
+        else compute_min_runs(claim, compute_classifier_level(levels), GUESSED_FRACTION, delta),
         assumption="" if in_turns else ", if nothing but the world changed between them",
-        void=void,
-        most=compute_epsilon_lower_bound(guesses, guesses, level(levels), delta, guesses),
+        void_reason=void_reason,
+        max_provable_epsilon=compute_epsilon_lower_bound(
+            guesses, guesses, compute_classifier_level(levels), delta, guesses
+        ),
         delta=delta,
     )
-    messages = messages_of(kept)
+    messages = count_messages(kept)
     if same_processes:
-        found = replace(found, signs=(*found.signs, *_apart(found)))
+        found = replace(found, anomalies=(*found.anomalies, *_apart(found)))
     elif 0.0 < claim < math.inf:
         found = _with_power(found, len(kept), messages, noised)
     timed = (
@@ -156,7 +173,7 @@ def _spread_views(runs: Sequence[RunTraffic], learnt: IntArray) -> dict[str, Flo
         learnt: the runs that may be learnt from, whose medians are the middle.
     """
     found = {}
-    for field, values in decoded(runs).items():
+    for field, values in collect_decoded_fields(runs).items():
         if not values.size:
             continue
         far = np.abs(values - np.median(values[learnt], axis=0))
@@ -173,33 +190,39 @@ def _spread_views(runs: Sequence[RunTraffic], learnt: IntArray) -> dict[str, Flo
 def _named(bound: Bound, shown: Sequence[Leak]) -> Bound:
     """A bound with the number that shows most in its view."""
     where = next((str(leak) for leak in shown if leak.view == bound.view), "")
-    return replace(bound, where=where) if where and bound.value > 0.0 else bound
+    return replace(bound, location=where) if where and bound.value > 0.0 else bound
 
 
 def _with_power(found: Findings, runs: int, messages: int, noised: NoiseFindings | None) -> Findings:
     """With what would have been found, and the plainest violation that would not."""
     from sottovoce_core.auditing.foreign import power
 
-    guesser = power.Power(found.claim, found.delta, messages, found.levels)
-    reaches = tuple(guesser.reaches(runs))
-    if noised is not None and noised.numbers:
-        reach, halved = power.of_noise(noised.numbers, found.levels)
+    guesser = power.PowerAnalysis(found.claim, found.delta, messages, found.alpha_allocation)
+    reaches = tuple(guesser.list_detectable_effects(runs))
+    if noised is not None and noised.noise_count:
+        reach, halved = power.compute_noise_effect(noised.noise_count, found.alpha_allocation)
         reaches = reach, *reaches
-        if noised.decides:
-            return replace(found, reaches=reaches, blind="" if halved else "a service with half of its noise")
-    if found.needed > found.runs or guesser.can_detect(2.0, runs):
-        return replace(found, reaches=reaches)
+        if noised.is_decisive:
+            return replace(
+                found,
+                detectable_effects=reaches,
+                undetectable_violation="" if halved else "a service with half of its noise",
+            )
+    if found.needed_runs > found.runs or guesser.can_detect(2.0, runs):
+        return replace(found, detectable_effects=reaches)
     blind, many = "a service with half of its noise", guesser.find_needed_runs(2.0)
     if noised is not None:
         moved = f"numbers of {', '.join(noised.undecided_fields)}" if noised.undecided_fields else "messages"
         blind = f"a record that moves {moved} twice as far"
     needed = "more runs than anybody makes" if math.isinf(many) else f"about {many:,} runs of each world"
-    return replace(found, reaches=reaches, blind=f"{blind} (the best of guessers needs {needed})")
+    return replace(
+        found, detectable_effects=reaches, undetectable_violation=f"{blind} (the best of guessers needs {needed})"
+    )
 
 
 def _apart(found: Findings) -> tuple[str, ...]:
     """That the worlds differ, where a claim of more allows that; said of worlds that do not with probability alpha at most."""
-    who, bound = found.best
+    who, bound = found.best_bound
     if bound == 0.0 or bound > found.claim:  # more than that is no sign, but evidence
         return ()
     return (

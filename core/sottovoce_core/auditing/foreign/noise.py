@@ -23,8 +23,8 @@ from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, La
 from sottovoce_core.auditing.conformance.marginal import Marginal
 from sottovoce_core.auditing.conformance.residuals import convert_to_laplace
 from sottovoce_core.auditing.foreign.power import compute_gaussian_epsilon
-from sottovoce_core.auditing.foreign.repeats import resolution
-from sottovoce_core.auditing.views import RunTraffic, Decoded, sources
+from sottovoce_core.auditing.foreign.repeats import estimate_resolution
+from sottovoce_core.auditing.views import DecodedMessage, RunTraffic, find_field_sources
 from sottovoce_core.errors import SpecError
 
 _MAX_ROUNDING_SCALES = 1.0 / 64.0
@@ -33,7 +33,7 @@ _MAX_ROUNDING_SCALES = 1.0 / 64.0
 _MAX_SLICE_NUMBERS = 2**20
 """Numbers that the tests of conformance look at together: about 100 MB."""
 
-Centre = Callable[[int, Decoded, Sequence[Decoded]], Any]
+Centre = Callable[[int, DecodedMessage, Sequence[DecodedMessage]], Any]
 """The numbers without noise: of the world, a message, and all decoded messages of the run before it."""
 
 
@@ -47,7 +47,7 @@ class NoiseClaim:
         centre: what the field holds without noise; None: not known, and the same in all runs of a world.
     """
 
-    law: Literal["laplace", "gaussian"]
+    distribution: Literal["laplace", "gaussian"]
     scale: tuple[float, ...]
     centre: Centre | None = None
 
@@ -66,14 +66,14 @@ class NoiseFindings:
     """
 
     tests: tuple[Test, ...]
-    numbers: int
-    shown: FloatArray
+    noise_count: int
+    noise_sample: FloatArray
     epsilon: float
-    left_out: tuple[str, ...]
+    exclusions: tuple[str, ...]
     undecided_fields: tuple[str, ...]
 
     @property
-    def decides(self) -> bool:
+    def is_decisive(self) -> bool:
         """Whether the tested noise tells what a run loses, without a guess."""
         return not math.isnan(self.epsilon) and not self.undecided_fields
 
@@ -96,7 +96,7 @@ class _Field:
     step: FloatArray
 
 
-def examine(
+def check_noise(
     runs: Sequence[RunTraffic],
     claims: Mapping[str, NoiseClaim],
     levels: AlphaAllocation,
@@ -127,23 +127,23 @@ def examine(
     noise = {name: _standard(field, worlds, generator) for name, field in fields.items()}
     epsilon = _epsilon(fields, delta)
     tests, numbers = _conformance(noise, levels, list(_fits(epsilon, claim, delta)))
-    ties = levels.judged("freshness", [_ties(fields, worlds)]) if numbers else ()
+    ties = levels.assign_levels("freshness", [_ties(fields, worlds)]) if numbers else ()
     shown = np.concatenate([np.empty(0), *(values[np.isfinite(values)] for values, _ in noise.values())])
     decided = {name for name, field in fields.items() if field.centres is not None}
     return NoiseFindings(
         tests=(*tests, *ties),
-        numbers=numbers,
-        shown=shown,
+        noise_count=numbers,
+        noise_sample=shown,
         epsilon=epsilon,
-        left_out=tuple(left_out),
+        exclusions=tuple(left_out),
         undecided_fields=tuple(name for name in _varying(runs) if name not in decided),
     )
 
 
 def _varying(runs: Sequence[RunTraffic]) -> Iterator[str]:
     """Decoded fields of what the service answers whose numbers are not the same in all runs."""
-    answers = {id(each.decoded) for run in runs for each in run.messages if each.direction == "back"}
-    for name, messages in sources(runs).items():
+    answers = {id(each.decoded_message) for run in runs for each in run.messages if each.direction == "back"}
+    for name, messages in find_field_sources(runs).items():
         short = name.split(" in ", 1)[0]
         of_message = ([each.fields[short] for _, each in them if id(each) in answers] for them in messages)
         if any(not np.array_equal(values, them[0], equal_nan=True) for them in of_message for values in them[1:]):
@@ -154,7 +154,7 @@ def _varying(runs: Sequence[RunTraffic]) -> Iterator[str]:
 
 
 def _gathered(runs: Sequence[RunTraffic], name: str, claim: NoiseClaim) -> _Field:
-    known = sources(runs)
+    known = find_field_sources(runs)
     if name not in known:
         names = ", ".join(known) or "none: a decoder gives them"
         raise SpecError(f"--noise-law must name decoded fields, got {name!r}; there are {names}")
@@ -175,16 +175,16 @@ def _gathered(runs: Sequence[RunTraffic], name: str, claim: NoiseClaim) -> _Fiel
     scales = np.array([claim.scale[min(t, len(claim.scale) - 1)] for t in range(shape[1])])[:, None]
     step = np.zeros(shape)
     there = np.isfinite(said)
-    step[there] = resolution(said[there])
+    step[there] = estimate_resolution(said[there])
     both = None if claim.centre is None else (centres[0], centres[1])
     return _Field(claim, said, both, scales, step)
 
 
-def _before(runs: Sequence[RunTraffic]) -> dict[int, tuple[Sequence[Decoded], int]]:
+def _before(runs: Sequence[RunTraffic]) -> dict[int, tuple[Sequence[DecodedMessage], int]]:
     """Of every decoded message, by identity, those of its run, and how many come before it."""
-    found: dict[int, tuple[Sequence[Decoded], int]] = {}
+    found: dict[int, tuple[Sequence[DecodedMessage], int]] = {}
     for run in runs:
-        decoded = [each.decoded for each in run.messages if each.decoded is not None]
+        decoded = [each.decoded_message for each in run.messages if each.decoded_message is not None]
         for k, each in enumerate(decoded):
             found[id(each)] = decoded, k
     return found
@@ -217,10 +217,10 @@ def _standard(field: _Field, worlds: IntArray, generator: np.random.Generator) -
     said = field.said + jitter
     if field.centres is not None:
         own = np.where((worlds == 1)[:, None, None], field.centres[1], field.centres[0])
-        return convert_to_laplace(field.claim.law, (said - own) / field.scale), _signs(worlds)
+        return convert_to_laplace(field.claim.distribution, (said - own) / field.scale), _signs(worlds)
     first, second = _pairs(worlds)
     difference = (said[first] - said[second]) / field.scale
-    if field.claim.law == "gaussian":
+    if field.claim.distribution == "gaussian":
         return convert_to_laplace("gaussian", difference / math.sqrt(2.0)), _signs(worlds[first])
     # Of two standard Laplace numbers: P(|D| > t) = exp(-t) (1 + t/2).
     sizes = np.abs(difference)
@@ -257,20 +257,20 @@ def _conformance(
             numbers += block.count
             for each in instruments:
                 each.add(block)
-        single, dependent = (each.tests() for each in instruments)
-    found = *levels.judged("marginal", [*single, *beside]), *levels.judged("dependence", dependent)
+        single, dependent = (each.compute_tests() for each in instruments)
+    found = *levels.assign_levels("marginal", [*single, *beside]), *levels.assign_levels("dependence", dependent)
     return tuple(map(_in_messages, found)), numbers
 
 
 def _blocks(noise: Mapping[str, tuple[FloatArray, FloatArray]], layout: Layout) -> Iterator[Block]:
     """Some runs at a time, fields side by side; fields whose centres are not known have half as many."""
     total = max(len(values) for values, _ in noise.values())
-    step = max(2, _MAX_SLICE_NUMBERS // layout.places)
+    step = max(2, _MAX_SLICE_NUMBERS // layout.numbers_per_run)
     for start in range(0, total, step):
         runs = min(step, total - start)
-        block = Block.blank(layout, runs)
+        block = Block.create_blank(layout, runs)
         world = np.zeros(block.values.shape)
-        for (values, signs), (_, part) in zip(noise.values(), layout.parts(), strict=True):
+        for (values, signs), (_, part) in zip(noise.values(), layout.iterate_field_slices(), strict=True):
             some = values[start : start + runs]
             block.values[0, : some.shape[1], : len(some), part] = some.transpose(1, 0, 2)
             world[0, :, : len(some), part] = signs[start : start + runs, None]
@@ -280,8 +280,8 @@ def _blocks(noise: Mapping[str, tuple[FloatArray, FloatArray]], layout: Layout) 
 
 def _in_messages(test: Test) -> Test:
     """Rounds of the tests are the messages of a field, counted within a run; and there is one speaker."""
-    where = re.sub(r"\bround (?=\d)", "message ", test.where).replace("noisy rounds", "noisy messages")
-    return replace(test, where=re.sub(r"\bthe service, (?=field |message |coordinate )", "", where))
+    where = re.sub(r"\bround (?=\d)", "message ", test.location).replace("noisy rounds", "noisy messages")
+    return replace(test, location=re.sub(r"\bthe service, (?=field |message |coordinate )", "", where))
 
 
 def _ties(fields: Mapping[str, _Field], worlds: IntArray) -> Test:
@@ -326,8 +326,8 @@ def _epsilon(fields: Mapping[str, _Field], delta: float) -> float:
     for field in known:
         first, second = field.centres or (field.said, field.said)
         shift = np.abs(first - second) / field.scale
-        power = 1 if field.claim.law == "laplace" else 2
-        moved[field.claim.law] += np.nansum(shift**power, axis=(1, 2))
+        power = 1 if field.claim.distribution == "laplace" else 2
+        moved[field.claim.distribution] += np.nansum(shift**power, axis=(1, 2))
     return float(moved["laplace"].max()) + compute_gaussian_epsilon(math.sqrt(float(moved["gaussian"].min())), delta)
 
 
@@ -338,4 +338,4 @@ def _fits(epsilon: float, claim: float, delta: float) -> Iterator[Test]:
     holds = epsilon <= claim * (1.0 + 1e-6) + 1e-9
     at = f" at delta {delta:.3g}" if delta else ""
     what = "the claimed noise keeps the claimed epsilon"
-    yield Test("epsilon of the noise", what, epsilon, float(holds), f"{claim:.4g} claimed{at}", primary=False)
+    yield Test("epsilon of the noise", what, epsilon, float(holds), f"{claim:.4g} claimed{at}", is_primary=False)

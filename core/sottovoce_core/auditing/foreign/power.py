@@ -14,9 +14,9 @@ import numpy as np
 from scipy import optimize, special, stats
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.blackbox import level, tested
+from sottovoce_core.auditing.blackbox import compute_classifier_level, count_guessed_runs
 from sottovoce_core.auditing.bounds import AlphaAllocation, compute_epsilon_lower_bound
-from sottovoce_core.auditing.verdict import Reach
+from sottovoce_core.auditing.verdict import DetectableEffect
 from sottovoce_core.auditing.views import RunTraffic
 
 _POWER = 0.9
@@ -31,11 +31,11 @@ _SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 _MAIN = 8
 """Primary tests of single numbers share half of their level, about."""
 
-_MOST_RUNS = 2**20
+_MAX_RUNS = 2**20
 """Of each world; with more nobody makes an audit."""
 
 
-def messages_of(runs: Sequence[RunTraffic]) -> int:
+def count_messages(runs: Sequence[RunTraffic]) -> int:
     """Count the messages of a run among which epsilon may be divided: those of one direction that vary, of the median run."""
     first: dict[tuple[str, int], bytes] = {}
     varied = set[tuple[str, int]]()
@@ -54,7 +54,7 @@ def _places(run: RunTraffic) -> Iterator[tuple[tuple[str, int], bytes]]:
         count[each.place] += 1
 
 
-class Power:
+class PowerAnalysis:
     """What so many runs show of a mechanism that loses more than is claimed.
 
     The mechanism has Laplace noise on one number of each of some messages, among which epsilon is divided evenly; at a delta, it
@@ -69,14 +69,14 @@ class Power:
             messages: that share it.
             levels: of the audit.
         """
-        self._claim, self._delta, self._messages, self._level = claim, delta, messages, level(levels)
+        self._claim, self._delta, self._messages, self._level = claim, delta, messages, compute_classifier_level(levels)
         generator = np.random.default_rng(0)
         if delta > 0.0:
             self._noise = stats.norm.ppf((np.arange(_LOSSES) + 0.5) / _LOSSES)[:, None]
         else:
             self._noise = generator.laplace(size=(_LOSSES, messages))
 
-    def losses(self, factor: float) -> FloatArray:
+    def sample_losses(self, factor: float) -> FloatArray:
         """Losses of runs whose noise is the claimed one divided by a factor."""
         if self._delta > 0.0:
             shift = factor * _gaussian_shift(self._claim, self._delta)
@@ -87,11 +87,11 @@ class Power:
 
     def can_detect(self, factor: float, runs: int) -> bool:
         """Whether the best guesser shows, nine times in ten, more than the claim of such noise; runs of both worlds."""
-        return self.shown(factor, runs) > self._claim
+        return self.compute_bound(factor, runs) > self._claim
 
-    def shown(self, factor: float, runs: int) -> float:
+    def compute_bound(self, factor: float, runs: int) -> float:
         """The bound on epsilon that the best guesser shows of such noise, nine times in ten; runs of both worlds."""
-        losses, guesses = self.losses(factor), tested(runs)
+        losses, guesses = self.sample_losses(factor), count_guessed_runs(runs)
         sizes, best = np.abs(losses), 0.0
         for share in _SHARES:
             least = min(float(np.quantile(sizes, 1.0 - share)), float(sizes.max()) * (1.0 - 1e-9))
@@ -101,7 +101,7 @@ class Power:
             best = max(best, compute_epsilon_lower_bound(right, made, self._level, self._delta, guesses))
         return best
 
-    def least(self, runs: int) -> float:
+    def find_min_factor(self, runs: int) -> float:
         """The smallest factor that is found; infinite: none up to 1,000 is."""
         factors = np.geomspace(1.02, 1000.0, 200).tolist()
         found = bisect_left(factors, True, key=lambda factor: self.can_detect(factor, runs))
@@ -112,27 +112,27 @@ class Power:
         runs = 16.0
         while not self.can_detect(factor, 2 * int(runs)):
             runs *= 1.1
-            if runs > _MOST_RUNS:
+            if runs > _MAX_RUNS:
                 return math.inf
         return int(float(f"{runs:.2g}"))
 
-    def reaches(self, runs: int) -> Iterator[Reach]:
+    def list_detectable_effects(self, runs: int) -> Iterator[DetectableEffect]:
         """What would have been found by guesses alone, nine times in ten, in so many runs of both worlds."""
-        factor = self.least(runs)
+        factor = self.find_min_factor(runs)
         if math.isfinite(factor):
             law = "Gaussian" if self._delta else "Laplace"
             divided = self._messages > 1 and not self._delta
             spread = f", divided among {self._messages:,} messages" if divided else ""
             part = f"{100 / factor:.2g} % of the {law} noise that the claim needs{spread}"
-            yield Reach("classifiers", factor, f"a service with {part} (by the best of guessers)")
-        guesses = tested(runs)
+            yield DetectableEffect("classifiers", factor, f"a service with {part} (by the best of guessers)")
+        guesses = count_guessed_runs(runs)
         for right in range(1, guesses + 1):
             if compute_epsilon_lower_bound(right, right, self._level, self._delta, guesses) > self._claim:
                 # So many right guesses, nine times in ten, of runs of world 1 that have the mark.
                 share = float(stats.beta.ppf(_POWER, right, guesses - right + 1)) * 2.0
                 if share < 1.0:
                     text = f"a mark that {100 * share:.2g} % of the runs of one world have, and none of the other"
-                    yield Reach("worlds", share, text)
+                    yield DetectableEffect("worlds", share, text)
                 return
 
 
@@ -156,9 +156,9 @@ def _gaussian_delta(shift: float, epsilon: float) -> float:
     return float(special.ndtr(shift / 2.0 - epsilon / shift)) - math.exp(min(epsilon + far, 700.0))
 
 
-def of_noise(numbers: int, levels: AlphaAllocation) -> tuple[Reach, bool]:
+def compute_noise_effect(numbers: int, levels: AlphaAllocation) -> tuple[DetectableEffect, bool]:
     """The smallest error of the scale of claimed noise that is found in so many numbers, and whether half of the noise is."""
-    level = levels.of("conformance", "marginal", _MAIN) / 2.0
+    level = levels.compute_level("conformance", "marginal", _MAIN) / 2.0
     error = float(stats.norm.isf(level) + stats.norm.isf(1.0 - _POWER)) / math.sqrt(numbers)
     halved = float(special.gammainc(numbers, 2.0 * special.gammaincinv(numbers, level))) >= _POWER
-    return Reach("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %"), halved
+    return DetectableEffect("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %"), halved

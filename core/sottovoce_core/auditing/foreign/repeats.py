@@ -15,20 +15,20 @@ import numpy as np
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.foreign.views import name_messages
-from sottovoce_core.auditing.views import RunTraffic, Overheard, decoded
+from sottovoce_core.auditing.views import CapturedFrame, RunTraffic, collect_decoded_fields
 from sottovoce_core.optional import import_optional
 from sottovoce_core.running.transcript import BoundedDict
 
 # ---- resolution ------------------------------------------------------------------------------------------------------
 
-_CLEAR = 64.0
+_MIN_COARSENESS = 64.0
 """A rounding is one if it is so many times coarser than the floats: else every number would be said to be rounded."""
 
-_FEW = 16
+_MIN_GAPS = 16
 """Fewer gaps between numbers show no step."""
 
 
-def resolution(values: FloatArray) -> FloatArray:
+def estimate_resolution(values: FloatArray) -> FloatArray:
     """Of finite numbers, each by itself: the coarsest rounding that all of them have been through.
 
     Known are floats of any size, multiples of a power of two, of ten, or of any step, and so many digits.
@@ -69,7 +69,7 @@ def _decimals(values: FloatArray, floats: FloatArray) -> float | None:
     """The largest power of ten of which all are multiples; None: of none that floats could not be by chance."""
     for places in range(-6, 16):
         unit = 10.0**-places
-        if unit <= _CLEAR * float(floats.max()):
+        if unit <= _MIN_COARSENESS * float(floats.max()):
             return None
         if (np.abs(values - np.round(values, places)) <= floats).all():
             return unit
@@ -89,7 +89,7 @@ def _digits(values: FloatArray, floats: FloatArray) -> FloatArray | None:
         leading = values / units
         for digits in range(1, 16):
             last = units * 10.0 ** (1 - digits)
-            if (last <= _CLEAR * floats).any():
+            if (last <= _MIN_COARSENESS * floats).any():
                 return None
             if (np.abs(leading - np.round(leading, digits - 1)) * units <= 2.0 * floats).all():
                 return last
@@ -100,8 +100,8 @@ def _step(values: FloatArray, floats: FloatArray) -> float | None:
     """The step between the levels of a quantiser: the smallest gap, or a small fraction of it, that divides all others."""
     finest = float(floats.max())
     gaps = np.diff(np.sort(values))
-    gaps = gaps[gaps > _CLEAR * finest]
-    if len(gaps) < _FEW:
+    gaps = gaps[gaps > _MIN_COARSENESS * finest]
+    if len(gaps) < _MIN_GAPS:
         return None
     smallest = float(gaps.min())
     return next((smallest / parts for parts in range(1, 17) if _divides(smallest / parts, gaps, finest).all()), None)
@@ -110,7 +110,7 @@ def _step(values: FloatArray, floats: FloatArray) -> float | None:
 def _divides(step: float, gaps: FloatArray, finest: float) -> BoolArray:
     """Whether gaps are multiples of a step, as far as floats can tell; a single False where they tell of too few."""
     told = gaps[gaps * finest <= 0.01 * step * step] / step
-    if len(told) < _FEW:
+    if len(told) < _MIN_GAPS:
         return np.zeros(1, dtype=np.bool_)
     near: BoolArray = np.abs(told - np.rint(told)) < 0.05
     return near
@@ -121,16 +121,16 @@ def _divides(step: float, gaps: FloatArray, finest: float) -> BoolArray:
 _MAX_P_VALUE = 1e-6
 """Coincidences less likely than this are reported."""
 
-_LEAST = 16
+_MIN_NUMBERS = 16
 """Of fewer numbers, or of messages with fewer bytes, nothing is concluded."""
 
 _MAX_CONSTANT_COUNT = 8
 """What both worlds say more often than this is a constant of the protocol, and no noise."""
 
-_ALONE = 24
+_MAX_ONE_WORLD_RUNS = 24
 """What so many runs say, all of one world, tells the world: fair coins do so once in ten million times."""
 
-_ALWAYS = 24
+_MIN_CONSTANT_RUNS = 24
 """Runs of each world, at least, that show that a number is always the same in it."""
 
 
@@ -148,13 +148,13 @@ class Anomaly:
     test: str
     text: str
     count: int
-    where: str
+    location: str
 
     def __str__(self) -> str:
-        return f"{self.text} ({self.where})"
+        return f"{self.text} ({self.location})"
 
 
-def signs(runs: Sequence[RunTraffic]) -> tuple[Anomaly, ...]:
+def find_anomalies(runs: Sequence[RunTraffic]) -> tuple[Anomaly, ...]:
     """All of them."""
     return (*_constant(runs), *_numbers_again(runs), *_bytes_again(runs), *_equivocations(runs))
 
@@ -162,10 +162,10 @@ def signs(runs: Sequence[RunTraffic]) -> tuple[Anomaly, ...]:
 def _constant(runs: Sequence[RunTraffic]) -> list[Anomaly]:
     """Numbers that are the same in all runs of a world, and others in the other one: without noise, or always with the same."""
     worlds = np.array([run.world for run in runs])
-    if min(np.count_nonzero(worlds == world) for world in (0, 1)) < _ALWAYS:
+    if min(np.count_nonzero(worlds == world) for world in (0, 1)) < _MIN_CONSTANT_RUNS:
         return []
     found = []
-    for field, values in decoded(runs).items():
+    for field, values in collect_decoded_fields(runs).items():
         first, second = (values[worlds == world] for world in (0, 1))
         same = (first == first[:1]).all(axis=0) & (second == second[:1]).all(axis=0) & (first[0] != second[0])
         if same.any():
@@ -183,14 +183,14 @@ def _numbers_again(runs: Sequence[RunTraffic]) -> list[Anomaly]:
     poisson = import_optional("scipy.stats", "scipy", "an audit").poisson
     worlds = np.array([run.world for run in runs])
     found = []
-    for field, values in decoded(runs).items():
+    for field, values in collect_decoded_fields(runs).items():
         place = np.nonzero(values * (values != values[:1]).any(axis=0))
         kept = _noisy(values[place], worlds[place[0]])
         place = tuple(axis[kept] for axis in place)
         said = values[place]
         distinct, counts = np.unique(said, return_counts=True)
         ties = len(said) - len(distinct)
-        if len(said) < _LEAST or not ties or poisson.sf(ties - 1, _by_chance(distinct, counts)) >= _MAX_P_VALUE:
+        if len(said) < _MIN_NUMBERS or not ties or poisson.sf(ties - 1, _by_chance(distinct, counts)) >= _MAX_P_VALUE:
             continue
         first, again = (tuple(int(axis[k]) for axis in place) for k in _pair(said))
         where = f"{_position(runs, first)} and {_position(runs, again)}"
@@ -220,7 +220,9 @@ def _by_chance(distinct: FloatArray, counts: IntArray) -> float:
     if above[0] == below[0]:
         return np.inf  # of a single number coincidence is the rule
     upto = counts.cumsum()
-    rounded = resolution(distinct) / (distinct[above] - distinct[below])  # a density of tiny numbers would overflow
+    rounded = estimate_resolution(distinct) / (
+        distinct[above] - distinct[below]
+    )  # a density of tiny numbers would overflow
     return float(0.5 * np.sum(counts * (upto[above] - upto[below]) * rounded))
 
 
@@ -241,7 +243,7 @@ def _position(runs: Sequence[RunTraffic], place: tuple[int, ...]) -> str:
 
 def _bytes_again(runs: Sequence[RunTraffic]) -> list[Anomaly]:
     """Whole messages, where nobody decoded them and most differ."""
-    places: dict[str, list[tuple[RunTraffic, int, Overheard]]] = defaultdict(list)
+    places: dict[str, list[tuple[RunTraffic, int, CapturedFrame]]] = defaultdict(list)
     for run in runs:
         count = Counter[str]()
         for each in run.messages:
@@ -249,7 +251,7 @@ def _bytes_again(runs: Sequence[RunTraffic]) -> list[Anomaly]:
             count[each.place] += 1
     found = []
     for place, said in places.items():
-        if any(each.decoded is not None for _, _, each in said):
+        if any(each.decoded_message is not None for _, _, each in said):
             continue
         varied = _varied(said, len(runs))
         known: dict[bytes, str] = {}
@@ -265,19 +267,19 @@ def _bytes_again(runs: Sequence[RunTraffic]) -> list[Anomaly]:
     return found
 
 
-def _of_one_world(said: Sequence[tuple[RunTraffic, int, Overheard]]) -> bool:
+def _of_one_world(said: Sequence[tuple[RunTraffic, int, CapturedFrame]]) -> bool:
     """Whether some message is said so often, and in one world alone, that no coin does that."""
     places = {(each.digest, run.world, run.name) for run, _, each in said}
     runs = Counter((message, world) for message, world, _ in places)
-    return any(count > _ALONE and not runs[message, 1 - world] for (message, world), count in runs.items())
+    return any(count > _MAX_ONE_WORLD_RUNS and not runs[message, 1 - world] for (message, world), count in runs.items())
 
 
 def _varied(
-    said: Sequence[tuple[RunTraffic, int, Overheard]], runs: int
-) -> list[tuple[RunTraffic, int, Overheard]]:
+    said: Sequence[tuple[RunTraffic, int, CapturedFrame]], runs: int
+) -> list[tuple[RunTraffic, int, CapturedFrame]]:
     """Messages long enough to be no coincidence, without those that are the same in all runs."""
     counts = Counter((k, each.digest) for _, k, each in said)
-    return [(run, k, each) for run, k, each in said if each.size >= _LEAST and counts[k, each.digest] < runs]
+    return [(run, k, each) for run, k, each in said if each.size >= _MIN_NUMBERS and counts[k, each.digest] < runs]
 
 
 def _equivocations(runs: Sequence[RunTraffic]) -> list[Anomaly]:
@@ -285,15 +287,19 @@ def _equivocations(runs: Sequence[RunTraffic]) -> list[Anomaly]:
     for run in runs:
         versions = BoundedDict[tuple[object, ...], bytes]()
         for each in run.messages:
-            if each.decoded is None or each.decoded.round is None:
+            if each.decoded_message is None or each.decoded_message.round is None:
                 continue
-            key = (each.place, each.decoded.sender, each.decoded.round)
+            key = (each.place, each.decoded_message.sender, each.decoded_message.round)
             if versions.setdefault(key, each.digest) != each.digest:
                 found.append((run, each))
     if not found:
         return []
     run, each = found[0]
-    sender = "" if each.decoded is None or each.decoded.sender is None else f"{each.decoded.sender} says "
-    t = None if each.decoded is None else each.decoded.round
+    sender = (
+        ""
+        if each.decoded_message is None or each.decoded_message.sender is None
+        else f"{each.decoded_message.sender} says "
+    )
+    t = None if each.decoded_message is None else each.decoded_message.round
     text = f"{sender or 'one sender says '}different things in one round, {len(found):,} times"
     return [Anomaly("equivocation", text, len(found), f"{run.name}, {each.place}, round {t}")]

@@ -23,28 +23,28 @@ from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Bound
 from sottovoce_core.auditing.views import (
     CHANNEL_VIEWS,
-    COLUMNS,
+    MAX_COLUMNS,
     MAX_ITEMS_PER_KIND,
+    CapturedFrame,
     RunTraffic,
-    Overheard,
-    decoded,
-    sources,
+    collect_decoded_fields,
+    find_field_sources,
     locate_column,
 )
 from sottovoce_core.optional import import_optional
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
-_ASKED, _MAX_ANSWER_NUMBERS = 32, 64
+_MAX_REQUEST_NUMBERS, _MAX_ANSWER_NUMBERS = 32, 64
 """Of a request and of an answer, so many numbers are looked at."""
 
 _MAX_DEGREE, _MAX_TERMS, _MIN_ROWS_PER_TERM = 4, 500, 5
 """Polynomials of the request: their degree and their number of terms at most, and how many answers each term needs at least."""
 
-_NUMBERS = 2**24
+_MAX_TERM_NUMBERS = 2**24
 """Of all terms of all answers together, at most: 128 MiB."""
 
-_RIDGE, _FOLDS, _LEAST = 1e-8, 4, 16
+_RIDGE, _FOLDS, _MIN_ANSWERS = 1e-8, 4, 16
 """Of the regressions; and from so many answers on there is one."""
 
 
@@ -74,12 +74,17 @@ def build_answer_views(runs: Sequence[RunTraffic], learnt: IntArray) -> dict[str
     found = {}
     for method, answers in _pairs(runs).items():
         own = np.isin(answers.run, learnt)
-        if int(own.sum()) < _LEAST:
+        if int(own.sum()) < _MIN_ANSWERS:
             continue
         (asked, _), (answered, kept) = (_varying(part, own) for part in (answers.asked, answers.answered))
         if asked.shape[1] and answered.shape[1]:
             names = tuple(name for name, here in zip(answers.names, kept.tolist(), strict=True) if here)
-            varying = _Answers(answers.run, asked[:, :_ASKED], answered[:, :_MAX_ANSWER_NUMBERS], names[:_MAX_ANSWER_NUMBERS])
+            varying = _Answers(
+                answers.run,
+                asked[:, :_MAX_REQUEST_NUMBERS],
+                answered[:, :_MAX_ANSWER_NUMBERS],
+                names[:_MAX_ANSWER_NUMBERS],
+            )
             found[f"answers of {method} beside their requests"] = _view(varying, learnt, len(runs))
     return found
 
@@ -105,11 +110,11 @@ def _pairs(runs: Sequence[RunTraffic]) -> dict[str, _Answers]:
     return found
 
 
-def _asked(run: RunTraffic) -> Iterator[tuple[Overheard, Overheard]]:
+def _asked(run: RunTraffic) -> Iterator[tuple[CapturedFrame, CapturedFrame]]:
     """Every decoded answer, and the request before it."""
-    last: dict[int, Overheard] = {}
+    last: dict[int, CapturedFrame] = {}
     for each in run.messages:
-        if each.decoded is None:
+        if each.decoded_message is None:
             continue
         if each.direction == "out":
             last[each.stream] = each
@@ -117,13 +122,13 @@ def _asked(run: RunTraffic) -> Iterator[tuple[Overheard, Overheard]]:
             yield last[each.stream], each
 
 
-def _numbers(message: Overheard) -> FloatArray:
-    fields = {} if message.decoded is None else message.decoded.fields
+def _numbers(message: CapturedFrame) -> FloatArray:
+    fields = {} if message.decoded_message is None else message.decoded_message.fields
     return np.concatenate([np.empty(0), *(fields[name] for name in sorted(fields))])
 
 
-def _names(message: Overheard) -> tuple[str, ...]:
-    fields = {} if message.decoded is None else message.decoded.fields
+def _names(message: CapturedFrame) -> tuple[str, ...]:
+    fields = {} if message.decoded_message is None else message.decoded_message.fields
     return tuple(f"number {k} of {name}" for name in sorted(fields) for k in range(len(fields[name])))
 
 
@@ -140,7 +145,7 @@ def _view(answers: _Answers, learnt: IntArray, runs: int) -> tuple[FloatArray, t
     alone = _left(answers, learnt)
     own = np.isin(answers.run, learnt)
     width = answers.asked.shape[1] + 3
-    most = max(1, COLUMNS // (2 * width))
+    most = max(1, MAX_COLUMNS // (2 * width))
     clearest = np.argsort(alone[own].std(axis=0), kind="stable")[:most]  # noised ones tell little
     left = np.concatenate([alone[:, clearest], _beside_others(alone, own)[:, clearest]], axis=1)
     factors = (np.ones(len(left)), np.sign(left), left, *answers.asked.T)
@@ -166,7 +171,7 @@ def _left(answers: _Answers, learnt: IntArray) -> FloatArray:
 def _terms(asked: FloatArray, rows: int) -> FloatArray:
     """Polynomials of as high a degree as so many rows can tell."""
     numbers = asked.shape[1]
-    most = min(_MAX_TERMS, rows // _MIN_ROWS_PER_TERM, _NUMBERS // len(asked))
+    most = min(_MAX_TERMS, rows // _MIN_ROWS_PER_TERM, _MAX_TERM_NUMBERS // len(asked))
     degree = max([n for n in range(1, _MAX_DEGREE + 1) if math.comb(numbers + n, n) <= most], default=1)
     columns = [np.ones(len(asked))]
     for n in range(1, degree + 1):
@@ -196,10 +201,10 @@ def _beside_others(left: FloatArray, own: BoolArray) -> FloatArray:
 
 # ---- leaks -----------------------------------------------------------------------------------------------------------
 
-_CLEAR = 4.0
+_MIN_STANDARD_ERRORS = 4.0
 """Standard errors by which an AUC must differ from 1/2 where a classifier has told the worlds apart."""
 
-_NAMED = 5
+_MAX_LEAKS = 5
 """Leaks that are named."""
 
 
@@ -225,7 +230,7 @@ class Leak:
         return f"{self.place} (AUC {self.auc:.2g})"
 
 
-def leaks(
+def find_leaks(
     runs: Sequence[RunTraffic],
     seen: Mapping[str, FloatArray],
     worlds: IntArray,
@@ -248,7 +253,7 @@ def leaks(
             for column, auc in _telling(seen[bound.view], worlds):
                 place = naming.name(bound.view, column)
                 found.setdefault(place, Leak(bound.view, place, auc, seen[bound.view][:, column], worlds))
-    return tuple(found.values())[:_NAMED]
+    return tuple(found.values())[:_MAX_LEAKS]
 
 
 def _telling(view: FloatArray, worlds: IntArray) -> list[tuple[int, float]]:
@@ -261,8 +266,8 @@ def _telling(view: FloatArray, worlds: IntArray) -> list[tuple[int, float]]:
     # Of the ranks as they are: where most are equal, an AUC near 1/2 says as much as another one far from it.
     error = ranks.std(axis=0) * math.sqrt((zeros + ones) / (ones * zeros)) / (zeros + ones)
     scores = np.divide(np.abs(aucs - 0.5), error, out=np.zeros_like(aucs), where=error > 0.0)
-    best = np.argsort(-scores, kind="stable")[: 4 * _NAMED]
-    return [(int(k), float(aucs[k])) for k in best.tolist() if scores[k] >= _CLEAR]
+    best = np.argsort(-scores, kind="stable")[: 4 * _MAX_LEAKS]
+    return [(int(k), float(aucs[k])) for k in best.tolist() if scores[k] >= _MIN_STANDARD_ERRORS]
 
 
 class _Naming:
@@ -284,7 +289,7 @@ class _Naming:
 def _columns_of(runs: Sequence[RunTraffic], view: str) -> list[str]:
     """Names of the columns of a view of decoded numbers, in the order in which the view has them; none: it is another view."""
     numbers, messages = {}, name_messages(runs)
-    for field, values in decoded(runs).items():
+    for field, values in collect_decoded_fields(runs).items():
         places = range(values.shape[2])
         numbers[field] = [[f"number {k} of {field}, {name}" for k in places] for name in messages[field]]
     if view == "values of all fields":
@@ -319,7 +324,7 @@ _OF_FIELDS = ("values", "low bits", "repeats", "lengths", "mean spread", "spread
 def name_messages(runs: Sequence[RunTraffic]) -> dict[str, tuple[str, ...]]:
     """Of every decoded field, `message 3 (round 3, from clinic)`: round and sender where all runs have the same ones."""
     found = {}
-    for field, messages in sources(runs).items():
+    for field, messages in find_field_sources(runs).items():
         names = []
         for t, them in enumerate(messages):
             rounds, senders = ({getattr(each, part) for _, each in them} for part in ("round", "sender"))

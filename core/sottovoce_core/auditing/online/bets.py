@@ -21,7 +21,13 @@ import numpy as np
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.online.seen import KEY_MATCH_PROBABILITY, LAGS, NEAR, SHIFTS, RoundObservation
+from sottovoce_core.auditing.online.seen import (
+    EQUALITY_TOLERANCE,
+    KEY_MATCH_PROBABILITY,
+    LAGS,
+    SHIFTS,
+    RoundObservation,
+)
 
 # ---- e-values --------------------------------------------------------------------------------------------------------
 
@@ -114,7 +120,7 @@ class _Scale(_Bet):
     shape = 20.0
 
     def sums(self, seen: RoundObservation) -> FloatArray:
-        return np.stack([seen.sizes.sum(axis=1), seen.known.sum(axis=1)], axis=-1)
+        return np.stack([seen.sizes.sum(axis=1), seen.known_mask.sum(axis=1)], axis=-1)
 
     def e(self, sums: FloatArray) -> FloatArray:
         a, total, n = self.shape, sums[..., 0], sums[..., 1]
@@ -138,7 +144,7 @@ class _Histogram(_Bet):
     def sums(self, seen: RoundObservation) -> FloatArray:
         below = np.where(seen.signs > 0, 1.0 - 0.5 * seen.tail, 0.5 * seen.tail)
         cell = np.minimum((below * self.cells).astype(np.int64), self.cells - 1)
-        return _counts(len(cell), self.cells, cell, seen.known)
+        return _counts(len(cell), self.cells, cell, seen.known_mask)
 
     def e(self, sums: FloatArray) -> FloatArray:
         half = self.cells // 2
@@ -162,8 +168,8 @@ class _LowBits(_Bet):
     """So many low bits are evenly spread, to 1e-8 (`(2^even h)^4/720`, h = 2^-40)."""
 
     def sums(self, seen: RoundObservation) -> FloatArray:
-        rows, lost = len(seen.lost), np.minimum(seen.lost, self.even).astype(np.int64)[:, None]
-        whole = np.stack([seen.steps, seen.said], axis=1) >> lost  # learners, 2, numbers
+        rows, lost = len(seen.lost_bits), np.minimum(seen.lost_bits, self.even).astype(np.int64)[:, None]
+        whole = np.stack([seen.steps, seen.message_steps], axis=1) >> lost  # learners, 2, numbers
         first = 4 * np.arange(self.nibbles)
         kept = np.broadcast_to(lost[..., None] + first + 4 <= self.even, (*whole.shape, self.nibbles))
         of_each = (whole[..., None] >> first & 15) + 16 * (first // 4 + self.nibbles * np.arange(2)[:, None, None])
@@ -207,14 +213,23 @@ class _Repeats(_Bet):
     name = "repeats"
 
     def sums(self, seen: RoundObservation) -> FloatArray:
-        heard, summed = seen.heard, seen.summed
+        heard, summed = seen.key_repeats, seen.sum_repeats
         return np.stack(
-            [seen.twice, seen.exact, heard.again, heard.known, heard.expected, summed.before, summed.expected], axis=-1
+            [
+                seen.repeat_counts,
+                seen.exact_counts,
+                heard.followed_repeat_counts,
+                heard.repeat_counts,
+                heard.expected_counts,
+                summed.earlier_counts,
+                summed.expected_counts,
+            ],
+            axis=-1,
         )
 
     def e(self, sums: FloatArray) -> FloatArray:
         twice, exact, again, known, expected, summed, by_chance = np.moveaxis(sums, -1, 0)
-        near = _hits(twice, exact, (1 + 2 * LAGS) * NEAR)
+        near = _hits(twice, exact, (1 + 2 * LAGS) * EQUALITY_TOLERANCE)
         heard = _hits(again, known, KEY_MATCH_PROBABILITY), _too_many(known, expected)
         return mix_e_values(np.stack([near, *heard, _too_many(summed, by_chance)], axis=-1))
 
@@ -225,14 +240,22 @@ class _Shared(_Bet):
     name = "copies"
 
     def sums(self, seen: RoundObservation) -> FloatArray:
-        heard, summed = seen.heard, seen.summed
+        heard, summed = seen.key_repeats, seen.sum_repeats
         return np.stack(
-            [heard.same_round_followed_counts, heard.same_round_repeat_counts, seen.cancelled, seen.exact, summed.now, summed.expected_same_round_counts], axis=-1
+            [
+                heard.same_round_followed_counts,
+                heard.same_round_repeat_counts,
+                seen.cancelled_counts,
+                seen.exact_counts,
+                summed.same_round_counts,
+                summed.expected_same_round_counts,
+            ],
+            axis=-1,
         ).astype(np.float64)
 
     def e(self, sums: FloatArray) -> FloatArray:
         again, known, cancelled, exact, summed, by_chance = np.moveaxis(sums, -1, 0)
-        either = _hits(again, known, KEY_MATCH_PROBABILITY), _hits(cancelled, exact, NEAR)
+        either = _hits(again, known, KEY_MATCH_PROBABILITY), _hits(cancelled, exact, EQUALITY_TOLERANCE)
         return mix_e_values(np.stack([*either, _too_many(summed, by_chance)], axis=-1))
 
 
@@ -283,8 +306,8 @@ class _Lag(_Dependence):
     name = "lag"
 
     def sums(self, seen: RoundObservation) -> FloatArray:
-        found = (seen.now @ seen.before.swapaxes(1, 2)).swapaxes(0, 1)
-        return found.reshape(len(found), 4, LAGS, -1)[:, :, seen.order].reshape(len(found), -1)
+        found = (seen.bet_targets @ seen.earlier_noise.swapaxes(1, 2)).swapaxes(0, 1)
+        return found.reshape(len(found), 4, LAGS, -1)[:, :, seen.lag_slots].reshape(len(found), -1)
 
 
 class _FarLag(_Bet):
@@ -294,7 +317,7 @@ class _FarLag(_Bet):
     variance = 0.03
 
     def sums(self, seen: RoundObservation) -> FloatArray:
-        return np.concatenate([seen.signs @ seen.far.T, np.abs(seen.signs) @ (seen.far**2).T], axis=1)
+        return np.concatenate([seen.signs @ seen.far_noise.T, np.abs(seen.signs) @ (seen.far_noise**2).T], axis=1)
 
     def e(self, sums: FloatArray) -> FloatArray:
         s, v = np.split(sums, 2, axis=-1)
@@ -307,8 +330,8 @@ class _OwnLag(_Dependence):
     name = "lag"
 
     def sums(self, seen: RoundObservation) -> FloatArray:
-        before = seen.before.reshape(4, LAGS, len(SHIFTS), *seen.known.shape)
-        found: FloatArray = np.einsum("klsid,kid->ikls", before, seen.now)[:, :, seen.order]
+        before = seen.earlier_noise.reshape(4, LAGS, len(SHIFTS), *seen.known_mask.shape)
+        found: FloatArray = np.einsum("klsid,kid->ikls", before, seen.bet_targets)[:, :, seen.lag_slots]
         return found.reshape(len(found), -1)
 
 
@@ -318,7 +341,7 @@ class _Past(_Dependence):
     name = "past"
 
     def sums(self, seen: RoundObservation) -> FloatArray:
-        found = (seen.past @ seen.now[..., None])[..., 0].swapaxes(0, 1)
+        found = (seen.past @ seen.bet_targets[..., None])[..., 0].swapaxes(0, 1)
         return found.reshape(len(found), -1)
 
 
@@ -328,7 +351,7 @@ class _Copies(_Dependence):
     name = "copies"
 
     def sums(self, seen: RoundObservation) -> FloatArray:
-        found = (seen.now @ seen.beside.swapaxes(1, 2)).swapaxes(0, 1)
+        found = (seen.bet_targets @ seen.same_round_noise.swapaxes(1, 2)).swapaxes(0, 1)
         earlier = np.tile(np.tri(len(found), k=-1), len(SHIFTS))
         return (found * earlier[:, None]).reshape(len(found), -1)
 
@@ -381,8 +404,8 @@ class EProcesses:
         self._rounds = 0
         self._bets = tuple({type(bet): bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)}.values())
         self._now: FloatArray = np.zeros((1 + len(_BLOCKS), 1 + learners))
-        self.e, self.change = np.zeros((2, 1 + learners))
-        self.tests = self.changed = ("scale",) * (1 + learners)
+        self.log_e_values, self.change_log_e_values = np.zeros((2, 1 + learners))
+        self.tests = self.change_tests = ("scale",) * (1 + learners)
 
     def add(self, seen: RoundObservation) -> None:
         """A round more."""
@@ -398,9 +421,12 @@ class EProcesses:
         on_all, on_each = np.stack([*pooled, *shared], axis=-1), np.stack(own, axis=-1)
         together, apart = mix_e_values(on_all, _shares(*_POOLED, *_SHARED)), mix_e_values(on_each, _shares(*_OWN))
         self._now = np.concatenate([together[:, None], apart], axis=1)
-        self.e, self.change = self._now[0], mix_e_values(_detected(self._before, self._now[1:]).T)
+        self.log_e_values, self.change_log_e_values = (
+            self._now[0],
+            mix_e_values(_detected(self._before, self._now[1:]).T),
+        )
         self.tests = self._strongest(on_all[0], on_each[0])
-        self.changed = self._strongest(on_all[1:].max(axis=0), on_each[1:].max(axis=0))
+        self.change_tests = self._strongest(on_all[1:].max(axis=0), on_each[1:].max(axis=0))
 
     def _begin_blocks(self) -> None:
         for k, length in enumerate(_BLOCKS, 1):

@@ -26,15 +26,15 @@ from scipy import special
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import Batch, FloatArray
-from sottovoce_core.auditing.bounds import threshold
+from sottovoce_core.auditing.bounds import choose_threshold
 from sottovoce_core.auditing.online.watch import Alarm
-from sottovoce_core.auditing.swaps import add_intercept, mirrored
+from sottovoce_core.auditing.swaps import add_intercept, mirror_record
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.running.replay import Replay
 from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.simulator import simulate_rounds
 
 _MAX_WINDOW_ROUNDS = 16
 _MIN_REHEARSAL_COINS = 2000
@@ -42,7 +42,7 @@ _MIN_REHEARSAL_COINS = 2000
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class CanaryPosition:
     """Where a coin is: the first record that a learner learns in a round."""
 
     round: int
@@ -64,19 +64,19 @@ class Canaries:
         pair: the two records, `(features,)` each, where the run has a schema, which allows them.
     """
 
-    places: tuple[Place, ...]
+    positions: tuple[CanaryPosition, ...]
     coins: tuple[int, ...]
     window: int
     size: float
     label: float
     tau: float
     claim: float
-    pair: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    record_pair: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
-    def record(self, k: int, coin: int, n_features: int) -> FloatArray:
+    def build_record(self, k: int, coin: int, n_features: int) -> FloatArray:
         """The record `(features,)` that stands at place k for this coin."""
-        if self.pair is not None:
-            return np.array(self.pair[coin])
+        if self.record_pair is not None:
+            return np.array(self.record_pair[coin])
         record = np.zeros(n_features)
         record[k % n_features] = -self.size if coin else self.size
         return record
@@ -84,7 +84,7 @@ class Canaries:
     def insert_into(self, data: PlacedData) -> PlacedData:
         """All records, with the canaries in their places."""
         by_learner: dict[int, list[int]] = {}
-        for k, place in enumerate(self.places):
+        for k, place in enumerate(self.positions):
             by_learner.setdefault(place.learner, []).append(k)
         for i, mine in by_learner.items():
             data = data.with_learner(i, self._in_learner(data.learners[i], mine))
@@ -93,8 +93,8 @@ class Canaries:
     def _in_learner(self, own: LearnerData, mine: list[int]) -> LearnerData:
         features, labels = own.features.copy(), own.labels.copy()
         for k in mine:
-            row = int(own.rows(self.places[k].round)[0])
-            features[row] = self.record(k, self.coins[k], features.shape[1])
+            row = int(own.rows(self.positions[k].round)[0])
+            features[row] = self.build_record(k, self.coins[k], features.shape[1])
             labels[row] = self.label
         return replace(own, features=features, labels=labels)
 
@@ -102,7 +102,7 @@ class Canaries:
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def draw(run: Run, data: PlacedData, count: int, generator: np.random.Generator) -> Canaries:
+def draw_canaries(run: Run, data: PlacedData, count: int, generator: np.random.Generator) -> Canaries:
     """Toss the coins, choose their places, and fix tau by simulated runs with other coins.
 
     Args:
@@ -134,7 +134,7 @@ def draw(run: Run, data: PlacedData, count: int, generator: np.random.Generator)
 
 
 def _require_events(run: Run, data: PlacedData) -> None:
-    if run.algorithm.accountant(0).shared:
+    if run.algorithm.accountant(0).has_shared_records:
         raise SpecError("canaries are records of one learner each, and here all learners hold the same records")
     for name, own in zip(run.spec.names, data.learners, strict=True):
         if own.uses().max(initial=0) > 1:
@@ -152,13 +152,13 @@ def _window(run: Run, data: PlacedData, count: int) -> int:
     return 1
 
 
-def _free(run: Run, data: PlacedData, window: int) -> list[Place]:
+def _free(run: Run, data: PlacedData, window: int) -> list[CanaryPosition]:
     """Where a coin may be: rounds a window apart in which a learner has a record."""
     rounds = range(0, run.spec.rounds - window, window)
-    return [Place(t, i) for i, own in enumerate(data.learners) for t in rounds if len(own.rows(t))]
+    return [CanaryPosition(t, i) for i, own in enumerate(data.learners) for t in rounds if len(own.rows(t))]
 
 
-def _claim(run: Run, data: PlacedData, place: Place, window: int) -> float:
+def _claim(run: Run, data: PlacedData, place: CanaryPosition, window: int) -> float:
     """What is promised for this swap to those who hear all messages up to the end of its window."""
     replaced = np.zeros(run.spec.rounds, dtype=np.int64)
     replaced[place.round] = 1
@@ -179,24 +179,24 @@ def _pair(run: Run) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     if (schema := run.spec.data.schema) is None:
         return None
     first = add_intercept(run, schema.make_max_norm_record())
-    if (first == (second := mirrored(first, schema))).all():
+    if (first == (second := mirror_record(first, schema))).all():
         raise SpecError("canaries are two different records, and data.schema allows one only")
     return tuple(first.tolist()), tuple(second.tolist())
 
 
 def _rehearsed(run: Run, data: PlacedData, canaries: Canaries, seed: int) -> float:
     """Tau: from which loss on guesses give the largest bound, if all is as claimed."""
-    replicas = -(-_MIN_REHEARSAL_COINS // len(canaries.places))
+    replicas = -(-_MIN_REHEARSAL_COINS // len(canaries.positions))
     known = canaries.insert_into(data)
     scorer, strengths = _Scorer(run, known, canaries, replicas), []
-    last = canaries.places[-1].round + canaries.window + 1
-    for step in islice(simulate(run, known, SeededNoise(seed), replicas), last):
+    last = canaries.positions[-1].round + canaries.window + 1
+    for step in islice(simulate_rounds(run, known, SeededNoise(seed), replicas), last):
         strengths += [np.abs(loss) for _, loss in scorer.take(step.t, step.split_by_sender())]
-    known_strengths, guesses = np.nan_to_num(np.concatenate(strengths)), len(canaries.places)
-    tau = threshold(known_strengths, guesses, 0.05)
+    known_strengths, guesses = np.nan_to_num(np.concatenate(strengths)), len(canaries.positions)
+    tau = choose_threshold(known_strengths, guesses, 0.05)
     while tau > known_strengths.max() * (1.0 - 1e-6) and guesses < 2**20:  # so few coins show nothing: as if of more
         guesses *= 2
-        tau = threshold(known_strengths, guesses, 0.05)
+        tau = choose_threshold(known_strengths, guesses, 0.05)
     return tau
 
 
@@ -231,7 +231,7 @@ class _Scorer:
 
     def __init__(self, run: Run, data: PlacedData, canaries: Canaries, replicas: int = 1) -> None:
         self._canaries, self._data = canaries, data
-        self._known = {i: Replay(run, i, replicas) for i in {place.learner for place in canaries.places}}
+        self._known = {i: Replay(run, i, replicas) for i in {place.learner for place in canaries.positions}}
         self._trials: list[_Trial] = []
         self._begun = 0
 
@@ -248,14 +248,14 @@ class _Scorer:
         self._begin(t, messages)
         for i, known in list(self._known.items()):
             known.step(messages, self._data.learners[i].batch(t))
-            if not known.known:
+            if not known.is_known:
                 del self._known[i]
-        done = [trial for trial in self._trials if self._canaries.places[trial.k].round + self._canaries.window == t]
+        done = [trial for trial in self._trials if self._canaries.positions[trial.k].round + self._canaries.window == t]
         self._trials = [trial for trial in self._trials if trial not in done]
         return [(trial.k, trial.loss) for trial in done]
 
     def _begin(self, t: int, messages: Mapping[int, Message]) -> None:
-        places = self._canaries.places
+        places = self._canaries.positions
         while self._begun < len(places) and places[self._begun].round == t:
             k, i = self._begun, places[self._begun].learner
             self._begun += 1
@@ -266,11 +266,11 @@ class _Scorer:
                 self._trials.append(trial)
 
     def _batch(self, trial: _Trial, t: int) -> Batch:
-        return self._data.learners[self._canaries.places[trial.k].learner].batch(t)
+        return self._data.learners[self._canaries.positions[trial.k].learner].batch(t)
 
     def _with(self, batch: Batch, k: int, coin: int) -> Batch:
         features = batch.features.copy()
-        features[0] = self._canaries.record(k, coin, features.shape[1])
+        features[0] = self._canaries.build_record(k, coin, features.shape[1])
         return replace(batch, features=features)
 
 
@@ -307,7 +307,7 @@ class EpsilonBound:
             self.log_e_values = self.log_e_values + stakes[:, -1]
         self._right, self._count = self._right + float(right.sum()), self._count + len(right)
 
-    def lower(self, alpha: float) -> float:
+    def compute_lower_bound(self, alpha: float) -> float:
         """A bound that epsilon is below with probability at most `alpha`, at whatever time one asks; 0: none."""
         refuted = np.flatnonzero(self._highest >= -math.log(alpha))
         return float(self.epsilons[refuted[-1]]) if refuted.size else 0.0
@@ -328,7 +328,7 @@ class CanaryTest:
 
     def __init__(self, run: Run, data: PlacedData, canaries: Canaries, alpha: float) -> None:
         self.canaries = canaries
-        self.scored_count = self.guessed = self.right = 0
+        self.scored_count = self.guessed_count = self.correct_count = 0
         self._alpha, self._alarmed = alpha, False
         self._scorer = _Scorer(run, data, canaries)
         self._claim, self._bound = EpsilonBound(np.array([canaries.claim])), EpsilonBound()
@@ -341,7 +341,7 @@ class CanaryTest:
     @property
     def bound(self) -> float:
         """Lower bound on epsilon, with confidence `1 - alpha` at whatever time one asks."""
-        return self._bound.lower(self._alpha)
+        return self._bound.compute_lower_bound(self._alpha)
 
     def take(self, t: int, messages: Mapping[int, Message]) -> list[Alarm]:
         """Take the messages of round t, as `Watch.take` does."""
@@ -359,6 +359,6 @@ class CanaryTest:
         if math.isnan(loss) or loss == 0.0 or abs(loss) < self.canaries.tau:
             return
         right = (loss < 0.0) == bool(self.canaries.coins[k])
-        self.guessed, self.right = self.guessed + 1, self.right + right
+        self.guessed_count, self.correct_count = self.guessed_count + 1, self.correct_count + right
         for process in (self._claim, self._bound):
             process.add(np.array([float(right)]))

@@ -23,7 +23,7 @@ from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.conformance.block import MAX_NORMAL_SCORE
-from sottovoce_core.auditing.conformance.residuals import ALL, ByteArray, Residuals
+from sottovoce_core.auditing.conformance.residuals import ALL_BITS, ByteArray, Residuals
 from sottovoce_core.noise import LATTICE_BITS
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ _WINDOW_BITS = 6
 KEY_MATCH_PROBABILITY = (2.0**_WINDOW_BITS + 1.0) * 2.0 ** -(LATTICE_BITS + 1)
 """Of any given key, at most: so many points, each with a probability of at most half the finest spacing."""
 
-SIZE = 2**20 - 3
+MAX_TABLE_KEYS = 2**20 - 3
 """Keys in a table, at most: a prime number, so that keys of coarse noise are spread, too. 16 MiB, used as they come."""
 
 
@@ -56,14 +56,14 @@ class _KeyRepeats:
         same_round_repeat_counts, same_round_followed_counts: the same for what another learner said in this very round. Who copied whom is not known.
     """
 
-    known: IntArray
-    expected: FloatArray
-    again: IntArray
+    repeat_counts: IntArray
+    expected_counts: FloatArray
+    followed_repeat_counts: IntArray
     same_round_repeat_counts: IntArray
     same_round_followed_counts: IntArray
 
 
-class Keys:
+class KeyTable:
     """Keys, and which key came next; a newer one pushes out what is in its slot.
 
     An empty slot holds 0 and 0: zero after zero is no noise, and is known from the start.
@@ -73,17 +73,17 @@ class Keys:
     """
 
     def __init__(self) -> None:
-        self._keys = np.zeros(SIZE, dtype=np.int64)
-        self._next = np.zeros(SIZE, dtype=np.int64)
-        self.kept = 1
+        self._keys = np.zeros(MAX_TABLE_KEYS, dtype=np.int64)
+        self._next = np.zeros(MAX_TABLE_KEYS, dtype=np.int64)
+        self.key_count = 1
         self._last: dict[int, int] = {}
 
     @classmethod
-    def of(cls, table: IntArray) -> Keys:
+    def from_table(cls, table: IntArray) -> KeyTable:
         """Those of an earlier `table`."""
         keys = cls()
-        keys._keys[table[0] % SIZE], keys._next[table[0] % SIZE] = table
-        keys.kept += table.shape[1]
+        keys._keys[table[0] % MAX_TABLE_KEYS], keys._next[table[0] % MAX_TABLE_KEYS] = table
+        keys.key_count += table.shape[1]
         return keys
 
     @property
@@ -96,7 +96,7 @@ class Keys:
         """The table is kept; the streams of learners begin anew."""
         self._last = {}
 
-    def hear(self, values: FloatArray, exact: BoolArray) -> _KeyRepeats:
+    def add_round(self, values: FloatArray, exact: BoolArray) -> _KeyRepeats:
         """Take the numbers of a round.
 
         Args:
@@ -105,22 +105,24 @@ class Keys:
         """
         n = len(values)
         before, after, owner = self._links(_keys_of(np.where(exact, values, 0.0)), exact)
-        slots = before % SIZE
+        slots = before % MAX_TABLE_KEYS
         known = self._keys[slots] == before
         again = known & (self._next[slots] == after)
-        chance = 2.0 * KEY_MATCH_PROBABILITY * (self.kept + len(slots))  # those of this round may be said twice, too
+        chance = (
+            2.0 * KEY_MATCH_PROBABILITY * (self.key_count + len(slots))
+        )  # those of this round may be said twice, too
         found = _KeyRepeats(
-            known=np.bincount(owner[known], minlength=n),
-            expected=np.bincount(owner, minlength=n).astype(np.float64) * chance,
-            again=np.bincount(owner[again], minlength=n),
+            repeat_counts=np.bincount(owner[known], minlength=n),
+            expected_counts=np.bincount(owner, minlength=n).astype(np.float64) * chance,
+            followed_repeat_counts=np.bincount(owner[again], minlength=n),
             same_round_repeat_counts=np.zeros(n, dtype=np.int64),
             same_round_followed_counts=np.zeros(n, dtype=np.int64),
         )
         for i, j, same in _twice(before[~known], after[~known], owner[~known]):
-            (found.known if i == j else found.same_round_repeat_counts)[i] += 1
-            (found.again if i == j else found.same_round_followed_counts)[i] += same
+            (found.repeat_counts if i == j else found.same_round_repeat_counts)[i] += 1
+            (found.followed_repeat_counts if i == j else found.same_round_followed_counts)[i] += same
         self._keys[slots], self._next[slots] = before, after
-        self.kept = min(self.kept + len(slots), SIZE)
+        self.key_count = min(self.key_count + len(slots), MAX_TABLE_KEYS)
         return found
 
     def _links(self, keys: IntArray, exact: BoolArray) -> tuple[IntArray, IntArray, IntArray]:
@@ -154,7 +156,7 @@ def _twice(before: IntArray, after: IntArray, owner: IntArray) -> Iterator[tuple
 
 # ---- sums ------------------------------------------------------------------------------------------------------------
 
-_ROOM = 8
+_SLOTS_PER_NUMBER = 8
 """Slots of the table for every number: one in sixteen finds its slot taken, and is not kept."""
 
 
@@ -168,9 +170,9 @@ class _SumRepeats:
         now, expected_same_round_counts: the same of those that need noise of learners before them in this round. Who follows whom is not known.
     """
 
-    before: IntArray
-    expected: FloatArray
-    now: IntArray
+    earlier_counts: IntArray
+    expected_counts: FloatArray
+    same_round_counts: IntArray
     expected_same_round_counts: FloatArray
 
 
@@ -207,9 +209,9 @@ class _Sums:
         chance = np.where(exact, KEY_MATCH_PROBABILITY * unit / scale, 0.0)
         self._kept = np.concatenate([self._kept, noise])[self._learners :]
         return _SumRepeats(
-            before=np.count_nonzero(found[:, 0], axis=1),
-            expected=(chance * (1 + 2 * earlier) ** 2).sum(axis=1),
-            now=np.count_nonzero(found[:, 1], axis=1),
+            earlier_counts=np.count_nonzero(found[:, 0], axis=1),
+            expected_counts=(chance * (1 + 2 * earlier) ** 2).sum(axis=1),
+            same_round_counts=np.count_nonzero(found[:, 1], axis=1),
             expected_same_round_counts=(chance * 2 * others * (1 + 2 * (earlier + others))).sum(axis=1),
         )
 
@@ -224,7 +226,7 @@ class _Table:
     def __init__(self, values: FloatArray) -> None:
         self._values, self._keys = values, _keys_of(np.abs(values))
         self._columns = np.arange(values.shape[1])
-        self._slots = _ROOM * len(values) + 1
+        self._slots = _SLOTS_PER_NUMBER * len(values) + 1
         self._rows = np.zeros((self._slots, values.shape[1]), dtype=np.int64)
         for row, slots in reversed([*enumerate(self._keys % self._slots)]):  # what is written last stays
             self._rows[slots, self._columns] = row
@@ -254,15 +256,15 @@ SHIFTS = (-1, 0, 1)
 _PAST = ("constant", "centre", "decision", "gradient", "record", "record with its label")
 """What a learner had before it drew: as in `Residuals.past`; the constant is for signs that are not fair."""
 
-NEAR = 2.0**-36
+EQUALITY_TOLERANCE = 2.0**-36
 """Numbers closer than this, in scales, count as equal: 16 lattice points, more than a replay rounds off.
 
 A standard Laplace number is so close to any given number with at most this probability."""
 
-_EXACT = 2.0**-38
+_MAX_EXACT_RESOLUTION = 2.0**-38
 """Resolution of float64, in scales, up to which numbers may be compared."""
 
-_RESOLVED = 2.0**-12
+_MAX_KNOWN_RESOLUTION = 2.0**-12
 """Resolution, in scales, beyond which nothing is said of a number."""
 
 _MAX_RELATIVE_PAST = 5.0
@@ -288,8 +290,8 @@ class RoundNoise:
         shape = learners, numbers
         self.values: FloatArray = np.full(shape, np.nan)
         self.steps: IntArray = np.zeros(shape, np.int64)
-        self.said: IntArray = np.zeros(shape, np.int64)
-        self.lost: ByteArray = np.full(shape, ALL, np.int8)
+        self.message_steps: IntArray = np.zeros(shape, np.int64)
+        self.lost_bits: ByteArray = np.full(shape, ALL_BITS, np.int8)
         self.scale: FloatArray = np.ones(shape)
         self.resolution: FloatArray = np.zeros(shape)
         self.past: FloatArray = np.zeros((learners, len(_PAST), numbers))
@@ -300,8 +302,12 @@ class RoundNoise:
         at = row, slice(start, start + width)
         scale, centre = float(noise.scale[0]), noise.past["centre"][0, 0]
         self.resolution[at] = np.spacing(np.maximum(np.abs(message[0, 0]), np.abs(centre))) / scale
-        self.values[at] = np.where(self.resolution[at] < _RESOLVED, noise.values[0, 0], np.nan)
-        self.steps[at], self.said[at], self.lost[at] = noise.steps[0, 0], noise.said[0, 0], noise.lost[0, 0]
+        self.values[at] = np.where(self.resolution[at] < _MAX_KNOWN_RESOLUTION, noise.values[0, 0], np.nan)
+        self.steps[at], self.message_steps[at], self.lost_bits[at] = (
+            noise.steps[0, 0],
+            noise.message_steps[0, 0],
+            noise.lost_bits[0, 0],
+        )
         self.scale[at] = scale
         self.past[row, 0, start : start + width] = 1.0
         for k, name in enumerate(_PAST[1:], 1):
@@ -335,25 +341,25 @@ class RoundObservation:
         summed: which are sums or differences of others, of as many rounds.
     """
 
-    known: FloatArray
+    known_mask: FloatArray
     tail: FloatArray
     sizes: FloatArray
     signs: FloatArray
-    normal: FloatArray
+    normal_scores: FloatArray
     steps: IntArray
-    said: IntArray
-    lost: ByteArray
+    message_steps: IntArray
+    lost_bits: ByteArray
     past: FloatArray
-    now: FloatArray
-    beside: FloatArray
-    before: FloatArray
-    order: IntArray
-    far: FloatArray
-    twice: IntArray
-    cancelled: IntArray
-    exact: IntArray
-    heard: _KeyRepeats
-    summed: _SumRepeats
+    bet_targets: FloatArray
+    same_round_noise: FloatArray
+    earlier_noise: FloatArray
+    lag_slots: IntArray
+    far_noise: FloatArray
+    repeat_counts: IntArray
+    cancelled_counts: IntArray
+    exact_counts: IntArray
+    key_repeats: _KeyRepeats
+    sum_repeats: _SumRepeats
 
 
 def _shifted(values: FloatArray) -> FloatArray:
@@ -367,7 +373,7 @@ def _with_squares(first: FloatArray, second: FloatArray) -> FloatArray:
 
 
 @dataclass(slots=True)
-class Memory:
+class NoiseHistory:
     """What is kept of the rounds before: as much after many rounds as after few.
 
     Args:
@@ -378,7 +384,7 @@ class Memory:
 
     learners: int
     numbers: int
-    keys: Keys
+    key_table: KeyTable
     _at: int = 0
     _rounds: int = 0
     _last: RoundObservation | None = None
@@ -397,7 +403,7 @@ class Memory:
         self._squares = np.zeros((self.learners, len(_PAST), 1))
         self._far = np.zeros((_MAX_LAG_ROUNDS * self.learners, self.numbers))
         self._sums = _Sums(LAGS, self.learners, self.numbers)
-        self.keys.begin_run()
+        self.key_table.begin_run()
 
     def see(self, said: RoundNoise) -> RoundObservation:
         """What there is to see of the next round, until the one after it (`before` and `far` are the memory itself)."""
@@ -407,27 +413,27 @@ class Memory:
         sizes, signs = np.abs(values), np.sign(values)
         tail = np.exp(-sizes)
         normal, past = np.minimum(-special.ndtri(0.5 * tail), MAX_NORMAL_SCORE) * signs, self._even_past(said.past)
-        exact = known & (said.resolution < _EXACT)
+        exact = known & (said.resolution < _MAX_EXACT_RESOLUTION)
         self._last = seen = RoundObservation(
-            known=known.astype(np.float64),
+            known_mask=known.astype(np.float64),
             tail=tail,
             sizes=sizes,
             signs=signs,
-            normal=normal,
+            normal_scores=normal,
             steps=said.steps,
-            said=said.said,
-            lost=said.lost,
+            message_steps=said.message_steps,
+            lost_bits=said.lost_bits,
             past=_with_squares(past, np.clip(np.abs(past) - 1.0, -1.0, 1.0)),
-            now=np.stack([signs, np.abs(signs), sizes - known, known]),
-            beside=_with_squares(_shifted(normal), _shifted(np.where(known, 1.0 - 2.0 * tail, 0.0))),
-            before=self._before,
-            order=self._order,
-            far=self._far[LAGS * self.learners :],
-            twice=np.count_nonzero(exact & self._twice(said.values), axis=1),
-            cancelled=np.count_nonzero(exact & _cancelled(said, exact), axis=1),
-            exact=np.count_nonzero(exact, axis=1),
-            heard=self.keys.hear(values, exact),
-            summed=self._sums.hear(values, said.scale, exact),
+            bet_targets=np.stack([signs, np.abs(signs), sizes - known, known]),
+            same_round_noise=_with_squares(_shifted(normal), _shifted(np.where(known, 1.0 - 2.0 * tail, 0.0))),
+            earlier_noise=self._before,
+            lag_slots=self._order,
+            far_noise=self._far[LAGS * self.learners :],
+            repeat_counts=np.count_nonzero(exact & self._twice(said.values), axis=1),
+            cancelled_counts=np.count_nonzero(exact & _cancelled(said, exact), axis=1),
+            exact_counts=np.count_nonzero(exact, axis=1),
+            key_repeats=self.key_table.add_round(values, exact),
+            sum_repeats=self._sums.hear(values, said.scale, exact),
         )
         return seen
 
@@ -436,19 +442,19 @@ class Memory:
         if self._last is None:
             return
         seen = self._last
-        self._values[self._at] = np.where(seen.known > 0.0, seen.signs * seen.sizes, np.inf)
+        self._values[self._at] = np.where(seen.known_mask > 0.0, seen.signs * seen.sizes, np.inf)
         rows = len(SHIFTS) * self.learners
         here = slice(self._at * rows, (self._at + 1) * rows)
-        self._before[:, here] = seen.beside
+        self._before[:, here] = seen.same_round_noise
         self._order[:] = np.roll(self._order, 1)
         self._order[0] = self._at
         self._at = (self._at + 1) % LAGS
         self._far[self.learners :] = self._far[: -self.learners]
-        self._far[: self.learners] = seen.normal
+        self._far[: self.learners] = seen.normal_scores
 
     def _twice(self, values: FloatArray) -> BoolArray:
         nearest = np.minimum(np.abs(self._values - values), np.abs(self._values + values)).min(axis=0, initial=np.inf)
-        twice: BoolArray = np.minimum(nearest, np.abs(values)) < NEAR
+        twice: BoolArray = np.minimum(nearest, np.abs(values)) < EQUALITY_TOLERANCE
         return twice
 
     def _even_past(self, past: FloatArray) -> FloatArray:
@@ -456,12 +462,14 @@ class Memory:
         self._squares += np.mean(past**2, axis=-1, keepdims=True)
         self._rounds += 1
         size = np.sqrt(self._squares / self._rounds)
-        return np.clip(np.divide(past, size, out=np.zeros_like(past), where=size > 0.0), -_MAX_RELATIVE_PAST, _MAX_RELATIVE_PAST)
+        return np.clip(
+            np.divide(past, size, out=np.zeros_like(past), where=size > 0.0), -_MAX_RELATIVE_PAST, _MAX_RELATIVE_PAST
+        )
 
 
 def _cancelled(said: RoundNoise, exact: BoolArray) -> BoolArray:
     """Where the noise of a learner and of all before it adds up to nothing; scales may differ."""
     total = np.cumsum(np.where(exact, said.values * said.scale, 0.0), axis=0)
-    cancelled: BoolArray = np.abs(total) < NEAR * said.scale
+    cancelled: BoolArray = np.abs(total) < EQUALITY_TOLERANCE * said.scale
     cancelled[0] = False
     return cancelled

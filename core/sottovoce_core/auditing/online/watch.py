@@ -27,9 +27,9 @@ import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import Batch, FloatArray
-from sottovoce_core.auditing.conformance.residuals import learned, noise_of
+from sottovoce_core.auditing.conformance.residuals import collect_past, extract_round_noise
 from sottovoce_core.auditing.online.bets import EProcesses, mix_e_values
-from sottovoce_core.auditing.online.seen import Keys, Memory, RoundNoise
+from sottovoce_core.auditing.online.seen import KeyTable, NoiseHistory, RoundNoise
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.running.replay import Replay
 from sottovoce_core.running.run import Run
@@ -58,9 +58,9 @@ class Alarm:
     learner: int | None
     round: int
     test: str
-    e: float
-    threshold: float
-    change: bool = False
+    log_e_value: float
+    log_threshold: float
+    is_change: bool = False
 
 
 class _EProcess:
@@ -74,13 +74,13 @@ class _EProcess:
     """
 
     def __init__(self) -> None:
-        self.e = self.change = 0.0
-        self.test = self.changed = "scale"
+        self.log_e_value = self.change_log_e_value = 0.0
+        self.test = self.change_test = "scale"
 
     def update(self, stakes: EProcesses, k: int) -> None:
         """After another round."""
-        self.e, self.change = float(stakes.e[k]), float(stakes.change[k])
-        self.test, self.changed = stakes.tests[k], stakes.changed[k]
+        self.log_e_value, self.change_log_e_value = float(stakes.log_e_values[k]), float(stakes.change_log_e_values[k])
+        self.test, self.change_test = stakes.tests[k], stakes.change_tests[k]
 
 
 class _WatchedLearner(_EProcess):
@@ -99,9 +99,9 @@ class _WatchedLearner(_EProcess):
         self._impossible: str | None = None
 
     @property
-    def heard(self) -> bool:
+    def is_replayable(self) -> bool:
         """False from the first round on in which somebody was not overheard whom its state depends on."""
-        return self._replay.known
+        return self._replay.is_known
 
     @property
     def rounds(self) -> int:
@@ -122,18 +122,18 @@ class _WatchedLearner(_EProcess):
         self, messages: Mapping[int, Message], records: _Records, into: RoundNoise, row: int, starts: Mapping[str, int]
     ) -> None:
         """Take the noise of the next round off, and put it into its row."""
-        if not self.heard:
+        if not self.is_replayable:
             return
-        if self.learner in messages and not self._replay.silent:
+        if self.learner in messages and not self._replay.is_offline:
             said = messages[self.learner]
-            for name, noise in noise_of(self._replay, said).items():
+            for name, noise in extract_round_noise(self._replay, said).items():
                 into.put(row, starts[name], noise, said[name], self._learned)
-                if noise.off.any():
+                if noise.is_off_lattice.any():
                     self.refute("lattice")
         batch = records.batch(self._replay.t)
         self._replay.step(messages, batch)
-        if self.heard:
-            self._learned = learned(self._replay, batch)
+        if self.is_replayable:
+            self._learned = collect_past(self._replay, batch)
 
 
 class Watch:
@@ -161,35 +161,35 @@ class Watch:
         records: Sequence[_Records] | Mapping[int, _Records],
         alpha: float,
         learners: Sequence[int],
-        keys: Keys | None = None,
+        keys: KeyTable | None = None,
     ) -> None:
         run.require_synchronous_rounds("a watch")
         self.round = 0
-        self.together = _EProcess()
-        self.keys = keys or Keys()
+        self.pooled_bets = _EProcess()
+        self.key_table = keys or KeyTable()
         self.learners = tuple(_WatchedLearner(run, i) for i in learners)
-        self.threshold = math.log(2.0 / alpha)
+        self.log_threshold = math.log(2.0 / alpha)
         self.change_log_threshold = math.log(2.0 * run.spec.rounds / alpha)
         self._records, self._level = records, alpha / 2.0
         self._alarmed: set[tuple[int | None, bool]] = set()
         widths = {name: math.prod(shape) for name, shape in run.field_shapes.items()}
         self._starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
         self._numbers = sum(widths.values())
-        self._memory = Memory(len(self.learners), self._numbers, self.keys)
+        self._memory = NoiseHistory(len(self.learners), self._numbers, self.key_table)
         self._stakes = EProcesses(len(self.learners))
 
     @property
     def e(self) -> float:
         """Logarithm of the e-value since round 0: half that of all together, or half the learners' mean, if that is more."""
-        return max(self.together.e, self._mean("e")) - math.log(2.0)
+        return max(self.pooled_bets.log_e_value, self._mean("e")) - math.log(2.0)
 
     @property
-    def change(self) -> float:
+    def change_log_e_value(self) -> float:
         """The same of all detectors."""
-        return max(self.together.change, self._mean("change")) - math.log(2.0)
+        return max(self.pooled_bets.change_log_e_value, self._mean("change")) - math.log(2.0)
 
     @property
-    def alone(self) -> float:
+    def learner_margin(self) -> float:
         """How far above a threshold, in logarithms, a learner's own e-value lifts the whole over it."""
         return math.log(2.0 * len(self.learners))
 
@@ -215,7 +215,7 @@ class Watch:
         for row, watched in enumerate(self.learners):
             watched.take(messages, self._records[watched.learner], said, row, self._starts)
         self._stakes.add(self._memory.see(said))
-        for k, stake in enumerate((self.together, *self.learners)):
+        for k, stake in enumerate((self.pooled_bets, *self.learners)):
             stake.update(self._stakes, k)
         self.round += 1
         return self._new_alarms(t)
@@ -230,30 +230,42 @@ class Watch:
     def _new_alarms(self, t: int) -> list[Alarm]:
         new = []
         for alarm in (*self._since_the_start(t), *self._of_late(t)):
-            named = {learner for learner, change in self._alarmed if change is alarm.change}
+            named = {learner for learner, change in self._alarmed if change is alarm.is_change}
             if alarm.learner not in named and not (alarm.learner is None and named):
                 new.append(alarm)
-                self._alarmed.add((alarm.learner, alarm.change))
+                self._alarmed.add((alarm.learner, alarm.is_change))
         return new
 
     def _since_the_start(self, t: int) -> list[Alarm]:
-        if self.e < self.threshold:
+        if self.e < self.log_threshold:
             return []
         named = _e_bh([watched.e - math.log(2.0) for watched in self.learners], self._level)
         if not named:
-            return [Alarm(self._all, t, self._strongest("e").test, self.e, self.threshold)]
-        line = self.threshold + self.alone - math.log(len(named))
+            return [Alarm(self._all, t, self._strongest("e").test, self.e, self.log_threshold)]
+        line = self.log_threshold + self.learner_margin - math.log(len(named))
         return [Alarm(w.learner, t, w.test, w.e, line) for w in (self.learners[k] for k in named)]
 
     def _of_late(self, t: int) -> list[Alarm]:
         """Who is to blame: those whose share of the mean is enough; a correct one of n is, with probability alpha/(4 n)."""
-        if self.change < self.change_log_threshold:
+        if self.change_log_e_value < self.change_log_threshold:
             return []
-        alone = self.change_log_threshold + self.alone
-        guilty = [watched for watched in self.learners if watched.change >= alone]
+        alone = self.change_log_threshold + self.learner_margin
+        guilty = [watched for watched in self.learners if watched.change_log_e_value >= alone]
         if not guilty:
-            return [Alarm(self._all, t, self._strongest("change").changed, self.change, self.change_log_threshold, True)]
-        return [Alarm(watched.learner, t, watched.changed, watched.change, alone, True) for watched in guilty]
+            return [
+                Alarm(
+                    self._all,
+                    t,
+                    self._strongest("change").change_test,
+                    self.change_log_e_value,
+                    self.change_log_threshold,
+                    True,
+                )
+            ]
+        return [
+            Alarm(watched.learner, t, watched.change_test, watched.change_log_e_value, alone, True)
+            for watched in guilty
+        ]
 
     @property
     def _all(self) -> int | None:
@@ -262,8 +274,8 @@ class Watch:
 
     def _strongest(self, what: str) -> _EProcess:
         """Who has lifted the whole over its line."""
-        if getattr(self.together, what) >= self._mean(what):
-            return self.together
+        if getattr(self.pooled_bets, what) >= self._mean(what):
+            return self.pooled_bets
         worst: _EProcess = max(self.learners, key=lambda watched: getattr(watched, what))
         return worst
 
