@@ -25,7 +25,7 @@ from sottovoce_client.auditing.report import build_audit_page
 from sottovoce_client.backends import open_mapper
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import parse_spec
 
 FLOOR = Path(__file__).resolve().with_name("bare_simulation.py")

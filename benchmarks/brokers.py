@@ -31,9 +31,9 @@ from rich.table import Table
 from sottovoce_client.feeding.broker import open_source
 from sottovoce_client.feeding.nats import NATS
 from sottovoce_client.feeding.progress import FeedCounters
-from sottovoce_client.feeding.pump import FeedOptions, FeedTarget, feed
-from sottovoce_client.running.local import LocalServices
-from sottovoce_client.running.operate import run_on_services
+from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget, feed
+from sottovoce_client.runs.local_services import LocalServices
+from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
 

@@ -29,10 +29,10 @@ from machine import write_json
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_client.running.local import LocalServices
-from sottovoce_client.running.operate import run_on_services
+from sottovoce_client.runs.local_services import LocalServices
+from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.codec import to_tensor

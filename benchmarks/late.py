@@ -21,14 +21,14 @@ from rich.table import Table
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.dataset import load_dataset
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.participation import NO_ROUND, USED_ROUNDS_FIELD, encode_punctual_rounds, measure_staleness
-from sottovoce_core.running.placement import place_data
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.participation import NO_ROUND, USED_ROUNDS_FIELD, encode_punctual_rounds, measure_staleness
+from sottovoce_core.runs.placement import place_data
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 """As `sottovoce compare --field` runs them, but that learners hold other kinds of records: what they hear matters."""
 NAMES = ("ldp-dol", "dsgd", "dola", "dpsr", "dpsda-c", "dvp", "d-ogd")

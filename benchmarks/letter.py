@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce_core.arrays import Batch
-from sottovoce_core.data.known import find_dataset_file, get_data_folders
+from sottovoce_core.data.catalogue import find_dataset_file, get_data_folders
 from sottovoce_core.errors import SottovoceError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec, parse_spec
 
 

@@ -23,8 +23,8 @@ import psutil
 from bare_ring import SPARSE_FROM
 
 from sottovoce_client.pki import Authority
-from sottovoce_client.running.feeder import feed
-from sottovoce_client.running.local import LocalServices
+from sottovoce_client.runs.feeder import feed
+from sottovoce_client.runs.local_services import LocalServices
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SottovoceError
 from sottovoce_core.optional import format_install_hint

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce_core.errors import SottovoceError
-from sottovoce_eavesdropper.reading import find_captures
+from sottovoce_eavesdropper.capture_reader import find_captures
 from sottovoce_eavesdropper.storage import open_folder
 
 ARITHMETIC = "-arith"

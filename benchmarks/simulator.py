@@ -26,8 +26,8 @@ from rich.table import Table
 
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 
 FLOOR = Path(__file__).resolve().with_name("bare_simulation.py")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunContext
+from sottovoce_core.algorithms.run_context import AlgorithmSpec, RunContext
 from sottovoce_core.arrays import Batch
 from sottovoce_core.losses import mean_gradient
 from sottovoce_core.noise.mechanisms import add_laplace_noise, laplace_log_density, laplace_loss

@@ -17,10 +17,10 @@ from sottovoce_core.algorithms.interface import LocalMessages, Message, StateAxe
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 
 Swapped = Literal["record", "round", "learner"]

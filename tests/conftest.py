@@ -17,7 +17,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from sottovoce_client.entry import set_environment_defaults
+from sottovoce_client.entry_point import set_environment_defaults
 
 set_environment_defaults()  # before a test imports NumPy
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.running.policy import Policy
-from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.runs.policy import Policy
+from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 
 ALLOWING_FILE = Path(__file__).with_name("allowing.yaml")

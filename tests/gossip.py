@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunContext, RunWarning
+from sottovoce_core.algorithms.run_context import AlgorithmSpec, RunContext, RunWarning
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.noise import NoiseSource
 from sottovoce_core.noise.mechanisms import add_laplace_noise, laplace_log_density

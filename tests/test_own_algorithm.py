@@ -19,10 +19,10 @@ from sottovoce_core.budget.composition import epsilon_for_delta, message_losses
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.privacy.accountant import PrecomputedAccountant, compute_guarantee
 from sottovoce_core.privacy.guarantee import Adjacency, Mechanism
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.logs import describe_user_code_error
 from tests.examples import made_up
@@ -162,7 +162,7 @@ def test_a_mistake_in_it_is_told_alike_where_another_process_made_it() -> None:
 
 def test_a_mistake_of_ours_keeps_its_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = attrgetter("nosuch")  # it is of C and has no frame, so the last one is the command's
-    monkeypatch.setattr("sottovoce_client.reports.drawing.formats", fails)
+    monkeypatch.setattr("sottovoce_client.reports.figure.formats", fails)
     monkeypatch.setattr(sys, "argv", ["sottovoce", "simulate", str(folder / "spec.yaml"), "--out", str(folder / "out")])
     with pytest.raises(AttributeError):
         main()

@@ -14,9 +14,9 @@ from sottovoce_core.arrays import Batch
 from sottovoce_core.data import load_dataset
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.placement import place_data
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.placement import place_data
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import find_first_import, parse_spec
 
 PAGE = (Path(__file__).parent.parent / "docs" / "own-kinds.md").read_text(encoding="utf-8")

@@ -14,12 +14,12 @@ import numpy as np
 from scipy import stats
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.online.seen import KeyTable
+from sottovoce_core.auditing.online.noise_history import KeyTable
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.data import PlacedData
 from sottovoce_core.noise import NoiseRequest, SeededNoise
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.simulator import simulate_rounds
 from tests.examples import made_up, small_run
 
 LEARNERS, NUMBERS, ALPHA = 5, 17, 1e-3

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sottovoce_client.deployment import connect as connect
-    from sottovoce_client.live.connecting import connect_learner as connect_learner
+    from sottovoce_client.live.connect import connect_learner as connect_learner
     from sottovoce_client.live.prequential import PrequentialEvaluation as PrequentialEvaluation
-    from sottovoce_client.running.compare import compare as compare
-    from sottovoce_client.running.sweep import sweep as sweep
+    from sottovoce_client.runs.compare import compare as compare
+    from sottovoce_client.runs.sweep import sweep as sweep
     from sottovoce_core.auditing.audit import Audit as Audit
-    from sottovoce_core.data.joining import LabelJoin as LabelJoin
-    from sottovoce_core.door import Simulation as Simulation
-    from sottovoce_core.door import audit as audit
-    from sottovoce_core.door import calibrate as calibrate
-    from sottovoce_core.door import simulate as simulate
+    from sottovoce_core.data.label_join import LabelJoin as LabelJoin
+    from sottovoce_core.api import Simulation as Simulation
+    from sottovoce_core.api import audit as audit
+    from sottovoce_core.api import calibrate as calibrate
+    from sottovoce_core.api import simulate as simulate
     from sottovoce_core.errors import DataError as DataError
     from sottovoce_core.errors import SottovoceError as SottovoceError
     from sottovoce_core.errors import SpecError as SpecError
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "sottovoce_client.deployment": ("connect",),
-    "sottovoce_client.live.connecting": ("connect_learner",),
+    "sottovoce_client.live.connect": ("connect_learner",),
     "sottovoce_client.live.prequential": ("PrequentialEvaluation",),
-    "sottovoce_client.running.compare": ("compare",),
-    "sottovoce_client.running.sweep": ("sweep",),
+    "sottovoce_client.runs.compare": ("compare",),
+    "sottovoce_client.runs.sweep": ("sweep",),
     "sottovoce_core.auditing.audit": ("Audit",),
-    "sottovoce_core.data.joining": ("LabelJoin",),
-    "sottovoce_core.door": ("Simulation", "audit", "calibrate", "simulate"),
+    "sottovoce_core.data.label_join": ("LabelJoin",),
+    "sottovoce_core.api": ("Simulation", "audit", "calibrate", "simulate"),
     "sottovoce_core.errors": ("DataError", "SottovoceError", "SpecError"),
     "sottovoce_core.experiment": ("Experiment", "load"),
     "sottovoce_core.privacy.guarantee": ("Guarantee",),

@@ -1,5 +1,5 @@
 """`python -m sottovoce_client` is the command `sottovoce`."""
 
-from sottovoce_client.entry import main
+from sottovoce_client.entry_point import main
 
 main()

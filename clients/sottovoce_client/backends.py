@@ -17,7 +17,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from sottovoce_client.documents import create_scratch_folder
+from sottovoce_client.atomic_files import create_scratch_folder
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.optional import import_optional
 from sottovoce_rpc.addresses import parse_address

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from sottovoce_client.running.operate import Outcome, run_on_services
-from sottovoce_client.running.summary import RunProgress
+from sottovoce_client.runs.run_client import Outcome, run_on_services
+from sottovoce_client.runs.summary import RunProgress
 from sottovoce_core.data import PlacedData
 from sottovoce_core.experiment import Experiment, prepare
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from sottovoce_client import terminal
 from sottovoce_client.feeding.broker import load_feeds
-from sottovoce_client.wording import format_count
+from sottovoce_client.formatting import format_count
 from sottovoce_core.errors import DataError, SottovoceError
 from sottovoce_core.text import escape_control
 from sottovoce_learner.storage.store import Ledger
@@ -37,7 +37,7 @@ from sottovoce_rpc.logs import is_open_to_others
 from sottovoce_rpc.metrics import MetricsEndpoint
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.status import convert_status_error, explain_handshake_failure
+from sottovoce_rpc.error_status import convert_status_error, explain_handshake_failure
 from sottovoce_rpc.tasks import await_answer
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli import completing
+from sottovoce_client.cli import completion
 from sottovoce_client.cli.app import (
     MAX_COUNT,
     MAX_JOBS,
@@ -45,7 +45,7 @@ def self_test(
             metavar="SPEC",
             help="The run spec whose run is broken.",
             show_default="small runs of all algorithms",
-            autocompletion=completing.complete_spec_files,
+            autocompletion=completion.complete_spec_files,
         ),
     ] = None,
     mutant: _Mutants = None,
@@ -136,7 +136,7 @@ def gallery(
     Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
     """
     from sottovoce_client import terminal
-    from sottovoce_core.data.known import get_data_folders
+    from sottovoce_core.data.catalogue import get_data_folders
     from sottovoce_lab.gallery import write_capture_gallery
     from sottovoce_lab.gallery import write_simulated_gallery as show
 

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import open_private, write_json
-from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import (
+from sottovoce_client.atomic_files import open_private, write_json
+from sottovoce_client.reports.figure import Figure
+from sottovoce_client.reports.plot_elements import (
     FAINT,
     PALETTE,
     RULE,
@@ -29,17 +29,17 @@ from sottovoce_client.reports.marks import (
     select_evenly,
 )
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
-from sottovoce_client.wording import MISSING_VALUE, format_number, format_percent
+from sottovoce_client.formatting import MISSING_VALUE, format_number, format_percent
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.optional import format_install_hint
 from sottovoce_core.spec import parse_spec
-from sottovoce_eavesdropper.reading import find_captures
+from sottovoce_eavesdropper.capture_reader import find_captures
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_lab.cases import AttackResults, Gallery, MembershipInference, simulate_gallery
-from sottovoce_lab.rebuild import Reconstruction, reconstruct_records
+from sottovoce_lab.simulated_attacks import AttackResults, Gallery, MembershipInference, simulate_gallery
+from sottovoce_lab.reconstruction import Reconstruction, reconstruct_records
 
 # ---- exhibits --------------------------------------------------------------------------------------------------------
 

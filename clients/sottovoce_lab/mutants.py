@@ -25,8 +25,8 @@ from sottovoce_core.auditing.worlds import NoiseFactory, RunChunk, Worlds, count
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import Distribution, NoiseRequest, NoiseSource, SeededNoise, no_noise
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from rich.text import Text
 
 from sottovoce_client import terminal
 from sottovoce_client.backends import Backend
-from sottovoce_client.documents import write_json, write_text
-from sottovoce_client.wording import MISSING_VALUE, format_count
-from sottovoce_lab.broken_learners import NETWORK_MUTANTS, WIRETAP_MUTANTS
-from sottovoce_lab.broken_services import (
+from sottovoce_client.atomic_files import write_json, write_text
+from sottovoce_client.formatting import MISSING_VALUE, format_count
+from sottovoce_lab.service_mutants import NETWORK_MUTANTS, WIRETAP_MUTANTS
+from sottovoce_lab.service_power import (
     FOREIGN_AUDIT_COUNT,
     FOREIGN_RUN_COUNTS,
     FOREIGN_SERVICE_MUTANTS,
@@ -29,7 +29,7 @@ from sottovoce_lab.broken_services import (
 from sottovoce_lab.catalogue import CATALOGUE
 from sottovoce_lab.mutants import TARGET_POWER
 from sottovoce_lab.selftest import load_mutant, run_in_parallel
-from sottovoce_lab.trial import (
+from sottovoce_lab.auditor_evaluation import (
     CONFIDENCE,
     MAX_WATCHED_ROUNDS,
     POWER_RUN_COUNTS,

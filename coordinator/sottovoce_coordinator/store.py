@@ -24,9 +24,9 @@ from typing import Any, TextIO
 
 import structlog
 
-from sottovoce_coordinator.runs import CaptureBinding, RunState
+from sottovoce_coordinator.run_state import CaptureBinding, RunState
 from sottovoce_core.errors import DataError, FailedPrecondition, PermissionDenied, RemoteProtocolError, Unavailable
-from sottovoce_rpc.directives import Origin
+from sottovoce_rpc.commands import Origin
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 log = structlog.get_logger()

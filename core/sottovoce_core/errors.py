@@ -1,6 +1,6 @@
 """What can go wrong, and who erred.
 
-Every message names the requirement and the value that came. `sottovoce_rpc.status` maps these classes to gRPC
+Every message names the requirement and the value that came. `sottovoce_rpc.error_status` maps these classes to gRPC
 status codes; the command line prints them in one line and exits with code 2.
 """
 

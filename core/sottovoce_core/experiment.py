@@ -16,16 +16,16 @@ import numpy as np
 from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
-from sottovoce_core.algorithms.setting import RunWarning
+from sottovoce_core.algorithms.run_context import RunWarning
 from sottovoce_core.budget.composition import check_lattice
 from sottovoce_core.data import LearnerData, PlacedData, load_dataset
-from sottovoce_core.data.known import get_data_folders
+from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import SpecError
-from sottovoce_core.explaining import abbreviate_value, explain
+from sottovoce_core.validation_errors import abbreviate_value, explain
 from sottovoce_core.privacy.guarantee import Guarantee, combine_epsilons
-from sottovoce_core.running.cautions import find_budget_warnings, find_data_warnings
-from sottovoce_core.running.placement import create_empty_live_data, estimate_live_data, place_data
-from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.runs.run_warnings import find_budget_warnings, find_data_warnings
+from sottovoce_core.runs.placement import create_empty_live_data, estimate_live_data, place_data
+from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import RunSpec, dump_spec, inline_schema, read_document
 
 PAUSES = "PAUSES"

@@ -23,8 +23,8 @@ from sottovoce_core.budget.composition import group_record_losses, worst_case_re
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel, combine_epsilons
-from sottovoce_core.running.metrics import Curve, Curves
-from sottovoce_core.running.transcript import import_parquet
+from sottovoce_core.runs.metrics import Curve, Curves
+from sottovoce_core.runs.transcript import import_parquet
 from sottovoce_core.spec import dump_spec
 from sottovoce_core.table import Table
 
@@ -240,7 +240,7 @@ def read_results(path: Path | str) -> Results:
         SpecError: the file is of another kind, or pyarrow is not installed.
 
     >>> import tempfile
-    >>> from sottovoce_core.door import simulate
+    >>> from sottovoce_core.api import simulate
     >>> from sottovoce_core.experiment import Experiment
     >>> done = simulate(Experiment(rounds=5, learners=3, algorithm="ldp-dol"), replicas=2)
     >>> with tempfile.TemporaryDirectory() as folder:

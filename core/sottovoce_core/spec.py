@@ -25,15 +25,15 @@ from pydantic import (
 )
 
 from sottovoce_core.algorithms import AnyAlgorithm
-from sottovoce_core.algorithms.setting import broadcast_to_learners
+from sottovoce_core.algorithms.run_context import broadcast_to_learners
 from sottovoce_core.data.files import RECORD_FILE_SUFFIXES
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce_core.errors import SpecError
-from sottovoce_core.explaining import explain
+from sottovoce_core.validation_errors import explain
 from sottovoce_core.losses import AnyLoss
 from sottovoce_core.losses.linear import LogisticLoss
-from sottovoce_core.network.roster import OfflineInterval, ParticipationSchedule, resolve_learner_names
+from sottovoce_core.network.participation_schedule import OfflineInterval, ParticipationSchedule, resolve_learner_names
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.registry import UNBOUNDED_ROUNDS, Count, Positive, Seconds, Section
 from sottovoce_core.yaml_files import parse_document, read_text_file, require_mapping, write_yaml

@@ -15,11 +15,11 @@ import grpc
 import structlog
 
 from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_eavesdropper.captures import CaptureRegistry
-from sottovoce_eavesdropper.recording import CaptureSession
-from sottovoce_eavesdropper.relay import FINISH_TIMEOUT_S, MAX_PAYLOAD_BYTES
+from sottovoce_eavesdropper.capture_registry import CaptureRegistry
+from sottovoce_eavesdropper.capture_session import CaptureSession
+from sottovoce_eavesdropper.grpc_proxy import FINISH_TIMEOUT_S, MAX_PAYLOAD_BYTES
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
-from sottovoce_eavesdropper.writing import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
+from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
 from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, StreamLimit
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.running.policy import Policy
+from sottovoce_core.runs.policy import Policy
 from sottovoce_core.spec import LEARNER_NAME_PATTERN, LEARNER_NAME_RULE
 from sottovoce_rpc import principals
 from sottovoce_rpc.addresses import is_loopback, require_address

@@ -16,7 +16,7 @@ import structlog
 from sottovoce_core.errors import FailedPrecondition, RunEnded, Unavailable
 from sottovoce_core.spec import ClockSpec
 from sottovoce_core.text import abbreviate_names, format_learner_name
-from sottovoce_learner.role import RunAssignment
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.storage.state_folder import DiskFull
 from sottovoce_rpc.learner_status import LearnerState, WaitCause, WaitReport
 from sottovoce_rpc.specs import compute_next_report_round

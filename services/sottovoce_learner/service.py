@@ -12,17 +12,17 @@ import structlog
 
 from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError
 from sottovoce_core.noise import KeyedNoise, NoiseSource, OpenDpNoise, RecordedNoise, SystemNoise
-from sottovoce_core.running.policy import extract_identity_names
-from sottovoce_core.running.transcript import read_noise
+from sottovoce_core.runs.policy import extract_identity_names
+from sottovoce_core.runs.transcript import read_noise
 from sottovoce_core.text import format_learner_name
 from sottovoce_learner.config import LearnerConfig, max_message_bytes
-from sottovoce_learner.following import CoordinatorClient
+from sottovoce_learner.coordinator_client import CoordinatorClient
 from sottovoce_learner.metrics import collect_metrics
 from sottovoce_learner.mirror import Mirror
-from sottovoce_learner.opening import open_session
+from sottovoce_learner.session_factory import open_session
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import InProcessTransport
-from sottovoce_learner.role import CachedRun, RunAssignment
+from sottovoce_learner.assignment import CachedRun, RunAssignment
 from sottovoce_learner.servicer import SERVICE_NAME, LearnerServicer
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.ledger import StoredState
@@ -30,7 +30,7 @@ from sottovoce_learner.storage.state_folder import LearnerLock, LearnerPaths, St
 from sottovoce_learner.storage.store import Ledger, end_run
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc import principals
-from sottovoce_rpc.directives import Command
+from sottovoce_rpc.commands import Command
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import describe_failure, warn_if_open
 from sottovoce_rpc.metrics import MetricSample

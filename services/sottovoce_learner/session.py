@@ -17,14 +17,14 @@ import structlog
 
 from sottovoce_core.errors import BudgetExhausted, DataError, FailedPrecondition, Unavailable
 from sottovoce_core.noise import NoiseSource
-from sottovoce_core.running.policy import Policy
+from sottovoce_core.runs.policy import Policy
 from sottovoce_core.text import abbreviate_names, format_learner_name
-from sottovoce_learner.ingest.ingest import RecordIngestor
-from sottovoce_learner.memory import LearnerStateMachine, NoiseRecorder
+from sottovoce_learner.ingest.group_commit import RecordIngestor
+from sottovoce_learner.state_machine import LearnerStateMachine, NoiseRecorder
 from sottovoce_learner.peers.inbox import MessageReceiver
 from sottovoce_learner.peers.outbox import Outbox
 from sottovoce_learner.progress import DISK_RETRY_INTERVAL_S, DiskFullWait, LeaseTracker, Lifecycle, WaitTracker
-from sottovoce_learner.role import RunAssignment
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.storage.run_log import RunLog, SnapshotWriter
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, WaitCause, WaitReport
 from sottovoce_rpc.logs import SEE_LOG_TEXT, describe_failure, has_project_text

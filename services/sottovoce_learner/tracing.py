@@ -20,7 +20,7 @@ import structlog
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.optional import import_optional
-from sottovoce_learner.opening import open_session
+from sottovoce_learner.session_factory import open_session
 from sottovoce_learner.session import Session
 from sottovoce_rpc.addresses import parse_url
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sottovoce_client.running.monitoring import (
+from sottovoce_client.runs.monitoring import (
     CaptureListItem,
     RunHistory,
     RunListItem,
@@ -22,9 +22,9 @@ from sottovoce_client.running.monitoring import (
     parse_plan,
 )
 from sottovoce_client.web.app import create_console_app, create_server
-from sottovoce_client.web.files import ReportEntry, ResultFiles
-from sottovoce_client.web.gather import ConsoleState
-from sottovoce_client.web.services import LearnerWatch, WatchView
+from sottovoce_client.web.result_files import ReportEntry, ResultFiles
+from sottovoce_client.web.poller import ConsoleState
+from sottovoce_client.web.service_clients import LearnerWatch, WatchView
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
 from tests.examples import small_spec

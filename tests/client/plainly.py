@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from sottovoce_client.live.connecting import connect_learner
-from sottovoce_client.live.plain import SyncLearner
+from sottovoce_client.live.connect import connect_learner
+from sottovoce_client.live.sync_learner import SyncLearner
 from sottovoce_core.spec import RunSpec
 from tests.client.test_live_learner import NAMES
 from tests.services.network import network

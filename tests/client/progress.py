@@ -7,4 +7,4 @@ class Reported(list[str]):
     """Reports of progress, in their order."""
 
     def say(self, activity: str, done: int = 0, total: int = 0, unit: str = "") -> None:
-        self.append(f"{what}: {done} of {of} {unit}" if of else what)
+        self.append(f"{activity}: {done} of {total} {unit}" if total else activity)

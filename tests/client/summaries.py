@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.running.summary import (
+from sottovoce_client.runs.summary import (
     CaptureSummary,
     GuaranteeSummary,
     LearnerSummary,

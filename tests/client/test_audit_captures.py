@@ -22,24 +22,30 @@ from sottovoce_client.auditing.captures import (
     select_channels,
 )
 from sottovoce_client.auditing.network import interleave_pairs
-from sottovoce_client.auditing.started import find_difference
-from sottovoce_client.auditing.worlds import WORLDS_FILE, WorldsFile, restore_worlds, write_worlds
+from sottovoce_client.auditing.audit_runs import find_difference
+from sottovoce_client.auditing.audit_files import WORLDS_FILE, WorldsFile, restore_worlds, write_worlds
 from sottovoce_client.terminal import ignore_progress
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.views import CHANNEL_VIEWS, TIMING_VIEWS, RunFeatures, build_features_by_view, build_tables
+from sottovoce_core.auditing.traffic_features import (
+    CHANNEL_VIEWS,
+    TIMING_VIEWS,
+    RunFeatures,
+    build_features_by_view,
+    build_tables,
+)
 from sottovoce_core.auditing.worlds import build_worlds
 from sottovoce_core.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.lookout import CaptureRow
-from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.writing import CaptureWriter
+from sottovoce_eavesdropper.capture_checks import CaptureRow
+from sottovoce_eavesdropper.capture_reader import open_capture
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from tests.examples import made_up, small_spec
 from tests.services.capturing import METHOD, encode_round, hello, row
 

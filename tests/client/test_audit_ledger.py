@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sottovoce_client.auditing.captures import list_captures
-from sottovoce_client.auditing.worlds import (
+from sottovoce_client.auditing.audit_files import (
     RUN_LEDGER_FILE,
     RunLedgerWriter,
     read_run_ledger,
@@ -21,10 +21,10 @@ from sottovoce_client.auditing.worlds import (
     toss_coins,
     write_worlds,
 )
-from sottovoce_client.auditing.worlds import WORLDS_FILE as WORLDS
+from sottovoce_client.auditing.audit_files import WORLDS_FILE as WORLDS
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.errors import CaptureError
-from sottovoce_eavesdropper.lookout import CaptureRow
+from sottovoce_eavesdropper.capture_checks import CaptureRow
 from sottovoce_eavesdropper.storage import open_folder
 from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, spec_of, two_worlds
 

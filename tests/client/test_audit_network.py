@@ -17,8 +17,8 @@ from sottovoce_client.auditing import network as audit_network
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import audit_captures, list_captures, load_captured_runs
 from sottovoce_client.auditing.network import RunFailed, audit_on_network, draw_seeded_coins
-from sottovoce_client.auditing.worlds import RunLedgerWriter
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, Outcome, RunInterrupted
+from sottovoce_client.auditing.audit_files import RunLedgerWriter
+from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR, Outcome, RunInterrupted
 from sottovoce_client.terminal import ignore_progress
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_core.auditing.plan import AuditPlan
@@ -27,7 +27,7 @@ from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_learner import following
+from sottovoce_learner import coordinator_client
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerStatus
 from tests.client.progress import Reported
@@ -272,6 +272,6 @@ async def test_runs_follow_each_other_without_waiting_for_the_next_look(
     async with network(tmp_path, spec.names) as up:
         assert (await up.run(spec, data)).state == "finished"
         monkeypatch.setattr(coordinator_service, "WATCH_INTERVAL_S", 600.0)
-        monkeypatch.setattr(following, "REPORT_INTERVAL_S", 600.0)
+        monkeypatch.setattr(coordinator_client, "REPORT_INTERVAL_S", 600.0)
         await asyncio.sleep(0.4)  # until learners look at the old run for that long
         assert [(await up.run(spec, data)).state for _ in range(2)] == ["finished"] * 2

@@ -21,16 +21,16 @@ import yaml
 from rich.console import Console
 
 from sottovoce_client.auditing.audit import report_audit
-from sottovoce_client.auditing.worlds import RunLedgerWriter, read_run_ledger, read_worlds, write_worlds
+from sottovoce_client.auditing.audit_files import RunLedgerWriter, read_run_ledger, read_worlds, write_worlds
 from sottovoce_client.transcripts.provenance import check_provenance, describe_noise_source
 from sottovoce_client.transcripts.verify import EXIT_NOT_ALL_SIGNED, verify
 from sottovoce_client.watching.watch import WatchRequest, open_source, watch
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.spec import RunSpec, dump_spec
-from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_eavesdropper.writing import CaptureWriter
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_rpc.certificates import AUTHORITIES_FILE
 from sottovoce_rpc.signatures import EMPTY_DIGESTS, Statement, compute_frame_digest
 from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, rows_of, spec_of

@@ -22,13 +22,13 @@ from sottovoce_client.cli import app
 from sottovoce_client.terminal import ignore_progress
 from sottovoce_client.watching.watch import WatchRequest, open_source, watch
 from sottovoce_core.auditing.foreign.audit import audit_traffic
-from sottovoce_core.auditing.views import CapturedFrame, RunTraffic, build_timing_views, build_views
+from sottovoce_core.auditing.traffic_features import CapturedFrame, RunTraffic, build_timing_views, build_views
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import load_spec
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_lab.broken_learners import WIRETAP_MUTANTS, ServiceMutant
-from sottovoce_lab.broken_services import SERVICE_BASE_RUN, _made_with, _plan_beside_numbers
+from sottovoce_lab.service_mutants import WIRETAP_MUTANTS, ServiceMutant
+from sottovoce_lab.service_power import SERVICE_BASE_RUN, _made_with, _plan_beside_numbers
 from sottovoce_lab.gallery import write_capture_gallery
 
 BROKEN = {each.name: each for each in WIRETAP_MUTANTS}

@@ -24,7 +24,7 @@ from sottovoce_core.budget.calibration import compute_epsilons
 from sottovoce_core.budget.composition import epsilon_for_delta
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun, prepare
-from sottovoce_core.running.run import build_run, find_first_round_above
+from sottovoce_core.runs.run import build_run, find_first_round_above
 from sottovoce_core.spec import load_spec
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": ["a", "b", "c"], "algorithm": {"name": "ldp-dol", "sigma": 2.0}}

@@ -26,15 +26,15 @@ from typer.testing import CliRunner
 from sottovoce_client.cli import app, main
 from sottovoce_client.cli.app import VARIABLES, reject_misspelled_variables
 from sottovoce_client.feeding.broker import PASSWORD_VARIABLE
-from sottovoce_client.running.local import LocalServices
-from sottovoce_core.data.known import DATA_FOLDER_VARIABLE
+from sottovoce_client.runs.local_services import LocalServices
+from sottovoce_core.data.catalogue import DATA_FOLDER_VARIABLE
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import load as load_experiment
-from sottovoce_core.running.transcript import read_noise
+from sottovoce_core.runs.transcript import read_noise
 from sottovoce_core.spec import load_spec, parse_spec
 from sottovoce_core.spec_versions import FORMAT
 from sottovoce_eavesdropper import CAPTURE_FORMAT as CAPTURES
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_wire.v1.learner_pb2 import DESCRIPTOR
 
 GUARD_S = 300.0  # against a hang; a busy machine may take its time

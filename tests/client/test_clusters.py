@@ -17,7 +17,7 @@ import pytest
 
 from sottovoce_client import backends
 from sottovoce_client.backends import open_mapper, parse_backend
-from sottovoce_client.running.sweep import sweep
+from sottovoce_client.runs.sweep import sweep
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.experiment import Experiment
 from tests.brokers import free_port

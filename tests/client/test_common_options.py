@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     async def list_runs(coordinator: str, *, credentials: Any) -> None:
         found.append((coordinator, credentials))
 
-    monkeypatch.setattr("sottovoce_client.running.known.list_runs", list_runs)
+    monkeypatch.setattr("sottovoce_client.runs.coordinator_commands.list_runs", list_runs)
     return found
 
 

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
-from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.page import PageTable
-from sottovoce_client.running.compare import (
+from sottovoce_client.runs.compare import (
     HEADS,
     compare_to_folder,
     format_markdown,
@@ -32,14 +32,14 @@ from sottovoce_client.running.compare import (
     make_spec_names,
     simulate_and_measure,
 )
-from sottovoce_client.running.plot import HorizontalAxis, make_figures
-from sottovoce_client.running.simulation import _print_metrics
+from sottovoce_client.runs.plot import HorizontalAxis, make_figures
+from sottovoce_client.runs.simulation import _print_metrics
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import load, prepare
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.results import Result, Results, compute_bootstrap_intervals, read_results
-from sottovoce_core.running.metrics import Metrics
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.metrics import Metrics
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import load_spec
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}

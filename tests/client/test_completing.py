@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sottovoce_client.cli import app, completing
-from sottovoce_core.data.known import CATALOGUE
+from sottovoce_client.cli import app, completion
+from sottovoce_core.data.catalogue import CATALOGUE
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -51,8 +51,8 @@ def test_spec_files_are_offered_where_a_spec_is_asked_for(command: str, folder: 
     ],
 )
 def test_spec_files_by_their_beginning(start: str, names: list[str], folder: Path) -> None:
-    assert completing.complete_spec_files(start) == names
-    assert completing.complete_spec_files(f"{folder}/{start}") == [f"{folder}/{name}" for name in names]
+    assert completion.complete_spec_files(start) == names
+    assert completion.complete_spec_files(f"{folder}/{start}") == [f"{folder}/{name}" for name in names]
 
 
 def test_specs_after_specs(folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_names_with_commas_between(folder: Path) -> None:
 
 
 def test_all_data_sets_are_offered() -> None:
-    assert set(completing.complete_dataset_names("")) == CATALOGUE.keys()
+    assert set(completion.complete_dataset_names("")) == CATALOGUE.keys()
     for words in ("data describe m", "demo --data m", "data fetch m"):
         assert offered(f"sottovoce {words}").split() == ["mushrooms", "mnist"]
 

@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from sottovoce_client.reports.run_report import build_run_page
-from sottovoce_client.running.console import MAX_ROWS, display_run, print_summary
-from sottovoce_client.running.summary import ObservedPrivacyLoss, RunProgress, RunSummary
+from sottovoce_client.runs.terminal_display import MAX_ROWS, display_run, print_summary
+from sottovoce_client.runs.summary import ObservedPrivacyLoss, RunProgress, RunSummary
 from tests.client.summaries import boundless, learner, looks, summary, summary_of, tapped, unasked, unheard, unstarted
 
 NAMES = ("Aarhus", "Bergen", "[red]Cork")

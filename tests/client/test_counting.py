@@ -13,7 +13,7 @@ import pytest
 
 from sottovoce_client.auditing.audit import audit_on_simulator
 from sottovoce_client.backends import map_with_progress
-from sottovoce_client.running.sweep import sweep_with_progress
+from sottovoce_client.runs.sweep import sweep_with_progress
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.worlds import ProgressCallback, discard_progress
 from tests.client.progress import Reported

@@ -8,7 +8,7 @@ import pytest
 
 from sottovoce_client import deployment
 from sottovoce_client.deployment import connect
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR
+from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR
 from sottovoce_core.errors import SpecError, Unavailable
 from tests.core.test_experiment import small
 from tests.services.network import network

@@ -37,13 +37,13 @@ def changed_by(work: str, **environment: str) -> tuple[dict[str, str], bool]:
 
 
 def test_an_entry_point_takes_one_thread_before_numpy_is_there() -> None:
-    changed, with_numpy = changed_by("from sottovoce_client.entry import settle; settle()")
+    changed, with_numpy = changed_by("from sottovoce_client.entry_point import settle; settle()")
     assert changed == {**dict.fromkeys(OURS, "1"), "GRPC_VERBOSITY": "NONE"}
     assert not with_numpy
 
 
 def test_what_the_user_set_stays() -> None:
-    changed, _ = changed_by("from sottovoce_client.entry import settle; settle()", OPENBLAS_NUM_THREADS="8")
+    changed, _ = changed_by("from sottovoce_client.entry_point import settle; settle()", OPENBLAS_NUM_THREADS="8")
     assert "OPENBLAS_NUM_THREADS" not in changed
 
 
@@ -63,8 +63,8 @@ except SystemExit:
 
 
 def test_importing_sets_nothing() -> None:
-    houses = "sottovoce, sottovoce_core.running.run, sottovoce_learner.service, sottovoce_coordinator.service"
-    clients = "sottovoce_eavesdropper.service, sottovoce_client.running.operate, sottovoce_client.cli"
+    houses = "sottovoce, sottovoce_core.runs.run, sottovoce_learner.service, sottovoce_coordinator.service"
+    clients = "sottovoce_eavesdropper.service, sottovoce_client.runs.run_client, sottovoce_client.cli"
     assert changed_by(f"import {houses}, {clients}")[0] == {}
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from sottovoce_client.running.evaluate import compute_central_accuracy, find_one_way_edges
+from sottovoce_client.runs.evaluate import compute_central_accuracy, find_one_way_edges
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.losses import Loss, mean_gradient
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.learner_status import LearnerStatus
 from tests.examples import small_run, small_spec

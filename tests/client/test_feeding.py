@@ -26,9 +26,16 @@ from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.feeding.files import build_file_partitions
 from sottovoce_client.feeding.progress import FeedCounters, _facts_of, _picture, _summary, run_feeder
-from sottovoce_client.feeding.pump import MAX_LEADING_REFUSALS, FeedOptions, FeedTarget, _dead_letters, feed, watch_run
+from sottovoce_client.feeding.feeder import (
+    MAX_LEADING_REFUSALS,
+    FeedOptions,
+    FeedTarget,
+    _dead_letters,
+    feed,
+    watch_run,
+)
 from sottovoce_client.feeding.records import SourceMessage, SourcePartition
-from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError, Unavailable
 from sottovoce_learner.storage.ledger import StoredState

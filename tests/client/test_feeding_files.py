@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_client.feeding.files import _place_of, _StandardInput, build_file_partitions
-from sottovoce_client.feeding.forms import JsonLines
+from sottovoce_client.feeding.formats import JsonLines
 from sottovoce_client.feeding.records import SourceMessage, SourcePartition
 from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON
 from sottovoce_core.errors import DataError, SpecError

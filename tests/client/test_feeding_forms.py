@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_client.feeding.forms import (
+from sottovoce_client.feeding.formats import (
     INVALID_QUOTES,
     MAX_RECORD_BYTES,
     UNCLOSED_QUOTE,
@@ -36,7 +36,7 @@ from sottovoce_client.feeding.records import (
 )
 from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON
 from sottovoce_core.data.encoding import UNDECLARED_FIELD_REASON
-from sottovoce_core.data.live import LiveRecordEncoder
+from sottovoce_core.data.live_records import LiveRecordEncoder
 from sottovoce_core.errors import DataError, SpecError
 from tests.client.test_live_learner import RECORD, SCHEMA, spec_of
 

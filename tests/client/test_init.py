@@ -15,11 +15,11 @@ import pytest
 import yaml
 from pyarrow import csv, parquet
 
-from sottovoce_client.starting import InitOptions, draft_spec
+from sottovoce_client.init_wizard import InitOptions, draft_spec
 from sottovoce_core.budget.calibration import compute_epsilons
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import prepare
-from sottovoce_core.running.policy import Policy
+from sottovoce_core.runs.policy import Policy
 from sottovoce_core.spec import load_spec
 from tests.client.test_cli import here as here
 

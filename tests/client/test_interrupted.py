@@ -23,13 +23,13 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce_client import entry, terminal
+from sottovoce_client import entry_point, terminal
 from sottovoce_client.backends import _done_for, open_mapper
 from sottovoce_client.cli import app, services
-from sottovoce_client.running.conduct import run_async
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, StopSignal
+from sottovoce_client.runs.run_command import run_async
+from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, StopSignal
 from sottovoce_core.errors import SpecError
-from sottovoce_core.running.metrics import Metrics
+from sottovoce_core.runs.metrics import Metrics
 from tests.client.progress import Reported
 
 LINE = "sottovoce: interrupted\n"
@@ -46,14 +46,14 @@ for number in (signal.SIGTERM, signal.SIGHUP):  # whatever starts the tests may 
 signal.signal(signal.SIGINT, signal.{ctrl_c})
 sys.meta_path.insert(0, Interrupting())
 sys.argv = ["sottovoce", *{words!r}]
-from sottovoce_client.entry import main
+from sottovoce_client.entry_point import main
 main()
 """
 
 HEEDING = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever starts the tests may have it ignored
-from sottovoce_client.entry import main
+from sottovoce_client.entry_point import main
 main()
 """
 CLOSING = """
@@ -119,7 +119,7 @@ def test_what_came_of_an_interrupt_is_known_by_its_cause(spec: str, monkeypatch:
     [
         ("sottovoce_client.cli", ["--help"]),
         ("sottovoce_client.cli.pki", ["--help"]),
-        ("sottovoce_client.running.simulation", ["simulate", "SPEC"]),
+        ("sottovoce_client.runs.simulation", ["simulate", "SPEC"]),
         ("numpy", ["simulate", "SPEC"]),
         ("scipy.optimize", ["simulate", "SPEC", "--out", "o"]),
     ],
@@ -149,7 +149,7 @@ def test_other_signals_end_it_as_ctrl_c_does(
         ("sottovoce_client.cli.pki", ["coordinator"]),
         ("sottovoce_coordinator.service", ["coordinator", "--listen", "127.0.0.1:0"]),
         ("sottovoce_learner.service", ["learner", "--name", "ann", "--coordinator", "127.0.0.1:9"]),
-        ("sottovoce_eavesdropper.relay", ["eavesdropper", "relay", "--to", "127.0.0.1:9"]),
+        ("sottovoce_eavesdropper.grpc_proxy", ["eavesdropper", "relay", "--to", "127.0.0.1:9"]),
     ],
 )
 def test_a_service_that_is_told_to_end_while_it_is_imported_ends_well(
@@ -188,7 +188,9 @@ async def test_a_service_that_is_told_to_end_while_it_starts_ends_well() -> None
 
 
 def test_a_command_of_the_eavesdropper_that_ends_by_itself_is_no_service() -> None:
-    assert [entry._serves(words) for words in (["eavesdropper"], ["eavesdropper", "audit", "x"], ["run"], [])] == [
+    assert [
+        entry_point._serves(words) for words in (["eavesdropper"], ["eavesdropper", "audit", "x"], ["run"], [])
+    ] == [
         True,
         False,
         False,

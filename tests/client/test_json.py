@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
-from sottovoce_client.running.conduct import ServiceDied
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, Outcome, RunInterrupted
-from sottovoce_client.running.summary import RunProgress
+from sottovoce_client.runs.run_command import ServiceDied
+from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, Outcome, RunInterrupted
+from sottovoce_client.runs.summary import RunProgress
 from sottovoce_core.experiment import prepare
 from sottovoce_core.noise import Recorder, SeededNoise
 from sottovoce_core.results import read_results
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import load_spec
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import SEE_LOG_TEXT
@@ -214,8 +214,8 @@ def show(words: tuple[Any, ...], state: str, away: tuple[str, ...] = ()) -> None
 
 
 def in_place_of_services(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
-    monkeypatch.setattr("sottovoce_client.running.conduct.run_with_local_services", run)
-    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
+    monkeypatch.setattr("sottovoce_client.runs.run_command.run_with_local_services", run)
+    monkeypatch.setattr("sottovoce_client.runs.run_client.run_on", run)
 
 
 @pytest.mark.parametrize("command", ["up", "run"])
@@ -271,7 +271,7 @@ def test_a_run_that_failed_names_the_log_of_its_learner(folder: Path, monkeypatc
         statuses = tuple(LearnerStatus(str(i), "small-1", rounds_done=2) for i in range(3))
         return Outcome("small-1", "failed", f"{failed}{SEE_LOG_TEXT}", 1.0, statuses, (), None, (None,) * 3)
 
-    monkeypatch.setattr("sottovoce_client.running.conduct.run_with_local_services", run)
+    monkeypatch.setattr("sottovoce_client.runs.run_command.run_with_local_services", run)
     for failed, named in (("1 failed: an error; ", "logs/1.log"), ("2 failed: an error; ", "logs")):
         done = CliRunner().invoke(app, ["up", "small.yaml", "--out", "o"])
         assert done.exit_code == 1
@@ -320,7 +320,7 @@ def test_people_are_told_that_there_is_no_report_and_what_there_is(
         detail = STOPPED_BY_OPERATOR if state == "stopped" else "ann is gone"
         return Outcome("small-1", state, detail, 1.0, (), (), "my captures/small-1", (None,) * 3)
 
-    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
+    monkeypatch.setattr("sottovoce_client.runs.run_client.run_on", run)
     said = CliRunner().invoke(app, ["run", "small.yaml", "--out", "o"]).stdout
     assert f"A run that {state if state == 'failed' else 'was stopped by its operator'} has no summary" in said
     assert "kept in my captures/small-1, and shown by: sottovoce transcript show 'my captures/small-1'" in said
@@ -333,8 +333,8 @@ def test_a_signal_during_the_summary_says_that_the_run_is_over(folder: Path, mon
     def cut(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
-    monkeypatch.setattr("sottovoce_client.running.conduct.summarise", cut)
+    monkeypatch.setattr("sottovoce_client.runs.run_client.run_on", run)
+    monkeypatch.setattr("sottovoce_client.runs.run_command.summarise", cut)
     document = told("run", "small.yaml", "--out", "o", code=130)
     assert (document["run_id"], document["state"]) == ("small-1", "finished")
     assert "before it had made the summary" in document["detail"]

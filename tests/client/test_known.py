@@ -12,7 +12,7 @@ import pytest
 from pydantic_core import to_json
 from rich.console import Console
 
-from sottovoce_client.running.known import (
+from sottovoce_client.runs.coordinator_commands import (
     get_run_documents,
     list_runs,
     rebind,

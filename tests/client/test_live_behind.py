@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from sottovoce_client.live.plain import MAX_PENDING_RECORDS, _Behind
+from sottovoce_client.live.sync_learner import MAX_PENDING_RECORDS, _Behind
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import FailedPrecondition, SottovoceError, Unavailable
 

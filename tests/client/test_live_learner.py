@@ -14,15 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_client.live.plain import SyncLearner
-from sottovoce_client.live.sending import MAX_BATCH_RECORDS, Sender, _Batch
-from sottovoce_core.data.live import LiveRecordEncoder
+from sottovoce_client.live.sync_learner import SyncLearner
+from sottovoce_client.live.sender import MAX_BATCH_RECORDS, Sender, _Batch
+from sottovoce_core.data.live_records import LiveRecordEncoder
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_learner.ingest.ingest import RecordIngestor
+from sottovoce_learner.ingest.group_commit import RecordIngestor
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import made_up, small_spec

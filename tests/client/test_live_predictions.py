@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.live.learner import Prediction
 from sottovoce_client.live.prequential import Calibration, PrequentialEvaluation
-from sottovoce_core.data.live import LiveRecordEncoder
+from sottovoce_core.data.live_records import LiveRecordEncoder
 from sottovoce_core.errors import DataError, FailedPrecondition
 from sottovoce_core.losses.linear import LeastSquaresLoss, LogisticLoss, PassGlmLoss, SoftmaxLoss
 from sottovoce_rpc.server import SERVER_OPTIONS

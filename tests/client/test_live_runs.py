@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 import sottovoce as sv
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
-from sottovoce_client.live.connecting import connect_learner
-from sottovoce_client.running.conduct import run_and_report, run_with_local_services
-from sottovoce_client.running.evaluate import summarise
-from sottovoce_client.running.local import LocalServices
+from sottovoce_client.live.connect import connect_learner
+from sottovoce_client.runs.run_command import run_and_report, run_with_local_services
+from sottovoce_client.runs.evaluate import summarise
+from sottovoce_client.runs.local_services import LocalServices
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import prepare
 from tests.examples import small_spec
@@ -72,7 +72,7 @@ def test_who_does_not_outlast_a_pause_is_told_before(
 ) -> None:
     """By `spec check`, and by whatever starts the run, before it starts; nobody is hindered."""
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**document(), "clock": {"deadline_s": 7.0, **clock}}))
-    monkeypatch.setattr("sottovoce_client.running.conduct.conduct", lambda *_, **__: 0)
+    monkeypatch.setattr("sottovoce_client.runs.run_command.conduct", lambda *_, **__: 0)
     checked, begun = (
         CliRunner().invoke(app, [*command, str(tmp_path / "spec.yaml"), *more])
         for command, more in ((["spec", "check"], []), (["up"], ["--out", str(tmp_path / "out")]))
@@ -102,7 +102,7 @@ def test_up_says_where_records_go_and_what_they_cost(
         return summarise(*words)
 
     monkeypatch.setattr(terminal, "WAIT_NOTICE_DELAY_S", 0.0)
-    monkeypatch.setattr("sottovoce_client.running.conduct.summarise", slowly)
+    monkeypatch.setattr("sottovoce_client.runs.run_command.summarise", slowly)
     spec = small_spec(60, ["north", "south"], data=LIVE, clock=CLOCK)
 
     async def start(prepared: Any, watch: Any, stop: asyncio.Event) -> Any:

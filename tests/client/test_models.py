@@ -18,7 +18,7 @@ import pytest
 import structlog
 import yaml
 
-from sottovoce_client.live.sending import LearnerEndpoint
+from sottovoce_client.live.sender import LearnerEndpoint
 from sottovoce_client.models import exporting, predicting
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError

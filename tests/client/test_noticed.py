@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from sottovoce_client.reports.run_report import build_run_page
-from sottovoce_client.running import conduct as conducting
-from sottovoce_client.running.console import print_summary
-from sottovoce_client.running.evaluate import describe_missing_traffic, list_capture_gaps, read_detections
-from sottovoce_client.running.operate import Outcome
-from sottovoce_client.running.summary import DetectionSummary, RunSummary
+from sottovoce_client.runs import run_command as conducting
+from sottovoce_client.runs.terminal_display import print_summary
+from sottovoce_client.runs.evaluate import describe_missing_traffic, list_capture_gaps, read_detections
+from sottovoce_client.runs.run_client import Outcome
+from sottovoce_client.runs.summary import DetectionSummary, RunSummary
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.run import build_run
 from tests.client.summaries import capture, summary
 from tests.examples import made_up, small_spec
 from tests.services.capturing import captured, frame, row

@@ -18,17 +18,17 @@ from rich.console import Console
 
 from sottovoce_client.data.catalogue import describe
 from sottovoce_client.data.schemas import check, infer
-from sottovoce_client.feeding.forms import Csv, JsonLines
-from sottovoce_client.starting import InitOptions, draft_spec
+from sottovoce_client.feeding.formats import Csv, JsonLines
+from sottovoce_client.init_wizard import InitOptions, draft_spec
 from sottovoce_client.terminal import ignore_progress
 from sottovoce_core.data.dataset import encode_file, load_dataset, read_source
 from sottovoce_core.data.encoding import Encoder
-from sottovoce_core.data.live import LiveRecordEncoder
+from sottovoce_core.data.live_records import LiveRecordEncoder
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.errors import DataError, SottovoceError, SpecError
 from sottovoce_core.losses.linear import LogisticLoss
-from sottovoce_core.running.cautions import find_data_warnings
-from sottovoce_core.running.placement import place_data
+from sottovoce_core.runs.run_warnings import find_data_warnings
+from sottovoce_core.runs.placement import place_data
 from sottovoce_core.spec import load_schema, parse_spec
 
 pytestmark = pytest.mark.each

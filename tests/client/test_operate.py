@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from sottovoce_client.running.operate import _Running
-from sottovoce_client.running.summary import RunProgress
+from sottovoce_client.runs.run_client import _Running
+from sottovoce_client.runs.summary import RunProgress
 from sottovoce_rpc.credentials import NO_IDENTITY
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_wire.v1 import coordinator_pb2

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from sottovoce_client.cli import app
-from sottovoce_client.entry import main
+from sottovoce_client.entry_point import main
 from sottovoce_core.errors import SpecError
 
 pytestmark = pytest.mark.each
@@ -93,7 +93,9 @@ def test_who_ignores_it_goes_on_to_while_the_command_starts(number: str, tmp_pat
         f"import os, signal\nos.kill(os.getpid(), signal.{number})\nexit(7)\n", encoding="utf-8"
     )
     ignoring = f"import signal\nsignal.signal(signal.{number}, signal.SIG_IGN)\n"
-    (tmp_path / "start.py").write_text(f"{ignoring}from sottovoce_client.entry import main\nmain()\n", encoding="utf-8")
+    (tmp_path / "start.py").write_text(
+        f"{ignoring}from sottovoce_client.entry_point import main\nmain()\n", encoding="utf-8"
+    )
     done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (7, "")
 
@@ -103,7 +105,9 @@ def test_ctrl_c_before_there_is_anything_to_end_ends_it_in_a_line(tmp_path: Path
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", encoding="utf-8")
     # What a shell has put into the background ignores it, and so do tests there and all that they start.
     heeding = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    (tmp_path / "start.py").write_text(f"{heeding}from sottovoce_client.entry import main\nmain()\n", encoding="utf-8")
+    (tmp_path / "start.py").write_text(
+        f"{heeding}from sottovoce_client.entry_point import main\nmain()\n", encoding="utf-8"
+    )
     done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "sottovoce: interrupted\n")
 

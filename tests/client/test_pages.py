@@ -17,17 +17,17 @@ from sottovoce_client.privacy.budget import BudgetRequest, _budget_page, _line_o
 from sottovoce_client.privacy.tradeoff import TradeoffRequest, _answer_of, _Measured, _tradeoff_page
 from sottovoce_client.reports.page import Page, PageTable
 from sottovoce_client.reports.run_report import build_run_page
-from sottovoce_client.running.compare import make_compare_page
-from sottovoce_client.running.summary import DetectionSummary
+from sottovoce_client.runs.compare import make_compare_page
+from sottovoce_client.runs.summary import DetectionSummary
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.results import Facts, Result, Results
-from sottovoce_core.running.metrics import Curve, Curves
-from sottovoce_core.running.run import Run
-from sottovoce_lab.cases import Gallery, MembershipInference, _GuessingRate
+from sottovoce_core.runs.metrics import Curve, Curves
+from sottovoce_core.runs.run import Run
+from sottovoce_lab.simulated_attacks import Gallery, MembershipInference, _GuessingRate
 from sottovoce_lab.gallery import _gallery_page
-from sottovoce_lab.rebuild import Reconstruction
+from sottovoce_lab.reconstruction import Reconstruction
 from tests.claims import SETUPS
 from tests.client.summaries import learner, summary
 from tests.client.test_report import Page as Parsed

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.pki import AUTHORITY_KEY, REQUEST, Authority, read_certificate
-from sottovoce_client.running.local import issue_local_identities
+from sottovoce_client.runs.local_services import issue_local_identities
 from sottovoce_core.errors import FailedPrecondition, PermissionDenied, SpecError
 from sottovoce_rpc.certificates import (
     AUTHORITIES_FILE,

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from sottovoce_client.cli import app
 from sottovoce_client.privacy.policy import check_policy, show_policy
-from sottovoce_client.running.local import LocalServices
+from sottovoce_client.runs.local_services import LocalServices
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import prepare
-from sottovoce_core.running.policy import Policy
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.policy import Policy
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from tests.examples import ALLOWING, ALLOWING_FILE
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.running.simulation import simulate_to_folder
+from sottovoce_client.runs.simulation import simulate_to_folder
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import Experiment
 from sottovoce_core.spec import load_spec
@@ -241,7 +241,7 @@ def test_names_and_whole_paths_stay(folder: Path) -> None:
 def test_a_simulation_that_is_interrupted_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: type[BaseException]
 ) -> None:
-    from sottovoce_core.running import transcript
+    from sottovoce_core.runs import transcript
 
     experiment = Experiment(rounds=5, learners=2, algorithm="ldp-dol")
     write = transcript.TranscriptWriter.write

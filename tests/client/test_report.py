@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce_client.reports import page as pages
-from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import Axis, PlotMark, PlotView, make_line, mask_nonfinite, select_evenly
-from sottovoce_client.reports.plots import MAX_HEATMAP_SHAPE, build_run_figures, stack_curves
+from sottovoce_client.reports.figure import Figure
+from sottovoce_client.reports.plot_elements import Axis, PlotMark, PlotView, make_line, mask_nonfinite, select_evenly
+from sottovoce_client.reports.run_figures import MAX_HEATMAP_SHAPE, build_run_figures, stack_curves
 from sottovoce_client.reports.run_report import (
     build_run_page,
     compose_statements,
@@ -29,7 +29,7 @@ from sottovoce_client.reports.run_report import (
     find_worst_case,
     is_above_claim,
 )
-from sottovoce_client.running.summary import ObservedPrivacyLoss, RunSummary
+from sottovoce_client.runs.summary import ObservedPrivacyLoss, RunSummary
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON

@@ -101,7 +101,7 @@ def test_a_file_for_papers_that_cannot_be_made_costs_no_results(
     def broken(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("sottovoce_client.running.plot.export", broken)
+    monkeypatch.setattr("sottovoce_client.runs.plot.export", broken)
     done = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "out", "--export", "csv", "--json")
     assert done.exit_code == INCOMPLETE_EXIT_CODE and json.loads(done.stdout)["folder"] == str(tmp_path / "out")
     assert "a file of --export could not be made: no space left. All other results are complete." in done.stderr
@@ -163,7 +163,7 @@ def test_a_run_that_failed_is_tried_again_in_the_same_folder(
         tried.append(folder)
         return 1
 
-    monkeypatch.setattr("sottovoce_client.running.conduct.conduct", conduct)
+    monkeypatch.setattr("sottovoce_client.runs.run_command.conduct", conduct)
     assert [of_run(each, spec, out).exit_code for each in ("run", kind)] == [1, 1]
     assert tried == [out, out]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sottovoce_client.live.learner import Prediction
-from sottovoce_client.live.plain import SyncLearner
+from sottovoce_client.live.sync_learner import SyncLearner
 from sottovoce_client.live.prequential import PrequentialEvaluation
 from sottovoce_core.errors import DataError, SpecError
 from tests.client.plainly import plainly

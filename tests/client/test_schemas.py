@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.cli import app
-from sottovoce_client.watching import canaries as kept
+from sottovoce_client.watching import canary_files as kept
 from sottovoce_core.auditing.online.canaries import draw_canaries
 from sottovoce_core.errors import CaptureError, DataError, SottovoceError, SpecError
 from sottovoce_core.experiment import PreparedRun, prepare

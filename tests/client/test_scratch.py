@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.documents import create_scratch_folder
+from sottovoce_client.atomic_files import create_scratch_folder
 
 STAYS = """
 import sys
 from pathlib import Path
-from sottovoce_client.documents import scratch
+from sottovoce_client.atomic_files import scratch
 with scratch(".iris-", Path(sys.argv[1])) as made:
     (made / "half").write_text("of it")
     print(made, flush=True)

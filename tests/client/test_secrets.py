@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from tests.client.test_cli import TINY, ran
 
 DIGITS = 9

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.running.local import LocalServices
+from sottovoce_client.runs.local_services import LocalServices
 from sottovoce_rpc.metrics import MetricsEndpoint
 from tests.examples import small_spec
 

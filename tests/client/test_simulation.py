@@ -18,18 +18,18 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from sottovoce_client.cli import app
-from sottovoce_client.documents import create_file
-from sottovoce_client.running import simulation
-from sottovoce_client.running.simulation import describe_epsilon, estimate_sizes, simulate_to_folder
-from sottovoce_client.wording import format_number
+from sottovoce_client.atomic_files import create_file
+from sottovoce_client.runs import simulation
+from sottovoce_client.runs.simulation import describe_epsilon, estimate_sizes, simulate_to_folder
+from sottovoce_client.formatting import format_number
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, load
-from sottovoce_core.running.transcript import TranscriptWriter, read_noise
+from sottovoce_core.runs.transcript import TranscriptWriter, read_noise
 from sottovoce_core.spec import dump_spec
 from tests.gossip import Gossip, gossip_spec
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 PVP_THEN_DVP = {
     "name": "pvp-then-dvp",

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.live.connecting import connect_learner
-from sottovoce_client.live.plain import SyncLearner
+from sottovoce_client.live.connect import connect_learner
+from sottovoce_client.live.sync_learner import SyncLearner
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
 from tests.client.plainly import plainly
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, SECRET, spec_of

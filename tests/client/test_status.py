@@ -19,10 +19,10 @@ from rich.console import Console
 
 from sottovoce_client import doctor, terminal
 from sottovoce_client.cli import app
-from sottovoce_client.live.sending import LearnerEndpoint
+from sottovoce_client.live.sender import LearnerEndpoint
 from sottovoce_client.models.predicting import connect_as_owner
-from sottovoce_client.running import known, status
-from sottovoce_client.running.monitoring import (
+from sottovoce_client.runs import coordinator_commands, status
+from sottovoce_client.runs.monitoring import (
     RunHistory,
     RunListItem,
     RunObservation,
@@ -30,7 +30,7 @@ from sottovoce_client.running.monitoring import (
     ServiceAddresses,
     make_run_view,
 )
-from sottovoce_client.running.status import DeploymentStatus, _progress_line, collect_status, make_document, show
+from sottovoce_client.runs.status import DeploymentStatus, _progress_line, collect_status, make_document, show
 from sottovoce_core.errors import Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
@@ -94,7 +94,7 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
         await up.until_gone("ben")
         alone = await asked(credentials=up.operator)
         assert seen.run is not None
-        await known.stop_run(up.coordinator, seen.run.run_id, Console(quiet=True), up.operator)
+        await coordinator_commands.stop_run(up.coordinator, seen.run.run_id, Console(quiet=True), up.operator)
         await running
         places, begins = ServiceAddresses(up.coordinator, up.eavesdropper), seen.run.run_id[:-1]
         over = await collect_status(places, run=begins, credentials=up.operator)

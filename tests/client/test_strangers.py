@@ -21,28 +21,28 @@ from rich.console import Console
 from rich.text import Text
 
 import sottovoce_client
-from sottovoce_client import cli, documents, terminal
+from sottovoce_client import cli, atomic_files, terminal
 from sottovoce_client.doctor import Finding, print_findings
-from sottovoce_client.running import known, status
-from sottovoce_client.running.compare import format_markdown
-from sottovoce_client.running.console import display_run, print_summary
-from sottovoce_client.running.monitoring import (
+from sottovoce_client.runs import coordinator_commands, status
+from sottovoce_client.runs.compare import format_markdown
+from sottovoce_client.runs.terminal_display import display_run, print_summary
+from sottovoce_client.runs.monitoring import (
     RunHistory,
     make_capture_list_item,
     make_run_list_item,
     make_run_view,
     parse_observation,
 )
-from sottovoce_client.running.summary import DetectionSummary
+from sottovoce_client.runs.summary import DetectionSummary
 from sottovoce_client.transcripts.query import query
 from sottovoce_core.errors import SpecError
 from sottovoce_core.results import Facts, Result, Results
-from sottovoce_core.running.metrics import Curve, Curves
+from sottovoce_core.runs.metrics import Curve, Curves
 from sottovoce_core.table import Table
 from sottovoce_core.text import escape_control
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import configure_logs
-from sottovoce_rpc.status import convert_status_error
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 from tests.client import consoles
 from tests.client.summaries import learner, summary
@@ -140,13 +140,13 @@ def a_run() -> coordinator_pb2.Run:
 
 
 COMMANDS_ON_RUNS: dict[str, Callable[[Console], Awaitable[None]]] = {
-    "list": lambda console: known.list_runs("here:1", console),
-    "show": lambda console: known.show_run("here:1", "r", console),
-    "stop": lambda console: known.stop_run("here:1", "r", console),
-    "resume": lambda console: known.resume_run("here:1", "r", console),
-    "leave": lambda console: known.reconfigure_run("here:1", "r", HOSTILE, console, joins=False),
-    "join": lambda console: known.reconfigure_run("here:1", "r", HOSTILE, console, joins=True),
-    "rebind": lambda console: known.rebind("here:1", HOSTILE, console),
+    "list": lambda console: coordinator_commands.list_runs("here:1", console),
+    "show": lambda console: coordinator_commands.show_run("here:1", "r", console),
+    "stop": lambda console: coordinator_commands.stop_run("here:1", "r", console),
+    "resume": lambda console: coordinator_commands.resume_run("here:1", "r", console),
+    "leave": lambda console: coordinator_commands.reconfigure_run("here:1", "r", HOSTILE, console, joins=False),
+    "join": lambda console: coordinator_commands.reconfigure_run("here:1", "r", HOSTILE, console, joins=True),
+    "rebind": lambda console: coordinator_commands.rebind("here:1", HOSTILE, console),
 }
 
 
@@ -155,7 +155,7 @@ async def test_what_is_told_of_runs_is_text(monkeypatch: pytest.MonkeyPatch, com
     async def asked(*_: Any) -> Any:
         return coordinator_pb2.ListRunsResponse(runs=[a_run()]) if command == "list" else a_run()
 
-    monkeypatch.setattr(known, "asked", asked)
+    monkeypatch.setattr(coordinator_commands, "asked", asked)
     console, out = screen()
     await COMMANDS_ON_RUNS[command](console)
     assert SHOWN in out.getvalue() and clean(out.getvalue())
@@ -279,7 +279,7 @@ def test_a_table_of_markdown_has_its_own_lines_only() -> None:
 
 
 def test_a_file_of_json_says_the_text_and_no_command(tmp_path: Path) -> None:
-    documents.write_json(tmp_path / "d.json", {"detail": HOSTILE})
+    atomic_files.write_json(tmp_path / "d.json", {"detail": HOSTILE})
     raw = (tmp_path / "d.json").read_text(encoding="utf-8")
     assert json.loads(raw) == {"detail": HOSTILE}
     assert not set("\x1b\x07\r") & set(raw)

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.cli.experiments import parse_field_values
-from sottovoce_client.reports.drawing import Figure, export, parse_formats
-from sottovoce_client.reports.marks import BLUE, Axis, PlotView, choose_style, make_line
-from sottovoce_client.running.plot import HorizontalAxis, make_figures
-from sottovoce_client.running.sweep import sweep
-from sottovoce_core.door import simulate
+from sottovoce_client.reports.figure import Figure, export, parse_formats
+from sottovoce_client.reports.plot_elements import BLUE, Axis, PlotView, choose_style, make_line
+from sottovoce_client.runs.plot import HorizontalAxis, make_figures
+from sottovoce_client.runs.sweep import sweep
+from sottovoce_core.api import simulate
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.results import Facts, Result, Results, compute_bootstrap_intervals, read_results
-from sottovoce_core.running.metrics import Curve, Curves
+from sottovoce_core.runs.metrics import Curve, Curves
 from sottovoce_core.table import Table
 from tests.core.test_experiment import small
 

@@ -21,9 +21,9 @@ from sottovoce_client.transcripts.show import show
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import TranscriptWriter
-from sottovoce_eavesdropper.lookout import CaptureRow
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import TranscriptWriter
+from sottovoce_eavesdropper.capture_checks import CaptureRow
 from tests.examples import made_up, small_run
 from tests.services.capturing import captured, conversation, encode_round, frame, hello, row
 

@@ -26,17 +26,17 @@ import yaml
 from rich.console import Console
 
 from sottovoce_client.watching import watch as watching
-from sottovoce_client.watching.canaries import CommitmentError, _save, insert_canaries, load_canaries
-from sottovoce_client.watching.following import CaptureSource, FolderSource, open_eavesdropper_source
-from sottovoce_client.watching.view import Gauges, WatchDisplay, WatchStatus, _power
+from sottovoce_client.watching.canary_files import CommitmentError, _save, insert_canaries, load_canaries
+from sottovoce_client.watching.capture_sources import CaptureSource, FolderSource, open_eavesdropper_source
+from sottovoce_client.watching.display import Gauges, WatchDisplay, WatchStatus, _power
 from sottovoce_client.watching.watch import WatchRequest, _Watching, open_source, watch
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
 from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.noise import Recorder, SeededNoise
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import load_spec
-from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from tests.examples import made_up, small_run
 
 ROUNDS, BROKEN_ROUND = 30, 20

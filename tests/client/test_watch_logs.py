@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.watching.watch import WatchRequest, open_source, watch
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import CaptureError, DataError, SottovoceError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import RunSpec
 from sottovoce_learner.storage import run_log, wal
-from sottovoce_learner.storage.recovery import LoggedRecords, find_learners
+from sottovoce_learner.storage.logged_records import LoggedRecords, find_learners
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.brokers import until

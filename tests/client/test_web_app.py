@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.running.monitoring import RunListItem
+from sottovoce_client.runs.monitoring import RunListItem
 from sottovoce_client.web.app import _is_own_host, _listening, _token_of, create_console_app
-from sottovoce_client.web.files import ResultFiles
+from sottovoce_client.web.result_files import ResultFiles
 from sottovoce_core.errors import SpecError, Unavailable
 from tests.client.consoles import COOKIE, TOKEN, Told, a_page
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.running.monitoring import CaptureListItem, ServiceAddresses
-from sottovoce_client.watching.view import Gauges
-from sottovoce_client.web import gather
-from sottovoce_client.web.gather import MAX_BROWSERS, Poller, _merged
-from sottovoce_client.web.services import ConsoleOptions
+from sottovoce_client.runs.monitoring import CaptureListItem, ServiceAddresses
+from sottovoce_client.watching.display import Gauges
+from sottovoce_client.web import poller
+from sottovoce_client.web.poller import MAX_BROWSERS, Poller, _merged
+from sottovoce_client.web.service_clients import ConsoleOptions
 from sottovoce_core.errors import FailedPrecondition
 from sottovoce_core.spec import dump_spec
 from sottovoce_rpc.learner_status import LearnerState
@@ -34,7 +34,7 @@ PACED = {"mode": "paced", "period_s": 0.05, "deadline_s": 100.0}
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services, lists and files are looked at several times a second."""
     for name in ("POLL_PERIOD_S", "_LIST_PERIOD_S", "_FILE_SCAN_PERIOD_S"):
-        monkeypatch.setattr(gather, name, 0.2)
+        monkeypatch.setattr(poller, name, 0.2)
 
 
 @asynccontextmanager

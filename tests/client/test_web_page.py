@@ -12,7 +12,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, expect
 from playwright.async_api import Page as Tab
 
-from sottovoce_client.web.gather import ConsoleProblem, ConsoleState
+from sottovoce_client.web.poller import ConsoleProblem, ConsoleState
 from tests.client.browsers import GUARD_MS, NEEDED, chromium, hindrances, tab
 from tests.client.consoles import NOON, TOKEN, Told, a_page, free_port, served
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from sottovoce_client.running.monitoring import (
+from sottovoce_client.runs.monitoring import (
     RunHistory,
     RunObservation,
     _edge_views,
@@ -17,7 +17,7 @@ from sottovoce_client.running.monitoring import (
     make_run_view,
     parse_plan,
 )
-from sottovoce_client.web.services import _watch_views
+from sottovoce_client.web.service_clients import _watch_views
 from sottovoce_core.errors import SpecError
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.specs import spec_to_wire

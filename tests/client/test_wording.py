@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sottovoce_client.wording import (
+from sottovoce_client.formatting import (
     describe_max_epsilon,
     format_bytes,
     format_count,

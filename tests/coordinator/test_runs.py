@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from sottovoce_coordinator.courses import ManagedRun
-from sottovoce_coordinator.runs import CaptureBinding, RunState, RunStateMachine
+from sottovoce_coordinator.run_registry import ManagedRun
+from sottovoce_coordinator.run_state import CaptureBinding, RunState, RunStateMachine
 from sottovoce_core.errors import ViolationKind
 from sottovoce_core.network.graphs import _Edges
 from sottovoce_core.network.weights import combine_digests
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.run import build_run
 from sottovoce_rpc.learner_status import (
     VIOLATION_KINDS,
     Attribution,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce_coordinator.runs import CaptureBinding
+from sottovoce_coordinator.run_state import CaptureBinding
 from sottovoce_coordinator.store import FILE, CoordinatorStore, LearnerBinding, StoredRun
 from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
-from sottovoce_rpc.directives import Origin
+from sottovoce_rpc.commands import Origin
 
 RUN = StoredRun(
     "run-1", "{}", 3, CaptureBinding("c-1", "/captures/c-1", {(0, 1): "h:1", (1, 2): "h:2"}, "m:3"), b"view"

@@ -28,10 +28,10 @@ from sottovoce_core.losses import MarginLoss
 from sottovoce_core.losses.linear import LogisticLoss, SmoothedHingeLoss
 from sottovoce_core.losses.loss import sigmoid
 from sottovoce_core.noise import NoiseRequest, NoiseSource, RecordedNoise, Recorder, SeededNoise, SystemNoise, no_noise
-from sottovoce_core.running.replay import PrivacyLosses, replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import PrivacyLosses, replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_core.errors import CaptureError
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.transcript import BoundedDict, RoundReassembler
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.transcript import BoundedDict, RoundReassembler
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing import swaps as swaps_module
+from sottovoce_core.auditing import worst_case_search as swaps_module
 from sottovoce_core.auditing import worlds as simulated_module
 from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.blackbox import MAX_NUMBERS, MAX_ROUNDS, _varying, attack, build_number_views
@@ -26,7 +26,7 @@ from sottovoce_core.auditing.bounds import (
 )
 from sottovoce_core.auditing.likelihood import RoundLosses, RunLosses, bound_rounds, compute_run_losses
 from sottovoce_core.auditing.plan import AuditPlan, _listener, plan_audit
-from sottovoce_core.auditing.swaps import find_worst_worlds
+from sottovoce_core.auditing.worst_case_search import find_worst_worlds
 from sottovoce_core.auditing.verdict import Findings, decide, find_blamed_learner
 from sottovoce_core.auditing.worlds import (
     NoiseFactory,
@@ -43,8 +43,8 @@ from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.noise import NoiseSource, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import ThreatModel
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import Run
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import Run
 from tests.claims import EXPOSED, SETUPS, Setup, Times
 from tests.examples import made_up, small_run
 

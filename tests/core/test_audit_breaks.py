@@ -15,7 +15,7 @@ import pytest
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import Audit, ChunkStatistics, ChunkTask, audit_simulated
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.views import build_features
+from sottovoce_core.auditing.traffic_features import build_features
 from sottovoce_core.auditing.worlds import RunChunk
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import ThreatModel

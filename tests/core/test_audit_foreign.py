@@ -24,9 +24,9 @@ from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
 from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFindings, check_noise
 from sottovoce_core.auditing.foreign.power import PowerAnalysis, _gaussian_shift, compute_gaussian_epsilon
 from sottovoce_core.auditing.foreign.repeats import find_anomalies
-from sottovoce_core.auditing.foreign.views import build_answer_views
+from sottovoce_core.auditing.foreign.answer_features import build_answer_views
 from sottovoce_core.auditing.verdict import Findings, decide
-from sottovoce_core.auditing.views import (
+from sottovoce_core.auditing.traffic_features import (
     CapturedFrame,
     DecodedMessage,
     RunTraffic,

@@ -27,7 +27,7 @@ from sottovoce_core.auditing.online.bets import (
     _Scale,
     _too_many,
 )
-from sottovoce_core.auditing.online.seen import (
+from sottovoce_core.auditing.online.noise_history import (
     _MAX_LAG_ROUNDS,
     KEY_MATCH_PROBABILITY,
     LAGS,

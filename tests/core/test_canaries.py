@@ -17,10 +17,10 @@ from sottovoce_core.auditing.online.canaries import Canaries, CanaryPosition, Ca
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import NoiseRequest, SeededNoise
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 

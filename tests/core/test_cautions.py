@@ -12,10 +12,10 @@ import pytest
 
 from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.experiment import estimate_live_run, prepare
-from sottovoce_core.running.run import format_above
+from sottovoce_core.runs.run import format_above
 from sottovoce_core.spec import parse_spec
 from sottovoce_core.yaml_files import parse_yaml
-from sottovoce_learner.budget import PrivacyFilter
+from sottovoce_learner.privacy_filter import PrivacyFilter
 
 
 def told(folder: Path, rows: list[str], data: dict[str, Any] | None = None, **spec: Any) -> dict[str, str]:

@@ -12,10 +12,10 @@ from sottovoce_core.algorithms import ALGORITHMS
 from sottovoce_core.algorithms.interface import Clippable, Message
 from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.replay import Replay, replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import Replay, replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import RunSpec
 from tests.examples import made_up, small_spec
 from tests.services.test_every_algorithm import FIELD

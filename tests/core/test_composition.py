@@ -26,7 +26,7 @@ from sottovoce_core.budget.composition import (
 from sottovoce_core.data import LearnerData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.guarantee import Adjacency, Mechanism
-from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
 

@@ -21,18 +21,18 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.battery import examine_noise
 from sottovoce_core.auditing.conformance.residuals import compute_residuals, convert_to_laplace
-from sottovoce_core.auditing.swaps import list_replacements
+from sottovoce_core.auditing.worst_case_search import list_replacements
 from sottovoce_core.auditing.worlds import Worlds
 from sottovoce_core.data import PlacedData
 from sottovoce_core.noise import NoiseRequest, NoiseSource, Recorder, SeededNoise
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 
 

@@ -12,8 +12,8 @@ import pytest
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
 from tests.examples import made_up
 from tests.gossip import Gossip, GossipSpec, gossip_spec

@@ -21,7 +21,7 @@ from sottovoce_core.data.spec import (
     Partition,
 )
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.running.placement import place_data
+from sottovoce_core.runs.placement import place_data
 from sottovoce_core.spec import RunSpec
 
 NO_TEST = Batch(np.empty((0, 1)), np.empty(0))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sottovoce_core.data import Dataset, load_dataset
-from sottovoce_core.data.known import CATALOGUE, get_data_folders
+from sottovoce_core.data.catalogue import CATALOGUE, get_data_folders
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses.linear import HingeLoss, LeastSquaresLoss, LogisticLoss, RidgeLoss, SoftmaxLoss

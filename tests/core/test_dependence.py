@@ -22,7 +22,7 @@ from sottovoce_core.auditing.conformance.battery import Dependence
 from sottovoce_core.auditing.conformance.block import Block
 from sottovoce_core.auditing.conformance.lags import Lags, _log_products
 from sottovoce_core.auditing.conformance.p_values import compute_log_sign_p_values
-from sottovoce_core.auditing.conformance.pairs import (
+from sottovoce_core.auditing.conformance.correlations import (
     _all_pairs_p,
     _correlation_p,
     _Gram,

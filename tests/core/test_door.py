@@ -18,8 +18,8 @@ import sottovoce as sv
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise, no_noise
-from sottovoce_core.running.metrics import Metrics
-from sottovoce_core.running.simulator import simulate_rounds as rounds_of
+from sottovoce_core.runs.metrics import Metrics
+from sottovoce_core.runs.simulator import simulate_rounds as rounds_of
 from tests.core.test_experiment import small
 
 pytestmark = pytest.mark.each
@@ -102,13 +102,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "sottovoce_core.door",
+        "sottovoce_core.api",
         "sottovoce_core.experiment",
         "sottovoce_core.results",
         "sottovoce_core.table",
         "sottovoce_client.deployment",
-        "sottovoce_client.running.compare",
-        "sottovoce_client.running.sweep",
+        "sottovoce_client.runs.compare",
+        "sottovoce_client.runs.sweep",
     ],
 )
 def test_examples_in_docstrings_hold(module: str) -> None:

@@ -15,7 +15,7 @@ from sottovoce_core.algorithms.dual_averaging.accounting import DualAveragingAcc
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging, _State
 from sottovoce_core.algorithms.dual_averaging.parameters import _blocks
 from sottovoce_core.algorithms.interface import LocalMessages, Message, StackedMessages, StateAxes
-from sottovoce_core.algorithms.setting import RunContext
+from sottovoce_core.algorithms.run_context import RunContext
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import AssumptionViolated
@@ -25,10 +25,10 @@ from sottovoce_core.network.network import Network, PeriodicNetwork
 from sottovoce_core.network.weights import Mixing
 from sottovoce_core.noise import NoiseSource, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import compose_guarantees
-from sottovoce_core.running.replay import PrivacyLosses, Replay, replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import PrivacyLosses, Replay, replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 
 BOX = {"kind": "box", "low": -1.0, "high": 1.0}

@@ -13,8 +13,8 @@ import yaml
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.registry import UNBOUNDED_ROUNDS
-from sottovoce_core.running.policy import Policy
-from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.runs.policy import Policy
+from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import RunSpec, dump_spec, parse_spec
 from tests.claims import BALL, EXPOSED, LOGISTIC, RING, SETUPS, Setup
 from tests.examples import small_spec

@@ -20,9 +20,9 @@ from sottovoce_core.errors import (
 
 RAISED_BY = (
     "sottovoce_client.auditing.network",
-    "sottovoce_client.watching.canaries",
-    "sottovoce_client.running.conduct",
-    "sottovoce_client.running.operate",
+    "sottovoce_client.watching.canary_files",
+    "sottovoce_client.runs.run_command",
+    "sottovoce_client.runs.run_client",
 )
 """Modules with errors of their own."""
 

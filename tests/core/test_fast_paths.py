@@ -20,16 +20,16 @@ from sottovoce_core.data import PlacedData
 from sottovoce_core.decision_sets import L2Ball
 from sottovoce_core.losses import Loss, enforce_bounds, loss, scale_rows
 from sottovoce_core.losses.linear import LogisticLoss, RidgeLoss
-from sottovoce_core.noise import NoiseRequest, SeededNoise, lattice_spacing, simulated
-from sottovoce_core.running import simulator
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.noise import NoiseRequest, SeededNoise, lattice_spacing, simulation
+from sottovoce_core.runs import simulator
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 from tests.strategies import vectors
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 ROUNDS = 2_000
 SOLVING = {"admm", "dvp", "pvp"}
@@ -47,7 +47,7 @@ class PlainNoise:
 
     def __init__(self, seed: int) -> None:
         first, self._others = (
-            np.random.SeedSequence(seed, spawn_key=(simulated._REPLICA_SPAWN_KEY, 0, k)) for k in range(2)
+            np.random.SeedSequence(seed, spawn_key=(simulation._REPLICA_SPAWN_KEY, 0, k)) for k in range(2)
         )
         self._first, self._left = np.random.Generator(np.random.SFC64(first)), np.empty(0)
         self._draws = 0
@@ -57,7 +57,7 @@ class PlainNoise:
         lead, replicas, dim = (1, 1, *draw.shape)[-3:]  # without learners: of one; without replicas: of the first one
         count = lead * dim
         if count > len(self._left):
-            self._left = self._standard(self._first, max(simulated.MIN_BLOCK_NUMBERS, count))
+            self._left = self._standard(self._first, max(simulation.MIN_BLOCK_NUMBERS, count))
         rows, self._left = [self._left[:count]], self._left[count:]
         if replicas > 1:
             self._draws += 1
@@ -155,7 +155,7 @@ def test_thousands_of_rounds_are_the_recursion(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [7, 585, simulated.MIN_BLOCK_NUMBERS // 2, simulated.MIN_BLOCK_NUMBERS // 2 + 1, 58_500]
+    "count", [7, 585, simulation.MIN_BLOCK_NUMBERS // 2, simulation.MIN_BLOCK_NUMBERS // 2 + 1, 58_500]
 )
 def test_seeded_numbers_are_those_of_their_definition(count: int) -> None:
     source, plain = SeededNoise(5), PlainNoise(5)

@@ -25,7 +25,7 @@ from sottovoce_core.algorithms.follow_the_leader.d_ftgl import _DFtgl
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
 from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec, RegretParameters
 from sottovoce_core.algorithms.interface import LocalMessages, Message, StackedMessages, StateAxes
-from sottovoce_core.algorithms.setting import RunContext
+from sottovoce_core.algorithms.run_context import RunContext
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import AssumptionViolated, SpecError
@@ -34,10 +34,10 @@ from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.network.topology import FixedNetwork
 from sottovoce_core.noise import NoiseRequest, NoiseSource, Recorder, SeededNoise, no_noise
 from sottovoce_core.privacy.accountant import compute_guarantee
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import SimulatedRound, simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import SimulatedRound, simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 

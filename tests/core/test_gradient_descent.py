@@ -25,10 +25,10 @@ from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.losses import mean_gradient
 from sottovoce_core.noise import NoiseSource, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import Regularity
-from sottovoce_core.running.replay import PrivacyLosses, replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import SimulatedRound, simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import PrivacyLosses, replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import SimulatedRound, simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import build_spec_json_schema, dump_spec, parse_spec
 from tests.examples import made_up
 

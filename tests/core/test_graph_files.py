@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.network.graph_files import read_edges
-from sottovoce_core.network.roster import ParticipationSchedule
+from sottovoce_core.network.participation_schedule import ParticipationSchedule
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.spec import LEARNER_NAME_PATTERN, dump_spec, load_spec
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_core.data.joining import LabelJoin
+from sottovoce_core.data.label_join import LabelJoin
 from sottovoce_core.errors import SpecError
 
 WINDOW_S, MOST = 10.0, 3

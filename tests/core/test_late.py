@@ -14,17 +14,17 @@ from sottovoce_core.auditing.online.watch import Watch
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce_core.running.participation import (
+from sottovoce_core.runs.participation import (
     NO_ROUND,
     USED_ROUNDS_FIELD,
     StalenessStatistics,
     encode_punctual_rounds,
     measure_staleness,
 )
-from sottovoce_core.running.replay import Replay, replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import Replay, replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import ClockSpec
 from sottovoce_lab.mutants import ALGORITHM_RUNS
 from tests.examples import made_up, small_run, small_spec

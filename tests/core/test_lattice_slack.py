@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sottovoce_core.budget.composition import MAX_LATTICE_SHARE, check_lattice
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import parse_spec
 from tests.examples import small_run
 

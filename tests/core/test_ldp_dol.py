@@ -18,8 +18,8 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.losses.history import start_history
 from sottovoce_core.noise import NoiseRequest, NoiseSource, RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import SimulatedRound, simulate_rounds
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.simulator import SimulatedRound, simulate_rounds
 from tests.examples import made_up, small_run
 
 LOSSES = [{"kind": "logistic", "ridge": 0.1, "feature_bound": 2.0}, {"kind": "ridge", "ridge": 0.0, "clip_norm": 0.5}]

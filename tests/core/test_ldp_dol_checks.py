@@ -10,12 +10,12 @@ import pytest
 
 from sottovoce_core.algorithms.ldp_dol.accounting import SharedSchedules
 from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec, _check_ldp_dol, _large_statistics
-from sottovoce_core.algorithms.setting import RunWarning
+from sottovoce_core.algorithms.run_context import RunWarning
 from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.losses import Loss
 from sottovoce_core.losses.linear import LeastSquaresLoss, LogisticLoss, PassGlmLoss, RidgeLoss
 from sottovoce_core.privacy.guarantee import Regularity
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.run import build_run
 from tests.examples import small_spec
 
 UP, DOWN = math.inf, -math.inf

@@ -35,9 +35,9 @@ from sottovoce_core.losses.linear import (
 from sottovoce_core.losses.loss import sigmoid
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.privacy.guarantee import Regularity
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
 from tests.strategies import (

@@ -19,10 +19,10 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce_core.running import metrics
-from sottovoce_core.running.metrics import Curves, Metrics, _checkpoints, _Objective
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import SimulatedRound, simulate_rounds
+from sottovoce_core.runs import metrics
+from sottovoce_core.runs.metrics import Curves, Metrics, _checkpoints, _Objective
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.simulator import SimulatedRound, simulate_rounds
 from tests.examples import made_up, small_run, small_spec
 
 minimize: Any = optimize.minimize

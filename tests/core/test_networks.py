@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from sottovoce_core.errors import AssumptionViolated, CaptureError, SpecError
 from sottovoce_core.network.graphs import _Edges, _RandomGraphs
 from sottovoce_core.network.network import Network, NetworkDigests, PeriodicNetwork, describe_disconnection
-from sottovoce_core.network.roster import ParticipationSchedule
+from sottovoce_core.network.participation_schedule import ParticipationSchedule
 from sottovoce_core.network.topology import FixedNetwork, Topology
 from sottovoce_core.network.weights import MetropolisWeights, Mixing, combine_digests
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 from tests.gossip import gossip_spec

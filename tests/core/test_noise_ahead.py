@@ -24,8 +24,8 @@ from scipy import stats
 from sottovoce_core.algorithms.interface import StateAxes
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.noise import KeyedNoise, NoiseRequest, NoiseSource, SeededNoise, SystemNoise, lattice_spacing
-from sottovoce_core.noise.draw import MAX_PREFETCH_ROWS, PrefetchCache, PrefetchKey
-from sottovoce_core.running.run import build_run
+from sottovoce_core.noise.request import MAX_PREFETCH_ROWS, PrefetchCache, PrefetchKey
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import parse_spec
 from tests.core.test_noise import Entropy
 

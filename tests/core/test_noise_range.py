@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.noise import MAX_NOISE_SCALE, MIN_NOISE_SCALE, NoiseRequest, SeededNoise
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 RUNS = {str(each["name"]): each for each in FIELD["runs"]}
 EXTREME = [0.0, 5e-324, 1e-308, 1e-200, 1e-100, 1e-60, 1e60, 1e100, 1e200, 1.7e308]

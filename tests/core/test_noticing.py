@@ -11,17 +11,23 @@ import yaml
 
 from sottovoce_core.algorithms.interface import LatticeAlgorithm
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.noticing import CapturedMessage, Detection, ExpectedTraffic, OnlineChecks, _off_lattice
+from sottovoce_core.auditing.online_checks import (
+    CapturedMessage,
+    Detection,
+    ExpectedTraffic,
+    OnlineChecks,
+    _off_lattice,
+)
 from sottovoce_core.noise import SeededNoise, lattice_spacing
 from sottovoce_core.noise.mechanisms import field_lattice_spacing
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 from tests.claims import SETUPS
 from tests.examples import made_up, small_run
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 ROUNDS = 36
 STEP = 0.25

@@ -13,8 +13,8 @@ import pytest
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.registry import Registry, Section
-from sottovoce_core.running.policy import Policy
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.policy import Policy
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_core.yaml_files import parse_yaml
 

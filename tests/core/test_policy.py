@@ -16,13 +16,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_core.algorithms.setting import RunContext, RunWarning
+from sottovoce_core.algorithms.run_context import RunContext, RunWarning
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.accountant import PrecomputedAccountant
 from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, ThreatModel
-from sottovoce_core.running import policy as module
-from sottovoce_core.running.policy import MAX_POLICY_BYTES, GuaranteeRequirements, Policy
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs import policy as module
+from sottovoce_core.runs.policy import MAX_POLICY_BYTES, GuaranteeRequirements, Policy
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from tests.examples import ALLOWING, small_run, small_spec
 from tests.gossip import Gossip, GossipSpec
@@ -195,7 +195,7 @@ def test_a_proof_that_is_stated_is_told_from_none() -> None:
 
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 
 

@@ -12,7 +12,7 @@ from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.audit import Audit, compute_chunk_statistics, conclude, merge_noise
 from sottovoce_core.auditing.coin_tests import PairRuns, run_channel_tests, run_private_quantity_tests
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.views import build_features
+from sottovoce_core.auditing.traffic_features import build_features
 from sottovoce_core.auditing.worlds import (
     PRIVATE_QUANTITIES,
     RecordedRuns,
@@ -26,7 +26,7 @@ from sottovoce_core.auditing.worlds import (
 from sottovoce_core.data import PlacedData
 from sottovoce_core.losses import mean_gradient
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.run import Run
+from sottovoce_core.runs.run import Run
 from tests.examples import made_up, small_run
 
 ROUNDS, FEATURES = 6, 5

@@ -11,8 +11,8 @@ from sottovoce_core.algorithms import ALGORITHMS
 from sottovoce_core.algorithms.interface import PublicModelAlgorithm
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.replay import Replay
-from sottovoce_core.running.run import PublicationCoverage, Run, assess_publication
+from sottovoce_core.runs.replay import Replay
+from sottovoce_core.runs.run import PublicationCoverage, Run, assess_publication
 from tests.claims import EXPOSED, RING, SETUPS, Setup, _setup, learner_data, overhear, records
 from tests.examples import small_run
 from tests.gossip import GOSSIP

@@ -13,14 +13,14 @@ import pytest
 from sottovoce_core.algorithms.interface import HiddenNoiseAlgorithm, LocalMessages, Message, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray, IntArray
 from sottovoce_core.auditing.conformance.residuals import collect_past
-from sottovoce_core.auditing.swaps import compute_worst_losses, list_replacements
+from sottovoce_core.auditing.worst_case_search import compute_worst_losses, list_replacements
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import AssumptionViolated, DataError
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce_core.running.replay import PrivacyLosses, Replay, iterate_replay, replay
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import PrivacyLosses, Replay, iterate_replay, replay
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_lab.mutants import ALGORITHM_RUNS
 from tests.examples import made_up, small_run
 

@@ -17,28 +17,28 @@ from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.online.canaries import CanaryTest, draw_canaries
 from sottovoce_core.auditing.online.watch import Watch
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.auditing.swaps import list_replacements
+from sottovoce_core.auditing.worst_case_search import list_replacements
 from sottovoce_core.budget.composition import group_record_losses, message_losses, worst_case_record_epsilon
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.errors import AssumptionViolated, DataError, FailedPrecondition, SpecError
 from sottovoce_core.experiment import Experiment
 from sottovoce_core.network.network import Network, PartialNetwork
-from sottovoce_core.network.roster import Mask, OfflineInterval, ParticipationSchedule
+from sottovoce_core.network.participation_schedule import Mask, OfflineInterval, ParticipationSchedule
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.network.weights import Mixing
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import Regularity, ThreatModel
-from sottovoce_core.running.metrics import Metrics
-from sottovoce_core.running.participation import add_learner, remove_learner, require_valid_reconfiguration
-from sottovoce_core.running.placement import place_data
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.metrics import Metrics
+from sottovoce_core.runs.participation import add_learner, remove_learner, require_valid_reconfiguration
+from sottovoce_core.runs.placement import place_data
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_lab.mutants import ALGORITHM_RUNS
-from sottovoce_learner.budget import PrivacyFilter
+from sottovoce_learner.privacy_filter import PrivacyFilter
 from tests.claims import Times
 from tests.examples import made_up, small_spec
 

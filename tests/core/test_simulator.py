@@ -13,10 +13,10 @@ from scipy import stats
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.losses.linear import RidgeLoss
-from sottovoce_core.noise import Distribution, NoiseRequest, Recorder, SeededNoise, lattice_spacing, simulated
-from sottovoce_core.running import simulator
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.noise import Distribution, NoiseRequest, Recorder, SeededNoise, lattice_spacing, simulation
+from sottovoce_core.runs import simulator
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
@@ -62,7 +62,7 @@ def test_every_round_has_its_records(sizes: np.ndarray, ahead: int, monkeypatch:
 
 @pytest.mark.parametrize(
     "count",
-    [7, simulated.MIN_BLOCK_NUMBERS // 2, simulated.MIN_BLOCK_NUMBERS // 2 + 1, simulated.MIN_BLOCK_NUMBERS + 1],
+    [7, simulation.MIN_BLOCK_NUMBERS // 2, simulation.MIN_BLOCK_NUMBERS // 2 + 1, simulation.MIN_BLOCK_NUMBERS + 1],
 )
 def test_small_and_large_draws_are_new_laplace_numbers(count: int) -> None:
     """Fails by chance with probability below 1e-6."""
@@ -86,7 +86,7 @@ def test_every_learner_has_its_own_scale() -> None:
 # ---- replicas --------------------------------------------------------------------------------------------------------
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 
 
@@ -120,7 +120,7 @@ def test_seeded_noise_is_the_same_for_any_number_of_replicas(
     law: Distribution, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two fields with vectors of two lengths, drawn in turns."""
-    monkeypatch.setattr(simulated, "AHEAD", ahead)
+    monkeypatch.setattr(simulation, "AHEAD", ahead)
 
     def of(replicas: int) -> list[FloatArray]:
         source, lattice = SeededNoise(2), None if law == "spherical" else lattice_spacing(2.0)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_core.errors import AssumptionViolated, SpecError
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec, build_spec_json_schema, dump_spec, load_spec, parse_spec
 from sottovoce_core.yaml_files import parse_yaml
 

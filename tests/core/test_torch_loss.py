@@ -20,10 +20,10 @@ from sottovoce_core.losses import mean_gradient
 from sottovoce_core.losses.linear import LogisticLoss, SoftmaxLoss
 from sottovoce_core.losses.torch import TorchLoss
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import build_spec_json_schema, dump_spec, parse_spec
 from tests.examples import small_run, small_spec
 

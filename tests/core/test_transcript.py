@@ -13,8 +13,8 @@ import pytest
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import CaptureError
-from sottovoce_core.running import transcript as module
-from sottovoce_core.running.transcript import COLUMNS, Transcript, TranscriptWriter, read_noise
+from sottovoce_core.runs import transcript as module
+from sottovoce_core.runs.transcript import COLUMNS, Transcript, TranscriptWriter, read_noise
 
 pytestmark = pytest.mark.each
 

@@ -16,13 +16,13 @@ from scipy import stats
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray, Scalars
 from sottovoce_core.auditing.online.bets import _BLOCKS
-from sottovoce_core.auditing.online.seen import KeyTable
+from sottovoce_core.auditing.online.noise_history import KeyTable
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.simulator import simulate_rounds
 from tests.examples import made_up, small_run
 from tests.watched import Changed, alarms
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sottovoce_core.running.policy import Policy
+from sottovoce_core.runs.policy import Policy
 from sottovoce_core.spec import load_spec
 from tests.deploy.engine import engine, require_engine
 from tests.deploy.faults import REFUSED

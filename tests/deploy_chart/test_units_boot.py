@@ -105,7 +105,7 @@ def _program(folder: Path) -> dict[str, str]:
     program.chmod(0o755)
     (program.parents[1] / "main.py").write_text(
         f"import sys\nsys.path[:0] = {list(seen.values())}\n"
-        "from sottovoce_client.entry import main\nsys.exit(main())\n",
+        "from sottovoce_client.entry_point import main\nsys.exit(main())\n",
         encoding="utf-8",
     )
     return {sys.base_prefix: "/opt/python", **seen}

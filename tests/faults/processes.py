@@ -17,10 +17,10 @@ from random import Random
 
 import sottovoce_eavesdropper.service  # noqa: F401 - imported once, before processes are forked
 from sottovoce_client.cli.services import _serve
-from sottovoce_client.entry import main, set_environment_defaults
+from sottovoce_client.entry_point import main, set_environment_defaults
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.hosting import serve
+from sottovoce_learner.host import serve
 from tests.faults.victim import Point, strike
 
 _LOOK_S = 0.02

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK
 from tests.faults.simulated import anybody_late, decoded, unlike

@@ -12,9 +12,9 @@ from functools import partial
 import grpc
 from rich.console import Console
 
-from sottovoce_client.running import known
+from sottovoce_client.runs import coordinator_commands
 from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
-from sottovoce_core.network.roster import OfflineInterval
+from sottovoce_core.network.participation_schedule import OfflineInterval
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
@@ -60,13 +60,13 @@ async def _run(stage: Stage) -> coordinator_pb2.Run:
 async def _leave(stage: Stage, name: str) -> None:
     """A learner leaves the run, whoever is away meanwhile."""
     stage.away.add(name)
-    await _until_so(stage, partial(known.reconfigure_run, joins=False), name)
+    await _until_so(stage, partial(coordinator_commands.reconfigure_run, joins=False), name)
 
 
 async def _join(stage: Stage, name: str) -> None:
     """A learner with a place joins the run, whoever is away meanwhile."""
     stage.away.discard(name)
-    await _until_so(stage, partial(known.reconfigure_run, joins=True), name)
+    await _until_so(stage, partial(coordinator_commands.reconfigure_run, joins=True), name)
 
 
 async def _until_so(stage: Stage, ask: Callable[..., Awaitable[None]], name: str) -> None:

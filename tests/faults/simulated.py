@@ -10,9 +10,9 @@ import numpy as np
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.noise import KeyedNoise, NoiseRequest, NoiseSource
-from sottovoce_core.running.participation import NO_ROUND, USED_ROUNDS_FIELD
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.participation import NO_ROUND, USED_ROUNDS_FIELD
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up

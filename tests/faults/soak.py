@@ -16,8 +16,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce_client.running.operate import Outcome, run_on_services
-from sottovoce_client.running.summary import RunProgress
+from sottovoce_client.runs.run_client import Outcome, run_on_services
+from sottovoce_client.runs.summary import RunProgress
 from sottovoce_core.spec import RunSpec
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.storage.store import Ledger

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from sottovoce_client.running.summary import RunProgress
+from sottovoce_client.runs.summary import RunProgress
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.certificates import AUTHORITIES_FILE
 from sottovoce_rpc.credentials import Credentials

@@ -11,9 +11,9 @@ import pytest
 from sottovoce_client.transcripts.verify import LearnerSignatures
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.running.participation import encode_punctual_rounds
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.participation import encode_punctual_rounds
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.signatures import DIGEST_BYTES, ROUNDS_PER_BLOCK, Statement, compute_frame_digest

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import grpc
 
-from sottovoce_client.running.operate import run_on_services
+from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_client.transcripts.verify import LearnerSignatures, read_signatures
 from sottovoce_core.errors import CaptureError, DataError, EquivocationError, SottovoceError
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.reading import find_captures
+from sottovoce_eavesdropper.capture_reader import find_captures
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc.codec import RoundCodec

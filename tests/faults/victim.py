@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple, NoReturn
 
-from sottovoce_coordinator.conducting import RunController
+from sottovoce_coordinator.run_controller import RunController
 from sottovoce_coordinator.store import CoordinatorStore
 from sottovoce_core.errors import Unavailable
 from sottovoce_eavesdropper.storage import Folder

@@ -22,7 +22,7 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import compute_plan_hash, spec_from_wire, spec_to_wire
-from sottovoce_rpc.status import CallOutcome
+from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,

@@ -14,12 +14,20 @@ from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import NoiseSource, SeededNoise, no_noise
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
-from sottovoce_lab.cases import _from_both, _from_decisions, _from_messages, _guess, _Pair, _roc, _simulate_worlds
-from sottovoce_lab.rebuild import (
+from sottovoce_lab.simulated_attacks import (
+    _from_both,
+    _from_decisions,
+    _from_messages,
+    _guess,
+    _Pair,
+    _roc,
+    _simulate_worlds,
+)
+from sottovoce_lab.reconstruction import (
     Reconstruction,
     _added,
     _as_pictures,

@@ -26,7 +26,7 @@ from sottovoce_lab.mutants import (
     estimate_from_messages,
     estimate_from_numbers,
 )
-from sottovoce_lab.trial import audit_mutant
+from sottovoce_lab.auditor_evaluation import audit_mutant
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
 SEED = np.random.SeedSequence(7)

@@ -18,7 +18,7 @@ from sottovoce_client.cli import app
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
-from sottovoce_lab import cases
+from sottovoce_lab import simulated_attacks
 from sottovoce_lab.gallery import MAX_PICTURES_PER_ROW, _png, write_capture_gallery
 from tests.services.network import network
 
@@ -29,7 +29,7 @@ for module in ("sklearn", "scipy", "jinja2"):
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if PyTorch were not installed."""
-    monkeypatch.setattr(cases, "find_spec", lambda name: None)
+    monkeypatch.setattr(simulated_attacks, "find_spec", lambda name: None)
 
 
 def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> None:

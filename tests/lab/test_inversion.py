@@ -13,12 +13,12 @@ from sottovoce_core.arrays import Batch  # noqa: E402
 from sottovoce_core.data import PlacedData  # noqa: E402
 from sottovoce_core.losses.torch import TorchLoss  # noqa: E402
 from sottovoce_core.noise import SeededNoise  # noqa: E402
-from sottovoce_core.running.run import build_run  # noqa: E402
-from sottovoce_core.running.simulator import simulate_rounds  # noqa: E402
-from sottovoce_core.running.transcript import Transcript  # noqa: E402
+from sottovoce_core.runs.run import build_run  # noqa: E402
+from sottovoce_core.runs.simulator import simulate_rounds  # noqa: E402
+from sottovoce_core.runs.transcript import Transcript  # noqa: E402
 from sottovoce_core.spec import parse_spec  # noqa: E402
 from sottovoce_lab.inversion import invert  # noqa: E402
-from sottovoce_lab.rebuild import Reconstruction, reconstruct_records  # noqa: E402
+from sottovoce_lab.reconstruction import Reconstruction, reconstruct_records  # noqa: E402
 from tests.examples import made_up  # noqa: E402
 
 LOSS = {

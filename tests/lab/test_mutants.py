@@ -12,9 +12,15 @@ from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import NoiseRequest
 from sottovoce_lab.catalogue import QUICK_MUTANTS
-from sottovoce_lab.catalogue.wire import _forgetful, _notices, _overspent, _Spoken
+from sottovoce_lab.catalogue.side_channels import _forgetful, _notices, _overspent, _Spoken
 from sottovoce_lab.mutants import ALGORITHM_RUNS, BASE_RUNS, Fault, Mutant, mutate_noise, scale_noise
-from sottovoce_lab.trial import FalseAlarmCounts, MutantOutcome, measure_false_alarms, sum_false_alarms, try_mutant
+from sottovoce_lab.auditor_evaluation import (
+    FalseAlarmCounts,
+    MutantOutcome,
+    measure_false_alarms,
+    sum_false_alarms,
+    try_mutant,
+)
 
 BY_NAME = {mutant.name: mutant for mutant in QUICK_MUTANTS}
 

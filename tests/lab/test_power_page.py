@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from sottovoce_lab import power
-from sottovoce_lab.broken_learners import NETWORK_MUTANTS, WIRETAP_MUTANTS
-from sottovoce_lab.broken_services import FOREIGN_SERVICE_MUTANTS, measure_foreign_power, measure_service_power
+from sottovoce_lab.service_mutants import NETWORK_MUTANTS, WIRETAP_MUTANTS
+from sottovoce_lab.service_power import FOREIGN_SERVICE_MUTANTS, measure_foreign_power, measure_service_power
 from sottovoce_lab.catalogue import CATALOGUE
 from sottovoce_lab.mutants import Fault, Mutant, estimate_from_runs
-from sottovoce_lab.trial import (
+from sottovoce_lab.auditor_evaluation import (
     MIN_EVIDENCE_FACTOR,
     POWER_RUN_COUNTS,
     PowerMeasurement,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.privacy.accountant import Accountant
-from sottovoce_learner.budget import Allowance, PrivacyFilter
+from sottovoce_learner.privacy_filter import Allowance, PrivacyFilter
 from tests.examples import small_run
 
 

@@ -11,10 +11,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from sottovoce_core.errors import DataError, SpecError, Unavailable
-from sottovoce_learner import hosting
+from sottovoce_learner import host
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.host_file import build_configs, load_host_file
-from sottovoce_learner.hosting import Host
+from sottovoce_learner.host import Host
 
 pytestmark = pytest.mark.each
 
@@ -134,9 +134,9 @@ def test_many_learners_get_the_open_files_that_they_need(limits: tuple[int, int]
     low = min(hard, 1024)
     resource.setrlimit(resource.RLIMIT_NOFILE, (low // 2, hard))
     with capture_logs() as said:
-        hosting._make_room(1)
+        host._make_room(1)
         assert (resource.getrlimit(resource.RLIMIT_NOFILE)[0], said) == (low // 2, [])
-        hosting._make_room(hard)
+        host._make_room(hard)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     assert [(each["event"], each["allowed"]) for each in said] == [("few open files are allowed", hard)]
 

@@ -13,9 +13,9 @@ from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.errors import DataError, FailedPrecondition, RemoteProtocolError, SottovoceError
 from sottovoce_core.losses import enforce_bounds
 from sottovoce_core.losses.linear import LogisticLoss, RidgeLoss
-from sottovoce_core.network.roster import Participation
-from sottovoce_learner.ingest import intake as module
-from sottovoce_learner.ingest.intake import PlannedRecordQueue, RecordQueue
+from sottovoce_core.network.participation_schedule import Participation
+from sottovoce_learner.ingest import record_queue as module
+from sottovoce_learner.ingest.record_queue import PlannedRecordQueue, RecordQueue
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2

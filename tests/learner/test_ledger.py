@@ -20,9 +20,9 @@ from sottovoce_core.errors import BudgetExhausted, DataError, FailedPrecondition
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.privacy.accountant import PrecomputedAccountant
 from sottovoce_core.spec import parse_spec
-from sottovoce_learner.budget import Allowance, PrivacyFilter
-from sottovoce_learner.opening import open_session
-from sottovoce_learner.role import RunAssignment
+from sottovoce_learner.privacy_filter import Allowance, PrivacyFilter
+from sottovoce_learner.session_factory import open_session
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.run_log import LogOptions
@@ -85,7 +85,7 @@ async def test_an_owners_budget_spans_all_runs(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from sottovoce_learner.budget import Books, Allowance
+from sottovoce_learner.privacy_filter import Books, Allowance
 from tests.learner.test_ledger import session, spend
 
 def die(self, after):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sottovoce_core.arrays import as_floats
 from sottovoce_core.errors import DataError, RemoteProtocolError, SottovoceError
 from sottovoce_core.losses.linear import LogisticLoss
-from sottovoce_core.network.roster import Participation
-from sottovoce_learner.ingest.intake import LiveRecordQueue, RecordQueue
+from sottovoce_core.network.participation_schedule import Participation
+from sottovoce_learner.ingest.record_queue import LiveRecordQueue, RecordQueue
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import DataError
-from sottovoce_learner.ingest.intake import RecordQueueState
+from sottovoce_learner.ingest.record_queue import RecordQueueState
 from sottovoce_learner.storage import state_folder
 from sottovoce_learner.storage.snapshot import UnpackableError, is_packed_as, pack, unpack
 

@@ -11,7 +11,7 @@ from sottovoce_core.errors import RemoteProtocolError
 from sottovoce_core.network.network import NetworkDigests
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.network.weights import combine_digests
-from sottovoce_learner.peers.plan import NeighbourSchedule
+from sottovoce_learner.peers.neighbour_schedule import NeighbourSchedule
 
 TURNS = {
     "sequence": {

@@ -18,10 +18,10 @@ from sottovoce_core.errors import FailedPrecondition
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.spec import parse_spec
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.ingest import ingest
-from sottovoce_learner.ingest.ingest import _Receipts
-from sottovoce_learner.opening import open_session
-from sottovoce_learner.role import RunAssignment
+from sottovoce_learner.ingest import group_commit
+from sottovoce_learner.ingest.group_commit import _Receipts
+from sottovoce_learner.session_factory import open_session
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.servicer import LearnerServicer
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
@@ -68,7 +68,7 @@ class Disk:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Company is waited for, however long it takes."""
-    monkeypatch.setattr(ingest, "GROUP_COMMIT_DELAY_S", FOR_EVER_S)
+    monkeypatch.setattr(group_commit, "GROUP_COMMIT_DELAY_S", FOR_EVER_S)
 
 
 async def until_all_wait() -> None:

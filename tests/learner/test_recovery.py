@@ -17,10 +17,10 @@ from sottovoce_core.arrays import as_floats
 from sottovoce_core.errors import DataError
 from sottovoce_core.noise import KeyedNoise, NoiseSource, SystemNoise
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_learner.memory import NoiseRecorder
-from sottovoce_learner.opening import open_session
+from sottovoce_learner.state_machine import NoiseRecorder
+from sottovoce_learner.session_factory import open_session
 from sottovoce_learner.peers.outbox import NeighbourLink
-from sottovoce_learner.role import RunAssignment
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.snapshot import pack
@@ -31,7 +31,7 @@ from tests.examples import ALLOWING
 
 ROUNDS, FEATURES = 6, 6
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 
 
@@ -391,7 +391,7 @@ async def test_a_log_that_another_version_wrote_is_not_gone_on_with(
     crew = Crew(tmp_path, spec_of(), keyed=False)
     await crew.live(range(2))
     with monkeypatch.context() as patch:
-        patch.setattr("sottovoce_learner.memory.Books.price", lambda books, t: 1e-9)
+        patch.setattr("sottovoce_learner.state_machine.Books.price", lambda books, t: 1e-9)
         with pytest.raises(DataError, match=r"entry \d+ of the log says round 0 at epsilon .* by another version"):
             crew.born(0)
     assert crew.born(0).status.rounds_committed == 2

@@ -171,7 +171,7 @@ async def test_every_charge_is_computed_again(tmp_path: Path) -> None:
 async def test_a_charge_that_the_spec_does_not_ask_for_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sottovoce_learner.memory.Books.price", lambda books, t: 0.001 * (t + 1))
+    monkeypatch.setattr("sottovoce_learner.state_machine.Books.price", lambda books, t: 0.001 * (t + 1))
     crew = Crew(tmp_path, spec_of(), keyed=False)
     await crew.live(range(3))
     with pytest.raises(DataError, match=r"charges 0\.\d+ by round \d, and its spec asks for"):

@@ -13,9 +13,9 @@ import pytest
 from sottovoce_core.errors import DataError, FailedPrecondition, LocalProtocolError, RemoteProtocolError, SpecError
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.spec import parse_spec
-from sottovoce_learner.ingest import ingest
-from sottovoce_learner.opening import open_session
-from sottovoce_learner.role import RunAssignment
+from sottovoce_learner.ingest import group_commit
+from sottovoce_learner.session_factory import open_session
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.learner_status import LearnerState
@@ -108,7 +108,7 @@ async def test_what_no_neighbour_would_take_is_neither_said_nor_charged(tmp_path
 async def test_a_feeder_waits_while_more_bytes_wait_than_a_learner_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "MAX_QUEUED_BYTES", 100)
+    monkeypatch.setattr(group_commit, "MAX_QUEUED_BYTES", 100)
     one = session(tmp_path)
 
     def batch(sequence: int) -> learner_pb2.SampleBatch:

@@ -15,7 +15,7 @@ from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SottovoceError
 from sottovoce_core.privacy.guarantee import ThreatModel
-from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(7200)]
 AUDITS, LOTS, ALPHA = 1000, 20, 0.01
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 
 

@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from typing import NamedTuple
 
-from sottovoce_coordinator import conducting
-from sottovoce_coordinator.courses import ManagedRun
-from sottovoce_coordinator.runs import CaptureBinding, RunState, RunStateMachine
+from sottovoce_coordinator import run_controller
+from sottovoce_coordinator.run_registry import ManagedRun
+from sottovoce_coordinator.run_state import CaptureBinding, RunState, RunStateMachine
 from sottovoce_coordinator.store import StoredRun
 from sottovoce_core.errors import SottovoceError
-from sottovoce_core.running.participation import add_learner, remove_learner
+from sottovoce_core.runs.participation import add_learner, remove_learner
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
@@ -186,10 +186,10 @@ def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
     changes: dict[str, Callable[[RunSpec], RunSpec]] = {
         "leave": lambda spec: remove_learner(spec, name, now.first_unsent_round),
         "join": lambda spec: add_learner(spec, name, now.first_unsent_round),
-        "lose": partial(conducting._without, book=now, lost=book.losing),
+        "lose": partial(run_controller._without, book=now, lost=book.losing),
     }
     try:
-        return absences_of(conducting._changed(now.run, changes[verb], FEATURES).spec)
+        return absences_of(run_controller._changed(now.run, changes[verb], FEATURES).spec)
     except SottovoceError:
         return None
 

@@ -1,4 +1,4 @@
-"""A run under way that learners leave or join, or that goes on without one (`coordinator/sottovoce_coordinator/conducting.py`).
+"""A run under way that learners leave or join, or that goes on without one (`coordinator/sottovoce_coordinator/run_controller.py`).
 
 All rest; the spec that follows is written down; then it is told. Between these the coordinator awaits, so anything may happen.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sottovoce_coordinator.runs import RunState
+from sottovoce_coordinator.run_state import RunState
 from tests.model import books, machine, runs
 from tests.model.books import Book
 from tests.model.coordinating import LOST, RESTING, Coordinating

@@ -11,7 +11,7 @@ from sottovoce_core.errors import SottovoceError
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.inbox import Inbox
 from sottovoce_learner.peers.outbox import NeighbourLink
-from sottovoce_learner.role import RunAssignment
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.session import Session
 from tests.model.runs import FEATURES, RUN, Shape, about, codec_of, heard_in, neighbours, plan_of, run_of, told_in
 

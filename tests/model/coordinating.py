@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sottovoce_coordinator.runs import RunState
+from sottovoce_coordinator.run_state import RunState
 from sottovoce_rpc.learner_status import LearnerState
 from tests.model import books, folders, machine, runs
 from tests.model.books import Status

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from sottovoce_core.algorithms.interface import StateAxes
 from sottovoce_core.errors import DataError, SottovoceError
-from sottovoce_learner.budget import PrivacyFilter
-from sottovoce_learner.ingest.intake import PlannedRecordQueue
-from sottovoce_learner.memory import LearnerStateMachine
+from sottovoce_learner.privacy_filter import PrivacyFilter
+from sottovoce_learner.ingest.record_queue import PlannedRecordQueue
+from sottovoce_learner.state_machine import LearnerStateMachine
 from sottovoce_learner.peers.outbox import NeighbourLink
 from sottovoce_learner.storage import ledger, state_folder
 from sottovoce_learner.storage.ledger import LedgerEntry

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sottovoce_coordinator.store import Claim, LearnerBinding
-from sottovoce_learner.ingest.intake import PlannedRecordQueue, _New
+from sottovoce_learner.ingest.record_queue import PlannedRecordQueue, _New
 from sottovoce_learner.peers.outbox import NeighbourLink, _Stream
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.wal import RoundPayload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import cache
 
-from sottovoce_coordinator.runs import RunState
+from sottovoce_coordinator.run_state import RunState
 from tests.model import folders, runs
 from tests.model.folders import Folder
 from tests.model.runs import Shape

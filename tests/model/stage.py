@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeAlias
 
 from sottovoce_coordinator.store import LearnerBinding
-from sottovoce_learner.ingest.intake import PlannedRecordQueue
+from sottovoce_learner.ingest.record_queue import PlannedRecordQueue
 from sottovoce_learner.peers.inbox import Inbox
 from sottovoce_learner.peers.outbox import NeighbourLink
 from sottovoce_learner.storage import store

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from sottovoce_coordinator.runs import RunState
+from sottovoce_coordinator.run_state import RunState
 from tests.model import books, folders, machine, promises
 from tests.model.changing import Changing
 from tests.model.runs import Shape

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
-from sottovoce_client.watching.view import Gauges
+from sottovoce_client.watching.display import Gauges
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
-from sottovoce_learner.hosting import collect_metrics
+from sottovoce_learner.host import collect_metrics
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.metrics import COMMON_METRICS, Exposition, MetricsEndpoint, serve_metrics

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.running.operate import run_on_services
+from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_learner.tracing import Tracing
 from tests.examples import ALLOWING_FILE, made_up, small_spec
 from tests.services.network import OPERATOR, PATIENCE_S

@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 from sottovoce_core import errors
 from sottovoce_core.errors import SottovoceError
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.status import CallOutcome, abort_on_error, convert_status_error
+from sottovoce_rpc.error_status import CallOutcome, abort_on_error, convert_status_error
 from sottovoce_wire.v1 import errors_pb2
 
 CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SottovoceError)]
@@ -232,7 +232,7 @@ async def test_an_end_in_the_middle_of_a_write_is_no_failure() -> None:
 
 async def test_a_call_of_which_nothing_more_is_told_is_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
     """GRPC may refuse a write by itself, and never hear of the peer again."""
-    monkeypatch.setattr("sottovoce_rpc.status._STATUS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("sottovoce_rpc.error_status._STATUS_TIMEOUT_S", 0.01)
     async with open_channel("127.0.0.1:1") as to:
         call: grpc.aio.StreamStreamCall[bytes, bytes] = to.stream_stream("/any/Method")(wait_for_ready=True)
         back = convert_status_error(await CallOutcome(call).wait_for_status(), "the service")

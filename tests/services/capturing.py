@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_eavesdropper.lookout import CaptureRow
-from sottovoce_eavesdropper.reading import Capture
-from sottovoce_eavesdropper.writing import CaptureWriter
+from sottovoce_eavesdropper.capture_checks import CaptureRow
+from sottovoce_eavesdropper.capture_reader import Capture
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_wire.v1 import learner_pb2
 

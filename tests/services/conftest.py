@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from sottovoce_coordinator import captures
+from sottovoce_coordinator import capture_client
 from sottovoce_core.errors import ViolationKind
-from sottovoce_learner import following, mirror, progress
+from sottovoce_learner import coordinator_client, mirror, progress
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.inbox import MessageReceiver
 from sottovoce_rpc import server
@@ -40,11 +40,11 @@ def _nobody_is_accused(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the pauses before services reconnect, rejoin or report a missing neighbour: in a test, all are back in a moment."""
-    monkeypatch.setattr(following, "_MIN_REJOIN_PAUSE_S", SOON_S)
-    monkeypatch.setattr(following, "_MAX_REJOIN_PAUSE_S", 4 * SOON_S)
+    monkeypatch.setattr(coordinator_client, "_MIN_REJOIN_PAUSE_S", SOON_S)
+    monkeypatch.setattr(coordinator_client, "_MAX_REJOIN_PAUSE_S", 4 * SOON_S)
     monkeypatch.setattr(connection, "_BACKOFF_S", (SOON_S,))
     monkeypatch.setattr(progress, "REPORTABLE_WAIT_S", 4 * SOON_S)
     monkeypatch.setattr(mirror, "_BACKOFF_S", (SOON_S, 4 * SOON_S))
-    monkeypatch.setattr(captures, "_CHECK_INTERVAL_S", 4 * SOON_S)
+    monkeypatch.setattr(capture_client, "_CHECK_INTERVAL_S", 4 * SOON_S)
     options = {**dict(server.CHANNEL_OPTIONS), **dict.fromkeys(BACKOFF, int(SOON_S * 1000))}
     monkeypatch.setattr(server, "CHANNEL_OPTIONS", tuple(options.items()))

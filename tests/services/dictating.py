@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from sottovoce_rpc.directives import Command, Origin, command_to_wire
+from sottovoce_rpc.commands import Command, Origin, command_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.services.network import PATIENCE_S
 

@@ -14,13 +14,13 @@ from typing import Any
 import grpc
 import pytest
 
-from sottovoce_client.running.feeder import feed
-from sottovoce_client.running.operate import Outcome, run_on_services
-from sottovoce_coordinator.conducting import RunController
-from sottovoce_coordinator.courses import ManagedRun
+from sottovoce_client.runs.feeder import feed
+from sottovoce_client.runs.run_client import Outcome, run_on_services
+from sottovoce_coordinator.run_controller import RunController
+from sottovoce_coordinator.run_registry import ManagedRun
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.data import PlacedData
-from sottovoce_core.running.policy import Policy
+from sottovoce_core.runs.policy import Policy
 from sottovoce_core.spec import ClockSpec, RunSpec
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig
@@ -36,7 +36,7 @@ from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, WaitCause
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.status import CallOutcome
+from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 from tests.examples import ALLOWING

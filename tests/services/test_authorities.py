@@ -15,13 +15,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
 from sottovoce_client import doctor
-from sottovoce_client.running import known
+from sottovoce_client.runs import coordinator_commands
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.errors import FailedPrecondition
 from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE, REVOCATION_FILE, parse_certificates
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.status import explain_handshake_failure
+from sottovoce_rpc.error_status import explain_handshake_failure
 from tests.examples import made_up, small_spec
 from tests.services.authorities import CLIENT, SERVER, OtherAuthority, Request, Signer, by_openssl, password, pem
 from tests.services.identities import raw_channel
@@ -83,7 +83,7 @@ WORKING: dict[str, Callable[[Path], OtherAuthority]] = {
 async def test_an_identity_works_at_both_ends(tmp_path: Path, kind: str) -> None:
     ids = WORKING[kind](tmp_path)
     async with served(ids.of(SERVED)) as at:
-        await known.list_runs(at, credentials=ids.of(CALLS))
+        await coordinator_commands.list_runs(at, credentials=ids.of(CALLS))
         assert await found_at(at, ids.of(CALLS)) == {}
 
 
@@ -100,7 +100,7 @@ OPENSSL = {
 async def test_an_identity_of_the_command_line_works_at_both_ends(tmp_path: Path, kind: str) -> None:
     own, calls = (Credentials(by_openssl(tmp_path, whom, OPENSSL[kind])) for whom in (SERVED, CALLS))
     async with served(own) as at:
-        await known.list_runs(at, credentials=calls)
+        await coordinator_commands.list_runs(at, credentials=calls)
         assert await found_at(at, calls) == {}
 
 
@@ -117,7 +117,7 @@ async def test_files_may_be_written_in_other_ways(tmp_path: Path) -> None:
         for name in (CERTIFICATE_FILE, KEY_FILE, AUTHORITIES_FILE):
             (folder / name).write_bytes(windows((folder / name).read_bytes()))
     async with served(ids.of(SERVED)) as at:
-        await known.list_runs(at, credentials=ids.of(CALLS))
+        await coordinator_commands.list_runs(at, credentials=ids.of(CALLS))
 
 
 async def test_who_only_calls_needs_no_hosts_and_is_no_server(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ async def test_who_only_calls_needs_no_hosts_and_is_no_server(tmp_path: Path) ->
     own = ids.of(SERVED)
     ids.request = Request(hosts=(), usages=(CLIENT,))
     async with served(own) as at:
-        await known.list_runs(at, credentials=ids.of(CALLS))
+        await coordinator_commands.list_runs(at, credentials=ids.of(CALLS))
 
 
 async def test_a_run_that_is_overheard(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ async def test_a_mounted_secret_that_is_swapped_is_taken_up(tmp_path: Path) -> N
         before = await shown(at)
         mount(tmp_path / "mounted", new)
         after = await shown(at)
-        await known.list_runs(at, credentials=ids.of(CALLS))
+        await coordinator_commands.list_runs(at, credentials=ids.of(CALLS))
     files = [parse_certificates((folder / CERTIFICATE_FILE).read_bytes(), CERTIFICATE_FILE)[0] for folder in (old, new)]
     assert [x509.load_pem_x509_certificate(each.encode()) for each in (before, after)] == files
 
@@ -362,10 +362,10 @@ async def test_a_root_is_rotated_while_a_service_runs(tmp_path: Path) -> None:
             grpc.StatusCode.UNAVAILABLE
         )
         (own / AUTHORITIES_FILE).write_bytes(pem(*both))
-        await known.list_runs(at, credentials=after.of(CALLS))
+        await coordinator_commands.list_runs(at, credentials=after.of(CALLS))
         for name in (KEY_FILE, CERTIFICATE_FILE):
             shutil.copy(after.at(SERVED) / name, own / name)
-        await known.list_runs(at, credentials=after.of(CALLS))
+        await coordinator_commands.list_runs(at, credentials=after.of(CALLS))
         (own / AUTHORITIES_FILE).write_bytes(pem(new.certificate))
         believing = raw_channel(before.at(CALLS), after.at(CALLS), at, host("coordinator"))
         assert await checked(believing) is grpc.StatusCode.UNAVAILABLE

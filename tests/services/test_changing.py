@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.running.feeder import feed
-from sottovoce_coordinator import runs
-from sottovoce_coordinator.runs import RunStateMachine
+from sottovoce_client.runs.feeder import feed
+from sottovoce_coordinator import run_state
+from sottovoce_coordinator.run_state import RunStateMachine
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.network.network import NetworkDigests
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper import captures
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper import capture_registry
+from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
@@ -138,7 +138,7 @@ async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_str
     data, left = made_up(spec), list(rounds)
     noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
     monkeypatch.setattr(Cutting, "cuts", {(*edge, direction): left})
-    monkeypatch.setattr(captures, "GrpcProxy", Cutting)
+    monkeypatch.setattr(capture_registry, "GrpcProxy", Cutting)
     async with network(tmp_path, NAMES, noise=noise) as up:
         run_id = (await up.start(spec, 3)).run_id
         await up.feed(run_id, spec, data, but=["cleo"])
@@ -226,7 +226,7 @@ async def test_a_coordinator_with_another_network_is_found_out_by_its_digest(
         def know(self, t: int) -> bytes:
             return b"another" if t == 9 else super().digest(t)
 
-    monkeypatch.setattr(runs, "NetworkDigests", Another)  # the coordinator's
+    monkeypatch.setattr(run_state, "NetworkDigests", Another)  # the coordinator's
     spec = spec_of(TURNS)
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))

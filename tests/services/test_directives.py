@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.running.feeder import feed
-from sottovoce_core.algorithms.setting import RunContext, RunWarning
-from sottovoce_core.running.policy import Policy
-from sottovoce_core.running.run import build_run
+from sottovoce_client.runs.feeder import feed
+from sottovoce_core.algorithms.run_context import RunContext, RunWarning
+from sottovoce_core.runs.policy import Policy
+from sottovoce_core.runs.run import build_run
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
-from sottovoce_rpc.directives import Command
+from sottovoce_rpc.commands import Command
 from sottovoce_rpc.learner_status import MAX_DETAIL_CHARS
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks

@@ -21,9 +21,9 @@ from rich.console import Console
 from sottovoce_client.pki import _list_of
 from sottovoce_client.transcripts.verify import verify
 from sottovoce_core.errors import FailedPrecondition, PermissionDenied, Unavailable
-from sottovoce_core.running.policy import Policy
+from sottovoce_core.runs.policy import Policy
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.writing import CaptureWriter
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_learner import session
 from sottovoce_learner.peers.connection import _hello, _require_itself
 from sottovoce_learner.session import Session

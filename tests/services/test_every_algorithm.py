@@ -12,17 +12,17 @@ import yaml
 
 from sottovoce_core.algorithms import ALGORITHMS
 from sottovoce_core.noise import Recorder, SeededNoise
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from tests.examples import made_up
 from tests.services.network import network
 
 pytestmark = pytest.mark.each
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
 )
 ROUNDS = 36
 """More than two blocks of the longest block length."""

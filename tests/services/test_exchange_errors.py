@@ -20,15 +20,15 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from sottovoce_client import terminal
-from sottovoce_client.running.feeder import feed, make_batch
-from sottovoce_client.running.operate import RunInterrupted, run_on_services
-from sottovoce_coordinator import courses, joining, starting
-from sottovoce_coordinator.runs import RunStateMachine
+from sottovoce_client.runs.feeder import feed, make_batch
+from sottovoce_client.runs.run_client import RunInterrupted, run_on_services
+from sottovoce_coordinator import run_registry, learner_registry, run_launcher
+from sottovoce_coordinator.run_state import RunStateMachine
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
-from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.spec_versions import FORMAT, FORMAT_FIELD
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
@@ -41,7 +41,7 @@ from sottovoce_rpc.codec import to_fields, to_tensor
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import compute_plan_hash, spec_from_wire
-from sottovoce_rpc.status import convert_status_error
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -490,7 +490,7 @@ async def test_a_run_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_run_of_too_many_edges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "MOST_EDGES", 5)
+    monkeypatch.setattr(run_launcher, "MOST_EDGES", 5)
     async with network(tmp_path, NAMES) as up:
         failure = await start(up.coordinator, document(topology={"graph": "complete"}))
         outcome = await up.run(spec_of(), made_up(spec_of()))
@@ -503,7 +503,7 @@ async def test_nothing_is_built_before_all_have_joined(tmp_path: Path, monkeypat
     def built(*_: object) -> None:
         raise AssertionError("a network of learners that are not there was built")
 
-    monkeypatch.setattr(starting, "build_run", built)
+    monkeypatch.setattr(run_launcher, "build_run", built)
     async with network(tmp_path, ["ann"]) as up:
         failure = await start(up.coordinator, document(clock={"deadline_s": 0.1}))
     assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "FailedPrecondition")
@@ -517,7 +517,7 @@ async def test_others_are_served_while_a_run_is_built(tmp_path: Path, monkeypatc
         assert served.wait(20), "nobody was served meanwhile"
         return build_run(*told)
 
-    monkeypatch.setattr(starting, "build_run", slowly)
+    monkeypatch.setattr(run_launcher, "build_run", slowly)
     async with network(tmp_path, NAMES) as up, open_channel(up.coordinator) as to:
         begun = asyncio.ensure_future(up.start(spec_of(), 3))
         await asyncio.to_thread(building.wait, PATIENCE_S)
@@ -654,8 +654,8 @@ async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), open_channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
         for before, run in enumerate((run_id, "other")):
-            joining = introducing("zoe", incarnation=before), confirming(before + 1)
-            failure = await refused(join(several(*joining, reporting("ann", run)), timeout=PATIENCE_S))
+            learner_registry = introducing("zoe", incarnation=before), confirming(before + 1)
+            failure = await refused(join(several(*learner_registry, reporting("ann", run)), timeout=PATIENCE_S))
             assert (failure.code(), reason(failure)) == (Code.PERMISSION_DENIED, "PermissionDenied")
             assert failure.details() == "a report on this stream must be of learner 'zoe', got 'ann'"
         outside = (
@@ -707,7 +707,7 @@ async def test_no_learner_was_started_more_often_than_its_coordinator_can_count(
 
 
 async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(learner_registry, "HELLO_TIMEOUT_S", 0.05)
 
     async def silent() -> AsyncIterator[coordinator_pb2.LearnerMessage]:
         await asyncio.Event().wait()
@@ -779,7 +779,7 @@ async def test_a_learner_outlives_a_bug_of_its_coordinator(tmp_path: Path, monke
 async def test_runs_are_remembered_newest_first_and_in_bounded_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courses, "MOST_RUNS", 3)
+    monkeypatch.setattr(run_registry, "MOST_RUNS", 3)
     spec, wire = spec_of(), coordinator_pb2
     async with network(tmp_path, NAMES) as up, open_channel(up.coordinator) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)

@@ -16,7 +16,7 @@ import pytest
 import structlog.testing
 
 from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
-from sottovoce_core.algorithms.setting import RunContext, RunWarning
+from sottovoce_core.algorithms.run_context import RunContext, RunWarning
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import BudgetExhausted, DataError
 from sottovoce_core.noise import NoiseSource

@@ -21,30 +21,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sottovoce_client.running.console import display_run
-from sottovoce_client.running.evaluate import list_capture_gaps
-from sottovoce_client.running.known import show_run
-from sottovoce_client.running.operate import Outcome, run_on_services
-from sottovoce_client.running.summary import RunProgress
-from sottovoce_coordinator import captures
+from sottovoce_client.runs.terminal_display import display_run
+from sottovoce_client.runs.evaluate import list_capture_gaps
+from sottovoce_client.runs.coordinator_commands import show_run
+from sottovoce_client.runs.run_client import Outcome, run_on_services
+from sottovoce_client.runs.summary import RunProgress
+from sottovoce_coordinator import capture_client
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import Unavailable
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import service as eavesdropping
-from sottovoce_eavesdropper.lookout import CaptureChecks, CaptureRow, Gaps
-from sottovoce_eavesdropper.parts import read_part
-from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.recording import resume_capture
-from sottovoce_eavesdropper.relay import GrpcProxy
+from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, Gaps
+from sottovoce_eavesdropper.part_reader import read_part
+from sottovoce_eavesdropper.capture_reader import Capture, open_capture
+from sottovoce_eavesdropper.capture_session import resume_capture
+from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import Folder
-from sottovoce_eavesdropper.writing import CaptureWriter, parse_part_number
+from sottovoce_eavesdropper.capture_writer import CaptureWriter, parse_part_number
 from sottovoce_learner import mirror as mirrors
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.status import abort_on_error
+from sottovoce_rpc.error_status import abort_on_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.capturing import said_again
@@ -242,7 +242,7 @@ async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that it heard is written, and the capture is not complete: the run goes on."""
-    monkeypatch.setattr("sottovoce_eavesdropper.relay.FINISH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("sottovoce_eavesdropper.grpc_proxy.FINISH_TIMEOUT_S", 0.1)
     spec = spec_of("relay")
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -285,7 +285,7 @@ async def test_a_capture_is_taken_up_once_however_often_somebody_gave_up_waiting
     await first.start()
     capture_id = (await opened(first, PATIENCE_S)).capture_id
     await first.stop()
-    monkeypatch.setattr("sottovoce_eavesdropper.captures.resumed", slowly)
+    monkeypatch.setattr("sottovoce_eavesdropper.capture_registry.resumed", slowly)
     await second.start()
     for _ in range(3):
         with pytest.raises(grpc.aio.AioRpcError, match="Deadline Exceeded"):
@@ -322,8 +322,8 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
             read.append(parse_part_number(name))
         return read_part(place, name, columns)
 
-    monkeypatch.setattr("sottovoce_eavesdropper.reading.read_part", noting)
-    monkeypatch.setattr("sottovoce_eavesdropper.recording.KEPT", 6)  # two parts
+    monkeypatch.setattr("sottovoce_eavesdropper.capture_reader.read_part", noting)
+    monkeypatch.setattr("sottovoce_eavesdropper.capture_session.KEPT", 6)  # two parts
     monkeypatch.setattr(
         CaptureChecks, "recall", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t))
     )
@@ -447,7 +447,7 @@ async def test_an_eavesdropper_that_goes_and_comes_back_is_said_while_the_run_go
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By `run`, once each time, by `runs show` and by the metrics; what is written down of the run has nothing of it."""
-    monkeypatch.setattr(captures, "_CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(capture_client, "_CHECK_INTERVAL_S", 0.02)
     spec, shown, said = spec_of().model_copy(update={"rounds": 100_000}), io.StringIO(), io.StringIO()
     async with network(tmp_path, NAMES) as up:
         went, came, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -495,7 +495,7 @@ async def test_a_run_whose_capture_must_be_whole_fails_at_a_gap(
     monkeypatch.setattr(mirrors, "FLUSH_S", 0.02)
     if not off:
         no_copies_come(monkeypatch)
-    monkeypatch.setattr(captures, "_CHECK_INTERVAL_S", 0.02 if off else 1_000.0)
+    monkeypatch.setattr(capture_client, "_CHECK_INTERVAL_S", 0.02 if off else 1_000.0)
     # A gap in the middle is known when the mirror is back: until then there must be rounds left.
     rounds = 3_000 if off else ROUNDS
     spec = spec_of().model_copy(update={"capture_gap": "fail", "rounds": rounds})

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from sottovoce_client.running.operate import Outcome, run_on_services
-from sottovoce_client.running.summary import RunProgress
+from sottovoce_client.runs.run_client import Outcome, run_on_services
+from sottovoce_client.runs.summary import RunProgress
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_rpc.credentials import Credentials
 from tests.examples import ALLOWING_FILE, made_up, small_spec

@@ -17,7 +17,7 @@ import pytest
 from cryptography import x509
 
 from sottovoce_client import pki
-from sottovoce_client.running import known
+from sottovoce_client.runs import coordinator_commands
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
 from sottovoce_learner.config import LearnerConfig
@@ -124,7 +124,7 @@ async def test_a_client_finds_out_that_somebody_else_is_there(tmp_path: Path) ->
     ids = Identities(tmp_path / "ids")
     async with network(tmp_path, ["ann"], identities=ids) as up:
         with pytest.raises(Unavailable, match="somebody else"):
-            await known.list_runs(up.addresses["ann"], credentials=up.operator)
+            await coordinator_commands.list_runs(up.addresses["ann"], credentials=up.operator)
         right = raw_channel(
             ids.at("operator/alice"), ids.at("operator/alice"), up.addresses["ann"], "ann.learner.ward.example"
         )
@@ -134,10 +134,10 @@ async def test_a_client_finds_out_that_somebody_else_is_there(tmp_path: Path) ->
         assert await checked(right) is grpc.StatusCode.OK
         assert await checked(wrong) is grpc.StatusCode.UNAVAILABLE
         with pytest.raises(Unavailable, match="encrypted"):
-            await known.list_runs(up.coordinator)
+            await coordinator_commands.list_runs(up.coordinator)
     async with network(tmp_path / "clear", []) as up:
         with pytest.raises(Unavailable, match="in the clear"):
-            await known.list_runs(up.coordinator, credentials=ids.of("operator/alice"))
+            await coordinator_commands.list_runs(up.coordinator, credentials=ids.of("operator/alice"))
 
 
 async def test_what_is_revoked_is_refused_at_once_and_streams_end(
@@ -188,7 +188,7 @@ async def test_renewed_files_are_taken_up_while_a_service_runs(tmp_path: Path) -
         assert renewed != before
         (own / KEY_FILE).write_bytes(b"half a k")
         assert await shown(up.coordinator) == renewed
-        await known.list_runs(up.coordinator, credentials=up.operator)
+        await coordinator_commands.list_runs(up.coordinator, credentials=up.operator)
 
 
 async def shown(at: str) -> str:
@@ -220,10 +220,10 @@ async def test_beyond_this_machine_there_is_no_channel_in_the_clear(tmp_path: Pa
         with pytest.raises(SpecError, match=r"--identity FOLDER.*--insecure"):
             await service.start()
     with pytest.raises(SpecError, match=r"--identity FOLDER.*--insecure"):
-        await known.list_runs("ward.example:7400")
+        await coordinator_commands.list_runs("ward.example:7400")
     open_to_all = Coordinator(CoordinatorConfig("0.0.0.0:0", credentials=Credentials(insecure=True)))
     port = (await open_to_all.start()).rsplit(":", 1)[1]
-    await known.list_runs(f"127.0.0.1:{port}")
+    await coordinator_commands.list_runs(f"127.0.0.1:{port}")
     await open_to_all.stop()
 
 
@@ -248,7 +248,7 @@ async def test_another_user_of_this_machine_is_not_answered() -> None:
         command = [sys.executable, "-c", _BY_NOBODY, at, str(PATIENCE_S)]
         asked = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         said, _ = await asked.communicate()
-        await known.list_runs(at)
+        await coordinator_commands.list_runs(at)
     finally:
         await coordinator.stop()
     assert said.decode().strip() == "PERMISSION_DENIED: not allowed: whoever calls is not believed here"

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_client.running.operate import Outcome, run_on_services
-from sottovoce_client.running.summary import RunProgress
-from sottovoce_core.running.placement import create_empty_live_data
+from sottovoce_client.runs.run_client import Outcome, run_on_services
+from sottovoce_client.runs.summary import RunProgress
+from sottovoce_core.runs.placement import create_empty_live_data
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.storage.ledger import StoredState
 from sottovoce_learner.storage.state_folder import LearnerPaths

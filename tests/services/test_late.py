@@ -10,15 +10,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from sottovoce_client.running.operate import Outcome
+from sottovoce_client.runs.run_client import Outcome
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce_core.running.participation import NO_ROUND, USED_ROUNDS_FIELD, encode_punctual_rounds
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.participation import NO_ROUND, USED_ROUNDS_FIELD, encode_punctual_rounds
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_learner.peers.outbox import NeighbourLink
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage import run_log

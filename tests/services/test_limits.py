@@ -17,27 +17,27 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sottovoce_client.running.feeder import choose_rounds_per_batch, make_batch
-from sottovoce_coordinator import joining
-from sottovoce_coordinator.joining import JoinedLearner
-from sottovoce_coordinator.starting import MAX_EDGES_PER_RUN
+from sottovoce_client.runs.feeder import choose_rounds_per_batch, make_batch
+from sottovoce_coordinator import learner_registry
+from sottovoce_coordinator.learner_registry import JoinedLearner
+from sottovoce_coordinator.run_launcher import MAX_EDGES_PER_RUN
 from sottovoce_coordinator.store import Claim
 from sottovoce_core.data import LearnerData
-from sottovoce_core.running.policy import Policy
+from sottovoce_core.runs.policy import Policy
 from sottovoce_core.spec import MAX_OFFLINE_INTERVALS
-from sottovoce_eavesdropper import captures
+from sottovoce_eavesdropper import capture_registry
 from sottovoce_eavesdropper import service as eavesdropping
-from sottovoce_eavesdropper.relay import GrpcProxy
-from sottovoce_learner import opening
+from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
+from sottovoce_learner import session_factory
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.mirror import Mirror
 from sottovoce_rpc import access, server
-from sottovoce_rpc.directives import Origin
+from sottovoce_rpc.commands import Origin
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, MAX_OVERHEAD_BYTES, open_channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.status import CallOutcome
+from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -150,7 +150,7 @@ def test_a_learner_is_sent_no_longer_messages_than_its_policy_has_models() -> No
 async def test_a_run_of_longer_messages_than_a_learner_takes_is_refused(
     up: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "max_message_bytes", lambda policy: 10)
+    monkeypatch.setattr(session_factory, "max_message_bytes", lambda policy: 10)
     run = await up.start(small_spec(5, ["ann"]), 3)
     end = await up.end(run.run_id)
     assert end.state == coordinator_pb2.RUN_STATE_FAILED
@@ -271,12 +271,12 @@ async def test_a_tensor_has_few_axes(up: Network) -> None:
     axes = [2**64 - 1] * 20_000
     tensor = tensor_pb2.Tensor(shape=axes, dtype=tensor_pb2.DATA_TYPE_FLOAT64)
     batch = learner_pb2.SampleBatch(source="x", features=tensor, labels=tensor)
-    opening = eavesdropper_pb2.OpenCaptureRequest(run_id="x")
-    opening.fields.add(name="y", shape=axes, dtype=tensor_pb2.DATA_TYPE_FLOAT64)
+    session_factory = eavesdropper_pb2.OpenCaptureRequest(run_id="x")
+    session_factory.fields.add(name="y", shape=axes, dtype=tensor_pb2.DATA_TYPE_FLOAT64)
     for address, method, request in (
         (up.addresses["ann"], "/sottovoce_wire.v1.Learner/Ingest", batch),
         (up.addresses["ann"], "/sottovoce_wire.v1.Learner/Predict", learner_pb2.PredictRequest(features=tensor)),
-        (up.eavesdropper, f"{EAVESDROPPER}/OpenCapture", opening),
+        (up.eavesdropper, f"{EAVESDROPPER}/OpenCapture", session_factory),
     ):
         failure = await raw(address, method, request.SerializeToString())
         assert failure.code() is Code.INVALID_ARGUMENT
@@ -351,7 +351,7 @@ async def joined(address: str, name: str) -> grpc.aio.AioRpcError | None:
 
 
 async def test_learners_are_so_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "MAX_CONNECTED_LEARNERS", 1)
+    monkeypatch.setattr(learner_registry, "MAX_CONNECTED_LEARNERS", 1)
     async with network(tmp_path, ["ann"]) as up:
         await up.until_here("ann")
         failure = await joined(up.coordinator, "zoe")
@@ -361,7 +361,7 @@ async def test_learners_are_so_many_at_a_time(tmp_path: Path, monkeypatch: pytes
 
 
 async def test_names_that_are_known_for_good_are_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "MAX_KNOWN_LEARNERS", 2)
+    monkeypatch.setattr(learner_registry, "MAX_KNOWN_LEARNERS", 2)
     async with network(tmp_path, ["ann"]) as up:
         await up.until_here("ann")
         assert await joined(up.coordinator, "zoe") is None
@@ -372,7 +372,7 @@ async def test_names_that_are_known_for_good_are_so_many(tmp_path: Path, monkeyp
 
 
 async def test_the_stream_of_a_learner_that_reads_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_MAX_QUEUED_COMMANDS", 3)
+    monkeypatch.setattr(learner_registry, "_MAX_QUEUED_COMMANDS", 3)
     member = JoinedLearner(coordinator_pb2.Introduction(learner="ann"), Claim("ann", bytes(16)), Origin())
     for t in range(3):
         member.enqueue_command("run-1", coordinator_pb2.RoundLease(until_round=t))
@@ -402,7 +402,7 @@ async def opened(up: Network, run_id: str, wanted: list[eavesdropper_pb2.Route])
 
 async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    failure = await refused(opened(up, "run-1", routes(captures.MAX_PROXIES + 1)))
+    failure = await refused(opened(up, "run-1", routes(capture_registry.MAX_PROXIES + 1)))
     assert failure.code() is Code.RESOURCE_EXHAUSTED
     assert "at most 1024 captures and 4096 relays at a time, asked for 1 and 4097" in (failure.details() or "")
     failure = await refused(opened(up, "run-1", routes(1) * 2))
@@ -411,7 +411,7 @@ async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeyp
         "the routes of a capture must be of different channels",
     )
     assert descriptors() < before + 100
-    monkeypatch.setattr(captures, "MAX_PROXIES", 3)
+    monkeypatch.setattr(capture_registry, "MAX_PROXIES", 3)
     first = await opened(up, "run-1", routes(2))
     for _ in range(2):  # what was refused holds no place
         failure = await refused(opened(up, "run-2", routes(2)))
@@ -450,16 +450,16 @@ async def test_others_are_served_while_relays_are_opened(up: Network, monkeypatc
             order.append("opened")
             return address
 
-    monkeypatch.setattr(captures, "GrpcProxy", Counted)
+    monkeypatch.setattr(capture_registry, "GrpcProxy", Counted)
     served = 0
     async with open_channel(up.eavesdropper) as to:
         stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
         await stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
-        opening = asyncio.ensure_future(opened(up, "run-1", routes(200)))
-        while not opening.done():
+        session_factory = asyncio.ensure_future(opened(up, "run-1", routes(200)))
+        while not session_factory.done():
             await stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
             served += 0 < len(order) < 400
-    assert len((await opening).relay_addresses) == 200
+    assert len((await session_factory).relay_addresses) == 200
     assert order == ["made", "opened"] * 200
     assert served
 
@@ -491,8 +491,8 @@ async def test_copies_come_few_at_a_time_and_go_to_learners_of_the_run(
     ):
         async with open_channel(up.eavesdropper) as to:
             stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
-            opening = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", spec=spec)
-            first = await stub.OpenCapture(opening, timeout=PATIENCE_S)
+            session_factory = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", spec=spec)
+            first = await stub.OpenCapture(session_factory, timeout=PATIENCE_S)
             copies = eavesdropper_pb2.MirrorRequest(run_id="run-1", sender=0, messages=messages)
             failure = await refused(stub.Mirror(several(copies), timeout=PATIENCE_S))
             assert (failure.code(), failure.details()) == (Code.INVALID_ARGUMENT, text)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.spec import RunSpec

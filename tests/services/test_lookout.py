@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import structlog
 
-from sottovoce_client.running.operate import run_on_services
+from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_core.running.run import build_run
-from sottovoce_eavesdropper.lookout import CaptureChecks, CaptureRow, find_next_received_round
-from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.recording import resume_capture
+from sottovoce_core.runs.run import build_run
+from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, find_next_received_round
+from sottovoce_eavesdropper.capture_reader import open_capture
+from sottovoce_eavesdropper.capture_session import resume_capture
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce_client.running.feeder import make_batch
+from sottovoce_client.runs.feeder import make_batch
 from sottovoce_coordinator import service as coordinator_service
-from sottovoce_learner import following
+from sottovoce_learner import coordinator_client
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, network
 
@@ -19,7 +19,7 @@ ROUNDS, NAMES = 20, ["ann", "ben"]
 async def test_whoever_watches_a_short_run_sees_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports and views by time are ten minutes apart; each round's records come when the round before was seen."""
     monkeypatch.setattr(coordinator_service, "WATCH_INTERVAL_S", 600.0)
-    monkeypatch.setattr(following, "REPORT_INTERVAL_S", 600.0)
+    monkeypatch.setattr(coordinator_client, "REPORT_INTERVAL_S", 600.0)
     spec = small_spec(ROUNDS, NAMES, clock={"mode": "data", "deadline_s": 100.0})
     data, seen = made_up(spec), list[int]()
     async with network(tmp_path, NAMES) as up:

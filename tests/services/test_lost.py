@@ -12,15 +12,15 @@ from unittest.mock import AsyncMock
 import grpc
 import pytest
 
-from sottovoce_client.running import feeder
-from sottovoce_client.running.operate import run_on_services
-from sottovoce_coordinator import starting
-from sottovoce_coordinator.runs import RunState
+from sottovoce_client.runs import feeder
+from sottovoce_client.runs.run_client import run_on_services
+from sottovoce_coordinator import run_launcher
+from sottovoce_coordinator.run_state import RunState
 from sottovoce_coordinator.service import Coordinator
 from sottovoce_core.errors import FailedPrecondition
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_learner import following
+from sottovoce_eavesdropper.capture_reader import open_capture
+from sottovoce_learner import coordinator_client
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import open_channel
@@ -43,7 +43,7 @@ ROUNDS = 150
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learners that are refused ask again soon."""
-    monkeypatch.setattr(following, "_MAX_REJOIN_PAUSE_S", 0.5)
+    monkeypatch.setattr(coordinator_client, "_MAX_REJOIN_PAUSE_S", 0.5)
 
 
 async def recover(up: Network, run_id: str, spec: RunSpec, n_features: int = 3) -> coordinator_pb2.Run:
@@ -226,7 +226,7 @@ async def test_nobody_goes_on_before_all_are_there(tmp_path: Path, monkeypatch: 
     async with serving(tmp_path, first, durable=True) as up:
         run_id = await lost(up, first, "ben")
         with monkeypatch.context() as patch:
-            patch.setattr(starting, "_JOIN_TIMEOUT_S", 1.5)
+            patch.setattr(run_launcher, "_JOIN_TIMEOUT_S", 1.5)
             missing = await not_recovered(up, run_id, first.spec)
         going = asyncio.ensure_future(recover(up, run_id, first.spec))
         await up.join("ben", first.noise)
@@ -372,7 +372,7 @@ async def test_the_first_contradiction_that_is_recorded_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capture: str
 ) -> None:
     monkeypatch.setattr(feeder, "_MAX_ROUNDS_PER_BATCH", 1)
-    monkeypatch.setattr(starting.RunLauncher, "_require_newest", AsyncMock())  # as if the capture had not known it
+    monkeypatch.setattr(run_launcher.RunLauncher, "_require_newest", AsyncMock())  # as if the capture had not known it
     first = work(tmp_path, NAMES, 1, 5_000, capture=capture, clock=PACED)
     async with network(tmp_path, NAMES, durable=True) as up:
         run_id = await set_back_together(up, first)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from sottovoce_client.reports.run_report import build_run_page, determine_verdict
-from sottovoce_client.running.evaluate import MAX_CURVE_POINTS, summarise
+from sottovoce_client.runs.evaluate import MAX_CURVE_POINTS, summarise
 from sottovoce_core.data import PlacedData
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_spec
 from tests.services.network import network
@@ -82,7 +82,7 @@ async def test_what_cannot_be_computed_costs_no_summary(tmp_path: Path, monkeypa
 
     whole = summarise(run, data, outcome)
     assert whole.not_computed == () and determine_verdict(whole).kind == "consistent"
-    monkeypatch.setattr("sottovoce_client.running.evaluate.compute_worst_losses", broken)
+    monkeypatch.setattr("sottovoce_client.runs.evaluate.compute_worst_losses", broken)
     lost = summarise(run, data, outcome)
     assert [line.partition(" could")[0] for line in lost.not_computed] == [
         f"the privacy loss of the messages of {name}" for name in NAMES
@@ -98,9 +98,9 @@ async def test_what_cannot_be_computed_costs_no_summary(tmp_path: Path, monkeypa
     page = build_run_page(lost).to_html()
     assert "It could not be computed" in page and "There is no capture" not in page
 
-    monkeypatch.setattr("sottovoce_client.running.evaluate.measure", broken)
-    monkeypatch.setattr("sottovoce_client.running.evaluate.central_accuracy", broken)
-    monkeypatch.setattr("sottovoce_client.running.evaluate._overheard", broken)
+    monkeypatch.setattr("sottovoce_client.runs.evaluate.measure", broken)
+    monkeypatch.setattr("sottovoce_client.runs.evaluate.central_accuracy", broken)
+    monkeypatch.setattr("sottovoce_client.runs.evaluate._overheard", broken)
     least = summarise(run, data, outcome)
     assert len(least.not_computed) == 3 and least.state == whole.state
     assert [each.event for each in least.learners] == [each.event for each in whole.learners]

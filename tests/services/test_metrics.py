@@ -14,15 +14,15 @@ import grpc
 import numpy as np
 import pytest
 
-from sottovoce_client.running.feeder import make_batch
+from sottovoce_client.runs.feeder import make_batch
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_coordinator.metrics import _failed
-from sottovoce_coordinator.runs import CaptureBinding
+from sottovoce_coordinator.run_state import CaptureBinding
 from sottovoce_coordinator.store import StoredRun
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
-from sottovoce_learner.hosting import collect_metrics
+from sottovoce_learner.host import collect_metrics
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.learner_status import LearnerState
@@ -176,7 +176,7 @@ async def test_a_storage_error_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
 
     spec = small_spec(ROUNDS, NAMES, capture="relay")
     async with network(tmp_path, NAMES) as up, told(up) as at:
-        monkeypatch.setattr("sottovoce_eavesdropper.writing.CaptureWriter._write", full)
+        monkeypatch.setattr("sottovoce_eavesdropper.capture_writer.CaptureWriter._write", full)
         await up.run(spec, made_up(spec))
         found = await until(at, lambda found: found["sottovoce_eavesdropper_captures_open"] == 0)
     assert found["sottovoce_eavesdropper_storage_errors_total"] == 1

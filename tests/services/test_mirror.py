@@ -13,12 +13,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce_core.errors import RemoteProtocolError
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper import recording
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper import capture_session
+from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_learner import mirror as mirroring
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.status import convert_status_error
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.capturing import captured, conversation, frame, row
@@ -60,7 +60,7 @@ async def mirror(up: Network, run_id: str, sender: int, message: Any) -> Excepti
 async def test_copies_that_are_none_of_the_runs_spoil_no_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "MAX_PAYLOAD_BYTES", 100)
+    monkeypatch.setattr(capture_session, "MAX_PAYLOAD_BYTES", 100)
     spec = spec_of("mirror")
     data = made_up(spec)
     async with network(tmp_path, NAMES) as up:

@@ -16,7 +16,7 @@ import pytest
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_learner.peers.connection import _hello
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from sottovoce_client.running.operate import Outcome
-from sottovoce_coordinator.runs import RunStateMachine
+from sottovoce_client.runs.run_client import Outcome
+from sottovoce_coordinator.run_state import RunStateMachine
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import ViolationKind
 from sottovoce_core.noise import RecordedNoise
-from sottovoce_core.running.replay import Replay
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.replay import Replay
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_learner.peers.inbox import MessageReceiver
 from sottovoce_learner.peers.outbox import NeighbourLink

@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from sottovoce_client.running.operate import Outcome
+from sottovoce_client.runs.run_client import Outcome
 from sottovoce_core.errors import FailedPrecondition, Unavailable
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_learner.memory import LearnerStateMachine
+from sottovoce_eavesdropper.capture_reader import open_capture
+from sottovoce_learner.state_machine import LearnerStateMachine
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import InProcessStream, InProcessTransport, _Turns
 from sottovoce_learner.service import Learner

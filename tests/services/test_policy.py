@@ -13,11 +13,11 @@ import pytest
 
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.privacy.guarantee import Adjacency
-from sottovoce_core.running.policy import GuaranteeRequirements, Policy
-from sottovoce_core.running.run import build_run
+from sottovoce_core.runs.policy import GuaranteeRequirements, Policy
+from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_eavesdropper import service as eavesdropping
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage import ledger

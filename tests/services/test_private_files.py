@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from sottovoce_client.running.local import LocalServices
-from sottovoce_client.running.operate import run_on_services
+from sottovoce_client.runs.local_services import LocalServices
+from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig

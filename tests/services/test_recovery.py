@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR
+from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc

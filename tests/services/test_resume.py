@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from sottovoce_client.running.operate import run_on_services
+from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_coordinator.service import Coordinator
 from sottovoce_core.errors import SpecError
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.wal import RoundPayload

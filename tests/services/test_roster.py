@@ -13,31 +13,31 @@ import grpc
 import numpy as np
 import pytest
 
-from sottovoce_client.running import operate
-from sottovoce_client.running.evaluate import summarise
-from sottovoce_client.running.feeder import feed
-from sottovoce_client.running.operate import Outcome
-from sottovoce_coordinator import conducting
-from sottovoce_coordinator.captures import CaptureClient
-from sottovoce_coordinator.conducting import QUIESCE_COMMAND, RunController
-from sottovoce_coordinator.courses import ManagedRun
-from sottovoce_coordinator.runs import RunState, RunStateMachine
+from sottovoce_client.runs import run_client
+from sottovoce_client.runs.evaluate import summarise
+from sottovoce_client.runs.feeder import feed
+from sottovoce_client.runs.run_client import Outcome
+from sottovoce_coordinator import run_controller
+from sottovoce_coordinator.capture_client import CaptureClient
+from sottovoce_coordinator.run_controller import QUIESCE_COMMAND, RunController
+from sottovoce_coordinator.run_registry import ManagedRun
+from sottovoce_coordinator.run_state import RunState, RunStateMachine
 from sottovoce_coordinator.store import CoordinatorStore
 from sottovoce_core.errors import CaptureError, Unavailable
-from sottovoce_core.network.roster import OfflineInterval
+from sottovoce_core.network.participation_schedule import OfflineInterval
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce_core.running.participation import require_valid_reconfiguration
-from sottovoce_core.running.replay import replay
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.participation import require_valid_reconfiguration
+from sottovoce_core.runs.replay import replay
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.reading import _Listening, open_capture
+from sottovoce_eavesdropper.capture_reader import _Listening, open_capture
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage import run_log
 from sottovoce_learner.storage.store import Ledger
-from sottovoce_rpc.directives import Command
+from sottovoce_rpc.commands import Command
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, WaitCause
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_from_wire
@@ -541,7 +541,7 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
 
         monkeypatch.setattr(CoordinatorStore, method, once)
 
-    monkeypatch.setattr(conducting, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(run_controller, "_AGAIN_S", 0.2)
     spec = LOSABLE["ldp-dol"]
     noise, _ = noise_for(build_run(spec, 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
@@ -596,7 +596,7 @@ def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
 
 
 def without(held: RunStateMachine, lost: int) -> RunSpec:
-    return conducting._without(held.run.spec, book=held, lost=frozenset({lost}))
+    return run_controller._without(held.run.spec, book=held, lost=frozenset({lost}))
 
 
 def test_who_has_learned_its_last_round_before_it_died_has_heard_who_is_lost() -> None:
@@ -688,7 +688,7 @@ async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
                 raise Unavailable("it cannot be reached")
             await feed(address, *rest, **more)
 
-        monkeypatch.setattr(operate, "feed", undelivered)
+        monkeypatch.setattr(run_client, "feed", undelivered)
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
     assert [each.learner for each in outcome.offline_intervals] == ["dora"]

@@ -16,22 +16,22 @@ import numpy as np
 import pytest
 import structlog
 
-from sottovoce_client.running import feeder as feeders
-from sottovoce_client.running.feeder import make_batch
-from sottovoce_client.running.operate import STOPPED_BY_OPERATOR, Outcome, RunInterrupted
+from sottovoce_client.runs import feeder as feeders
+from sottovoce_client.runs.feeder import make_batch
+from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR, Outcome, RunInterrupted
 from sottovoce_coordinator.round_clock import RoundClock
-from sottovoce_coordinator.runs import RunStateMachine
+from sottovoce_coordinator.run_state import RunStateMachine
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData, load_dataset
 from sottovoce_core.noise import Recorder, SeededNoise
-from sottovoce_core.running.placement import place_data
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.placement import place_data
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper import captures
-from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.relay import GrpcProxy
+from sottovoce_eavesdropper import capture_registry
+from sottovoce_eavesdropper.capture_reader import Capture, open_capture
+from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage import run_log
@@ -483,7 +483,7 @@ async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again
     noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
     left = list(rounds)
     monkeypatch.setattr(Cutting, "cuts", {(1, 2, direction): left})
-    monkeypatch.setattr(captures, "GrpcProxy", Cutting)
+    monkeypatch.setattr(capture_registry, "GrpcProxy", Cutting)
     async with network(tmp_path, NAMES, noise=noise) as up:
         outcome = await up.run(spec, data)
         capture = closed(outcome)
@@ -505,7 +505,7 @@ async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again
 async def test_a_relay_that_is_restarted_on_its_port_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sottovoce_eavesdropper.relay.FINISH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("sottovoce_eavesdropper.grpc_proxy.FINISH_TIMEOUT_S", 0.2)
     clock = {"mode": "paced", "period_s": 0.004, "window": 50, "deadline_s": 100.0}
     spec = small_spec(400, NAMES, capture="relay", clock=clock)
     data = made_up(spec, records=10)

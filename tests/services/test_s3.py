@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from sottovoce_client.running.feeder import feed
+from sottovoce_client.runs.feeder import feed
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.experiment import PreparedRun, prepare
-from sottovoce_eavesdropper import writing
-from sottovoce_eavesdropper.reading import Capture, find_captures, open_capture
+from sottovoce_eavesdropper import capture_writer
+from sottovoce_eavesdropper.capture_reader import Capture, find_captures, open_capture
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_eavesdropper.writing import format_part_name, parse_part_number
+from sottovoce_eavesdropper.capture_writer import format_part_name, parse_part_number
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -58,7 +58,7 @@ async def store() -> AsyncIterator[Store]:
 
 async def test_what_is_written_there_is_read_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     let(monkeypatch, store.writer, store.endpoint)
-    monkeypatch.setattr(writing, "MAX_PART_ROWS", 4)
+    monkeypatch.setattr(capture_writer, "MAX_PART_ROWS", 4)
     await captured(f"{PLACE}/one", conversation(5))
     let(monkeypatch, store.reader, store.endpoint)
     (capture,) = await asyncio.to_thread(lambda: list(find_captures(open_folder(PLACE))))
@@ -200,7 +200,7 @@ async def test_what_a_store_missed_is_written_when_it_is_back(
 
 @pytest.mark.slow
 async def test_what_waits_for_a_store_is_bounded(store: Store, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_MAX_BUFFERED_ROWS", 2)
+    monkeypatch.setattr(capture_writer, "_MAX_BUFFERED_ROWS", 2)
     rows = conversation(4)
     file = await captured(f"{PLACE}-gone/one", rows[:4], close=False)
     way.cut()

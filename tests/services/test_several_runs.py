@@ -13,11 +13,11 @@ import grpc
 import numpy as np
 import pytest
 
-from sottovoce_coordinator import courses
+from sottovoce_coordinator import run_registry
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -238,7 +238,7 @@ async def test_all_runs_go_on_when_their_coordinator_is_started_again(tmp_path: 
 
 async def test_no_run_that_is_under_way_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many others end meanwhile, and when the coordinator is started again."""
-    monkeypatch.setattr(courses, "MOST_RUNS", 2)
+    monkeypatch.setattr(run_registry, "MOST_RUNS", 2)
     first, short = work(tmp_path, ["ann"], 1), work(tmp_path, ["ben"], 2, 5)
     async with serving(tmp_path, first, short, durable=True) as up:
         (run_id,) = await begun(up, first)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sottovoce_client.running.operate import Outcome
+from sottovoce_client.runs.run_client import Outcome
 from sottovoce_client.transcripts.verify import EXIT_NOT_ALL_SIGNED, read_signatures, verify
 from sottovoce_core.errors import CaptureError, FailedPrecondition, ViolationKind
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper import relay
-from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.writing import CaptureWriter
+from sottovoce_eavesdropper import grpc_proxy
+from sottovoce_eavesdropper.capture_reader import open_capture
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_learner import session
 from sottovoce_learner.peers.outbox import Outbox
 from sottovoce_learner.session import Session
@@ -119,7 +119,7 @@ async def test_a_run_is_over_when_its_last_signatures_have_come(
 ) -> None:
     """Those of ben are late: who has done all rounds waits for them, for they would be cut off with the channels."""
     ids, spec, states = Identities(tmp_path / "identities"), spec_of(), list[list[LearnerState]]()
-    true_pump = relay._pump
+    true_pump = grpc_proxy._pump
 
     async def pump(read: Any, write: Any, note: Any, room: Any) -> None:
         async def late() -> Any:
@@ -138,7 +138,7 @@ async def test_a_run_is_over_when_its_last_signatures_have_come(
 
         await true_pump(late, write, note, room)
 
-    monkeypatch.setattr(relay, "_pump", pump)
+    monkeypatch.setattr(grpc_proxy, "_pump", pump)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
@@ -227,7 +227,7 @@ async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, mon
     def forged(payload: bytes) -> bytes:
         return payload[:-1] + bytes([payload[-1] ^ 0x80])  # the sign of the last number
 
-    true_pump = relay._pump
+    true_pump = grpc_proxy._pump
 
     async def pump(read: Any, write: Any, note: Any, room: Any) -> None:
         passed = 0
@@ -240,7 +240,7 @@ async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, mon
 
         await true_pump(replaced, write, note, room)
 
-    monkeypatch.setattr(relay, "_pump", pump)
+    monkeypatch.setattr(grpc_proxy, "_pump", pump)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec), stop)
     code, text = shown(outcome, ids)

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sottovoce_client.watching.following import CaptureSource, FolderSource, open_eavesdropper_source
+from sottovoce_client.watching.capture_sources import CaptureSource, FolderSource, open_eavesdropper_source
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.online.watch import Watch
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.transcript import MAX_REMEMBERED_MESSAGES, RoundReassembler
-from sottovoce_eavesdropper import writing
-from sottovoce_eavesdropper.lookout import CaptureRow
-from sottovoce_eavesdropper.reading import Capture
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.transcript import MAX_REMEMBERED_MESSAGES, RoundReassembler
+from sottovoce_eavesdropper import capture_writer
+from sottovoce_eavesdropper.capture_checks import CaptureRow
+from sottovoce_eavesdropper.capture_reader import Capture
 from sottovoce_eavesdropper.storage import Folder
-from sottovoce_eavesdropper.writing import CaptureWriter
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, network
@@ -83,7 +83,7 @@ async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(
             assert may_end.wait(PATIENCE_S)
         describe(self)
 
-    monkeypatch.setattr(writing, "_PART_INTERVAL_S", PATIENCE_S)  # all is written in the end
+    monkeypatch.setattr(capture_writer, "_PART_INTERVAL_S", PATIENCE_S)  # all is written in the end
     monkeypatch.setattr(CaptureWriter, "_write", write_slowly)
     monkeypatch.setattr(CaptureWriter, "_describe", describe_slowly)
     async with network(tmp_path, NAMES) as up:

@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sottovoce_client.running.evaluate import describe_missing_traffic
+from sottovoce_client.runs.evaluate import describe_missing_traffic
 from sottovoce_client.transcripts.show import show
 from sottovoce_client.transcripts.verify import read_signatures
 from sottovoce_core.errors import CaptureError, PermissionDenied, Unavailable
-from sottovoce_core.running.policy import Policy
-from sottovoce_eavesdropper import wiretap, writing
-from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_core.runs.policy import Policy
+from sottovoce_eavesdropper import tcp_proxy, capture_writer
+from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.service import Eavesdropper
-from sottovoce_eavesdropper.wiretap import Framing, TcpProxy
-from sottovoce_eavesdropper.writing import CaptureWriter
+from sottovoce_eavesdropper.tcp_proxy import Framing, TcpProxy
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_learner.peers import connection
 from sottovoce_learner.session import Session
 from sottovoce_rpc.credentials import Credentials
@@ -229,7 +229,7 @@ async def test_when_the_way_leads_elsewhere_connections_end_and_others_lead_ther
 
 
 async def test_beyond_the_most_connections_one_more_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wiretap, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(tcp_proxy, "MAX_CONNECTIONS", 1)
     async with tapped(tmp_path) as (port, _, _):
         first, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"x")
@@ -268,7 +268,7 @@ async def test_rows_that_hold_no_bytes_are_not_kept_without_bounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever says record after record of one byte waits until they are written."""
-    monkeypatch.setattr(writing, "_MAX_BUFFERED_ROWS", 100)
+    monkeypatch.setattr(capture_writer, "_MAX_BUFFERED_ROWS", 100)
     most = 0
 
     async with tapped(tmp_path) as (port, _, file):

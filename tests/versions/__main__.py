@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.capture_reader import open_capture
 from tests.versions.stage import ALL, CLIENT, COORDINATOR, EAVESDROPPER, LEARNERS, Stage
 
 ROUNDS, CHANGING_ROUNDS = 100, 400

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.started import (
+from sottovoce_client.auditing.audit_runs import (
     UNSIGNED_PROMISE_NOTE,
     AuditRuns,
     collect_runs,
@@ -19,7 +19,7 @@ from sottovoce_client.auditing.started import (
     require_plausible_size,
     require_same_spec,
 )
-from sottovoce_client.auditing.worlds import (
+from sottovoce_client.auditing.audit_files import (
     WORLDS_FILE,
     RunLedgerEntry,
     WorldsFile,
@@ -30,8 +30,8 @@ from sottovoce_client.auditing.worlds import (
 )
 from sottovoce_client.terminal import ProgressReporter
 from sottovoce_client.transcripts.provenance import Provenance, check_provenance, describe_noise_source
-from sottovoce_client.watching.canaries import find_commitment
-from sottovoce_client.wording import pluralize
+from sottovoce_client.watching.canary_files import find_commitment
+from sottovoce_client.formatting import pluralize
 from sottovoce_core.auditing.audit import (
     Audit,
     ChunkStatistics,
@@ -41,7 +41,7 @@ from sottovoce_core.auditing.audit import (
     merge_noise,
 )
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.views import (
+from sottovoce_core.auditing.traffic_features import (
     CHANNEL_VIEWS,
     MAX_HEAD_BYTES,
     TIMING_VIEWS,
@@ -55,9 +55,9 @@ from sottovoce_core.auditing.worlds import RecordedRuns, count_runs_in_memory
 from sottovoce_core.errors import CaptureError, DataError, RemoteProtocolError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import RunSpec, find_first_import, parse_spec
-from sottovoce_eavesdropper.reading import Capture, find_captures
+from sottovoce_eavesdropper.capture_reader import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import read_hello
 

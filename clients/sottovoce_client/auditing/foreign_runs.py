@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sottovoce_client.auditing.captures import parse_metadata
-from sottovoce_core.auditing.views import (
+from sottovoce_core.auditing.traffic_features import (
     MAX_HEAD_BYTES,
     CapturedFrame,
     DecodedMessage,
@@ -19,7 +19,7 @@ from sottovoce_core.auditing.views import (
 )
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.registry import import_object
-from sottovoce_eavesdropper.reading import Capture, find_captures
+from sottovoce_eavesdropper.capture_reader import Capture, find_captures
 from sottovoce_eavesdropper.storage import open_folder
 
 RunGrouping = str

@@ -18,7 +18,7 @@ from sottovoce_client.cli import experiments as experiments
 from sottovoce_client.cli import feeding as feeding
 from sottovoce_client.cli import results as results
 from sottovoce_client.cli import services as services
-from sottovoce_client.cli import operating as operating
+from sottovoce_client.cli import operations as operating
 from sottovoce_client.cli import pki as pki
 from sottovoce_client.cli import auditing as auditing
 from sottovoce_client.cli import privacy as privacy

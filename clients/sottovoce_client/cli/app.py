@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sottovoce_client.cli import completing
+from sottovoce_client.cli import completion
 from sottovoce_client.cli.common_options import (
     DEFAULT_COORDINATOR,
     SERVICE_OPTIONS,
@@ -344,7 +344,7 @@ SpecFile = Annotated[
         metavar="SPEC",
         help="The run spec, a YAML file.",
         show_default=False,
-        autocompletion=completing.complete_spec_files,
+        autocompletion=completion.complete_spec_files,
     ),
 ]
 
@@ -369,7 +369,7 @@ ExportFormats = Annotated[
         metavar="FORMATS",
         help="Also as files for papers: tables as csv, latex; figures as svg, pdf, png; commas between.",
         show_default="none",
-        autocompletion=completing.make_list_completer(("csv", "latex", "svg", "pdf", "png")),
+        autocompletion=completion.make_list_completer(("csv", "latex", "svg", "pdf", "png")),
     ),
 ]
 ListenAddress = Annotated[
@@ -409,7 +409,7 @@ BackendName = Annotated[
         "--backend",
         check=_backend,
         metavar="WHAT",
-        autocompletion=completing.make_list_completer(("processes", "ray", "dask")),
+        autocompletion=completion.make_list_completer(("processes", "ray", "dask")),
         help="What works on simulated runs: processes; ray or dask (RAY_ADDRESS or DASK_SCHEDULER_ADDRESS, or a cluster of this "
         "machine's own); or a cluster's address, ray://HOST:PORT or dask://HOST:PORT.",
     ),
@@ -447,7 +447,7 @@ def prepare_run(spec: RunSpec, *, live: bool = False, needs_labels: bool = True)
     Raises:
         SottovoceError: the spec cannot be run as it is, or its data cannot be used.
     """
-    from sottovoce_core.data.known import get_data_folders
+    from sottovoce_core.data.catalogue import get_data_folders
     from sottovoce_core.experiment import prepare
 
     return prepare(spec, folders=get_data_folders(), live=live, labels_required=needs_labels)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from sottovoce_client.cli import completing
+from sottovoce_client.cli import completion
 from sottovoce_client.cli.app import (
     MAX_COUNT,
     MAX_JOBS,
@@ -44,7 +44,7 @@ def audit(
             metavar="SPEC",
             help="The run spec. Not needed with --captures.",
             show_default=False,
-            autocompletion=completing.complete_spec_files,
+            autocompletion=completion.complete_spec_files,
         ),
     ] = None,
     runs: Annotated[
@@ -190,7 +190,7 @@ def _made(
     """An audit of runs that are made for it; returns the exit code."""
     from sottovoce_client import terminal
     from sottovoce_client.auditing.audit import run_audit
-    from sottovoce_client.running.operate import RunInterrupted
+    from sottovoce_client.runs.run_client import RunInterrupted
 
     try:
         if on == "wiretap":

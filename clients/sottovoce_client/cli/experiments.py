@@ -49,9 +49,9 @@ def sweep(
     Writes results.parquet and results.json.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.reports.drawing import parse_formats
-    from sottovoce_client.running.plot import export_files
-    from sottovoce_client.running.sweep import sweep_with_progress
+    from sottovoce_client.reports.figure import parse_formats
+    from sottovoce_client.runs.plot import export_files
+    from sottovoce_client.runs.sweep import sweep_with_progress
     from sottovoce_core.experiment import load
     from sottovoce_core.results import RESULT_FILE_NAMES
 
@@ -128,9 +128,9 @@ def plot(
     Writes plot.html.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.reports.drawing import parse_formats
+    from sottovoce_client.reports.figure import parse_formats
     from sottovoce_client.reports.page import Page
-    from sottovoce_client.running.plot import HorizontalAxis, export_files, make_figures
+    from sottovoce_client.runs.plot import HorizontalAxis, export_files, make_figures
     from sottovoce_core.results import RESULT_FILE_NAMES, read_results
 
     asked, axes = parse_formats(export), None if log is None else _axes(log)

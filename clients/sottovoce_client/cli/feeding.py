@@ -22,7 +22,7 @@ from sottovoce_core.errors import SpecError
 if TYPE_CHECKING:
     from sottovoce_client.feeding.broker import Feed, SourceConfig
     from sottovoce_client.feeding.progress import FeedTask
-    from sottovoce_client.feeding.pump import FeedOptions, FeedTarget
+    from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget
     from sottovoce_client.feeding.records import SourcePartition
 
 _FILES, _BROKER = ("--format", "--dead-letters"), ("--dead-letters", "--broker-patience", "--user", "--password-file")
@@ -185,7 +185,7 @@ def feed(
     from sottovoce_client.feeding.broker import PASSWORD_VARIABLE, BrokerCredentials, open_source, read_secret
     from sottovoce_client.feeding.files import build_file_partitions, build_standard_input
     from sottovoce_client.feeding.progress import run_feeder
-    from sottovoce_client.feeding.pump import FeedOptions, FeedTarget, build_feed_task
+    from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget, build_feed_task
 
     first = sources[0]
     scheme = next((each.partition("://")[0] for each in sources if "://" in each.partition("?")[0]), "")
@@ -242,7 +242,7 @@ def _http_work(
     for module in at.feed.modules:
         at.feed.import_module(module)
     from sottovoce_client import terminal
-    from sottovoce_client.feeding.endpoint import serve
+    from sottovoce_client.feeding.http_endpoint import serve
     from sottovoce_rpc.server import announce
 
     console = terminal.create_console()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from sottovoce_client.cli import completing
+from sottovoce_client.cli import completion
 from sottovoce_client.cli.app import (
     MAX_COUNT,
     SpecFile,
@@ -88,7 +88,7 @@ def policy(
             metavar="SPEC",
             help="A run spec: check whether a learner with the policy would take part in it.",
             show_default="none: print the policy",
-            autocompletion=completing.complete_spec_files,
+            autocompletion=completion.complete_spec_files,
         ),
     ] = None,
     policy: Annotated[
@@ -114,7 +114,7 @@ def policy(
     With SPEC, exits with 1 if the learner would not take part.
     """
     from sottovoce_client.privacy.policy import check_policy, show_policy
-    from sottovoce_core.running.policy import Policy
+    from sottovoce_core.runs.policy import Policy
 
     if spec is None:
         if learner is not None or features is not None:
@@ -124,7 +124,7 @@ def policy(
     if learner is None:
         raise SpecError("a run is checked for one of its learners: name it with --learner")
     from sottovoce_client.privacy.budget import find_learner_index
-    from sottovoce_core.running.run import build_run
+    from sottovoce_core.runs.run import build_run
     from sottovoce_core.spec import load_spec
 
     allowed, asked = Policy.load(policy), load_spec(spec)

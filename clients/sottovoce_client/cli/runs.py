@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sottovoce_client.cli import completing
+from sottovoce_client.cli import completion
 from sottovoce_client.cli.app import (
     MAX_COUNT,
     SERVICE_FILES,
@@ -49,7 +49,7 @@ def demo(
         typer.Option(
             help="A name (sottovoce data list), or a .npz, .csv or .parquet file.",
             show_default="vital_signs",
-            autocompletion=completing.complete_dataset_names,
+            autocompletion=completion.complete_dataset_names,
         ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, max=MAX_COUNT, help="Rounds to run.", show_default="500")] = None,
@@ -65,7 +65,7 @@ def demo(
     from sottovoce_core.spec import parse_spec
     from sottovoce_core.yaml_files import parse_yaml
 
-    text = resources.files("sottovoce_client.running").joinpath("demo.yaml").read_text(encoding="utf-8")
+    text = resources.files("sottovoce_client.runs").joinpath("demo.yaml").read_text(encoding="utf-8")
     if print_spec:
         typer.echo(text, nl=False)
         terminal.print_json_if_requested(lambda: parse_yaml(text))
@@ -96,7 +96,7 @@ def up(
     from sottovoce_core.spec import load_spec
 
     if recorded_noise is not None:  # before services are started, each of which reads it
-        from sottovoce_core.running.transcript import read_noise
+        from sottovoce_core.runs.transcript import read_noise
 
         read_noise(recorded_noise)
     services = {"per_process": per_process, "noise": recorded_noise, "tls": tls, "keep_log": keep_log}
@@ -127,8 +127,8 @@ def run(
     ] = "",
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
-    from sottovoce_client.running.conduct import prepare_changed_run
-    from sottovoce_client.running.operate import run_on_services
+    from sottovoce_client.runs.run_command import prepare_changed_run
+    from sottovoce_client.runs.run_client import run_on_services
     from sottovoce_core.spec import load_spec
 
     credentials = get_common_options().credentials
@@ -173,7 +173,7 @@ def simulate(
         str,
         typer.Option(
             metavar="WHAT",
-            autocompletion=completing.make_list_completer((*_SIMULATED, "all")),
+            autocompletion=completion.make_list_completer((*_SIMULATED, "all")),
             help="What to keep: metrics (losses, regrets, accuracy), models (the final ones), decisions (models of every round), "
             "transcript (what was said), noise (what was drawn), or all; commas between. The last three grow with the rounds.",
         ),
@@ -185,16 +185,16 @@ def simulate(
     How much a large result will take is said before it begins; a file that is not complete yet is called NAME.partial.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.reports.drawing import parse_formats
-    from sottovoce_client.running.plot import export_files
-    from sottovoce_client.running.simulation import (
+    from sottovoce_client.reports.figure import parse_formats
+    from sottovoce_client.runs.plot import export_files
+    from sottovoce_client.runs.simulation import (
         estimate_sizes,
         get_final_metrics,
         require_disk_space,
         simulate_to_folder,
     )
     from sottovoce_core.experiment import load
-    from sottovoce_core.running.simulator import require_size
+    from sottovoce_core.runs.simulator import require_size
     from sottovoce_core.spec import dump_spec
 
     experiment, asked = load(spec), parse_formats(export)
@@ -252,7 +252,7 @@ def compare(
             metavar="SPEC...",
             help="Run specs with the same data.",
             show_default=False,
-            autocompletion=completing.complete_spec_files,
+            autocompletion=completion.complete_spec_files,
         ),
     ] = None,
     field: Annotated[bool, typer.Option("--field", help="Every built-in algorithm on one problem.")] = False,
@@ -267,9 +267,9 @@ def compare(
 
     Writes results.parquet, results.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
     """
-    from sottovoce_client.reports.drawing import parse_formats
-    from sottovoce_client.running.compare import compare_to_folder as run_all
-    from sottovoce_client.running.compare import list_builtin_sources, list_file_sources
+    from sottovoce_client.reports.figure import parse_formats
+    from sottovoce_client.runs.compare import compare_to_folder as run_all
+    from sottovoce_client.runs.compare import list_builtin_sources, list_file_sources
     from sottovoce_core.results import RESULT_FILE_NAMES
 
     asked = parse_formats(export)
@@ -282,7 +282,7 @@ def compare(
 
 def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
     """On services as `LocalServices` has them."""
-    from sottovoce_client.running.conduct import run_with_local_services
+    from sottovoce_client.runs.run_command import run_with_local_services
 
     def start(prepared: Any, folder: Path, watch: Any, stop: Any) -> Coroutine[Any, Any, Any]:
         return run_with_local_services(prepared.run.spec, prepared.data, folder, watch, stop, **services)
@@ -299,7 +299,7 @@ def _conduct(
     served: bool = False,
 ) -> None:
     """Prepare, run while the console shows it, then summarise; a spec that cannot be run leaves no folder."""
-    from sottovoce_client.running.conduct import run_and_report
+    from sottovoce_client.runs.run_command import run_and_report
     from sottovoce_core.experiment import PAUSES
     from sottovoce_core.spec import dump_spec
 
@@ -311,7 +311,7 @@ def _conduct(
         spec.name, out, [*_RUN, *(SERVICE_FILES if served else ())], dump_spec(prepared.run.spec, out)
     )
     if canaries:
-        from sottovoce_client.watching.canaries import commit_canaries
+        from sottovoce_client.watching.canary_files import commit_canaries
 
         prepared = commit_canaries(prepared, canaries, folder)
     raise typer.Exit(

@@ -168,7 +168,7 @@ def learner(
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
     from sottovoce_learner.host_file import build_configs, load_host_file
-    from sottovoce_learner.hosting import serve
+    from sottovoce_learner.host import serve
     from sottovoce_rpc.metrics import MetricsEndpoint
 
     options = {
@@ -251,7 +251,7 @@ def run_relay(
     ] = None,
 ) -> None:
     """Record what passes between any gRPC server and its clients, until Ctrl-C. Point the clients at --listen."""
-    from sottovoce_eavesdropper.relay import StandaloneProxyConfig, serve
+    from sottovoce_eavesdropper.grpc_proxy import StandaloneProxyConfig, serve
 
     relayed = StandaloneProxyConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
     _serve(lambda: serve(relayed, stop_with_stdin=get_common_options().stop_with_stdin))
@@ -293,7 +293,7 @@ def audit_foreign_service(
     Writes audit.json and audit.html. Exits with 1 if the claim is refuted.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.auditing.foreign import audit_foreign_captures
+    from sottovoce_client.auditing.foreign_audit import audit_foreign_captures
     from sottovoce_client.auditing.foreign_runs import ForeignRequest
 
     folder_of_results = make_results_folder("audit", out, ["audit.json", "audit.html"])

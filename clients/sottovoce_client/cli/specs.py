@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from sottovoce_client.cli import completing
+from sottovoce_client.cli import completion
 from sottovoce_client.cli.app import MAX_COUNT, app, data_app, make_address_option, prepare_run, spec_app
 from sottovoce_client.cli.common_options import get_common_options
 from sottovoce_core.errors import SpecError
@@ -92,10 +92,10 @@ def init(
             raise SpecError(f"--schema-only drafts a schema and no spec: it goes without {', '.join(given)}")
         schemas.infer(file, label, out)
         return
-    from sottovoce_client.documents import create_file, require_new
-    from sottovoce_client.starting import InitOptions, draft_spec, list_next_commands
+    from sottovoce_client.atomic_files import create_file, require_new
+    from sottovoce_client.init_wizard import InitOptions, draft_spec, list_next_commands
     from sottovoce_client.terminal import ignore_progress, print_json, print_notice
-    from sottovoce_client.wording import pluralize
+    from sottovoce_client.formatting import pluralize
 
     asks = sys.stdin.isatty() and not get_common_options().as_json
     wishes = InitOptions(
@@ -158,7 +158,7 @@ def list_() -> None:
     """Show every data set that has a name: what is in it, its licence, and whether it is on this machine."""
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import show
-    from sottovoce_core.data.known import get_data_folders
+    from sottovoce_core.data.catalogue import get_data_folders
 
     show(get_data_folders(), terminal.create_console())
 
@@ -178,7 +178,7 @@ def fetch(
             metavar="NAME...",
             help="As `sottovoce data list` shows them.",
             show_default=False,
-            autocompletion=completing.complete_dataset_names,
+            autocompletion=completion.complete_dataset_names,
         ),
     ],
     folder: Annotated[
@@ -203,7 +203,7 @@ def fetch(
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import require_dataset
     from sottovoce_client.data.fetch import fetch as bring
-    from sottovoce_core.data.known import find_dataset_file, get_data_folders
+    from sottovoce_core.data.catalogue import find_dataset_file, get_data_folders
 
     told: list[dict[str, Any]] = []
     sources, console = [require_dataset(name) for name in dict.fromkeys(names)], terminal.create_console()
@@ -239,7 +239,7 @@ def describe(
             metavar="NAME|FILE",
             help="A name; a .npz, .csv or .parquet file of your own; or a schema, a .yaml file.",
             show_default=False,
-            autocompletion=completing.complete_dataset_names,
+            autocompletion=completion.complete_dataset_names,
         ),
     ],
     label: Annotated[
@@ -273,7 +273,7 @@ def describe(
         raise SpecError("--spec is held against a schema: give --schema, too")
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import describe as show
-    from sottovoce_core.data.known import get_data_folders
+    from sottovoce_core.data.catalogue import get_data_folders
 
     show(source, get_data_folders(), terminal.create_console(), label)
 
@@ -286,7 +286,7 @@ def check_spec(
             metavar="SPEC",
             help="The run spec, a YAML file.",
             show_default="required, but with --json-schema",
-            autocompletion=completing.complete_spec_files,
+            autocompletion=completion.complete_spec_files,
         ),
     ] = None,
     print_: Annotated[
@@ -316,9 +316,9 @@ def check_spec(
         return
     from sottovoce_client import terminal
     from sottovoce_client.data.schemas import describe_records, find_long_records
-    from sottovoce_client.wording import SINGLE_LEARNER_NOTE, pluralize
-    from sottovoce_core.data.known import get_data_folders
-    from sottovoce_core.running.policy import find_default_policy_warnings
+    from sottovoce_client.formatting import SINGLE_LEARNER_NOTE, pluralize
+    from sottovoce_core.data.catalogue import get_data_folders
+    from sottovoce_core.runs.policy import find_default_policy_warnings
     from sottovoce_core.spec import load_spec
 
     prepared = prepare_run(load_spec(spec), live=True)
@@ -372,7 +372,7 @@ def print_chart_values(
             metavar="SPEC",
             help="The run specs, YAML files.",
             show_default=False,
-            autocompletion=completing.complete_spec_files,
+            autocompletion=completion.complete_spec_files,
         ),
     ],
     own: Annotated[

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce_core.data.known import CatalogueEntry
+from sottovoce_core.data.catalogue import CatalogueEntry
 from sottovoce_core.errors import DataError
 from sottovoce_core.optional import import_optional
 

@@ -24,8 +24,8 @@ import numpy as np
 from rich.progress import Progress
 
 from sottovoce_client.data.convert import convert
-from sottovoce_client.documents import create_scratch_folder
-from sottovoce_core.data.known import DATA_FOLDER_VARIABLE, CatalogueEntry, OriginalFile
+from sottovoce_client.atomic_files import create_scratch_folder
+from sottovoce_core.data.catalogue import DATA_FOLDER_VARIABLE, CatalogueEntry, OriginalFile
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.optional import import_optional
 from sottovoce_rpc.addresses import parse_url

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from sottovoce_client.feeding.forms import MAX_RECORD_BYTES, Csv, JsonLines, ParsedRecord, RecordFormat
+from sottovoce_client.feeding.formats import MAX_RECORD_BYTES, Csv, JsonLines, ParsedRecord, RecordFormat
 from sottovoce_client.feeding.records import (
     ColumnCheck,
     PositionCounter,

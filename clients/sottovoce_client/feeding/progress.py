@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.wording import format_count, format_duration, format_number, pluralize
+from sottovoce_client.formatting import format_count, format_duration, format_number, pluralize
 from sottovoce_core.errors import SottovoceError
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import configure_logs, describe_failure, hide_error_texts

@@ -12,7 +12,7 @@ import numpy as np
 from sottovoce_core.data.cells import normalise_text
 from sottovoce_core.data.encoding import UNDECLARED_FIELD_REASON, EncodedRecords
 from sottovoce_core.data.files import describe_column_mismatch
-from sottovoce_core.data.live import LiveRecordEncoder
+from sottovoce_core.data.live_records import LiveRecordEncoder
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import SpecError
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.live.sending import LearnerEndpoint, Sender
+from sottovoce_client.live.sender import LearnerEndpoint, Sender
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.data.encoding import EncodedRecords
-from sottovoce_core.data.live import LiveRecordEncoder
+from sottovoce_core.data.live_records import LiveRecordEncoder
 from sottovoce_core.errors import DataError, RunEnded, SottovoceError
 from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.learner_status import LearnerStatus

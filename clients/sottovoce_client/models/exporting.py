@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.documents import create_file
-from sottovoce_client.live.sending import LearnerEndpoint
-from sottovoce_client.models.inputs import InputFormat
+from sottovoce_client.atomic_files import create_file
+from sottovoce_client.live.sender import LearnerEndpoint
+from sottovoce_client.models.input_format import InputFormat
 from sottovoce_client.models.predicting import connect_as_owner, require_linear
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.fields import NumberLabel
-from sottovoce_core.data.known import get_data_folders
+from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.optional import import_optional
-from sottovoce_core.running.run import Publication, assess_publication
-from sottovoce_core.running.transcript import import_parquet
+from sottovoce_core.runs.run import Publication, assess_publication
+from sottovoce_core.runs.transcript import import_parquet
 from sottovoce_core.spec import RunSpec, load_spec
 from sottovoce_rpc.specs import compute_plan_hash
 

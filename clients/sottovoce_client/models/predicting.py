@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import create_file
-from sottovoce_client.live.sending import LearnerEndpoint
-from sottovoce_client.models.inputs import InputFormat
+from sottovoce_client.atomic_files import create_file
+from sottovoce_client.live.sender import LearnerEndpoint
+from sottovoce_client.models.input_format import InputFormat
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.data.known import get_data_folders
+from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import FailedPrecondition, SpecError
 from sottovoce_core.losses.linear import SoftmaxLoss
 from sottovoce_core.losses.loss import MarginLoss
-from sottovoce_core.running.run import Publication, assess_publication, build_run
-from sottovoce_core.running.transcript import import_parquet
+from sottovoce_core.runs.run import Publication, assess_publication, build_run
+from sottovoce_core.runs.transcript import import_parquet
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.table import Table
 from sottovoce_core.text import escape_formula

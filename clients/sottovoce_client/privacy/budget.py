@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import write_json
-from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import PINK, make_diamond
+from sottovoce_client.atomic_files import write_json
+from sottovoce_client.reports.figure import Figure
+from sottovoce_client.reports.plot_elements import PINK, make_diamond
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
-from sottovoce_client.reports.plots import EPSILON_STYLES, build_budget_figure
+from sottovoce_client.reports.run_figures import EPSILON_STYLES, build_budget_figure
 from sottovoce_client.reports.run_report import build_assumption_table
-from sottovoce_client.wording import format_number, pluralize
+from sottovoce_client.formatting import format_number, pluralize
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.budget.composition import (
     RecordGroup,
@@ -33,8 +33,8 @@ from sottovoce_core.budget.composition import (
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import Adjacency, Guarantee
-from sottovoce_core.running.cautions import BUDGET_ENDS
-from sottovoce_core.running.run import Run
+from sottovoce_core.runs.run_warnings import BUDGET_ENDS
+from sottovoce_core.runs.run import Run
 from sottovoce_core.spec import RunSpec
 
 

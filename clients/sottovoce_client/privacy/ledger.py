@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.wording import MISSING_VALUE, format_count, format_number, pluralize
+from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, pluralize
 from sottovoce_core.errors import SpecError
 from sottovoce_core.text import escape_control
 from sottovoce_learner.storage.ledger import LedgerEntry

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.wording import format_number
-from sottovoce_core.running.policy import DAYS_PER_MONTH, MAX_ACCOUNTED_ROUNDS, Policy
-from sottovoce_core.running.run import Run, find_first_round_above
+from sottovoce_client.formatting import format_number
+from sottovoce_core.runs.policy import DAYS_PER_MONTH, MAX_ACCOUNTED_ROUNDS, Policy
+from sottovoce_core.runs.run import Run, find_first_round_above
 
 
 def show_policy(path: Path | None, console: Console | None = None) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import write_json
-from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import (
+from sottovoce_client.atomic_files import write_json
+from sottovoce_client.reports.figure import Figure
+from sottovoce_client.reports.plot_elements import (
     BLUE,
     FAINT,
     GREEN,
@@ -27,16 +27,16 @@ from sottovoce_client.reports.marks import (
 )
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.terminal import ProgressReporter, ignore_progress
-from sottovoce_client.wording import format_number, format_with_error
+from sottovoce_client.formatting import format_number, format_with_error
 from sottovoce_core.arrays import as_floats
 from sottovoce_core.budget.calibration import BudgetTarget, calibrate
 from sottovoce_core.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit_accuracy_curve, optimise_alpha
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.metrics import Metrics
-from sottovoce_core.running.run import build_run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.metrics import Metrics
+from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
 
 _ERROR = "error"
@@ -49,7 +49,7 @@ class TradeoffRequest:
 
     Attributes:
         epsilons: levels to simulate at, of the learner that spends most, for one event over the whole run.
-        metric: of `sottovoce_core.running.metrics` that stands for the loss of accuracy; or `error`.
+        metric: of `sottovoce_core.runs.metrics` that stands for the loss of accuracy; or `error`.
         utility: what privacy is worth.
         threshold: c3, the largest acceptable loss of accuracy (None: that of the fitted curve at the smallest level).
         ceiling: the largest acceptable level (None: the largest that is simulated).

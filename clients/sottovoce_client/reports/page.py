@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from sottovoce_client import wording
-from sottovoce_client.documents import Opener, write_text
+from sottovoce_client import formatting
+from sottovoce_client.atomic_files import Opener, write_text
 from sottovoce_core.optional import import_optional
 
 COLOURS = {
@@ -75,7 +75,7 @@ def _templates() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {name: getattr(wording, name) for name in _FILTERS}
+    made.filters |= {name: getattr(formatting, name) for name in _FILTERS}
     made.tests["infinite"] = math.isinf
     return made
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
-from sottovoce_client.reports.plots import (
+from sottovoce_client.reports.run_figures import (
     EPSILON_STYLES,
     LEVEL_TITLES,
     MAX_HEATMAP_SHAPE,
     build_run_figures,
     has_visible_signal,
 )
-from sottovoce_client.running.summary import LearnerSummary, ObservedPrivacyLoss, RunSummary
-from sottovoce_client.wording import (
+from sottovoce_client.runs.summary import LearnerSummary, ObservedPrivacyLoss, RunSummary
+from sottovoce_client.formatting import (
     NO_ACCURACY_NOTE,
     NO_TEST_RECORDS_NOTE,
     describe_ciphertext,

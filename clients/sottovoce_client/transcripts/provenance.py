@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sottovoce_client.transcripts.verify import MISSING_SIGNATURE_REASON, read_signatures
-from sottovoce_client.wording import format_count
+from sottovoce_client.formatting import format_count
 from sottovoce_core.errors import CaptureError
-from sottovoce_eavesdropper.reading import Capture
+from sottovoce_eavesdropper.capture_reader import Capture
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_rpc.certificates import AUTHORITIES_FILE
 

@@ -1,6 +1,6 @@
 """What was said, for SQL: captures and simulated transcripts as two tables in a database that lasts as long as a query.
 
-- `messages`: the records of captures, as they are (`sottovoce_eavesdropper.writing`).
+- `messages`: the records of captures, as they are (`sottovoce_eavesdropper.capture_writer`).
 - `said`: `run, world, replica, round, sender, field, value`, each message once, whoever heard it: those of captures decoded,
   and those of a simulator's transcripts. What cannot be decoded is not in it.
 
@@ -23,14 +23,14 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import create_file, create_scratch_folder, require_new
+from sottovoce_client.atomic_files import create_file, create_scratch_folder, require_new
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing.views import digest
+from sottovoce_core.auditing.traffic_features import digest
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.optional import import_optional
-from sottovoce_core.running.transcript import COLUMNS, import_parquet
+from sottovoce_core.runs.transcript import COLUMNS, import_parquet
 from sottovoce_core.text import escape_formula
-from sottovoce_eavesdropper.reading import Capture, filter_rounds, open_capture
+from sottovoce_eavesdropper.capture_reader import Capture, filter_rounds, open_capture
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec
 

@@ -20,7 +20,7 @@ from sottovoce_client.transcripts.query import (
     format_numbers,
     open_database,
 )
-from sottovoce_client.wording import (
+from sottovoce_client.formatting import (
     MISSING_VALUE,
     describe_ciphertext,
     describe_detections,
@@ -33,7 +33,7 @@ from sottovoce_client.wording import (
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.text import format_learner_name
-from sottovoce_eavesdropper.reading import Capture, filter_rounds
+from sottovoce_eavesdropper.capture_reader import Capture, filter_rounds
 from sottovoce_rpc.codec import RoundCodec
 
 if TYPE_CHECKING:

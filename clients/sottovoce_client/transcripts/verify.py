@@ -16,11 +16,11 @@ from rich.text import Text
 
 from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import find_transcripts
-from sottovoce_client.wording import format_count
+from sottovoce_client.formatting import format_count
 from sottovoce_core.errors import CaptureError, FailedPrecondition, PermissionDenied, RemoteProtocolError
-from sottovoce_eavesdropper.lookout import EXCHANGE_METHODS
-from sottovoce_eavesdropper.reading import Capture
-from sottovoce_eavesdropper.recording import Participants
+from sottovoce_eavesdropper.capture_checks import EXCHANGE_METHODS
+from sottovoce_eavesdropper.capture_reader import Capture
+from sottovoce_eavesdropper.capture_session import Participants
 from sottovoce_rpc.certificates import group_by_domain
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.principals import Principal, Role

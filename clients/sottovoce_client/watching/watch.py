@@ -13,29 +13,29 @@ import structlog
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.auditing.started import UNSIGNED_PROMISE_NOTE, require_same_spec
+from sottovoce_client.auditing.audit_runs import UNSIGNED_PROMISE_NOTE, require_same_spec
 from sottovoce_client.privacy.budget import find_learner_index
-from sottovoce_client.running.conduct import run_async
+from sottovoce_client.runs.run_command import run_async
 from sottovoce_client.transcripts.provenance import check_provenance
-from sottovoce_client.watching.canaries import find_commitment, insert_canaries, load_canaries
-from sottovoce_client.watching.following import (
+from sottovoce_client.watching.canary_files import find_commitment, insert_canaries, load_canaries
+from sottovoce_client.watching.capture_sources import (
     CaptureSource,
     FolderSource,
     load_keys,
     open_eavesdropper_source,
     save_keys,
 )
-from sottovoce_client.watching.view import INCOMPLETE_STATE, NO_ALARM, Gauges, WatchDisplay, WatchStatus
+from sottovoce_client.watching.display import INCOMPLETE_STATE, NO_ALARM, Gauges, WatchDisplay, WatchStatus
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.online.canaries import CanaryTest
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.running.run import Run, build_run
-from sottovoce_core.running.transcript import MAX_REMEMBERED_MESSAGES, RoundReassembler
+from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.transcript import MAX_REMEMBERED_MESSAGES, RoundReassembler
 from sottovoce_core.spec import RunSpec, find_first_import, parse_spec
-from sottovoce_eavesdropper.reading import Capture
-from sottovoce_learner.storage.recovery import LoggedRecords, find_learners
+from sottovoce_eavesdropper.capture_reader import Capture
+from sottovoce_learner.storage.logged_records import LoggedRecords, find_learners
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from sottovoce_client.web.gather import Poller
-from sottovoce_client.web.services import ConsoleOptions
+from sottovoce_client.web.poller import Poller
+from sottovoce_client.web.service_clients import ConsoleOptions
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.optional import import_optional
 from sottovoce_rpc.addresses import is_loopback, is_same_user, parse_address

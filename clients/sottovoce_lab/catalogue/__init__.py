@@ -7,7 +7,7 @@ from sottovoce_lab.catalogue.centre import CENTRE_MUTANTS, DATA_DEPENDENT_MUTANT
 from sottovoce_lab.catalogue.distribution import SCALE_MUTANTS, SHAPE_MUTANTS, SUPPORT_MUTANTS
 from sottovoce_lab.catalogue.lattice import LATTICE_MUTANTS
 from sottovoce_lab.catalogue.reuse import CROSS_LEARNER_MUTANTS, CROSS_RUN_MUTANTS, IN_RUN_REUSE_MUTANTS
-from sottovoce_lab.catalogue.wire import SIDE_CHANNEL_MUTANTS
+from sottovoce_lab.catalogue.side_channels import SIDE_CHANNEL_MUTANTS
 from sottovoce_lab.mutants import Mutant
 
 CATALOGUE: tuple[Mutant, ...] = (

@@ -12,7 +12,7 @@ import numpy as np
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.noise import NoiseRequest
 from sottovoce_core.optional import import_optional
-from sottovoce_core.running.run import Run
+from sottovoce_core.runs.run import Run
 from sottovoce_lab.mutants import (
     TARGET_POWER,
     MinRunsEstimator,

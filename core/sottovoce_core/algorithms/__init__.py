@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import SerializeAsAny
 
-from sottovoce_core.algorithms.setting import AlgorithmSpec
+from sottovoce_core.algorithms.run_context import AlgorithmSpec
 from sottovoce_core.registry import Registry
 
 ALGORITHMS = Registry(

@@ -21,7 +21,7 @@ import numpy as np
 
 from sottovoce_core.arrays import Batch, FloatArray, Scalars, broadcast_scalars
 from sottovoce_core.network.weights import Mixing
-from sottovoce_core.noise.draw import NoiseSource
+from sottovoce_core.noise.request import NoiseSource
 from sottovoce_core.privacy.accountant import Accountant
 
 StateT = TypeVar("StateT")

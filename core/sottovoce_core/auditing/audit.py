@@ -36,9 +36,9 @@ from sottovoce_core.auditing.likelihood import (
     redraw_rounds,
 )
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.swaps import compute_peak_losses, find_worst_replacement, list_replacements
+from sottovoce_core.auditing.worst_case_search import compute_peak_losses, find_worst_replacement, list_replacements
 from sottovoce_core.auditing.verdict import Findings, Verdict, decide, find_blamed_learner
-from sottovoce_core.auditing.views import RunFeatures, build_tables
+from sottovoce_core.auditing.traffic_features import RunFeatures, build_tables
 from sottovoce_core.auditing.worlds import (
     CoupledRuns,
     NoiseFactory,
@@ -58,8 +58,8 @@ from sottovoce_core.auditing.worlds import (
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.guarantee import ThreatModel
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.transcript import Transcript
 
 if TYPE_CHECKING:
     from sottovoce_core.auditing.conformance.battery import Battery

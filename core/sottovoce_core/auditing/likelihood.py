@@ -23,9 +23,9 @@ from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import AlphaAllocation, Bound, choose_threshold
 from sottovoce_core.auditing.worlds import RecordedRuns, Worlds
 from sottovoce_core.noise import NoiseSource
-from sottovoce_core.running.replay import Replay
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import Replay
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.transcript import Transcript
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 

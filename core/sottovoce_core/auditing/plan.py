@@ -10,7 +10,7 @@ import numpy as np
 from sottovoce_core.arrays import FloatArray, IntArray, as_floats
 from sottovoce_core.auditing.blackbox import MAX_NUMBERS, MAX_ROUNDS
 from sottovoce_core.auditing.bounds import AlphaAllocation, compute_max_provable_epsilon, compute_min_runs
-from sottovoce_core.auditing.swaps import build_other_worlds, find_worst_worlds
+from sottovoce_core.auditing.worst_case_search import build_other_worlds, find_worst_worlds
 from sottovoce_core.auditing.worlds import (
     RecordedRuns,
     RunChunk,
@@ -23,8 +23,8 @@ from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.privacy.guarantee import Guarantee, ThreatModel
-from sottovoce_core.running.replay import Replay
-from sottovoce_core.running.run import Run
+from sottovoce_core.runs.replay import Replay
+from sottovoce_core.runs.run import Run
 
 # ---- the adversary ---------------------------------------------------------------------------------------------------
 

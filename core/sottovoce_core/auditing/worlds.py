@@ -17,17 +17,17 @@ from itertools import islice
 import numpy as np
 
 from sottovoce_core.arrays import Batch, FloatArray, IntArray
-from sottovoce_core.auditing.views import RunFeatures
+from sottovoce_core.auditing.traffic_features import RunFeatures
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.data.dataset import check_batch
 from sottovoce_core.errors import DataError
 from sottovoce_core.losses import Loss, mean_gradient
 from sottovoce_core.noise import NoiseSource, SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import Guarantee, compose_guarantees
-from sottovoce_core.running.replay import PrivacyLosses, Replay, replay
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate_rounds
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import PrivacyLosses, Replay, replay
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.transcript import Transcript
 
 # ---- worlds ----------------------------------------------------------------------------------------------------------
 

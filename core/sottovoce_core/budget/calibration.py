@@ -26,8 +26,8 @@ from sottovoce_core.budget.composition import group_record_losses, worst_case_re
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.errors import SpecError
-from sottovoce_core.running.placement import place_data
-from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.runs.placement import place_data
+from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.setting import RunWarning
+from sottovoce_core.algorithms.run_context import RunWarning
 from sottovoce_core.arrays import FloatArray, IntArray, as_floats
 from sottovoce_core.data import LearnerData
 from sottovoce_core.errors import SpecError
@@ -40,7 +40,7 @@ from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.accountant import Accountant
 from sottovoce_core.privacy.guarantee import Adjacency, Mechanism
-from sottovoce_core.running.run import Run
+from sottovoce_core.runs.run import Run
 
 # ---- composition -----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeInt, SerializeAsAny
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.network.graph_files import Edge, read_edges
-from sottovoce_core.network.roster import resolve_learner_names
+from sottovoce_core.network.participation_schedule import resolve_learner_names
 from sottovoce_core.registry import Count, Registry, Section
 
 

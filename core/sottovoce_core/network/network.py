@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sottovoce_core.network.graph_files import Edge
 from sottovoce_core.network.graphs import GraphSequence
-from sottovoce_core.network.roster import Mask, ParticipationSchedule
+from sottovoce_core.network.participation_schedule import Mask, ParticipationSchedule
 from sottovoce_core.network.weights import Mixing, WeightRule, combine_digests
 from sottovoce_core.text import format_learner_name
 

@@ -29,7 +29,7 @@ from sottovoce_core.network.network import (
     describe_disconnection,
     find_reachable,
 )
-from sottovoce_core.network.roster import Mask, ParticipationSchedule, resolve_learner_names
+from sottovoce_core.network.participation_schedule import Mask, ParticipationSchedule, resolve_learner_names
 from sottovoce_core.network.weights import WEIGHT_SUM_TOLERANCE, AnyWeights, MetropolisWeights, Mixing
 from sottovoce_core.registry import UNBOUNDED_ROUNDS, Section
 

@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from sottovoce_core.errors import PermissionDenied, RemoteProtocolError, SottovoceError, Unavailable
-from sottovoce_core.running.policy import extract_identity_names
+from sottovoce_core.runs.policy import extract_identity_names
 from sottovoce_core.text import format_learner_name
 from sottovoce_learner.peers.in_process import InProcessStream, InProcessTransport
 from sottovoce_learner.session import Session
@@ -24,7 +24,7 @@ from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import Attribution
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_TIMEOUT_S, MAX_OVERHEAD_BYTES, open_channel
-from sottovoce_rpc.status import CallOutcome
+from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_wire.v1 import learner_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Neighbour
 

@@ -20,7 +20,7 @@ import structlog
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import EquivocationError, PermissionDenied, RemoteProtocolError, ViolationKind
 from sottovoce_core.text import format_learner_name
-from sottovoce_learner.role import RunAssignment
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_rpc import principals
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import Credentials

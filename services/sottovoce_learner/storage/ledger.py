@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sottovoce_core.errors import DataError, SpecError
-from sottovoce_core.network.roster import ParticipationSchedule
+from sottovoce_core.network.participation_schedule import ParticipationSchedule
 from sottovoce_core.privacy.guarantee import Guarantee
-from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.storage.run_log import NO_RUN, HighWaterMark
 from sottovoce_learner.storage.state_folder import (

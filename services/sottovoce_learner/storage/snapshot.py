@@ -18,8 +18,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from sottovoce_core.errors import DataError
-from sottovoce_core.running.run import Run
-from sottovoce_learner.ingest.intake import RecordQueueState
+from sottovoce_core.runs.run import Run
+from sottovoce_learner.ingest.record_queue import RecordQueueState
 from sottovoce_learner.peers.outbox import SentDigests
 from sottovoce_learner.storage.state_folder import FORMAT, require_format
 from sottovoce_learner.storage.wal import LogContents

@@ -16,7 +16,7 @@ from datetime import UTC, timedelta
 from pathlib import Path
 
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
-from sottovoce_core.running.participation import require_valid_reconfiguration
+from sottovoce_core.runs.participation import require_valid_reconfiguration
 from sottovoce_learner.storage.ledger import (
     CLOSED,
     OPENED,

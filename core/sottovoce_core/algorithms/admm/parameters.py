@@ -23,7 +23,7 @@ from sottovoce_core.algorithms.admm.accounting import (
     ScaleRule,
 )
 from sottovoce_core.algorithms.admm.algorithm import GRADIENT_ROUNDING_ERROR, Admm
-from sottovoce_core.algorithms.setting import (
+from sottovoce_core.algorithms.run_context import (
     AlgorithmSpec,
     PerLearner,
     RunContext,

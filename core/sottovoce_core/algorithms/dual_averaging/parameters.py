@@ -15,7 +15,7 @@ import numpy as np
 
 from sottovoce_core.algorithms.dual_averaging.accounting import calibrate_sigma
 from sottovoce_core.algorithms.dual_averaging.algorithm import CoordinateMask, DualAveraging
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunContext, RunWarning, require_scales
+from sottovoce_core.algorithms.run_context import AlgorithmSpec, RunContext, RunWarning, require_scales
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray
 from sottovoce_core.decision_sets import Box, DecisionSet
 from sottovoce_core.errors import SpecError, require

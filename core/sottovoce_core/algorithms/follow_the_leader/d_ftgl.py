@@ -20,7 +20,7 @@ import numpy as np
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip, LazyMode
 from sottovoce_core.algorithms.follow_the_leader.parameters import RegretParameters
 from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunContext, RunWarning
+from sottovoce_core.algorithms.run_context import AlgorithmSpec, RunContext, RunWarning
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.errors import SpecError

@@ -17,7 +17,7 @@ from pydantic import Field
 from sottovoce_core.algorithms.follow_the_leader.accounting import BlockSchedule, LeafSensitivity, levels
 from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
 from sottovoce_core.algorithms.follow_the_leader.gossip import EIGENVALUE_TOLERANCE, Gossip, LazyMode
-from sottovoce_core.algorithms.setting import (
+from sottovoce_core.algorithms.run_context import (
     AlgorithmSpec,
     PerLearner,
     RunContext,

@@ -16,7 +16,7 @@ import numpy as np
 
 from sottovoce_core.algorithms.gradient_descent.accounting import DescentAdjacency, RoundSchedule
 from sottovoce_core.algorithms.gradient_descent.algorithm import Dpsr, GossipDescent, OwnValue, Point
-from sottovoce_core.algorithms.gradient_descent.choices import (
+from sottovoce_core.algorithms.gradient_descent.schedules import (
     CalibratedNoise,
     GeometricNoise,
     GeometricStep,
@@ -28,7 +28,7 @@ from sottovoce_core.algorithms.gradient_descent.choices import (
     ZeroNoise,
     require_gradient_change,
 )
-from sottovoce_core.algorithms.setting import AlgorithmSpec, RunContext, RunWarning, require_scales
+from sottovoce_core.algorithms.run_context import AlgorithmSpec, RunContext, RunWarning, require_scales
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray
 from sottovoce_core.errors import AssumptionViolated, SpecError, require
 

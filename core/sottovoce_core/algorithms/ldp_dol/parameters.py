@@ -12,7 +12,7 @@ from typing import Literal
 
 from sottovoce_core.algorithms.ldp_dol.accounting import AccountingMode, SharedSchedules, require_mode
 from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce_core.algorithms.setting import (
+from sottovoce_core.algorithms.run_context import (
     AlgorithmSpec,
     PerLearner,
     RunContext,

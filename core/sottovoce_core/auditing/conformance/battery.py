@@ -19,14 +19,14 @@ from sottovoce_core.auditing.conformance.freshness import Freshness
 from sottovoce_core.auditing.conformance.lags import Lags
 from sottovoce_core.auditing.conformance.lattice import Lattice
 from sottovoce_core.auditing.conformance.marginal import Marginal
-from sottovoce_core.auditing.conformance.pairs import Correlations
+from sottovoce_core.auditing.conformance.correlations import Correlations
 from sottovoce_core.auditing.conformance.regressors import Regressors, Relations
 from sottovoce_core.auditing.conformance.residuals import Schedule, compute_residuals
 from sottovoce_core.auditing.conformance.uniforms import Uniforms
 from sottovoce_core.auditing.worlds import ProgressCallback, Worlds, count_numbers, discard_progress, scale_progress
 from sottovoce_core.data import PlacedData
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.transcript import Transcript
 
 # ---- dependence ------------------------------------------------------------------------------------------------------
 

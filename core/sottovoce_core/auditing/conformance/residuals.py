@@ -25,9 +25,9 @@ from sottovoce_core.arrays import Batch, BoolArray, FloatArray, IntArray, Scalar
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.losses import mean_gradient
 from sottovoce_core.noise import LATTICE_BITS, Distribution, NoiseRequest, lattice_spacing, no_noise
-from sottovoce_core.running.replay import Replay
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.runs.replay import Replay
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.transcript import Transcript
 
 ByteArray = npt.NDArray[np.int8]
 

@@ -24,7 +24,7 @@ from sottovoce_core.auditing.conformance.marginal import Marginal
 from sottovoce_core.auditing.conformance.residuals import convert_to_laplace
 from sottovoce_core.auditing.foreign.power import compute_gaussian_epsilon
 from sottovoce_core.auditing.foreign.repeats import estimate_resolution
-from sottovoce_core.auditing.views import DecodedMessage, RunTraffic, find_field_sources
+from sottovoce_core.auditing.traffic_features import DecodedMessage, RunTraffic, find_field_sources
 from sottovoce_core.errors import SpecError
 
 _MAX_ROUNDING_SCALES = 1.0 / 64.0

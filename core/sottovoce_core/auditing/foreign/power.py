@@ -17,7 +17,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.blackbox import compute_classifier_level, count_guessed_runs
 from sottovoce_core.auditing.bounds import AlphaAllocation, compute_epsilon_lower_bound
 from sottovoce_core.auditing.verdict import DetectableEffect
-from sottovoce_core.auditing.views import RunTraffic
+from sottovoce_core.auditing.traffic_features import RunTraffic
 
 _POWER = 0.9
 """The probability with which what is named would have been found."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.foreign.views import name_messages
-from sottovoce_core.auditing.views import CapturedFrame, RunTraffic, collect_decoded_fields
+from sottovoce_core.auditing.foreign.answer_features import name_messages
+from sottovoce_core.auditing.traffic_features import CapturedFrame, RunTraffic, collect_decoded_fields
 from sottovoce_core.optional import import_optional
-from sottovoce_core.running.transcript import BoundedDict
+from sottovoce_core.runs.transcript import BoundedDict
 
 # ---- resolution ------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import numpy as np
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.online.seen import (
+from sottovoce_core.auditing.online.noise_history import (
     EQUALITY_TOLERANCE,
     KEY_MATCH_PROBABILITY,
     LAGS,

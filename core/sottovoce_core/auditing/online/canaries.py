@@ -28,13 +28,13 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.bounds import choose_threshold
 from sottovoce_core.auditing.online.watch import Alarm
-from sottovoce_core.auditing.swaps import add_intercept, mirror_record
+from sottovoce_core.auditing.worst_case_search import add_intercept, mirror_record
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.running.replay import Replay
-from sottovoce_core.running.run import Run
-from sottovoce_core.running.simulator import simulate_rounds
+from sottovoce_core.runs.replay import Replay
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.simulator import simulate_rounds
 
 _MAX_WINDOW_ROUNDS = 16
 _MIN_REHEARSAL_COINS = 2000

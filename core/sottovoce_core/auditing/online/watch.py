@@ -29,10 +29,10 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.conformance.residuals import collect_past, extract_round_noise
 from sottovoce_core.auditing.online.bets import EProcesses, mix_e_values
-from sottovoce_core.auditing.online.seen import KeyTable, NoiseHistory, RoundNoise
+from sottovoce_core.auditing.online.noise_history import KeyTable, NoiseHistory, RoundNoise
 from sottovoce_core.errors import CaptureError
-from sottovoce_core.running.replay import Replay
-from sottovoce_core.running.run import Run
+from sottovoce_core.runs.replay import Replay
+from sottovoce_core.runs.run import Run
 
 
 class _Records(Protocol):

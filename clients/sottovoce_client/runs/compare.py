@@ -1,0 +1,302 @@
+"""`sottovoce compare`: several specs on the same data, in the simulator, side by side."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from sottovoce_client import terminal
+from sottovoce_client.atomic_files import write_text
+from sottovoce_client.reports.figure import Figure
+from sottovoce_client.reports.plot_elements import PALETTE
+from sottovoce_client.reports.page import Page, PageColumn, PageTable
+from sottovoce_client.runs.plot import export_files, make_curve_line, make_figure
+from sottovoce_client.runs.simulation import get_final_metrics
+from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, format_with_error
+from sottovoce_core.data.spec import DataSpec
+from sottovoce_core.errors import SottovoceError, SpecError
+from sottovoce_core.experiment import Experiment, PreparedRun, load, require_count, resolve_experiment
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.results import RESULT_FILE_NAMES, Result, Results, collect_facts
+from sottovoce_core.runs.metrics import Metrics
+from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.table import Table
+from sottovoce_core.text import escape_control
+from sottovoce_core.yaml_files import parse_yaml
+
+HEADS = (
+    "spec",
+    "algorithm",
+    "threat model",
+    "ε, paper",
+    "ε per event",
+    "ε per record",
+    "accuracy",
+    "average loss",
+    "regret per round",
+    "consensus error",
+    "floats sent",
+    "rounds/s",
+)
+_TEXT_COLUMN_COUNT = 3
+"""So many columns are words, those after them numbers."""
+_SPARE = (
+    "rounds/s",
+    "floats sent",
+    "threat model",
+    "ε, paper",
+    "consensus error",
+    "regret per round",
+    "algorithm",
+    "ε per record",
+    "average loss",
+)
+"""Least needed first, where a terminal is narrow."""
+_PLOTS: tuple[tuple[str, str, Literal["number", "share"]], ...] = (
+    ("average_loss", "average network loss", "number"),
+    ("accuracy", "accuracy on held-out records", "share"),
+    ("tracking_error", "tracking error", "number"),
+    ("consensus_error", "consensus error", "number"),
+)
+"""Metrics that are drawn: their names, what the page calls them, and how their values are written."""
+_PAPER = ("spec", "algorithm", "ε per event", "ε per record", "accuracy", "average loss", "regret per round")
+"""Columns that a paper has room for."""
+
+
+_Source = tuple[str, Callable[[], Experiment]]
+"""The name of a spec, and the function that loads it."""
+
+
+def list_file_sources(paths: Sequence[Path]) -> list[_Source]:
+    """Specs that lie in files."""
+    return [(str(path), partial(load, path)) for path in paths]
+
+
+def list_builtin_sources() -> list[_Source]:
+    """The specs of `field.yaml`: every algorithm on one problem."""
+    document = parse_yaml(files("sottovoce_client.runs").joinpath("field.yaml").read_text(encoding="utf-8"))
+    specs = [{**document["common"], **each} for each in document["runs"]]
+    return [
+        (each["name"], partial(Experiment.model_validate, each, context={"source": each["name"]})) for each in specs
+    ]
+
+
+def make_spec_names(sources: Sequence[str]) -> list[str]:
+    """The name of each spec: its file's name, with its folders where two files have the same."""
+    stems = [Path(source).stem for source in sources]
+    return [
+        str(Path(source).with_suffix("")) if stems.count(name) > 1 else name
+        for source, name in zip(sources, stems, strict=True)
+    ]
+
+
+def compare_to_folder(
+    sources: Sequence[_Source],
+    ready: Callable[[PreparedRun], object],
+    folder: Path,
+    *,
+    replicas: int,
+    seed: int,
+    export_formats: Sequence[str] = (),
+    console: Console | None = None,
+) -> int:
+    """Run all specs, print a table, and write the results, `compare.md` and `compare.html`, and files for papers.
+
+    What cannot be run is said, and the others are run: the exit code is then 1; else 3 if the page or a file could not be made.
+
+    Args:
+        sources: the specs. They must hold the same records out.
+        ready: is given each run before it is simulated.
+        folder: where results are written.
+        replicas: repetitions of each, which differ in their noise alone.
+        seed: of the noise, the same for each.
+        export: formats of files for papers.
+        console: where the table is printed.
+    """
+    console = console or terminal.create_console()
+    runs, failures, first, code = [], [], None, 0
+    names = make_spec_names([source for source, _ in sources])
+    for k, ((source, load_one), name) in enumerate(zip(sources, names, strict=True), 1):
+        try:
+            experiment = load_one()
+            first = first or experiment
+            _require_same_records(experiment.data, first.data)
+            with terminal.show_progress_bar(title := f"spec {k} of {len(sources)}, {source}") as say:
+                ready(experiment.prepared_run)
+                runs.append(simulate_and_measure(name, experiment, replicas, seed, partial(say, title, unit="rounds")))
+        except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
+            failures.append({"spec": source, "error": str(error)})
+            console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
+    if runs:
+        results = Results(tuple(runs))
+        _print_table(results, console) if console.is_terminal else console.out(
+            format_markdown(results), highlight=False
+        )
+        results.write(folder, seed=seed, failures=failures)
+        write_text(folder / "compare.md", format_markdown(results) + "\n")
+        page = folder / "compare.html"
+        code = terminal.attempt(str(page), lambda: make_compare_page(results).write(page))
+        written = [*RESULT_FILE_NAMES, "compare.md", *(() if code else ("compare.html",))]
+        console.out(f"{folder}: {', '.join(written)}", highlight=False)
+        paper = Table.from_rows(_PAPER, [[row[HEADS.index(head)] for head in _PAPER] for row in _rows(results)])
+        files = partial(export_files, folder, export_formats, results, _figures(results), paper)
+        code = terminal.attempt("a file of --export", files) or code
+        told = [{**asdict(each.facts), "metrics": get_final_metrics(each.curves)} for each in runs]
+        terminal.print_json_if_requested(lambda: {"folder": folder, "runs": told, "failures": failures})
+    return 1 if failures else code
+
+
+_RECORD_FIELDS = ("source", "schema", "label", "positive", "test_fraction", "scale", "intercept", "seed")
+"""Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
+
+
+def _require_same_records(data: DataSpec, first: DataSpec) -> None:
+    """Refuse specs that learn from, or hold out, other records than the first one.
+
+    Raises:
+        SpecError: these do.
+    """
+    for field in _RECORD_FIELDS:
+        if (came := getattr(data, field)) != (wanted := getattr(first, field)):
+            raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
+
+
+def simulate_and_measure(
+    name: str,
+    experiment: Experiment,
+    replicas: int,
+    seed: int,
+    progress: Callable[[int, int], None] = lambda done, rounds: None,
+) -> Result:
+    """Simulate and measure one run; `progress` is told how many of how many rounds are done."""
+    run, data = experiment.run, experiment.records
+    metrics, rounds, seconds = Metrics(run, data), simulate_rounds(run, data, SeededNoise(seed), replicas), 0.0
+    while True:
+        began = time.perf_counter()
+        step = next(rounds, None)
+        seconds += time.perf_counter() - began
+        if step is None:
+            break
+        metrics.add_round(step)
+        progress(step.t + 1, run.spec.rounds)
+    rate = replicas * run.spec.rounds / seconds
+    return Result(collect_facts(experiment.prepared_run, name, rounds_per_s=rate), metrics.curves)
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(results: Results) -> list[tuple[str, ...]]:
+    return [_row(each) for each in results.runs]
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    facts = result.facts
+    regret = _final(result, "static_regret", 1.0 / (float(result.curves.rounds_with_records[-1]) or math.nan))
+    return (
+        facts.spec,
+        facts.algorithm,
+        facts.threat_model or MISSING_VALUE,
+        format_number(facts.epsilon_paper),
+        format_number(facts.epsilon_event),
+        format_number(facts.epsilon_record),
+        _final(result, "accuracy"),
+        _final(result, "average_loss"),
+        regret,
+        _final(result, "consensus_error"),
+        format_count(facts.floats),
+        format_number(facts.rounds_per_s, 3),
+    )
+
+
+def _final(result: Result, name: str, factor: float = 1.0) -> str:
+    if name not in result.curves:
+        return MISSING_VALUE
+    curve = result.curves[name]
+    return format_with_error(factor * curve.final_mean, factor * curve.final_error)
+
+
+def _print_table(results: Results, console: Console) -> None:
+    table, left_out = terminal.fit_table(
+        console.width, HEADS, _rows(results), right_aligned=HEADS[_TEXT_COLUMN_COUNT:], optional_columns=_SPARE
+    )
+    console.print(table)
+    if left_out:
+        console.out(f"a wider terminal shows {'; '.join(left_out)}, too; so does compare.html", highlight=False)
+
+
+def format_markdown(results: Results) -> str:
+    """The table for a page of documentation."""
+    rule = ["---"] * _TEXT_COLUMN_COUNT + ["---:"] * (len(HEADS) - _TEXT_COLUMN_COUNT)
+    rows = [HEADS, rule, *([escape_control(cell).replace("|", "\\|") for cell in row] for row in _rows(results))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def make_compare_page(results: Results) -> Page:
+    """The table, and one figure per metric, a line per spec."""
+    figures = _figures(results)
+    columns = [PageColumn(head, kind="text" if k < _TEXT_COLUMN_COUNT else "number") for k, head in enumerate(HEADS)]
+    table = PageTable("results", "Algorithms side by side", columns, _rows(results))
+    return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results.runs) <= len(PALETTE)})
+
+
+def _figures(results: Results) -> list[Figure]:
+    named = [(each.facts.spec, each.curves) for each in results.runs]
+    return [
+        make_figure(
+            metric.replace("_", "-"),
+            title,
+            [(name, make_curve_line(curves, metric) if metric in curves else None) for name, curves in named],
+            "rounds",
+            form=form,
+        )
+        for metric, title, form in _PLOTS
+    ]
+
+
+def compare(
+    experiments: Mapping[str, Experiment | Path | str] | Sequence[Experiment | Path | str],
+    replicas: int = 10,
+    seed: int = 0,
+) -> Results:
+    """Simulate several experiments that hold the same records out, and put what they came to side by side.
+
+    Args:
+        experiments: by what they are called; or a list, each called by its own name. Paths are those of spec files.
+        replicas: repetitions of each, which differ in their noise alone.
+        seed: of the noise, the same for each.
+
+    Returns:
+        A run per experiment. `summary()` has a row for each of them and each metric; `runs[k].facts` has what the k-th promises.
+
+    Raises:
+        SpecError: names are not different, records are not the same, or one cannot be run as it is.
+        DataError: the data cannot be used.
+
+    >>> from sottovoce_core.experiment import Experiment
+    >>> loud = Experiment(rounds=5, learners=3, algorithm={"name": "ldp-dol", "sigma": 4.0})
+    >>> results = compare({"loud": loud, "quiet": loud.replace(**{"algorithm.sigma": 1.0})}, replicas=2)
+    >>> [(run.facts.spec, round(run.facts.epsilon_event, 2)) for run in results.runs]
+    [('loud', 11.22), ('quiet', 44.9)]
+    """
+    require_count("replicas", replicas)
+    if isinstance(experiments, Mapping):
+        named = [(name, resolve_experiment(each)) for name, each in experiments.items()]
+    else:
+        named = [(each.name, each) for each in map(resolve_experiment, experiments)]
+    names = [name for name, _ in named]
+    if not names or len(set(names)) < len(names):
+        raise SpecError(
+            f"experiments to compare must have different names, got {', '.join(names) or 'none'}: give them as a mapping by name"
+        )
+    for _, each in named:
+        _require_same_records(each.data, named[0][1].data)
+    return Results(tuple(simulate_and_measure(name, each, replicas, seed) for name, each in named))

@@ -1,0 +1,289 @@
+"""Runs that a coordinator knows: listed, shown, stopped, taken up again; and learners whose state folder is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC
+from typing import Any, Literal, TypeVar
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce_client import terminal
+from sottovoce_client.runs.monitoring import RunListItem, format_time, make_run_list_item
+from sottovoce_client.runs.run_client import RESUME_TIMEOUT_S, STOPPED_BY_OPERATOR
+from sottovoce_client.formatting import (
+    MISSING_VALUE,
+    describe_offline_interval,
+    format_count,
+    format_duration,
+    format_number,
+)
+from sottovoce_core.network.participation_schedule import OfflineInterval
+from sottovoce_core.text import escape_control
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.learner_status import LearnerStatus, describe_violations
+from sottovoce_rpc.principals import Role
+from sottovoce_rpc.server import open_channel
+from sottovoce_rpc.error_status import convert_status_error
+from sottovoce_rpc.tasks import await_answer
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2_grpc
+
+CALL_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
+
+
+async def list_runs(coordinator: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY) -> None:
+    """Print the runs, the newest first.
+
+    Raises:
+        SottovoceError: the coordinator cannot be reached.
+    """
+    table = _table("run", "state", "started", "took", "rounds", "detail")
+    for line in map(make_run_list_item, await get_all_runs(coordinator, credentials)):
+        cells = line.state, format_time(line.started_at), _took(line), format_count(line.rounds_done)
+        table.add_row(_said(line.run_id), *cells, _said(line.detail))
+    (console or terminal.create_console()).print(table if table.row_count else "no runs")
+
+
+async def get_run_documents(
+    coordinator: str, run_id: str = "", credentials: Credentials = NO_IDENTITY
+) -> list[dict[str, Any]]:
+    """Runs for programs, the newest first: all, or one of them.
+
+    Raises:
+        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+    """
+    runs = [await get_run(coordinator, run_id, credentials)] if run_id else await get_all_runs(coordinator, credentials)
+    return [_document(run) for run in runs]
+
+
+def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
+    line = make_run_list_item(run)
+    return {
+        "run": run.run_id,
+        "state": line.state,
+        "detail": run.detail,
+        "started": run.started_at.ToDatetime(UTC),
+        "ended": run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None,
+        "rounds_done": line.rounds_done,
+        "capture": run.capture_location or None,
+        "capture_error": run.capture_error or None,
+        "learners": [
+            {
+                "name": each.status.learner,
+                "address": each.address,
+                "state": LearnerStatus.from_wire(each.status).state.name.lower(),
+                "rounds_done": each.status.rounds_done,
+                "epsilon": each.status.epsilon_spent,
+                "away_since": each.disconnected_at.ToDatetime(UTC) if each.HasField("disconnected_at") else None,
+            }
+            for each in run.learners
+        ],
+    }
+
+
+async def show_run(
+    coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+) -> None:
+    """Print one run, and how its learners stand.
+
+    Raises:
+        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+    """
+    run = await get_run(coordinator, run_id, credentials)
+    console, facts, line = console or terminal.create_console(), terminal.create_fact_grid(), make_run_list_item(run)
+    planned = json.loads(run.spec)["rounds"]
+    told = {
+        "state": line.state,
+        "detail": line.detail,
+        "started": format_time(line.started_at),
+        "took": _took(line),
+        "rounds": f"{format_count(line.rounds_done)}, no end planned"
+        if planned is None
+        else f"{format_count(line.rounds_done)} of {format_count(planned)}",
+        "misconduct": "\n".join(map(escape_control, describe_violations(run))),
+        "capture": "\n".join(map(escape_control, filter(None, (run.capture_location, run.capture_error)))),
+    }
+    for name, text in told.items():
+        if text:
+            facts.add_row(name, Text(text))
+    console.print(_said(run.run_id, style="bold"))
+    console.print(facts)
+    console.print(_learners(run))
+
+
+async def stop_run(
+    coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+) -> None:
+    """End a run before its last round; of one that is over, say how it ended.
+
+    Raises:
+        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+    """
+    run = await get_run(coordinator, run_id, credentials)
+    was_over = run.HasField("ended_at")
+    if not was_over:
+        request = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason=STOPPED_BY_OPERATOR)
+        run = await call_service(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_TIMEOUT_S))
+    state = make_run_list_item(run).state
+    how = f"{state}: {run.detail}" if run.detail else state
+    line = f"run {run.run_id} is over ({how}): nothing is left to stop" if was_over else f"{run.run_id} {how}"
+    (console or terminal.create_console()).print(_said(line))
+    terminal.print_json_if_requested(lambda: _document(run))
+
+
+async def resume_run(
+    coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+) -> None:
+    """Take up a run that failed, and say what is not captured of it from now on.
+
+    Raises:
+        SottovoceError: it did not fail, or a learner is, or was since, in another run; or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.ResumeRunRequest(run_id=run_id)
+    run = await call_service(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_TIMEOUT_S))
+    console = console or terminal.create_console()
+    line = make_run_list_item(run)
+    console.print(_said(f"{line.run_id} {line.state} from round {format_count(line.rounds_done)} on"))
+    if away := [each.status.learner for each in run.learners if each.HasField("disconnected_at")]:
+        console.print(_said(f"waiting for {', '.join(away)}"))
+    if run.capture_error:
+        console.print(_said(run.capture_error))
+    terminal.print_json_if_requested(lambda: _document(run))
+
+
+async def reconfigure_run(
+    coordinator: str,
+    run_id: str,
+    learner: str,
+    console: Console | None = None,
+    credentials: Credentials = NO_IDENTITY,
+    *,
+    joins: bool,
+) -> None:
+    """Let a run under way go on without a learner; or let one that is away take part, if it `joins`.
+
+    Raises:
+        SottovoceError: it cannot; or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.JoinRunRequest if joins else coordinator_pb2.LeaveRunRequest
+    wanted, method = request(run_id=run_id, learner=learner), "JoinRun" if joins else "LeaveRun"
+    await call_service(coordinator, credentials, lambda stub: getattr(stub, method)(wanted, timeout=RESUME_TIMEOUT_S))
+    run = await get_run(coordinator, run_id, credentials)
+    for each in json.loads(run.spec).get("absences") or ():
+        if each["learner"] == learner:
+            (console or terminal.create_console()).print(_said(describe_offline_interval(OfflineInterval(**each))))
+    terminal.print_json_if_requested(lambda: _document(run))
+
+
+async def rebind(
+    coordinator: str, learner: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+) -> None:
+    """Let the next learner of this name in with whatever state folder it has.
+
+    Raises:
+        SottovoceError: nobody of this name has joined, or it is here; or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.RebindLearnerRequest(learner=learner)
+    await call_service(coordinator, credentials, lambda stub: stub.RebindLearner(request, timeout=CALL_TIMEOUT_S))
+    (console or terminal.create_console()).print(
+        _said(f"{learner} may join with another state folder; what it spent before is not in that")
+    )
+    terminal.print_json_if_requested(lambda: {"learner": learner})
+
+
+async def get_run(coordinator: str, run_id: str, credentials: Credentials) -> coordinator_pb2.Run:
+    """Ask a coordinator for one run.
+
+    Raises:
+        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.GetRunRequest(run_id=run_id)
+    return await call_service(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_TIMEOUT_S))
+
+
+async def get_all_runs(coordinator: str, credentials: Credentials) -> list[coordinator_pb2.Run]:
+    """The runs that a coordinator remembers, the newest first.
+
+    Raises:
+        SottovoceError: it cannot be reached.
+    """
+    runs: list[coordinator_pb2.Run] = []
+    request = coordinator_pb2.ListRunsRequest()
+    while True:
+        page = await call_service(coordinator, credentials, lambda stub: stub.ListRuns(request, timeout=CALL_TIMEOUT_S))
+        runs += page.runs
+        if not page.next_page_token:
+            return runs
+        request.page_token = page.next_page_token
+
+
+_STUBS: Mapping[Role, Callable[[grpc.aio.Channel], Any]] = {
+    Role.COORDINATOR: coordinator_pb2_grpc.CoordinatorStub,
+    Role.EAVESDROPPER: eavesdropper_pb2_grpc.EavesdropperStub,
+}
+
+
+async def call_service(
+    address: str,
+    credentials: Credentials,
+    ask: Callable[[Any], grpc.aio.UnaryUnaryCall[Any, T]],
+    role: Role = Role.COORDINATOR,
+) -> T:
+    """What a coordinator or an eavesdropper answers to a call; if it is long in coming, it is said what is waited for.
+
+    Raises:
+        SottovoceError: it refuses, or cannot be reached.
+    """
+    async with open_channel(address, role, credentials=credentials) as to:
+        who = f"the {role} at {address}"
+        try:
+            return await await_answer(ask(_STUBS[role](to)), to, who, terminal.print_notice)
+        except grpc.aio.AioRpcError as error:
+            raise convert_status_error(error, who) from None
+
+
+def _learners(run: coordinator_pb2.Run) -> Table:
+    table = _table("learner", "address", "state", "rounds", "ε spent")
+    lost = {each["learner"] for each in json.loads(run.spec).get("absences") or () if each.get("unheard")}
+    for each in run.learners:
+        status = LearnerStatus.from_wire(each.status)
+        away = each.HasField("disconnected_at")
+        state = (
+            f"away since {format_time(each.disconnected_at.ToDatetime(UTC).timestamp())}"
+            if away
+            else status.state.name.lower()
+        )
+        state = "lost" if status.learner in lost else state
+        table.add_row(
+            _said(status.learner),
+            _said(each.address),
+            state,
+            format_count(status.rounds_done),
+            format_number(status.epsilon_spent),
+        )
+    return table
+
+
+def _said(text: str, style: str = "") -> Text:
+    """What a coordinator says: it may have it from others."""
+    return Text(escape_control(text), style=style)
+
+
+def _table(*heads: str) -> Table:
+    table = terminal.create_table()
+    for head in heads:
+        justify: Literal["left", "right"] = "right" if head in ("rounds", "took", "ε spent") else "left"
+        table.add_column(head, overflow="fold", justify=justify, no_wrap=head == "run")  # an id is copied whole
+    return table
+
+
+def _took(line: RunListItem) -> str:
+    seconds = (time.time() if line.ended_at is None else line.ended_at) - line.started_at
+    return format_duration(seconds) if seconds >= 0 else MISSING_VALUE

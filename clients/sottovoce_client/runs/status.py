@@ -1,0 +1,427 @@
+"""`sottovoce status`: one look at what goes on, for an operator: at a coordinator's runs, at learners, at an eavesdropper."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce_client import terminal
+from sottovoce_client.runs import coordinator_commands
+from sottovoce_client.runs.monitoring import (
+    CaptureListItem,
+    LearnerView,
+    RunHistory,
+    RunListItem,
+    RunObservation,
+    RunPlan,
+    RunView,
+    ServiceAddresses,
+    choose_run,
+    format_time,
+    limit_rate_to_clock,
+    make_capture_list_item,
+    make_run_list_item,
+    make_run_view,
+    parse_observation,
+    parse_plan,
+)
+from sottovoce_client.runs.run_client import FEEDING_FAILED
+from sottovoce_client.formatting import (
+    MISSING_VALUE,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_rounds_done,
+)
+from sottovoce_core.errors import FailedPrecondition, PermissionDenied, SottovoceError
+from sottovoce_core.text import escape_control
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.principals import Role
+from sottovoce_rpc.server import open_channel
+from sottovoce_rpc.error_status import convert_status_error
+from sottovoce_rpc.tasks import await_answer
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2, learner_pb2_grpc
+
+SAMPLE_INTERVAL_S = 1.0
+"""Between two looks at what goes on: rounds a second are those of this while."""
+MAX_ROWS, MAX_CAPTURES = 40, 5
+"""Learners and captures that are shown."""
+_HEALTHY_STATES = ("running", "connecting", "finished")
+_REPORTED_STATES = ("running", "connecting", "failed", "budget exhausted")
+"""States in which what a learner says of itself may be a fault; others are over, or have not begun."""
+_IDLE_STATES = ("idle", "finished")
+"""States in which a learner says nothing of itself, but that it has no coordinator."""
+_STATE_LABELS = {"unspecified": "joined", "idle": "in no run"}
+"""How a learner stands of whose state nothing is known."""
+_NO_ADDRESSES = ServiceAddresses()
+_NO_RUN = RunPlan("", None, "", (), (), "none", "free", None, is_live=False)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentStatus:
+    """How everything stands.
+
+    Attributes:
+        at: Unix time.
+        run: as its coordinator tells; None: it has none, or was not asked.
+        others: also under way.
+        learners: the run of each learner that was asked, with that learner alone, by address.
+        captures: of the eavesdropper, the newest first.
+        problems: who does not answer.
+    """
+
+    observed_at: float
+    run: RunView | None = None
+    other_runs: tuple[RunListItem, ...] = ()
+    learners: tuple[tuple[str, RunView], ...] = ()
+    captures: tuple[CaptureListItem, ...] = ()
+    unreachable_services: tuple[str, ...] = ()
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What an operator should look at: of what goes on, or failed; and who does not answer."""
+        seen = [
+            each
+            for _, each in self.learners
+            if each.state in _REPORTED_STATES or (each.state in _IDLE_STATES and each.detail)
+        ]
+        if self.run is not None and (
+            self.run.ended_at is None or self.run.state == "failed" or _ended_itself(self.run)
+        ):
+            seen.insert(0, self.run)
+        broken = [
+            f"capture {each.name}: {each.state}" for each in self.captures if each.state not in ("open", "closed")
+        ]
+        told = [line for view in seen for line in _faults_of(view)]
+        return tuple(dict.fromkeys([*self.unreachable_services, *told, *broken]))
+
+
+def _ended_itself(run: RunView) -> bool:
+    """Was it stopped by what nobody asked for?"""
+    exhausted = any(each.state == "budget exhausted" for each in run.learners)
+    return run.state == "stopped" and (exhausted or run.detail.startswith(FEEDING_FAILED))
+
+
+def _faults_of(run: RunView) -> Iterator[str]:
+    """What is wrong with a run, a line on each."""
+    if run.state == "failed" and run.ended_at is not None:
+        yield f"the run failed: {run.detail or 'nobody says why'}"
+    yield from run.warnings
+    if run.ended_at is not None and _ended_itself(run):
+        yield f"the run stopped: {run.detail or 'nobody says why'}"
+        return  # its learners say the same
+    for each in run.learners:
+        if each.state == "away" and each.away_since is not None:
+            yield f"{each.name} is away since {format_time(each.away_since)}, after round {each.rounds_done}"
+        elif each.state not in (*_HEALTHY_STATES, *_STATE_LABELS, "away") and run.ended_at is None:
+            yield f"{each.name} is {each.state}" if each.state == "lost" else f"{each.name}: {each.state}"
+        yield from (f"{each.name}: {notice}" for notice in each.warnings)
+
+
+# ---- asking ----------------------------------------------------------------------------------------------------------
+
+
+async def collect_status(
+    addresses: ServiceAddresses = _NO_ADDRESSES,
+    learners: Sequence[str] = (),
+    run: str = "",
+    credentials: Credentials = NO_IDENTITY,
+) -> DeploymentStatus:
+    """Ask everybody at the same time; who does not answer is a problem, and hides nobody else.
+
+    Args:
+        places: of coordinator and eavesdropper; what is empty is not asked.
+        learners: addresses of learners, which their owners ask.
+        run: to look at; empty: the newest, one under way before others.
+        credentials: of whoever asks.
+    """
+    problems: list[str] = []
+
+    async def tried(work: Awaitable[T]) -> T | None:
+        try:
+            return await work
+        except SottovoceError as error:
+            problems.append(escape_control(str(error)))
+            return None
+
+    ran, captures, told = await asyncio.gather(
+        tried(_run(addresses.coordinator, run, credentials)) if addresses.coordinator else _nothing(),
+        tried(_captures(addresses.eavesdropper, run, credentials)) if addresses.eavesdropper else _nothing(),
+        asyncio.gather(*(tried(_learner(address, credentials)) for address in learners)),
+    )
+    shown, others = ran or (None, ())
+    found = tuple((at, each) for at, each in zip(learners, told, strict=True) if each is not None)
+    return DeploymentStatus(time.time(), shown, others, found, captures or (), tuple(problems))
+
+
+async def _nothing() -> None:
+    """Nobody to ask."""
+
+
+async def _run(at: str, wanted: str, who: Credentials) -> tuple[RunView | None, tuple[RunListItem, ...]]:
+    """A run as its coordinator tells, and which others are under way."""
+    lines = tuple(map(make_run_list_item, await coordinator_commands.get_all_runs(at, who)))
+    run_id = wanted or choose_run(lines)
+    if not run_id:
+        return None, ()
+    run, history = await coordinator_commands.get_run(at, run_id, who), RunHistory()
+    plan = parse_plan(run.spec)
+    history.add(parse_observation(run, None, time.monotonic()))
+    if run.state == coordinator_pb2.RUN_STATE_RUNNING:
+        await asyncio.sleep(SAMPLE_INTERVAL_S)
+        run = await coordinator_commands.get_run(at, run_id, who)
+        history.add(parse_observation(run, None, time.monotonic()))
+    others = tuple(each for each in lines if each.ended_at is None and each.run_id != escape_control(run.run_id))
+    return make_run_view(make_run_list_item(run), plan, history), others
+
+
+async def _learner(address: str, credentials: Credentials) -> RunView:
+    """The run that a learner is in, as it tells its owner."""
+    async with open_channel(address, Role.LEARNER, credentials=credentials) as to:
+        stub, who = learner_pb2_grpc.LearnerStub(to), f"the learner at {address}"
+
+        async def told() -> LearnerStatus:
+            call = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=coordinator_commands.CALL_TIMEOUT_S)
+            return LearnerStatus.from_wire((await await_answer(call, to, who, terminal.print_notice)).status)
+
+        try:
+            now, plan, history = await told(), _NO_RUN, RunHistory()
+            if now.run_id:
+                plan = await _planned(stub, who)
+            history.add(RunObservation(time.monotonic(), (now,), (address,)))
+            if now.state is LearnerState.RUNNING or now.detail:  # it may be about to join
+                await asyncio.sleep(SAMPLE_INTERVAL_S)
+                now = await told()
+                history.add(RunObservation(time.monotonic(), (now,), (address,)))
+        except grpc.aio.AioRpcError as error:
+            raise convert_status_error(error, who) from None
+    # When the run began it does not tell.
+    course = RunListItem(now.run_id, now.state.name.lower().replace("_", " "), now.detail, 0.0, None)
+    return make_run_view(course, plan, history)
+
+
+async def _planned(stub: Any, who: str) -> RunPlan:
+    """What a learner is in, whose owner asks; an operator may know how far it is, and no more."""
+    request = learner_pb2.GetIntakeRequest(source="status")  # under which nobody brings records
+    try:
+        return replace(
+            parse_plan((await stub.GetIntake(request, timeout=coordinator_commands.CALL_TIMEOUT_S)).spec),
+            directed_edges=(),
+        )
+    except grpc.aio.AioRpcError as error:
+        if not isinstance(refusal := convert_status_error(error, who), PermissionDenied | FailedPrecondition):
+            raise refusal from None
+        return _NO_RUN
+
+
+async def _captures(at: str, run: str, credentials: Credentials) -> tuple[CaptureListItem, ...]:
+    """The newest captures of an eavesdropper; of one run, where one is asked for."""
+    request = eavesdropper_pb2.ListCapturesRequest(run_id=run, page_size=MAX_CAPTURES)
+    told = await coordinator_commands.call_service(
+        at,
+        credentials,
+        lambda stub: stub.ListCaptures(request, timeout=coordinator_commands.CALL_TIMEOUT_S),
+        Role.EAVESDROPPER,
+    )
+    return tuple(map(make_capture_list_item, told.captures))
+
+
+# ---- for programs ----------------------------------------------------------------------------------------------------
+
+
+def make_document(status: DeploymentStatus) -> dict[str, Any]:
+    """For programs, in the words of `runs show --json`."""
+    return {
+        "at": _date(status.observed_at),
+        "run": None if status.run is None else _run_document(status.run, status.observed_at),
+        "under_way": [
+            {"run": each.run_id, "state": each.state, "rounds_done": each.rounds_done} for each in status.other_runs
+        ],
+        "learners": [_run_document(run, status.observed_at) for _, run in status.learners],
+        "captures": status.captures,
+        "faults": status.faults,
+    }
+
+
+def _run_document(run: RunView, now: float) -> dict[str, Any]:
+    ahead = max((each.rounds_done for each in run.learners), default=0)
+    return {
+        "run": run.run_id or None,
+        "name": run.name or None,
+        "algorithm": run.algorithm or None,
+        "state": run.state,
+        "detail": run.detail,
+        "started": _date(run.started_at) if run.started_at else None,
+        "ended": None if run.ended_at is None else _date(run.ended_at),
+        "rounds": run.rounds,
+        "rounds_done": run.rounds_done,
+        "rounds_per_second": run.rounds_per_second,
+        "rounds_per_second_so_far": _mean_rate(run, now),
+        "seconds_left": _seconds_left(run, now),
+        "capture": run.capture,
+        "learners": [
+            {
+                "name": each.name,
+                "address": each.address,
+                "state": _standing(each),
+                "rounds_done": each.rounds_done,
+                "rounds_behind": ahead - each.rounds_done,
+                "epsilon": each.epsilon,
+                "epsilon_limit": each.epsilon_limit,
+                "epsilon_other_runs": each.epsilon_other_runs,
+                "records": each.records,
+                "records_waiting": each.records_waiting,
+                "accuracy": each.accuracy,
+                "away_since": None if each.away_since is None else _date(each.away_since),
+            }
+            for each in run.learners
+        ],
+    }
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+
+def show(status: DeploymentStatus, console: Console | None = None) -> None:
+    """Print it."""
+    console = console or terminal.create_console()
+    if status.run is not None:
+        _print_run(status.run, status, console)
+    for at, run in status.learners:
+        _print_run(run, status, console, at)
+    if status.captures:
+        console.print(_captures_table(status.captures))
+    if status.run is None and not status.learners and not status.captures and not status.unreachable_services:
+        console.print("no run: whoever starts one (sottovoce run SPEC) is told which learners it waits for")
+    facts = terminal.create_fact_grid()
+    for line in status.faults:
+        facts.add_row(Text("fault", style="bold red"), line)
+    console.print(facts if status.faults else "nothing is wrong")
+
+
+def _print_run(run: RunView, status: DeploymentStatus, console: Console, learner: str = "") -> None:
+    """A run; of a learner that was asked itself, what it says of it."""
+    named = f"{run.name} " if run.name else ""
+    console.print(Text(escape_control(f"{named}{run.run_id}" if run.run_id else learner), style="bold"))
+    facts = terminal.create_fact_grid()
+    told = {
+        "told by": escape_control(learner) if run.run_id else "",
+        "state": f"{_standing(run)}{f': {run.detail}' if run.detail else ''}",
+        "rounds": _progress_line(run, status.observed_at) if run.run_id else "",
+        "started": format_time(run.started_at) if run.started_at else "",
+        "algorithm": escape_control(run.algorithm),
+        "captured": "" if run.capture == "none" else escape_control(run.capture),
+        "under way": ""
+        if learner
+        else "\n".join(f"{each.run_id}, round {each.rounds_done}" for each in status.other_runs),
+        "all runs": _in_all(run.learners[0]) if learner else "",
+    }
+    for name, text in told.items():
+        if text:
+            facts.add_row(name, text)
+    console.print(facts)
+    console.print(_learners_table(run))
+
+
+def _progress_line(run: RunView, now: float) -> str:
+    """`40 of 500 rounds, 12 rounds/s (10 so far), 38 s left`."""
+    parts = [format_rounds_done(run.rounds_done, run.rounds)]
+    mean = _mean_rate(run, now)
+    if run.ended_at is not None or run.state != "running":
+        return parts[0]
+    so_far = f" ({format_number(mean, 3)} so far)" if mean is not None else ""
+    parts.append(f"{format_number(run.rounds_per_second, 3)} rounds/s{so_far}")
+    if (left := _seconds_left(run, now)) is not None:
+        parts.append(f"about {format_duration(left)} left")
+    return ", ".join(parts)
+
+
+def _mean_rate(run: RunView, now: float) -> float | None:
+    """Rounds a second since it was started; None: that is not known."""
+    seconds = (now if run.ended_at is None else run.ended_at) - run.started_at
+    return run.rounds_done / seconds if run.started_at and seconds > 0 else None
+
+
+def _seconds_left(run: RunView, now: float) -> float | None:
+    """At the pace of now, as far as it lasts; where no round fell into this while, at that since the start. None: not known."""
+    pace = run.rounds_per_second or _mean_rate(run, now)
+    if run.rounds is None or run.state != "running" or not pace:
+        return None
+    return float(f"{max(0, run.rounds - run.rounds_done) / limit_rate_to_clock(pace, run.period_s):.2g}")
+
+
+def _learners_table(run: RunView) -> Table:
+    """Those in trouble first, where not all are shown."""
+    own = any(each.accuracy is not None for each in run.learners)
+    table = terminal.create_table("learner", "state")
+    for head in ("round", "behind", "ε spent", "ε limit", "records", "waiting", *(["accuracy"] if own else [])):
+        table.add_column(head, justify="right")
+    ahead, rows = max((each.rounds_done for each in run.learners), default=0), run.learners
+    if len(rows) > MAX_ROWS:
+        rows = tuple(
+            sorted(rows, key=lambda each: (_standing(each) in _HEALTHY_STATES and not each.warnings, each.rounds_done))
+        )
+    for each in rows[:MAX_ROWS]:
+        cells = [
+            format_count(each.rounds_done),
+            format_count(ahead - each.rounds_done) if each.rounds_done < ahead else MISSING_VALUE,
+        ]
+        cells += [
+            format_number(each.epsilon),
+            "none" if each.epsilon_limit is None else format_number(each.epsilon_limit),
+        ]
+        cells += [format_count(each.records), format_count(each.records_waiting)]
+        style = "" if _standing(each) in _HEALTHY_STATES else "yellow"
+        table.add_row(
+            Text(escape_control(each.name)),
+            Text(_standing(each), style=style),
+            *cells,
+            *([format_percent(each.accuracy)] if own else []),
+        )
+    if len(rows) > MAX_ROWS:
+        table.add_row(f"… {format_count(len(rows) - MAX_ROWS)} more", style="dim")
+    return table
+
+
+def _captures_table(captures: Sequence[CaptureListItem]) -> Table:
+    table = terminal.create_table("capture")
+    table.add_column("run", no_wrap=True, overflow="fold")  # an id is copied whole
+    table.add_column("state")
+    for head in ("messages", "bytes"):
+        table.add_column(head, justify="right")
+    for each in captures:
+        table.add_row(
+            Text(each.name), Text(each.run_id), Text(each.state), format_count(each.messages), format_bytes(each.bytes)
+        )
+    return table
+
+
+def _standing(of: LearnerView | RunView) -> str:
+    """In a word."""
+    if isinstance(of, LearnerView) and of.state == "unspecified" and not of.address:
+        return "not joined"
+    return _STATE_LABELS.get(of.state, of.state)
+
+
+def _in_all(learner: LearnerView) -> str:
+    """What a learner has spent in all its runs, for its owner."""
+    limit = "no limit" if learner.epsilon_owner_budget is None else f"of {format_number(learner.epsilon_owner_budget)}"
+    return f"ε {format_number(learner.epsilon_other_runs + learner.epsilon)}, {limit}"
+
+
+def _date(when: float) -> datetime:
+    return datetime.fromtimestamp(when, UTC)

@@ -1,0 +1,214 @@
+"""The step sizes and noises that a spec may choose for gossip gradient descent; each makes its own schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from sottovoce_core.algorithms.gradient_descent.accounting import RoundSchedule
+from sottovoce_core.algorithms.run_context import PerLearner, RunContext, divide_per_learner, multiply_per_learner
+from sottovoce_core.errors import SpecError, require
+from sottovoce_core.noise import LATTICE_BITS
+from sottovoce_core.privacy.guarantee import Regularity
+from sottovoce_core.registry import Positive, Section
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+class PowerStep(Section):
+    """`alpha_t = scale / (t+1)^exponent`."""
+
+    kind: Literal["power"] = "power"
+    scale: Positive | None = None
+    """None: R/G, radius of the decision set over bound on a record's gradient."""
+    exponent: Annotated[float, Field(ge=0, le=10)] = 0.5
+
+    def build_schedule(self, context: RunContext, regularity: Regularity) -> RoundSchedule:
+        radius = context.decision_set.largest_norm(context.dim)
+        bound = regularity.clip_norm + regularity.ridge * radius
+        text = "a step without a scale is R/G, which needs a finite bound G on gradients: set step.scale or clip_norm"
+        require(self.scale is not None or 0 < bound < math.inf, "STEP_SCALE", f"{text}, got G={bound}")
+        return partial(_power, self.scale or radius / bound, -self.exponent)
+
+
+class GeometricStep(Section):
+    """`alpha_t = scale ratio^t`."""
+
+    kind: Literal["geometric"]
+    scale: Positive = 1.0
+    ratio: Annotated[float, Field(gt=0, lt=1)]
+
+    def build_schedule(self, context: RunContext, regularity: Regularity) -> RoundSchedule:
+        return partial(_geometric, self.scale, self.ratio)
+
+
+class HarmonicStep(Section):
+    """`alpha_t = scale / (mu (t + shift))`, for strongly convex losses."""
+
+    kind: Literal["harmonic"]
+    scale: Positive = 1.0
+    mu: Positive | None = None
+    """Strong convexity (None: the loss's ridge)."""
+    shift: Positive = 1.0
+
+    def build_schedule(self, context: RunContext, regularity: Regularity) -> RoundSchedule:
+        mu = self.mu or regularity.ridge
+        require(mu > 0, "STEP_MU", f"a harmonic step needs mu, or a loss with a positive ridge, got ridge={mu}")
+        return partial(_harmonic, self.scale / mu, self.shift)
+
+
+StepSize = Annotated[PowerStep | GeometricStep | HarmonicStep, Field(discriminator="kind")]
+"""Each makes the `schedule` of alpha_t; refuses by STEP_SCALE or STEP_MU."""
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+class ZeroNoise(Section):
+    """Messages are said as they are: no guarantee."""
+
+    kind: Literal["none"] = "none"
+
+    def build_schedules(
+        self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
+    ) -> tuple[RoundSchedule, ...]:
+        return _each(_power, (0.0,) * context.n_learners, (0.0,) * context.n_learners)
+
+    def scale_by(self, factors: tuple[float, ...]) -> ZeroNoise:
+        raise SpecError("algorithm.noise.kind must be power, geometric, harmonic or calibrated to be scaled, got none")
+
+
+class PowerNoise(Section):
+    """`rho_t = sigma/sqrt(2) (t+1)^varsigma`, as in LDP-DOL; sigma 0: no noise."""
+
+    kind: Literal["power"] = "power"
+    sigma: PerLearner = 1.0
+    varsigma: PerLearner = 0.1
+
+    def build_schedules(
+        self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
+    ) -> tuple[RoundSchedule, ...]:
+        growth = context.broadcast_to_learners(self.varsigma, "algorithm.noise.varsigma")
+        for value in growth:
+            require(-1 <= value <= 1, "VARSIGMA_RANGE", f"varsigma must lie in [-1, 1], got {value}")
+        sizes = [size / math.sqrt(2.0) for size in _sizes(context, self.sigma, "sigma")]
+        return _each(_power, sizes, growth)
+
+    def scale_by(self, factors: tuple[float, ...]) -> PowerNoise:
+        return self.model_copy(update={"sigma": multiply_per_learner(self.sigma, factors)})
+
+
+class _ScaledNoise(Section):
+    """Noise that starts at a scale."""
+
+    scale: PerLearner
+
+    def scale_by(self, factors: tuple[float, ...]) -> Self:
+        return self.model_copy(update={"scale": multiply_per_learner(self.scale, factors)})
+
+
+class GeometricNoise(_ScaledNoise):
+    """`rho_t = scale ratio^t`."""
+
+    kind: Literal["geometric"] = "geometric"
+    ratio: Annotated[float, Field(gt=0, lt=1)]
+
+    def build_schedules(
+        self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
+    ) -> tuple[RoundSchedule, ...]:
+        return _each(_geometric, _sizes(context, self.scale, "scale"), (self.ratio,) * context.n_learners)
+
+
+class HarmonicNoise(_ScaledNoise):
+    """`rho_t = scale / (t+1)`."""
+
+    kind: Literal["harmonic"] = "harmonic"
+
+    def build_schedules(
+        self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
+    ) -> tuple[RoundSchedule, ...]:
+        return _each(_harmonic, _sizes(context, self.scale, "scale"), (1.0,) * context.n_learners)
+
+
+class CalibratedNoise(Section):
+    """The scale at which a record costs `epsilon` in the first message that shows it: proportional to the step before it.
+
+    `charged: every_round` is what a T-fold composition asks for: T times the noise.
+    """
+
+    kind: Literal["calibrated"] = "calibrated"
+    epsilon: PerLearner = 1.0
+    charged: Literal["once", "every_round"] = "once"
+
+    def build_schedules(
+        self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
+    ) -> tuple[RoundSchedule, ...]:
+        require_gradient_change(regularity.clipped_gradient_change)
+        targets = context.broadcast_to_learners(self.epsilon, "algorithm.noise.epsilon")
+        factors = [self._factor(each, context, regularity.clipped_gradient_change) for each in targets]
+        return _each(_following, steps, factors)
+
+    def _factor(self, epsilon: float, setting: RunContext, change: float) -> float:
+        """`sqrt(n) C / epsilon`, less what the lattice costs."""
+        if self.charged == "every_round":
+            setting.require_finite_rounds("noise that shares its epsilon among all rounds (charged: every_round)")
+        messages, lattice = setting.rounds if self.charged == "every_round" else 1, setting.dim * 2.0**-LATTICE_BITS
+        share = epsilon / messages - lattice
+        text = f"noise.epsilon must be finite and above {messages * lattice:.3g}, what rounding to the lattice costs"
+        require(0 < share < math.inf, "NOISE_EPSILON", f"{text}, got {epsilon}")
+        return math.sqrt(setting.dim) * change / share
+
+    def scale_by(self, factors: tuple[float, ...]) -> CalibratedNoise:
+        return self.model_copy(update={"epsilon": divide_per_learner(self.epsilon, factors)})
+
+
+NoiseScale = Annotated[
+    ZeroNoise | PowerNoise | GeometricNoise | HarmonicNoise | CalibratedNoise, Field(discriminator="kind")
+]
+"""Each makes the `schedules` of rho_t, one for each learner, which has its own steps; and the same noise `louder`, each learner's
+multiplied. Refuses by SIGMA, VARSIGMA_RANGE, GRAD_CHANGE or NOISE_EPSILON."""
+
+
+def require_gradient_change(change: float) -> None:
+    """GRAD_CHANGE."""
+    text = (
+        "a privacy budget needs a finite bound on the per-record gradient change where the gradient is taken (a mix of"
+    )
+    text += " noisy messages may lie anywhere): set clip_norm, or choose a loss whose gradients are bounded"
+    require(0 < change < math.inf, "GRAD_CHANGE", f"{text}, got {change}")
+
+
+def _sizes(setting: RunContext, value: PerLearner, field: str) -> tuple[float, ...]:
+    sizes = setting.broadcast_to_learners(value, f"algorithm.noise.{field}")
+    for size in sizes:
+        require(0 <= size < math.inf, "SIGMA", f"noise.{field} must be finite and at least 0, got {size}")
+    return sizes
+
+
+def _each(schedule: Callable[..., float], *numbers: Sequence[Any]) -> tuple[RoundSchedule, ...]:
+    """A schedule for each learner, of its own numbers; learners whose numbers are equal share one."""
+    known: dict[tuple[Any, ...], RoundSchedule] = {}
+    return tuple(known.setdefault(each, partial(schedule, *each)) for each in zip(*numbers, strict=True))
+
+
+# ---- by round: module functions, so that a run can be pickled --------------------------------------------------------
+
+
+def _power(first: float, exponent: float, t: int) -> float:
+    return first * math.pow(t + 1.0, exponent)
+
+
+def _geometric(first: float, ratio: float, t: int) -> float:
+    return first * math.pow(ratio, t)
+
+
+def _harmonic(factor: float, shift: float, t: int) -> float:
+    return factor / (t + shift)
+
+
+def _following(step: RoundSchedule, factor: float, t: int) -> float:
+    """In proportion to the step that made the message of the round; the first message, made by none, as the second."""
+    return factor * step(max(t - 1, 0))

@@ -1,0 +1,238 @@
+"""What one does with an experiment: simulate it, audit it, calibrate its noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.audit import Audit, audit_simulated
+from sottovoce_core.auditing.plan import plan_audit
+from sottovoce_core.budget.calibration import BudgetTarget, BudgetUnit
+from sottovoce_core.budget.calibration import calibrate as noise_for
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import Experiment, require_count, resolve_experiment
+from sottovoce_core.validation_errors import abbreviate_value
+from sottovoce_core.noise import NoiseSource, RecordedNoise, SeededNoise
+from sottovoce_core.privacy.guarantee import ThreatModel
+from sottovoce_core.results import Result, Results, collect_facts
+from sottovoce_core.runs.metrics import Curves, Metrics
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.simulator import SimulatedRound
+from sottovoce_core.runs.simulator import simulate_rounds as rounds_of
+from sottovoce_core.runs.transcript import Transcript, read_noise
+from sottovoce_core.table import Table
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What a simulation came to.
+
+    Attributes:
+        experiment: what was simulated.
+        decisions: `(learners, replicas, dim)` after the last round.
+        curves: what was measured, by name of the metric, each over the rounds; None: nothing was.
+        transcript: everything that was said, `(rounds, learners, replicas, ...)` for each field; None: it was not kept.
+    """
+
+    experiment: Experiment
+    decisions: FloatArray
+    curves: Curves | None
+    transcript: Transcript | None
+
+    @cached_property
+    def results(self) -> Results:
+        """What was measured and what is promised, to write to files; `summary` has means and intervals over the replicas.
+
+        Raises:
+            SpecError: nothing was measured.
+        """
+        if self.curves is None:
+            raise SpecError("nothing was measured: simulate with metrics=True")
+        return Results((Result(collect_facts(self.experiment.prepared_run, self.experiment.name), self.curves),))
+
+    @property
+    def metrics(self) -> Table:
+        """What was measured, one number a row: the table `Results.metrics`. Names and units: docs/metrics.md.
+
+        Raises:
+            SpecError: nothing was measured.
+        """
+        return self.results.metrics
+
+    def __repr__(self) -> str:
+        replicas = self.decisions.shape[1]
+        return f"Simulation of {self.experiment}, {replicas} replica{'s' * (replicas != 1)}"
+
+
+def simulate(
+    experiment: Experiment | Path | str,
+    replicas: int = 1,
+    seed: int | np.random.SeedSequence = 0,
+    *,
+    metrics: bool | Sequence[int] = True,
+    transcript: bool = False,
+    noise: NoiseSource | Path | str | None = None,
+    progress: Callable[[SimulatedRound], None] | None = None,
+) -> Simulation:
+    """Run an experiment without a network, many replicas at once. They learn from the same records and differ in their noise.
+
+    Memory does not grow with the rounds, unless the transcript is kept.
+
+    Args:
+        experiment: what to run, or the path of a spec file.
+        replicas: independent repetitions.
+        seed: of the noise; the same seed, the same numbers, and a replica's beside any number of others.
+        metrics: measure losses, regrets, agreement and accuracy after these numbers of rounds (True: 25 of them, evenly spread
+            on a logarithmic scale).
+        transcript: keep everything that was said: rounds times learners times replicas times numbers of a message, 8 bytes each.
+        noise: in place of seeded noise: a file of recorded noise (`.parquet`, `.npz`), or any `sottovoce_core.noise.NoiseSource`.
+        progress: called with every round as it passes: its number, messages and decisions.
+
+    Raises:
+        SpecError: the experiment cannot be run as it is, the noise does not cover its rounds, or SciPy, which metrics need, is
+            not installed.
+        DataError: its data cannot be used.
+        CaptureError: the noise file cannot be read.
+
+    >>> from sottovoce_core.experiment import Experiment
+    >>> result = simulate(Experiment(rounds=10, algorithm="ldp-dol"), replicas=3, seed=1, transcript=True)
+    >>> result.decisions.shape, result.transcript.fields["y"].shape
+    ((5, 3, 31), (10, 5, 3, 31))
+    >>> result.metrics.where(metric="consensus_error", round=10)["value"].shape
+    (3,)
+    """
+    require_count("replicas", replicas)
+    experiment = resolve_experiment(experiment)
+    run, data = experiment.run, experiment.records
+    measured = None if metrics is False else Metrics(run, data, checkpoints=None if metrics is True else metrics)
+    said: dict[str, FloatArray] = {}
+    decisions = np.empty(0)
+    for step in rounds_of(run, data, resolve_noise(noise, seed, run), replicas):
+        if transcript:
+            _keep(said, step, run.spec.rounds)
+        if measured is not None:
+            measured.add_round(step)
+        if progress is not None:
+            progress(step)
+        decisions = step.decisions_after
+    curves = None if measured is None else measured.curves
+    return Simulation(experiment, decisions, curves, Transcript(said) if transcript else None)
+
+
+def _keep(said: dict[str, FloatArray], step: SimulatedRound, rounds: int) -> None:
+    for name, values in step.message.fields.items():
+        said.setdefault(name, np.empty((rounds, *values.shape)))[step.t] = values
+
+
+def resolve_noise(noise: NoiseSource | Path | str | None, seed: int | np.random.SeedSequence, run: Run) -> NoiseSource:
+    """A simulation's noise: seeded, out of a file, or what is given.
+
+    Raises:
+        SpecError: a file that does not cover the rounds.
+        CaptureError: a file that cannot be read.
+    """
+    if noise is None:
+        return SeededNoise(seed)
+    if not isinstance(noise, Path | str):
+        return noise
+    fields = read_noise(Path(noise))
+    if short := [name for name, values in fields.items() if len(values) < run.spec.rounds]:
+        raise SpecError(f"{noise}: noise must cover {run.spec.rounds} rounds, and {short} does not")
+    return RecordedNoise(fields)
+
+
+def calibrate(
+    experiment: Experiment | Path | str,
+    epsilon: float | Mapping[str, float],
+    *,
+    privacy_unit: BudgetUnit = "event",
+    horizon: float | None = None,
+) -> Experiment:
+    """The same experiment with as little noise as meets a privacy budget from below, within a thousandth of it.
+
+    Args:
+        experiment: with noise to start from, or the path of a spec file.
+        epsilon: what every learner's messages may cost; or by the learner's name, for each.
+        per: for an event, or for a `record` in all of its uses.
+        horizon: over so many rounds (default: all of the run); infinity: for ever.
+
+    Raises:
+        SpecError: nothing finite is promised, the budget is out of reach, or a learner has none.
+        DataError: its data cannot be used.
+
+    >>> from sottovoce_core.experiment import Experiment
+    >>> louder = calibrate(Experiment(rounds=10, learners=3, algorithm="ldp-dol"), 2.0)
+    >>> 1.998 <= louder.epsilon() <= 2.0
+    True
+    """
+    experiment = resolve_experiment(experiment)
+    if isinstance(epsilon, Mapping):
+        if epsilon.keys() != set(experiment.names):
+            raise SpecError(
+                f"epsilon must name each of {', '.join(experiment.names)}, got {', '.join(epsilon) or 'none'}"
+            )
+        wanted = tuple(epsilon[name] for name in experiment.names)
+    else:
+        wanted = (epsilon,) * experiment.n_learners
+    if wrong := [each for each in wanted if isinstance(each, bool) or not isinstance(each, int | float | np.number)]:
+        raise SpecError(f"epsilon must be a number, got {wrong[0]!r}")
+    found = noise_for(
+        experiment, experiment.records, BudgetTarget(tuple(map(float, wanted)), horizon, privacy_unit)
+    ).spec
+    return Experiment.model_validate(found.model_dump(mode="json"))
+
+
+def audit(
+    experiment: Experiment | Path | str,
+    runs: int = 1000,
+    *,
+    learner: str | int | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+    threat: ThreatModel | str = ThreatModel.WIRE,
+    neighbour: str | int | None = None,
+) -> Audit:
+    """Try to refute what an experiment promises about one learner: many simulated runs in two worlds that differ in one record.
+
+    Args:
+        experiment: whose promise, or the path of a spec file.
+        runs: of each world, on average.
+        learner: name or index (default: the one with the largest epsilon).
+        confidence: with which a promise that holds is not refuted, by all tests together.
+        seed: of coins and noise.
+        threat: who listens: `wire`, `neighbour` or `output`.
+        neighbour: name or index of the neighbour that listens, with threat `neighbour` (default: the first that hears it).
+
+    Returns:
+        The audit; `verdict.kind` is `consistent`, `refuted`, `inconclusive` or `unpromised`, and `verdict.text` says it in a
+        sentence.
+
+    Raises:
+        SpecError: too few runs for this confidence, nobody who could listen, or scipy or scikit-learn are not installed.
+        DataError: there is no record to swap, or the data cannot be used.
+
+    >>> from sottovoce_core.experiment import Experiment
+    >>> audit(Experiment(rounds=3, learners=3, algorithm="ldp-dol"), runs=60).verdict.kind
+    'consistent'
+    """
+    require_count("runs", runs)
+    experiment = resolve_experiment(experiment)
+    known = [model.value for model in ThreatModel]
+    if threat not in known:
+        raise SpecError(f"threat must be one of {', '.join(known)}, got {abbreviate_value(threat)}")
+    planned = plan_audit(
+        experiment.run,
+        experiment.records,
+        experiment.find_worst_case_learner() if learner is None else experiment.index(learner),
+        runs=runs,
+        confidence=confidence,
+        seed=seed,
+        threat=ThreatModel(threat),
+        neighbour=None if neighbour is None else experiment.index(neighbour),
+    )
+    return audit_simulated(planned)

@@ -1,0 +1,431 @@
+"""How well a simulated run learned: losses, regrets, distance to the optimum, agreement, accuracy.
+
+For experiments alone: everything here looks at all records and at clean decisions, which no deployed learner shows.
+
+Round t, counted from 0, brings records to the learners, and finds learner i with the decision `theta_t^i` made before them.
+
+- `f_{t,j}` is the mean loss of learner j's records of round t, ridge included; a round without records has none. The network
+  loss of the round is their sum over j: every learner is measured by what its decision would have cost everybody.
+- `F_t` is the mean, over the learners that have records, of the mean loss of all their records of the rounds 0..t, and
+  `theta_t*` its minimiser on the decision set (Chen & Wang 2025, section II).
+- Means over rounds are over those that brought records: before the first record they are not-a-number.
+
+A learner that is away is not measured; in sums over rounds it counts then with the decision that it has.
+
+Losses are unclipped. All replicas learn from the same records, so a minimiser serves all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sottovoce_core.arrays import Batch, FloatArray, IntArray
+from sottovoce_core.data import PlacedData
+from sottovoce_core.decision_sets import Box, DecisionSet
+from sottovoce_core.errors import SpecError
+from sottovoce_core.losses import Loss
+from sottovoce_core.network.participation_schedule import Mask
+from sottovoce_core.optional import import_optional
+from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.simulator import SimulatedRound
+
+CHECKPOINTS = 25
+"""Rounds at which a run is measured by default."""
+
+MAX_CHUNK_ELEMENTS = 2**21
+"""Numbers (decisions times records) that are computed at a time, at most: 16 MiB."""
+
+MAX_OPTIMISER_STEPS = 5_000
+_TOLERANCE = 1e-9
+"""Where the search for a minimiser stops: the length of the projected gradient of a mean loss."""
+
+
+def _checkpoints(rounds: int, most: int = CHECKPOINTS) -> IntArray:
+    """Numbers of rounds, evenly spread on a logarithmic scale; the first is 1 and the last `rounds`.
+
+    At most so many, and at least four fifths of that where there are so many rounds: of those that fall on one another, there
+    are more in a short run.
+    """
+    if rounds <= most:
+        return np.arange(1, rounds + 1)
+    tried = most
+    while len(found := np.unique(np.rint(np.geomspace(1, rounds, tried)).astype(np.int64))) < 4 * most // 5:
+        tried += 1
+    return found
+
+
+# ---- weighted losses, and their minimisers ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Objective:
+    """`sum_k weight_k phi(theta; record_k) + (pull/2) ||theta||^2`, with phi the data part of the loss, unclipped.
+
+    Attributes:
+        loss: of one record.
+        features: `(records, features)`, obeying the loss's bounds.
+        labels: `(records,)`.
+        weights: `(records,)`, positive.
+        pull: coefficient of the ridge.
+    """
+
+    loss: Loss
+    features: FloatArray
+    labels: FloatArray
+    weights: FloatArray
+    pull: float
+
+    def values(self, thetas: FloatArray) -> FloatArray:
+        """`(vectors,)` for `thetas (vectors, dim)`."""
+        total: FloatArray = 0.5 * self.pull * np.vecdot(thetas, thetas)
+        batch = Batch(self.features[None], self.labels[None])
+        for part in _parts(len(thetas), len(self.labels)):
+            total[part] += self.loss.values(thetas[None, part], batch)[0] @ self.weights
+        return total
+
+    def minimiser(self, decision_set: DecisionSet, start: FloatArray) -> FloatArray:
+        """The point of the set `(dim,)` where this is smallest; approximate where the loss is not smooth.
+
+        L-BFGS-B, in the bounds of a box. Where that ends outside the set, accelerated projected gradient steps follow.
+
+        Args:
+            decision_set: where to look.
+            start: `(dim,)`, where to begin.
+
+        Raises:
+            SpecError: the loss is not convex, or SciPy is missing.
+        """
+        if not self.loss.is_convex:
+            raise SpecError("the minimiser of a loss that is not convex cannot be computed")
+        minimize = import_optional("scipy.optimize", "SciPy", "regret or tracking error").minimize
+        mean = _Mean(self)
+        bounds = [(decision_set.low, decision_set.high)] * len(start) if isinstance(decision_set, Box) else None
+        options = {
+            "maxiter": MAX_OPTIMISER_STEPS,
+            "maxfun": 2 * MAX_OPTIMISER_STEPS,
+            "ftol": 1e-15,
+            "gtol": _TOLERANCE,
+            "maxcor": 20,
+        }
+        found = minimize(mean.value_and_gradient, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+        free: FloatArray = np.asarray(found.x, dtype=np.float64)
+        inside = decision_set.project(free)
+        if np.linalg.norm(inside - free) <= _TOLERANCE * (1.0 + np.linalg.norm(free)):
+            return inside
+        return _descend(mean, decision_set, inside)
+
+    def shares(self) -> FloatArray:
+        """`(records + 1,)`: weights and ridge in units of the sum of the weights. Equal shares have equal minimisers."""
+        shares: FloatArray = np.append(self.weights, self.pull) / self.weights.sum()
+        return shares
+
+
+class _Mean:
+    """An objective over the sum of its weights, with its gradient."""
+
+    def __init__(self, objective: _Objective) -> None:
+        self._objective, self._total = objective, float(objective.weights.sum())
+        loss = objective.loss
+        self._loss = loss.model_copy(update={"clip_norm": None})
+        # A loss sums over records of equal weight, and there are few different weights.
+        kinds, kind = np.unique(np.round(objective.weights / objective.weights.max(), 12), return_inverse=True)
+        self._groups = [
+            (float(objective.weights[mine][0]), Batch(objective.features[None, mine], objective.labels[None, mine]))
+            for mine in (kind == k for k in range(len(kinds)))
+        ]
+
+    def value(self, theta: FloatArray) -> float:
+        return float(self._objective.values(theta[None])[0]) / self._total
+
+    def gradient(self, theta: FloatArray) -> FloatArray:
+        total = self._objective.pull * theta
+        for weight, batch in self._groups:
+            total = total + weight * self._loss.gradient_sum(theta[None, None], batch)[0, 0]
+        return total / self._total
+
+    def value_and_gradient(self, theta: FloatArray) -> tuple[float, FloatArray]:
+        return self.value(theta), self.gradient(theta)
+
+
+def _descend(mean: _Mean, decision_set: DecisionSet, start: FloatArray) -> FloatArray:
+    """Accelerated projected gradient (FISTA) with backtracking, restarted where the momentum points uphill."""
+    here, ahead, momentum, step = start, start, 1.0, 1.0
+    for _ in range(MAX_OPTIMISER_STEPS):
+        value, gradient = mean.value_and_gradient(ahead)
+        while True:
+            there = decision_set.project(ahead - step * gradient)
+            move = there - ahead
+            model = value + float(gradient @ move) + float(move @ move) / (2.0 * step)
+            if mean.value(there) <= model + 1e-14 * (1.0 + abs(value)) or step < 1e-12:
+                break
+            step /= 2.0
+        if np.linalg.norm(move) <= _TOLERANCE * step or step < 1e-12:
+            return there
+        if float(move @ (there - here)) < 0.0:
+            momentum = 1.0
+        following = 0.5 + math.sqrt(0.25 + momentum**2)
+        ahead = there + (momentum - 1.0) / following * (there - here)
+        here, momentum = there, following
+    return here
+
+
+def _parts(vectors: int, records: int) -> Iterator[slice]:
+    """Slices of the decisions such that decisions times records stay within `PART`."""
+    size = max(MAX_CHUNK_ELEMENTS // max(records, 1), 1)
+    return (slice(first, first + size) for first in range(0, vectors, size))
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """One number over the rounds.
+
+    Attributes:
+        replicas: `(checkpoints, replicas)` means over the learners.
+        learners: `(checkpoints, learners)` means over the replicas; None for a number of the network.
+    """
+
+    replicas: FloatArray
+    learners: FloatArray | None
+
+    @property
+    def mean(self) -> FloatArray:
+        """`(checkpoints,)` mean over learners and replicas."""
+        mean: FloatArray = self.replicas.mean(axis=1)
+        return mean
+
+    @property
+    def error(self) -> FloatArray:
+        """`(checkpoints,)` standard error of that mean, by the spread over the replicas; not-a-number for one."""
+        n = self.replicas.shape[1]
+        if n < 2:
+            return np.full(len(self.replicas), math.nan)
+        error: FloatArray = self.replicas.std(axis=1, ddof=1) / math.sqrt(n)
+        return error
+
+    @property
+    def final_mean(self) -> float:
+        """Its last mean."""
+        return float(self.mean[-1])
+
+    @property
+    def final_error(self) -> float:
+        """The standard error of its last mean."""
+        return float(self.error[-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curves:
+    """What was measured: `curves` by name, each at the numbers of rounds `rounds (checkpoints,)`.
+
+    `with_records (checkpoints,)` is how many of these rounds brought records, on average over the learners.
+    """
+
+    rounds: IntArray
+    curves: Mapping[str, Curve]
+    rounds_with_records: FloatArray
+
+    @property
+    def has_records_in_all_rounds(self) -> bool:
+        """Whether every measured round brought records to every learner."""
+        return bool(np.array_equal(self.rounds_with_records, self.rounds))
+
+    def __getitem__(self, name: str) -> Curve:
+        return self.curves[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.curves
+
+
+class Metrics:
+    """Measures a run while it is simulated: `take` every round, then read `curves`.
+
+    Memory does not grow with the rounds: cumulative losses `(learners, replicas)`, and means at the checkpoints. The search
+    for minimisers and everything that looks at all records happens at checkpoints only.
+
+    Args:
+        run: what is simulated.
+        data: its records.
+        at: numbers of rounds after which to measure (default: `checkpoints(rounds)`).
+        dynamic: also compute the dynamic regret, which needs a minimiser in every round.
+    """
+
+    def __init__(
+        self, run: Run, data: PlacedData, *, checkpoints: Iterable[int] | None = None, dynamic: bool = False
+    ) -> None:
+        self._loss, self._set, self._roster = run.loss, run.spec.decision_set, run.spec.participation
+        self._at = set(_checkpoints(run.spec.rounds).tolist() if checkpoints is None else checkpoints)
+        self._dynamic = dynamic
+        self._records = _Records.of(run.loss, data)
+        self._test = _Test.of(run.loss, data)
+        self._total: FloatArray | float = 0.0
+        self._least = 0.0
+        self._counted = 0
+        self._best: FloatArray | None = None
+        self._measured: list[tuple[int, float, dict[str, FloatArray]]] = []
+
+    def add_round(self, step: SimulatedRound) -> None:
+        """Take in one round; rounds come in order, each once."""
+        theirs = self._records.of_round(step.t)
+        self._counted += self._records.having(step.t)
+        if len(theirs.labels):
+            self._total = self._total + _each(theirs.values, step.decisions_before)
+            if self._dynamic and self._loss.is_convex:
+                best = theirs.minimiser(self._set, step.decisions_before.mean(axis=(0, 1)))
+                self._least += float(theirs.values(best[None])[0])
+        if step.t + 1 in self._at:
+            self._measured.append((step.t + 1, self._counted / len(step.decisions_before), self._measure(step)))
+
+    @property
+    def curves(self) -> Curves:
+        """What was measured so far."""
+        names = self._measured[0][2] if self._measured else {}
+        rounds = np.array([rounds for rounds, _, _ in self._measured], dtype=np.int64)
+        there = np.array([self._roster.participant_mask(t - 1) for t in rounds.tolist()])
+        curves = {name: _curve([values[name] for _, _, values in self._measured], there) for name in names}
+        return Curves(rounds, curves, np.array([counted for _, counted, _ in self._measured]))
+
+    def _measure(self, step: SimulatedRound) -> dict[str, FloatArray]:
+        """`(learners, replicas)` each, or `(replicas,)` for what is one number of the network, of those who are there."""
+        there = self._roster.participant_mask(step.t)
+        total = np.broadcast_to(self._total, step.decisions_before.shape[:2])
+        apart = step.decisions_after - step.decisions_after[there].mean(axis=0)
+        found = {
+            "average_loss": total / (self._counted or math.nan),
+            "consensus_error": np.linalg.norm(apart[there], axis=-1).mean(axis=0),
+        }
+        if self._loss.is_convex:
+            found |= self._against_optimum(step, total, there)
+        if self._test is not None:
+            found |= self._test.scores(step.decisions_after)
+        if there.all():
+            return found
+        return {
+            name: np.where(there[:, None], each, np.nan) if each.ndim == 2 else each for name, each in found.items()
+        }
+
+    def _against_optimum(self, step: SimulatedRound, total: FloatArray, there: Mask) -> dict[str, FloatArray]:
+        mean, whole = self._records.until(step.t)
+        if not len(mean.labels):
+            best, least = np.full(step.decisions_before.shape[-1], math.nan), 0.0
+            now = np.full(step.decisions_before.shape[:2], math.nan)
+        else:
+            start = step.decisions_before.mean(axis=(0, 1)) if self._best is None else self._best
+            self._best = best = mean.minimiser(self._set, start)
+            now = _each(mean.values, step.decisions_before) - mean.values(best[None])[0]
+            shared = np.allclose(mean.shares(), whole.shares(), rtol=1e-9)
+            comparator = best if shared else whole.minimiser(self._set, best)
+            least = float(whole.values(comparator[None])[0])
+        found = {
+            "instantaneous_regret": now,
+            "tracking_error": np.linalg.norm(step.decisions_before - best, axis=-1),
+            "tracking_error_of_mean": np.linalg.norm(step.decisions_before[there].mean(axis=0) - best, axis=-1),
+            "static_regret": total - least,
+        }
+        if self._dynamic:
+            found["dynamic_regret"] = total - self._least
+        return found
+
+
+def _each(function: Any, thetas: FloatArray) -> FloatArray:
+    """A function of `(vectors, dim)` at `(learners, replicas, dim)`: `(learners, replicas)`."""
+    values: FloatArray = function(thetas.reshape(-1, thetas.shape[-1]))
+    return values.reshape(thetas.shape[:2])
+
+
+def _curve(values: list[FloatArray], there: Mask) -> Curve:
+    stack = np.stack(values)  # (checkpoints, learners, replicas), or without learners
+    network = stack.mean(axis=1, where=there[:, :, None]) if stack.ndim == 3 else stack
+    return Curve(network, stack.mean(axis=2) if stack.ndim == 3 else None)
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Records:
+    """All learners' records in one array, made to obey the bounds, and who learns which of them when.
+
+    `order[i]` and `offsets[i]` are as in `LearnerData`, with rows of the one array.
+    """
+
+    loss: Loss
+    features: FloatArray
+    labels: FloatArray
+    order: tuple[IntArray, ...]
+    offsets: tuple[IntArray, ...]
+
+    @classmethod
+    def of(cls, loss: Loss, data: PlacedData) -> _Records:
+        features, labels = loss.enforce_bounds(
+            np.concatenate([each.features for each in data.learners]),
+            np.concatenate([each.labels for each in data.learners]),
+        )
+        first = np.cumsum([0, *(len(each.labels) for each in data.learners)])
+        order = tuple(each.order + start for each, start in zip(data.learners, first, strict=False))
+        return cls(loss, features, labels, order, tuple(each.offsets for each in data.learners))
+
+    def of_round(self, t: int) -> _Objective:
+        """`sum_j f_{t,j}`."""
+        rows = [order[offsets[t] : offsets[t + 1]] for order, offsets in zip(self.order, self.offsets, strict=True)]
+        weights = [np.full(len(mine), 1.0 / max(len(mine), 1)) for mine in rows]
+        return self._objective(np.concatenate(rows), np.concatenate(weights), float(sum(map(bool, map(len, rows)))))
+
+    def having(self, t: int) -> int:
+        """Number of learners to which round t brings records."""
+        return sum(bool(offsets[t + 1] > offsets[t]) for offsets in self.offsets)
+
+    def until(self, t: int) -> tuple[_Objective, _Objective]:
+        """`F_t`, and the sum of `f_{s,j}` over the rounds s = 0..t and the learners j."""
+        n = sum(bool(offsets[t + 1]) for offsets in self.offsets)
+        mean, whole, rounds = np.zeros(len(self.labels)), np.zeros(len(self.labels)), 0
+        for order, offsets in zip(self.order, self.offsets, strict=True):
+            rows, sizes = order[: offsets[t + 1]], np.diff(offsets[: t + 2])
+            if len(rows):
+                mean += np.bincount(rows, minlength=len(mean)) / (n * len(rows))
+                each = np.repeat(1.0 / np.maximum(sizes, 1), sizes)
+                whole += np.bincount(rows, weights=each, minlength=len(mean))
+                rounds += int(np.count_nonzero(sizes))
+        seen = np.flatnonzero(mean)
+        return self._objective(seen, mean[seen], float(n > 0)), self._objective(seen, whole[seen], float(rounds))
+
+    def _objective(self, rows: IntArray, weights: FloatArray, ridges: float) -> _Objective:
+        return _Objective(self.loss, self.features[rows], self.labels[rows], weights, ridges * self.loss.ridge)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Test:
+    """The held-out records, and one column per class that occurs: 1 over its number of records where it is the label."""
+
+    loss: Loss
+    features: FloatArray
+    labels: FloatArray
+    classes: FloatArray
+
+    @classmethod
+    def of(cls, loss: Loss, data: PlacedData) -> _Test | None:
+        """None without held-out records, or where labels are measurements and not classes."""
+        labels = data.test_labels
+        if not len(labels) or not np.array_equal(labels, np.rint(labels)):
+            return None
+        belongs = (labels[:, None] == np.unique(labels)).astype(np.float64)
+        return cls(loss, data.test_features, labels, belongs / belongs.sum(axis=0))
+
+    def scores(self, thetas: FloatArray) -> dict[str, FloatArray]:
+        """Accuracy, and its mean over the classes; `(learners, replicas)` each."""
+        flat = thetas.reshape(-1, thetas.shape[-1])
+        recalls = np.empty((len(flat), self.classes.shape[1]))
+        accuracy = np.empty(len(flat))
+        for part in _parts(len(flat), len(self.labels)):
+            predicted = self.loss.classify(self.loss.predict(flat[None, part], self.features[None]))[0]
+            right = (predicted == self.labels).astype(np.float64)
+            accuracy[part], recalls[part] = right.mean(axis=1), right @ self.classes
+        lead = thetas.shape[:2]
+        return {"accuracy": accuracy.reshape(lead), "balanced_accuracy": recalls.mean(axis=1).reshape(lead)}

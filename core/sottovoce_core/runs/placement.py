@@ -1,0 +1,294 @@
+"""Deals a dataset out: held-out part, scaling, learners, order, rounds."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, Batch, FloatArray, IntArray
+from sottovoce_core.data.dataset import Dataset
+from sottovoce_core.data.schedule import LearnerData, PlacedData
+from sottovoce_core.data.spec import DataSpec
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.network.participation_schedule import Mask
+from sottovoce_core.registry import MAX_MAGNITUDE
+from sottovoce_core.spec import RunSpec
+from sottovoce_core.text import abbreviate_names
+
+
+def place_data(spec: RunSpec, dataset: Dataset) -> PlacedData:
+    """Hold a part out, scale by it, and give every learner its records round by round.
+
+    Placement that the dataset carries is kept exactly: a `learner` column replaces the partition, a `round` column
+    `batch_size` and `reuse`; the order then applies within a learner's round. Records so placed are never held out.
+
+    Randomness: `data.seed`, with an independent generator each for the split, the partition and the order of every
+    learner, so that changing one of these leaves the others as they were.
+
+    Raises:
+        SpecError: a learner gets no record, or there is no held-out part to scale by.
+        DataError: a record is placed with a learner or in a round that the run has not (the message names its row).
+    """
+    data = spec.data
+    _require_room(spec, dataset)
+    split_rng, deal_rng, order_rng = np.random.default_rng(data.seed).spawn(3)
+    rows, test = _hold_out(dataset, data.test_fraction, split_rng)
+    rounds = _rounds(spec, dataset)
+    prepare = _preparation(data, test.features)
+
+    def placed(mine: IntArray, rng: np.random.Generator, learner: int = 0) -> LearnerData:
+        shuffled = rng.permutation(len(mine)) if data.order == "shuffled" else np.arange(len(mine))
+        part = spec.participation.learner_participation(learner, spec.rounds).mask()
+        timetable = _fill(shuffled, data, part) if rounds is None else _keep(shuffled, rounds[mine], part)
+        return LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable)
+
+    if dataset.learner is None and data.partition.is_shared:
+        if spec.absences:
+            raise SpecError(
+                "absences: data.partition shared gives all learners the same records in all rounds: leave one out"
+            )
+        learners = [placed(rows, order_rng)] * spec.n_learners
+    else:
+        owners = _owners(spec, dataset, rows, deal_rng)
+        hands = [rows[owners == i] for i in range(spec.n_learners)]
+        if empty := [i for i, mine in enumerate(hands) if not mine.size]:
+            raise SpecError(_nothing_for(spec, empty, dataset))
+        rngs = order_rng.spawn(spec.n_learners)
+        learners = [placed(mine, rng, i) for i, (mine, rng) in enumerate(zip(hands, rngs, strict=True))]
+    return PlacedData(tuple(learners), prepare(test.features), test.labels)
+
+
+def create_empty_live_data(spec: RunSpec) -> PlacedData:
+    """The data of a run of live records, before there are any."""
+    nothing = np.broadcast_to(np.int64(0), spec.rounds + 1)  # however many rounds, in no memory
+    return _live(spec, [nothing] * spec.n_learners)
+
+
+def estimate_live_data(spec: RunSpec, rate: float) -> PlacedData:
+    """The data of a run of live records, if they come evenly, each of them once. What they say nobody knows.
+
+    Args:
+        spec: of the run.
+        rate: records a round on average; below 1, most rounds bring none. The first brings some.
+
+    Raises:
+        SpecError: no such rate, or more records than there may be.
+    """
+    most = spec.data.batch_size
+    if not 0.0 < rate <= (math.inf if most == "all" else most):
+        raise SpecError(f"records a round must be above 0 and at most data.batch_size, {most}, got {rate:g}")
+    if spec.rounds * max(rate, 1.0) > MAX_ARRAY_ELEMENTS:
+        raise SpecError(
+            f"rounds and records must be at most {MAX_ARRAY_ELEMENTS} each: look at fewer rounds, got {spec.rounds}"
+        )
+    counts = np.diff(np.ceil(np.arange(spec.rounds + 1) * rate)).astype(np.int64)
+    parts = [spec.participation.learner_participation(i, spec.rounds).mask() for i in range(spec.n_learners)]
+    return _live(spec, [np.concatenate([[0], np.cumsum(counts * part)]) for part in parts])
+
+
+def _live(spec: RunSpec, offsets: Sequence[IntArray]) -> PlacedData:
+    width, zero = spec.data.width or 0, np.zeros(())
+
+    def of(ends: IntArray) -> LearnerData:
+        many = int(ends[-1])
+        features, labels = np.broadcast_to(zero, (many, width)), np.broadcast_to(zero, many)
+        return LearnerData(features, labels, np.arange(many, dtype=np.int64), ends)
+
+    return PlacedData(tuple(map(of, offsets)), np.empty((0, width)), np.empty(0))
+
+
+# ---- held-out part ---------------------------------------------------------------------------------------
+
+
+def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tuple[IntArray, Batch]:
+    """Rows to learn from, ascending, and the held-out part (empty where all rows are placed by the file)."""
+    n = len(dataset.labels)
+    if dataset.test is not None:
+        return np.arange(n), dataset.test
+    placed = dataset.learner is not None or dataset.round is not None
+    held = 0 if placed else min(max(round(fraction * n), 1), n - 1)
+    rows = rng.permutation(n)
+    test = np.sort(rows[:held])
+    return np.sort(rows[held:]), Batch(dataset.features[test], dataset.labels[test])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureTransform:
+    """From feature rows of a source, `(records, m)`, to rows of a run, `(records, n)`: scaled, then with the intercept.
+
+    Attributes:
+        intercept: whether a last column of ones is appended.
+        shift, width: what is subtracted, and divided by then, `(m,)` each; None: nothing is scaled.
+    """
+
+    intercept: bool
+    shift: FloatArray | None = None
+    width: FloatArray | None = None
+
+    def __call__(self, features: FloatArray) -> FloatArray:
+        if self.shift is not None and self.width is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                features = (features - self.shift) / self.width
+            if not (np.abs(features) <= MAX_MAGNITUDE).all():
+                raise DataError(
+                    f"scaled features must be between -{MAX_MAGNITUDE:g} and {MAX_MAGNITUDE:g}, got larger ones: some column has other "
+                    "sizes of numbers than its held-out part; rescale it first"
+                )
+        return _with_intercept(features) if self.intercept else np.asarray(features)
+
+
+def fit_feature_transform(data: DataSpec, dataset: Dataset) -> FeatureTransform:
+    """How rows of a source are made ready for a run of these records.
+
+    Raises:
+        SpecError: there is no held-out part to scale by.
+        DataError: it cannot be scaled by.
+    """
+    split_rng, *_ = np.random.default_rng(data.seed).spawn(3)
+    return _preparation(data, _hold_out(dataset, data.test_fraction, split_rng)[1].features)
+
+
+def _preparation(data: DataSpec, public: FloatArray) -> FeatureTransform:
+    """Scaling by constants of the held-out part, then the intercept."""
+    if data.scale == "none":
+        return FeatureTransform(data.intercept)
+    if not len(public):
+        raise SpecError(
+            f"data.scale {data.scale} takes its constants from held-out records, and this source has none: give the "
+            "file X_test and y_test, or scale the features beforehand and set data.scale to none"
+        )
+    return FeatureTransform(data.intercept, *_constants(data.scale, public))
+
+
+def _constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """What to subtract and to divide by, `(features,)` each; 1 divides a column that is constant."""
+    low, high = public.min(axis=0), public.max(axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+        shift, width = (low, high - low) if scale == "range" else (public.mean(axis=0), public.std(axis=0))
+    # Compared by extremes: the standard deviation of a constant column is rounding noise, not zero.
+    width = np.where(high == low, 1.0, width)
+    usable = np.isfinite(shift) & np.isfinite(width) & (width > 0)
+    if not usable.all():
+        column = int(np.flatnonzero(~usable)[0])
+        raise DataError(
+            f"data.scale {scale} must represent the range of column {column} (counted from 0), got one that is too wide or too "
+            "narrow for float64; rescale it first"
+        )
+    return shift, width
+
+
+def _with_intercept(features: FloatArray) -> FloatArray:
+    """A last column of ones."""
+    return np.hstack([features, np.ones((len(features), 1))])
+
+
+# ---- learners --------------------------------------------------------------------------------------------
+
+
+def _owners(spec: RunSpec, dataset: Dataset, rows: IntArray, rng: np.random.Generator) -> IntArray:
+    """The learner of each of `rows`."""
+    if dataset.learner is not None:
+        return _explicit_owners(spec, dataset, dataset.learner)[rows]
+    classes = dataset.classes
+    if classes is None:
+        classes = np.unique(dataset.labels, return_inverse=True)[1].astype(np.int64)
+    return spec.data.partition.owners(dataset.labels[rows], classes[rows], spec.n_learners, rng)
+
+
+def _explicit_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntArray:
+    """The learner column as indices of the run's learners."""
+    names = dataset.learner_names
+    if names is None and any(map(str.isdecimal, spec.names)):  # then a number is a name
+        known, learner = np.unique(learner, return_inverse=True)
+        names = tuple(map(str, known.tolist()))
+    if names is None:
+        owners, allowed = learner, f"an index in [0, {spec.n_learners})"
+    else:
+        index = {name: i for i, name in enumerate(spec.names)}
+        owners = np.array([index.get(name, -1) for name in names], dtype=np.int64)[learner]
+        allowed = f"one of {', '.join(spec.names)}"
+    outside = np.flatnonzero((owners < 0) | (owners >= spec.n_learners))
+    if outside.size:
+        row = int(outside[0])
+        near = [] if names is None else difflib.get_close_matches(names[learner[row]], spec.names, 1)
+        came = learner[row] if names is None else f"a name that is near {near[0]!r}" if near else "another name"
+        raise DataError(f"{dataset.name}: row {row} (counted from 0), column 'learner' must be {allowed}, got {came}")
+    return owners
+
+
+def _nothing_for(spec: RunSpec, learners: Sequence[int], dataset: Dataset) -> str:
+    """Which learners have no record, and what to do."""
+    advice = (
+        "give each rows in the column 'learner', or take it out of `learners`"
+        if dataset.learner is not None
+        else "take fewer learners, a milder data.partition (iid, a larger concentration), another seed or more data"
+    )
+    who, get = (
+        abbreviate_names([f"{spec.names[i]} (index {i})" for i in learners]),
+        "gets" if len(learners) == 1 else "get",
+    )
+    return f"every learner must get at least one record, and {who} {get} none: {advice}"
+
+
+# ---- rounds ----------------------------------------------------------------------------------------------
+
+
+def _rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:
+    """The round column, all of it inside the run."""
+    if dataset.round is None:
+        return None
+    outside = np.flatnonzero((dataset.round < 0) | (dataset.round >= spec.rounds))
+    if outside.size:
+        row = int(outside[0])
+        raise DataError(
+            f"{dataset.name}: row {row} (counted from 0), column 'round' must be in [0, {spec.rounds}), "
+            f"got {dataset.round[row]}; raise `rounds` or drop the row"
+        )
+    return dataset.round
+
+
+def _require_room(spec: RunSpec, dataset: Dataset) -> None:
+    """Refuse a timetable that has no room in memory; with `reuse` it names a record for every place of every round.
+
+    Raises:
+        SpecError: it has too many places.
+    """
+    data, each = spec.data, spec.n_learners
+    if data.reuse and dataset.round is None:
+        each = len(dataset.labels) if data.batch_size == "all" else spec.n_learners * data.batch_size
+    if (places := spec.rounds * each) > MAX_ARRAY_ELEMENTS:
+        what = f"{spec.rounds} rounds of {spec.n_learners} learners have {places} places for records"
+        raise SpecError(
+            f"there must be at most {MAX_ARRAY_ELEMENTS} places for records, and {what}: lower rounds or batch_size"
+        )
+
+
+def _fill(shuffled: IntArray, data: DataSpec, part: Mask) -> tuple[IntArray, IntArray]:
+    """`batch_size` records a round in which the learner takes part, until they run out, or for ever with `reuse`.
+
+    Args:
+        shuffled: rows, in the order in which they are learned.
+        data: of the spec.
+        part: `(rounds,)`: in which rounds it takes part.
+
+    Returns:
+        order, offsets: as in `LearnerData`.
+    """
+    size = len(shuffled) if data.batch_size == "all" else data.batch_size
+    if not data.reuse:
+        size = min(size, len(shuffled))  # else the ends of late rounds pass the largest int64
+    ends = np.concatenate([[0], np.cumsum(part, dtype=np.int64)]) * size
+    order = np.resize(shuffled, ends[-1]) if data.reuse else shuffled[: ends[-1]]
+    return order, np.minimum(ends, len(order))
+
+
+def _keep(shuffled: IntArray, rounds_of_rows: IntArray, part: Mask) -> tuple[IntArray, IntArray]:
+    """Every record in the round that the file gives it, but for those in which the learner is away: as `_fill`."""
+    shuffled = shuffled[part[rounds_of_rows[shuffled]]]
+    order = shuffled[np.argsort(rounds_of_rows[shuffled], kind="stable")]
+    return order, np.searchsorted(rounds_of_rows[order], np.arange(len(part) + 1)).astype(np.int64)

@@ -1,0 +1,170 @@
+"""What the owner of a run should know before it begins: its budget or its records end early, or its labels tell little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sottovoce_core.algorithms.run_context import RunWarning
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data.dataset import Dataset
+from sottovoce_core.data.encoding import describe_similar_labels
+from sottovoce_core.data.schedule import PlacedData
+from sottovoce_core.errors import SpecError
+from sottovoce_core.runs.run import Run, build_run, find_first_round_above, format_above
+from sottovoce_core.spec import RunSpec
+from sottovoce_core.text import abbreviate_names
+
+_MAX_IDLE_SHARE = 0.01
+"""Share of the rounds that a learner may be without records at the end: so far records that are dealt evenly differ."""
+MAX_ACCOUNTED_ROUNDS = 100_000
+"""Rounds of live records that are priced before they come."""
+BUDGET_ENDS = "BUDGET_ENDS"
+"""Code of the caution that a budget ends before the run."""
+
+
+def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
+    """The learners that stop speaking before the last planned round, since `privacy.budget` allows no more.
+
+    Args:
+        run: the run as planned.
+        data: its records, of which only the numbers by round matter.
+    """
+    spec = run.spec
+    if spec.privacy.budget is None or spec.is_unbounded:
+        return
+    budgets = [spec.get_budget(i) or math.inf for i in range(spec.n_learners)]
+    losses = [_losses(run, data, i) for i in range(spec.n_learners)]
+    found = [find_first_round_above(each, limit) for each, limit in zip(losses, budgets, strict=True)]
+    first = {i: t for i, t in enumerate(found) if t is not None}
+    if not first:
+        return
+    stops = [f"{spec.names[i]} in round {t}" for i, t in sorted(first.items(), key=lambda each: each[1])]
+    largest = max(first, key=lambda i: math.fsum(losses[i]))
+    rounds, totals = min(first.values()), [math.fsum(each) for each in losses]
+    cost = format_above(totals[largest], budgets[largest])
+    fits = [f"rounds: {rounds}"] if _fits(run, data, rounds) else []
+    if all(map(math.isfinite, totals)):
+        fits.append(f"privacy.budget: {_budget_for(spec, totals)}")
+    yield RunWarning(
+        BUDGET_ENDS,
+        f"privacy.budget {budgets[largest]:g} is below what {spec.rounds} rounds cost, epsilon {cost} at "
+        f"{spec.names[largest]}: {abbreviate_names(stops)} (rounds count from 0) would exceed it and sends no message; a run of services "
+        f"ends there, a simulation goes on; what fits: {', '.join([*fits, 'or more noise'])} (sottovoce budget --target)",
+    )
+
+
+def _losses(run: Run, data: PlacedData, learner: int) -> FloatArray:
+    """`(rounds,)` epsilon of each message until the learner's last round."""
+    own = data.learners[learner]
+    if run.spec.data.is_live and not own.offsets[-1]:  # nobody knows yet how many come
+        return run.planned_losses(learner, MAX_ACCOUNTED_ROUNDS)
+    return run.algorithm.accountant(learner).losses(np.diff(own.offsets))[: run.participation(learner).end]
+
+
+def _fits(run: Run, data: PlacedData, rounds: int) -> bool:
+    """Whether the first so many rounds alone keep the budget: noise may depend on the number of planned rounds."""
+    if rounds < 1:
+        return False
+    try:
+        shorter = build_run(run.spec.model_copy(update={"rounds": rounds}), data.n_features)
+    except SpecError:
+        return False
+    cut = replace(
+        data, learners=tuple(replace(own, order=own.order, offsets=own.offsets[: rounds + 1]) for own in data.learners)
+    )
+    budgets = [run.spec.get_budget(i) or math.inf for i in range(run.spec.n_learners)]
+    return all(find_first_round_above(_losses(shorter, cut, i), limit) is None for i, limit in enumerate(budgets))
+
+
+def _budget_for(spec: RunSpec, totals: Sequence[float]) -> str:
+    """The least budgets of three digits that allow these totals, as the spec writes them."""
+    enough = [_rounded_up(total) for total in totals]
+    if not isinstance(spec.privacy.budget, tuple):
+        return f"{max(enough):g}"
+    return (
+        f"[{', '.join(f'{max(least, budget):g}' for least, budget in zip(enough, spec.privacy.budget, strict=True))}]"
+    )
+
+
+def _rounded_up(value: float) -> float:
+    """A number of three significant digits, not below this one."""
+    if value <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return float(f"{math.ceil(value / unit) * unit:.3g}")
+
+
+def find_data_warnings(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
+    """None of them makes a run unsafe, or costs anything.
+
+    Args:
+        spec: of the run.
+        dataset: its records, before anybody got any of them.
+        data: who learns what when.
+    """
+    yield from _ended(spec, dataset, data)
+    yield from _classes(spec, dataset, data)
+
+
+def _ended(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
+    """Learners that are there after their last record has been learned."""
+    dealt = dataset.round is None  # by us: else the file says when, and who pauses may do so to the end
+    if dealt and spec.data.batch_size == "all":
+        return  # which says that they all come at first
+    short = dict[int, int]()
+    for i, own in enumerate(data.learners):
+        last = int(np.searchsorted(own.offsets, own.offsets[-1]))  # rounds until all are learned
+        idle = np.count_nonzero(spec.participation.learner_participation(i, spec.rounds).mask()[last:])
+        if idle > max(
+            1, _MAX_IDLE_SHARE * spec.rounds
+        ):  # the last round shows in no message, and `init` may leave it empty
+            short[i] = last
+    if not short or (not dealt and len(short) < spec.n_learners):
+        return
+    least, most = min(short.values()), max(short.values())
+    if least == most and len(short) == spec.n_learners:
+        lasting, rounds = f"{least}", "at every learner"
+    else:
+        told = [f"{spec.names[i]} ({last})" for i, last in sorted(short.items(), key=lambda each: each[1])]
+        lasting, rounds = f"{least}" if least == most else f"{least} to {most}", f"at {abbreviate_names(told)}"
+    instead = ", take a smaller data.batch_size, or data.reuse: true, which costs more epsilon" if dealt else ""
+    yield RunWarning(
+        "RECORDS_END",
+        f"the records last {lasting} of {spec.rounds} rounds {rounds}: after that nothing more is learned from them, and "
+        f"average_loss is over the rounds that bring records: set rounds to at most {most}{instead}",
+    )
+
+
+def _classes(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
+    """Labels that a loss of two classes puts together, and those that are all the same."""
+    loss, texts = spec.loss, dataset.class_names
+    if loss.n_classes is None or dataset.classes is None or not texts:
+        return
+    if told := describe_similar_labels(texts):
+        yield RunWarning("LABELS_ALIKE", f"labels {told}")
+    labels = np.concatenate([*(own.labels for own in data.learners), data.test_labels])
+    if (labels == labels[0]).all():
+        only = texts[int(dataset.classes[0])]
+        yield RunWarning(
+            "ONE_CLASS",
+            f"all records have the same class ({only}): there is nothing to tell apart, and an accuracy near 1 is no merit; "
+            "bring records of another class",
+        )
+    elif loss.has_binary_labels and spec.data.positive is None and len(texts) > 2:
+        yield RunWarning(
+            "CLASSES_JOINED",
+            f"{len(texts)} labels under the {loss.kind} loss, which has two classes: {_read_as(texts, dataset)}; take loss: "
+            f"{{kind: softmax, classes: {len(texts)}}}, or name in data.positive those that count as 1",
+        )
+
+
+def _read_as(texts: Sequence[str], dataset: Dataset) -> str:
+    found, first = np.unique(dataset.classes if dataset.classes is not None else (), return_index=True)
+    read = [f"{texts[int(k)]} is {dataset.labels[at]:g}" for k, at in zip(found, first, strict=True)]
+    if 2 * len(texts) > len(dataset.labels):
+        return "as many as there are records, or nearly"
+    return abbreviate_names(read)

@@ -1,0 +1,154 @@
+"""The simulator: all learners of a graph in one process, many replicas at once, no network.
+
+It drives the same algorithm object as the learner service. Arrays are `(learners, replicas, dim)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from sottovoce_core.algorithms.validation import require_decision, require_emitted_message
+from sottovoce_core.algorithms.interface import Message, StackedMessages, StateAxes
+from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, Batch, FloatArray
+from sottovoce_core.data import PlacedData
+from sottovoce_core.errors import SpecError
+from sottovoce_core.losses import Loss
+from sottovoce_core.noise import NoiseSource
+from sottovoce_core.runs.participation import (
+    USED_ROUNDS_FIELD,
+    StaleStackedMessages,
+    encode_punctual_rounds,
+    mask_offline_messages,
+    mask_offline_noise,
+    require_no_records,
+)
+from sottovoce_core.runs.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRound:
+    """What happened in one round.
+
+    Attributes:
+        t: the round.
+        message: what every learner said; not-a-number of those who were away.
+        before: decisions in use when the round's records arrived, `(learners, replicas, dim)`.
+        after: decisions after the round.
+    """
+
+    t: int
+    message: Message
+    decisions_before: FloatArray
+    decisions_after: FloatArray
+
+    def split_by_sender(self) -> dict[int, Message]:
+        """The message of every learner, fields `(1, replicas, dim)`, as whoever overhears it gets it."""
+        said, senders = self.message.fields.items(), range(len(self.decisions_before))
+        return {i: Message({name: value[i : i + 1] for name, value in said}) for i in senders}
+
+
+def simulate_rounds(
+    run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1, used_rounds: FloatArray | None = None
+) -> Iterator[SimulatedRound]:
+    """Run all rounds of a spec, one yielded value per round.
+
+    Args:
+        run: what to run.
+        data: who learns what when; the same for all replicas.
+        noise: its draws are `(learners, replicas, dim)`.
+        replicas: independent repetitions.
+        used: where a round may go on without late neighbours, `(rounds, learners, width)`: the rounds of the messages that the
+            update of a round uses, as they are said in the next one (`late.USED_ROUNDS_FIELD`). Default: nobody is late.
+
+    Raises:
+        DataError: a learner has records in a round in which it is away.
+        SpecError: it would take too much memory; or the algorithm's first message is not what it must be.
+    """
+    require_size(run, replicas)
+    _keep_what_is_freed()
+    roster, late, always = run.spec.participation, run.has_bounded_staleness, not run.spec.absences
+    require_no_records(data, roster, run.spec.rounds)
+    algorithm = run.algorithm
+    who = StateAxes(tuple(range(run.spec.n_learners)), replicas)
+    state, lead = algorithm.init(who), who.leading_shape
+    earlier: dict[str, list[FloatArray]] = (
+        {name: [] for name in algorithm.field_shapes()} if used_rounds is not None else {}
+    )
+    for t, batch in enumerate(_batches(data, run.spec.rounds, run.loss)):
+        there = None if always else roster.participant_mask(t)
+        if there is not None and there.all():
+            there = None
+        spoken = algorithm.emit(state, noise if there is None else mask_offline_noise(noise, there))
+        if t == 0:
+            require_emitted_message(algorithm, spoken, lead)
+        state, message = spoken
+        before = algorithm.decision(state)
+        if t == 0:
+            require_decision(algorithm, before, lead)
+        mixing = run.network.mixing(t)
+        heard = StackedMessages(mixing, run.clipping.clip_all(t, message))
+        if used_rounds is not None:
+            for name, said in earlier.items():
+                said.append(message[name])
+            heard = StaleStackedMessages(mixing, message, used_rounds[t], earlier)
+        state = algorithm.update(state, heard, batch)
+        if late:
+            last = encode_punctual_rounds(run.network, t) if used_rounds is None or t == 0 else used_rounds[t - 1]
+            field = np.broadcast_to(last[:, None], (len(last), replicas, last.shape[1]))
+            message = Message({**message.fields, USED_ROUNDS_FIELD: field})
+        if there is not None:
+            message = mask_offline_messages(message, there)
+        yield SimulatedRound(t, message, before, algorithm.decision(state))
+
+
+def require_size(run: Run, replicas: int) -> None:
+    """So many replicas of a run are no more than a simulation takes.
+
+    Raises:
+        SpecError: they are.
+    """
+    if (numbers := run.spec.n_learners * replicas * run.algorithm.dim) > MAX_ARRAY_ELEMENTS:
+        text = f"{run.spec.n_learners} learners in {replicas} replicas with {run.algorithm.dim} numbers each"
+        raise SpecError(
+            f"a simulation holds at most {MAX_ARRAY_ELEMENTS} numbers, and {text} are {numbers}: take fewer replicas"
+        )
+
+
+def _keep_what_is_freed() -> None:
+    """Make glibc's malloc keep what a round frees for the next one: given back to the system, every page comes with a fault.
+
+    It raises its threshold to twice the largest block of its own mapping that was freed, of up to 32 MiB; no page of this one is
+    touched. Other allocators take no notice.
+    """
+    np.empty(2**25 - 2**14, np.uint8)
+
+
+MAX_GATHERED_ELEMENTS = 2**17
+"""Numbers in the records that are gathered at a time (1 MiB), at least one round's."""
+
+
+def _batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
+    """`data.stacked(t)` of every round, many gathered at once where all learners get equally many records in each."""
+    sizes = np.stack([np.diff(learner.offsets) for learner in data.learners])[:, :rounds]
+    t = 0
+    while t < rounds:
+        size = int(sizes[0, t])
+        most = max(MAX_GATHERED_ELEMENTS // max(len(sizes) * size * data.n_features, 1), 1)
+        even = (sizes[:, t : t + most] == size).all(axis=0)
+        many = len(even) if even.all() else int(even.argmin())
+        if many < 2:
+            yield data.stack_round(t)
+            t += 1
+            continue
+        rows = [each.order[each.offsets[t] : each.offsets[t + many]].reshape(many, size) for each in data.learners]
+        features = np.stack([each.features[mine] for each, mine in zip(data.learners, rows, strict=True)], axis=1)
+        labels = np.stack([each.labels[mine] for each, mine in zip(data.learners, rows, strict=True)], axis=1)
+        within = loss.enforce_bounds(features, labels)
+        bounded = map(partial(Batch.from_bounded_records, loss), *within)
+        obey = all(map(np.array_equal, (features, labels), within))
+        yield from bounded if obey else map(Batch.with_bounded_batch, features, labels, bounded)
+        t += many

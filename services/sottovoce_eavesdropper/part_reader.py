@@ -1,0 +1,142 @@
+"""Reading the Parquet files of a capture, which anybody may have written or cut short: bounded in memory and in time.
+
+The footer is held against the limits before anything else is read. It may lie, so text and payloads stay dictionaries until
+their true lengths are added up: a file of a few bytes can say one long value a million times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.runs.transcript import import_parquet
+from sottovoce_eavesdropper.storage import Folder
+from sottovoce_eavesdropper.capture_writer import build_schema
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MIB = 1024 * 1024
+MAX_FILE_BYTES = 256 * MIB
+"""Bytes of a part on disk."""
+MAX_UNPACKED_BYTES = 256 * MIB
+"""Bytes of a part, unpacked. One that we wrote has a quarter of that, or one message."""
+MAX_ROWS, _MAX_ROW_GROUPS = 65_536, 1_024
+_MAX_TEXT_BYTES = 4_096
+"""Bytes of a text such as a method's name."""
+BATCH_ROWS = 1_024
+"""Rows that are unpacked at a time."""
+
+_FOOTER = {"thrift_string_size_limit": 16 * MIB, "thrift_container_size_limit": 65_536}
+
+
+def read_part(place: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a part, a batch at a time: text and bytes as they are, no holes, `size` the payload's length.
+
+    Args:
+        place: where the capture lies.
+        name: of the part.
+        columns: which ones, of `records.schema()`.
+
+    Raises:
+        CaptureError: unreadable, too large, or not a part of a capture.
+    """
+    where = f"{place.name}/{name}"
+    with _named(where):
+        if (size := place.get_size(name)) > MAX_FILE_BYTES:
+            raise CaptureError(f"{where} must have at most {MAX_FILE_BYTES} bytes, got {size}")
+        with place.open(name) as raw:
+            footer = import_parquet().ParquetFile(raw, **_FOOTER)
+            _require_limits(where, footer.metadata)
+            _require_columns(where, footer.schema_arrow)
+            texts = [kind.name for kind in build_schema() if not _is_primitive(kind.type)]
+            file = import_parquet().ParquetFile(raw, metadata=footer.metadata, read_dictionary=texts, **_FOOTER)
+            unpacked = 0
+            for batch in file.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=False):
+                unpacked += _text_bytes(where, batch)
+                if unpacked > MAX_UNPACKED_BYTES:
+                    raise CaptureError(f"{where} must unpack to at most {MAX_UNPACKED_BYTES} bytes")
+                yield _plain(where, batch)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Whatever a broken file makes Arrow raise, in one line with the file."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
+        raise CaptureError(f"cannot read {where}: {' '.join(str(error).split())[:300]}") from None
+
+
+def _require_limits(where: str, footer: Any) -> None:
+    groups = footer.num_row_groups
+    if groups > _MAX_ROW_GROUPS or not 0 <= footer.num_rows <= MAX_ROWS:
+        raise CaptureError(
+            f"{where} must have at most {MAX_ROWS} rows in {_MAX_ROW_GROUPS} groups, got {footer.num_rows} in {groups}"
+        )
+    sizes = [footer.row_group(k).total_byte_size for k in range(groups)]
+    if min(sizes, default=0) < 0 or sum(sizes) > MAX_UNPACKED_BYTES:
+        raise CaptureError(f"{where} must unpack to at most {MAX_UNPACKED_BYTES} bytes, its footer says {sum(sizes)}")
+
+
+def _require_columns(where: str, found: Any) -> None:
+    """The columns of a capture, each once, and of their types; text may be a dictionary or not."""
+    wanted = {kind.name: str(_value_type(kind.type)) for kind in build_schema()}
+    got = [(kind.name, str(_value_type(kind.type))) for kind in found]
+    if dict(got) != wanted or len(got) != len(wanted):
+        wrong = sorted({name for name, _ in set(got) ^ set(wanted.items())})
+        raise CaptureError(
+            f"{where} is not a part of a capture: column(s) {', '.join(wrong)[:200]} missing or of another type"
+        )
+
+
+def _text_bytes(where: str, batch: pa.RecordBatch) -> int:
+    """Bytes of all payloads, unpacked; refuses what is missing, and long text."""
+    import pyarrow.compute as pc
+
+    total = 0
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if column.null_count:
+            raise CaptureError(f"{where}: column {name!r} must hold a value in every row")
+        if _is_primitive(column.type):
+            continue
+        lengths = pc.binary_length(column.dictionary)
+        if name == "payload":
+            total = pc.sum(lengths.take(column.indices)).as_py() or 0
+        elif (longest := pc.max(lengths).as_py() or 0) > _MAX_TEXT_BYTES:
+            raise CaptureError(
+                f"{where}: column {name!r} must hold text of at most {_MAX_TEXT_BYTES} bytes, got {longest}"
+            )
+    return total
+
+
+def _plain(where: str, batch: pa.RecordBatch) -> pa.RecordBatch:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    columns = [each if _is_primitive(each.type) else each.dictionary_decode() for each in batch.columns]
+    plain = pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+    plain.validate(full=True)  # text that is no text
+    if {"kind", "size", "payload"} <= set(plain.schema.names):
+        lengths = pc.binary_length(plain.column("payload"))
+        unread = pc.and_(pc.equal(plain.column("kind"), "ciphertext"), pc.equal(lengths, 0))
+        right = pc.or_(pc.equal(lengths, plain.column("size")), unread)
+        if not pc.all(right).as_py() and plain.num_rows:
+            raise CaptureError(f"{where}: column 'size' must hold the length of the payload")
+    return plain
+
+
+def _is_primitive(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_primitive(kind))
+
+
+def _value_type(kind: Any) -> Any:
+    import pyarrow as pa
+
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
