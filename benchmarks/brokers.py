@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce_client.feeding.broker import open_source
+from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget, feed
 from sottovoce_client.feeding.nats import NATS
 from sottovoce_client.feeding.progress import FeedCounters
-from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget, feed
 from sottovoce_client.runs.local_services import LocalServices
 from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_core.experiment import prepare

@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce_client.runs.feeder import feed
-from sottovoce_coordinator.service import CoordinatorConfig, serve
 from sottovoce_coordinator.run_launcher import MAX_LEARNERS_PER_RUN
+from sottovoce_coordinator.service import CoordinatorConfig, serve
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SottovoceError
 from sottovoce_core.spec import RunSpec, parse_spec

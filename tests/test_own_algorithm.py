@@ -68,7 +68,7 @@ def test_the_example_composes_as_laplace_noise(folder: Path) -> None:
     promise = run.guarantee(0)
     three = np.array([1, 0, 2, 0, 0, 0])
 
-    assert (promise.mechanism, promise.adjacency) == (Mechanism.LAPLACE, Adjacency.RECORD)
+    assert (promise.mechanism, promise.adjacency) == (Mechanism.LAPLACE, Adjacency.RECORD_USE)
     assert run.guarantee(0, np.full(6, 2), three).epsilon() == 3 * promise.epsilon() > 0.0  # a list follows no record
 
 
@@ -103,7 +103,9 @@ def test_the_example_runs_in_the_simulator_and_as_services(folder: Path) -> None
 
     assert summary["state"] == "finished"
     assert [learner["rounds"] for learner in summary["learners"]] == [20, 20, 20]
-    assert all(learner["spent"] == pytest.approx(learner["event"]) for learner in summary["learners"])
+    assert all(
+        learner["epsilon_spent"] == pytest.approx(learner["epsilon_record_use"]) for learner in summary["learners"]
+    )
 
 
 @pytest.mark.parametrize(

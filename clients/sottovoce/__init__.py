@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from sottovoce_client.live.prequential import PrequentialEvaluation as PrequentialEvaluation
     from sottovoce_client.runs.compare import compare as compare
     from sottovoce_client.runs.sweep import sweep as sweep
-    from sottovoce_core.auditing.audit import Audit as Audit
-    from sottovoce_core.data.label_join import LabelJoin as LabelJoin
     from sottovoce_core.api import Simulation as Simulation
     from sottovoce_core.api import audit as audit
     from sottovoce_core.api import calibrate as calibrate
     from sottovoce_core.api import simulate as simulate
+    from sottovoce_core.auditing.audit import Audit as Audit
+    from sottovoce_core.data.label_join import LabelJoin as LabelJoin
     from sottovoce_core.errors import DataError as DataError
     from sottovoce_core.errors import SottovoceError as SottovoceError
     from sottovoce_core.errors import SpecError as SpecError

@@ -26,18 +26,18 @@ from rich.text import Text
 from sottovoce_client import terminal
 from sottovoce_client.feeding.broker import load_feeds
 from sottovoce_client.formatting import format_count
-from sottovoce_core.errors import DataError, SottovoceError
+from sottovoce_core.errors import CorruptStateError, SottovoceError
 from sottovoce_core.text import escape_control
 from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc.access import UNTRUSTED_CALLER_TEXT
 from sottovoce_rpc.addresses import is_loopback
 from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, REVOCATION_FILE
 from sottovoce_rpc.credentials import EXPIRY_WARNING_PERIOD, Credentials
+from sottovoce_rpc.error_status import convert_status_error, explain_handshake_failure
 from sottovoce_rpc.logs import is_open_to_others
 from sottovoce_rpc.metrics import MetricsEndpoint
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.error_status import convert_status_error, explain_handshake_failure
 from sottovoce_rpc.tasks import await_answer
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -205,7 +205,7 @@ def _state(folder: Path) -> Iterator[Finding]:
         try:
             runs = Ledger(folder).verify(name, imports=False)
             yield Finding(f"{what}: {name}", "well", f"{len(runs)} runs in its ledger: nothing is lost")
-        except DataError as error:
+        except CorruptStateError as error:
             yield Finding(f"{what}: {name}", "wrong", str(error))
 
 

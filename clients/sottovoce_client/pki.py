@@ -21,7 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_core.errors import FailedPrecondition, SpecError
+from sottovoce_core.errors import AlreadyExists, FailedPrecondition, NotFound, SpecError
 from sottovoce_rpc.certificates import (
     AUTHORITIES_FILE,
     CERTIFICATE_FILE,
@@ -57,7 +57,8 @@ class Authority:
         folder: as `Authority.init` made it.
 
     Raises:
-        FailedPrecondition: there is none, or it cannot be used.
+        NotFound: there is none.
+        FailedPrecondition: it cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +66,7 @@ class Authority:
         try:
             raw, raw_key = (folder / AUTHORITIES_FILE).read_bytes(), (folder / AUTHORITY_KEY).read_bytes()
         except OSError as error:
-            raise FailedPrecondition(
+            raise NotFound(
                 f"no authority in {folder}: {Path(error.filename).name}: {error.strerror}; make one with `sottovoce pki init`"
             ) from None
         believed, key = (
@@ -109,7 +110,7 @@ class Authority:
                 f"the authority that is replaced must be of {domain}, got one of {replaced_authority.domain}"
             )
         if (folder / AUTHORITIES_FILE).exists():  # written last: what died before it is begun again
-            raise FailedPrecondition(f"there is an authority in {folder} already")
+            raise AlreadyExists(f"there is an authority in {folder} already")
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Sottovoce authority of {domain}")])
         uri = x509.UniformResourceIdentifier(f"spiffe://{domain}")
@@ -184,7 +185,7 @@ class Authority:
             if (folder / CERTIFICATE_FILE).exists():  # written last: what died before it is begun again
                 before = read_certificate(folder)
                 if read_principal(before) != principal or not self._is_revoked(before, folder):
-                    raise FailedPrecondition(
+                    raise AlreadyExists(
                         f"there is an identity in {folder} already: renew it with `sottovoce pki issue {folder}`"
                     )
             return self._issue(principal, folder, days, hosts, None)
@@ -455,7 +456,7 @@ def read_certificate(folder: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is none"
-        raise FailedPrecondition(f"no certificate in {folder / CERTIFICATE_FILE}: {why}") from None
+        raise NotFound(f"no certificate in {folder / CERTIFICATE_FILE}: {why}") from None
 
 
 def read_request(path: Path) -> x509.CertificateSigningRequest:
@@ -470,7 +471,7 @@ def read_request(path: Path) -> x509.CertificateSigningRequest:
         found = load(raw)
         holds = found.is_signature_valid
     except OSError as error:
-        raise FailedPrecondition(f"no certificate signing request in {path}: {error.strerror}") from None
+        raise NotFound(f"no certificate signing request in {path}: {error.strerror}") from None
     except (ValueError, UnsupportedAlgorithm):
         raise FailedPrecondition(
             f"{path} must hold a certificate signing request in PEM or DER, got something else"

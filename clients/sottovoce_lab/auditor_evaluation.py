@@ -21,10 +21,10 @@ import numpy as np
 from sottovoce_core.auditing.audit import Audit, ChunkStatistics, ChunkTask, audit_simulated
 from sottovoce_core.auditing.bounds import ALPHA_ALLOCATION, Test
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.worst_case_search import find_worst_worlds
-from sottovoce_core.auditing.verdict import Findings, decide
 from sottovoce_core.auditing.traffic_features import build_features
+from sottovoce_core.auditing.verdict import Findings, decide
 from sottovoce_core.auditing.worlds import NoiseFactory, RunChunk, count_runs_in_memory, plan_chunks, simulate_runs
+from sottovoce_core.auditing.worst_case_search import find_worst_worlds
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise

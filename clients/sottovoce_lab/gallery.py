@@ -17,7 +17,9 @@ from rich.text import Text
 
 from sottovoce_client import terminal
 from sottovoce_client.atomic_files import open_private, write_json
+from sottovoce_client.formatting import MISSING_VALUE, format_number, format_percent
 from sottovoce_client.reports.figure import Figure
+from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import (
     FAINT,
     PALETTE,
@@ -28,8 +30,6 @@ from sottovoce_client.reports.plot_elements import (
     make_reference_line,
     select_evenly,
 )
-from sottovoce_client.reports.page import Page, PageColumn, PageTable
-from sottovoce_client.formatting import MISSING_VALUE, format_number, format_percent
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import CaptureError, SpecError
@@ -38,8 +38,8 @@ from sottovoce_core.optional import format_install_hint
 from sottovoce_core.spec import parse_spec
 from sottovoce_eavesdropper.capture_reader import find_captures
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_lab.simulated_attacks import AttackResults, Gallery, MembershipInference, simulate_gallery
 from sottovoce_lab.reconstruction import Reconstruction, reconstruct_records
+from sottovoce_lab.simulated_attacks import AttackResults, Gallery, MembershipInference, simulate_gallery
 
 # ---- exhibits --------------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.backends import Backend
 from sottovoce_client.atomic_files import write_json, write_text
+from sottovoce_client.backends import Backend
 from sottovoce_client.formatting import MISSING_VALUE, format_count
+from sottovoce_lab.auditor_evaluation import (
+    CONFIDENCE,
+    MAX_WATCHED_ROUNDS,
+    POWER_RUN_COUNTS,
+    PowerMeasurement,
+    ServiceKind,
+    measure_mutant_power,
+)
+from sottovoce_lab.catalogue import CATALOGUE
+from sottovoce_lab.mutants import TARGET_POWER
+from sottovoce_lab.selftest import load_mutant, run_in_parallel
 from sottovoce_lab.service_mutants import NETWORK_MUTANTS, WIRETAP_MUTANTS
 from sottovoce_lab.service_power import (
     FOREIGN_AUDIT_COUNT,
@@ -25,17 +36,6 @@ from sottovoce_lab.service_power import (
     SERVICE_RUN_COUNTS,
     measure_foreign_power,
     measure_service_power,
-)
-from sottovoce_lab.catalogue import CATALOGUE
-from sottovoce_lab.mutants import TARGET_POWER
-from sottovoce_lab.selftest import load_mutant, run_in_parallel
-from sottovoce_lab.auditor_evaluation import (
-    CONFIDENCE,
-    MAX_WATCHED_ROUNDS,
-    POWER_RUN_COUNTS,
-    PowerMeasurement,
-    ServiceKind,
-    measure_mutant_power,
 )
 
 _HEADS = "broken learner", "what is wrong", "found by", "runs", "limit", "rounds"

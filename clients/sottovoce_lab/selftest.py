@@ -13,16 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce_client import terminal
+from sottovoce_client.atomic_files import write_json
 from sottovoce_client.auditing.audit import choose_audited_learner
 from sottovoce_client.backends import Backend, open_mapper
-from sottovoce_client.atomic_files import write_json
 from sottovoce_client.formatting import MISSING_VALUE, format_count
 from sottovoce_core.auditing.bounds import compute_confidence_interval
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.registry import import_object
-from sottovoce_lab.catalogue import QUICK_MUTANTS
-from sottovoce_lab.mutants import ALGORITHM_RUNS, Mutant
 from sottovoce_lab.auditor_evaluation import (
     AUDIT_LEVEL,
     WATCH_LEVEL,
@@ -32,6 +30,8 @@ from sottovoce_lab.auditor_evaluation import (
     sum_false_alarms,
     try_mutant,
 )
+from sottovoce_lab.catalogue import QUICK_MUTANTS
+from sottovoce_lab.mutants import ALGORITHM_RUNS, Mutant
 
 _LOT = 5
 """Audits of correct learners in one piece of work."""

@@ -21,8 +21,8 @@ from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.noise import NoiseSource, SeededNoise
 from sottovoce_lab.catalogue import CATALOGUE
 from sottovoce_lab.mutants import MethodOverride
-from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.assignment import RunAssignment
+from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_learner.servicer import LearnerServicer
 from sottovoce_rpc.access import Context, release_read_slot

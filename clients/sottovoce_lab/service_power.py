@@ -22,6 +22,8 @@ import numpy as np
 from structlog.testing import capture_logs
 
 from sottovoce_client.auditing.audit import AuditRequest
+from sottovoce_client.auditing.audit_files import CaptureMethod, RunLedgerEntry, prepare_audit_spec
+from sottovoce_client.auditing.audit_runs import AuditRuns, collect_runs
 from sottovoce_client.auditing.captures import audit_captures
 from sottovoce_client.auditing.captures import list_captures as captures_in
 from sottovoce_client.auditing.foreign_runs import read_runs
@@ -31,8 +33,6 @@ from sottovoce_client.auditing.network import (
     interleave_pairs,
     plan_ciphertext_audit,
 )
-from sottovoce_client.auditing.audit_runs import AuditRuns, collect_runs
-from sottovoce_client.auditing.audit_files import CaptureMethod, RunLedgerEntry, prepare_audit_spec
 from sottovoce_client.runs.local_services import issue_local_identities
 from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_client.terminal import ignore_progress
@@ -46,8 +46,6 @@ from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.grpc_proxy import StandaloneProxy, StandaloneProxyConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_lab.service_mutants import CustomNoiseLearner, ServiceMutant, build_learners
-from sottovoce_lab.mutants import BASE_RUNS, BaseRun
 from sottovoce_lab.auditor_evaluation import (
     CONFIDENCE,
     PowerMeasurement,
@@ -55,6 +53,8 @@ from sottovoce_lab.auditor_evaluation import (
     find_refuting_part,
     search_run_count,
 )
+from sottovoce_lab.mutants import BASE_RUNS, BaseRun
+from sottovoce_lab.service_mutants import CustomNoiseLearner, ServiceMutant, build_learners
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.server import listen_on

@@ -18,10 +18,10 @@ from sottovoce_core.errors import FailedPrecondition, SottovoceError
 from sottovoce_core.runs.run import Run
 from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
 

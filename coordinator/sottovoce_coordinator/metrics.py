@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sottovoce_coordinator.run_registry import ManagedRun
 from sottovoce_coordinator.learner_registry import LearnerRegistry
+from sottovoce_coordinator.run_registry import ManagedRun
 from sottovoce_coordinator.run_state import RunState
 from sottovoce_coordinator.store import StoredRun
 from sottovoce_rpc.learner_status import VIOLATION_KINDS

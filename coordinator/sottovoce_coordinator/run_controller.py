@@ -17,8 +17,8 @@ from typing import Any
 import structlog
 
 from sottovoce_coordinator.capture_client import CaptureClient
-from sottovoce_coordinator.run_registry import ManagedRun
 from sottovoce_coordinator.learner_registry import JoinedLearner, LearnerRegistry, require_learner_name
+from sottovoce_coordinator.run_registry import ManagedRun
 from sottovoce_coordinator.run_state import RunState, RunStateMachine
 from sottovoce_coordinator.store import CoordinatorStore, log_write_failures
 from sottovoce_core.errors import FailedPrecondition, NotFound, SottovoceError, Unavailable

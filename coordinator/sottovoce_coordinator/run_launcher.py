@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 import structlog
 
 from sottovoce_coordinator.capture_client import CaptureClient
+from sottovoce_coordinator.learner_registry import JoinedLearner, LearnerRegistry
 from sottovoce_coordinator.run_controller import RunController
 from sottovoce_coordinator.run_registry import ManagedRun, RunRegistry
-from sottovoce_coordinator.learner_registry import JoinedLearner, LearnerRegistry
 from sottovoce_coordinator.run_state import RunState, RunStateMachine
 from sottovoce_coordinator.store import CoordinatorStore, StoredRun
 from sottovoce_core.errors import AlreadyExists, FailedPrecondition, SottovoceError, SpecError

@@ -12,22 +12,22 @@ from pathlib import Path
 import structlog
 
 from sottovoce_coordinator.capture_client import CaptureClient
-from sottovoce_coordinator.run_controller import RunController
-from sottovoce_coordinator.run_registry import ManagedRun, RunRegistry
 from sottovoce_coordinator.learner_registry import Context, JoinedLearner, LearnerRegistry, read_introduction
 from sottovoce_coordinator.metrics import CATALOGUE, collect_metrics
-from sottovoce_coordinator.run_state import RunState
+from sottovoce_coordinator.run_controller import RunController
 from sottovoce_coordinator.run_launcher import RunLauncher
+from sottovoce_coordinator.run_registry import ManagedRun, RunRegistry
+from sottovoce_coordinator.run_state import RunState
 from sottovoce_coordinator.store import CoordinatorStore
 from sottovoce_core.errors import PermissionDenied, SottovoceError, Unavailable
 from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, release_read_slot
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.error_status import shorten_text
 from sottovoce_rpc.learner_status import LearnerStatus, WaitReport
 from sottovoce_rpc.logs import has_project_text, log_start, warn_if_open
 from sottovoce_rpc.metrics import MetricSample, MetricsEndpoint, collect_common_metrics, serve_metrics
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import MAX_CONTROL_BYTES, RunningServer, announce, paginate, serve_until_stopped, start_server
-from sottovoce_rpc.error_status import shorten_text
 from sottovoce_rpc.tasks import Tasks, build_wait_notifier, run_in_background
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 

@@ -25,7 +25,13 @@ from typing import Any, TextIO
 import structlog
 
 from sottovoce_coordinator.run_state import CaptureBinding, RunState
-from sottovoce_core.errors import DataError, FailedPrecondition, PermissionDenied, RemoteProtocolError, Unavailable
+from sottovoce_core.errors import (
+    CorruptStateError,
+    FailedPrecondition,
+    PermissionDenied,
+    RemoteProtocolError,
+    Unavailable,
+)
 from sottovoce_rpc.commands import Origin
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
@@ -117,7 +123,7 @@ class CoordinatorStore:
 
     Raises:
         FailedPrecondition: another coordinator uses the folder.
-        DataError: what stands there is damaged, or of a newer version.
+        CorruptStateError: what stands there is damaged, or of a newer version.
         Unavailable: it cannot be written.
     """
 
@@ -218,7 +224,7 @@ class CoordinatorStore:
         """One transaction, synced.
 
         Raises:
-            DataError: the file is damaged.
+            CorruptStateError: the file is damaged.
             Unavailable: it cannot be written: nothing of the transaction counts.
         """
         try:
@@ -227,17 +233,19 @@ class CoordinatorStore:
         except sqlite3.OperationalError as error:
             raise Unavailable(f"{self._where} cannot be written: {error}") from None
         except sqlite3.DatabaseError as error:
-            raise DataError(f"{self._where} is damaged: {error}; {_WAY_OUT}") from None
+            raise CorruptStateError(f"{self._where} is damaged: {error}; {_WAY_OUT}") from None
 
     def _prepare(self) -> None:
         for pragma in ("journal_mode = WAL", "synchronous = FULL"):
             self._db.execute(f"PRAGMA {pragma}")
         (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise DataError(f"{self._where} is damaged: {' '.join(found.split())}; {_WAY_OUT}")
+            raise CorruptStateError(f"{self._where} is damaged: {' '.join(found.split())}; {_WAY_OUT}")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, FORMAT):
-            raise DataError(f"{self._where} must be of format {FORMAT}, got {version}: use the version that wrote it")
+            raise CorruptStateError(
+                f"{self._where} must be of format {FORMAT}, got {version}: use the version that wrote it"
+            )
         self._db.executescript(f"{_TABLES} PRAGMA user_version = {FORMAT};")
 
     def _begin_term(self) -> Origin:

@@ -16,7 +16,6 @@ from sottovoce_core.budget.calibration import BudgetTarget, BudgetUnit
 from sottovoce_core.budget.calibration import calibrate as noise_for
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment, require_count, resolve_experiment
-from sottovoce_core.validation_errors import abbreviate_value
 from sottovoce_core.noise import NoiseSource, RecordedNoise, SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.results import Result, Results, collect_facts
@@ -26,6 +25,7 @@ from sottovoce_core.runs.simulator import SimulatedRound
 from sottovoce_core.runs.simulator import simulate_rounds as rounds_of
 from sottovoce_core.runs.transcript import Transcript, read_noise
 from sottovoce_core.table import Table
+from sottovoce_core.validation_errors import abbreviate_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +150,7 @@ def calibrate(
     experiment: Experiment | Path | str,
     epsilon: float | Mapping[str, float],
     *,
-    privacy_unit: BudgetUnit = "event",
+    privacy_unit: BudgetUnit = "record_use",
     horizon: float | None = None,
 ) -> Experiment:
     """The same experiment with as little noise as meets a privacy budget from below, within a thousandth of it.

@@ -60,6 +60,10 @@ class DataError(SottovoceError):
     """Records are unusable: wrong shape, non-finite, outside the loss's domain."""
 
 
+class CorruptStateError(SottovoceError):
+    """Stored state is damaged, incomplete, or contradicts itself or another service."""
+
+
 class FailedPrecondition(SottovoceError):
     """Asked for something that this service cannot give in its present state."""
 

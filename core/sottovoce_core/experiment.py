@@ -21,12 +21,12 @@ from sottovoce_core.budget.composition import check_lattice
 from sottovoce_core.data import LearnerData, PlacedData, load_dataset
 from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import SpecError
-from sottovoce_core.validation_errors import abbreviate_value, explain
 from sottovoce_core.privacy.guarantee import Guarantee, combine_epsilons
-from sottovoce_core.runs.run_warnings import find_budget_warnings, find_data_warnings
 from sottovoce_core.runs.placement import create_empty_live_data, estimate_live_data, place_data
 from sottovoce_core.runs.run import Run, build_run
+from sottovoce_core.runs.run_warnings import find_budget_warnings, find_data_warnings
 from sottovoce_core.spec import RunSpec, dump_spec, inline_schema, read_document
+from sottovoce_core.validation_errors import abbreviate_value, explain
 
 PAUSES = "PAUSES"
 """Of a run of live records that does not outlast a pause of theirs."""

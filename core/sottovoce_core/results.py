@@ -50,7 +50,7 @@ class Facts:
         algorithm: its name.
         threat_model: the observers that the guarantee covers; None: it covers none.
         epsilon_paper: by the paper's own formula, of the learner with the largest; infinite: nothing is promised.
-        epsilon_event: tight, of one use of one record, likewise; the sum over the learners where they share their records.
+        epsilon_record_use: tight, of one use of one record, likewise; the sum over the learners where they share their records.
         epsilon_record: tight, of the record that costs most in all its uses.
         floats: numbers in the message of a round.
         rounds: of the run.
@@ -64,7 +64,7 @@ class Facts:
     algorithm: str
     threat_model: str | None
     epsilon_paper: _Epsilon
-    epsilon_event: _Epsilon
+    epsilon_record_use: _Epsilon
     epsilon_record: _Epsilon
     floats: int
     rounds: int
@@ -102,7 +102,7 @@ def collect_facts(
         algorithm=run.algorithm.name,
         threat_model=threat,
         epsilon_paper=max(float(each.paper_epsilon[-1]) for each in events),
-        epsilon_event=combine_epsilons(
+        epsilon_record_use=combine_epsilons(
             (each.epsilon() for each in events), has_shared_records=first.has_shared_records
         ),
         epsilon_record=combine_epsilons(records, has_shared_records=first.has_shared_records),
@@ -160,7 +160,9 @@ class Results:
                     each.curves.rounds[first:].tolist(), curve.mean[first:], curve.error[first:], *ends, strict=True
                 )
                 seeds = curve.replicas.shape[1]
-                rows += [(*lead, done, metric, *map(float, of), each.facts.epsilon_event, seeds) for done, *of in found]
+                rows += [
+                    (*lead, done, metric, *map(float, of), each.facts.epsilon_record_use, seeds) for done, *of in found
+                ]
         return Table.from_rows(
             ("spec", *fields, "round", "metric", "mean", "standard_error", "low", "high", "epsilon", "seeds"), rows
         )

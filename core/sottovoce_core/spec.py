@@ -30,12 +30,12 @@ from sottovoce_core.data.files import RECORD_FILE_SUFFIXES
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce_core.errors import SpecError
-from sottovoce_core.validation_errors import explain
 from sottovoce_core.losses import AnyLoss
 from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.network.participation_schedule import OfflineInterval, ParticipationSchedule, resolve_learner_names
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.registry import UNBOUNDED_ROUNDS, Count, Positive, Seconds, Section
+from sottovoce_core.validation_errors import explain
 from sottovoce_core.yaml_files import parse_document, read_text_file, require_mapping, write_yaml
 
 LEARNER_NAME_PATTERN = r"^\w[\w .-]{0,62}(@[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?)?$"

@@ -21,10 +21,10 @@ from sottovoce_eavesdropper.capture_session import (
     find_open_capture,
     resume_capture,
 )
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_eavesdropper.tcp_proxy import TcpProxy
-from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.credentials import Credentials

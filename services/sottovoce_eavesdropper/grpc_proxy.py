@@ -24,11 +24,12 @@ import structlog
 
 from sottovoce_core.errors import CaptureError, PermissionDenied, SpecError, Unavailable
 from sottovoce_eavesdropper.capture_checks import EXCHANGE_METHODS, CaptureRow
-from sottovoce_eavesdropper.storage import open_folder, require_folder
 from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter
+from sottovoce_eavesdropper.storage import open_folder, require_folder
 from sottovoce_rpc.access import AccessInterceptor, Refusals
 from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.error_status import CallOutcome, abort_on_error
 from sottovoce_rpc.logs import log_start
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import (
@@ -45,7 +46,6 @@ from sottovoce_rpc.server import (
     serve_until_stopped,
 )
 from sottovoce_rpc.signatures import is_signature
-from sottovoce_rpc.error_status import CallOutcome, abort_on_error
 from sottovoce_rpc.tasks import Tasks, run_in_background
 from sottovoce_wire.v1 import eavesdropper_pb2
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.runs.transcript import import_parquet
-from sottovoce_eavesdropper.storage import Folder
 from sottovoce_eavesdropper.capture_writer import build_schema
+from sottovoce_eavesdropper.storage import Folder
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -17,9 +17,9 @@ import structlog
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_eavesdropper.capture_registry import CaptureRegistry
 from sottovoce_eavesdropper.capture_session import CaptureSession
+from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
 from sottovoce_eavesdropper.grpc_proxy import FINISH_TIMEOUT_S, MAX_PAYLOAD_BYTES
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
-from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
 from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, StreamLimit
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials

@@ -19,8 +19,8 @@ from sottovoce_learner.session import Session
 from sottovoce_learner.storage.state_folder import StoreIdentity
 from sottovoce_rpc import commands, principals
 from sottovoce_rpc.commands import Command, command_from_wire
-from sottovoce_rpc.server import HELLO_TIMEOUT_S, open_channel, wait_until_reachable
 from sottovoce_rpc.error_status import CallOutcome, convert_status_error
+from sottovoce_rpc.server import HELLO_TIMEOUT_S, open_channel, wait_until_reachable
 from sottovoce_rpc.tasks import notify_if_slow, run_in_background
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 

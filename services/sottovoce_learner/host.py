@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import structlog
 
-from sottovoce_core.errors import DataError, SottovoceError, Unavailable
+from sottovoce_core.errors import CorruptStateError, SottovoceError, Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.metrics import CATALOGUE
 from sottovoce_learner.peers.in_process import InProcessTransport
@@ -53,7 +53,7 @@ class Host:
             for learner in self._learners:
                 try:
                     addresses[learner.config.name] = await self._started(learner)
-                except DataError as error:
+                except CorruptStateError as error:
                     await self._end(learner, error)
             if not addresses:
                 raise next(reversed(self._ended.values()))

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationError
 
 from sottovoce_core.errors import SottovoceError, SpecError
-from sottovoce_core.validation_errors import describe_requirement
 from sottovoce_core.registry import Section
 from sottovoce_core.runs.policy import Policy
+from sottovoce_core.validation_errors import describe_requirement
 from sottovoce_core.yaml_files import parse_document, read_text_file
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from sottovoce_learner.privacy_filter import PrivacyFilter
 from sottovoce_learner.mirror import Mirror
+from sottovoce_learner.privacy_filter import PrivacyFilter
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import VIOLATION_KINDS, LearnerStatus
 from sottovoce_rpc.metrics import Catalogue, MetricSample

@@ -17,9 +17,9 @@ import grpc
 import structlog
 
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()

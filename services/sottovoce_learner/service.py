@@ -10,21 +10,21 @@ from typing import Any
 
 import structlog
 
-from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError
+from sottovoce_core.errors import CorruptStateError, FailedPrecondition, SottovoceError, SpecError
 from sottovoce_core.noise import KeyedNoise, NoiseSource, OpenDpNoise, RecordedNoise, SystemNoise
 from sottovoce_core.runs.policy import extract_identity_names
 from sottovoce_core.runs.transcript import read_noise
 from sottovoce_core.text import format_learner_name
+from sottovoce_learner.assignment import CachedRun, RunAssignment
 from sottovoce_learner.config import LearnerConfig, max_message_bytes
 from sottovoce_learner.coordinator_client import CoordinatorClient
 from sottovoce_learner.metrics import collect_metrics
 from sottovoce_learner.mirror import Mirror
-from sottovoce_learner.session_factory import open_session
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import InProcessTransport
-from sottovoce_learner.assignment import CachedRun, RunAssignment
 from sottovoce_learner.servicer import SERVICE_NAME, LearnerServicer
 from sottovoce_learner.session import Session
+from sottovoce_learner.session_factory import open_session
 from sottovoce_learner.storage.ledger import StoredState
 from sottovoce_learner.storage.state_folder import LearnerLock, LearnerPaths, StoreIdentity
 from sottovoce_learner.storage.store import Ledger, end_run
@@ -90,7 +90,7 @@ class Learner:
             FailedPrecondition: another process is this learner, its state folder cannot be written, or has its ledger by another name, or
                 its identity is another one's.
             SpecError: other machines can reach the address, and it has no identity.
-            DataError: its identity, or anything else in its state folder, is damaged, or a copy.
+            CorruptStateError: its identity, or anything else in its state folder, is damaged, or a copy.
             Unavailable: the address cannot be listened on.
         """
         folder = self.config.state_folder
@@ -133,7 +133,7 @@ class Learner:
 
         Raises:
             Unavailable: it could not be reached in the first place.
-            DataError: its state folder was deleted, moved or replaced.
+            CorruptStateError: its state folder was deleted, moved or replaced.
         """
         async with run_in_background(self._watch_folder()):
             await self._following.follow(address)
@@ -175,7 +175,7 @@ class Learner:
         """The same of the run whose log it has, where it has stopped, or is yet to go on with it."""
         try:
             standing = StoredState.read_verified(LearnerPaths(self.config.state_folder, self.config.name))
-        except DataError:  # nothing is said from such a folder: a run is told so when it begins
+        except CorruptStateError:  # nothing is said from such a folder: a run is told so when it begins
             return {}
         if standing is None or (found := standing.open_run_progress) is None:
             return {}
@@ -402,7 +402,7 @@ class Learner:
         try:
             own = self.config
             await asyncio.to_thread(end_run, own.state_folder, own.name, run_id, keep_log=own.keep_log)
-        except DataError as error:  # nothing is deleted that may be evidence; the next run is told
+        except CorruptStateError as error:  # nothing is deleted that may be evidence; the next run is told
             log.error("the run's log stays", run_id=run_id, reason=str(error))
         except OSError as error:
             log.error("the run's log stays", run_id=run_id, reason=error.strerror)

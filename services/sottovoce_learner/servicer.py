@@ -20,10 +20,10 @@ from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc import principals
 from sottovoce_rpc.access import Context, StreamLimit
 from sottovoce_rpc.codec import from_tensor, to_tensor
+from sottovoce_rpc.error_status import abort_on_error
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import describe_failure
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.error_status import abort_on_error
 from sottovoce_rpc.tasks import Tasks, run_in_background
 from sottovoce_wire.v1 import learner_pb2
 

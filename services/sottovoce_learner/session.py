@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce_core.errors import BudgetExhausted, DataError, FailedPrecondition, Unavailable
+from sottovoce_core.errors import BudgetExhausted, CorruptStateError, FailedPrecondition, Unavailable
 from sottovoce_core.noise import NoiseSource
 from sottovoce_core.runs.policy import Policy
 from sottovoce_core.text import abbreviate_names, format_learner_name
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.ingest.group_commit import RecordIngestor
-from sottovoce_learner.state_machine import LearnerStateMachine, NoiseRecorder
 from sottovoce_learner.peers.inbox import MessageReceiver
 from sottovoce_learner.peers.outbox import Outbox
 from sottovoce_learner.progress import DISK_RETRY_INTERVAL_S, DiskFullWait, LeaseTracker, Lifecycle, WaitTracker
-from sottovoce_learner.assignment import RunAssignment
+from sottovoce_learner.state_machine import LearnerStateMachine, NoiseRecorder
 from sottovoce_learner.storage.run_log import RunLog, SnapshotWriter
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, WaitCause, WaitReport
 from sottovoce_rpc.logs import SEE_LOG_TEXT, describe_failure, has_project_text
@@ -139,7 +139,7 @@ class Session:
         """A neighbour cannot have heard what was never said: our log was set back, and those rounds must not be said again.
 
         Raises:
-            DataError: it has.
+            CorruptStateError: it has.
         """
         # In lockstep, and where nobody waits for late ones, whoever hears this learner hears all that it says. Who is away, and
         # may join, hears nothing, and asks for what it may be told at the earliest.
@@ -148,7 +148,7 @@ class Session:
             and (self.plan.is_lockstep or self._late_s is not None)
             and neighbour in self.plan.get_round_part(0).out_neighbours
         ):
-            raise DataError(
+            raise CorruptStateError(
                 f"{format_learner_name(self.assignment.spec.names, neighbour)} has heard round {next_round - 1} of this learner, whose log has "
                 f"{self.state_machine.rounds_committed} rounds: "
                 "its state folder was set back, and nothing is said until it is put back"

@@ -11,15 +11,15 @@ from sottovoce_core.algorithms.interface import StateAxes
 from sottovoce_core.errors import FailedPrecondition, SpecError
 from sottovoce_core.noise import NoiseSource
 from sottovoce_core.runs.policy import DAYS_PER_MONTH, Policy
-from sottovoce_learner.privacy_filter import Allowance, PrivacyFilter
+from sottovoce_learner.assignment import CachedRun, RunAssignment
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.ingest.record_queue import RecordQueue
-from sottovoce_learner.state_machine import LearnerStateMachine
 from sottovoce_learner.peers.inbox import Inbox, MessageReceiver
-from sottovoce_learner.peers.outbox import NeighbourLink, Outbox
 from sottovoce_learner.peers.neighbour_schedule import NeighbourSchedule
-from sottovoce_learner.assignment import CachedRun, RunAssignment
+from sottovoce_learner.peers.outbox import NeighbourLink, Outbox
+from sottovoce_learner.privacy_filter import Allowance, PrivacyFilter
 from sottovoce_learner.session import Session
+from sottovoce_learner.state_machine import LearnerStateMachine
 from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.run_log import LogOptions, RunLog
 from sottovoce_learner.storage.store import LearnerStore

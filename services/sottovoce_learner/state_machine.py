@@ -18,16 +18,16 @@ import numpy as np
 
 from sottovoce_core.algorithms.interface import Algorithm, HiddenNoiseAlgorithm, LocalMessages, Message
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import CorruptStateError, DataError
 from sottovoce_core.network.participation_schedule import Participation
 from sottovoce_core.noise import NoiseRequest, NoiseSource
 from sottovoce_core.runs.participation import USED_ROUNDS_FIELD, encode_used_rounds, update_offline_state
 from sottovoce_core.runs.run import Run
-from sottovoce_learner.privacy_filter import PrivacyFilter
 from sottovoce_learner.ingest.record_queue import RecordQueue
 from sottovoce_learner.peers.inbox import DecodedFrame
-from sottovoce_learner.peers.outbox import SentDigests
 from sottovoce_learner.peers.neighbour_schedule import NeighbourSchedule
+from sottovoce_learner.peers.outbox import SentDigests
+from sottovoce_learner.privacy_filter import PrivacyFilter
 from sottovoce_learner.storage.snapshot import LearnerSnapshot
 from sottovoce_learner.storage.wal import EntryKind, LogContents, LogEntry, RoundPayload
 from sottovoce_rpc.codec import RoundCodec
@@ -86,12 +86,12 @@ class _DrawnAgain:
         """The next numbers.
 
         Raises:
-            DataError: there are not so many.
+            CorruptStateError: there are not so many.
         """
         count = math.prod(draw.shape)
         if count > len(self.left):
             left = len(self.left)
-            raise DataError(
+            raise CorruptStateError(
                 f"a round needs {count} more numbers of noise, and its entry has {left}: another version wrote it"
             )
         noise, self.left = self.left[:count].reshape(draw.shape), self.left[count:]
@@ -216,7 +216,7 @@ class LearnerStateMachine:
             rounds: that the model has learned from.
 
         Raises:
-            DataError: rows of another width.
+            CorruptStateError: rows of another width.
         """
         if features.ndim != 2 or features.shape[1] != self.intake.n_features:
             raise DataError(f"features must be shaped (records, {self.intake.n_features}), got {features.shape}")
@@ -287,7 +287,7 @@ class LearnerStateMachine:
         """Stand where an image was made, before any step was taken.
 
         Raises:
-            DataError: what it has spent is not what its rounds cost.
+            CorruptStateError: what it has spent is not what its rounds cost.
         """
         counts = array("I", image.record_counts)
         for t, records in enumerate(counts):
@@ -295,7 +295,7 @@ class LearnerStateMachine:
             self.privacy_filter.advance(records)
         self.privacy_filter.charge(self.privacy_filter.admit_round(len(counts)))
         if self.privacy_filter.epsilon_spent != image.epsilon_spent:
-            raise DataError(
+            raise CorruptStateError(
                 f"a snapshot says that {len(counts) + 1} rounds have cost {image.epsilon_spent:.6g}, and by its records they cost "
                 f"{self.privacy_filter.epsilon_spent:.6g}: {_OTHER_VERSION_TEXT}"
             )
@@ -315,7 +315,7 @@ class LearnerStateMachine:
         """Remember all that a log says, before any step was taken.
 
         Raises:
-            DataError: the log was written by another version, or for another spec.
+            CorruptStateError: the log was written by another version, or for another spec.
         """
         if (image := LearnerSnapshot.read_from_log(reading, self.named_objects)) is not None:
             self.restore(image)
@@ -326,7 +326,7 @@ class LearnerStateMachine:
         """The next entry of a log.
 
         Raises:
-            DataError: it does not follow from those before: the log was written by another version, or for another spec.
+            CorruptStateError: it does not follow from those before: the log was written by another version, or for another spec.
         """
         if entry.kind is EntryKind.BATCH:
             self.intake.replay(entry.round, learner_pb2.SampleBatch.FromString(entry.body))
@@ -371,7 +371,7 @@ class LearnerStateMachine:
         )
 
 
-def _unlike(entry: LogEntry, wanted: str, got: str) -> DataError:
-    return DataError(
+def _unlike(entry: LogEntry, wanted: str, got: str) -> CorruptStateError:
+    return CorruptStateError(
         f"entry {entry.sequence} of the log says {wanted}, and by the entries before it would be {got}: {_OTHER_VERSION_TEXT}"
     )

@@ -20,8 +20,8 @@ import structlog
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.optional import import_optional
-from sottovoce_learner.session_factory import open_session
 from sottovoce_learner.session import Session
+from sottovoce_learner.session_factory import open_session
 from sottovoce_rpc.addresses import parse_url
 
 log = structlog.get_logger()

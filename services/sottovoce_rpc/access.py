@@ -22,8 +22,8 @@ import structlog
 
 from sottovoce_core.errors import LimitReached, PermissionDenied, RemoteProtocolError
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.error_status import abort_on_error
+from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.tasks import run_in_background
 
 _LEARNER, _COORDINATOR, _EAVESDROPPER = (

@@ -24,6 +24,7 @@ _TABLE: dict[type[errors.SottovoceError], tuple[errors_pb2.ErrorReason.ValueType
     errors.SpecError: (errors_pb2.ERROR_REASON_SPEC, grpc.StatusCode.INVALID_ARGUMENT),
     errors.AssumptionViolated: (errors_pb2.ERROR_REASON_ASSUMPTION_VIOLATED, grpc.StatusCode.INVALID_ARGUMENT),
     errors.DataError: (errors_pb2.ERROR_REASON_DATA, grpc.StatusCode.INVALID_ARGUMENT),
+    errors.CorruptStateError: (errors_pb2.ERROR_REASON_CORRUPT_STATE, grpc.StatusCode.DATA_LOSS),
     errors.FailedPrecondition: (errors_pb2.ERROR_REASON_FAILED_PRECONDITION, grpc.StatusCode.FAILED_PRECONDITION),
     errors.LimitReached: (errors_pb2.ERROR_REASON_LIMIT_REACHED, grpc.StatusCode.RESOURCE_EXHAUSTED),
     errors.NotFound: (errors_pb2.ERROR_REASON_NOT_FOUND, grpc.StatusCode.NOT_FOUND),

@@ -26,9 +26,9 @@ from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_rpc.access import AccessInterceptor, Refusals
 from sottovoce_rpc.addresses import listen_addresses, require_address
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.error_status import explain_handshake_failure, explain_unreachable
 from sottovoce_rpc.logs import hide_error_texts
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.error_status import explain_handshake_failure, explain_unreachable
 from sottovoce_rpc.tasks import Tasks, run_cleanup, run_in_background
 
 log = structlog.get_logger()

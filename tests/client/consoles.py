@@ -22,8 +22,8 @@ from sottovoce_client.runs.monitoring import (
     parse_plan,
 )
 from sottovoce_client.web.app import create_console_app, create_server
-from sottovoce_client.web.result_files import ReportEntry, ResultFiles
 from sottovoce_client.web.poller import ConsoleState
+from sottovoce_client.web.result_files import ReportEntry, ResultFiles
 from sottovoce_client.web.service_clients import LearnerWatch, WatchView
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire

@@ -59,23 +59,23 @@ def learner(name: str, rounds: int = 500, seed: int = 0, **more: Any) -> Learner
     made = LearnerSummary(
         name=name,
         records=1_300 + 7 * seed,
-        most_uses=4,
-        rounds=rounds,
+        max_uses=4,
+        rounds_done=rounds,
         test_accuracy=accuracy,
         prequential_accuracy=accuracy - 0.021,
         messages=2 * rounds,
         bytes=2 * rounds * 1_012,
-        spent=float(event[-1]),
-        budget=10.0,
-        paper=float(paper[-1]),
-        event=float(event[-1]),
-        record=float(record[-1]),
-        infinite_horizon=12.41,
-        paper_curve=paper,
-        event_curve=event,
-        record_curve=record,
-        swap_event=swap(rng, event, rounds),
-        swap_record=swap(rng, record, rounds, 0.2),
+        epsilon_spent=float(event[-1]),
+        epsilon_limit=10.0,
+        epsilon_paper=float(paper[-1]),
+        epsilon_record_use=float(event[-1]),
+        epsilon_record=float(record[-1]),
+        epsilon_infinite_horizon=12.41,
+        epsilon_paper_curve=paper,
+        epsilon_record_use_curve=event,
+        epsilon_record_curve=record,
+        record_use_loss=swap(rng, event, rounds),
+        record_loss=swap(rng, record, rounds, 0.2),
     )
     return replace(made, **more)
 
@@ -114,7 +114,7 @@ def summary(learners: int = 5, rounds: int = 500, **more: Any) -> RunSummary:
         n_features=117,
         test_records=1_624,
         edges=ring,
-        promise=PROMISE,
+        guarantee=PROMISE,
         learners=tuple(learner(name, rounds, seed) for seed, name in enumerate(names)),
         disagreement=0.0312 if learners > 1 else None,
         central_accuracy=0.9655,
@@ -130,29 +130,31 @@ def summary(learners: int = 5, rounds: int = 500, **more: Any) -> RunSummary:
 
 def summary_of(*learners: LearnerSummary) -> RunSummary:
     """A run of these learners."""
-    return replace(summary(len(learners), learners[0].rounds), learners=learners)
+    return replace(summary(len(learners), learners[0].rounds_done), learners=learners)
 
 
 def unheard(made: RunSummary) -> RunSummary:
     """The same without a capture."""
-    learners = tuple(replace(each, swap_event=None, swap_record=None) for each in made.learners)
+    learners = tuple(replace(each, record_use_loss=None, record_loss=None) for each in made.learners)
     return replace(made, learners=learners, capture=None)
 
 
 def tapped(made: RunSummary) -> RunSummary:
     """The same with ciphertext alone."""
-    return replace(unheard(made), tapped=WiretapSummary("captures/cap", 3, 1204, 96_000))
+    return replace(unheard(made), wiretap=WiretapSummary("captures/cap", 3, 1204, 96_000))
 
 
 def boundless(made: RunSummary) -> RunSummary:
     """The same where nothing finite is promised: every epsilon is infinite from the second message on."""
     assert made.rounds is not None
     curve = np.where(np.arange(made.rounds) > 0, math.inf, 0.0)
-    infinite: dict[str, Any] = dict.fromkeys(("spent", "paper", "event", "record", "infinite_horizon"), math.inf)
+    infinite: dict[str, Any] = dict.fromkeys(
+        ("epsilon_spent", "epsilon_paper", "epsilon_record_use", "epsilon_record", "epsilon_infinite_horizon"), math.inf
+    )
     infinite |= dict.fromkeys(("paper_curve", "event_curve", "record_curve"), curve)
     for level in ("swap_event", "swap_record"):
         infinite[level] = ObservedPrivacyLoss(1.234, math.inf, math.inf, np.linspace(0, -1.234, made.rounds))
-    return replace(made, learners=tuple(replace(each, budget=None, **infinite) for each in made.learners))
+    return replace(made, learners=tuple(replace(each, epsilon_limit=None, **infinite) for each in made.learners))
 
 
 def unasked(made: RunSummary) -> RunSummary:
@@ -164,8 +166,15 @@ def unasked(made: RunSummary) -> RunSummary:
 
 def unstarted(made: RunSummary) -> RunSummary:
     """A run that failed before its first round."""
-    none: dict[str, Any] = {"rounds": 0, "messages": 0, "bytes": 0, "spent": 0.0, "paper": 0.0, "event": 0.0}
-    learners = tuple(replace(each, record=0.0, **none) for each in made.learners)
+    none: dict[str, Any] = {
+        "rounds_done": 0,
+        "messages": 0,
+        "bytes": 0,
+        "epsilon_spent": 0.0,
+        "epsilon_paper": 0.0,
+        "epsilon_record_use": 0.0,
+    }
+    learners = tuple(replace(each, epsilon_record=0.0, **none) for each in made.learners)
     failed = replace(
         made, learners=learners, state="failed", detail="Bergen could not be reached", seconds=0.0, progress=()
     )

@@ -14,6 +14,8 @@ import pyarrow as pa
 import pytest
 
 from sottovoce_client.auditing.audit import AuditRequest
+from sottovoce_client.auditing.audit_files import WORLDS_FILE, WorldsFile, restore_worlds, write_worlds
+from sottovoce_client.auditing.audit_runs import find_difference
 from sottovoce_client.auditing.captures import (
     ObservedChannels,
     audit_captures,
@@ -22,8 +24,6 @@ from sottovoce_client.auditing.captures import (
     select_channels,
 )
 from sottovoce_client.auditing.network import interleave_pairs
-from sottovoce_client.auditing.audit_runs import find_difference
-from sottovoce_client.auditing.audit_files import WORLDS_FILE, WorldsFile, restore_worlds, write_worlds
 from sottovoce_client.terminal import ignore_progress
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.audit import Audit

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.auditing.captures import list_captures
 from sottovoce_client.auditing.audit_files import (
     RUN_LEDGER_FILE,
     RunLedgerWriter,
@@ -22,6 +21,7 @@ from sottovoce_client.auditing.audit_files import (
     write_worlds,
 )
 from sottovoce_client.auditing.audit_files import WORLDS_FILE as WORLDS
+from sottovoce_client.auditing.captures import list_captures
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.errors import CaptureError
 from sottovoce_eavesdropper.capture_checks import CaptureRow

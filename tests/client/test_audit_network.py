@@ -15,9 +15,9 @@ import pytest
 
 from sottovoce_client.auditing import network as audit_network
 from sottovoce_client.auditing.audit import AuditRequest
+from sottovoce_client.auditing.audit_files import RunLedgerWriter
 from sottovoce_client.auditing.captures import audit_captures, list_captures, load_captured_runs
 from sottovoce_client.auditing.network import RunFailed, audit_on_network, draw_seeded_coins
-from sottovoce_client.auditing.audit_files import RunLedgerWriter
 from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR, Outcome, RunInterrupted
 from sottovoce_client.terminal import ignore_progress
 from sottovoce_coordinator import service as coordinator_service

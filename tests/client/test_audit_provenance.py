@@ -29,8 +29,8 @@ from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.spec import RunSpec, dump_spec
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
-from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_eavesdropper.capture_writer import CaptureWriter
+from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_rpc.certificates import AUTHORITIES_FILE
 from sottovoce_rpc.signatures import EMPTY_DIGESTS, Statement, compute_frame_digest
 from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, rows_of, spec_of

@@ -27,9 +27,9 @@ from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import load_spec
 from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_lab.gallery import write_capture_gallery
 from sottovoce_lab.service_mutants import WIRETAP_MUTANTS, ServiceMutant
 from sottovoce_lab.service_power import SERVICE_BASE_RUN, _made_with, _plan_beside_numbers
-from sottovoce_lab.gallery import write_capture_gallery
 
 BROKEN = {each.name: each for each in WIRETAP_MUTANTS}
 QUIET = replace(SERVICE_BASE_RUN, epsilon=0.1)

@@ -86,11 +86,11 @@ def test_every_number_is_that_of_the_guarantee(records: Path, tmp_path: Path) ->
         counts = np.diff(own.offsets)
         promise = prepared.run.guarantee(i, counts)
         epsilon = found["epsilon"]
-        assert epsilon["event"] == promise.epsilon()
+        assert epsilon["record_use"] == promise.epsilon()
         assert epsilon["paper"] == promise.paper_epsilon[-1]
         assert epsilon["infinite_horizon"] == promise.infinite_horizon_epsilon
         assert (
-            epsilon["event_at_delta"]
+            epsilon["record_use_at_delta"]
             == epsilon_for_delta(1e-3, promise.round_losses, promise.mechanism)
             < promise.epsilon()
         )
@@ -100,13 +100,15 @@ def test_every_number_is_that_of_the_guarantee(records: Path, tmp_path: Path) ->
         assert epsilon["record"] < epsilon["group"] <= 2 * epsilon["record"]
         assert epsilon["record_at_delta"] <= epsilon["record"]
         assert found["constants"]["clip_norm"]["enforced_by"]
-    assert document["together"] == pytest.approx(math.fsum(each["epsilon"]["event"] for each in document["learners"]))
+    assert document["together"] == pytest.approx(
+        math.fsum(each["epsilon"]["record_use"] for each in document["learners"])
+    )
 
 
 def test_what_was_not_asked_for_is_not_computed(records: Path, tmp_path: Path) -> None:
     text, document = shown(prepared_of(records), tmp_path, "b")
     assert [each["name"] for each in document["learners"]] == ["b"]
-    assert document["learners"][0]["epsilon"].keys() == {"event", "paper", "infinite_horizon"}
+    assert document["learners"][0]["epsilon"].keys() == {"record_use", "paper", "infinite_horizon"}
     assert "b: epsilon per event" in text
     assert "a: " not in text.splitlines()[0]
     assert "together" not in text
@@ -116,7 +118,7 @@ def test_a_group_of_events_costs_as_many_events(records: Path) -> None:
     line = _line_of(prepared_of(records), 0, BudgetRequest(group_size=3))
     assert line.epsilons["group"] == pytest.approx(3 * line.guarantee.epsilon(), rel=1e-15)
     whole = _line_of(prepared_of(records, algorithm={"name": "pdop"}), 0, BudgetRequest(group_size=3))
-    assert whole.epsilons["group"] == whole.epsilons["event"]  # an event replaces all records already
+    assert whole.epsilons["group"] == whole.epsilons["record_use"]  # an event replaces all records already
 
 
 def test_the_table_and_the_lines_say_the_same(records: Path, tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_the_table_and_the_lines_say_the_same(records: Path, tmp_path: Path) -> 
 def test_infinite_budgets_are_said_and_drawn_as_nothing(records: Path, tmp_path: Path) -> None:
     text, document = shown(prepared_of(records, algorithm={"name": "d-ogd"}), tmp_path, delta=1e-6, uses=True, group=2)
     assert "a: epsilon per event ∞, per record, all uses ∞, 2 records ∞, per event at δ = 1e-06 ∞" in text
-    assert document["learners"][0]["epsilon"]["event"] is None
+    assert document["learners"][0]["epsilon"]["record_use"] is None
     assert loaded_and_plots(tmp_path / "budget.html") == ([], [])
 
 
@@ -161,9 +163,9 @@ def test_the_page_is_one_file(records: Path, tmp_path: Path) -> None:
 
 def test_curves_end_where_the_numbers_do(records: Path) -> None:
     line = _line_of(prepared_of(records), 0, BudgetRequest(include_per_record=True))
-    event, record = line.curve("event"), line.curve("record")
+    event, record = line.curve("record_use"), line.curve("record")
     assert event is not None and record is not None
-    assert (event[-1], record[-1]) == pytest.approx((line.epsilons["event"], line.epsilons["record"]))
+    assert (event[-1], record[-1]) == pytest.approx((line.epsilons["record_use"], line.epsilons["record"]))
     assert line.curve("output") is None
 
 
@@ -244,7 +246,7 @@ def test_a_target_writes_to_standard_output(records: Path) -> None:
 
 def test_targets(records: Path) -> None:
     spec = load_spec(written(records))
-    assert parse_target(spec, ["2", "c=0.5"], math.inf, "event").epsilons == (2.0, 2.0, 0.5)
+    assert parse_target(spec, ["2", "c=0.5"], math.inf, "record_use").epsilons == (2.0, 2.0, 0.5)
     assert parse_target(spec, ["a=1", "b=2", "c=3"], parse_horizon("7"), "record").horizon == 7
     for wanted, horizon, reason in (
         (["a=1"], None, "every learner needs a target, got none for b, c; give --target E"),
@@ -255,7 +257,7 @@ def test_targets(records: Path) -> None:
         (["1"], "soon", "--horizon must be a number, got 'soon'"),
     ):
         with pytest.raises(SpecError, match=reason):
-            parse_target(spec, wanted, parse_horizon(horizon), "event")
+            parse_target(spec, wanted, parse_horizon(horizon), "record_use")
 
 
 # ---- budget --tradeoff -----------------------------------------------------------------------------------------------
@@ -328,7 +330,7 @@ def test_live_records_are_priced_by_how_many_come(rate: float, counts: list[int]
     run = build_run(load_spec(Path(live(tmp_path))), 3)
     for i, learner in enumerate(document["learners"]):
         due = math.fsum(run.algorithm.accountant(i).losses(np.array(counts[:15])))
-        assert learner["epsilon"]["event"] == learner["epsilon"]["record"] == pytest.approx(due, rel=1e-12)
+        assert learner["epsilon"]["record_use"] == learner["epsilon"]["record"] == pytest.approx(due, rel=1e-12)
     assert f"{come} a round, in 15 rounds; fewer" in (tmp_path / "budget.html").read_text()
 
 

@@ -96,7 +96,7 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
         prepared = prepare(load_spec(path))
         counts = np.diff(prepared.data.learners[0].offsets)
         promise = prepared.run.guarantee(0, counts)
-        assert found.facts.epsilon_event == pytest.approx(promise.epsilon())
+        assert found.facts.epsilon_record_use == pytest.approx(promise.epsilon())
         assert found.facts.epsilon_paper == pytest.approx(promise.paper_epsilon[-1])
         meter = Metrics(prepared.run, prepared.data)
         for step in simulate_rounds(prepared.run, prepared.data, SeededNoise(1), 3):
@@ -143,12 +143,12 @@ def test_specs_of_one_name_are_told_apart(records: Path, tmp_path: Path) -> None
 
 
 def test_an_epsilon_that_nothing_bounds_is_shown_as_infinite(records: Path, tmp_path: Path) -> None:
-    results = Results((one_of(records, epsilon_paper=math.inf, epsilon_event=math.inf),))
+    results = Results((one_of(records, epsilon_paper=math.inf, epsilon_record_use=math.inf),))
     results.write(tmp_path)
     (written,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["runs"]
     (read,) = read_results(tmp_path).runs
     assert "| wire | ∞ | ∞ |" in format_markdown(results)
-    assert (written["epsilon_event"], read.facts.epsilon_event) == (None, math.inf)
+    assert (written["epsilon_record_use"], read.facts.epsilon_record_use) == (None, math.inf)
     assert math.isnan(read.curves["accuracy"].final_error)
 
 
@@ -162,7 +162,7 @@ def test_the_field_can_be_compared(tmp_path: Path) -> None:
     one, other = (each.facts for each in read_results(tmp_path).runs)
     assert (one.spec, other.spec) == ("dpcda", "dvp")
     assert other.epsilon_record == pytest.approx(5.0, rel=0.01)  # used in every round, charged once a round
-    assert one.epsilon_record > one.epsilon_event
+    assert one.epsilon_record > one.epsilon_record_use
 
 
 def test_what_cannot_be_run_is_said_and_the_others_are_run(records: Path, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_comparison_is_exported_for_papers(records: Path, tmp_path: Path) -> N
     tex = (out / "results.tex").read_text(encoding="utf-8").splitlines()
 
     assert done.exit_code == 0
-    assert float(one["epsilon"]) == found.facts.epsilon_event
+    assert float(one["epsilon"]) == found.facts.epsilon_record_use
     assert float(one["mean"]) == found.curves["accuracy"].final_mean
     assert float(one["standard_error"]) == found.curves["accuracy"].final_error
     assert len(tex) == 8  # a row for a spec
@@ -244,8 +244,8 @@ def test_a_comparison_is_exported_for_papers(records: Path, tmp_path: Path) -> N
 
 def test_a_comparison_is_drawn_over_epsilon(records: Path, tmp_path: Path) -> None:
     result = one_of(records, replicas=2, spec="a/one")
-    others = [one_of(records, replicas=2, spec="b/one", epsilon_event=2.0)]
-    others.append(one_of(records, replicas=2, spec="open", epsilon_event=math.inf))
+    others = [one_of(records, replicas=2, spec="b/one", epsilon_record_use=2.0)]
+    others.append(one_of(records, replicas=2, spec="open", epsilon_record_use=math.inf))
     Results((result, *others)).write(tmp_path)
     across = HorizontalAxis.choose({"x": read_results(tmp_path)})
     drawn = {each.name: each for each in make_figures(across)}["accuracy"]
@@ -254,7 +254,7 @@ def test_a_comparison_is_drawn_over_epsilon(records: Path, tmp_path: Path) -> No
 
     assert drawn.views[0].x.title == "ε per event"
     assert [(mark.kind, mark.name, mark.x.tolist()) for mark in drawn.marks] == [
-        ("dots", "a/one", [result.facts.epsilon_event]),
+        ("dots", "a/one", [result.facts.epsilon_record_use]),
         ("dots", "b/one", [2.0]),
     ]
     assert drawn.marks[0].y.tolist() == [curve.final_mean]

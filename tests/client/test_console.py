@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from sottovoce_client.reports.run_report import build_run_page
-from sottovoce_client.runs.terminal_display import MAX_ROWS, display_run, print_summary
 from sottovoce_client.runs.summary import ObservedPrivacyLoss, RunProgress, RunSummary
+from sottovoce_client.runs.terminal_display import MAX_ROWS, display_run, print_summary
 from tests.client.summaries import boundless, learner, looks, summary, summary_of, tapped, unasked, unheard, unstarted
 
 NAMES = ("Aarhus", "Bergen", "[red]Cork")
@@ -92,7 +92,7 @@ def test_of_many_that_are_away_a_line_names_some() -> None:
     with display_run("run", 500, NAMES, console=console, clock=Clock()) as shown:
         for count in (3, 30):
             away = tuple(f"learner-{i}" for i in range(count))
-            shown.update(replace(look(0), away=away), "waiting", captured_messages=None)
+            shown.update(replace(look(0), offline_learners=away), "waiting", captured_messages=None)
     assert [line.split("  ")[1] for line in written(console).splitlines()[1:]] == [
         "waiting, learner-0, learner-1, learner-2 are away",
         "waiting, 30 learners are away (learner-0, learner-1, learner-2, ...)",
@@ -166,7 +166,7 @@ def test_misconduct_is_said_at_once_and_once() -> None:
     console = piped()
     with display_run("run", 500, NAMES, console=console, clock=Clock()) as shown:
         for known in (0, 1, 1, 3):
-            shown.update(replace(look(1), misconduct=NOTICED[:known]), "running", captured_messages=0)
+            shown.update(replace(look(1), violations=NOTICED[:known]), "running", captured_messages=0)
 
     lines = [line for line in written(console).splitlines() if line.startswith("misconduct: ")]
     assert lines == [f"misconduct: {line}" for line in NOTICED[:3]]
@@ -175,7 +175,7 @@ def test_misconduct_is_said_at_once_and_once() -> None:
 def test_the_live_display_has_room_for_misconduct() -> None:
     console = terminal(width=60, height=20)
     with display_run("run", 500, [f"ward-{i}" for i in range(40)], console=console, clock=Clock()) as shown:
-        shown.update(replace(look(1, learners=40), misconduct=NOTICED), "running", captured_messages=0)
+        shown.update(replace(look(1, learners=40), violations=NOTICED), "running", captured_messages=0)
         text = written(console)
     assert "misconduct: Bergen said a round that was not its turn" in text
     assert text.count("misconduct: ") == 3
@@ -253,7 +253,7 @@ def test_live_display_fits_the_height_of_the_terminal() -> None:
 def test_summary_fits(width: int, large: bool) -> None:
     made = summary()
     if large:
-        named = replace(made.learners[0], name="hospital-of-the-holy-spirit", paper=10_190.0)
+        named = replace(made.learners[0], name="hospital-of-the-holy-spirit", epsilon_paper=10_190.0)
         made = replace(made, learners=(named, *made.learners[1:]))
 
     lines = printed(made, width).splitlines()
@@ -274,7 +274,9 @@ def test_summary_fits(width: int, large: bool) -> None:
 def test_numbers_are_never_cut(width: int, left_out: str) -> None:
     """What finds no room is left out, and said."""
     swap = ObservedPrivacyLoss(0.003339, 0.003339, 0.9488, np.zeros(500))
-    ward = replace(learner("a"), event=0.9488, record=12_345.0, swap_event=swap, swap_record=swap)
+    ward = replace(
+        learner("a"), epsilon_record_use=0.9488, epsilon_record=12_345.0, record_use_loss=swap, record_loss=swap
+    )
     text = printed(summary_of(replace(ward, name="learner-0"), replace(ward, name="learner-1")), width)
     row = next(line for line in text.splitlines() if "learner-1" in line)
 
@@ -288,7 +290,9 @@ def test_numbers_are_never_cut(width: int, left_out: str) -> None:
 
 def test_where_every_record_is_used_once_there_is_one_epsilon() -> None:
     swap = ObservedPrivacyLoss(0.003339, 0.003339, 0.9488, np.zeros(500))
-    ward = replace(learner("a"), event=0.9488, record=0.9488, swap_event=swap, swap_record=swap)
+    ward = replace(
+        learner("a"), epsilon_record_use=0.9488, epsilon_record=0.9488, record_use_loss=swap, record_loss=swap
+    )
     made = replace(summary_of(ward), central_accuracy=None)
     text = printed(made)
     assert "learner test accuracy ε per record privacy loss found" in " ".join(text.split())
@@ -383,7 +387,7 @@ def test_where_no_record_is_held_out_no_telemetry_is_advised() -> None:
 
 
 def test_accuracies_that_were_measured_here_say_so_and_what_publishing_them_costs() -> None:
-    made = replace(summary(), measured="the model follows from messages: it costs nothing more")
+    made = replace(summary(), publication_cost="the model follows from messages: it costs nothing more")
     for text in (" ".join(printed(made).split()), build_run_page(made).to_html()):
         assert "no learner was asked; to publish it: the model follows from messages: it costs nothing more" in text
     assert "no learner was asked" not in printed(summary())
@@ -398,7 +402,7 @@ def test_a_refuted_claim_is_red() -> None:
 
 
 def test_infinite_claims_are_shown() -> None:
-    made = replace(learner("a"), swap_event=ObservedPrivacyLoss(1.0, math.inf, math.inf, np.zeros(500)))
+    made = replace(learner("a"), record_use_loss=ObservedPrivacyLoss(1.0, math.inf, math.inf, np.zeros(500)))
 
     assert "1 of ∞" in printed(summary_of(made))
 

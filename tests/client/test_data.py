@@ -25,9 +25,9 @@ from sottovoce_client.data.convert import convert
 from sottovoce_client.data.fetch import compute_digest
 from sottovoce_client.data.fetch import fetch as bring
 from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data.catalogue import CATALOGUE, CatalogueEntry, OriginalFile
 from sottovoce_core.data.dataset import read_source
 from sottovoce_core.data.files import RawTable, read_npz
-from sottovoce_core.data.catalogue import CATALOGUE, CatalogueEntry, OriginalFile
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, FailedPrecondition, SottovoceError, SpecError, Unavailable
 from sottovoce_core.experiment import prepare

@@ -24,8 +24,6 @@ from typer.testing import CliRunner
 
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
-from sottovoce_client.feeding.files import build_file_partitions
-from sottovoce_client.feeding.progress import FeedCounters, _facts_of, _picture, _summary, run_feeder
 from sottovoce_client.feeding.feeder import (
     MAX_LEADING_REFUSALS,
     FeedOptions,
@@ -34,6 +32,8 @@ from sottovoce_client.feeding.feeder import (
     feed,
     watch_run,
 )
+from sottovoce_client.feeding.files import build_file_partitions
+from sottovoce_client.feeding.progress import FeedCounters, _facts_of, _picture, _summary, run_feeder
 from sottovoce_client.feeding.records import SourceMessage, SourcePartition
 from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget, _dead_letters, feed
 from sottovoce_client.feeding.files import _StandardInput, build_file_partitions
 from sottovoce_client.feeding.formats import Csv
 from sottovoce_client.feeding.progress import FeedCounters
-from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget, _dead_letters, feed
 from sottovoce_client.feeding.records import FieldMap, TabularPartition
 from sottovoce_core.errors import DataError, FailedPrecondition
 from tests.client.test_feeding import SECRET, ann

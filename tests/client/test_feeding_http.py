@@ -14,8 +14,8 @@ import pytest
 
 from sottovoce_client.feeding import http_endpoint as http
 from sottovoce_client.feeding.broker import HTTP, BrokerCredentials
-from sottovoce_client.feeding.progress import FeedCounters
 from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget
+from sottovoce_client.feeding.progress import FeedCounters
 from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
 from tests.services.identities import Identities

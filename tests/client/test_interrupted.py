@@ -26,8 +26,8 @@ from typer.testing import CliRunner
 from sottovoce_client import entry_point, terminal
 from sottovoce_client.backends import _done_for, open_mapper
 from sottovoce_client.cli import app, services
-from sottovoce_client.runs.run_command import run_async
 from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, StopSignal
+from sottovoce_client.runs.run_command import run_async
 from sottovoce_core.errors import SpecError
 from sottovoce_core.runs.metrics import Metrics
 from tests.client.progress import Reported

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
-from sottovoce_client.runs.run_command import ServiceDied
 from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, Outcome, RunInterrupted
+from sottovoce_client.runs.run_command import ServiceDied
 from sottovoce_client.runs.summary import RunProgress
 from sottovoce_core.experiment import prepare
 from sottovoce_core.noise import Recorder, SeededNoise

@@ -16,8 +16,8 @@ import pytest
 
 from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_client.live.sync_learner import SyncLearner
 from sottovoce_client.live.sender import MAX_BATCH_RECORDS, Sender, _Batch
+from sottovoce_client.live.sync_learner import SyncLearner
 from sottovoce_core.data.live_records import LiveRecordEncoder
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.losses.linear import LogisticLoss

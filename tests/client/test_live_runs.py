@@ -18,9 +18,9 @@ import sottovoce as sv
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.live.connect import connect_learner
-from sottovoce_client.runs.run_command import run_and_report, run_with_local_services
 from sottovoce_client.runs.evaluate import summarise
 from sottovoce_client.runs.local_services import LocalServices
+from sottovoce_client.runs.run_command import run_and_report, run_with_local_services
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import prepare
 from tests.examples import small_spec
@@ -124,8 +124,8 @@ def test_up_says_where_records_go_and_what_they_cost(
     summary = json.loads((tmp_path / "summary.json").read_text())
     north, south = summary["learners"]
     assert (north["records"], south["records"], north["most_uses"], south["most_uses"]) == (7, 0, 1, 0)
-    assert north["event"] == north["record"] == pytest.approx(north["spent"])
-    assert (north["event"] > 0.0, south["event"]) == (True, 0.0)
+    assert north["epsilon_record_use"] == north["epsilon_record"] == pytest.approx(north["epsilon_spent"])
+    assert (north["epsilon_record_use"] > 0.0, south["epsilon_record_use"]) == (True, 0.0)
     assert len(north["event_curve"]) == 60
 
 
@@ -185,8 +185,8 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
     assert (summary["capture"] is not None) == (ending != "spent")
     assert (north["swap_event"] is not None) == (ending == "kept") == ("loss found" in said)
     for swap in filter(None, (north["swap_event"], north["swap_record"])):
-        assert abs(swap["loss"]) <= swap["supremum"] * (1 + 1e-9) <= swap["budget"] * (1 + 1e-9)
-        assert 0.0 < swap["budget"] <= north["spent"] * (1 + 1e-9)
+        assert abs(swap["loss"]) <= swap["supremum"] * (1 + 1e-9) <= swap["claimed_epsilon"] * (1 + 1e-9)
+        assert 0.0 < swap["claimed_epsilon"] <= north["epsilon_spent"] * (1 + 1e-9)
     verdict = {
         "told": "Recorded, but not tested",
         "spent": "Not recorded",
@@ -194,7 +194,7 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
     }
     assert verdict[ending] in (tmp_path / "report.html").read_text()
     assert len(north["event_curve"]) == len(north["paper_curve"]) >= north["rounds"]
-    assert 0.0 < north["event"] <= 3.0 or ending != "spent"
+    assert 0.0 < north["epsilon_record_use"] <= 3.0 or ending != "spent"
     assert yaml.safe_load((tmp_path / "spec.yaml").read_text())["rounds"] is None
     assert "until it is stopped" not in (tmp_path / "report.html").read_text()
 

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from sottovoce_client.reports.run_report import build_run_page
 from sottovoce_client.runs import run_command as conducting
-from sottovoce_client.runs.terminal_display import print_summary
 from sottovoce_client.runs.evaluate import describe_missing_traffic, list_capture_gaps, read_detections
 from sottovoce_client.runs.run_client import Outcome
 from sottovoce_client.runs.summary import DetectionSummary, RunSummary
+from sottovoce_client.runs.terminal_display import print_summary
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.runs.run import build_run
 from tests.client.summaries import capture, summary
@@ -37,7 +37,7 @@ def printed(made: RunSummary) -> str:
 
 
 def test_the_terminal_and_the_report_say_it_in_one_line() -> None:
-    made = replace(summary(), noticed=TWO)
+    made = replace(summary(), detections=TWO)
     assert LINE in printed(made)
     page = build_run_page(made).to_html()
     assert LINE.replace("<", "&lt;").replace(">", "&gt;") in page
@@ -46,7 +46,7 @@ def test_the_terminal_and_the_report_say_it_in_one_line() -> None:
 
 def test_nothing_noticed_is_not_worth_a_line() -> None:
     for noticed in (None, DetectionSummary(0, (), None)):
-        made = replace(summary(), noticed=noticed)
+        made = replace(summary(), detections=noticed)
         assert "noticed" not in printed(made)
         assert "must never happen" not in build_run_page(made).to_html()
 
@@ -58,7 +58,7 @@ def test_a_run_in_which_something_was_noticed_exits_with_1(
     """It has finished; what must never happen is no success."""
     spec = small_spec(4, 2)
     monkeypatch.setattr(conducting, "run_async", lambda start: outcome(None))
-    monkeypatch.setattr(conducting, "summarise", lambda *_: replace(summary(), noticed=noticed))
+    monkeypatch.setattr(conducting, "summarise", lambda *_: replace(summary(), detections=noticed))
     prepared = PreparedRun(build_run(spec, 3), made_up(spec))
     assert conducting.run_and_report(prepared, tmp_path, lambda *_: asyncio.sleep(0)) == code  # type: ignore[arg-type]
 
@@ -128,6 +128,6 @@ def test_what_a_capture_lacks_is_on_the_page() -> None:
         "The capture has 2 gaps: learner 1, rounds 3 to 8; learner 0, rounds 12 to 13",
     )
     for made in (summary(), replace(summary(), capture=None)):
-        text = build_run_page(replace(made, not_captured=lines)).to_html()
+        text = build_run_page(replace(made, missing_traffic=lines)).to_html()
         assert "The capture is not complete: &lt;the disk&gt; is full." in text and f"{lines[1]}." in text
         assert "no eavesdropper took part" not in text

@@ -27,8 +27,8 @@ from sottovoce_core.data.live_records import LiveRecordEncoder
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.errors import DataError, SottovoceError, SpecError
 from sottovoce_core.losses.linear import LogisticLoss
-from sottovoce_core.runs.run_warnings import find_data_warnings
 from sottovoce_core.runs.placement import place_data
+from sottovoce_core.runs.run_warnings import find_data_warnings
 from sottovoce_core.spec import load_schema, parse_spec
 
 pytestmark = pytest.mark.each

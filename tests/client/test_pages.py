@@ -25,9 +25,9 @@ from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.results import Facts, Result, Results
 from sottovoce_core.runs.metrics import Curve, Curves
 from sottovoce_core.runs.run import Run
-from sottovoce_lab.simulated_attacks import Gallery, MembershipInference, _GuessingRate
 from sottovoce_lab.gallery import _gallery_page
 from sottovoce_lab.reconstruction import Reconstruction
+from sottovoce_lab.simulated_attacks import Gallery, MembershipInference, _GuessingRate
 from tests.claims import SETUPS
 from tests.client.summaries import learner, summary
 from tests.client.test_report import Page as Parsed
@@ -45,8 +45,8 @@ def named(run: Run, name: str) -> Run:
 def of_a_run(name: str) -> Page:
     made = summary(3, 20)
     learners = (learner(name, 20), *made.learners[1:])
-    promise = replace(made.promise, algorithm=name, proof=name, constants=((name, 1.0, name),))
-    capture = replace(made.capture, location=name, messages_of=name) if made.capture else None
+    promise = replace(made.guarantee, algorithm=name, proof=name, constants=((name, 1.0, name),))
+    capture = replace(made.capture, location=name, sender=name) if made.capture else None
     told: dict[str, Any] = {
         "run_id": name,
         "detail": name,
@@ -59,7 +59,7 @@ def of_a_run(name: str) -> Page:
         "warnings": ((name, name),),
         "spec_yaml": name,
     }
-    return build_run_page(replace(made, promise=promise, capture=capture, version=name, **told))
+    return build_run_page(replace(made, guarantee=promise, capture=capture, version=name, **told))
 
 
 def of_an_audit(name: str) -> Page:

@@ -128,7 +128,7 @@ def figure(made: RunSummary, name: str) -> Figure:
 
 
 def with_swap(made: RunSummary, swap: ObservedPrivacyLoss) -> RunSummary:
-    return replace(made, learners=(replace(made.learners[0], swap_event=swap), *made.learners[1:]))
+    return replace(made, learners=(replace(made.learners[0], record_use_loss=swap), *made.learners[1:]))
 
 
 def test_of_a_tapped_run_the_page_says_what_was_recorded_and_what_was_not() -> None:
@@ -259,7 +259,7 @@ def test_a_curve_of_what_was_measured_here_stands_where_no_learner_told_its_own(
         "labels correctly after a round" in page and "test accuracy" in page and "No accuracy was reported" not in page
     )
     assert "prequential accuracy" in told and "labels rightly after a round" not in told
-    assert "No accuracy was reported" in build_run_page(replace(made, measured="")).to_html()
+    assert "No accuracy was reported" in build_run_page(replace(made, publication_cost="")).to_html()
 
 
 def test_a_run_too_short_for_more_points_says_so() -> None:
@@ -299,7 +299,9 @@ def test_the_numbers_below_a_plot_are_those_of_the_run() -> None:
     made = summary(2, 20, progress=looks(2, 20, 1.0, 21))
     text = figure(made, "budget").__html__()
     last = Page(text).rows[-1]
-    paper, record, event = (max(getattr(each, kind) for each in made.learners) for kind in ("paper", "record", "event"))
+    paper, record, event = (
+        max(getattr(each, f"epsilon_{kind}") for each in made.learners) for kind in ("paper", "record", "record_use")
+    )
     assert last[:4] == ["20", *(f"{value:.4g}" for value in (paper, record, event))]
 
 
@@ -373,7 +375,7 @@ def test_infinite_epsilons_are_words_not_plots() -> None:
 
 def test_a_curve_that_becomes_infinite_ends_there() -> None:
     curve = np.array([0.0, 1.0, 2.0, math.inf])
-    made = replace(learner("Aarhus", 4), record_curve=curve, record=math.inf)
+    made = replace(learner("Aarhus", 4), epsilon_record_curve=curve, epsilon_record=math.inf)
 
     lines = {mark.name: mark.y for mark in figure(summary_of(made), "budget").marks}
 
@@ -444,7 +446,7 @@ def test_a_point_between_two_gaps_does_not_end_a_path(y: list[float]) -> None:
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])
 def test_a_run_cut_short_says_so(state: str) -> None:
-    cut = tuple(replace(each, rounds=120) for each in summary().learners)
+    cut = tuple(replace(each, rounds_done=120) for each in summary().learners)
 
     text = page(replace(summary(), learners=cut, state=state, detail="Bergen has spent its budget of 7.0")).text
 
@@ -463,7 +465,7 @@ def test_of_fifty_learners_the_legend_names_none() -> None:
 
 
 def test_budget_is_logarithmic_where_the_paper_dwarfs_the_rest() -> None:
-    dwarfing = tuple(replace(each, paper_curve=500 * each.paper_curve) for each in summary().learners)
+    dwarfing = tuple(replace(each, epsilon_paper_curve=500 * each.epsilon_paper_curve) for each in summary().learners)
 
     assert figure(summary_of(*dwarfing), "budget").views[0].y.log
     assert not figure(summary(), "budget").views[0].y.log
@@ -506,7 +508,7 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_weak_promise_is_amber_even_if_it_is_kept(record: float, tone: str) -> None:
     one = learner("Aarhus", 500)
     kept = ObservedPrivacyLoss(1.0, 2.0, 3.0, np.zeros(500))
-    made = summary_of(replace(one, record=record, swap_event=kept, swap_record=kept))
+    made = summary_of(replace(one, epsilon_record=record, record_use_loss=kept, record_loss=kept))
     found, text = determine_verdict(made), build_run_page(made).to_html()
     assert (found.kind, found.tone, found.is_weak) == ("consistent", tone, tone == "weak")
     assert f'<div class="verdict {tone}">' in text and ("with a weak promise" in text) == found.is_weak
@@ -539,8 +541,8 @@ def test_verdict(swap: ObservedPrivacyLoss, kind: str, says: str) -> None:
 
 def test_the_promise_names_its_observer_and_its_meaning() -> None:
     made = summary()
-    at_neighbour = replace(made, promise=replace(made.promise, threat_model="neighbour", shared=True))
-    decisions = replace(boundless(made), promise=replace(made.promise, threat_model="output", output=1.0))
+    at_neighbour = replace(made, guarantee=replace(made.guarantee, threat_model="neighbour", shared=True))
+    decisions = replace(boundless(made), guarantee=replace(made.guarantee, threat_model="output", output=1.0))
     for run, says in (
         (
             made,
@@ -556,7 +558,7 @@ def test_the_promise_names_its_observer_and_its_meaning() -> None:
         (at_neighbour, "This rules out almost no conclusion about a record."),
     ):
         assert says in compose_statements(run)["promise"]
-    both = replace(made, promise=replace(made.promise, output=1.0))
+    both = replace(made, guarantee=replace(made.guarantee, output=1.0))
     assert compose_statements(both)["promise"].count("ε = ") == 2
 
 
@@ -573,12 +575,12 @@ def test_the_telling_swap_is_the_largest_of_the_table_but_one_above_its_claim_co
         for loss, claim in ((2.0, 100.0), (0.9, 1.0), (0.2, 0.1), (9.0, np.inf))
     )
     for event, record, wanted in (
-        (large, small, ("event", large)),
+        (large, small, ("record_use", large)),
         (small, large, ("record", large)),
         (large, above, ("record", above)),
         (unbound, small, ("record", small)),
     ):
-        found = find_worst_case(summary_of(replace(learner("a"), swap_event=event, swap_record=record)))
+        found = find_worst_case(summary_of(replace(learner("a"), record_use_loss=event, record_loss=record)))
         assert found is not None and found[1:] == wanted
     assert find_worst_case(unheard(summary())) is None
 
@@ -620,8 +622,12 @@ def test_noise_that_can_be_repeated_protects_nobody() -> None:
 def test_a_capture_of_few_rounds_is_not_called_consistent() -> None:
     def heard_for(rounds: int) -> RunSummary:
         made = summary()
-        short = [replace(each.swap_event, by_round=np.zeros(rounds)) for each in made.learners if each.swap_event]
-        learners = [replace(each, swap_event=cut) for each, cut in zip(made.learners, short, strict=True)]
+        short = [
+            replace(each.record_use_loss, cumulative_loss=np.zeros(rounds))
+            for each in made.learners
+            if each.record_use_loss
+        ]
+        learners = [replace(each, record_use_loss=cut) for each, cut in zip(made.learners, short, strict=True)]
         return replace(made, learners=tuple(learners))
 
     assert determine_verdict(heard_for(249)).headline == "Too few messages were recorded to tell"
@@ -629,7 +635,7 @@ def test_a_capture_of_few_rounds_is_not_called_consistent() -> None:
 
 
 def test_shared_records_cost_the_sum_of_all_learners() -> None:
-    alone, made = summary(), replace(summary(), promise=replace(summary().promise, shared=True))
-    assert made.epsilon_record_use == pytest.approx(sum(each.event for each in made.learners))
-    assert alone.epsilon_record_use == max(each.event for each in alone.learners)
+    alone, made = summary(), replace(summary(), guarantee=replace(summary().guarantee, shared=True))
+    assert made.epsilon_record_use == pytest.approx(sum(each.epsilon_record_use for each in made.learners))
+    assert alone.epsilon_record_use == max(each.epsilon_record_use for each in alone.learners)
     assert "all learners together, for they share their records" in build_run_page(made).to_html()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sottovoce_client.live.learner import Prediction
-from sottovoce_client.live.sync_learner import SyncLearner
 from sottovoce_client.live.prequential import PrequentialEvaluation
+from sottovoce_client.live.sync_learner import SyncLearner
 from sottovoce_core.errors import DataError, SpecError
 from tests.client.plainly import plainly
 from tests.client.test_live_learner import SCHEMA, SECRET, spec_of

@@ -17,11 +17,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from sottovoce_client.cli import app
 from sottovoce_client.atomic_files import create_file
+from sottovoce_client.cli import app
+from sottovoce_client.formatting import format_number
 from sottovoce_client.runs import simulation
 from sottovoce_client.runs.simulation import describe_epsilon, estimate_sizes, simulate_to_folder
-from sottovoce_client.formatting import format_number
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, load
 from sottovoce_core.runs.transcript import TranscriptWriter, read_noise
@@ -197,7 +197,7 @@ def test_the_summary_says_what_the_run_costs(spec: Path, tmp_path: Path) -> None
     told = CliRunner().invoke(
         app, ["simulate", str(spec), "--json", "--out", str(tmp_path / "b")], catch_exceptions=False
     )
-    assert json.loads(told.stdout)["epsilon_event"] == load(spec).epsilon()
+    assert json.loads(told.stdout)["epsilon_record_use"] == load(spec).epsilon()
     alike = {"rounds": 6, "learners": 3, "data": {"source": "breast_cancer", "partition": "shared", "reuse": True}}
     together = Experiment(**alike, algorithm={"name": "dpsda-c"}, decision_set={"kind": "l2_ball", "radius": 1.0})
     assert describe_epsilon(together).endswith(", of all learners together")

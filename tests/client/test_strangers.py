@@ -21,11 +21,10 @@ from rich.console import Console
 from rich.text import Text
 
 import sottovoce_client
-from sottovoce_client import cli, atomic_files, terminal
+from sottovoce_client import atomic_files, cli, terminal
 from sottovoce_client.doctor import Finding, print_findings
 from sottovoce_client.runs import coordinator_commands, status
 from sottovoce_client.runs.compare import format_markdown
-from sottovoce_client.runs.terminal_display import display_run, print_summary
 from sottovoce_client.runs.monitoring import (
     RunHistory,
     make_capture_list_item,
@@ -34,15 +33,16 @@ from sottovoce_client.runs.monitoring import (
     parse_observation,
 )
 from sottovoce_client.runs.summary import DetectionSummary
+from sottovoce_client.runs.terminal_display import display_run, print_summary
 from sottovoce_client.transcripts.query import query
 from sottovoce_core.errors import SpecError
 from sottovoce_core.results import Facts, Result, Results
 from sottovoce_core.runs.metrics import Curve, Curves
 from sottovoce_core.table import Table
 from sottovoce_core.text import escape_control
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import configure_logs
-from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 from tests.client import consoles
 from tests.client.summaries import learner, summary

@@ -233,7 +233,7 @@ async def test_a_run_that_is_over_is_shown_when_its_services_are_gone(tmp_path: 
     run = page["run"]
     assert (run["run_id"], run["state"], run["round"], run["rounds"]) == ("demo-1", "finished", over.rounds_done, 20)
     assert [each["name"] for each in run["learners"]] == NAMES
-    assert [each["epsilon"] for each in run["learners"]] == [each.spent for each in over.learners]
+    assert [each["epsilon"] for each in run["learners"]] == [each.epsilon_spent for each in over.learners]
     assert len(run["edges"]) == 3 and sum(each["messages"] for each in run["edges"]) > 0
     assert [(each["run_id"], each["state"]) for each in page["runs"]] == [("demo-1", "finished"), ("demo-0", "failed")]
     async with looking(asked, "demo-0") as until:

@@ -10,7 +10,7 @@ import pytest
 
 from sottovoce_coordinator.run_state import CaptureBinding
 from sottovoce_coordinator.store import FILE, CoordinatorStore, LearnerBinding, StoredRun
-from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
+from sottovoce_core.errors import CorruptStateError, FailedPrecondition, Unavailable
 from sottovoce_rpc.commands import Origin
 
 RUN = StoredRun(
@@ -144,7 +144,7 @@ def test_damage_is_noticed_and_the_folder_is_free_again(tmp_path: Path, damage: 
         case "zeroes":
             path.write_bytes(content[:8192] + bytes(8192) + content[16384:])
     for _ in range(2):
-        with pytest.raises(DataError, match=f"{path} is damaged: .*; restore it from where it is whole"):
+        with pytest.raises(CorruptStateError, match=f"{path} is damaged: .*; restore it from where it is whole"):
             CoordinatorStore(tmp_path)
 
 
@@ -153,7 +153,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 9")
     db.close()
-    with pytest.raises(DataError, match="must be of format 1, got 9: use the version that wrote it"):
+    with pytest.raises(CorruptStateError, match="must be of format 1, got 9: use the version that wrote it"):
         CoordinatorStore(tmp_path)
 
 

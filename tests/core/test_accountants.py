@@ -141,7 +141,7 @@ def test_every_default_is_the_careful_one() -> None:
     promised = compute_guarantee(Own(), 4, counts)
     assert (promised.mechanism, promised.adjacency, promised.has_shared_records) == (
         Mechanism.PURE,
-        Adjacency.RECORD,
+        Adjacency.RECORD_USE,
         False,
     )
     assert promised.paper_epsilon.tolist() == [0.0, 0.5, 1.5, 3.0]
@@ -153,7 +153,7 @@ def test_every_default_is_the_careful_one() -> None:
 def test_a_meter_that_follows_nothing_is_charged_k_times() -> None:
     counts, replaced = np.full(4, 3), np.array([2, 0, 3, 0])
     assert compute_guarantee(Own(), 4, counts, replaced).round_losses.tolist() == [0.0, 2.5, 5.0, 7.5]
-    for event, many in ((Adjacency.RECORD, 5), (Adjacency.ROUND, 2), (Adjacency.LEARNER, 1)):
+    for event, many in ((Adjacency.RECORD_USE, 5), (Adjacency.ROUND, 2), (Adjacency.LEARNER, 1)):
         listed = PrecomputedAccountant(np.array([0.0, 1.0, 0.0, 0.0]), adjacency=event)
         assert compute_guarantee(listed, 4, counts, replaced).epsilon() == many
 
@@ -172,8 +172,13 @@ def test_a_record_used_again_costs_n_events_where_the_meter_cannot_follow_it() -
 @pytest.mark.parametrize(
     ("event", "shared", "replaced", "text"),
     [
-        (Adjacency.RECORD, False, None, "1 record of one learner replaced (event level, numbers of records public)"),
-        (Adjacency.RECORD, False, 3, "3 records of one learner replaced (event level, numbers of records public)"),
+        (
+            Adjacency.RECORD_USE,
+            False,
+            None,
+            "1 record of one learner replaced (event level, numbers of records public)",
+        ),
+        (Adjacency.RECORD_USE, False, 3, "3 records of one learner replaced (event level, numbers of records public)"),
         (
             Adjacency.LEARNER,
             False,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.auditing import worst_case_search as swaps_module
 from sottovoce_core.auditing import worlds as simulated_module
+from sottovoce_core.auditing import worst_case_search as swaps_module
 from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.blackbox import MAX_NUMBERS, MAX_ROUNDS, _varying, attack, build_number_views
 from sottovoce_core.auditing.bounds import (
@@ -26,7 +26,6 @@ from sottovoce_core.auditing.bounds import (
 )
 from sottovoce_core.auditing.likelihood import RoundLosses, RunLosses, bound_rounds, compute_run_losses
 from sottovoce_core.auditing.plan import AuditPlan, _listener, plan_audit
-from sottovoce_core.auditing.worst_case_search import find_worst_worlds
 from sottovoce_core.auditing.verdict import Findings, decide, find_blamed_learner
 from sottovoce_core.auditing.worlds import (
     NoiseFactory,
@@ -39,6 +38,7 @@ from sottovoce_core.auditing.worlds import (
     simulate_coupled_runs,
     simulate_runs,
 )
+from sottovoce_core.auditing.worst_case_search import find_worst_worlds
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.noise import NoiseSource, SeededNoise, no_noise

@@ -20,12 +20,11 @@ from sottovoce_core.auditing.bounds import (
     compute_epsilon_lower_bound,
     compute_min_runs,
 )
+from sottovoce_core.auditing.foreign.answer_features import build_answer_views
 from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
 from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFindings, check_noise
 from sottovoce_core.auditing.foreign.power import PowerAnalysis, _gaussian_shift, compute_gaussian_epsilon
 from sottovoce_core.auditing.foreign.repeats import find_anomalies
-from sottovoce_core.auditing.foreign.answer_features import build_answer_views
-from sottovoce_core.auditing.verdict import Findings, decide
 from sottovoce_core.auditing.traffic_features import (
     CapturedFrame,
     DecodedMessage,
@@ -36,6 +35,7 @@ from sottovoce_core.auditing.traffic_features import (
     digest,
     flatten_numbers,
 )
+from sottovoce_core.auditing.verdict import Findings, decide
 from sottovoce_core.errors import CaptureError, SpecError
 
 ONE_FAMILY = AlphaAllocation(0.05, BLACK_BOX_ALLOCATION)

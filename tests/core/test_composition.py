@@ -116,7 +116,7 @@ def test_a_whole_objective_is_one_event_whatever_its_records() -> None:
     assert run.guarantee(0).adjacency is Adjacency.LEARNER
     (everything,) = group_record_losses(run.algorithm.accountant(0), own)
     assert (everything.n_records, everything.n_uses, everything.losses) == (4, 1, None)
-    assert build("dsgd").guarantee(0).adjacency is Adjacency.RECORD
+    assert build("dsgd").guarantee(0).adjacency is Adjacency.RECORD_USE
 
 
 # ---- at a delta ------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.battery import examine_noise
 from sottovoce_core.auditing.conformance.residuals import compute_residuals, convert_to_laplace
-from sottovoce_core.auditing.worst_case_search import list_replacements
 from sottovoce_core.auditing.worlds import Worlds
+from sottovoce_core.auditing.worst_case_search import list_replacements
 from sottovoce_core.data import PlacedData
 from sottovoce_core.noise import NoiseRequest, NoiseSource, Recorder, SeededNoise
 from sottovoce_core.runs.run import Run, build_run

@@ -20,8 +20,6 @@ from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.battery import Dependence
 from sottovoce_core.auditing.conformance.block import Block
-from sottovoce_core.auditing.conformance.lags import Lags, _log_products
-from sottovoce_core.auditing.conformance.p_values import compute_log_sign_p_values
 from sottovoce_core.auditing.conformance.correlations import (
     _all_pairs_p,
     _correlation_p,
@@ -30,6 +28,8 @@ from sottovoce_core.auditing.conformance.correlations import (
     _smallest_p,
     _tracy_widom_p,
 )
+from sottovoce_core.auditing.conformance.lags import Lags, _log_products
+from sottovoce_core.auditing.conformance.p_values import compute_log_sign_p_values
 from sottovoce_core.auditing.conformance.regressors import MAX_RELATIVE_SIZE, _clipped, _log_sizes
 from sottovoce_core.noise import KeyedNoise, NoiseRequest, lattice_spacing
 from tests.blocks import SCALE, block_of, discrete_laplace, likely

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_core.data.cells import Cells
-from sottovoce_core.data.schema_inference import draft_schema
 from sottovoce_core.data.encoding import Encoder
+from sottovoce_core.data.schema_inference import draft_schema
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss

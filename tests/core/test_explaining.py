@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment, require_count
-from sottovoce_core.validation_errors import format_validation_errors
 from sottovoce_core.spec import RunSpec, parse_spec
+from sottovoce_core.validation_errors import format_validation_errors
 
 pytestmark = pytest.mark.each
 

@@ -580,7 +580,7 @@ def test_guarantee_is_the_accountant_over_the_plan() -> None:
     assert (promised.basis.mode, promised.basis.threat_model) == ("best", ThreatModel.WIRE)
     assert (promised.mechanism, promised.adjacency, promised.has_shared_records) == (
         Mechanism.LAPLACE,
-        Adjacency.RECORD,
+        Adjacency.RECORD_USE,
         False,
     )
     assert promised.adjacency_description.startswith("2 records ")

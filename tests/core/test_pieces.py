@@ -16,8 +16,8 @@ from sottovoce_core.auditing.conformance.block import Block, ConformanceTest
 from sottovoce_core.auditing.conformance.lattice import _counted, _length, _trailing
 from sottovoce_core.auditing.conformance.regressors import _Noise
 from sottovoce_core.auditing.conformance.residuals import UNKNOWN_VALUES, Residuals, Schedule, compute_residuals
-from sottovoce_core.auditing.worst_case_search import list_replacements
 from sottovoce_core.auditing.worlds import Worlds
+from sottovoce_core.auditing.worst_case_search import list_replacements
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.runs.transcript import Transcript
 from tests.blocks import block_of, discrete_laplace, judged, odd_block

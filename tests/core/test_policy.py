@@ -36,7 +36,7 @@ LOSS = 0.25
 class PromisingSpec(GossipSpec):
     """Gossip that promises what its spec says."""
 
-    event: Adjacency = Adjacency.RECORD
+    event: Adjacency = Adjacency.RECORD_USE
     threat_model: ThreatModel = ThreatModel.WIRE
     proof: str = "not stated"
 
@@ -47,7 +47,7 @@ class PromisingSpec(GossipSpec):
 
 @dataclass(frozen=True)
 class Promising(Gossip):
-    event: Adjacency = Adjacency.RECORD
+    event: Adjacency = Adjacency.RECORD_USE
     grounds: GuaranteeBasis = field(default_factory=GuaranteeBasis)
 
     def accountant(self, learner: int) -> PrecomputedAccountant:
@@ -167,9 +167,10 @@ def test_each_promise_covers_the_weaker_ones() -> None:
     """An event of a round is any record of it; one of a learner is any round of it."""
     for least in Adjacency:
         fits = {each for each in Adjacency if _admits(GuaranteeRequirements(adjacency=least), {"event": each.value})}
-        assert fits == {Adjacency.RECORD: set(Adjacency), Adjacency.ROUND: {Adjacency.ROUND, Adjacency.LEARNER}}.get(
-            least, {Adjacency.LEARNER}
-        )
+        assert fits == {
+            Adjacency.RECORD_USE: set(Adjacency),
+            Adjacency.ROUND: {Adjacency.ROUND, Adjacency.LEARNER},
+        }.get(least, {Adjacency.LEARNER})
     wire, neighbour, output = ThreatModel.WIRE, ThreatModel.NEIGHBOUR, ThreatModel.OUTPUT
     for model, enough in ((wire, {wire}), (neighbour, {wire, neighbour}), (output, {wire, neighbour, output})):
         fits_too = {

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import CorruptStateError
 from sottovoce_learner.storage.ledger import StoredState
 from sottovoce_learner.storage.state_folder import LearnerPaths
 from sottovoce_learner.storage.wal import LogContents, read_log
@@ -150,7 +150,7 @@ async def _torn_below(stage: Stage) -> None:
         await asyncio.sleep(0)
         try:
             StoredState.read_verified(files)
-        except DataError:
+        except CorruptStateError:
             continue
         raise AssertionError(f"a cut at byte {place} of {reading.path} is not noticed")
     await stage.comes_back(name)

@@ -247,7 +247,7 @@ class Stage:
     def look(self, progress: RunProgress, state: str) -> None:
         """Note how far the run is."""
         self._begun.set()
-        there = [rounds for i, rounds in enumerate(progress.rounds) if i not in progress.left]
+        there = [rounds for i, rounds in enumerate(progress.rounds) if i not in progress.departed_learners]
         self.rounds = max(self.rounds, min(there))
 
     async def until(self, share: float) -> None:

@@ -14,7 +14,7 @@ import grpc
 
 from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_client.transcripts.verify import LearnerSignatures, read_signatures
-from sottovoce_core.errors import CaptureError, DataError, EquivocationError, SottovoceError
+from sottovoce_core.errors import CaptureError, CorruptStateError, EquivocationError, SottovoceError
 from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.capture_reader import find_captures
@@ -256,7 +256,7 @@ def _logged(state: Path) -> list[Said]:
     """What stands in logs; of those that are damaged as much as is right."""
     found = []
     for sender, name in enumerate(NAMES):
-        with contextlib.suppress(DataError, AssertionError):
+        with contextlib.suppress(CorruptStateError, AssertionError):
             found += [(sender, t, said.frame) for t, said in said_rounds(state, name) if said.frame]
     return found
 
@@ -267,7 +267,7 @@ async def _ledgers(stage: Stage) -> tuple[dict[int, float], frozenset[int]]:
     for index, name in enumerate(NAMES):
         try:
             spent[index] = Ledger(stage.state).sum_epsilon(name)
-        except DataError:
+        except CorruptStateError:
             repaired.add(index)
             spent[index] = await _repaired(stage, name)
     return spent, frozenset(repaired)

@@ -20,9 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.codec import RoundCodec, to_fields
+from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import compute_plan_hash, spec_from_wire, spec_to_wire
-from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,

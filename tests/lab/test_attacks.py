@@ -18,15 +18,6 @@ from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
-from sottovoce_lab.simulated_attacks import (
-    _from_both,
-    _from_decisions,
-    _from_messages,
-    _guess,
-    _Pair,
-    _roc,
-    _simulate_worlds,
-)
 from sottovoce_lab.reconstruction import (
     Reconstruction,
     _added,
@@ -36,6 +27,15 @@ from sottovoce_lab.reconstruction import (
     _recognised,
     _similarity,
     reconstruct_records,
+)
+from sottovoce_lab.simulated_attacks import (
+    _from_both,
+    _from_decisions,
+    _from_messages,
+    _guess,
+    _Pair,
+    _roc,
+    _simulate_worlds,
 )
 from tests.examples import made_up
 

@@ -15,6 +15,7 @@ from sottovoce_core.auditing.conformance.residuals import compute_residuals
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.worlds import RunChunk, simulate_runs, spawn_seeds
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, lattice_spacing
+from sottovoce_lab.auditor_evaluation import audit_mutant
 from sottovoce_lab.catalogue import CATALOGUE, QUICK_MUTANTS
 from sottovoce_lab.catalogue.distribution import _shaped
 from sottovoce_lab.catalogue.reuse import _correlated, _repeated
@@ -26,7 +27,6 @@ from sottovoce_lab.mutants import (
     estimate_from_messages,
     estimate_from_numbers,
 )
-from sottovoce_lab.auditor_evaluation import audit_mutant
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
 SEED = np.random.SeedSequence(7)

@@ -11,9 +11,6 @@ from sottovoce_core import algorithms
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import NoiseRequest
-from sottovoce_lab.catalogue import QUICK_MUTANTS
-from sottovoce_lab.catalogue.side_channels import _forgetful, _notices, _overspent, _Spoken
-from sottovoce_lab.mutants import ALGORITHM_RUNS, BASE_RUNS, Fault, Mutant, mutate_noise, scale_noise
 from sottovoce_lab.auditor_evaluation import (
     FalseAlarmCounts,
     MutantOutcome,
@@ -21,6 +18,9 @@ from sottovoce_lab.auditor_evaluation import (
     sum_false_alarms,
     try_mutant,
 )
+from sottovoce_lab.catalogue import QUICK_MUTANTS
+from sottovoce_lab.catalogue.side_channels import _forgetful, _notices, _overspent, _Spoken
+from sottovoce_lab.mutants import ALGORITHM_RUNS, BASE_RUNS, Fault, Mutant, mutate_noise, scale_noise
 
 BY_NAME = {mutant.name: mutant for mutant in QUICK_MUTANTS}
 

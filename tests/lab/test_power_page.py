@@ -14,10 +14,6 @@ import pytest
 from rich.console import Console
 
 from sottovoce_lab import power
-from sottovoce_lab.service_mutants import NETWORK_MUTANTS, WIRETAP_MUTANTS
-from sottovoce_lab.service_power import FOREIGN_SERVICE_MUTANTS, measure_foreign_power, measure_service_power
-from sottovoce_lab.catalogue import CATALOGUE
-from sottovoce_lab.mutants import Fault, Mutant, estimate_from_runs
 from sottovoce_lab.auditor_evaluation import (
     MIN_EVIDENCE_FACTOR,
     POWER_RUN_COUNTS,
@@ -25,6 +21,10 @@ from sottovoce_lab.auditor_evaluation import (
     measure_mutant_power,
     search_run_count,
 )
+from sottovoce_lab.catalogue import CATALOGUE
+from sottovoce_lab.mutants import Fault, Mutant, estimate_from_runs
+from sottovoce_lab.service_mutants import NETWORK_MUTANTS, WIRETAP_MUTANTS
+from sottovoce_lab.service_power import FOREIGN_SERVICE_MUTANTS, measure_foreign_power, measure_service_power
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
 RUNNING = {broken.name: broken for broken in NETWORK_MUTANTS}

@@ -13,9 +13,9 @@ from sottovoce_client import terminal
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_lab import selftest
+from sottovoce_lab.auditor_evaluation import FalseAlarmCounts, try_mutant
 from sottovoce_lab.catalogue import QUICK_MUTANTS
 from sottovoce_lab.mutants import ALGORITHM_RUNS, BASE_RUNS, Fault, Mutant
-from sottovoce_lab.auditor_evaluation import FalseAlarmCounts, try_mutant
 
 NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Fault(), "conformance", 20, base="dola")
 """As if it were one of somebody's own."""

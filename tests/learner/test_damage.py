@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import CorruptStateError
 from sottovoce_learner.storage import ledger, state_folder, wal
 from sottovoce_learner.storage.ledger import LedgerEntry, StoredState
 from sottovoce_learner.storage.run_log import SLOT_BYTES, LogOptions, RunLog
@@ -84,7 +84,7 @@ def noticed_or_whole(folder: Path, whole: list[object]) -> bool:
     """Was it noticed? If not, nothing is lost."""
     try:
         assert holds(folder) == whole
-    except DataError as error:
+    except CorruptStateError as error:
         return any(way_out in str(error) for way_out in ("ledger --repair", "newer Sottovoce", "ledger --moved"))
     return False
 
@@ -162,7 +162,9 @@ def test_every_file_emptied_or_overwritten(folder: Path, change: Change) -> None
 def test_every_file_lost(folder: Path, lost: str) -> None:
     path = folder / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(DataError, match=r"ledger --repair .* charges what may have been spent, at most ") as caught:
+    with pytest.raises(
+        CorruptStateError, match=r"ledger --repair .* charges what may have been spent, at most "
+    ) as caught:
         open_run(folder, "run-c")
     assert str(path.parent if path.suffix == ".log" else path) in str(caught.value)
 
@@ -244,7 +246,7 @@ def test_every_byte_of_a_log_with_a_snapshot(tmp_path: Path) -> None:
                     assert noticed_or_whole(tmp_path, whole), (path.name, k)
         aside = path.with_name("aside")
         path.rename(aside)
-        with pytest.raises(DataError, match=r"ledger --repair .* charges what may have been spent, at most "):
+        with pytest.raises(CorruptStateError, match=r"ledger --repair .* charges what may have been spent, at most "):
             holds(tmp_path)
         aside.rename(path)
     assert holds(tmp_path) == whole
@@ -277,7 +279,7 @@ def test_a_log_and_a_snapshot_of_different_times_are_noticed(tmp_path: Path) -> 
             path.unlink()
         for path, raw in before.items():
             path.write_bytes(raw)
-        with pytest.raises(DataError, match="ledger --repair"):
+        with pytest.raises(CorruptStateError, match="ledger --repair"):
             holds(tmp_path)
 
 
@@ -318,7 +320,7 @@ def test_another_runs_log_is_noticed(folder: Path, tmp_path_factory: pytest.Temp
     other = elsewhere / "run-b@ann" / "00000000.log"
     with (
         changed(folder / "run-b@ann" / "00000000.log", other.read_bytes()),
-        pytest.raises(DataError, match="of another"),
+        pytest.raises(CorruptStateError, match="of another"),
     ):
         holds(folder)
 
@@ -326,7 +328,7 @@ def test_another_runs_log_is_noticed(folder: Path, tmp_path_factory: pytest.Temp
 def test_a_copy_is_noticed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     copy = tmp_path_factory.mktemp("other") / "state"
     shutil.copytree(folder, copy)
-    with pytest.raises(DataError, match="this state folder is a copy, and two learners with one ledger"):
+    with pytest.raises(CorruptStateError, match="this state folder is a copy, and two learners with one ledger"):
         open_run(copy, "run-b")
 
 
@@ -371,7 +373,7 @@ def test_nothing_is_said_once_a_file_is_gone(tmp_path: Path, harm: Callable[[Pat
     """Deleted, moved, replaced or cut by another process, while the learner goes on: a restart would not find what it writes."""
     say(log := open_run(folder := tmp_path / "state", "run-a", window=9), range(2))
     harm(folder / file)
-    with pytest.raises(DataError, match=r"state folder must stay .* was deleted, moved, replaced or cut"):
+    with pytest.raises(CorruptStateError, match=r"state folder must stay .* was deleted, moved, replaced or cut"):
         say(log, range(2, 3))
 
 
@@ -384,7 +386,7 @@ def test_nothing_is_said_in_a_segment_that_is_gone(tmp_path: Path, monkeypatch: 
     say(log, range(4, 5))
     last = max(tmp_path.glob("run-a@ann/*.log"))
     last.unlink()
-    with pytest.raises(DataError, match=last.name):
+    with pytest.raises(CorruptStateError, match=last.name):
         say(log, range(5, 6))
 
 
@@ -397,7 +399,7 @@ def test_a_claim_holds_the_files_that_it_was_made_on(tmp_path: Path, harm: Calla
         say(open_run(folder, "run-c"), range(2))
         held.require_in_place()
         harm(folder)
-        with pytest.raises(DataError, match="was deleted, moved, replaced or cut"):
+        with pytest.raises(CorruptStateError, match="was deleted, moved, replaced or cut"):
             held.require_in_place()
 
 
@@ -407,14 +409,14 @@ def test_a_claim_holds_each_file(folder: Path, file: str, harm: str) -> None:
     with LearnerLock(folder, NAME) as held:
         held.refresh_guards()
         FILE_LOST[harm](folder / file)
-        with pytest.raises(DataError, match=file):
+        with pytest.raises(CorruptStateError, match=file):
             held.require_in_place()
 
 
 def test_a_newer_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_folder, "FORMAT", 0)
     with pytest.raises(
-        DataError, match=r"ann\.mark has format 1, and this version reads up to 0: take a newer Sottovoce"
+        CorruptStateError, match=r"ann\.mark has format 1, and this version reads up to 0: take a newer Sottovoce"
     ):
         open_run(folder, "run-b")
 
@@ -447,7 +449,7 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
 
 def test_process_durability_does_not_survive_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "host", lambda: b"another".ljust(16))
-    with pytest.raises(DataError, match="before this machine was started again"):
+    with pytest.raises(CorruptStateError, match="before this machine was started again"):
         open_run(folder, "run-b")
 
 

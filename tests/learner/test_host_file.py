@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from sottovoce_core.errors import DataError, SpecError, Unavailable
+from sottovoce_core.errors import CorruptStateError, SpecError, Unavailable
 from sottovoce_learner import host
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.host_file import build_configs, load_host_file
 from sottovoce_learner.host import Host
+from sottovoce_learner.host_file import build_configs, load_host_file
 
 pytestmark = pytest.mark.each
 
@@ -174,7 +174,7 @@ class WithFolder:
 
     async def start(self) -> str:
         if self._damaged:
-            raise DataError("this state folder is a copy")
+            raise CorruptStateError("this state folder is a copy")
         return "127.0.0.1:7"
 
     async def follow(self, address: str) -> None:
@@ -199,5 +199,5 @@ async def test_a_damaged_state_folder_costs_its_own_learner_alone(tmp_path: Path
 
 
 async def test_learners_that_all_have_damaged_state_folders_do_not_start(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="this state folder is a copy"):
+    with pytest.raises(CorruptStateError, match="this state folder is a copy"):
         await Host(cast(Any, [WithFolder(name, tmp_path, damaged=True) for name in ("north", "south")])).start()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import CorruptStateError
 from sottovoce_learner.storage.state_folder import StoreIdentity
 
 
@@ -54,7 +54,7 @@ def test_what_is_not_an_identity_is_refused(tmp_path: Path, change: dict[str, ob
     StoreIdentity.load_or_create(tmp_path, "ann")
     path = tmp_path / "ann.identity"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(DataError, match=text):
+    with pytest.raises(CorruptStateError, match=text):
         StoreIdentity.load_or_create(tmp_path, "ann")
 
 
@@ -63,7 +63,7 @@ def test_a_cut_identity_is_refused_and_nothing_is_drawn_over_it(tmp_path: Path, 
     StoreIdentity.load_or_create(tmp_path, "ann")
     path = tmp_path / "ann.identity"
     path.write_text(path.read_text()[:kept])
-    with pytest.raises(DataError, match=f"{path} is damaged: .*sottovoce rebind"):
+    with pytest.raises(CorruptStateError, match=f"{path} is damaged: .*sottovoce rebind"):
         StoreIdentity.load_or_create(tmp_path, "ann")
     assert len(path.read_text()) == kept
 

@@ -16,14 +16,14 @@ import pytest
 from rich.console import Console
 
 from sottovoce_client.privacy.ledger import show_ledger
-from sottovoce_core.errors import BudgetExhausted, DataError, FailedPrecondition, SpecError
+from sottovoce_core.errors import BudgetExhausted, CorruptStateError, FailedPrecondition, SpecError
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.privacy.accountant import PrecomputedAccountant
 from sottovoce_core.spec import parse_spec
-from sottovoce_learner.privacy_filter import Allowance, PrivacyFilter
-from sottovoce_learner.session_factory import open_session
 from sottovoce_learner.assignment import RunAssignment
+from sottovoce_learner.privacy_filter import Allowance, PrivacyFilter
 from sottovoce_learner.session import Session
+from sottovoce_learner.session_factory import open_session
 from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.run_log import LogOptions
 from sottovoce_learner.storage.state_folder import LearnerLock
@@ -123,7 +123,7 @@ async def test_two_runs_never_share_a_journal(tmp_path: Path) -> None:
 async def test_a_spec_that_changed_is_refused(tmp_path: Path) -> None:
     made = session(tmp_path, "run-a")
     line = LedgerEntry("learner-0", "run-a", 1, 3, made.assignment.spec.model_dump_json())
-    with pytest.raises(DataError, match="has run 'run-a' with another spec, index or number of features"):
+    with pytest.raises(CorruptStateError, match="has run 'run-a' with another spec, index or number of features"):
         LearnerStore(tmp_path, "learner-0").open_run(line, LogOptions("process", 9, 9, 9, None), 0.0)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import KeyedNoise, NoiseRequest, OpenDpNoise, SystemNoise, lattice_spacing
-from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.assignment import RunAssignment
+from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from tests.examples import small_spec
 

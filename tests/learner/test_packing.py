@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from sottovoce_core.arrays import Batch
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import CorruptStateError
 from sottovoce_learner.ingest.record_queue import RecordQueueState
 from sottovoce_learner.storage import state_folder
 from sottovoce_learner.storage.snapshot import UnpackableError, is_packed_as, pack, unpack
@@ -100,23 +100,23 @@ def test_a_class_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for changed in (Other, int, None, "text"):
         monkeypatch.setattr(f"{__name__}.Leaf", changed)
         with pytest.raises(
-            DataError, match=r"test_packing:Leaf, which is another class here: it was written by another"
+            CorruptStateError, match=r"test_packing:Leaf, which is another class here: it was written by another"
         ):
             unpack(raw, {})
 
 
 def test_nothing_is_imported_to_read_it() -> None:
     raw = pack(Leaf(1), {}).replace(__name__.encode(), b"x" * len(__name__))
-    with pytest.raises(DataError, match="which is another class here"):
+    with pytest.raises(CorruptStateError, match="which is another class here"):
         unpack(raw, {})
 
 
 def test_other_bytes_and_newer_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="must begin with its mark"):
+    with pytest.raises(CorruptStateError, match="must begin with its mark"):
         unpack(b"something else", {})
     raw = pack(1, {})
     monkeypatch.setattr(state_folder, "FORMAT", 0)
-    with pytest.raises(DataError, match="format 1, and this version reads up to 0"):
+    with pytest.raises(CorruptStateError, match="format 1, and this version reads up to 0"):
         unpack(raw, {})
 
 

@@ -17,13 +17,13 @@ import pytest
 from sottovoce_core.errors import FailedPrecondition
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.spec import parse_spec
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.ingest import group_commit
 from sottovoce_learner.ingest.group_commit import _Receipts
-from sottovoce_learner.session_factory import open_session
-from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.servicer import LearnerServicer
 from sottovoce_learner.session import Session
+from sottovoce_learner.session_factory import open_session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_wire.v1 import learner_pb2

@@ -14,14 +14,14 @@ import pytest
 import yaml
 
 from sottovoce_core.arrays import as_floats
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import CorruptStateError
 from sottovoce_core.noise import KeyedNoise, NoiseSource, SystemNoise
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_learner.state_machine import NoiseRecorder
-from sottovoce_learner.session_factory import open_session
-from sottovoce_learner.peers.outbox import NeighbourLink
 from sottovoce_learner.assignment import RunAssignment
+from sottovoce_learner.peers.outbox import NeighbourLink
 from sottovoce_learner.session import Session
+from sottovoce_learner.session_factory import open_session
+from sottovoce_learner.state_machine import NoiseRecorder
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.snapshot import pack
 from sottovoce_learner.storage.store import Ledger, end_run
@@ -252,7 +252,7 @@ async def test_the_log_of_a_run_that_is_over_goes_wherever_its_learner_dies(tmp_
 async def test_a_state_that_does_not_come_back_keeps_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot from which the same learner cannot be made is none, and ends no run."""
     monkeypatch.setattr(RunLog, "due", True)
-    for k, wrong in enumerate((DataError("another class"), MemoryError(), None)):
+    for k, wrong in enumerate((CorruptStateError("another class"), MemoryError(), None)):
 
         def other(raw: bytes, names: Any, wrong: Any = wrong) -> Any:
             if wrong is not None:
@@ -368,7 +368,7 @@ async def test_noise_that_was_not_written_down_is_missed(tmp_path: Path) -> None
     await crew.live(range(5))
     crew.learners[0]._log.close()
     with pytest.raises(
-        DataError, match=r"needs \d+ more numbers of noise, and its entry has 0: another version wrote it"
+        CorruptStateError, match=r"needs \d+ more numbers of noise, and its entry has 0: another version wrote it"
     ):
         crew.born(0)
 
@@ -381,7 +381,9 @@ async def test_noise_that_is_left_over_was_drawn_for_something_else(
     monkeypatch.setattr(NoiseRecorder, "drawn", property(lambda kept: drawn(kept) + bytes(8)))
     await crew.live(range(1))
     crew.learners[0]._log.close()
-    with pytest.raises(DataError, match="and by the entries before it would be another one: it was written by another"):
+    with pytest.raises(
+        CorruptStateError, match="and by the entries before it would be another one: it was written by another"
+    ):
         crew.born(0)
 
 
@@ -392,7 +394,9 @@ async def test_a_log_that_another_version_wrote_is_not_gone_on_with(
     await crew.live(range(2))
     with monkeypatch.context() as patch:
         patch.setattr("sottovoce_learner.state_machine.Books.price", lambda books, t: 1e-9)
-        with pytest.raises(DataError, match=r"entry \d+ of the log says round 0 at epsilon .* by another version"):
+        with pytest.raises(
+            CorruptStateError, match=r"entry \d+ of the log says round 0 at epsilon .* by another version"
+        ):
             crew.born(0)
     assert crew.born(0).status.rounds_committed == 2
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from sottovoce_client.privacy.ledger import adopt_ledger, repair_ledger, show_ledger, verify_ledger
-from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
+from sottovoce_core.errors import CorruptStateError, FailedPrecondition, SpecError
 from sottovoce_learner.storage import wal
 from sottovoce_learner.storage.ledger import StoredState
 from sottovoce_learner.storage.state_folder import LearnerLock, LearnerPaths
@@ -52,7 +52,7 @@ def test_what_may_have_been_spent_is_charged_for_ever(
     folder: Path, harm: Callable[[Path], object], most: float
 ) -> None:
     harm(folder)
-    with pytest.raises(DataError, match=f"at most {most:.6g} in all"):
+    with pytest.raises(CorruptStateError, match=f"at most {most:.6g} in all"):
         open_run(folder, "run-b")
     done = Ledger(folder).repair(NAME)
     assert (done.total_epsilon_spent, Ledger(folder).sum_epsilon(NAME)) == (most, most)
@@ -87,7 +87,7 @@ def test_every_byte_of_the_log_cut_is_charged_enough(folder: Path) -> None:
 def test_what_cannot_be_known_must_be_given(folder: Path) -> None:
     for path in (folder / "ann.runs", folder / "ann.mark"):
         path.unlink()
-    with pytest.raises(DataError, match=r"cannot be known .* say what it was at most with --charge EPSILON"):
+    with pytest.raises(CorruptStateError, match=r"cannot be known .* say what it was at most with --charge EPSILON"):
         Ledger(folder).repair(NAME)
     assert Ledger(folder).repair(NAME, 7.0).total_epsilon_spent == 7.0 == Ledger(folder).sum_epsilon(NAME)
 
@@ -152,9 +152,9 @@ def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: py
     )
     assert open_run(copy, "run-b").epsilon_spent == 3 * PRICE
     cut(copy / LOG)
-    with pytest.raises(DataError, match="ledger --repair"):
+    with pytest.raises(CorruptStateError, match="ledger --repair"):
         Ledger(copy).accept_moved_folder(NAME)
-    with pytest.raises(DataError, match="there is no ledger of 'bo'"):
+    with pytest.raises(CorruptStateError, match="there is no ledger of 'bo'"):
         Ledger(copy).accept_moved_folder("bo")
 
 
@@ -174,7 +174,7 @@ async def test_a_charge_that_the_spec_does_not_ask_for_is_found(
     monkeypatch.setattr("sottovoce_learner.state_machine.Books.price", lambda books, t: 0.001 * (t + 1))
     crew = Crew(tmp_path, spec_of(), keyed=False)
     await crew.live(range(3))
-    with pytest.raises(DataError, match=r"charges 0\.\d+ by round \d, and its spec asks for"):
+    with pytest.raises(CorruptStateError, match=r"charges 0\.\d+ by round \d, and its spec asks for"):
         Ledger(tmp_path / "0").verify("learner-0", imports=False)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from sottovoce_core.noise import SystemNoise
-from sottovoce_learner.session_factory import open_session
-from sottovoce_learner.progress import LeaseTracker
 from sottovoce_learner.assignment import RunAssignment
+from sottovoce_learner.progress import LeaseTracker
+from sottovoce_learner.session_factory import open_session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 from sottovoce_wire.v1.coordinator_pb2 import RoundLease

@@ -10,13 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_core.errors import DataError, FailedPrecondition, LocalProtocolError, RemoteProtocolError, SpecError
+from sottovoce_core.errors import (
+    CorruptStateError,
+    FailedPrecondition,
+    LocalProtocolError,
+    RemoteProtocolError,
+    SpecError,
+)
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.spec import parse_spec
-from sottovoce_learner.ingest import group_commit
-from sottovoce_learner.session_factory import open_session
 from sottovoce_learner.assignment import RunAssignment
+from sottovoce_learner.ingest import group_commit
 from sottovoce_learner.session import Session
+from sottovoce_learner.session_factory import open_session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
@@ -56,7 +62,7 @@ def test_who_is_away_has_heard_nothing_that_was_not_said(tmp_path: Path) -> None
         RunAssignment("run-1", own.assignment.spec, 3, 2, "learner-2"), SystemNoise(), tmp_path, policy=ALLOWING
     )
     own.require_log_complete(2, away.inbox.get_due_round(0))
-    with pytest.raises(DataError, match="learner-1 has heard round 0 of this learner, whose log has 0 rounds"):
+    with pytest.raises(CorruptStateError, match="learner-1 has heard round 0 of this learner, whose log has 0 rounds"):
         own.require_log_complete(1, 1)
 
 

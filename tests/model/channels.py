@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from sottovoce_core.errors import SottovoceError
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.inbox import Inbox
 from sottovoce_learner.peers.outbox import NeighbourLink
-from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.session import Session
 from tests.model.runs import FEATURES, RUN, Shape, about, codec_of, heard_in, neighbours, plan_of, run_of, told_in
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sottovoce_core.algorithms.interface import StateAxes
-from sottovoce_core.errors import DataError, SottovoceError
-from sottovoce_learner.privacy_filter import PrivacyFilter
+from sottovoce_core.errors import CorruptStateError, SottovoceError
 from sottovoce_learner.ingest.record_queue import PlannedRecordQueue
-from sottovoce_learner.state_machine import LearnerStateMachine
 from sottovoce_learner.peers.outbox import NeighbourLink
+from sottovoce_learner.privacy_filter import PrivacyFilter
+from sottovoce_learner.state_machine import LearnerStateMachine
 from sottovoce_learner.storage import ledger, state_folder
 from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.run_log import HighWaterMark, HighWaterMarkFile, LogOptions, RunLog
@@ -114,7 +114,7 @@ def stands(shape: Shape, learner: int, folder: Folder) -> bool:
     """Does all fit together? False: something was lost, and nothing is said from this folder."""
     try:
         _standing(shape, learner, folder).verify()
-    except DataError:
+    except CorruptStateError:
         return False
     return True
 
@@ -339,7 +339,7 @@ def opened(amended: Amended, shape: Shape, learner: int, folder: Folder, absence
     log, names, folders = read(shape, learner, folder.log), [], []
     try:
         changed = amended(before, after, log, Path("runs"))
-    except DataError:
+    except CorruptStateError:
         return None
     if changed:
         folder = folder._replace(absences=(*folder.absences, absences))
@@ -388,7 +388,7 @@ def recovered(link: Callable[[int], NeighbourLink], shape: Shape, learner: int, 
     try:
         for entry in read(shape, learner, log).entries:
             memory.replay_entry(entry)
-    except DataError:
+    except CorruptStateError:
         return None
     memory.skip_offline_rounds(there.end)
     for t, message in memory.frames:

@@ -21,8 +21,8 @@ from sottovoce_core.network.participation_schedule import Participation
 from sottovoce_core.runs.participation import USED_ROUNDS_FIELD, compute_used_rounds_width, encode_used_rounds
 from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import RunSpec
-from sottovoce_learner.privacy_filter import PrivacyFilter
 from sottovoce_learner.peers.neighbour_schedule import NeighbourSchedule
+from sottovoce_learner.privacy_filter import PrivacyFilter
 from sottovoce_rpc.codec import RoundCodec, to_tensor
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import small_spec

@@ -18,8 +18,8 @@ from grpc_status import rpc_status
 
 from sottovoce_core import errors
 from sottovoce_core.errors import SottovoceError
-from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.error_status import CallOutcome, abort_on_error, convert_status_error
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import errors_pb2
 
 CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SottovoceError)]

@@ -32,11 +32,11 @@ from sottovoce_learner.storage.state_folder import LearnerPaths
 from sottovoce_learner.storage.wal import EntryKind, RoundPayload
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, WaitCause
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 from tests.examples import ALLOWING

@@ -19,8 +19,8 @@ from sottovoce_client.runs.run_client import Outcome
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.errors import Unavailable
 from sottovoce_core.runs.policy import Policy
-from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
 from sottovoce_eavesdropper.capture_writer import CaptureWriter
+from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.connection import _hello
@@ -30,8 +30,8 @@ from sottovoce_learner.session import Session
 from sottovoce_rpc import tasks
 from sottovoce_rpc.access import ACCESS_RULES
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.principals import Role
 from sottovoce_rpc.error_status import CallOutcome
+from sottovoce_rpc.principals import Role
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 from tests.examples import made_up, small_spec
 from tests.services.identities import Identities, raw_channel

@@ -20,8 +20,8 @@ from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.errors import FailedPrecondition
 from sottovoce_rpc.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE, REVOCATION_FILE, parse_certificates
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.principals import Role
 from sottovoce_rpc.error_status import explain_handshake_failure
+from sottovoce_rpc.principals import Role
 from tests.examples import made_up, small_spec
 from tests.services.authorities import CLIENT, SERVER, OtherAuthority, Request, Signer, by_openssl, password, pem
 from tests.services.identities import raw_channel

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import CaptureError, EquivocationError, SpecError
-from sottovoce_eavesdropper import CAPTURE_FORMAT, part_reader, capture_reader, storage, capture_writer
+from sottovoce_eavesdropper import CAPTURE_FORMAT, capture_reader, capture_writer, part_reader, storage
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.capture_session import CaptureSession, Participants, compute_sent_rounds
 from sottovoce_eavesdropper.capture_writer import build_schema

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from sottovoce_client import terminal
 from sottovoce_client.runs.feeder import feed, make_batch
 from sottovoce_client.runs.run_client import RunInterrupted, run_on_services
-from sottovoce_coordinator import run_registry, learner_registry, run_launcher
+from sottovoce_coordinator import learner_registry, run_launcher, run_registry
 from sottovoce_coordinator.run_state import RunStateMachine
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.algorithms.interface import Message
@@ -38,10 +38,10 @@ from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_rpc import tasks
 from sottovoce_rpc.codec import to_fields, to_tensor
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import compute_plan_hash, spec_from_wire
-from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,

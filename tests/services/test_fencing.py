@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce_core.errors import DataError, FailedPrecondition, PermissionDenied
+from sottovoce_core.errors import CorruptStateError, FailedPrecondition, PermissionDenied
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
@@ -119,7 +119,7 @@ async def test_a_damaged_folder_is_refused_before_it_joins_and_costs_nobody_a_ru
         await up.until("ann", LearnerState.RUNNING, 5)
         await moved_away(up, "ann", aside)
         harm(state)
-        with pytest.raises(DataError, match=text):
+        with pytest.raises(CorruptStateError, match=text):
             await follows(up, "ann", state)
         shutil.copytree(aside, state, dirs_exist_ok=True)  # files that are still there keep their place
         if "mark" in text:
@@ -137,7 +137,7 @@ async def test_a_newer_folder_is_refused_before_it_joins(tmp_path: Path, monkeyp
         await up.leave("ann")
         with monkeypatch.context() as older:
             older.setattr(state_folder, "FORMAT", 0)
-            with pytest.raises(DataError, match="take a newer Sottovoce"):
+            with pytest.raises(CorruptStateError, match="take a newer Sottovoce"):
                 await follows(up, "ann", tmp_path / "journals")
         await up.join("ann")
         assert (await running).state == "finished"
@@ -151,7 +151,7 @@ async def test_a_copy_is_refused_before_it_joins_and_goes_on_where_its_owner_say
         await up.until("ann", LearnerState.RUNNING, 5)
         await moved_away(up, "ann", copy)
         way_out = f"`sottovoce ledger --moved --state {copy} --learner ann`"
-        with pytest.raises(DataError, match=f"this state folder is a copy.* {re.escape(way_out)}"):
+        with pytest.raises(CorruptStateError, match=f"this state folder is a copy.* {re.escape(way_out)}"):
             await follows(up, "ann", copy)
         Ledger(copy).accept_moved_folder("ann")
         up.folder = tmp_path / "moved"
@@ -207,7 +207,7 @@ async def test_a_learner_whose_folder_is_deleted_says_nothing_more_and_ends(tmp_
         shutil.rmtree(state)
         outcome = await running
         learner = up.learners["ann"]
-        with pytest.raises(DataError, match="was deleted, moved, replaced or cut"):
+        with pytest.raises(CorruptStateError, match="was deleted, moved, replaced or cut"):
             await asyncio.wait_for(up._following["ann"], PATIENCE_S)
         assert learner.status.rounds_committed == said
     assert outcome.state == "failed" and "the state folder must stay where it is" in outcome.detail
@@ -222,7 +222,7 @@ async def test_a_learner_whose_folder_is_deleted_between_runs_ends(
     async with network(tmp_path, ["ann"]) as up:
         await up.until_here("ann")
         shutil.rmtree(tmp_path / "journals")
-        with pytest.raises(DataError, match="was deleted, moved, replaced or cut"):
+        with pytest.raises(CorruptStateError, match="was deleted, moved, replaced or cut"):
             await asyncio.wait_for(up._following["ann"], PATIENCE_S)
     assert not (tmp_path / "journals").exists()
 

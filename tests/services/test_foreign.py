@@ -32,8 +32,8 @@ from sottovoce_client.auditing.foreign_audit import _load_noise, audit_foreign_c
 from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunGrouping, load_decoder, read_runs
 from sottovoce_client.cli import app
 from sottovoce_core.errors import CaptureError, SpecError, Unavailable
-from sottovoce_eavesdropper import grpc_proxy as forwarding
 from sottovoce_eavesdropper import capture_writer
+from sottovoce_eavesdropper import grpc_proxy as forwarding
 from sottovoce_eavesdropper.capture_checks import CaptureRow
 from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_eavesdropper.grpc_proxy import StandaloneProxy, StandaloneProxyConfig

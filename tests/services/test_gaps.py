@@ -21,30 +21,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sottovoce_client.runs.terminal_display import display_run
-from sottovoce_client.runs.evaluate import list_capture_gaps
 from sottovoce_client.runs.coordinator_commands import show_run
+from sottovoce_client.runs.evaluate import list_capture_gaps
 from sottovoce_client.runs.run_client import Outcome, run_on_services
 from sottovoce_client.runs.summary import RunProgress
+from sottovoce_client.runs.terminal_display import display_run
 from sottovoce_coordinator import capture_client
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import Unavailable
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, Gaps
-from sottovoce_eavesdropper.part_reader import read_part
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.capture_session import resume_capture
+from sottovoce_eavesdropper.capture_writer import CaptureWriter, parse_part_number
 from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
+from sottovoce_eavesdropper.part_reader import read_part
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import Folder
-from sottovoce_eavesdropper.capture_writer import CaptureWriter, parse_part_number
 from sottovoce_learner import mirror as mirrors
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.error_status import abort_on_error
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.error_status import abort_on_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.capturing import said_again
@@ -455,7 +455,7 @@ async def test_an_eavesdropper_that_goes_and_comes_back_is_said_while_the_run_go
 
             def watch(progress: RunProgress, state: str) -> None:
                 console.update(progress, state, captured_messages=None)
-                if progress.uncaptured:
+                if progress.capture_error:
                     went.set()
                 elif went.is_set():
                     came.set()

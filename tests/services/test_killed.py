@@ -93,7 +93,7 @@ async def run_by(folder: Path, eavesdropper: str, *, kill: bool, lose: bool) -> 
     spec, halfway, seen = spec_of(), asyncio.Event(), []
 
     def look(progress: RunProgress, state: str) -> None:
-        seen.append("the coordinator" in progress.away)
+        seen.append("the coordinator" in progress.offline_learners)
         if min(progress.rounds) >= 20:
             halfway.set()
 

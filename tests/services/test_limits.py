@@ -33,11 +33,11 @@ from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.mirror import Mirror
 from sottovoce_rpc import access, server
 from sottovoce_rpc.commands import Origin
+from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, MAX_OVERHEAD_BYTES, open_channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,

@@ -52,8 +52,8 @@ async def test_what_is_measured_here_is_what_learners_would_answer(
     assert None not in [each.test_accuracy for each in asked.learners]
     assert [each.test_accuracy for each in measured.learners] == [each.test_accuracy for each in asked.learners]
     assert measured.disagreement == asked.disagreement
-    assert (asked.measured, [each.test_curve for each in asked.learners]) == ("", [()] * 3)
-    assert told in measured.measured
+    assert (asked.publication_cost, [each.test_curve for each in asked.learners]) == ("", [()] * 3)
+    assert told in measured.publication_cost
     for each in measured.learners:
         assert [at for at, _ in each.test_curve] == list(range(1, 13)) and each.test_curve[-1][1] == each.test_accuracy
 
@@ -67,7 +67,7 @@ async def test_a_long_run_is_looked_at_in_some_rounds_and_one_without_a_capture_
     for each in measured.learners:
         rounds = [at for at, _ in each.test_curve]
         assert MAX_CURVE_POINTS <= len(rounds) <= MAX_CURVE_POINTS + 1 and (rounds[0], rounds[-1]) == (1, spec.rounds)
-    assert [each.test_accuracy for each in blind.learners] == [None] * 3 and blind.measured == ""
+    assert [each.test_accuracy for each in blind.learners] == [None] * 3 and blind.publication_cost == ""
 
 
 async def test_what_cannot_be_computed_costs_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,20 +81,20 @@ async def test_what_cannot_be_computed_costs_no_summary(tmp_path: Path, monkeypa
         raise ValueError("secret 3.25")
 
     whole = summarise(run, data, outcome)
-    assert whole.not_computed == () and determine_verdict(whole).kind == "consistent"
+    assert whole.failed_parts == () and determine_verdict(whole).kind == "consistent"
     monkeypatch.setattr("sottovoce_client.runs.evaluate.compute_worst_losses", broken)
     lost = summarise(run, data, outcome)
-    assert [line.partition(" could")[0] for line in lost.not_computed] == [
+    assert [line.partition(" could")[0] for line in lost.failed_parts] == [
         f"the privacy loss of the messages of {name}" for name in NAMES
     ]
-    assert all("ValueError at " in line and "secret" not in line for line in lost.not_computed)
+    assert all("ValueError at " in line and "secret" not in line for line in lost.failed_parts)
     assert [each.test_accuracy for each in lost.learners] == [each.test_accuracy for each in whole.learners]
     assert (lost.state, lost.epsilon_record_use, lost.capture is not None) == (
         whole.state,
         whole.epsilon_record_use,
         True,
     )
-    assert determine_verdict(lost).kind == "open" and lost.not_computed[1] in determine_verdict(lost).text
+    assert determine_verdict(lost).kind == "open" and lost.failed_parts[1] in determine_verdict(lost).text
     page = build_run_page(lost).to_html()
     assert "It could not be computed" in page and "There is no capture" not in page
 
@@ -102,8 +102,8 @@ async def test_what_cannot_be_computed_costs_no_summary(tmp_path: Path, monkeypa
     monkeypatch.setattr("sottovoce_client.runs.evaluate.central_accuracy", broken)
     monkeypatch.setattr("sottovoce_client.runs.evaluate._overheard", broken)
     least = summarise(run, data, outcome)
-    assert len(least.not_computed) == 3 and least.state == whole.state
-    assert [each.event for each in least.learners] == [each.event for each in whole.learners]
+    assert len(least.failed_parts) == 3 and least.state == whole.state
+    assert [each.epsilon_record_use for each in least.learners] == [each.epsilon_record_use for each in whole.learners]
 
 
 async def test_a_loss_of_many_classes_is_summarised_where_learners_say_their_values(tmp_path: Path) -> None:
@@ -114,4 +114,4 @@ async def test_a_loss_of_many_classes_is_summarised_where_learners_say_their_val
         data, run = made_up(spec), build_run(spec, 3)
         async with network(tmp_path / name, NAMES) as up:
             outcome = await up.run(spec, data)
-        assert summarise(run, data, outcome).not_computed == ()
+        assert summarise(run, data, outcome).failed_parts == ()

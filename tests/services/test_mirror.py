@@ -16,9 +16,9 @@ from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import capture_session
 from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_learner import mirror as mirroring
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.capturing import captured, conversation, frame, row

@@ -15,10 +15,10 @@ from sottovoce_client.runs.run_client import Outcome
 from sottovoce_core.errors import FailedPrecondition, Unavailable
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.capture_reader import open_capture
-from sottovoce_learner.state_machine import LearnerStateMachine
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import InProcessStream, InProcessTransport, _Turns
 from sottovoce_learner.service import Learner
+from sottovoce_learner.state_machine import LearnerStateMachine
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2

@@ -113,7 +113,7 @@ async def test_a_run_with_absences_is_what_the_simulator_says(tmp_path: Path, sp
     for reported in summarise(
         run, data, outcome
     ).learners:  # rounds in which nobody spoke are not rounds that nobody heard
-        assert reported.swap_event is not None and len(reported.swap_event.by_round) == spec.rounds
+        assert reported.record_use_loss is not None and len(reported.record_use_loss.cumulative_loss) == spec.rounds
 
 
 async def test_who_joins_late_need_not_be_there_before(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from sottovoce_core.errors import CaptureError
 from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_eavesdropper import capture_writer
 from sottovoce_eavesdropper.capture_reader import Capture, find_captures, open_capture
+from sottovoce_eavesdropper.capture_writer import format_part_name, parse_part_number
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_eavesdropper.capture_writer import format_part_name, parse_part_number
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire

@@ -18,8 +18,8 @@ from sottovoce_core.runs.transcript import MAX_REMEMBERED_MESSAGES, RoundReassem
 from sottovoce_eavesdropper import capture_writer
 from sottovoce_eavesdropper.capture_checks import CaptureRow
 from sottovoce_eavesdropper.capture_reader import Capture
-from sottovoce_eavesdropper.storage import Folder
 from sottovoce_eavesdropper.capture_writer import CaptureWriter
+from sottovoce_eavesdropper.storage import Folder
 from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, network

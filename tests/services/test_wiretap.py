@@ -22,11 +22,11 @@ from sottovoce_client.transcripts.show import show
 from sottovoce_client.transcripts.verify import read_signatures
 from sottovoce_core.errors import CaptureError, PermissionDenied, Unavailable
 from sottovoce_core.runs.policy import Policy
-from sottovoce_eavesdropper import tcp_proxy, capture_writer
+from sottovoce_eavesdropper import capture_writer, tcp_proxy
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_eavesdropper.service import Eavesdropper
 from sottovoce_eavesdropper.tcp_proxy import Framing, TcpProxy
-from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_learner.peers import connection
 from sottovoce_learner.session import Session
 from sottovoce_rpc.credentials import Credentials

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
+from sottovoce_client.atomic_files import write_json
 from sottovoce_client.auditing.report import (
     COIN_SOURCE_NAMES,
     build_audit_document,
@@ -24,18 +25,17 @@ from sottovoce_client.auditing.report import (
     get_verdict_subject,
 )
 from sottovoce_client.backends import Mapper, map_with_progress
-from sottovoce_client.atomic_files import write_json
+from sottovoce_client.formatting import MISSING_VALUE, format_duration, format_number, format_p_value
 from sottovoce_client.privacy.budget import find_learner_index
 from sottovoce_client.terminal import ProgressReporter
-from sottovoce_client.formatting import MISSING_VALUE, format_duration, format_number, format_p_value
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import Audit, CoinSource, audit_simulated
 from sottovoce_core.auditing.blackbox import NUMBER_VIEWS
 from sottovoce_core.auditing.bounds import Bound, Family, compute_needed_runs
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.worst_case_search import add_intercept, mirror_record
 from sottovoce_core.auditing.verdict import Findings, Verdict, decide
 from sottovoce_core.auditing.worlds import Worlds, build_worlds
+from sottovoce_core.auditing.worst_case_search import add_intercept, mirror_record
 from sottovoce_core.data.encoding import Encoder
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError

@@ -33,8 +33,8 @@ from sottovoce_core.auditing.worlds import Worlds
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import CaptureError, DataError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.validation_errors import describe_requirement
 from sottovoce_core.spec import RunSpec
+from sottovoce_core.validation_errors import describe_requirement
 from sottovoce_eavesdropper.capture_reader import Capture
 from sottovoce_eavesdropper.storage import Folder
 

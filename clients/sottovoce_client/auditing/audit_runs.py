@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce_client.auditing.audit_files import RunLedgerEntry, prepare_audit_spec
-from sottovoce_client.transcripts.provenance import describe_seeded_noise
 from sottovoce_client.formatting import pluralize
+from sottovoce_client.transcripts.provenance import describe_seeded_noise
 from sottovoce_core.auditing.audit import CoinSource
 from sottovoce_core.auditing.coin_tests import COMPLETE_OUTCOME, RunOutcomes
 from sottovoce_core.auditing.likelihood import RunLosses, compute_run_losses

@@ -10,15 +10,6 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.audit_runs import (
-    UNSIGNED_PROMISE_NOTE,
-    AuditRuns,
-    collect_runs,
-    find_difference,
-    read_transcript,
-    require_plausible_size,
-    require_same_spec,
-)
 from sottovoce_client.auditing.audit_files import (
     WORLDS_FILE,
     RunLedgerEntry,
@@ -28,10 +19,19 @@ from sottovoce_client.auditing.audit_files import (
     read_worlds,
     restore_worlds,
 )
+from sottovoce_client.auditing.audit_runs import (
+    UNSIGNED_PROMISE_NOTE,
+    AuditRuns,
+    collect_runs,
+    find_difference,
+    read_transcript,
+    require_plausible_size,
+    require_same_spec,
+)
+from sottovoce_client.formatting import pluralize
 from sottovoce_client.terminal import ProgressReporter
 from sottovoce_client.transcripts.provenance import Provenance, check_provenance, describe_noise_source
 from sottovoce_client.watching.canary_files import find_commitment
-from sottovoce_client.formatting import pluralize
 from sottovoce_core.auditing.audit import (
     Audit,
     ChunkStatistics,

@@ -15,12 +15,14 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce_client import terminal
+from sottovoce_client.atomic_files import write_json
 from sottovoce_client.auditing.audit import TableRow, format_guess_row, format_tests_row, print_verdict
 from sottovoce_client.auditing.foreign_runs import ForeignRequest, ForeignRuns, load_decoder, read_runs
 from sottovoce_client.auditing.plots import plot_noise, plot_quantiles, plot_worlds
 from sottovoce_client.auditing.report import DIGEST_LINES, build_guesses_table, build_tests_table, list_attempts
-from sottovoce_client.atomic_files import write_json
+from sottovoce_client.formatting import MISSING_VALUE, describe_max_epsilon, format_count, format_number, pluralize
 from sottovoce_client.reports.figure import Figure
+from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import (
     BLUE,
     GREEN,
@@ -31,8 +33,6 @@ from sottovoce_client.reports.plot_elements import (
     make_reference_line,
     make_vertical_line,
 )
-from sottovoce_client.reports.page import Page, PageColumn, PageTable
-from sottovoce_client.formatting import MISSING_VALUE, describe_max_epsilon, format_count, format_number, pluralize
 from sottovoce_core.auditing.blackbox import compute_classifier_level, count_guessed_runs
 from sottovoce_core.auditing.bounds import compute_epsilon_lower_bound
 from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic

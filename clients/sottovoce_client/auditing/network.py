@@ -19,16 +19,8 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce_client import terminal
+from sottovoce_client.atomic_files import write_json
 from sottovoce_client.auditing.audit import AuditRequest, TableRow, format_coins_line, format_guess_row, print_verdict
-from sottovoce_client.auditing.captures import (
-    audit_captures,
-    list_captures,
-    read_conversation,
-    require_wire_threat,
-    select_channels,
-)
-from sottovoce_client.auditing.report import list_attempts
-from sottovoce_client.auditing.audit_runs import AuditRuns, collect_runs
 from sottovoce_client.auditing.audit_files import (
     CaptureMethod,
     RunLedgerWriter,
@@ -39,23 +31,31 @@ from sottovoce_client.auditing.audit_files import (
     toss_coins,
     write_worlds,
 )
-from sottovoce_client.atomic_files import write_json
-from sottovoce_client.runs.run_command import ServiceDied, await_run_or_exit, run_async
+from sottovoce_client.auditing.audit_runs import AuditRuns, collect_runs
+from sottovoce_client.auditing.captures import (
+    audit_captures,
+    list_captures,
+    read_conversation,
+    require_wire_threat,
+    select_channels,
+)
+from sottovoce_client.auditing.report import list_attempts
+from sottovoce_client.formatting import describe_ciphertext, describe_max_epsilon, format_count, pluralize
 from sottovoce_client.runs.local_services import LocalServices
 from sottovoce_client.runs.run_client import COMMAND_STOP_REASONS, STOPPED_BY_OPERATOR, RunInterrupted, run_on_services
+from sottovoce_client.runs.run_command import ServiceDied, await_run_or_exit, run_async
 from sottovoce_client.terminal import ProgressReporter
-from sottovoce_client.formatting import describe_ciphertext, describe_max_epsilon, format_count, pluralize
 from sottovoce_core.arrays import IntArray
 from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.bounds import Bound
 from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worst_case_search import build_other_worlds
 from sottovoce_core.auditing.traffic_features import RunTraffic
+from sottovoce_core.auditing.worst_case_search import build_other_worlds
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_eavesdropper.capture_writer import CiphertextCounts
+from sottovoce_eavesdropper.storage import open_folder
 
 # ---- on the network --------------------------------------------------------------------------------------------------
 

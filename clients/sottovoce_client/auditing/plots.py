@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sottovoce_client.formatting import format_number
 from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.plot_elements import (
     AREA,
@@ -33,7 +34,6 @@ from sottovoce_client.reports.plot_elements import (
     mask_nonpositive,
     select_evenly,
 )
-from sottovoce_client.formatting import format_number
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.bounds import Bound, compute_epsilon_lower_bound

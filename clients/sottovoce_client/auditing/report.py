@@ -13,8 +13,8 @@ import numpy as np
 
 from sottovoce_client.auditing import plots as plots
 from sottovoce_client.auditing.audit_files import hash_data
-from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.formatting import MISSING_VALUE, format_number, format_p_value, format_percent
+from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_core.auditing.audit import Audit, CoinSource, LearnerLoss
 from sottovoce_core.auditing.bounds import Bound, Test, compute_max_provable_epsilon
 from sottovoce_core.auditing.verdict import Findings, decide

@@ -21,8 +21,8 @@ from sottovoce_core.errors import SpecError
 
 if TYPE_CHECKING:
     from sottovoce_client.feeding.broker import Feed, SourceConfig
-    from sottovoce_client.feeding.progress import FeedTask
     from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget
+    from sottovoce_client.feeding.progress import FeedTask
     from sottovoce_client.feeding.records import SourcePartition
 
 _FILES, _BROKER = ("--format", "--dead-letters"), ("--dead-letters", "--broker-patience", "--user", "--password-file")
@@ -183,9 +183,9 @@ def feed(
 ) -> None:
     """Bring live records into a learner, each once. `--help-for kafka` prints the settings of one kind of URL."""
     from sottovoce_client.feeding.broker import PASSWORD_VARIABLE, BrokerCredentials, open_source, read_secret
+    from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget, build_feed_task
     from sottovoce_client.feeding.files import build_file_partitions, build_standard_input
     from sottovoce_client.feeding.progress import run_feeder
-    from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget, build_feed_task
 
     first = sources[0]
     scheme = next((each.partition("://")[0] for each in sources if "://" in each.partition("?")[0]), "")

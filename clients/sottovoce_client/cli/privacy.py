@@ -190,8 +190,10 @@ def budget(
         ),
     ] = None,
     per: Annotated[
-        Literal["event", "record"] | None,
-        typer.Option(help="For an event, or a record in all of its uses.", show_default="event", rich_help_panel=_FIT),
+        Literal["record_use", "record"] | None,
+        typer.Option(
+            help="For an event, or a record in all of its uses.", show_default="record_use", rich_help_panel=_FIT
+        ),
     ] = None,
     tradeoff: Annotated[
         str | None,
@@ -274,7 +276,7 @@ def budget(
 
         _require_absent("--target", shown | as_options)
         asked, covered = load_spec(spec), parse_horizon(horizon)
-        wanted = parse_target(asked, target, covered, per or "event")
+        wanted = parse_target(asked, target, covered, per or "record_use")
         write_calibrated_spec(spec, prepare_for_accounting(asked, rounds, records, covered), wanted, out)
         return
     _require_absent("", fit, "--target")

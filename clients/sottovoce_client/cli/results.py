@@ -48,10 +48,10 @@ def predict(
     Example: sottovoce predict 127.0.0.1:7401 new.csv --spec wards.yaml --out said.csv
     """
     from sottovoce_client.atomic_files import require_new
+    from sottovoce_client.formatting import pluralize
     from sottovoce_client.live.sender import LearnerEndpoint
     from sottovoce_client.models import predicting
     from sottovoce_client.terminal import print_json
-    from sottovoce_client.formatting import pluralize
     from sottovoce_core.data.dataset import require_source_file
     from sottovoce_core.spec import load_spec
 

@@ -127,8 +127,8 @@ def run(
     ] = "",
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
-    from sottovoce_client.runs.run_command import prepare_changed_run
     from sottovoce_client.runs.run_client import run_on_services
+    from sottovoce_client.runs.run_command import prepare_changed_run
     from sottovoce_core.spec import load_spec
 
     credentials = get_common_options().credentials
@@ -223,7 +223,7 @@ def simulate(
             "rounds": ran.rounds,
             "learners": ran.names,
             "replicas": replicas,
-            "epsilon_event": experiment.epsilon() if recorded_noise is None else None,
+            "epsilon_record_use": experiment.epsilon() if recorded_noise is None else None,
             "metrics": {} if done.curves is None else get_final_metrics(done.curves),
         }
     )

@@ -167,8 +167,8 @@ def learner(
     ] = 1,
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
-    from sottovoce_learner.host_file import build_configs, load_host_file
     from sottovoce_learner.host import serve
+    from sottovoce_learner.host_file import build_configs, load_host_file
     from sottovoce_rpc.metrics import MetricsEndpoint
 
     options = {

@@ -93,9 +93,9 @@ def init(
         schemas.infer(file, label, out)
         return
     from sottovoce_client.atomic_files import create_file, require_new
+    from sottovoce_client.formatting import pluralize
     from sottovoce_client.init_wizard import InitOptions, draft_spec, list_next_commands
     from sottovoce_client.terminal import ignore_progress, print_json, print_notice
-    from sottovoce_client.formatting import pluralize
 
     asks = sys.stdin.isatty() and not get_common_options().as_json
     wishes = InitOptions(

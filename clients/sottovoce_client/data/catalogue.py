@@ -15,9 +15,6 @@ from rich.text import Text
 from sottovoce_client import terminal
 from sottovoce_client.data.fetch import compute_digest
 from sottovoce_client.formatting import MISSING_VALUE, pluralize
-from sottovoce_core.data.dataset import read_source
-from sottovoce_core.data.encoding import describe_similar_labels
-from sottovoce_core.data.files import RawTable
 from sottovoce_core.data.catalogue import (
     CATALOGUE,
     DATA_FOLDER_VARIABLE,
@@ -25,6 +22,9 @@ from sottovoce_core.data.catalogue import (
     find_dataset_file,
     suggest_name,
 )
+from sottovoce_core.data.dataset import read_source
+from sottovoce_core.data.encoding import describe_similar_labels
+from sottovoce_core.data.files import RawTable
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SpecError
 from sottovoce_core.yaml_files import write_yaml

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import numpy as np
 from rich.progress import Progress
 
-from sottovoce_client.data.convert import convert
 from sottovoce_client.atomic_files import create_scratch_folder
+from sottovoce_client.data.convert import convert
 from sottovoce_core.data.catalogue import DATA_FOLDER_VARIABLE, CatalogueEntry, OriginalFile
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError, Unavailable
 from sottovoce_core.optional import import_optional

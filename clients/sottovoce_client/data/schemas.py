@@ -16,17 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.data.catalogue import describe_constant_features
 from sottovoce_client.atomic_files import create_file, require_new
+from sottovoce_client.data.catalogue import describe_constant_features
 from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, pluralize
 from sottovoce_core.algorithms.run_context import RunWarning
 from sottovoce_core.arrays import AnyArray
 from sottovoce_core.data.columns import read_cells, read_names
 from sottovoce_core.data.dataset import encode_file, read_source, require_source_file
-from sottovoce_core.data.schema_inference import SchemaDraft, draft_schema
 from sottovoce_core.data.encoding import EncodedRecords, Encoder, format_labels, map_labels
 from sottovoce_core.data.fields import Category, Date, Number
 from sottovoce_core.data.files import RawTable
+from sottovoce_core.data.schema_inference import SchemaDraft, draft_schema
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import PreparedRun

@@ -24,8 +24,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sottovoce_client.feeding.broker import SourceConfig, read_secret
-from sottovoce_client.feeding.progress import FeedCounters, FeedTask
 from sottovoce_client.feeding.feeder import MAX_WAITING_MESSAGES, FeedOptions, FeedTarget, run_unless_stopped, watch_run
+from sottovoce_client.feeding.progress import FeedCounters, FeedTask
 from sottovoce_client.feeding.records import PositionCounter, RecordConverter, UnfitRecordError, parse_json
 from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_client.live.sync_learner import SyncLearner
 from sottovoce_client.live.sender import LearnerEndpoint
+from sottovoce_client.live.sync_learner import SyncLearner
 from sottovoce_core.errors import FailedPrecondition, SottovoceError, SpecError
 from sottovoce_core.text import escape_control
 from sottovoce_rpc.credentials import Credentials

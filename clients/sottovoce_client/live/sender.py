@@ -26,10 +26,10 @@ from sottovoce_core.text import escape_control
 from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.error_status import CallOutcome, convert_status_error
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.error_status import CallOutcome, convert_status_error
 from sottovoce_rpc.tasks import Tasks, run_in_background
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 

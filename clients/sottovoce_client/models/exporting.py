@@ -23,8 +23,8 @@ from sottovoce_client.live.sender import LearnerEndpoint
 from sottovoce_client.models.input_format import InputFormat
 from sottovoce_client.models.predicting import connect_as_owner, require_linear
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.data.fields import NumberLabel
 from sottovoce_core.data.catalogue import get_data_folders
+from sottovoce_core.data.fields import NumberLabel
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.optional import import_optional

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from sottovoce_core.arrays import AnyArray, FloatArray
+from sottovoce_core.data.catalogue import CATALOGUE
 from sottovoce_core.data.columns import read_cells, read_features
 from sottovoce_core.data.dataset import load_dataset, read_source, require_source_file
 from sottovoce_core.data.encoding import Encoder, format_labels, map_labels
-from sottovoce_core.data.catalogue import CATALOGUE
 from sottovoce_core.data.live_records import LiveRecordEncoder
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss

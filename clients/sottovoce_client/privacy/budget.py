@@ -14,12 +14,12 @@ from rich.table import Table
 
 from sottovoce_client import terminal
 from sottovoce_client.atomic_files import write_json
+from sottovoce_client.formatting import format_number, pluralize
 from sottovoce_client.reports.figure import Figure
-from sottovoce_client.reports.plot_elements import PINK, make_diamond
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
+from sottovoce_client.reports.plot_elements import PINK, make_diamond
 from sottovoce_client.reports.run_figures import EPSILON_STYLES, build_budget_figure
 from sottovoce_client.reports.run_report import build_assumption_table
-from sottovoce_client.formatting import format_number, pluralize
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.budget.composition import (
     RecordGroup,
@@ -33,8 +33,8 @@ from sottovoce_core.budget.composition import (
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import Adjacency, Guarantee
-from sottovoce_core.runs.run_warnings import BUDGET_ENDS
 from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.run_warnings import BUDGET_ENDS
 from sottovoce_core.spec import RunSpec
 
 
@@ -46,7 +46,7 @@ class _BudgetLine:
         name: of the learner.
         guarantee: of one event, with the planned numbers of records.
         epsilons: those that were asked for, or exist, by kind: `event`, `record` (the dearest one in all of its uses), `group`
-            (the dearest), `event_at_delta`, `record_at_delta`, `paper`, `infinite_horizon`, `output` (against a reader of
+            (the dearest), `record_use_at_delta`, `record_at_delta`, `paper`, `infinite_horizon`, `output` (against a reader of
             published decisions alone); None: there is no record.
         record_curve: `(rounds,)` cumulative epsilon of the dearest record.
     """
@@ -60,7 +60,7 @@ class _BudgetLine:
         """`(rounds,)` cumulative epsilon of a kind of `KINDS`."""
         curves = {
             "paper": self.guarantee.paper_epsilon,
-            "event": self.guarantee.cumulative_epsilon,
+            "record_use": self.guarantee.cumulative_epsilon,
             "record": self.record_curve,
         }
         return curves.get(kind, self.guarantee.output_epsilon)
@@ -147,7 +147,7 @@ def _line_of(prepared: PreparedRun, learner: int, question: BudgetRequest) -> _B
     end = run.participation(learner).end
     records = group_record_losses(accountant, own, end) if question.include_per_record else []
     dearest = worst_case_record_losses(records, guarantee.round_losses) if records else None
-    epsilons: dict[str, float | None] = {"event": guarantee.epsilon()}
+    epsilons: dict[str, float | None] = {"record_use": guarantee.epsilon()}
     if question.include_per_record:
         epsilons["record"] = None if dearest is None else math.fsum(dearest)
     if question.group_size is not None:
@@ -155,10 +155,12 @@ def _line_of(prepared: PreparedRun, learner: int, question: BudgetRequest) -> _B
         epsilons["group"] = group_loss(records or [RecordGroup(size, 1, None)], guarantee.round_losses, size)
     if question.delta is not None:
         single, mechanism = message_losses(accountant, counts, end), guarantee.mechanism
-        for kind in ("event", "record") if question.include_per_record else ("event",):
+        for kind in ("record_use", "record") if question.include_per_record else ("record_use",):
             pure = epsilons[kind]
             if single is not None and pure is not None:
-                losses = single if kind == "event" else envelope([each.composable_losses(single) for each in records])
+                losses = (
+                    single if kind == "record_use" else envelope([each.composable_losses(single) for each in records])
+                )
                 pure = min(pure, epsilon_for_delta(question.delta, losses, mechanism))
             epsilons[f"{kind}_at_delta"] = pure
     epsilons |= {"paper": float(guarantee.paper_epsilon[-1]), "infinite_horizon": guarantee.infinite_horizon_epsilon}
@@ -173,12 +175,12 @@ def _line_of(prepared: PreparedRun, learner: int, question: BudgetRequest) -> _B
 
 def _heads(lines: Sequence[_BudgetLine], question: BudgetRequest) -> dict[str, str]:
     """The headings of the epsilons that these lines have, by kind, in the order in which they are shown."""
-    noun = ("record" if question.include_per_record else "event") + "s" * (question.group_size != 1)
+    noun = ("record" if question.include_per_record else "record_use") + "s" * (question.group_size != 1)
     heads = {
-        "event": "per event",
+        "record_use": "per event",
         "record": "per record, all uses",
         "group": f"{question.group_size} {noun}",
-        "event_at_delta": f"per event at δ = {question.delta or 0:g}",
+        "record_use_at_delta": f"per event at δ = {question.delta or 0:g}",
         "record_at_delta": f"per record at δ = {question.delta or 0:g}",
         "paper": "by the paper",
         "output": "published decisions only",
@@ -310,7 +312,7 @@ def _plot(lines: Sequence[_BudgetLine], question: BudgetRequest) -> Figure:
         known = [curve for line in lines if (curve := line.curve(kind)) is not None]
         if known:
             curves[kind] = np.stack(known)
-    at_delta = (line.epsilons.get("event_at_delta") or 0.0 for line in lines)
+    at_delta = (line.epsilons.get("record_use_at_delta") or 0.0 for line in lines)
     deltas = [epsilon for epsilon in at_delta if 0 < epsilon < math.inf]
     rounds, name = len(lines[0].guarantee.round_losses), f"per event at δ = {question.delta:g}" if deltas else ""
     return build_budget_figure(

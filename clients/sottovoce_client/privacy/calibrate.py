@@ -11,14 +11,14 @@ from rich.console import Console
 
 from sottovoce_client import terminal
 from sottovoce_client.atomic_files import create_file, require_new
-from sottovoce_client.privacy.budget import find_learner_index
 from sottovoce_client.formatting import format_number
+from sottovoce_client.privacy.budget import find_learner_index
 from sottovoce_core.algorithms.run_context import AlgorithmSpec
 from sottovoce_core.budget.calibration import BudgetTarget, BudgetUnit, CalibrationResult, calibrate
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.runs.run_warnings import find_budget_warnings
 from sottovoce_core.runs.run import build_run
+from sottovoce_core.runs.run_warnings import find_budget_warnings
 from sottovoce_core.spec import RunSpec, move_paths, read_document
 from sottovoce_core.yaml_files import write_yaml
 

@@ -62,7 +62,7 @@ def show_ledger(
 
     Raises:
         SpecError: there is no such folder, or no run of this learner in it.
-        DataError: the ledger cannot be read.
+        CorruptStateError: the ledger cannot be read.
     """
     ledger = _ledger_in(folder)
     lines = ledger.list_entries(learner)
@@ -136,7 +136,7 @@ def verify_ledger(
 
     Raises:
         SpecError: there is no such folder, or no ledger (of this learner) in it.
-        DataError: something is lost or damaged, or a charge is another one than the spec asks for.
+        CorruptStateError: something is lost or damaged, or a charge is another one than the spec asks for.
     """
     out, ledger = console or terminal.create_console(), _ledger_in(folder)
     _require(ledger, learner)
@@ -164,7 +164,7 @@ def repair_ledger(folder: Path, learner: str, charge: float | None, console: Con
     Raises:
         SpecError: there is no such folder, or nothing of this learner in it, and no charge was given.
         FailedPrecondition: the learner is running.
-        DataError: what may have been spent cannot be known, and no charge was given.
+        CorruptStateError: what may have been spent cannot be known, and no charge was given.
     """
     ledger = _ledger_in(folder)
     if charge is None:
@@ -198,7 +198,7 @@ def adopt_ledger(folder: Path, learner: str, console: Console | None = None) -> 
     Raises:
         SpecError: there is no such folder, or nothing of this learner in it.
         FailedPrecondition: the learner is running.
-        DataError: it is not whole.
+        CorruptStateError: it is not whole.
     """
     ledger = _ledger_in(folder)
     _require(ledger, learner)

@@ -12,7 +12,9 @@ from rich.console import Console
 
 from sottovoce_client import terminal
 from sottovoce_client.atomic_files import write_json
+from sottovoce_client.formatting import format_number, format_with_error
 from sottovoce_client.reports.figure import Figure
+from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import (
     BLUE,
     FAINT,
@@ -25,9 +27,7 @@ from sottovoce_client.reports.plot_elements import (
     make_dots,
     make_line,
 )
-from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.terminal import ProgressReporter, ignore_progress
-from sottovoce_client.formatting import format_number, format_with_error
 from sottovoce_core.arrays import as_floats
 from sottovoce_core.budget.calibration import BudgetTarget, calibrate
 from sottovoce_core.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit_accuracy_curve, optimise_alpha

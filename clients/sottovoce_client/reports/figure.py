@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from sottovoce_client.atomic_files import write_atomically
-from sottovoce_client.reports.plot_elements import PALETTE, Axis, PlotMark, PlotView, select_evenly
-from sottovoce_client.reports.page import COLOURS, PageColumn, PageTable, render
 from sottovoce_client.formatting import format_number
+from sottovoce_client.reports.page import COLOURS, PageColumn, PageTable, render
+from sottovoce_client.reports.plot_elements import PALETTE, Axis, PlotMark, PlotView, select_evenly
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.optional import import_optional

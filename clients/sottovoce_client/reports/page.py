@@ -42,17 +42,17 @@ COLOURS = {
 }
 """In light and in dark: Okabe and Ito's, which all readers can tell apart, darker where they would be pale on white."""
 _FILTERS = (
-    "number",
-    "chance",
-    "count",
-    "plural",
-    "share",
+    "format_number",
+    "format_p_value",
+    "format_count",
+    "pluralize",
+    "format_percent",
     "format_percent_range",
-    "size",
-    "duration",
+    "format_bytes",
+    "format_duration",
     "format_rounds_done",
 )
-"""Functions of `wording` that templates may use."""
+"""Functions of `formatting` that templates may use."""
 
 
 def render(template: str, **values: Any) -> str:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sottovoce_client.reports.page import COLOURS
 from sottovoce_client.formatting import format_number, format_percent
+from sottovoce_client.reports.page import COLOURS
 from sottovoce_core.arrays import FloatArray, IntArray
 
 Values = Sequence[float] | FloatArray | IntArray

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from sottovoce_client.formatting import format_number, format_percent, pluralize
 from sottovoce_client.reports.figure import Figure
+from sottovoce_client.reports.page import PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import (
     AREA,
     BLUE,
@@ -30,9 +32,7 @@ from sottovoce_client.reports.plot_elements import (
     select_evenly,
     shorten,
 )
-from sottovoce_client.reports.page import PageColumn, PageTable
 from sottovoce_client.runs.summary import RunSummary
-from sottovoce_client.formatting import format_number, format_percent, pluralize
 from sottovoce_core.arrays import FloatArray, as_floats
 
 _MAX_LABELLED_LEARNERS = 16
@@ -46,19 +46,23 @@ _MAX_MESSAGE_TABLE_ROWS = 8
 EPSILON_STYLES = {
     "paper": ("by the paper’s formula", FAINT),
     "record": ("tight, per record", RED),
-    "event": ("tight, per event", BLUE),
+    "record_use": ("tight, per event", BLUE),
     "output": ("published decisions only", GREEN),
 }
 """Epsilons of a learner, as pages call and colour them."""
 _MAX_FIGURE_POINTS = 4800
 """Points of all curves of a figure: a page of many learners is not to be a large one."""
-LEVEL_TITLES = {"event": "One use of the record replaced", "record": "All uses of the record replaced"}
+LEVEL_TITLES = {"record_use": "One use of the record replaced", "record": "All uses of the record replaced"}
 
 
 def build_run_figures(summary: RunSummary) -> list[Figure]:
     """All figures of a report, in its order; one that has nothing to show is empty."""
     losses = [_losses(summary, level, title) for level, title in LEVEL_TITLES.items()]
-    heard = [] if summary.capture is None or not summary.capture.heard.size else [_heard(summary.capture.heard)]
+    heard = (
+        []
+        if summary.capture is None or not summary.capture.sender_values.size
+        else [_heard(summary.capture.sender_values)]
+    )
     return [_graph(summary), _learning(summary), _budget(summary), *losses, *heard]
 
 
@@ -128,12 +132,12 @@ def stack_curves(curves: Sequence[FloatArray], rounds: Sequence[int]) -> FloatAr
 
 def _budget(summary: RunSummary) -> Figure:
     """Cumulative epsilons over rounds, and where the first learner stops."""
-    rounds = [learner.rounds for learner in summary.learners]
+    rounds = [learner.rounds_done for learner in summary.learners]
     curves = {
-        kind: stack_curves([getattr(each, f"{kind}_curve") for each in summary.learners], rounds)
-        for kind in ("paper", "record", "event")
+        kind: stack_curves([getattr(each, f"epsilon_{kind}_curve") for each in summary.learners], rounds)
+        for kind in ("paper", "record", "record_use")
     }
-    budgets = [learner.budget for learner in summary.learners if learner.budget is not None]
+    budgets = [learner.epsilon_limit for learner in summary.learners if learner.epsilon_limit is not None]
     limit = min(budgets, default=math.inf)
     stop = (
         [make_reference_line([1, max(rounds)], [limit, limit], "where a learner stops")] if math.isfinite(limit) else []
@@ -174,14 +178,14 @@ def _losses(summary: RunSummary, level: str, title: str) -> Figure:
     swapped = [
         (each, swap)
         for each in summary.learners
-        if (swap := each.get_observed_loss(level)) is not None and swap.by_round.size
+        if (swap := each.get_observed_loss(level)) is not None and swap.cumulative_loss.size
     ]
     if not swapped:
         return Figure(name, title, (), ())
-    kept = [select_evenly(len(swap.by_round)) for _, swap in swapped]
-    points = [(as_floats(k + 1), swap.by_round[k]) for k, (_, swap) in zip(kept, swapped, strict=True)]
-    rounds = [len(swap.by_round) for _, swap in swapped]
-    claims = stack_curves([getattr(each, f"{level}_curve") for each, _ in swapped], rounds).max(axis=0)
+    kept = [select_evenly(len(swap.cumulative_loss)) for _, swap in swapped]
+    points = [(as_floats(k + 1), swap.cumulative_loss[k]) for k, (_, swap) in zip(kept, swapped, strict=True)]
+    rounds = [len(swap.cumulative_loss) for _, swap in swapped]
+    claims = stack_curves([getattr(each, f"epsilon_{level}_curve") for each, _ in swapped], rounds).max(axis=0)
     claims = claims[np.isfinite(claims)]  # a prefix: what has become infinite stays so
     near = 1.15 * max(float(np.abs(y[np.isfinite(y)]).max(initial=0)) for _, y in points) or 1.0
     far = float(claims.max(initial=0.0))

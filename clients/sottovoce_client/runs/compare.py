@@ -15,12 +15,12 @@ from rich.console import Console
 
 from sottovoce_client import terminal
 from sottovoce_client.atomic_files import write_text
+from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, format_with_error
 from sottovoce_client.reports.figure import Figure
-from sottovoce_client.reports.plot_elements import PALETTE
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
+from sottovoce_client.reports.plot_elements import PALETTE
 from sottovoce_client.runs.plot import export_files, make_curve_line, make_figure
 from sottovoce_client.runs.simulation import get_final_metrics
-from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, format_with_error
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, load, require_count, resolve_experiment
@@ -206,7 +206,7 @@ def _row(result: Result) -> tuple[str, ...]:
         facts.algorithm,
         facts.threat_model or MISSING_VALUE,
         format_number(facts.epsilon_paper),
-        format_number(facts.epsilon_event),
+        format_number(facts.epsilon_record_use),
         format_number(facts.epsilon_record),
         _final(result, "accuracy"),
         _final(result, "average_loss"),
@@ -284,7 +284,7 @@ def compare(
     >>> from sottovoce_core.experiment import Experiment
     >>> loud = Experiment(rounds=5, learners=3, algorithm={"name": "ldp-dol", "sigma": 4.0})
     >>> results = compare({"loud": loud, "quiet": loud.replace(**{"algorithm.sigma": 1.0})}, replicas=2)
-    >>> [(run.facts.spec, round(run.facts.epsilon_event, 2)) for run in results.runs]
+    >>> [(run.facts.spec, round(run.facts.epsilon_record_use, 2)) for run in results.runs]
     [('loud', 11.22), ('quiet', 44.9)]
     """
     require_count("replicas", replicas)

@@ -14,8 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.runs.monitoring import RunListItem, format_time, make_run_list_item
-from sottovoce_client.runs.run_client import RESUME_TIMEOUT_S, STOPPED_BY_OPERATOR
 from sottovoce_client.formatting import (
     MISSING_VALUE,
     describe_offline_interval,
@@ -23,13 +21,15 @@ from sottovoce_client.formatting import (
     format_duration,
     format_number,
 )
+from sottovoce_client.runs.monitoring import RunListItem, format_time, make_run_list_item
+from sottovoce_client.runs.run_client import RESUME_TIMEOUT_S, STOPPED_BY_OPERATOR
 from sottovoce_core.network.participation_schedule import OfflineInterval
 from sottovoce_core.text import escape_control
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.learner_status import LearnerStatus, describe_violations
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.tasks import await_answer
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2_grpc
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from sottovoce_client.formatting import describe_offline_interval, pluralize
 from sottovoce_client.runs.run_client import Outcome, has_left
 from sottovoce_client.runs.summary import (
     CaptureSummary,
@@ -23,7 +24,6 @@ from sottovoce_client.runs.summary import (
     RunSummary,
     WiretapSummary,
 )
-from sottovoce_client.formatting import describe_offline_interval, pluralize
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
 from sottovoce_core.auditing.worst_case_search import compute_worst_losses
 from sottovoce_core.budget.composition import group_record_losses, worst_case_record_losses
@@ -107,7 +107,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         n_features=data.n_features,
         test_records=len(data.test_labels),
         edges=run.network.edges,
-        promise=_promise(run, outcome),
+        guarantee=_promise(run, outcome),
         learners=learners,
         disagreement=_disagreement(predictions),
         central_accuracy=central,
@@ -120,14 +120,14 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         ),
         progress=outcome.progress,
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
-        noticed=read_detections(outcome),
+        detections=read_detections(outcome),
         one_way=find_one_way_edges(run.network),
-        away=tuple(map(describe_offline_interval, run.spec.absences)),
-        not_captured=tuple(describe_missing_traffic(outcome)),
-        misconduct=outcome.violations,
-        tapped=_tapped(outcome),
-        measured=costs,
-        not_computed=tuple(parts.failed),
+        offline_intervals=tuple(map(describe_offline_interval, run.spec.absences)),
+        missing_traffic=tuple(describe_missing_traffic(outcome)),
+        violations=outcome.violations,
+        wiretap=_tapped(outcome),
+        publication_cost=costs,
+        failed_parts=tuple(parts.failed),
     )
 
 
@@ -224,11 +224,11 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
         location=str(outcome.capture_location),
         messages=messages,
         bytes=size,
-        messages_of=run.spec.names[0],
-        heard=heard,
+        sender=run.spec.names[0],
+        sender_values=heard,
         first_scale=scales[0] if scales else 0.0,
         last_scale=scales[-1] if scales else 0.0,
-        late=measure_staleness(transcript.fields[USED_ROUNDS_FIELD]) if run.has_bounded_staleness else None,
+        staleness=measure_staleness(transcript.fields[USED_ROUNDS_FIELD]) if run.has_bounded_staleness else None,
     )
 
 
@@ -319,25 +319,25 @@ def _learner(
     return LearnerSummary(
         name=run.spec.names[index],
         records=learned if live or own is None else len(np.unique(own.order)),
-        most_uses=min(learned, 1) if live or own is None else int(own.uses().max(initial=0)),
-        rounds=status.rounds_done,
-        left=has_left(run.spec, index),
+        max_uses=min(learned, 1) if live or own is None else int(own.uses().max(initial=0)),
+        rounds_done=status.rounds_done,
+        has_left=has_left(run.spec, index),
         test_accuracy=accuracy,
         prequential_accuracy=status.prequential_accuracy,
         messages=status.messages_sent,
         bytes=status.bytes_sent,
-        spent=status.epsilon_spent,
-        budget=status.epsilon_limit,
-        paper=_last(spent.paper, said),
-        event=_last(spent.event, said),
-        record=_last(spent.record, said),
-        infinite_horizon=spent.infinite_horizon,
-        paper_curve=spent.paper,
-        event_curve=spent.event,
-        record_curve=spent.record,
-        swap_event=swaps[0],
-        swap_record=swaps[1],
-        waiting=status.records_waiting,
+        epsilon_spent=status.epsilon_spent,
+        epsilon_limit=status.epsilon_limit,
+        epsilon_paper=_last(spent.paper, said),
+        epsilon_record_use=_last(spent.event, said),
+        epsilon_record=_last(spent.record, said),
+        epsilon_infinite_horizon=spent.infinite_horizon,
+        epsilon_paper_curve=spent.paper,
+        epsilon_record_use_curve=spent.event,
+        epsilon_record_curve=spent.record,
+        record_use_loss=swaps[0],
+        record_loss=swaps[1],
+        records_waiting=status.records_waiting,
     )
 
 

@@ -15,9 +15,9 @@ from sottovoce_core.data import LearnerData
 from sottovoce_core.errors import FailedPrecondition, Unavailable
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.error_status import CallOutcome, convert_status_error, explain_handshake_failure
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.error_status import CallOutcome, convert_status_error, explain_handshake_failure
 from sottovoce_rpc.tasks import run_in_background
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 

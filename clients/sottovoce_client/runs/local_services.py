@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sottovoce_client.pki import Authority
 from sottovoce_client.formatting import pluralize
+from sottovoce_client.pki import Authority
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.runs.policy import Policy
 from sottovoce_core.spec import RunSpec, find_first_import

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sottovoce_client.formatting import pluralize
 from sottovoce_client.reports.figure import FIGURE_FORMATS, Figure, export
 from sottovoce_client.reports.plot_elements import (
     PALETTE,
@@ -22,7 +23,6 @@ from sottovoce_client.reports.plot_elements import (
     make_line,
     shorten,
 )
-from sottovoce_client.formatting import pluralize
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.errors import SpecError
 from sottovoce_core.results import Result, Results, compute_bootstrap_intervals
@@ -89,7 +89,7 @@ class HorizontalAxis:
         fields = tuple(dict.fromkeys(field for each in runs for field in each.facts.changes))
         several = any(len({each.facts.spec for each in one.runs}) > 1 for one in results.values())
         axis = cls(results, (*fields, *([_SPEC] if several else [])), x)
-        finite = any(np.isfinite(each.facts.epsilon_event) for each in runs)
+        finite = any(np.isfinite(each.facts.epsilon_record_use) for each in runs)
         if x and x not in (known := (_ROUNDS, _EPSILON, *axis.changed_fields)):
             raise SpecError(f"--x must be one of {', '.join(known)}, got {x}")
         if not x and not axis.changed_fields:
@@ -117,7 +117,7 @@ class HorizontalAxis:
     @property
     def omission_note(self) -> str:
         """What figures over epsilon cannot show, in words; empty: they show everything."""
-        n = sum(np.isinf(run.facts.epsilon_event) for each in self.results.values() for run in each.runs)
+        n = sum(np.isinf(run.facts.epsilon_record_use) for each in self.results.values() for run in each.runs)
         if self.x != _EPSILON or not n:
             return ""
         return f"not shown, for they promise nothing (epsilon is infinite): {pluralize(int(n), 'setting')}"
@@ -168,7 +168,7 @@ class HorizontalAxis:
 
     @staticmethod
     def _value(run: Result, name: str) -> Any:
-        known = {_SPEC: run.facts.spec, _EPSILON: run.facts.epsilon_event}
+        known = {_SPEC: run.facts.spec, _EPSILON: run.facts.epsilon_record_use}
         return known[name] if name in known else run.facts.changes.get(name)
 
     def _name(self, run: Result, fields: Collection[str]) -> str:

@@ -24,11 +24,11 @@ from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import escape_control
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.learner_status import LearnerStatus, describe_violations
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.tasks import Tasks, await_answer, call_with_early_metadata, extract_first_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
@@ -368,7 +368,7 @@ class _Running:
                     gone and last.durable and time.monotonic() - away_since < self._spec.clock.coordinator_timeout_s
                 ):
                     raise
-            self._watch(replace(self._look(last), away=(COORDINATOR_LABEL,)), _state(last))
+            self._watch(replace(self._look(last), offline_learners=(COORDINATOR_LABEL,)), _state(last))
             await asyncio.sleep(_RETRY_DELAY_S)
 
     def _see(self, view: coordinator_pb2.Run) -> None:
@@ -392,11 +392,11 @@ class _Running:
             accuracy=tuple(s.prequential_accuracy for s in statuses),
             epsilon=tuple(s.epsilon_spent for s in statuses),
             messages=tuple(s.messages_sent for s in statuses),
-            away=tuple(each.status.learner for each in view.learners if each.HasField("disconnected_at")),
-            left=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
-            misconduct=describe_violations(view),
+            offline_learners=tuple(each.status.learner for each in view.learners if each.HasField("disconnected_at")),
+            departed_learners=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
+            violations=describe_violations(view),
             run_id=escape_control(view.run_id),
-            uncaptured=None if view.HasField("ended_at") else escape_control(view.capture_error),
+            capture_error=None if view.HasField("ended_at") else escape_control(view.capture_error),
         )
 
     def _newest(self, told: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:

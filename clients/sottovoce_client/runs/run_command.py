@@ -13,8 +13,8 @@ from typing import Any
 
 from sottovoce_client import terminal
 from sottovoce_client.atomic_files import write_json, write_text
+from sottovoce_client.formatting import describe_detections
 from sottovoce_client.reports.run_report import build_run_page
-from sottovoce_client.runs.terminal_display import display_run, print_summary
 from sottovoce_client.runs.evaluate import describe_missing_traffic, read_detections, summarise
 from sottovoce_client.runs.local_services import LEARNER_STATE_FOLDER, LocalServices
 from sottovoce_client.runs.run_client import (
@@ -29,7 +29,7 @@ from sottovoce_client.runs.run_client import (
     run_on_services,
 )
 from sottovoce_client.runs.summary import RunProgress
-from sottovoce_client.formatting import describe_detections
+from sottovoce_client.runs.terminal_display import display_run, print_summary
 from sottovoce_core.algorithms.run_context import broadcast_to_learners
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.catalogue import get_data_folders
@@ -219,14 +219,14 @@ def run_and_report(prepared: PreparedRun, folder: Path, start: _Start, *, owns_s
         except KeyboardInterrupt:
             return _cut_short(replace(outcome, detail=_NO_SUMMARY_DETAIL), folder, spec, code=130)
         print_summary(summary, report=None if code else report)
-        _print_all(summary.not_captured)
-        for line in summary.not_computed:
+        _print_all(summary.missing_traffic)
+        for line in summary.failed_parts:
             terminal.print_notice(f"sottovoce: {line}. The other results are complete.")
         terminal.print_json_file_if_requested(folder / "summary.json", rounds_done=summary.rounds_done)
         over = outcome.state == "finished" or spec.is_unbounded
-        if not over or outcome.capture_error or (summary.noticed is not None and summary.noticed.count):
+        if not over or outcome.capture_error or (summary.detections is not None and summary.detections.count):
             return 1
-        return terminal.INCOMPLETE_EXIT_CODE if summary.not_computed else code
+        return terminal.INCOMPLETE_EXIT_CODE if summary.failed_parts else code
     return _cut_short(outcome, folder, spec)
 
 
@@ -252,7 +252,7 @@ def _left(seen: RunProgress, state: str, folder: Path, spec: RunSpec, *, served:
     elif served:
         state = "stopped"
         comes = f"stopped in round {seen.rounds_done}: told to stop twice, its services ended at once"
-    elif COORDINATOR_LABEL in seen.away:
+    elif COORDINATOR_LABEL in seen.offline_learners:
         unfed = "" if spec.data.is_live else " Records come to it no more: this command brought them."
         comes = (
             f"goes on, and was in round {seen.rounds_done} when it was seen last: {COORDINATOR_LABEL} was away, and this "

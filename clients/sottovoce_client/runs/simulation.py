@@ -180,7 +180,7 @@ class _NoiseWriter:
 
 def _unpromised(results: Results) -> Results:
     """The same results, of noise that promises nothing."""
-    nothing: dict[str, Any] = {f"epsilon_{kind}": math.inf for kind in ("paper", "event", "record")}
+    nothing: dict[str, Any] = {f"epsilon_{kind}": math.inf for kind in ("paper", "record_use", "record")}
     (run,) = results.runs
     return Results((replace(run, facts=replace(run.facts, threat_model=None, **nothing)),))
 

@@ -15,6 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
+from sottovoce_client.formatting import (
+    MISSING_VALUE,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_rounds_done,
+)
 from sottovoce_client.runs import coordinator_commands
 from sottovoce_client.runs.monitoring import (
     CaptureListItem,
@@ -35,22 +44,13 @@ from sottovoce_client.runs.monitoring import (
     parse_plan,
 )
 from sottovoce_client.runs.run_client import FEEDING_FAILED
-from sottovoce_client.formatting import (
-    MISSING_VALUE,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_number,
-    format_percent,
-    format_rounds_done,
-)
 from sottovoce_core.errors import FailedPrecondition, PermissionDenied, SottovoceError
 from sottovoce_core.text import escape_control
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.tasks import await_answer
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2, learner_pb2_grpc
 

@@ -34,16 +34,16 @@ class RunProgress:
     accuracy: tuple[float | None, ...]
     epsilon: tuple[float, ...]
     messages: tuple[int, ...]
-    away: tuple[str, ...] = ()
-    left: frozenset[int] = frozenset()
-    misconduct: tuple[str, ...] = ()
+    offline_learners: tuple[str, ...] = ()
+    departed_learners: frozenset[int] = frozenset()
+    violations: tuple[str, ...] = ()
     run_id: str = ""
-    uncaptured: str | None = None
+    capture_error: str | None = None
 
     @property
     def rounds_done(self) -> int:
         """Rounds that all have done who are still in the run."""
-        return min((done for i, done in enumerate(self.rounds) if i not in self.left), default=0)
+        return min((done for i, done in enumerate(self.rounds) if i not in self.departed_learners), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class ObservedPrivacyLoss:
 
     loss: float
     supremum: float
-    budget: float
-    by_round: FloatArray
+    claimed_epsilon: float
+    cumulative_loss: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +90,30 @@ class LearnerSummary:
 
     name: str
     records: int
-    most_uses: int
-    rounds: int
+    max_uses: int
+    rounds_done: int
     test_accuracy: float | None
     prequential_accuracy: float | None
     messages: int
     bytes: int
-    spent: float
-    budget: float | None
-    paper: float
-    event: float
-    record: float
-    infinite_horizon: float
-    paper_curve: FloatArray
-    event_curve: FloatArray
-    record_curve: FloatArray
-    swap_event: ObservedPrivacyLoss | None = None
-    swap_record: ObservedPrivacyLoss | None = None
-    left: bool = False
-    waiting: int = 0
+    epsilon_spent: float
+    epsilon_limit: float | None
+    epsilon_paper: float
+    epsilon_record_use: float
+    epsilon_record: float
+    epsilon_infinite_horizon: float
+    epsilon_paper_curve: FloatArray
+    epsilon_record_use_curve: FloatArray
+    epsilon_record_curve: FloatArray
+    record_use_loss: ObservedPrivacyLoss | None = None
+    record_loss: ObservedPrivacyLoss | None = None
+    has_left: bool = False
+    records_waiting: int = 0
     test_curve: tuple[tuple[int, float], ...] = ()
 
     def get_observed_loss(self, level: str) -> ObservedPrivacyLoss | None:
         """Its swap at this level: `event` or `record`."""
-        return self.swap_event if level == "event" else self.swap_record
+        return self.record_use_loss if level == "record_use" else self.record_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,11 @@ class CaptureSummary:
     location: str
     messages: int
     bytes: int
-    messages_of: str
-    heard: FloatArray
+    sender: str
+    sender_values: FloatArray
     first_scale: float
     last_scale: float
-    late: StalenessStatistics | None = None
+    staleness: StalenessStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class RunSummary:
     n_features: int
     test_records: int
     edges: tuple[tuple[int, int], ...]
-    promise: GuaranteeSummary
+    guarantee: GuaranteeSummary
     learners: tuple[LearnerSummary, ...]
     disagreement: float | None
     central_accuracy: float | None
@@ -243,14 +243,14 @@ class RunSummary:
     started_at: str
     progress: tuple[RunProgress, ...] = field(default=())
     private_noise: bool = True
-    noticed: DetectionSummary | None = None
+    detections: DetectionSummary | None = None
     one_way: tuple[tuple[int, int], ...] = ()
-    away: tuple[str, ...] = ()
-    not_captured: tuple[str, ...] = ()
-    not_computed: tuple[str, ...] = ()
-    misconduct: tuple[str, ...] = ()
-    tapped: WiretapSummary | None = None
-    measured: str = ""
+    offline_intervals: tuple[str, ...] = ()
+    missing_traffic: tuple[str, ...] = ()
+    failed_parts: tuple[str, ...] = ()
+    violations: tuple[str, ...] = ()
+    wiretap: WiretapSummary | None = None
+    publication_cost: str = ""
 
     @property
     def is_live(self) -> bool:
@@ -265,12 +265,14 @@ class RunSummary:
     @property
     def rounds_done(self) -> int:
         """Rounds that all learners have done who were there to the end."""
-        return min((learner.rounds for learner in self.learners if not learner.left), default=0)
+        return min((learner.rounds_done for learner in self.learners if not learner.has_left), default=0)
 
     @property
     def epsilon_record_use(self) -> float:
         """Epsilon of one event to somebody who hears everything: the largest of all learners, or their sum if shared."""
-        return combine_epsilons((learner.event for learner in self.learners), has_shared_records=self.promise.shared)
+        return combine_epsilons(
+            (learner.epsilon_record_use for learner in self.learners), has_shared_records=self.guarantee.shared
+        )
 
     @property
     def rounds_per_second(self) -> float:

@@ -12,9 +12,9 @@ import numpy as np
 
 from sottovoce_client.backends import Backend, CountCallback, map_with_progress, open_mapper
 from sottovoce_client.terminal import ProgressReporter, ignore_progress
+from sottovoce_core.api import simulate
 from sottovoce_core.auditing.worlds import ProgressCallback, discard_progress
 from sottovoce_core.data.catalogue import get_data_folders
-from sottovoce_core.api import simulate
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, prepare, require_count, resolve_experiment
 from sottovoce_core.results import Result, Results, collect_facts
@@ -196,7 +196,7 @@ def _joined(runs: Sequence[Result]) -> Result:
     first, all_curves = runs[0], [each.curves for each in runs]
     epsilons = {
         name: max(getattr(each.facts, name) for each in runs)
-        for name in ("epsilon_paper", "epsilon_event", "epsilon_record")
+        for name in ("epsilon_paper", "epsilon_record_use", "epsilon_record")
     }
     curves = {}
     for name, curve in first.curves.curves.items():

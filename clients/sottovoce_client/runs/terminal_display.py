@@ -16,15 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.reports.run_report import (
-    LEVEL_LABELS,
-    compose_statements,
-    determine_verdict,
-    find_worst_case,
-    is_above_claim,
-    is_single_use,
-)
-from sottovoce_client.runs.summary import LearnerSummary, ObservedPrivacyLoss, RunProgress, RunSummary
 from sottovoce_client.formatting import (
     MISSING_VALUE,
     NO_ACCURACY_NOTE,
@@ -42,6 +33,15 @@ from sottovoce_client.formatting import (
     format_rounds_done,
     pluralize,
 )
+from sottovoce_client.reports.run_report import (
+    LEVEL_LABELS,
+    compose_statements,
+    determine_verdict,
+    find_worst_case,
+    is_above_claim,
+    is_single_use,
+)
+from sottovoce_client.runs.summary import LearnerSummary, ObservedPrivacyLoss, RunProgress, RunSummary
 from sottovoce_core.text import escape_control
 
 LIVE_INTERVAL_S = 0.125
@@ -131,9 +131,9 @@ class _News:
         if progress.run_id != self._run:
             self._run = progress.run_id
             yield f"run {progress.run_id}"
-        if progress.uncaptured is not None and progress.uncaptured != self._uncaptured:
-            self._uncaptured = progress.uncaptured
-            yield progress.uncaptured or "the run is captured again: its eavesdropper is back"
+        if progress.capture_error is not None and progress.capture_error != self._uncaptured:
+            self._uncaptured = progress.capture_error
+            yield progress.capture_error or "the run is captured again: its eavesdropper is back"
 
 
 # ---- lines ------------------------------------------------------------------------------------------------------------
@@ -159,12 +159,12 @@ class _Lines:
         now, tenth = self._clock(), 10 * self._pace.done // self._rounds if self._rounds else 0
         state = _with_away(state, progress)
         known = (self._said_tenth, self._said_state, self._said_misconduct)
-        if now - self._said_at < PLAIN_INTERVAL_S and (tenth, state, len(progress.misconduct)) == known:
+        if now - self._said_at < PLAIN_INTERVAL_S and (tenth, state, len(progress.violations)) == known:
             return
         self._said_at, self._said_tenth, self._said_state = now, tenth, state
-        for line in progress.misconduct[self._said_misconduct :]:
+        for line in progress.violations[self._said_misconduct :]:
             self.say(f"misconduct: {line}")
-        self._said_misconduct = len(progress.misconduct)
+        self._said_misconduct = len(progress.violations)
         self.say("  ".join(self._parts(progress, state, captured_messages)))
 
     def _parts(self, progress: RunProgress, state: str, overheard: int | None) -> Iterator[str]:
@@ -212,7 +212,7 @@ class _Display:
         head = Text.assemble(
             (self._title, "bold"), ("  ", ""), (_with_away(state, progress), _STATES.get(state, "cyan"))
         )
-        noticed = [_cut(f"misconduct: {line}") for line in progress.misconduct[:MAX_VIOLATION_LINES]]
+        noticed = [_cut(f"misconduct: {line}") for line in progress.violations[:MAX_VIOLATION_LINES]]
         said = "" if overheard is None else f"{pluralize(overheard, 'message')} recorded"
         return Group(
             head, self._bar(), self._table(progress), *noticed, *([Text(said, style="magenta")] if said else [])
@@ -231,7 +231,7 @@ class _Display:
 
     def _table(self, progress: RunProgress) -> Table:
         table = _table("learner", "round", "accuracy", "ε spent", "ε budget", "messages")
-        fitting = max(3, self._live.console.height - 9 - min(len(progress.misconduct), MAX_VIOLATION_LINES))
+        fitting = max(3, self._live.console.height - 9 - min(len(progress.violations), MAX_VIOLATION_LINES))
         cells = zip(progress.rounds, progress.accuracy, progress.epsilon, self._budgets, progress.messages, strict=True)
         rows = list(zip(self._names, cells, strict=True))
         for name, (done, accuracy, spent, budget, messages) in rows[:fitting]:
@@ -257,7 +257,7 @@ def _cut(line: str) -> Text:
 
 def _with_away(state: str, progress: RunProgress) -> str:
     """The state, and who is gone meanwhile."""
-    gone = progress.away
+    gone = progress.offline_learners
     if len(gone) > _MAX_NAMED_LEARNERS:
         return f"{state}, {len(gone)} learners are away ({', '.join(gone[:_MAX_NAMED_LEARNERS])}, ...)"
     return f"{state}, {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} away" if gone else state
@@ -303,7 +303,7 @@ def _state_line(summary: RunSummary) -> Text:
 
 def _learner_table(summary: RunSummary, width: int) -> tuple[Table, list[str]]:
     """A row for each learner, and the heads of the columns that did not fit."""
-    levels = ("record",) if is_single_use(summary) else ("event", "record")
+    levels = ("record",) if is_single_use(summary) else ("record_use", "record")
     claims = [f"ε {LEVEL_LABELS[level]}" for level in levels]
     losses = ["privacy loss found"] if len(levels) == 1 else [f"loss found {LEVEL_LABELS[level]}" for level in levels]
     if summary.is_live and find_worst_case(summary) is None:
@@ -321,7 +321,7 @@ def _learner_table(summary: RunSummary, width: int) -> tuple[Table, list[str]]:
         width, heads, cells, right_aligned=heads[1:], optional_columns=(*losses[1:], *claims[1:], *losses[:1])
     )
     for row, each in zip(table.rows, shown, strict=False):
-        row.style = "bold red" if any(map(_refuted, (each.swap_event, each.swap_record))) else ""
+        row.style = "bold red" if any(map(_refuted, (each.record_use_loss, each.record_loss))) else ""
     for row in table.rows[len(shown) :]:
         row.style = "dim"
     if central is not None and len(rows) > 1:
@@ -338,29 +338,31 @@ def _shortened(name: str, most: int) -> str:
 
 def _cells(learner: LearnerSummary, levels: Sequence[str], *, live: bool) -> tuple[str, ...]:
     learned = format_count(learner.records) if live else format_percent(learner.test_accuracy)
-    epsilons = (format_number(getattr(learner, level)) for level in levels)
+    epsilons = (format_number(getattr(learner, f"epsilon_{level}")) for level in levels)
     return (learned, *epsilons, *(_loss(learner.get_observed_loss(level)) for level in levels))
 
 
 def _loss(swap: ObservedPrivacyLoss | None) -> str:
-    return MISSING_VALUE if swap is None else f"{format_number(swap.loss, 3)} of {format_number(swap.budget, 3)}"
+    return (
+        MISSING_VALUE if swap is None else f"{format_number(swap.loss, 3)} of {format_number(swap.claimed_epsilon, 3)}"
+    )
 
 
 def _refuted(swap: ObservedPrivacyLoss | None) -> bool:
-    return swap is not None and is_above_claim(max(swap.loss, swap.supremum), swap.budget)
+    return swap is not None and is_above_claim(max(swap.loss, swap.supremum), swap.claimed_epsilon)
 
 
 def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text]]:
     """Lines under the table: a name and what there is to say."""
-    if summary.noticed is not None and summary.noticed.count:
-        yield "noticed", Text(describe_detections(summary.noticed.count, summary.noticed.first), style="bold red")
+    if summary.detections is not None and summary.detections.count:
+        yield "noticed", Text(describe_detections(summary.detections.count, summary.detections.first), style="bold red")
     verdict = determine_verdict(summary)
     for name, text in compose_statements(summary).items():
         headline = Text.assemble((verdict.headline, _KINDS[verdict.tone]), ". ") if name == "found" else Text()
         yield name, headline + Text(text)
     accuracies = format_percent_range(learner.test_accuracy for learner in summary.learners)
     disagree = f"; two learners differ on at most {format_percent(summary.disagreement)} of held-out records"
-    if waiting := sum(learner.waiting for learner in summary.learners):
+    if waiting := sum(learner.records_waiting for learner in summary.learners):
         yield (
             "waiting",
             Text(
@@ -372,18 +374,18 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
         found = accuracies + (disagree if summary.disagreement is not None else "")
         if not known:
             found = NO_ACCURACY_NOTE if summary.test_records else NO_TEST_RECORDS_NOTE
-        yield "accuracy", Text("\n".join(filter(None, [found, describe_measurement(summary.measured)])))
-    if summary.away:
-        yield "away", Text("\n".join(summary.away))
-    if summary.misconduct:
-        yield "misconduct", Text("\n".join(summary.misconduct), style="bold red")
+        yield "accuracy", Text("\n".join(filter(None, [found, describe_measurement(summary.publication_cost)])))
+    if summary.offline_intervals:
+        yield "away", Text("\n".join(summary.offline_intervals))
+    if summary.violations:
+        yield "misconduct", Text("\n".join(summary.violations), style="bold red")
     if summary.capture is not None:
-        whole = describe_recorded_rounds(len(summary.capture.heard), summary.rounds_done)
+        whole = describe_recorded_rounds(len(summary.capture.sender_values), summary.rounds_done)
         yield "capture", Text("\n".join(filter(None, [summary.capture.location, whole])))
-        if late := describe_staleness(summary.capture.late):
+        if late := describe_staleness(summary.capture.staleness):
             yield "late", Text(late)
-    if summary.tapped is not None:
-        yield "capture", Text(summary.tapped.location)
+    if summary.wiretap is not None:
+        yield "capture", Text(summary.wiretap.location)
     if report is not None:
         yield "report", Text(str(report), style="bold")
     for code, text in summary.warnings:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sottovoce_client.transcripts.verify import MISSING_SIGNATURE_REASON, read_signatures
 from sottovoce_client.formatting import format_count
+from sottovoce_client.transcripts.verify import MISSING_SIGNATURE_REASON, read_signatures
 from sottovoce_core.errors import CaptureError
 from sottovoce_eavesdropper.capture_reader import Capture
 from sottovoce_eavesdropper.storage import Folder

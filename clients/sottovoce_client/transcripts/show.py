@@ -13,13 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.transcripts.query import (
-    decode_rounds,
-    find_transcripts,
-    format_cell,
-    format_numbers,
-    open_database,
-)
 from sottovoce_client.formatting import (
     MISSING_VALUE,
     describe_ciphertext,
@@ -29,6 +22,13 @@ from sottovoce_client.formatting import (
     format_duration,
     format_number,
     pluralize,
+)
+from sottovoce_client.transcripts.query import (
+    decode_rounds,
+    find_transcripts,
+    format_cell,
+    format_numbers,
+    open_database,
 )
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import SpecError

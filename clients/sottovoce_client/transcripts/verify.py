@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.transcripts.query import find_transcripts
 from sottovoce_client.formatting import format_count
-from sottovoce_core.errors import CaptureError, FailedPrecondition, PermissionDenied, RemoteProtocolError
+from sottovoce_client.transcripts.query import find_transcripts
+from sottovoce_core.errors import CaptureError, NotFound, PermissionDenied, RemoteProtocolError
 from sottovoce_eavesdropper.capture_checks import EXCHANGE_METHODS
 from sottovoce_eavesdropper.capture_reader import Capture
 from sottovoce_eavesdropper.capture_session import Participants
@@ -230,7 +230,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
         x509.load_pem_x509_certificates(believed)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it holds no certificates (PEM)"
-        raise FailedPrecondition(f"no authorities in {authorities}: {why}") from None
+        raise NotFound(f"no authorities in {authorities}: {why}") from None
     captures, _ = find_transcripts(place)
     if len(captures) != 1:
         raise CaptureError(f"{place} must hold one capture, got {len(captures)}: name one")

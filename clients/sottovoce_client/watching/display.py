@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.runs.terminal_display import LIVE_INTERVAL_S, PLAIN_INTERVAL_S
 from sottovoce_client.formatting import format_count, format_number, pluralize
+from sottovoce_client.runs.terminal_display import LIVE_INTERVAL_S, PLAIN_INTERVAL_S
 from sottovoce_core.auditing.online.canaries import CanaryTest
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import Unavailable

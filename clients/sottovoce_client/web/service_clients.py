@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import grpc
 
 from sottovoce_client.runs.monitoring import DirectedEdge, MessageCount, ServiceAddresses
-from sottovoce_core.errors import FailedPrecondition, SpecError, Unavailable
+from sottovoce_core.errors import NotFound, SpecError, Unavailable
 from sottovoce_core.optional import import_optional
 from sottovoce_core.text import escape_control
 from sottovoce_rpc.addresses import parse_address
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import open_channel
-from sottovoce_rpc.error_status import convert_status_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2, eavesdropper_pb2_grpc
 
 _CALL_TIMEOUT_S = 4.0
@@ -58,7 +58,7 @@ class ConsoleOptions:
             self.addresses.identity or found.identity,
         )
         if not places.coordinator:
-            raise FailedPrecondition(f"no run is up in {self.folder}: {_advice(self.folder)}")
+            raise NotFound(f"no run is up in {self.folder}: {_advice(self.folder)}")
         return places
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from sottovoce_core.algorithms.interface import Message, ReceivedMessages
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worst_case_search import PILOT_RUNS
 from sottovoce_core.auditing.worlds import RunChunk, simulate_runs
+from sottovoce_core.auditing.worst_case_search import PILOT_RUNS
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, no_noise
 from sottovoce_core.runs.replay import replay

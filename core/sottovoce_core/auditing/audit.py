@@ -36,9 +36,8 @@ from sottovoce_core.auditing.likelihood import (
     redraw_rounds,
 )
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worst_case_search import compute_peak_losses, find_worst_replacement, list_replacements
-from sottovoce_core.auditing.verdict import Findings, Verdict, decide, find_blamed_learner
 from sottovoce_core.auditing.traffic_features import RunFeatures, build_tables
+from sottovoce_core.auditing.verdict import Findings, Verdict, decide, find_blamed_learner
 from sottovoce_core.auditing.worlds import (
     CoupledRuns,
     NoiseFactory,
@@ -55,6 +54,7 @@ from sottovoce_core.auditing.worlds import (
     simulate_runs,
     spawn_seeds,
 )
+from sottovoce_core.auditing.worst_case_search import compute_peak_losses, find_worst_replacement, list_replacements
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.guarantee import ThreatModel

@@ -10,7 +10,6 @@ import numpy as np
 from sottovoce_core.arrays import FloatArray, IntArray, as_floats
 from sottovoce_core.auditing.blackbox import MAX_NUMBERS, MAX_ROUNDS
 from sottovoce_core.auditing.bounds import AlphaAllocation, compute_max_provable_epsilon, compute_min_runs
-from sottovoce_core.auditing.worst_case_search import build_other_worlds, find_worst_worlds
 from sottovoce_core.auditing.worlds import (
     RecordedRuns,
     RunChunk,
@@ -19,6 +18,7 @@ from sottovoce_core.auditing.worlds import (
     find_needed_learners,
     simulate_runs,
 )
+from sottovoce_core.auditing.worst_case_search import build_other_worlds, find_worst_worlds
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise

@@ -32,7 +32,7 @@ from sottovoce_core.spec import RunSpec, parse_spec
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
 
-BudgetUnit = Literal["event", "record"]
+BudgetUnit = Literal["record_use", "record"]
 
 _TOLERANCE = 1e-3
 """Part of a target that may be left unspent."""
@@ -52,7 +52,7 @@ class BudgetTarget:
 
     epsilons: tuple[float, ...]
     horizon: float | None = None
-    unit: BudgetUnit = "event"
+    unit: BudgetUnit = "record_use"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def calibrate(spec: RunSpec, data: PlacedData, target: BudgetTarget) -> Calibrat
 
 
 def compute_epsilons(
-    run: Run, data: PlacedData, horizon: float | None = None, unit: BudgetUnit = "event"
+    run: Run, data: PlacedData, horizon: float | None = None, unit: BudgetUnit = "record_use"
 ) -> tuple[float, ...]:
     """What each learner's messages cost over the horizon, by itself."""
     return tuple(_epsilon(run, data, i, horizon, unit) for i in range(run.spec.n_learners))
@@ -115,7 +115,7 @@ def _epsilon(run: Run, data: PlacedData, learner: int, horizon: float | None, pe
     if horizon == math.inf:  # a record that is used again and again has no end to be planned for
         return event.infinite_horizon_epsilon if all(each.n_uses == 1 for each in records) else math.inf
     rounds = run.spec.rounds if horizon is None else int(horizon)
-    if per == "event":
+    if per == "record_use":
         return event.epsilon(rounds)
     return worst_case_record_epsilon([each.truncate(rounds) for each in records], event.round_losses[:rounds])
 

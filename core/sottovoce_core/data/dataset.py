@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from sottovoce_core.arrays import AnyArray, Batch, FloatArray, IntArray, as_floats, has_unrepresentable_integers
+from sottovoce_core.data.catalogue import CATALOGUE, DATA_FOLDER_VARIABLE, find_dataset_file, suggest_name
 from sottovoce_core.data.cells import normalise_text
 from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON, read_cells, read_columns
-from sottovoce_core.data.schema_inference import require_learnable
 from sottovoce_core.data.encoding import EncodedRecords, Encoder, format_labels, map_labels
 from sottovoce_core.data.files import (
     RECORD_FILE_SUFFIXES,
@@ -20,7 +20,7 @@ from sottovoce_core.data.files import (
     describe_column_mismatch,
     read_npz,
 )
-from sottovoce_core.data.catalogue import CATALOGUE, DATA_FOLDER_VARIABLE, find_dataset_file, suggest_name
+from sottovoce_core.data.schema_inference import require_learnable
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss

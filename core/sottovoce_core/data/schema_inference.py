@@ -39,8 +39,8 @@ from sottovoce_core.data.fields import MAX_NAME_CHARACTERS, parse_boolean
 from sottovoce_core.data.files import RawTable, describe_column
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError
-from sottovoce_core.validation_errors import describe_requirement
 from sottovoce_core.registry import MAX_MAGNITUDE
+from sottovoce_core.validation_errors import describe_requirement
 from sottovoce_core.yaml_files import write_yaml
 
 _MAX_CATEGORY_WORDS = 50

@@ -8,7 +8,6 @@ A source answers a `NoiseRequest` (`draw`). `bitwise` draws what is sent, `opend
 and replay; `mechanisms` puts noise on a vector.
 """
 
-from sottovoce_core.noise.samplers import KeyedNoise, OpenDpNoise, SystemNoise
 from sottovoce_core.noise.request import (
     LATTICE_BITS,
     MAX_NOISE_SCALE,
@@ -19,6 +18,7 @@ from sottovoce_core.noise.request import (
     lattice_spacing,
     round_to_lattice,
 )
+from sottovoce_core.noise.samplers import KeyedNoise, OpenDpNoise, SystemNoise
 from sottovoce_core.noise.simulation import RecordedNoise, Recorder, SeededNoise, no_noise
 
 __all__ = [

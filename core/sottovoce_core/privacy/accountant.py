@@ -39,7 +39,7 @@ class Accountant(ABC):
     """
 
     mechanism: Mechanism = Mechanism.PURE
-    adjacency: Adjacency = Adjacency.RECORD
+    adjacency: Adjacency = Adjacency.RECORD_USE
     has_shared_records: bool = False
     can_track_replacements: bool = False
     has_dominating_losses: bool = False
@@ -99,7 +99,7 @@ class Accountant(ABC):
 
 def _events(event: Adjacency, replaced: IntArray) -> int:
     """How many events a change makes that replaces `replaced (rounds,)` records."""
-    if event is Adjacency.RECORD:
+    if event is Adjacency.RECORD_USE:
         return int(replaced.sum())
     differ = int(np.count_nonzero(replaced))
     return differ if event is Adjacency.ROUND else min(differ, 1)
@@ -142,7 +142,7 @@ class PrecomputedAccountant(Accountant):
         self,
         round_losses: FloatArray,
         mechanism: Mechanism = Mechanism.PURE,
-        adjacency: Adjacency = Adjacency.RECORD,
+        adjacency: Adjacency = Adjacency.RECORD_USE,
         basis: GuaranteeBasis = Accountant.basis,
     ) -> None:
         self.round_losses, self.mechanism, self.adjacency, self.basis = round_losses, mechanism, adjacency, basis

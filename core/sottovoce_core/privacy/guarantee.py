@@ -47,7 +47,7 @@ class Mechanism(StrEnum):
 class Adjacency(StrEnum):
     """What is replaced between two adjacent worlds."""
 
-    RECORD = "record"
+    RECORD_USE = "record_use"
     """One record of a learner, in one use."""
     LEARNER = "learner"
     """All records of a learner: a whole fixed objective."""

@@ -31,7 +31,6 @@ from sottovoce_core.algorithms.run_context import RunWarning
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import AssumptionViolated, DataError, FailedPrecondition, SpecError, require
-from sottovoce_core.validation_errors import format_validation_errors
 from sottovoce_core.network.network import Network
 from sottovoce_core.network.participation_schedule import Mask, OfflineInterval, ParticipationSchedule
 from sottovoce_core.noise import NoiseSource, no_noise
@@ -39,6 +38,7 @@ from sottovoce_core.noise.request import NoiseRequest
 from sottovoce_core.privacy.accountant import Accountant
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import abbreviate_names
+from sottovoce_core.validation_errors import format_validation_errors
 
 # ---- away ------------------------------------------------------------------------------------------------------------
 

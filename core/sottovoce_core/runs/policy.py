@@ -21,11 +21,11 @@ from pydantic_core import PydanticCustomError
 from sottovoce_core.algorithms import ALGORITHMS
 from sottovoce_core.algorithms.run_context import RunWarning
 from sottovoce_core.errors import SpecError
-from sottovoce_core.validation_errors import explain
 from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, ThreatModel
 from sottovoce_core.registry import Count, Positive, Section
 from sottovoce_core.runs.run import Run, build_run, format_above
 from sottovoce_core.spec import LEARNER_NAME_PATTERN, RunSpec, find_imports
+from sottovoce_core.validation_errors import explain
 from sottovoce_core.yaml_files import parse_document, read_text_file, write_yaml
 
 MAX_POLICY_BYTES = 64 * 1024
@@ -35,7 +35,7 @@ MAX_ACCOUNTED_ROUNDS = 100_000
 DAYS_PER_MONTH = 30
 """What a month is: so many days, whichever they are."""
 
-_ADJACENCIES = (Adjacency.RECORD, Adjacency.ROUND, Adjacency.LEARNER)
+_ADJACENCIES = (Adjacency.RECORD_USE, Adjacency.ROUND, Adjacency.LEARNER)
 _THREAT_MODELS = (ThreatModel.OUTPUT, ThreatModel.NEIGHBOUR, ThreatModel.WIRE)
 """From the weakest promise to the strongest: each covers those before it."""
 
@@ -94,7 +94,7 @@ class GuaranteeRequirements(Section):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    adjacency: Adjacency = Adjacency.RECORD
+    adjacency: Adjacency = Adjacency.RECORD_USE
     """What two data sets that must look alike may differ in, at least: `record` (one use of one record), `round` (all records of
     a round) or `learner` (all records of the learner). Each covers those before it."""
     threat_model: ThreatModel = ThreatModel.WIRE

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.algorithms.validation import require_algorithm
 from sottovoce_core.algorithms.interface import Algorithm, PublicModelAlgorithm
 from sottovoce_core.algorithms.run_context import RunContext, RunWarning, broadcast_to_learners
+from sottovoce_core.algorithms.validation import require_algorithm
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.losses import Loss

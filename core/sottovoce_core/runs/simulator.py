@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from sottovoce_core.algorithms.validation import require_decision, require_emitted_message
 from sottovoce_core.algorithms.interface import Message, StackedMessages, StateAxes
+from sottovoce_core.algorithms.validation import require_decision, require_emitted_message
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, Batch, FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError

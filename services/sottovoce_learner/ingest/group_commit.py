@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sottovoce_core.errors import FailedPrecondition
+from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.ingest.record_queue import RecordQueue
 from sottovoce_learner.progress import DISK_RETRY_INTERVAL_S, DiskFullWait, LeaseTracker, Lifecycle, WaitTracker
-from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_wire.v1 import learner_pb2
 

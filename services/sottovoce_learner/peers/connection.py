@@ -21,10 +21,10 @@ from sottovoce_learner.session import Session
 from sottovoce_rpc.access import release_read_slot
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_rpc.learner_status import Attribution
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_TIMEOUT_S, MAX_OVERHEAD_BYTES, open_channel
-from sottovoce_rpc.error_status import CallOutcome
 from sottovoce_wire.v1 import learner_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Neighbour
 

@@ -21,8 +21,8 @@ from typing import Protocol
 import grpc
 
 from sottovoce_core.network.participation_schedule import Participation, ParticipationSchedule
-from sottovoce_learner.peers.neighbour_schedule import NeighbourSchedule
 from sottovoce_learner.assignment import RunAssignment
+from sottovoce_learner.peers.neighbour_schedule import NeighbourSchedule
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.signatures import DIGEST_BYTES, EMPTY_DIGESTS, ROUNDS_PER_BLOCK, Statement
 from sottovoce_rpc.tasks import Tasks

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.errors import CorruptStateError, SpecError
 from sottovoce_core.network.participation_schedule import ParticipationSchedule
 from sottovoce_core.privacy.guarantee import Guarantee
 from sottovoce_core.runs.run import Run, build_run
@@ -82,11 +82,11 @@ class ChainedLine:
         """Of the first one: it is this learner's, and of a format that is known.
 
         Raises:
-            DataError: it is not.
+            CorruptStateError: it is not.
         """
         require_format(path, self.facts.get("format", 0))
         if self.facts.get("learner") != learner:
-            raise DataError(
+            raise CorruptStateError(
                 f"{path} must be the ledger of {learner!r}, and is that of {self.facts.get('learner')!r}: put back the right "
                 "one, or leave it to `sottovoce ledger --repair`"
             )
@@ -221,7 +221,7 @@ class StoredState:
         """What stands there, whole or not.
 
         Raises:
-            DataError: it is of a newer format, or a copy.
+            CorruptStateError: it is of a newer format, or a copy.
         """
         mark = HighWaterMark.read(
             files.high_water_mark, allow_copy=allow_copy
@@ -240,13 +240,13 @@ class StoredState:
             copied: they may be a copy.
 
         Raises:
-            DataError: something was lost, cut, changed, or is another learner's.
+            CorruptStateError: something was lost, cut, changed, or is another learner's.
         """
         while True:
             standing = cls.read(files, allow_copy=allow_copy)
             try:
                 return standing.verify()
-            except DataError:
+            except CorruptStateError:
                 # Its learner may be writing while we read: damage is what a second look shows unchanged.
                 if cls.read(files, allow_copy=allow_copy) == standing:
                     raise
@@ -384,7 +384,7 @@ class StoredState:
         name = self.files.learner
         most = self.max_epsilon_spent
         figure = "at most what its owner allows in all" if most is None else f"at most {most:.6g} in all"
-        raise DataError(
+        raise CorruptStateError(
             f"{what}: nothing is said. Put the state folder of {name!r} back as it was after its last message; where that is "
             f"lost, `sottovoce ledger --repair --state {self.files.folder} --learner {name!r}` charges what may have been spent, "
             f"{figure}"

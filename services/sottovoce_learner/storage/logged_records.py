@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sottovoce_core.arrays import Batch
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import CorruptStateError
 from sottovoce_core.spec import RunSpec
 from sottovoce_learner.ingest.record_queue import RecordQueue
 from sottovoce_learner.storage.state_folder import KEPT_LOGS_FOLDER, LearnerPaths
@@ -27,7 +27,7 @@ class LoggedRecords:
         n_features: features of a record.
 
     Raises:
-        DataError: there is no log of this run, or its beginning was not kept.
+        CorruptStateError: there is no log of this run, or its beginning was not kept.
     """
 
     def __init__(self, folder: Path, learner: str, run_id: str, spec: RunSpec, n_features: int) -> None:
@@ -40,12 +40,12 @@ class LoggedRecords:
         """Rounds below this one are known."""
         self._log = read_log(*self._folders)
         if self._log.header is None:
-            raise DataError(
+            raise CorruptStateError(
                 f"the state folder {folder} has no log of run {run_id} by learner {learner!r}: a log is there while the run goes "
                 "on, and behind it where the learner was started with --keep-log"
             )
         if self._log.first_sequence:
-            raise DataError(
+            raise CorruptStateError(
                 f"the log of run {run_id} by learner {learner!r} in {folder} has lost its beginning: start the learner with "
                 "--keep-log before the run"
             )

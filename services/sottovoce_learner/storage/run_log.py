@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import structlog
 
-from sottovoce_core.errors import DataError, LocalProtocolError, Unavailable
+from sottovoce_core.errors import CorruptStateError, LocalProtocolError, Unavailable
 from sottovoce_learner.storage.snapshot import LearnerSnapshot, UnpackableError, is_packed_as, pack, unpack
 from sottovoce_learner.storage.state_folder import FORMAT, FileGuard, replace_file, require_format
 from sottovoce_learner.storage.wal import (
@@ -94,7 +94,7 @@ class HighWaterMark(NamedTuple):
             copied: it may be a copy.
 
         Raises:
-            DataError: it is of a newer format, or this file is a copy of the one that was written.
+            CorruptStateError: it is of a newer format, or this file is a copy of the one that was written.
         """
         try:
             raw = path.read_bytes()
@@ -103,7 +103,7 @@ class HighWaterMark(NamedTuple):
             return None
         found = _newest(raw, path)
         if found is not None and found.inode != inode and not allow_copy:
-            raise DataError(
+            raise CorruptStateError(
                 f"{path} was written at another place: this state folder is a copy, and two learners with one ledger would each "
                 "spend the whole budget. Start the learner on the folder that it was in. Where this one is the newest and the "
                 f"only one that is left, say so: `sottovoce ledger --moved --state {path.parent} --learner {path.stem}`"
@@ -151,7 +151,7 @@ class HighWaterMarkFile:
             os.fsync(self._file)
 
     def require_in_place(self) -> None:
-        """Raise `DataError` unless the file is still there; once settled it has both slots."""
+        """Raise `CorruptStateError` unless the file is still there; once settled it has both slots."""
         self._held.require_in_place(SLOT_BYTES + 1)
 
     def close(self) -> None:
@@ -329,7 +329,7 @@ class RunLog:
 
         Raises:
             OSError: that failed, or it is closed.
-            DataError: a file was deleted, moved, replaced or cut: what is written can be found by nobody.
+            CorruptStateError: a file was deleted, moved, replaced or cut: what is written can be found by nobody.
         """
         if self.is_durable:
             return
@@ -429,7 +429,7 @@ class SnapshotWriter:
         raw = pack(image, self._names)
         try:
             same = is_packed_as(raw, unpack(raw, self._names), self._names)
-        except DataError as error:
+        except CorruptStateError as error:
             raise UnpackableError(str(error)) from None
         if not same:
             raise UnpackableError("a state must be what its fields say, and this one comes back as another")

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import CorruptStateError
 from sottovoce_core.runs.run import Run
 from sottovoce_learner.ingest.record_queue import RecordQueueState
 from sottovoce_learner.peers.outbox import SentDigests
@@ -69,13 +69,13 @@ class LearnerSnapshot:
             names: as for `unpack`.
 
         Raises:
-            DataError: another version wrote it.
+            CorruptStateError: another version wrote it.
         """
         if log.snapshot is None:
             return None
         image = unpack((log.folder / log.snapshot.file_name).read_bytes(), names)
         if not isinstance(image, cls):
-            raise DataError(f"a snapshot must hold an image of a learner, got {type(image).__name__}")
+            raise CorruptStateError(f"a snapshot must hold an image of a learner, got {type(image).__name__}")
         return image
 
 
@@ -142,10 +142,10 @@ def unpack(raw: bytes, named: Mapping[str, object]) -> Any:
     """`pack` backwards.
 
     Raises:
-        DataError: the bytes are not what `pack` writes, or by another version of a class.
+        CorruptStateError: the bytes are not what `pack` writes, or by another version of a class.
     """
     if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
-        raise DataError("a snapshot must begin with its mark, and this one does not")
+        raise CorruptStateError("a snapshot must begin with its mark, and this one does not")
     _, form, length = _HEAD.unpack_from(raw)
     require_format("a snapshot", form)
     head = json.loads(raw[_HEAD.size : _HEAD.size + length])
@@ -239,7 +239,7 @@ class _Reading:
             case "d":
                 return self._made(node)
             case other:
-                raise DataError(f"a snapshot must be made of known kinds of values, got {other!r}")
+                raise CorruptStateError(f"a snapshot must be made of known kinds of values, got {other!r}")
 
     def _raw(self, kept: Sequence[int]) -> memoryview:
         index, size = kept
@@ -276,8 +276,8 @@ def _class(name: str) -> type:
     return found
 
 
-def _another(name: str) -> DataError:
-    return DataError(
+def _another(name: str) -> CorruptStateError:
+    return CorruptStateError(
         f"a snapshot holds a {name}, which is another class here: it was written by another version of Sottovoce or of the "
         "algorithm, with which alone this learner can go on"
     )

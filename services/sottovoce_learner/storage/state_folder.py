@@ -20,7 +20,7 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sottovoce_core.errors import DataError, FailedPrecondition
+from sottovoce_core.errors import CorruptStateError, FailedPrecondition
 
 FORMAT = 1
 """Format of all files of a state folder."""
@@ -106,7 +106,7 @@ class FileGuard:
             size: least number of bytes that it must have; None: as many as it had.
 
         Raises:
-            DataError: it was deleted, moved, replaced or cut.
+            CorruptStateError: it was deleted, moved, replaced or cut.
         """
         try:
             found = os.stat(self._path)
@@ -117,7 +117,7 @@ class FileGuard:
             or (found.st_dev, found.st_ino) != self._file
             or found.st_size < (self._size if size is None else size)
         ):
-            raise DataError(
+            raise CorruptStateError(
                 f"the state folder must stay where it is while its learner runs, and {self._path} was deleted, moved, replaced "
                 "or cut: nothing more is sent. Stop the learner, and start it again when the folder is back as it was; where "
                 "it is lost, charge what `sottovoce runs show` says to a new one "
@@ -145,9 +145,11 @@ def read_if_exists(path: Path, at: int = 0, size: int = -1) -> bytes:
 
 
 def require_format(what: object, form: int) -> None:
-    """Raise `DataError` unless a file's format is one that this version reads."""
+    """Raise `CorruptStateError` unless a file's format is one that this version reads."""
     if form > FORMAT:
-        raise DataError(f"{what} has format {form}, and this version reads up to {FORMAT}: take a newer Sottovoce")
+        raise CorruptStateError(
+            f"{what} has format {form}, and this version reads up to {FORMAT}: take a newer Sottovoce"
+        )
 
 
 def replace_file(path: Path, raw: bytes) -> None:
@@ -254,7 +256,7 @@ class LearnerLock:
         """Raise an error unless the files are still there: another folder in their place is another ledger.
 
         Raises:
-            DataError: one was deleted, moved, replaced or cut.
+            CorruptStateError: one was deleted, moved, replaced or cut.
         """
         for each in self._held:
             each.require_in_place()
@@ -290,7 +292,7 @@ class StoreIdentity:
         """As its file has it; drawn and written where there is none.
 
         Raises:
-            DataError: the file is damaged, another learner's, or of a newer version.
+            CorruptStateError: the file is damaged, another learner's, or of a newer version.
         """
         path = folder / f"{learner}.identity"
         try:
@@ -302,16 +304,16 @@ class StoreIdentity:
         except FileNotFoundError:
             return cls(learner, secrets.token_bytes(_STORE_BYTES)).write_incarnation(0, folder)
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-            raise DataError(
+            raise CorruptStateError(
                 f"the identity {path} is damaged: {error}; restore it from where it is whole, or take another state folder and "
                 "let the coordinator know (sottovoce rebind)"
             ) from None
         if version != FORMAT:
-            raise DataError(
+            raise CorruptStateError(
                 f"the identity {path} must be of format {FORMAT}, got {version!r}: use the version that wrote it"
             )
         if name != learner:
-            raise DataError(
+            raise CorruptStateError(
                 f"the identity {path} must be of learner {learner!r}, got {name!r}: take the learner's own folder"
             )
         return cls(learner, store, incarnation)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
 from pathlib import Path
 
-from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
+from sottovoce_core.errors import CorruptStateError, FailedPrecondition, SpecError
 from sottovoce_core.runs.participation import require_valid_reconfiguration
 from sottovoce_learner.storage.ledger import (
     CLOSED,
@@ -54,7 +54,7 @@ class LearnerStore:
         keep_log: whether logs of runs are kept when they are over.
 
     Raises:
-        DataError: something was lost, cut, changed, or is another learner's.
+        CorruptStateError: something was lost, cut, changed, or is another learner's.
     """
 
     def __init__(self, folder: Path, learner: str, *, keep_log: bool = False) -> None:
@@ -74,7 +74,7 @@ class LearnerStore:
 
         Raises:
             FailedPrecondition: the run was closed: this learner has been in another one since.
-            DataError: what stands there is about another spec.
+            CorruptStateError: what stands there is about another spec.
         """
         standing, opened = self.stored_state, self.stored_state.open_entry
         if opened is not None and opened.run_id == line.run_id:
@@ -172,7 +172,7 @@ def _amended(found: LedgerEntry, line: LedgerEntry, reading: LogContents | None,
     """Whether learners of the run have left or joined since.
 
     Raises:
-        DataError: the run was another one by now.
+        CorruptStateError: the run was another one by now.
     """
     if found == replace(line, rounds_committed=found.rounds_committed, epsilon_spent=found.epsilon_spent):
         return False
@@ -182,7 +182,7 @@ def _amended(found: LedgerEntry, line: LedgerEntry, reading: LogContents | None,
             raise SpecError("a run cannot change but for its absences: start a new run")
         require_valid_reconfiguration(found.participation, line.participation, line.index, *rounds)
     except SpecError as error:
-        raise DataError(
+        raise CorruptStateError(
             f"the ledger {path} has run {line.run_id!r} with another spec, index or number of features than was told now: {error}"
         ) from None
     return True
@@ -198,7 +198,7 @@ def end_run(folder: Path, learner: str, run_id: str = "", *, keep_log: bool = Fa
         keep_log: whether its log is kept; else it is deleted.
 
     Raises:
-        DataError: as `Store`.
+        CorruptStateError: as `Store`.
         OSError: it could not be written or deleted.
     """
     files = LearnerPaths(folder, learner)
@@ -243,7 +243,7 @@ class Ledger:
         """Every run (of one learner), by run id.
 
         Raises:
-            DataError: something of it is lost or damaged: what was spent cannot be known, so nothing more may be.
+            CorruptStateError: something of it is lost or damaged: what was spent cannot be known, so nothing more may be.
         """
         names = self.list_learners() if learner is None else [learner]
         standings = map(self._standing, names)
@@ -254,7 +254,7 @@ class Ledger:
         """Epsilon of all runs of a learner: what a record pays that was used in each of them.
 
         Raises:
-            DataError: as `lines`.
+            CorruptStateError: as `lines`.
         """
         return math.fsum(line.epsilon_spent for line in self.list_entries(learner))
 
@@ -264,7 +264,7 @@ class Ledger:
         What its owner charged (`sottovoce ledger --repair --charge`) stands for all that was sent before.
 
         Raises:
-            DataError: as `lines`; or the ledger knows less of a run than was sent in it.
+            CorruptStateError: as `lines`; or the ledger knows less of a run than was sent in it.
         """
         if not sent:
             return
@@ -275,7 +275,7 @@ class Ledger:
         for each in sent:
             covered = any(each.last_at.ToDatetime(UTC) < moment + _SECOND for moment in charged)
             if (has := known.get(each.run_id, 0)) < each.rounds and not covered:
-                raise DataError(
+                raise CorruptStateError(
                     f"the ledger of {learner!r} in {self.folder} must know all rounds that were sent, got {has} of {each.rounds} "
                     f"in run {each.run_id}: the state folder was set back or is a new one, and has forgotten what was spent. Put "
                     "the newest folder back; where it is lost, charge what was spent since: stop the learner, `sottovoce ledger "
@@ -303,7 +303,7 @@ class Ledger:
             All runs.
 
         Raises:
-            DataError: something does not fit.
+            CorruptStateError: something does not fit.
         """
         standing = self._standing(learner)
         if standing is None:
@@ -323,13 +323,13 @@ class Ledger:
 
         Raises:
             FailedPrecondition: the learner is running.
-            DataError: what may have been spent cannot be known, and no charge was given.
+            CorruptStateError: what may have been spent cannot be known, and no charge was given.
         """
         files = LearnerPaths(self.folder, learner)
         with LearnerLock(self.folder, learner):
             try:
                 whole = StoredState.read_verified(files)
-            except DataError as error:
+            except CorruptStateError as error:
                 return _repaired(files, StoredState.read(files, allow_copy=True), str(error).partition(":")[0], charge)
             if charge is not None:
                 return _repaired(files, whole or StoredState.read(files), "charged by the owner", charge)
@@ -340,18 +340,18 @@ class Ledger:
 
         Raises:
             FailedPrecondition: the learner is running.
-            DataError: it is not whole.
+            CorruptStateError: it is not whole.
         """
         files = LearnerPaths(self.folder, learner)
         with LearnerLock(self.folder, learner):
             standing = StoredState.read_verified(files, allow_copy=True)
             if standing is None or standing.high_water_mark is None:
-                raise DataError(f"there is no ledger of {learner!r} in the state folder {self.folder}")
+                raise CorruptStateError(f"there is no ledger of {learner!r} in the state folder {self.folder}")
             standing.high_water_mark.write(files.high_water_mark)
 
 
 def _require_charges(line: LedgerEntry, log: LogContents, *, imports: bool) -> None:
-    """Raises `DataError` where a round was charged another price than its spec asks for."""
+    """Raises `CorruptStateError` where a round was charged another price than its spec asks for."""
     try:
         run = line.build_run(imports=imports)
     except SpecError:  # of an algorithm that is not installed here, or may not be imported
@@ -369,7 +369,7 @@ def _require_charges(line: LedgerEntry, log: LogContents, *, imports: bool) -> N
         if entry.kind is EntryKind.ROUND:
             spent += accountant.next_loss()
             if entry.epsilon_spent != spent:
-                raise DataError(
+                raise CorruptStateError(
                     f"entry {entry.sequence} of the log of run {line.run_id!r} charges {entry.epsilon_spent:.6g} by round {entry.round}, "
                     f"and its spec asks for {spent:.6g}: it was written by another version, or is not the one that was written"
                 )
@@ -378,7 +378,7 @@ def _require_charges(line: LedgerEntry, log: LogContents, *, imports: bool) -> N
 def _repaired(files: LearnerPaths, standing: StoredState, why: str, charge: float | None) -> Repair:
     most = standing.max_epsilon_spent
     if most is None and charge is None:
-        raise DataError(
+        raise CorruptStateError(
             f"what {files.learner!r} has spent cannot be known from {files.folder}: say what it was at most with --charge "
             "EPSILON, such as its owner's --budget in full"
         )

@@ -322,7 +322,7 @@ def read_log(*folders: Path, previous: LogContents | None = None) -> LogContents
         after: what was read of it before: what came since is read.
 
     Raises:
-        DataError: a segment is of a newer format.
+        CorruptStateError: a segment is of a newer format.
     """
     before = previous or LogContents(None, 0, START_CHAIN, (), folders[-1] / "none", 0)
     about, path, end = before.header, before.path, before.end_offset
@@ -426,7 +426,7 @@ class WriteAheadLog:
         self._unsynced = False
 
     def require_in_place(self) -> None:
-        """Raise `DataError` unless what was written stands where a restart of the learner would look for it."""
+        """Raise `CorruptStateError` unless what was written stands where a restart of the learner would look for it."""
         self._held.require_in_place(self._allocated)
 
     def retire_segments(self, covers: int) -> None:

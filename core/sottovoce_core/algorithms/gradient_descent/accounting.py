@@ -89,7 +89,7 @@ class DescentAccountant(Accountant):
         self,
         regularity: Regularity,
         update: LearnerUpdate,
-        adjacency: Adjacency = Adjacency.RECORD,
+        adjacency: Adjacency = Adjacency.RECORD_USE,
         own_weight: float | None = None,
     ) -> None:
         self._known, self._update, self.adjacency = regularity, update, adjacency

@@ -15,11 +15,11 @@ import numpy as np
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.bounds import AlphaAllocation, BudgetPart, Test
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest, Layout
+from sottovoce_core.auditing.conformance.correlations import Correlations
 from sottovoce_core.auditing.conformance.freshness import Freshness
 from sottovoce_core.auditing.conformance.lags import Lags
 from sottovoce_core.auditing.conformance.lattice import Lattice
 from sottovoce_core.auditing.conformance.marginal import Marginal
-from sottovoce_core.auditing.conformance.correlations import Correlations
 from sottovoce_core.auditing.conformance.regressors import Regressors, Relations
 from sottovoce_core.auditing.conformance.residuals import Schedule, compute_residuals
 from sottovoce_core.auditing.conformance.uniforms import Uniforms

@@ -30,10 +30,10 @@ from sottovoce_core.auditing.bounds import (
     compute_epsilon_lower_bound,
     compute_min_runs,
 )
-from sottovoce_core.auditing.foreign.repeats import Anomaly, find_anomalies
 from sottovoce_core.auditing.foreign.answer_features import Leak, build_answer_views, find_leaks
-from sottovoce_core.auditing.verdict import Findings, Verdict, decide
+from sottovoce_core.auditing.foreign.repeats import Anomaly, find_anomalies
 from sottovoce_core.auditing.traffic_features import RunTraffic, build_timing_views, build_views, collect_decoded_fields
+from sottovoce_core.auditing.verdict import Findings, Verdict, decide
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.optional import import_optional
 

@@ -16,8 +16,8 @@ from scipy import optimize, special, stats
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.blackbox import compute_classifier_level, count_guessed_runs
 from sottovoce_core.auditing.bounds import AlphaAllocation, compute_epsilon_lower_bound
-from sottovoce_core.auditing.verdict import DetectableEffect
 from sottovoce_core.auditing.traffic_features import RunTraffic
+from sottovoce_core.auditing.verdict import DetectableEffect
 
 _POWER = 0.9
 """The probability with which what is named would have been found."""
