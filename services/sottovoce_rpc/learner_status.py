@@ -151,7 +151,7 @@ class WaitReport:
 # ---- rules that its neighbours broke ---------------------------------------------------------------------------------
 
 
-VIOLATION_KINDS = {coordinator_pb2.ViolationKind.Value(f"RULE_{rule.name}"): rule for rule in ViolationKind}
+VIOLATION_KINDS = {coordinator_pb2.ViolationKind.Value(f"VIOLATION_KIND_{rule.name}"): rule for rule in ViolationKind}
 """Rules that are known here, by their number on the wire."""
 
 

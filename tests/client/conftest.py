@@ -31,5 +31,5 @@ def _paths_of_all_pages_are_drawn() -> Iterator[None]:
         return text
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Page, "html", html)
+        patch.setattr(Page, "to_html", html)
         yield

@@ -118,7 +118,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, state: str, detail: str, whole: int 
         return Outcome(f"run-{replica}", *end, 1.0, (), (), None, ())
 
     monkeypatch.setattr(audit_network, "LocalServices", Services)
-    monkeypatch.setattr(audit_network, "run_on", run_on)
+    monkeypatch.setattr(audit_network, "run_on_services", run_on)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
         return Outcome(f"run-{replica}", "failed", "why", 1.0, (), (), None, ())
 
     monkeypatch.setattr(audit_network, "LocalServices", Dying)
-    monkeypatch.setattr(audit_network, "run_on", run_on)
+    monkeypatch.setattr(audit_network, "run_on_services", run_on)
     with pytest.raises(RunFailed, match=r"^0 of 10 runs were made: a \(process 7\) died$"):
         audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
 
@@ -174,7 +174,7 @@ def test_a_full_disk_says_what_is_kept(prepared: PreparedRun, tmp_path: Path, mo
             raise OSError(errno.ENOSPC, "No space left on device")
         write(ledger, replica, *more, **also)
 
-    monkeypatch.setattr(RunLedgerWriter, "ended", ended)
+    monkeypatch.setattr(RunLedgerWriter, "record_end", ended)
     with pytest.raises(RunFailed, match=r"^2 of 10 runs were made: .*No space left on device; what they said is kept"):
         audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
 
@@ -226,7 +226,7 @@ def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
         state = "failed" if replica % 4 == 1 else "finished"
         return Outcome(f"run-{replica}", state, "why", 1.0, (), (), None, ())
 
-    monkeypatch.setattr(audit_network, "run_on", run_on)
+    monkeypatch.setattr(audit_network, "run_on_services", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
         audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
@@ -243,7 +243,7 @@ def test_noise_that_can_be_repeated_stands_in_the_ledger(
         statuses = tuple(LearnerStatus(name, noise_is_not_private=replica == 2) for name in ("a", "b"))
         return Outcome(f"run-{replica}", "finished", "", 1.0, statuses, (), None, ())
 
-    monkeypatch.setattr(audit_network, "run_on", run_on)
+    monkeypatch.setattr(audit_network, "run_on_services", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
         audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]

@@ -57,7 +57,7 @@ async def test_all_is_well(tmp_path: Path) -> None:
 async def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that is off, a service that nobody hears, one in another one's place, a folder for everybody, damage, no list."""
     ids = Identities(tmp_path / "ids")
-    monkeypatch.setattr(doctor, "_REACH_S", 1.0)
+    monkeypatch.setattr(doctor, "_REQUEST_TIMEOUT_S", 1.0)
     async with network(tmp_path, NAMES, identities=ids) as up:
         spec = small_spec(5, NAMES)
         await up.run(spec, made_up(spec))

@@ -143,7 +143,7 @@ async def test_while_too_many_wait_others_do_or_are_refused(
     tmp_path: Path, when_full: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner is held up, as by a full disk; then it goes on."""
-    monkeypatch.setattr(http, "WAITING", 3)
+    monkeypatch.setattr(http, "MAX_WAITING_MESSAGES", 3)
     url = f"http://127.0.0.1:0?when-full={when_full}"
     async with (
         ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner),
@@ -172,7 +172,7 @@ async def test_while_too_many_wait_others_do_or_are_refused(
 
 
 async def test_many_clients_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "WAITING", 50)
+    monkeypatch.setattr(http, "MAX_WAITING_MESSAGES", 50)
     spec = spec_of({"schema": SCHEMA, "batch_size": 1_000})
     async with ann_in(tmp_path, spec) as (up, learner), endpoint(up) as (client, _):
         found = await asyncio.gather(*(post(client, [RECORD] * 7, source=f"s{n % 3}") for n in range(60)))

@@ -95,7 +95,7 @@ def test_work_ends_in_a_line(
     def cut(*_: object) -> None:
         raise how
 
-    monkeypatch.setattr(Metrics, "take", cut)
+    monkeypatch.setattr(Metrics, "add_round", cut)
     done = CliRunner().invoke(
         app, [spec if word == "SPEC" else word for word in [*words, "--out", str(tmp_path / "o")]]
     )
@@ -109,7 +109,7 @@ def test_what_came_of_an_interrupt_is_known_by_its_cause(spec: str, monkeypatch:
         except KeyboardInterrupt:
             raise ImportError("cannot import it") from None
 
-    monkeypatch.setattr(Metrics, "take", cut)
+    monkeypatch.setattr(Metrics, "add_round", cut)
     done = CliRunner().invoke(app, ["simulate", spec])
     assert (done.exit_code, done.stderr) == (130, LINE)
 
@@ -350,7 +350,7 @@ def started_by(process: int) -> list[psutil.Process]:
 
 def test_a_bar_counts_what_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(terminal, "console", lambda **_: Console(file=out, force_terminal=True, width=80))
+    monkeypatch.setattr(terminal, "create_console", lambda **_: Console(file=out, force_terminal=True, width=80))
     with terminal.show_progress_bar("choosing") as say:
         say("simulating", 1_000, 2_000, "runs")
         say("spec 1 of 2", 5, 5, "rounds")
@@ -385,7 +385,7 @@ def test_what_takes_long_says_how_far_it_is(
     words: list[str], last: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = Reported()
-    monkeypatch.setattr(terminal, "bar", lambda what: Told(said))
+    monkeypatch.setattr(terminal, "show_progress_bar", lambda what: Told(said))
     done = CliRunner().invoke(
         app, [spec if word == "SPEC" else word for word in [*words, "--out", str(tmp_path / "o")]]
     )

@@ -81,7 +81,7 @@ def test_a_page_that_cannot_be_made_costs_no_results(
         raise ValueError("secret 3.25")
 
     expected = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "whole")
-    monkeypatch.setattr(Page, "html", broken)
+    monkeypatch.setattr(Page, "to_html", broken)
     done = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "out")
     page = tmp_path / "out" / f"{command}.html"
     assert (expected.exit_code, done.exit_code) == (0, INCOMPLETE_EXIT_CODE)

@@ -237,7 +237,7 @@ def test_sizes_are_those_of_the_files(spec: Path, tmp_path: Path) -> None:
 def test_what_is_large_is_said_and_what_has_no_room_refused(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulation, "_LARGE", 1000)
+    monkeypatch.setattr(simulation, "_LARGE_OUTPUT_BYTES", 1000)
     said = ran(spec, "--out", tmp_path / "o", "--write", "models,transcript")
     assert said.exit_code == 0
     assert said.stderr == "about 5.21 kB will be written: models 744 bytes, transcript 4.46 kB\n"

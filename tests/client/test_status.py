@@ -224,7 +224,7 @@ async def test_who_waits_for_a_learner_is_told(command: str, monkeypatch: pytest
         said.append(text)
         told.set()
 
-    monkeypatch.setattr(terminal, "say", say)
+    monkeypatch.setattr(terminal, "print_notice", say)
     async with silent() as at:
         asking = asyncio.ensure_future(ASKING[command](at))
         await asyncio.wait_for(told.wait(), PATIENCE_S)

@@ -155,7 +155,7 @@ async def test_what_is_told_of_runs_is_text(monkeypatch: pytest.MonkeyPatch, com
     async def asked(*_: Any) -> Any:
         return coordinator_pb2.ListRunsResponse(runs=[a_run()]) if command == "list" else a_run()
 
-    monkeypatch.setattr(coordinator_commands, "asked", asked)
+    monkeypatch.setattr(coordinator_commands, "call_service", asked)
     console, out = screen()
     await COMMANDS_ON_RUNS[command](console)
     assert SHOWN in out.getvalue() and clean(out.getvalue())

@@ -390,7 +390,7 @@ def test_the_search_finds_the_same_swap_however_many_are_tried_at_a_time(monkeyp
     data = made_up(run.spec)
     seed = np.random.SeedSequence(2)
     together = find_worst_worlds(run, data, 0, seed)
-    monkeypatch.setattr(swaps_module, "BYTES", 1)
+    monkeypatch.setattr(swaps_module, "MAX_TRANSCRIPT_BYTES", 1)
     one_by_one = find_worst_worlds(run, data, 0, seed)
     assert together.description == one_by_one.description and not together.find_differing_uses()[1:].any()
     for each in (together.records_0, together.records_1):
@@ -401,7 +401,7 @@ def test_runs_are_split_by_a_fair_coin_and_held_some_at_a_time(monkeypatch: pyte
     run = small_run(rounds=4, learners=4, topology={"graph": "path"})
     data = made_up(run.spec)
     two = find_worst_worlds(run, data, 0, np.random.SeedSequence(0))
-    monkeypatch.setattr(simulated_module, "BYTES", 8 * 4 * 4 * 3 * 7)  # seven runs
+    monkeypatch.setattr(simulated_module, "MAX_TRANSCRIPT_BYTES", 8 * 4 * 4 * 3 * 7)  # seven runs
     assert count_runs_in_memory(run) == 7
     parts = list(stream(run, data, two, 50, np.random.SeedSequence(3), SeededNoise))
     sizes = [(part.world, part.transcript.replicas) for part in parts]

@@ -83,7 +83,7 @@ def test_many_plans_are_bounded_by_events(monkeypatch: pytest.MonkeyPatch) -> No
     own = scheduled([0, 1, 0, 2, 1, 1], [0, 1, 2, 3, 4, 5, 6])
     run = small_run(6)
     exact = group_record_losses(run.algorithm.accountant(0), own)
-    monkeypatch.setattr(composition, "MOST_STEPS", 11)  # two records of several uses, over six rounds: 12
+    monkeypatch.setattr(composition, "MAX_ACCOUNTED_ROUNDS", 11)  # two records of several uses, over six rounds: 12
     bounded = group_record_losses(run.algorithm.accountant(0), own)
     event = run.guarantee(0).round_losses
     assert [each.losses is None for each in bounded] == [True] * 3
@@ -202,7 +202,7 @@ def test_increments_of_a_maximum_are_no_message_losses() -> None:
 
 
 def test_too_many_rounds_leave_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition, "MOST_STEPS", 143)
+    monkeypatch.setattr(composition, "MAX_ACCOUNTED_ROUNDS", 143)
     one = np.ones(12, np.int64)
     assert message_losses(build("dsgd").algorithm.accountant(0), one) is None
     assert message_losses(build("ldp-dol").algorithm.accountant(0), one) is not None

@@ -422,7 +422,7 @@ def test_the_meter_covers_every_record_and_no_more(
 def test_a_crowded_meter_charges_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
     update = LearnerUpdate(3, lambda t: 0.5, lambda t: 1.0, lambda t: 0.5, is_gradient_at_mix=True)
     exact = brute(constants(), update, [1] * 60).max(axis=0)
-    monkeypatch.setattr(privacy, "FRONTIER", 12)
+    monkeypatch.setattr(privacy, "MAX_FOLLOWED_RECORDS", 12)
     losses = DescentAccountant(constants(), update).losses(np.ones(60, np.int64))
     assert (np.cumsum(losses) >= exact * (1 - 1e-12)).all()
     assert losses.sum() == pytest.approx(exact[-1], rel=0.01)

@@ -158,8 +158,8 @@ constants_of_smooth = st.builds(
     clip_norm=positive,
     ridge=st.floats(0.0, 1.0),
     diameter=st.sampled_from((0.5, 20.0, math.inf)),
-    convex=st.just(True),
-    margin=st.just(True),
+    is_convex=st.just(True),
+    is_convex_when_clipped=st.just(True),
 )
 constants_of_all = st.one_of(constants_of_smooth, constants_of_smooth.map(lambda c: replace(c, smoothness=math.inf)))
 

@@ -44,7 +44,7 @@ SCALES = [1.0, 0.3, 1.37]
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mechanisms on the lattice of eighths, whatever the scale."""
-    monkeypatch.setattr(mechanisms, "grid", lambda scale: COARSE)
+    monkeypatch.setattr(mechanisms, "lattice_spacing", lambda scale: COARSE)
 
 
 def laplace_mass(centre: float, scale: float) -> FloatArray:

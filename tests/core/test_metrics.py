@@ -219,7 +219,7 @@ def test_the_spread_is_that_over_replicas_and_a_learner_is_a_mean_over_them() ->
 def test_computing_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = small_run(10)
     whole = measured(run, made_up(run.spec), SeededNoise(1), 4)
-    monkeypatch.setattr(metrics, "PART", 20)
+    monkeypatch.setattr(metrics, "MAX_CHUNK_ELEMENTS", 20)
     parts = measured(run, made_up(run.spec), SeededNoise(1), 4)
     for name, curve in whole.curves.items():
         np.testing.assert_allclose(parts[name].mean, curve.mean, rtol=1e-9, atol=1e-9)

@@ -48,7 +48,7 @@ def test_results_do_not_depend_on_pieces(kind: type[ConformanceTest], monkeypatc
     """One run of one learner at a time, or all at once."""
     found = []
     for numbers in (1, 2**30):
-        monkeypatch.setattr(blocks, "_PIECE", numbers)
+        monkeypatch.setattr(blocks, "_MAX_PIECE_NUMBERS", numbers)
         found.append([judged(kind, block) for block in edge_blocks()])
     for one, other in zip(*found, strict=True):
         assert list(one) == list(other)
@@ -58,7 +58,7 @@ def test_results_do_not_depend_on_pieces(kind: type[ConformanceTest], monkeypatc
 
 
 def test_pieces_are_all_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_PIECE", 50)
+    monkeypatch.setattr(blocks, "_MAX_PIECE_NUMBERS", 50)
     rng = np.random.default_rng(1)
     steps = discrete_laplace(rng, (3, 4, 7, 5))
     past: dict[str, FloatArray] = {"all": rng.random((3, 4, 7, 5)), "same in all runs": rng.random((3, 4, 1, 5))}

@@ -254,7 +254,7 @@ def test_the_planned_price_is_that_of_the_guarantee() -> None:
 
 def test_of_a_long_run_only_the_first_rounds_are_priced(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it goes on the limit holds in any case: a check that takes minutes helps nobody."""
-    monkeypatch.setattr(module, "PRICED", 8)
+    monkeypatch.setattr(module, "MAX_ACCOUNTED_ROUNDS", 8)
     Policy(epsilon_per_run=LOSS * 8).admit(promising(10), 3, 0)
     assert refused(Policy(epsilon_per_run=LOSS * 7), promising(10)).endswith("the spec asks for 2" + WEIGHED)
 

@@ -47,7 +47,7 @@ SIZES = {
 @pytest.mark.parametrize("ahead", [1, 30, 10_000])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_every_round_has_its_records(sizes: np.ndarray, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "AHEAD", ahead)
+    monkeypatch.setattr(simulator, "MAX_GATHERED_ELEMENTS", ahead)
     data = dealt(sizes)
     batches = list(simulator._batches(data, 9, LOSS))
     assert len(batches) == 9
@@ -120,7 +120,7 @@ def test_seeded_noise_is_the_same_for_any_number_of_replicas(
     law: Distribution, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two fields with vectors of two lengths, drawn in turns."""
-    monkeypatch.setattr(simulation, "AHEAD", ahead)
+    monkeypatch.setattr(simulation, "MIN_BLOCK_NUMBERS", ahead)
 
     def of(replicas: int) -> list[FloatArray]:
         source, lattice = SeededNoise(2), None if law == "spherical" else lattice_spacing(2.0)

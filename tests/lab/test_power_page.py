@@ -52,7 +52,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def without_services(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(power, "NETWORK_MUTANTS", ())
     monkeypatch.setattr(power, "WIRETAP_MUTANTS", ())
-    monkeypatch.setattr(power, "FOREIGN", ())
+    monkeypatch.setattr(power, "FOREIGN_SERVICE_MUTANTS", ())
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, names: Iterable[str], **more: object) -> tuple[int, str]:
@@ -88,7 +88,7 @@ def test_what_gives_too_little_evidence_is_not_missed(monkeypatch: pytest.Monkey
 def test_what_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = PowerMeasurement("lost", "", None, int(10 * MIN_EVIDENCE_FACTOR), 2, "dola", limit=10.0)
     assert lost.is_missed and not replace(lost, most=int(10 * MIN_EVIDENCE_FACTOR) - 1).is_missed
-    monkeypatch.setattr(power, "measure", lambda mutant, **more: lost)
+    monkeypatch.setattr(power, "measure_mutant_power", lambda mutant, **more: lost)
     monkeypatch.setattr(power, "CATALOGUE", [FAINT])
     without_services(monkeypatch)
     console = Console(file=io.StringIO(), width=140)
@@ -141,7 +141,7 @@ def test_broken_services_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(power, "CATALOGUE", [BY_NAME["retry"]])
     monkeypatch.setattr(power, "NETWORK_MUTANTS", ())
     monkeypatch.setattr(power, "WIRETAP_MUTANTS", ())
-    monkeypatch.setattr(power, "FOREIGN", [CALLED["six digits"], CALLED["no noise"]])
+    monkeypatch.setattr(power, "FOREIGN_SERVICE_MUTANTS", [CALLED["six digits"], CALLED["no noise"]])
     monkeypatch.setattr(power, "measure_foreign_power", partial(measure_foreign_power, audits=1))
     console = Console(file=io.StringIO(), width=140)
     assert power.measure_power(jobs=1, audits=2, runs=24, out=tmp_path, console=console) == 0
@@ -217,7 +217,7 @@ def test_a_false_alarm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(power, "CATALOGUE", [])
     monkeypatch.setattr(power, "NETWORK_MUTANTS", ())
     monkeypatch.setattr(power, "WIRETAP_MUTANTS", ())
-    monkeypatch.setattr(power, "FOREIGN", [CALLED["correct"]])
+    monkeypatch.setattr(power, "FOREIGN_SERVICE_MUTANTS", [CALLED["correct"]])
     monkeypatch.setattr(power, "measure_foreign_power", lambda broken, **more: accused)
     console = Console(file=io.StringIO(), width=140)
     assert power.measure_power(jobs=1, console=console) == 1

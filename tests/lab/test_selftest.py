@@ -25,8 +25,8 @@ NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Fault(), "conforma
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two mutants, and three correct algorithms."""
     chosen = [mutant for mutant in QUICK_MUTANTS if mutant.name in {"summed", "retry"}]
-    monkeypatch.setattr(selftest, "MUTANTS", chosen)
-    monkeypatch.setattr(selftest, "ALGORITHMS", {name: ALGORITHM_RUNS[name] for name in ("dola", "pd-ftgl", "admm")})
+    monkeypatch.setattr(selftest, "QUICK_MUTANTS", chosen)
+    monkeypatch.setattr(selftest, "ALGORITHM_RUNS", {name: ALGORITHM_RUNS[name] for name in ("dola", "pd-ftgl", "admm")})
 
 
 def outcome_of(**more: object) -> tuple[int, str]:

@@ -56,7 +56,7 @@ def lived(folder: Path, name: str = NAME) -> float:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little is allocated ahead: every byte is looked at."""
-    monkeypatch.setattr(wal, "AHEAD", AHEAD)
+    monkeypatch.setattr(wal, "PREALLOCATED_BYTES", AHEAD)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_every_file_lost(folder: Path, lost: str) -> None:
 
 def test_a_log_of_several_segments_is_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them emptied, zeroed, cut, or in the place of another is noticed; a new one that was not written to may go."""
-    monkeypatch.setattr(wal, "SEGMENT", PAGE_BYTES + 450)
+    monkeypatch.setattr(wal, "MAX_SEGMENT_BYTES", PAGE_BYTES + 450)
     assert lived(tmp_path) == Ledger(tmp_path).sum_epsilon(NAME)
     whole, segments = holds(tmp_path), sorted((tmp_path / "run-b@ann").iterdir())
     assert len(segments) > 2
@@ -379,7 +379,7 @@ def test_nothing_is_said_once_a_file_is_gone(tmp_path: Path, harm: Callable[[Pat
 
 def test_nothing_is_said_in_a_segment_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The segment that is written now counts, whichever it is; those before it may be deleted."""
-    monkeypatch.setattr(wal, "SEGMENT", PAGE_BYTES + 600)
+    monkeypatch.setattr(wal, "MAX_SEGMENT_BYTES", PAGE_BYTES + 600)
     say(log := open_run(tmp_path, "run-a"), range(4))
     first, *_, last = sorted(tmp_path.glob("run-a@ann/*.log"))
     first.unlink()
@@ -428,7 +428,7 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
     path = tmp_path / "run-a@ann" / "00000000.log"
     old = path.read_bytes()
     with monkeypatch.context() as died:
-        died.setattr(RunLog, "settle", lambda self: None)
+        died.setattr(RunLog, "make_durable", lambda self: None)
         log.write_ahead(2, 3 * PRICE, RoundPayload(b"x" * SIZE, (b"y" * SIZE,), 2, 1))
     log.close()
     mark = tmp_path / "ann.mark"
@@ -448,14 +448,14 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
 
 
 def test_process_durability_does_not_survive_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "host", lambda: b"another".ljust(16))
+    monkeypatch.setattr(ledger, "hash_boot_id", lambda: b"another".ljust(16))
     with pytest.raises(CorruptStateError, match="before this machine was started again"):
         open_run(folder, "run-b")
 
 
 def test_power_durability_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     say(open_run(tmp_path, "run-a", durability="power"), range(2))
-    monkeypatch.setattr(ledger, "host", lambda: b"another".ljust(16))
+    monkeypatch.setattr(ledger, "hash_boot_id", lambda: b"another".ljust(16))
     assert open_run(tmp_path, "run-a", durability="power").epsilon_spent == 2 * PRICE
 
 

@@ -70,8 +70,8 @@ def test_an_entry_is_tried_again_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, segment: int, full: int
 ) -> None:
     """Whatever was refused leaves no trace: neither in the file nor in the chain."""
-    monkeypatch.setattr(wal, "AHEAD", 4_096)
-    monkeypatch.setattr(wal, "SEGMENT", segment)
+    monkeypatch.setattr(wal, "PREALLOCATED_BYTES", 4_096)
+    monkeypatch.setattr(wal, "MAX_SEGMENT_BYTES", segment)
     log = new_log(tmp_path)
     for k in range(20):
         if k % 3 == 2:

@@ -178,7 +178,7 @@ def dying(patch: pytest.MonkeyPatch, folder: Path, at: int) -> list[int]:
 def snapshots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Is a snapshot made after every round?"""
     if request.param:
-        monkeypatch.setattr(RunLog, "due", True)
+        monkeypatch.setattr(RunLog, "is_snapshot_due", True)
     return bool(request.param)
 
 
@@ -251,7 +251,7 @@ async def test_the_log_of_a_run_that_is_over_goes_wherever_its_learner_dies(tmp_
 
 async def test_a_state_that_does_not_come_back_keeps_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot from which the same learner cannot be made is none, and ends no run."""
-    monkeypatch.setattr(RunLog, "due", True)
+    monkeypatch.setattr(RunLog, "is_snapshot_due", True)
     for k, wrong in enumerate((CorruptStateError("another class"), MemoryError(), None)):
 
         def other(raw: bytes, names: Any, wrong: Any = wrong) -> Any:
@@ -378,7 +378,7 @@ async def test_noise_that_is_left_over_was_drawn_for_something_else(
 ) -> None:
     """No message would show it."""
     crew, drawn = Crew(tmp_path, hidden(), keyed=False), vars(NoiseRecorder)["drawn"].fget
-    monkeypatch.setattr(NoiseRecorder, "drawn", property(lambda kept: drawn(kept) + bytes(8)))
+    monkeypatch.setattr(NoiseRecorder, "recorded_bytes", property(lambda kept: drawn(kept) + bytes(8)))
     await crew.live(range(1))
     crew.learners[0]._log.close()
     with pytest.raises(

@@ -26,7 +26,7 @@ LOG = Path("run-b@ann", "00000000.log")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(wal, "AHEAD", 512)
+    monkeypatch.setattr(wal, "PREALLOCATED_BYTES", 512)
     lived(tmp_path)
     return tmp_path
 

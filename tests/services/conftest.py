@@ -32,7 +32,7 @@ def _nobody_is_accused(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         noticed.append((hearing._role.name, neighbour, rule))
         return notice(hearing, neighbour, rule, known_by, has_ended=ended)
 
-    monkeypatch.setattr(MessageReceiver, "notice", noted)
+    monkeypatch.setattr(MessageReceiver, "record_violation", noted)
     yield
     assert noticed == []
 

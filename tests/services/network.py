@@ -286,7 +286,7 @@ def given_up_soon(patch: pytest.MonkeyPatch, *causes: WaitCause) -> None:
     def soon(own: TimedWait, clock: ClockSpec) -> float:
         return min(1.0, _LIMIT_S(own, clock)) if own.cause in (causes or WaitCause) else _LIMIT_S(own, clock)
 
-    patch.setattr(TimedWait, "limit_s", soon)
+    patch.setattr(TimedWait, "compute_limit_s", soon)
 
 
 def said_rounds(state: Path, name: str) -> list[tuple[int, RoundPayload]]:

@@ -239,7 +239,7 @@ async def test_who_feeds_is_told_at_once_that_a_learner_is_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, said = Identities(tmp_path / "ids"), asyncio.Queue[str]()
-    monkeypatch.setattr(terminal, "say", said.put_nowait)
+    monkeypatch.setattr(terminal, "print_notice", said.put_nowait)
     learner = Learner(LearnerConfig("ben", NOBODY, state_folder=tmp_path / "s", credentials=ids.of("learner/ben")))
     at = await learner.start()
     records = made_up(small_spec(5, ["ann"])).learners[0]
@@ -287,7 +287,7 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
     role = SimpleNamespace(spec=small_spec(5, NAMES, capture=capture))
     session = SimpleNamespace(role=role, life=SimpleNamespace(silent=False), policy=Policy())
     session.codec = SimpleNamespace(length=100)
-    monkeypatch.setattr(connection, "channel", noting)
+    monkeypatch.setattr(connection, "open_channel", noting)
     await connection.keep_open(
         cast(Session, session),
         coordinator_pb2.Neighbour(index=1, name="mallory", address="here:1", relayed=relayed),

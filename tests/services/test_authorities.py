@@ -260,7 +260,7 @@ async def test_who_calls_is_told_what_the_other_end_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A server that is not ours, and does not look at what it shows."""
-    monkeypatch.setattr(doctor, "_REACH_S", 1.0)
+    monkeypatch.setattr(doctor, "_REQUEST_TIMEOUT_S", 1.0)
     make, spoil, words = TOLD[kind]
     ids = make(tmp_path)
     folder = ids.at(SERVED)

@@ -350,7 +350,7 @@ async def test_a_description_that_says_something_else_is_refused(tmp_path: Path,
 
 async def test_a_bomb_is_refused_by_its_footer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megabytes of zeros in a file of some kilobytes: refused before any of it is unpacked."""
-    monkeypatch.setattr(part_reader, "MOST_BYTES", 8 * part_reader.MIB)
+    monkeypatch.setattr(part_reader, "MAX_UNPACKED_BYTES", 8 * part_reader.MIB)
     await captured(tmp_path, conversation(5))
     rewritten(tmp_path, replaced("payload", pa.array([bytes(part_reader.MIB)] * 10, pa.binary())), use_dictionary=False)
     assert (tmp_path / PART).stat().st_size < part_reader.MIB / 16
@@ -379,7 +379,7 @@ async def test_a_long_value_said_often_is_refused_before_it_is_repeated(tmp_path
 
 async def test_too_many_rows_and_too_large_a_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await captured(tmp_path, conversation(5))
-    monkeypatch.setattr(part_reader, "MOST_ROWS", 9)
+    monkeypatch.setattr(part_reader, "MAX_ROWS", 9)
     with pytest.raises(CaptureError, match="at most 9 rows"):
         open_capture(tmp_path).count_messages()
     monkeypatch.setattr(part_reader, "MAX_FILE_BYTES", 100)

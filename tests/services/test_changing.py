@@ -240,7 +240,7 @@ async def test_rounds_whose_epochs_are_missing_are_not_run(tmp_path: Path, monke
     def forgetful(book: RunStateMachine) -> RoundLease:
         return RoundLease(until_round=book.clock.leased_until)
 
-    monkeypatch.setattr(RunStateMachine, "go_on", forgetful)
+    monkeypatch.setattr(RunStateMachine, "build_next_lease", forgetful)
     spec: RunSpec = spec_of(TURNS)
     data: PlacedData = made_up(spec)
     async with network(tmp_path, NAMES) as up:

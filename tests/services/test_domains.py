@@ -279,7 +279,7 @@ async def test_a_capture_is_not_signed_by_another_authority(
             )
         true_add(self, row)
 
-    monkeypatch.setattr(CaptureWriter, "add", add)
+    monkeypatch.setattr(CaptureWriter, "add_row", add)
     spec = spec_of(NAMES, capture="mirror")
     async with deployed(tmp_path, ids, *NAMES) as up:
         outcome = await up.run(spec, made_up(spec))

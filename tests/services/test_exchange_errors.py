@@ -204,7 +204,7 @@ async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytes
         other = {**json.loads(told.spec), "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
         return changed(told, spec=json.dumps(other)) if index == 1 else told
 
-    monkeypatch.setattr(RunStateMachine, "assignment", altered)
+    monkeypatch.setattr(RunStateMachine, "build_assignment", altered)
     spec = spec_of().model_copy(update={"clock": spec_of().clock.model_copy(update={"deadline_s": 2.0})})
     with structlog.testing.capture_logs() as logs:
         async with network(tmp_path, NAMES) as up:
@@ -490,7 +490,7 @@ async def test_a_run_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_run_of_too_many_edges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_launcher, "MOST_EDGES", 5)
+    monkeypatch.setattr(run_launcher, "MAX_EDGES_PER_RUN", 5)
     async with network(tmp_path, NAMES) as up:
         failure = await start(up.coordinator, document(topology={"graph": "complete"}))
         outcome = await up.run(spec_of(), made_up(spec_of()))
@@ -562,7 +562,7 @@ async def test_who_waits_for_learners_is_told_for_whom_while_waiting(
             said.append(text)
             told.set()
 
-    monkeypatch.setattr(terminal, "say", say)
+    monkeypatch.setattr(terminal, "print_notice", say)
     async with network(tmp_path, [*NAMES[:3], "don"]) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await asyncio.wait_for(told.wait(), PATIENCE_S)
@@ -584,7 +584,7 @@ async def test_who_waits_for_a_coordinator_is_told(tmp_path: Path, monkeypatch: 
         said.append(text)
         told.set()
 
-    monkeypatch.setattr(terminal, "say", say)
+    monkeypatch.setattr(terminal, "print_notice", say)
 
     async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await told.wait()
@@ -779,7 +779,7 @@ async def test_a_learner_outlives_a_bug_of_its_coordinator(tmp_path: Path, monke
 async def test_runs_are_remembered_newest_first_and_in_bounded_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_registry, "MOST_RUNS", 3)
+    monkeypatch.setattr(run_registry, "MAX_ENDED_RUNS", 3)
     spec, wire = spec_of(), coordinator_pb2
     async with network(tmp_path, NAMES) as up, open_channel(up.coordinator) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)

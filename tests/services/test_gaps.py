@@ -118,9 +118,9 @@ async def test_a_mirror_that_was_cut_off_comes_back_and_nothing_is_missing(
 async def test_what_a_mirror_could_not_keep_is_a_gap_that_the_capture_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirrors, "MOST_WAITING", 10)
-    monkeypatch.setattr(mirrors, "AGAIN", 5)
-    monkeypatch.setattr(mirrors, "FLUSH_S", 0.02)
+    monkeypatch.setattr(mirrors, "MAX_QUEUED_COPIES", 10)
+    monkeypatch.setattr(mirrors, "MAX_RESENT_COPIES", 5)
+    monkeypatch.setattr(mirrors, "FLUSH_INTERVAL_S", 0.02)
     outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=True)
     named: list[set[int]] = [set(), set(), set()]
     for gap in capture.metadata["gaps"]:
@@ -325,7 +325,7 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
     monkeypatch.setattr("sottovoce_eavesdropper.capture_reader.read_part", noting)
     monkeypatch.setattr("sottovoce_eavesdropper.capture_session.KEPT", 6)  # two parts
     monkeypatch.setattr(
-        CaptureChecks, "recall", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t))
+        CaptureChecks, "remember_round", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t))
     )
     again, streams = resume_capture(open_capture(tmp_path / "run-1-a"), allow_imports=False)
     assert read == [silent, parts - 1, parts]
@@ -490,9 +490,9 @@ async def test_a_run_whose_capture_must_be_whole_fails_at_a_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: bool
 ) -> None:
     """A gap in the middle ends the run when it is seen; one that is seen at the end is said of the capture."""
-    monkeypatch.setattr(mirrors, "MOST_WAITING", 10)
-    monkeypatch.setattr(mirrors, "AGAIN", 5)
-    monkeypatch.setattr(mirrors, "FLUSH_S", 0.02)
+    monkeypatch.setattr(mirrors, "MAX_QUEUED_COPIES", 10)
+    monkeypatch.setattr(mirrors, "MAX_RESENT_COPIES", 5)
+    monkeypatch.setattr(mirrors, "FLUSH_INTERVAL_S", 0.02)
     if not off:
         no_copies_come(monkeypatch)
     monkeypatch.setattr(capture_client, "_CHECK_INTERVAL_S", 0.02 if off else 1_000.0)

@@ -144,7 +144,7 @@ async def test_what_is_revoked_is_refused_at_once_and_streams_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ben is revoked while he is in a run: his stream to the coordinator ends, and he cannot come back."""
-    monkeypatch.setattr(access, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(access, "_RECHECK_INTERVAL_S", 0.05)
     ids = Identities(tmp_path / "ids")
     async with network(tmp_path, ["ann", "ben"], identities=ids) as up:
         await up.until_here("ben")
@@ -166,7 +166,7 @@ async def test_a_connection_outlives_its_certificate_by_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ben's is renewed, and then the one that he has joined with ends."""
-    monkeypatch.setattr(access, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(access, "_RECHECK_INTERVAL_S", 0.05)
     ids = Identities(tmp_path / "ids")
     async with network(tmp_path, ["ben"], identities=ids) as up:
         await up.until_here("ben")

@@ -122,7 +122,7 @@ async def test_a_run_that_is_over_before_anything_was_copied_is_captured_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
 ) -> None:
     """Copies are sent now and then; the eavesdropper waits for the first ones, too."""
-    monkeypatch.setattr(mirroring, "FLUSH_S", 1.5)
+    monkeypatch.setattr(mirroring, "FLUSH_INTERVAL_S", 1.5)
     end = mirroring.Mirror.end
 
     def later(self: mirroring.Mirror) -> None:

@@ -48,11 +48,11 @@ def shorter_once_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def first(
         self: MessageReceiver, neighbour: int, rule: ViolationKind, known_by: Attribution, *, ended: bool
     ) -> bool:
-        monkeypatch.setattr(MessageReceiver, "notice", notice)
+        monkeypatch.setattr(MessageReceiver, "record_violation", notice)
         given_up_soon(monkeypatch)
         return notice(self, neighbour, rule, known_by, has_ended=ended)
 
-    monkeypatch.setattr(MessageReceiver, "notice", first)
+    monkeypatch.setattr(MessageReceiver, "record_violation", first)
 
 
 Wrong = Callable[[NeighbourLink, Callable[[int, bytes], None], int, bytes], None]
@@ -396,7 +396,7 @@ async def test_what_a_learner_says_of_who_is_no_neighbour_is_passed_over(
         coordinator_pb2.Violation(learner=1, round=2**64 - 1, kind=1, attribution=99),  # type: ignore[arg-type]
     ]
     lies = tuple(extra)
-    monkeypatch.setattr(MessageReceiver, "misconduct", property(lambda self: lies if self._role.name == "ann" else ()))
+    monkeypatch.setattr(MessageReceiver, "violations", property(lambda self: lies if self._role.name == "ann" else ()))
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
         known = await noticed(up, outcome.run_id)

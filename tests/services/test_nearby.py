@@ -55,7 +55,7 @@ class Opened:
             self.count += 1
             return open_channel(*args, **more)
 
-        monkeypatch.setattr(connection, "channel", opening)
+        monkeypatch.setattr(connection, "open_channel", opening)
 
 
 async def ran(up: Network, spec: RunSpec) -> Outcome:
@@ -72,7 +72,7 @@ async def test_what_is_said_is_as_over_channels(tmp_path: Path, monkeypatch: pyt
         say(memory, t, state, frame, spent)
         said.append(frame)
 
-    monkeypatch.setattr(LearnerStateMachine, "remember", saying)
+    monkeypatch.setattr(LearnerStateMachine, "commit_message", saying)
     found = list[list[bytes]]()
     for folder, nearby in ((tmp_path / "apart", None), (tmp_path / "together", InProcessTransport())):
         async with together(folder, nearby) as up:

@@ -461,7 +461,7 @@ async def test_a_run_that_is_stopped_while_it_is_changed_stays_stopped(
         prepared.append(run_id)
         await prepare(self, run_id, told)
 
-    monkeypatch.setattr(CaptureClient, "amend", slow)
+    monkeypatch.setattr(CaptureClient, "reconfigure", slow)
     spec = LOSABLE["ldp-dol"]
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -541,7 +541,7 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
 
         monkeypatch.setattr(CoordinatorStore, method, once)
 
-    monkeypatch.setattr(run_controller, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(run_controller, "_RETRY_INTERVAL_S", 0.2)
     spec = LOSABLE["ldp-dol"]
     noise, _ = noise_for(build_run(spec, 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:

@@ -254,7 +254,7 @@ async def test_a_paced_clock_says_nothing_while_a_learner_is_behind(
         return true[1](own)
 
     monkeypatch.setattr(RoundClock, "tick", tick)
-    monkeypatch.setattr(RunStateMachine, "go_on", go_on)
+    monkeypatch.setattr(RunStateMachine, "build_next_lease", go_on)
     async with network(tmp_path, NAMES) as up:
         await up.start(spec_of(clock={"mode": "paced", "period_s": 0.002, "window": 1, "deadline_s": 100.0}), 3)
         await asyncio.wait_for(enough.wait(), PATIENCE_S)
@@ -404,7 +404,7 @@ async def test_a_learner_does_not_end_before_its_last_message_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A channel that takes its time: the learner waits for it (`FLUSH_S`, here for long)."""
-    monkeypatch.setattr(learner_service, "FLUSH_S", 60.0)
+    monkeypatch.setattr(learner_service, "FLUSH_TIMEOUT_S", 60.0)
     spec, slow = spec_of(), Stream(hold=True)
     async with network(tmp_path, NAMES) as up:
         await up.start(spec, 3)
@@ -706,7 +706,7 @@ async def test_a_connection_that_breaks_while_a_feeder_asks_is_opened_again(
 
     batches = feeders._Sending.batches
     monkeypatch.setattr(feeders, "_ready", broken)
-    monkeypatch.setattr(feeders, "_RETRY_S", 0.01)
+    monkeypatch.setattr(feeders, "_RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(feeders._Sending, "batches", brief)
     spec = small_spec(200, NAMES, clock={"deadline_s": PATIENCE_S})
     async with network(tmp_path, NAMES) as up:

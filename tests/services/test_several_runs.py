@@ -238,7 +238,7 @@ async def test_all_runs_go_on_when_their_coordinator_is_started_again(tmp_path: 
 
 async def test_no_run_that_is_under_way_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many others end meanwhile, and when the coordinator is started again."""
-    monkeypatch.setattr(run_registry, "MOST_RUNS", 2)
+    monkeypatch.setattr(run_registry, "MAX_ENDED_RUNS", 2)
     first, short = work(tmp_path, ["ann"], 1), work(tmp_path, ["ben"], 2, 5)
     async with serving(tmp_path, first, short, durable=True) as up:
         (run_id,) = await begun(up, first)

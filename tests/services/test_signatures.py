@@ -214,7 +214,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, stop: asyncio.Event) -> list[str]:
             stop.set()
             raise
 
-    monkeypatch.setattr(Session, "hear", hear)
+    monkeypatch.setattr(Session, "receive", hear)
     return found
 
 
@@ -289,7 +289,7 @@ async def test_two_signatures_of_one_round_prove_that_two_things_were_said(
                 true_add(self, row._replace(payload=each.encode()))
             added.append(self.run_id)
 
-    monkeypatch.setattr(CaptureWriter, "add", add)
+    monkeypatch.setattr(CaptureWriter, "add_row", add)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     code, text = shown(outcome, ids)

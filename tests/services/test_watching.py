@@ -120,7 +120,7 @@ async def test_a_capture_that_ends_while_it_is_fetched_has_all_that_it_tells_of(
     async with network(tmp_path, NAMES) as up:
         started = await up.start(spec, 3)
         async with open_eavesdropper_source(up.eavesdropper, started.run_id) as source:
-            monkeypatch.setattr(Folder, "names", slowly)
+            monkeypatch.setattr(Folder, "list_names", slowly)
             asking = asyncio.ensure_future(source.fetch_latest())
             assert await asyncio.to_thread(looking.wait, PATIENCE_S)
             await up.feed(started.run_id, spec, made_up(spec))

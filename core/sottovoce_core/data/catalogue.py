@@ -1,6 +1,6 @@
 """Data sets that have a name: what they hold, whose they are, the files that their owners publish, and where they lie.
 
-`known.toml` has the facts; nothing is read or downloaded here. Those that no package ships are `NAME.npz` in a folder; `sottovoce
+`catalogue.toml` has the facts; nothing is read or downloaded here. Those that no package ships are `NAME.npz` in a folder; `sottovoce
 data fetch` puts them there.
 """
 
@@ -78,7 +78,7 @@ class CatalogueEntry:
 
 
 def _read() -> dict[str, CatalogueEntry]:
-    facts = tomllib.loads(files(__package__).joinpath("known.toml").read_text(encoding="utf-8"))
+    facts = tomllib.loads(files(__package__).joinpath("catalogue.toml").read_text(encoding="utf-8"))
     found = {}
     for name, fields in facts.items():
         originals = tuple(OriginalFile(**_frozen(each)) for each in fields.pop("originals", ()))

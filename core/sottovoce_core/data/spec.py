@@ -178,7 +178,7 @@ PARTITIONS: Registry[Partition] = Registry(
         "iid": "IidPartition",
         "by_label": "LabelPartition",
         "dirichlet": "DirichletPartition",
-        "paper_40_60": "Paper4060",
+        "paper_40_60": "Paper4060Partition",
         "shared": "SharedPartition",
     },
     group="partitions",

@@ -251,7 +251,7 @@ class Topology(Section):
             SpecError: a graph does not fit the number of learners, or its file cannot be used.
         """
         names = resolve_learner_names(learners)
-        return self.inline_files(names)._replaced(lambda part: part.listed(len(names)))
+        return self.inline_files(names)._replaced(lambda part: part.to_edge_list(len(names)))
 
     def inline_files(self, learners: int | Sequence[str]) -> Topology:
         """The same topology with what its files say in their place: as it is where it names none.
@@ -263,7 +263,7 @@ class Topology(Section):
             SpecError: a file cannot be used.
         """
         names = resolve_learner_names(learners)
-        return self._replaced(lambda part: part.read(names)) if self.has_file else self
+        return self._replaced(lambda part: part.inline_files(names)) if self.has_file else self
 
     def _replaced(self, change: Callable[[Any], object]) -> Topology:
         parts = {"graph": self.graph, "sequence": self.sequence}

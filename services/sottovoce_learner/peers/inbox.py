@@ -293,7 +293,7 @@ class MessageReceiver:
         self.violation_count += 1
         if has_ended or neighbour in self._misconduct:
             return False
-        number = RuleNumber.Value(f"RULE_{rule.name}")
+        number = RuleNumber.Value(f"VIOLATION_KIND_{rule.name}")
         found = Violation(
             learner=neighbour, round=self.inbox.get_due_round(neighbour), kind=number, attribution=known_by.value
         )
