@@ -72,7 +72,7 @@ class Batch:
     def with_bounded_batch(cls, features: FloatArray, labels: FloatArray, bounded: Batch) -> Batch:
         """Records as they came, and the same within a loss's bounds."""
         batch = cls(features, labels)
-        object.__setattr__(batch, "bounded", bounded)
+        object.__setattr__(batch, "bounded_batch", bounded)
         return batch
 
     @classmethod

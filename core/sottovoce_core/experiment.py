@@ -218,7 +218,7 @@ class Experiment(RunSpec):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Pydantic's, without the records and the run of the original, which need not be those of the copy."""
         copied = super().model_copy(update=update, deep=deep)
-        copied.__dict__.pop("prepared", None)
+        copied.__dict__.pop("prepared_run", None)
         return copied
 
     # ---- what it comes to ------------------------------------------------------------------------------------

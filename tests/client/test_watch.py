@@ -370,7 +370,7 @@ async def _first_of(address: str) -> Capture | None:
 def a_sight(alarm: Alarm | None = None) -> WatchStatus:
     run = small_run(5)
     watch = Watch(run, made_up(run.spec).learners, 1e-3, (0, 1, 2))
-    watch.learners[0].e, watch.learners[1].e = 5.0, 30.0
+    watch.learners[0].log_e_value, watch.learners[1].log_e_value = 5.0, 30.0
     return WatchStatus("a run", 5, ("ann", "bob", "eve"), 1e-3, watch, alarms=[alarm] if alarm else [])
 
 

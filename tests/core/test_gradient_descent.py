@@ -327,7 +327,7 @@ def test_pdop_protects_a_whole_objective_by_its_closed_form() -> None:
     assert promise.epsilon() == pytest.approx(limit, rel=1e-9)
     assert promise.paper_epsilon[-1] == pytest.approx(limit, rel=1e-12)
     by_record = run_of(
-        {"name": "pdop", "noise": noise, "step": step, "adjacency": "record"}, rounds=150, decision_set=WIDE
+        {"name": "pdop", "noise": noise, "step": step, "adjacency": "record_use"}, rounds=150, decision_set=WIDE
     )
     assert by_record.guarantee(0).epsilon() == pytest.approx(limit * (1 - 0.6 / 0.9), rel=1e-9)
 
@@ -472,7 +472,7 @@ def within(losses: PrivacyLosses, claim: FloatArray) -> None:
 def test_no_transcript_shows_more_of_a_record_than_is_claimed(
     form: dict[str, Any], loss: dict[str, Any], topology: dict[str, Any]
 ) -> None:
-    run = run_of({**form, **({"adjacency": "record"} if form["name"] == "pdop" else {})}, loss=loss, topology=topology)
+    run = run_of({**form, **({"adjacency": "record_use"} if form["name"] == "pdop" else {})}, loss=loss, topology=topology)
     generator = np.random.default_rng(7)
     for batch, learner in product((1, 2), (0, 2)):
         data = made_up(run.spec, batch=batch, seed=batch)

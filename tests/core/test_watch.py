@@ -110,7 +110,7 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
         for k, (watch, messages) in enumerate(zip(watches, replicas, strict=True)):
             if watch.take(t, messages):
                 alarmed[0.05].add(k)
-            if watch.e >= watch.log_threshold + more or watch.change_log_e_value >= watch.change_log_threshold + more:
+            if watch.log_e_value >= watch.log_threshold + more or watch.change_log_e_value >= watch.change_log_threshold + more:
                 alarmed[0.001].add(k)
     for alpha, most in ((0.05, 21), (0.001, 3)):
         assert stats.binom.sf(most, len(watches), alpha) < 1e-3
@@ -123,7 +123,7 @@ def test_a_long_correct_run_raises_no_alarm() -> None:
     watch = Watch(run, data.learners, 1e-3, (0, 1, 2))
     assert alarms_of(watch, overheard(run, data, SeededNoise(1))) == []
     assert watch.round == 150
-    assert watch.e < 0.0
+    assert watch.log_e_value < 0.0
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_only_the_records_of_those_who_are_watched_are_needed() -> None:
     some, all_of_them = Watch(run, blank.learners, 1e-3, (1,)), Watch(run, data.learners, 1e-3, (0, 1, 2))
     alone = Watch(run, data.learners, 1e-3, (1,))
     assert alarms_of(some, iter(rounds)) == alarms_of(alone, iter(rounds)) == alarms_of(all_of_them, iter(rounds)) == []
-    assert some.learners[0].e == alone.learners[0].e
+    assert some.learners[0].log_e_value == alone.learners[0].log_e_value
 
 
 def test_who_was_not_overheard_is_not_watched_from_there_on() -> None:

@@ -43,8 +43,8 @@ def test_an_incarnation_that_was_issued_is_known_to_the_next_process(tmp_path: P
     [
         ({"format": 2}, "must be of format 1, got 2: use the version that wrote it"),
         ({"learner": "ben"}, "must be of learner 'ann', got 'ben'"),
-        ({"store": "00"}, "is damaged"),
-        ({"store": "no"}, "is damaged"),
+        ({"store_id": "00"}, "is damaged"),
+        ({"store_id": "no"}, "is damaged"),
         ({"incarnation": -1}, "is damaged"),
         ({"incarnation": True}, "is damaged"),
         ({"incarnation": None}, "is damaged"),

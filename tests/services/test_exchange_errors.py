@@ -635,7 +635,7 @@ STORE = bytes(range(16))
 
 
 def introducing(learner: str, **more: Any) -> coordinator_pb2.LearnerMessage:
-    usual = {"learner": learner, "address": "127.0.0.1:1", "store": STORE}
+    usual = {"learner": learner, "address": "127.0.0.1:1", "store_id": STORE}
     return coordinator_pb2.LearnerMessage(introduction=coordinator_pb2.Introduction(**{**usual, **more}))
 
 

@@ -62,7 +62,7 @@ async def test_a_capture_is_fetched_while_it_is_written(tmp_path: Path) -> None:
     assert there is not None
     assert there.metadata == capture.metadata
     assert (watch.round, rounds.equivocations) == (12, [])
-    assert all(np.isfinite(each.e) and each.is_replayable for each in watch.learners)
+    assert all(np.isfinite(each.log_e_value) and each.is_replayable for each in watch.learners)
 
 
 async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(

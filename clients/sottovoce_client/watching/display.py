@@ -165,9 +165,9 @@ class WatchDisplay:
 
 def _words(sight: WatchStatus) -> Iterator[str]:
     watch = sight.watch
-    worst = max(watch.learners, key=lambda each: each.e)
+    worst = max(watch.learners, key=lambda each: each.log_e_value)
     yield f"round {watch.round}" + (f"/{sight.rounds}" if sight.rounds else "")
-    yield f"e-value {_power(watch.e)} of {_power(watch.log_threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
+    yield f"e-value {_power(watch.log_e_value)} of {_power(watch.log_threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
     yield f"of late {_power(watch.change_log_e_value)} of {_power(watch.change_log_threshold)}"
     if sight.canary_test is not None:
         yield _canary_words(sight.canary_test)
@@ -186,17 +186,17 @@ def _table(sight: WatchStatus, most: int) -> Table:
     table.add_column("strongest", no_wrap=True)
     shown = list(watch.learners)
     if len(shown) > most:
-        shown = sorted(shown, key=lambda each: -max(each.e, each.change_log_e_value))[:most]
+        shown = sorted(shown, key=lambda each: -max(each.log_e_value, each.change_log_e_value))[:most]
     for each in shown:
         lines = (watch.log_threshold + watch.learner_margin, watch.change_log_threshold + watch.learner_margin)
-        cells = _cells((each.e, each.change_log_e_value), lines)
+        cells = _cells((each.log_e_value, each.change_log_e_value), lines)
         test = each.test if each.is_replayable else "not heard"
         table.add_row(Text(sight.names[each.learner]), *cells, Text(test, style="" if each.is_replayable else "yellow"))
     if len(shown) < len(watch.learners):
         table.add_row(f"… {len(watch.learners) - len(shown)} more", style="dim")
     table.add_section()
     lines = (watch.log_threshold, watch.change_log_threshold)
-    table.add_row("together", *_cells((watch.e, watch.change_log_e_value), lines), style="bold")
+    table.add_row("together", *_cells((watch.log_e_value, watch.change_log_e_value), lines), style="bold")
     table.add_row("alarm from", "", _power(lines[0]), "", _power(lines[1]), style="dim")
     return table
 
@@ -285,10 +285,10 @@ class Gauges:
         """Give these numbers from now on."""
         watch, lines = sight.watch, (sight.watch.log_threshold, sight.watch.change_log_threshold)
         blamed = Counter("" if alarm.learner is None else sight.names[alarm.learner] for alarm in sight.alarms)
-        self._tell(sight.title, "", watch.e, watch.change_log_e_value, *lines, blamed[""])
+        self._tell(sight.title, "", watch.log_e_value, watch.change_log_e_value, *lines, blamed[""])
         for each in watch.learners:
             name, own = sight.names[each.learner], (line + watch.learner_margin for line in lines)
-            self._tell(sight.title, name, each.e, each.change_log_e_value, *own, blamed[name], each.rounds)
+            self._tell(sight.title, name, each.log_e_value, each.change_log_e_value, *own, blamed[name], each.rounds)
         if sight.canary_test is not None:
             self._bound.labels(sight.title).set(sight.canary_test.bound)
 

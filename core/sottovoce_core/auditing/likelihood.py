@@ -84,7 +84,7 @@ class RunLosses:
         """All runs of the parts, in order."""
         by_run = {
             name: np.concatenate([getattr(part, name) for part in parts])
-            for name in ("worlds", "total", "largest", "above", "shown", "stretches")
+            for name in ("worlds", "total", "largest_losses", "first_excess_round", "excess_losses", "segment_losses")
         }
         weights = [len(part.total) for part in parts]
         return cls(

@@ -74,7 +74,7 @@ class LabelJoin(Generic[Record]):
     _labelled: dict[Hashable, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        for name, bound in (("window_s", self.window_s), ("most", self.max_waiting)):
+        for name, bound in (("window_s", self.window_s), ("max_waiting", self.max_waiting)):
             if not bound > 0:
                 raise SpecError(f"{name} must be positive, got {bound}")
 

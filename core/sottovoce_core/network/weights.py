@@ -46,7 +46,7 @@ class Mixing:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "totals", broadcast_scalars(self.neighbour_weights.sum(axis=1).tolist()))
-        object.__setattr__(self, "owns", broadcast_scalars(self.own_weights.tolist()))
+        object.__setattr__(self, "own_scalars", broadcast_scalars(self.own_weights.tolist()))
 
     @property
     def digest(self) -> bytes:

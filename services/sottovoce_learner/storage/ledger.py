@@ -266,7 +266,7 @@ class StoredState:
     @property
     def closed_runs_epsilon(self) -> float:
         """Epsilon of all runs that are closed."""
-        return math.fsum(line.facts["spent"] for line in self.lines if line.kind in (CLOSED, REPAIRED))
+        return math.fsum(line.facts["epsilon_spent"] for line in self.lines if line.kind in (CLOSED, REPAIRED))
 
     def iterate_entries(self) -> Iterator[LedgerEntry]:
         """Every run, with what it has cost."""
@@ -278,7 +278,7 @@ class StoredState:
                 run_id = line.facts["run_id"]
                 known = about.get(run_id) or LedgerEntry.build_unknown(self.files.learner, run_id)
                 about[run_id] = replace(
-                    known, rounds_committed=line.facts["said"], epsilon_spent=known.epsilon_spent + line.facts["spent"]
+                    known, rounds_committed=line.facts["rounds_committed"], epsilon_spent=known.epsilon_spent + line.facts["epsilon_spent"]
                 )
         if (opened_now := self.open_entry) is not None and self.log is not None:
             about[opened_now.run_id] = replace(
@@ -304,7 +304,7 @@ class StoredState:
         opened, log = self.open_entry, self.log
         charges = [log.epsilon_spent] if opened is not None and opened.run_id != but and log is not None else []
         lines = (each for each in self.lines if each.kind in (CLOSED, REPAIRED) and each.written_at >= moment)
-        return math.fsum([*charges, *(each.facts["spent"] for each in lines if each.facts["run_id"] != but)])
+        return math.fsum([*charges, *(each.facts["epsilon_spent"] for each in lines if each.facts["run_id"] != but)])
 
     @property
     def max_epsilon_spent(self) -> float | None:

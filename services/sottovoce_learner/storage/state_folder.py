@@ -298,7 +298,7 @@ class StoreIdentity:
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
             version, name, incarnation = facts["format"], facts["learner"], facts["incarnation"]
-            store = bytes.fromhex(facts["store"])
+            store = bytes.fromhex(facts["store_id"])
             if len(store) != _STORE_BYTES or type(incarnation) is not int or incarnation < 0:
                 raise ValueError("a store of 16 bytes and an incarnation from 0 are due")
         except FileNotFoundError:
@@ -325,6 +325,6 @@ class StoreIdentity:
             OSError: it could not be written; what was there before is still there.
         """
         new = replace(self, incarnation=incarnation)
-        facts = {"format": FORMAT, **asdict(new), "store": self.store_id.hex()}
+        facts = {"format": FORMAT, **asdict(new), "store_id": self.store_id.hex()}
         replace_file(folder / f"{self.learner}.identity", json.dumps(facts).encode())
         return new

@@ -139,7 +139,7 @@ class LearnerStore:
     def _close(self, opened: LedgerEntry | None) -> None:
         if opened is not None:
             now = next(run for run in self.stored_state.iterate_entries() if run.run_id == opened.run_id)
-            self._note({"kind": CLOSED, "run_id": now.run_id, "said": now.rounds_committed, "spent": now.epsilon_spent})
+            self._note({"kind": CLOSED, "run_id": now.run_id, "rounds_committed": now.rounds_committed, "epsilon_spent": now.epsilon_spent})
 
     def _founded(self, standing: StoredState | None) -> StoredState:
         """A store of its own number. Its first line is there before the mark: until then nothing rests on it."""
@@ -389,8 +389,8 @@ def _repaired(files: LearnerPaths, standing: StoredState, why: str, charge: floa
     facts = {
         "kind": REPAIRED,
         "run_id": "" if opened is None else opened.run_id,
-        "said": 0 if mark is None else mark.reservation.end_round,
-        "spent": added,
+        "rounds_committed": 0 if mark is None else mark.reservation.end_round,
+        "epsilon_spent": added,
         "why": why,
         "charge": charge,
     }

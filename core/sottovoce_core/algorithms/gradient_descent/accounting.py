@@ -36,7 +36,7 @@ from sottovoce_core.noise import lattice_spacing
 from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
 from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, Mechanism, Regularity
 
-DescentAdjacency = Literal["record", "learner"]
+DescentAdjacency = Literal["record_use", "learner"]
 """Worlds differ in one record of a learner, or in all of them (a whole fixed objective)."""
 
 RoundSchedule = Callable[[int], float]

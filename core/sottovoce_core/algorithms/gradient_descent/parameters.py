@@ -62,7 +62,7 @@ class _NoisyDescentSpec(AlgorithmSpec):
     noise: NoiseScale = ZeroNoise()
     gradient_at: Point = "mixed"
     play: Point = "own"
-    adjacency: DescentAdjacency = "record"
+    adjacency: DescentAdjacency = "record_use"
 
     def build(self, context: RunContext) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         algorithm = _descent(
@@ -128,7 +128,7 @@ def _descent(
     own_value: OwnValue,
     gradient_at: Point,
     play: Point,
-    adjacency: DescentAdjacency = "record",
+    adjacency: DescentAdjacency = "record_use",
 ) -> GossipDescent:
     """The algorithm that a spec describes, not yet checked.
 

@@ -92,9 +92,9 @@ class Residuals:
 UNKNOWN_VALUES: Mapping[str, np.generic] = {
     "values": np.float64(np.nan),
     "steps": np.int64(0),
-    "said": np.int64(0),
-    "lost": np.int8(ALL_BITS),
-    "off": np.bool_(False),
+    "message_steps": np.int64(0),
+    "lost_bits": np.int8(ALL_BITS),
+    "is_off_lattice": np.bool_(False),
     "scale": np.float64(np.nan),
     "grid": np.float64(np.nan),
 }

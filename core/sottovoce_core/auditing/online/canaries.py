@@ -334,7 +334,7 @@ class CanaryTest:
         self._claim, self._bound = EpsilonBound(np.array([canaries.claim])), EpsilonBound()
 
     @property
-    def e(self) -> float:
+    def log_e_value(self) -> float:
         """Logarithm of the e-value of the claim."""
         return float(self._claim.log_e_values[0])
 
@@ -349,9 +349,9 @@ class CanaryTest:
         alarms = []
         for k, loss in self._scorer.take(t, messages):
             self._guess(k, float(loss[0]))
-            if self.e >= line and not self._alarmed:
+            if self.log_e_value >= line and not self._alarmed:
                 self._alarmed = True
-                alarms.append(Alarm(None, t, "canaries", self.e, line))
+                alarms.append(Alarm(None, t, "canaries", self.log_e_value, line))
         return alarms
 
     def _guess(self, k: int, loss: float) -> None:

@@ -111,7 +111,7 @@ class _WatchedLearner(_EProcess):
     def refute(self, test: str) -> None:
         """Something was seen that cannot be."""
         self._impossible = self._impossible or test
-        self.e, self.test = math.inf, self._impossible
+        self.log_e_value, self.test = math.inf, self._impossible
 
     def update(self, stakes: EProcesses, k: int) -> None:
         super().update(stakes, k)
@@ -179,14 +179,14 @@ class Watch:
         self._stakes = EProcesses(len(self.learners))
 
     @property
-    def e(self) -> float:
+    def log_e_value(self) -> float:
         """Logarithm of the e-value since round 0: half that of all together, or half the learners' mean, if that is more."""
-        return max(self.pooled_bets.log_e_value, self._mean("e")) - math.log(2.0)
+        return max(self.pooled_bets.log_e_value, self._mean("log_e_value")) - math.log(2.0)
 
     @property
     def change_log_e_value(self) -> float:
         """The same of all detectors."""
-        return max(self.pooled_bets.change_log_e_value, self._mean("change")) - math.log(2.0)
+        return max(self.pooled_bets.change_log_e_value, self._mean("change_log_e_value")) - math.log(2.0)
 
     @property
     def learner_margin(self) -> float:
@@ -237,13 +237,13 @@ class Watch:
         return new
 
     def _since_the_start(self, t: int) -> list[Alarm]:
-        if self.e < self.log_threshold:
+        if self.log_e_value < self.log_threshold:
             return []
-        named = _e_bh([watched.e - math.log(2.0) for watched in self.learners], self._level)
+        named = _e_bh([watched.log_e_value - math.log(2.0) for watched in self.learners], self._level)
         if not named:
-            return [Alarm(self._all, t, self._strongest("e").test, self.e, self.log_threshold)]
+            return [Alarm(self._all, t, self._strongest("log_e_value").test, self.log_e_value, self.log_threshold)]
         line = self.log_threshold + self.learner_margin - math.log(len(named))
-        return [Alarm(w.learner, t, w.test, w.e, line) for w in (self.learners[k] for k in named)]
+        return [Alarm(w.learner, t, w.test, w.log_e_value, line) for w in (self.learners[k] for k in named)]
 
     def _of_late(self, t: int) -> list[Alarm]:
         """Who is to blame: those whose share of the mean is enough; a correct one of n is, with probability alpha/(4 n)."""
@@ -256,7 +256,7 @@ class Watch:
                 Alarm(
                     self._all,
                     t,
-                    self._strongest("change").change_test,
+                    self._strongest("change_log_e_value").change_test,
                     self.change_log_e_value,
                     self.change_log_threshold,
                     True,
