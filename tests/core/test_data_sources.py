@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_core.data import Dataset, load_dataset
+from sottovoce_core.data import Dataset, dataset, load_dataset
 from sottovoce_core.data.catalogue import CATALOGUE, get_data_folders
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
@@ -73,7 +74,26 @@ def test_the_made_source_is_what_is_said_of_it_and_the_same_at_every_call() -> N
     assert abs(made.labels.mean() - made.test.labels.mean()) < 0.02
 
 
+@pytest.mark.parametrize("source", ["breast_cancer", "digits"])
+def test_a_shipped_data_set_is_read_as_scikit_learn_reads_it(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sklearn import datasets
+
+    features, labels = getattr(datasets, f"load_{source}")(return_X_y=True)
+    data = DataSpec(source=source)
+    for files in (dataset._SHIPPED_FILES, {source: ("no such file", 0)}):  # a version may keep it elsewhere
+        monkeypatch.setattr(dataset, "_SHIPPED_FILES", files)
+        table = dataset.read_source(data)
+        assert np.array_equal(table.features, features) and np.array_equal(table.labels, labels)
+
+
+def test_a_shipped_data_set_needs_no_import_of_scikit_learn() -> None:
+    code = "import sys; from sottovoce_core.data import dataset; dataset._read_shipped('digits'); print('sklearn' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
+
+
 def test_scikit_learn_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SpecError, match=r"needs scikit-learn: in a clone of the repository, pip install '\.\[audit\]'"):
         load("digits")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -168,9 +169,7 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     if known is not None and known.is_synthetic:
         return _vital_signs()
     if known is not None and not known.originals:
-        loaders = import_optional("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
-        features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)
-        return RawTable(as_floats(features), as_floats(labels))
+        return RawTable(*_read_shipped(data.source))
     if known is not None:
         return _plain(read_npz(_public_file(data.source, folders)), data.source)
     path = Path(data.source)
@@ -181,6 +180,30 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
         )
     require_source_file(path)
     return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
+
+
+def _read_shipped(name: str) -> tuple[FloatArray, FloatArray]:
+    """Read features and labels of a data set that scikit-learn ships.
+
+    From its file: to import scikit-learn would take two seconds of every command. Its loader is imported where a version
+    keeps the file elsewhere.
+
+    Raises:
+        SpecError: scikit-learn is not installed.
+    """
+    package, (file, heading_lines) = find_spec("sklearn"), _SHIPPED_FILES[name]
+    if package is not None and package.origin is not None:
+        path = Path(package.origin).parent / "datasets" / "data" / file
+        if path.is_file():
+            rows = np.loadtxt(path, delimiter=",", skiprows=heading_lines)
+            return rows[:, :-1].copy(), rows[:, -1].copy()
+    loaders = import_optional("sklearn.datasets", "scikit-learn", f"data.source {name}")
+    features, labels = getattr(loaders, f"load_{name}")(return_X_y=True)
+    return as_floats(features), as_floats(labels)
+
+
+_SHIPPED_FILES = {"breast_cancer": ("breast_cancer.csv", 1), "digits": ("digits.csv.gz", 0)}
+"""Files of scikit-learn, and the number of lines before the first record."""
 
 
 def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
