@@ -1,8 +1,8 @@
-"""Sections of a run spec, and how a section that names its kind finds the class of that kind.
+"""Sections of a run spec, and registries that find the class of a section by its kind.
 
-A loss, a decision set, a graph, a rule for weights, a partition, an algorithm's parameters: each is one frozen class that
-checks itself and does its work. A registry knows the classes of one such family by the names that a spec gives them. A name is
-that of a built-in class, one that an installed package offers (an entry point), or `module:Class`.
+A loss, a decision set, a graph, a weight rule, a partition, an algorithm's parameters: each is one frozen class that validates
+itself and does its work. A registry maps the names used in specs to the classes of one such family. A name is that of a
+built-in class, one that an installed package offers (an entry point), or `module:Class`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from sottovoce_core.errors import SpecError
 
 MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-100, 1e100
-"""Of a number in a spec: squares of what is within stay in float64's range, so that norms are seen, and bounds hold."""
+"""Bounds of a number in a spec: squares of numbers between them stay in float64's range, so norms and bounds hold."""
 
 
 def _in_range(value: float) -> float:
@@ -50,23 +50,23 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(
 Finite = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_beyond)]
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-"""Up to thirty years: timers take no more."""
+"""Duration in seconds, up to thirty years: timers accept no more."""
 
 
 class Section(BaseModel):
-    """Part of a spec: frozen, and an unknown field is an error."""
+    """Part of a spec: frozen; an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def select_class(cls, fields: Mapping[str, Any]) -> type[Section]:
-        """The class for these fields, where one kind has several; they are not checked yet."""
+        """Return the class for these fields, not validated yet, where one kind has several classes."""
         return cls
 
     @model_validator(mode="before")
     @classmethod
     def _numbers_are_not_true(cls, fields: Any) -> Any:
-        """Keep true and false from fields of numbers: Pydantic takes them for 1 and 0."""
+        """Keep true and false out of numeric fields: Pydantic takes them for 1 and 0."""
         if not isinstance(fields, Mapping):
             return fields
         known = cls.model_fields
@@ -75,7 +75,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MisplacedBoolean:
-    """True or false where a number must stand: no number to Pydantic."""
+    """True or false in place of a number: not a number to Pydantic."""
 
     value: bool
 
@@ -84,7 +84,7 @@ class MisplacedBoolean:
 
 
 def _guarded(value: object, field: FieldInfo) -> object:
-    """A value of a document, or a list of such, in which true is a `MisplacedBoolean` where the field takes numbers and no text."""
+    """Replace true and false in a value, or in a list, by `MisplacedBoolean` if the field takes numbers and no text."""
     listed = isinstance(value, list | tuple)
     types = set(_types(field.annotation, listed=listed))
     if types & {bool, str, Any, object} or not types & {int, float}:
@@ -97,7 +97,7 @@ def _guarded(value: object, field: FieldInfo) -> object:
 
 
 def _types(annotation: Any, *, listed: bool) -> Iterator[Any]:
-    """What a value of an annotation may be, or the values of a list of it."""
+    """Iterate over the types that an annotation allows for a value, or for the items of a list."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (tuple, list):
         for each in inner if listed else ():
@@ -112,27 +112,27 @@ def _types(annotation: Any, *, listed: bool) -> Iterator[Any]:
 SectionT = TypeVar("SectionT", bound=Section)
 
 Count = Annotated[int, Field(gt=0, le=2**53)]
-"""A number of things: whole in a float64, and within the integers of the wire and of NumPy."""
+"""Number of things: exact in a float64, and within the integers of the wire and of NumPy."""
 UNBOUNDED_ROUNDS = 2**54
-"""As a number of rounds: no end is planned. It is more than any run can do, and than any `Count`."""
+"""Number of rounds of a run without a planned end: more than any run can do, and more than any `Count`."""
 
 
 _MIN_NAME_SIMILARITY = 0.65
-"""So alike are names of which one was probably meant."""
+"""Similarity from which a name is suggested as the one probably meant."""
 
 
 @dataclass(frozen=True, eq=False)
 class Registry(Generic[SectionT]):
-    """The classes of a family of sections. As `Annotated` metadata of a field it makes the section of its kind.
+    """Registry of the classes of a family of sections. As `Annotated` metadata of a field it builds the section of its kind.
 
     Attributes:
-        base: what all of them derive from.
-        built_in_classes: name to `module:Class`, imported when asked for, or to a class of the module that `base` stands in.
-        group: of the entry points by which packages offer more, and the family's name in errors; None: there are no others
-            than the built-in classes.
-        key: the field that names the kind.
-        default: the kind where a section does not say; None: it must.
-        also: what else people call some of the kinds: it is no name of them, but they are suggested.
+        base: base class of all of them.
+        built_in_classes: name to `module:Class`, imported on first use, or to a class of the module of `base`.
+        group: group of the entry points by which packages offer more classes, and the family's name in errors; None: only
+            the built-in classes.
+        key: field that names the kind.
+        default: kind of a section that names none; None: the kind is required.
+        suggestions: other common names of some kinds: not accepted, but answered with a suggestion.
     """
 
     base: type[SectionT]
@@ -143,15 +143,15 @@ class Registry(Generic[SectionT]):
     suggestions: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, name: str, *, allow_imports: bool = True) -> type[SectionT]:
-        """The class of a kind.
+        """Return the class of a kind.
 
         Args:
-            name: as a spec gives it.
-            imports: whether it may be `module:Class`. Not where the spec comes from somebody else: an installed package
-                that offers a short name is the owner's own choice, any code that lies on the machine is not.
+            name: name in the spec.
+            allow_imports: whether `module:Class` is allowed. Not for a spec of another party: an installed package that
+                offers a short name is the owner's choice, any other code on the machine is not.
 
         Raises:
-            SpecError: there is none, or it cannot be imported.
+            SpecError: no such class, or it cannot be imported.
         """
         closed = self.group is None
         offered = {} if name in self.built_in_classes or ":" in name or closed else self._offered
@@ -170,7 +170,7 @@ class Registry(Generic[SectionT]):
         return found
 
     def find_section_class(self, section: object, *, allow_imports: bool = True) -> type[SectionT] | None:
-        """The class that a section asks for; None where it is no section, or does not say.
+        """Return the class of a section; None if this is no section or names no kind.
 
         Raises:
             SpecError: as `find`.
@@ -182,7 +182,7 @@ class Registry(Generic[SectionT]):
         return cast("type[SectionT]", self.find(name, allow_imports=allow_imports).select_class(fields or {}))
 
     def _hint(self, name: str, known: Collection[str]) -> str:
-        """What was probably meant; of several names with commas, by the first one that is none."""
+        """Suggest the name that was probably meant; of several names separated by commas, for the first unknown one."""
         parts = [part.strip() for part in name.split(",")]
         wrong = next((part for part in parts if part not in known), "")
         near = (
@@ -196,12 +196,12 @@ class Registry(Generic[SectionT]):
         return f"; it is one of them, not several{meant}"
 
     def _place(self, name: str) -> str | None:
-        """Where the built-in class of this name is defined, as `module:Class`."""
+        """Return the module of the built-in class of this name, as `module:Class`."""
         where = self.built_in_classes.get(name)
         return where if where is None or ":" in where else f"{self.base.__module__}:{where}"
 
     def _fields(self, section: object) -> Mapping[str, Any] | None:
-        """A section in full: `ring` stands for `{kind: ring}`."""
+        """Expand a short section: `ring` means `{kind: ring}`."""
         if isinstance(section, str):
             return {self.key: section}
         if isinstance(section, Mapping):
@@ -210,7 +210,7 @@ class Registry(Generic[SectionT]):
 
     @property
     def _offered(self) -> dict[str, str]:
-        """Read anew each time: a package may have been installed since."""
+        """Read the entry points, anew each time: a package may have been installed since."""
         return {point.name: point.value for point in entry_points(group=f"sottovoce.{self.group}")}
 
     # ---- as metadata of a field ------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Registry(Generic[SectionT]):
         return core_schema.with_info_before_validator_function(self._validate, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Any of the built-in classes; a word where a class needs no more fields."""
+        """Return the JSON schema: any of the built-in classes, or a word if a class needs no more fields."""
         classes = {name: self.find(name) for name in self.built_in_classes}
         listed = [handler(each.__pydantic_core_schema__) for each in dict.fromkeys(classes.values())]
         for model, each in zip(dict.fromkeys(classes.values()), map(handler.resolve_ref_schema, listed), strict=True):
@@ -251,23 +251,23 @@ class Registry(Generic[SectionT]):
 
 
 def require_imports_allowed(name: str, *, allow_imports: bool) -> None:
-    """Nobody else's spec names code for us to import.
+    """Refuse to import code that the spec of another party names.
 
     Raises:
-        SpecError: this one does, and may not.
+        SpecError: the spec names code, and `allow_imports` is false.
     """
     if not allow_imports:
         raise SpecError(
-            f"a service imports no code that a spec from elsewhere names, got {name!r}: start it with --allow-imports, or "
+            f"a service imports no code named in a spec from elsewhere, got {name!r}: start it with --allow-imports, or "
             "install a package that offers it under a short name"
         )
 
 
 def import_object(where: str, field: str) -> Any:
-    """What `module:Name` names.
+    """Import the object that `module:Name` names.
 
     Raises:
-        SpecError: it cannot be imported.
+        SpecError: the import fails.
     """
     module, _, attribute = where.partition(":")
     try:

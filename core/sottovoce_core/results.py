@@ -33,28 +33,28 @@ COLUMNS = ("spec", "setting", "seed", "round", "learner", "metric", "value")
 RESULT_FILE_NAMES = ("results.parquet", "results.json")
 
 _RESAMPLES = 10_000
-"""Of the bootstrap: then the ends of an interval hardly move with its seed."""
+"""Number of bootstrap resamples: enough that the ends of an interval hardly depend on the seed."""
 _LEVEL = 0.95
 
 _Epsilon = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]
-"""JSON knows no infinity: there it is null."""
+"""Epsilon in JSON, where null means infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A simulated run, but for its numbers.
+    """Description of a simulated run, without its measurements.
 
     Attributes:
-        spec: its name among the results.
+        spec: name of the spec among the results.
         changes: fields that a sweep changed, and their values here.
-        algorithm: its name.
-        threat_model: the observers that the guarantee covers; None: it covers none.
+        algorithm: name of the algorithm.
+        threat_model: adversaries that the guarantee covers; None: none.
         epsilon_paper: by the paper's own formula, of the learner with the largest; infinite: nothing is promised.
         epsilon_record_use: tight, of one use of one record, likewise; the sum over the learners where they share their records.
         epsilon_record: tight, of the record that costs most in all its uses.
         floats: numbers in the message of a round.
-        rounds: of the run.
-        learners: their names.
+        rounds: number of rounds of the run.
+        learners: names of the learners.
         spec_yaml: the whole spec.
         rounds_per_s: replica-rounds a second of the simulator, without measuring; None: not known.
     """
@@ -74,14 +74,14 @@ class Facts:
 
     @property
     def setting(self) -> str:
-        """The changes as text: `algorithm.sigma=2, topology.graph=ring`."""
+        """Changes as text: `algorithm.sigma=2, topology.graph=ring`."""
         return ", ".join(f"{field}={value}" for field, value in self.changes.items())
 
 
 def collect_facts(
     prepared: PreparedRun, spec: str, changes: Mapping[str, Any] | None = None, rounds_per_s: float | None = None
 ) -> Facts:
-    """The facts about a run; values of `changes` that are sections become text."""
+    """Collect the facts about a run; values of `changes` that are sections become text."""
     run, data = prepared.run, prepared.data
     events, records = [], []
     for i, own in enumerate(data.learners):
@@ -116,7 +116,7 @@ def collect_facts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """One simulated run, with what was measured."""
+    """One simulated run with its measurements."""
 
     facts: Facts
     curves: Curves
@@ -130,7 +130,7 @@ class Results:
 
     @property
     def metrics(self) -> Table:
-        """The table with `COLUMNS`, one number a row.
+        """Table with `COLUMNS`, one number a row.
 
         `setting` is empty where nothing was varied; `round` is the number of rounds done. Learner None is the mean over the
         network, and has a row for every seed, which counts replicas from 0. The row of a single learner is its mean over the
@@ -198,7 +198,7 @@ class Results:
 
 
 def _parts(result: Result) -> Iterator[tuple[Any, ...]]:
-    """Columns of the rows of a run, a metric and either the network or its learners."""
+    """Yield the columns of the rows of a run, for each metric: of the network, then of its learners."""
     facts, rounds = result.facts, result.curves.rounds
     for metric, curve in result.curves.curves.items():
         seeds = np.arange(curve.replicas.shape[1], dtype=np.float64)
@@ -210,7 +210,7 @@ def _parts(result: Result) -> Iterator[tuple[Any, ...]]:
 def _rows(
     facts: Facts, metric: str, rounds: IntArray, seeds: FloatArray, learners: Any, values: FloatArray
 ) -> tuple[Any, ...]:
-    """Columns of `values (rounds, seeds or learners)`."""
+    """Return the columns for `values (rounds, seeds or learners)`."""
     many = values.shape[1]
     spec, setting, name = (np.full(values.size, text, object) for text in (facts.spec, facts.setting, metric))
     of_seed, of_learner = (np.tile(np.resize(each, many), len(rounds)) for each in (seeds, learners))
@@ -235,10 +235,10 @@ def compute_bootstrap_intervals(values: FloatArray) -> tuple[FloatArray, FloatAr
 
 
 def read_results(path: Path | str) -> Results:
-    """The results that `simulate`, `sweep` or `compare` wrote: a folder, or the `results.parquet` in it.
+    """Read results of `simulate`, `sweep` or `compare`: from a folder, or from the `results.parquet` in it.
 
     Raises:
-        CaptureError: they are not there, or cannot be read.
+        CaptureError: there are none, or they cannot be read.
         SpecError: the file is of another kind, or pyarrow is not installed.
 
     >>> import tempfile
@@ -261,7 +261,9 @@ def read_results(path: Path | str) -> Results:
             f"cannot read the results {path}: it must be a results.parquet that exists, or a folder with one"
         )
     if file.suffix != ".parquet":
-        raise SpecError(f"results are read from results.parquet or its folder, not from an exported table, got {path}")
+        raise SpecError(
+            f"results must be read from results.parquet or its folder, not from an exported table, got {path}"
+        )
     try:
         arrow = import_parquet().ParquetFile(file).read()
         if tuple(arrow.column_names) != COLUMNS:
@@ -276,7 +278,7 @@ def read_results(path: Path | str) -> Results:
 
 _FACTS = TypeAdapter(Facts)
 _Rows = dict[tuple[str, str], dict[str, list[tuple[Any, ...]]]]
-"""Seed, round, learner and value by spec and setting, and by metric."""
+"""Rows (seed, round, learner, value) by spec and setting, and by metric."""
 
 
 def _curves(columns: Sequence[Sequence[Any]]) -> _Rows:

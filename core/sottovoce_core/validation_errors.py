@@ -1,4 +1,4 @@
-"""What is wrong with a document of fields, in words for the person who wrote it."""
+"""Explanations of invalid documents, for the person who wrote the document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sottovoce_core.yaml_files import write_yaml
 
 FieldPath = tuple[int | str, ...]
 RECORD_FIELD_PATHS: tuple[FieldPath, ...] = (("data",), ("data", "source"))
-"""Where somebody may have put the records themselves."""
+"""Fields in which a user may have put the records themselves by mistake."""
 _DISPLAYABLE_TYPES = (str, bytes, numbers.Number, datetime.date, datetime.time, PurePath, type, type(None))
 
 _REQUIREMENT_BY_ERROR_TYPE = {
@@ -40,19 +40,19 @@ _REQUIREMENT_BY_ERROR_TYPE = {
     "mapping_type": "a mapping of fields",
     "finite_number": "a finite number",
 }
-"""What a value must be that is of another type, by the kind of Pydantic's error."""
+"""Expected form of a value of the wrong type, by the kind of Pydantic's error."""
 _NUMBERS = ("int_type", "int_parsing", "int_parsing_size", "float_type", "float_parsing", "finite_number")
 _LISTS = ("tuple_type", "list_type", "set_type", "frozen_set_type")
 _TYPE_ERRORS = {*_REQUIREMENT_BY_ERROR_TYPE, *_LISTS, "literal_error"} - {"finite_number"}
 
 
 def explain(error: ValidationError, source: str, document: Mapping[Any, Any], model: type[Section]) -> str:
-    """What is wrong with a document of a model, a line per problem, each with the field, the value and what is allowed."""
+    """Explain an invalid document: one line per problem, each with the field, the value and what is allowed."""
     return "\n".join(f"{source}: {line}" for line in format_validation_errors(error, document, model))
 
 
 def format_validation_errors(error: ValidationError, document: Mapping[Any, Any], model: type[Section]) -> list[str]:
-    """The same, a line each; the fields that a section has are named once."""
+    """Return the explanation as a list of lines; the fields that a section has are named once."""
     found, lines, listed = _by_place(error.errors(), document), list[str](), set[FieldPath]()
     for place, alike in found:
         unknown = alike[0]["type"] == "extra_forbidden"
@@ -63,7 +63,7 @@ def format_validation_errors(error: ValidationError, document: Mapping[Any, Any]
 
 
 def describe_requirement(problem: Any) -> str:
-    """What was required, of one problem of Pydantic's, as a sentence without a subject: `must be a number`."""
+    """Describe what one of Pydantic's problems required, as a sentence without a subject: `must be a number`."""
     kind, context, text = problem["type"], problem.get("ctx", {}), problem["msg"]
     if kind in _NUMBERS and _is_too_large(problem.get("input")):
         return "must be a number within [-1e+308, 1e+308]"
@@ -85,7 +85,7 @@ def describe_requirement(problem: Any) -> str:
 
 
 def _is_too_large(value: object) -> bool:
-    """Whether a value is a number, written with digits, that float64 cannot hold."""
+    """Return whether a value is a number, written with digits, that float64 cannot hold."""
     if not isinstance(value, int | str) or isinstance(value, bool):
         return False
     try:
@@ -97,11 +97,11 @@ def _is_too_large(value: object) -> bool:
 
 
 def _by_place(problems: list[Any], document: object) -> list[tuple[FieldPath, list[Any]]]:
-    """The problems of each place in the document.
+    """Group the problems by their place in the document.
 
-    Where a field may be of several types, Pydantic tells what is wrong with the value as each of them. What is wrong within a
-    list is not that it is one; and a number that is too large is not wrong for being no list. A list with a wrong item is not
-    too short: Pydantic counts the items that are right.
+    For a field of several possible types, Pydantic reports one problem for each type. Only the relevant ones are kept: a problem
+    within a list excludes that the value is no list; a number that is too large is not reported as no list; and a list with a
+    wrong item is not reported as too short, because Pydantic counts only valid items.
     """
     found = [(_place(each, document), each) for each in problems]
     deeper = {place[:k] for place, _ in found for k in range(len(place))}
@@ -119,7 +119,7 @@ def _by_place(problems: list[Any], document: object) -> list[tuple[FieldPath, li
 
 
 def _place(problem: Any, document: object) -> FieldPath:
-    """Where in the document: Pydantic also names the type that it took the value for."""
+    """Return the place of a problem in the document, without the names of types that Pydantic inserts."""
     place: list[int | str] = []
     for part in problem["loc"]:
         if (isinstance(document, Mapping) and part in document) or (
@@ -133,7 +133,7 @@ def _place(problem: Any, document: object) -> FieldPath:
 
 
 def _of_several(problem: Any, place: FieldPath) -> bool:
-    """Is it of a field that may be of several types?"""
+    """Return whether the problem concerns a field of several possible types."""
     return len(problem["loc"]) > len(place)
 
 
@@ -149,12 +149,12 @@ def _line(place: FieldPath, alike: list[Any], document: object, model: type[Sect
             there = (
                 f"the fields are {', '.join(known)}"
                 if known
-                else "`sottovoce spec check --json-schema` has the fields there are"
+                else "`sottovoce spec check --json-schema` lists the fields"
             )
             return f"unknown field {where}; {there}"
         case "missing":
             return f"field {where} is required{_shown_form(place, document, model)}"
-        case "kind":  # a registry's own words
+        case "kind":  # worded by the registry
             text = problem["msg"]
             dot = "." if text.startswith(("kind", "name", "type")) else ": "
             field = "field " if " is required" in text else ""
@@ -167,14 +167,14 @@ def _line(place: FieldPath, alike: list[Any], document: object, model: type[Sect
     if problem["type"] == "invalid_key":
         where = _where(place[:-1])
     subject = f"{where}: " if where else ""
-    # A whole document or section says nothing: its fields are named by what is wrong with them together.
+    # A whole document or section is not shown: the problem with it names the fields.
     whole = not place or (isinstance(value, Mapping) and {each["type"] for each in alike} == {"value_error"})
     came = "" if whole else f", got {_kind(value) if _of_records(place, value) else abbreviate_value(value)}"
     return f"{subject}{', or '.join(told)}{came}{_example(place, document, model) or _advice(place, alike, value)}"
 
 
 def _example(place: FieldPath, document: object, model: type[Section]) -> str:
-    """The right form of a field that has an example, also for an item of its list; empty without one."""
+    """Return a valid example of a field, also for an item of its list; empty if there is none."""
     for end in range(len(place), 0, -1):
         field = _fields_at(place[: end - 1], document, model).get(str(place[end - 1]))
         if field is not None:
@@ -183,7 +183,7 @@ def _example(place: FieldPath, document: object, model: type[Section]) -> str:
 
 
 def _shown_form(place: FieldPath, document: object, model: type[Section]) -> str:
-    """How a section that stands as a word is written with a field that it lacks, or the example of that field."""
+    """Show a section given as a word in its long form, with a field that it lacks, or the example of that field."""
     *parent, name = place
     section: Any = document
     for part in parent:
@@ -215,9 +215,9 @@ def _form(problem: Any) -> str:
 def _advice(place: FieldPath, alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
     if _of_records(place, value):
-        return ": records lie in a file: write them to a .csv or .parquet one, and give its path as data.source"
+        return ": records must be in a file: write them to a .csv or .parquet one, and give its path as data.source"
     if kinds <= {"string_type", "invalid_key"} and isinstance(value, int | float | datetime.date):
-        return ": put quotes around it, for it is text"
+        return ": put quotes around it, because it is text"
     if kinds <= set(_LISTS) and isinstance(value, str | int | float):
         written = write_yaml([value], flow=True).strip()
         return f": write {written}" if len(written) < 40 else ": put it in brackets"
@@ -225,13 +225,13 @@ def _advice(place: FieldPath, alike: list[Any], value: object) -> str:
 
 
 def _of_records(place: FieldPath, value: object) -> bool:
-    """Has somebody put the records themselves there?"""
+    """Return whether the value holds the records themselves."""
     words = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
     return place in RECORD_FIELD_PATHS and not isinstance(value, _DISPLAYABLE_TYPES) and not words
 
 
 class _Short(reprlib.Repr):
-    """Of what may hold records, as a data frame or an array, its class alone."""
+    """Abbreviated representation; of an object that may hold records, such as a data frame or an array, only its class."""
 
     def repr_instance(self, x: Any, level: int) -> str:
         return super().repr_instance(x, level) if isinstance(x, _DISPLAYABLE_TYPES) else _kind(x)
@@ -240,13 +240,13 @@ class _Short(reprlib.Repr):
 
 
 def _kind(value: object) -> str:
-    """What a value is, and nothing of what it says."""
+    """Return the class of a value, without any of its content."""
     of, name = type(value).__module__.partition(".")[0], type(value).__qualname__
     return name if of == "builtins" else f"{name} of {of}"
 
 
 def abbreviate_value(value: object) -> str:
-    """A value as far as a line holds it: aliases of YAML make one of a few lines endless. Records in a frame are not shown."""
+    """Abbreviate a value to one line: YAML aliases expand a few lines without limit. Records in a frame are not shown."""
     if isinstance(value, datetime.date):
         return value.isoformat()
     shortened = _Short()  # its limits are arguments from Python 3.12 on
@@ -256,7 +256,7 @@ def abbreviate_value(value: object) -> str:
 
 
 def _registries(field: FieldInfo) -> Iterator[Registry[Any]]:
-    """The registry of a field whose value, or an item of it, is a section that names its kind."""
+    """Find the registries of a field whose value, or an item of it, is a section that names its kind."""
     found = [*field.metadata]
     annotations = [field.annotation]
     while annotations:
@@ -267,7 +267,7 @@ def _registries(field: FieldInfo) -> Iterator[Registry[Any]]:
 
 
 def _fields_at(place: FieldPath, document: Any, model: type[Section]) -> Mapping[str, FieldInfo]:
-    """The fields of the section at a place of a document; none where it is not known which it is."""
+    """Return the fields of the section at a place of a document; none if the section is unknown."""
     section: Any = model
     field: FieldInfo | None = None
     for part in place:

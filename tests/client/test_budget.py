@@ -380,9 +380,7 @@ def test_a_horizon_says_how_many_rounds_to_look_at(tmp_path: Path) -> None:
 
 
 def test_records_of_a_file_are_counted_there(records: Path) -> None:
-    with pytest.raises(
-        SpecError, match=r"how many records a round brings is known where they come from .*: give neither"
-    ):
+    with pytest.raises(SpecError, match=r"the source .* fixes the records of each round: leave out the rate"):
         CliRunner().invoke(app, ["budget", str(written(records)), "--records", "2"], catch_exceptions=False)
 
 

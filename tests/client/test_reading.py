@@ -144,13 +144,13 @@ def test_columns_may_be_numbered(folder: Path, header: str) -> None:
 
 ROWS = "1,2,well\n3,4,sick\n5,6,well\n7,8,sick\n"
 WHYS = {
-    "age,dose,outcome": "a word, 'age', stands over a column of numbers",
-    "年齢,投与,結果": "a word, '年齢', stands over a column of numbers",
-    "1,dose,outcome": "a word, 'dose', stands over a column of numbers",
+    "age,dose,outcome": "a word, 'age', heads a column of numbers",
+    "年齢,投与,結果": "a word, '年齢', heads a column of numbers",
+    "1,dose,outcome": "a word, 'dose', heads a column of numbers",
     "1,2,label": "one is called 'label'",
     "2019,2020,y": "one is called 'y'",
     "1,2,3": "they count up by one",
-    "5,NA,outcome": "not most of them are numbers, and none stands below again",
+    "5,NA,outcome": "most of them are not numbers, and none is a value in its column",
 }
 
 
@@ -194,7 +194,7 @@ def test_no_record_is_taken_for_names(folder: Path, rows: str, command: str) -> 
 
 def test_a_file_of_names_alone_is_refused(folder: Path) -> None:
     (folder / "records.csv").write_text("age,dose,outcome\n", encoding="utf-8")
-    with pytest.raises(DataError, match="must hold at least one record, and has column names alone"):
+    with pytest.raises(DataError, match="must hold at least one record, got only column names"):
         check(folder)
 
 

@@ -66,7 +66,7 @@ WRONG = [
     ("up nowhere.yaml", "cannot read the run spec nowhere.yaml: No such file or directory"),
     ("up folder", "cannot read the run spec folder: Is a directory"),
     ("up binary", "cannot read the run spec binary: it must be UTF-8, and line 2 is not"),
-    ("up twice.yaml", "twice.yaml is not YAML: 'rounds' stands there twice (line 6"),
+    ("up twice.yaml", "twice.yaml is not YAML: a name must be unique, got 'rounds' twice (line 6"),
     ("up list.yaml", "list.yaml: a run spec must be a mapping of fields, got a list"),
     ("up spec.yaml --recorded-noise nowhere.npz", "nowhere.npz: it must be a .npz or .parquet file that exists"),
     ("up spec.yaml --canaries 1000", "canaries must be 1 to"),

@@ -92,7 +92,7 @@ def test_public_data_set_without_folder_says_how_to_get_it() -> None:
 
 def test_public_data_set_that_is_not_here_says_where_it_was_looked_for(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
-    with pytest.raises(SpecError, match=f"fetch poker`.*looked at {one}/poker.npz, {other}/poker.npz"):
+    with pytest.raises(SpecError, match=f"fetch poker`.*searched {one}/poker.npz, {other}/poker.npz"):
         load("poker", folders=[one, other])
 
 

@@ -188,7 +188,7 @@ def test_what_labels_are_taken_for(values: Any, field: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (spread("a", ""), "'outcome' must have a value in every record, and is missing in 10 of 20"),
+        (spread("a", ""), "'outcome' must have a value in every record, got one missing in 10 of 20"),
         ([None] * 4, "missing in 4 of 4"),
         (spread("2020-01-01"), "is not: 2020-01-01 to 2020-01-01 in the sample"),
         ([f"{k}a" for k in range(MANY)], "nearly all values differ"),

@@ -1,7 +1,7 @@
-"""A schema drafted from public records: what each column seems to be, with bounds and categories read off it.
+"""Draft of a schema from public records: the inferred type of each column, with bounds and categories taken from its values.
 
-The draft fits every record that it was made from. What it says of them stands in a spec that everybody sees, so they must be
-public; and somebody who knows the field must put what is possible in place of what was seen.
+The draft fits every record of the sample. Its content appears in a spec that everyone can read, so the sample must be public; and
+an expert must replace the observed values by the possible ones.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from sottovoce_core.validation_errors import describe_requirement
 from sottovoce_core.yaml_files import write_yaml
 
 _MAX_CATEGORY_WORDS = 50
-"""Different words of a category."""
+"""Maximum number of different words of a category."""
 _MAX_UNCHECKED_WORDS, _MAX_CLASSES = 10, 20
 _MAX_INTEGER_BITS = 1023
-"""Of a whole number that float64 can hold."""
+"""Maximum number of digits of an integer that float64 holds exactly."""
 _DEFAULT_MISSING_VALUES: tuple[str, ...] = Schema.model_fields["missing_values"].default
-"""What counts as no value in a schema that says nothing of it."""
+"""Default missing values of a schema."""
 _MIN_TYPE_SHARE = 0.8
-"""Share of a column from which on the others are taken for mistakes."""
+"""Share of a column above which its other values are taken for mistakes."""
 _MIN_UNIQUENESS_RECORDS = 5
-"""Records among which nothing follows from all being different."""
+"""Number of records up to which all values being different means nothing."""
 _MAX_DISTINCT_SHARE = 0.9
 _NEARLY_UNIQUE_REASON = "nearly all values differ: it names records, or is free text"
 
 _NEVER_WORDS = frozenset({"n/a", "n.a.", "#n/a", "nan", "null", "<na>", "nat"})
-"""What means that there is no value, wherever it stands."""
+"""Words that always mean a missing value."""
 _CONTEXTUAL_MISSING_WORDS = frozenset({"none", "nil", "-", "--", ".", "unknown"})
-"""What does so where all others are numbers or dates, and may be a word elsewhere."""
+"""Words that mean a missing value if all others are numbers or dates, and may be words elsewhere."""
 
 
 _IDENTIFIER = re.compile(r"(?i:(.*[ _.-])?id)|.*[a-z]I[dD]")
@@ -73,12 +73,12 @@ _Field = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """What a column was taken for.
+    """Draft of a field for one column.
 
     Attributes:
-        name: of the column.
-        field: as a schema has it; None: it is not learned from.
-        why: what was seen, in words.
+        name: name of the column.
+        field: field of the schema; None: the column is ignored.
+        why: observation behind the decision, in words.
     """
 
     name: str
@@ -88,12 +88,12 @@ class _Drafted:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The values of a column.
+    """Distinct values of a column.
 
     Attributes:
-        values: each that is there, without its library's clothes.
-        times: how often it is there.
-        gaps: how often there is none.
+        values: distinct values as plain Python values.
+        times: number of occurrences of each value.
+        gaps: number of records without a value.
     """
 
     values: tuple[CellValue | UnsupportedValue, ...]
@@ -108,11 +108,11 @@ class _Seen:
 
     @property
     def records(self) -> int:
-        """How many have a value."""
+        """Number of records with a value."""
         return sum(self.times)
 
     def count(self, holds: Callable[[CellValue | UnsupportedValue], bool]) -> int:
-        """The records for whose value something holds."""
+        """Count the records whose value satisfies a predicate."""
         return sum(times for value, times in zip(self.values, self.times, strict=True) if holds(value))
 
 
@@ -121,7 +121,7 @@ def _plainly(cells: Cells) -> Iterator[CellValue | UnsupportedValue]:
 
 
 def _find_gaps(columns: Iterable[Cells], always: tuple[str, ...]) -> list[str]:
-    """What counts as no value in these columns, beside what `always` does."""
+    """Find the words that mean a missing value in these columns, in addition to those of `always`."""
     found = set[str]()
     for cells in columns:
         values = {(type(value), value) for value in _plainly(cells)}
@@ -142,24 +142,24 @@ def _is_number(value: CellValue | UnsupportedValue) -> bool:
 
 
 def _is_code(value: CellValue | UnsupportedValue) -> bool:
-    """Digits that are no number: a postcode, a card's."""
+    """Return whether the value is digits but no number: a postcode, a card number."""
     if isinstance(value, int) and abs(value) > 2**53:
         return value.bit_length() > _MAX_INTEGER_BITS or int(float(value)) != value
     return isinstance(value, str) and _CODE.fullmatch(value) is not None
 
 
 def _may_identify(name: str) -> bool:
-    """Whether a column is called like an identifier."""
+    """Return whether a column's name is like an identifier's."""
     return _IDENTIFIER.fullmatch(normalise_text(name)) is not None
 
 
 def _is_identifier(distinct: int, records: int) -> bool:
-    """Whether whole numbers or words of a column that is called so name records, by how many of them differ."""
+    """Return whether a column named like an identifier identifies records, by how many of its values differ."""
     return distinct == records > 1 or distinct > _MAX_CATEGORY_WORDS
 
 
 def _nearly_all_differ(distinct: int, records: int) -> bool:
-    """Whether so many different words among so many records are no categories."""
+    """Return whether the words are too many, among these records, for categories."""
     return records >= _MIN_UNIQUENESS_RECORDS and distinct > _MAX_DISTINCT_SHARE * records
 
 
@@ -170,11 +170,11 @@ def _is_date(value: CellValue | UnsupportedValue) -> bool:
 # ---- features and labels ---------------------------------------------------------------------------------
 
 _Taken = tuple[_Field | None, str]
-"""A field, as a schema has it, or None; and why, in words."""
+"""Field of a schema, or None; and the reason, in words."""
 
 
 def _draft_feature(name: str, seen: _Seen) -> _Drafted:
-    """What a column gives to learn from, if anything."""
+    """Draft a feature from a column, or explain why it is none."""
     if not seen.values:
         return _Drafted(name, None, "no record of the sample has a value")
     field, why = (None, INDEX_DESCRIPTION) if is_index(name) else _by_name(name, seen) or _taken(seen)
@@ -185,24 +185,24 @@ def _draft_feature(name: str, seen: _Seen) -> _Drafted:
 
 
 def _draft_label(name: str, seen: _Seen, called: str) -> _Drafted:
-    """What a column gives to learn.
+    """Draft the label from a column.
 
     Args:
-        name: of the column.
+        name: name of the column.
         seen: its values.
-        called: the column in an error.
+        called: description of the column in an error.
 
     Raises:
-        DataError: nothing.
+        DataError: the column cannot be a label.
     """
     if seen.gaps:
         raise DataError(
-            f"the label {called} must have a value in every record, and is {_missing(seen)}: drop these, or choose another label"
+            f"the label {called} must have a value in every record, got one {_missing(seen)}: drop these, or choose another label"
         )
     field, why = _by_name(name, seen) or _classes(seen) or _taken(seen)
     if field is None or field["type"] == "date":
         raise DataError(
-            f"the label {called} must be a number, true or false, or one of a few words, and is not: {why}; choose another label"
+            f"the label {called} must be a number, true or false, or one of a few words, got another: {why}; choose another label"
         )
     if len(field.get("categories", ("", ""))) < 2:
         raise DataError(f"the label {called} must have two values or more in the sample, got one; choose another label")
@@ -217,7 +217,7 @@ def _missing(seen: _Seen) -> str:
 
 
 def _by_name(name: str, seen: _Seen) -> _Taken | None:
-    """Of a column that is called an identifier: a few codes, or whatever names records."""
+    """Draft a column named like an identifier: a few codes are categories, other values identify records."""
     if not _may_identify(name) or not all(map(_is_whole, seen.values)):
         return None
     if _is_identifier(len(seen.values), seen.records):
@@ -231,7 +231,7 @@ def _is_whole(value: CellValue | UnsupportedValue) -> bool:
 
 
 def _taken(seen: _Seen) -> _Taken:
-    """The type that all values of a column are of."""
+    """Return the type that fits all values of a column."""
     if any(isinstance(value, UnsupportedValue) for value in seen.values):
         return None, "some values are of a kind that no field takes"
     return _boolean(seen) or _number(seen) or _date(seen) or _spoilt(seen) or _words(seen)
@@ -245,7 +245,7 @@ def _boolean(seen: _Seen) -> _Taken | None:
 
 
 def _classes(seen: _Seen) -> _Taken | None:
-    """A few whole numbers, as categories."""
+    """Draft a few integers as categories."""
     numbers = [parse_number(value) for value in seen.values]
     few = len(numbers) <= min(_MAX_CLASSES, seen.records / 2)
     if (
@@ -270,7 +270,7 @@ def _number(seen: _Seen) -> _Taken | None:
 
 
 def _outward(low: float, high: float) -> tuple[float, float]:
-    """Bounds that somebody would write, around what was seen: 17 to 94 becomes 0 to 100."""
+    """Round the observed bounds outward to usual numbers: 17 to 94 becomes 0 to 100."""
     a, b = Decimal(repr(low)), Decimal(repr(high))
     if a == b == 0:
         return 0, 1
@@ -286,7 +286,7 @@ def _outward(low: float, high: float) -> tuple[float, float]:
 
 
 def _short(number: float) -> float:
-    """A whole number as one, where it is not too long."""
+    """Convert a float without a fraction to an integer, if it is short."""
     return int(number) if number.is_integer() and abs(number) < 1e15 else number
 
 
@@ -300,7 +300,7 @@ def _date(seen: _Seen) -> _Taken | None:
 
 
 def _spoilt(seen: _Seen) -> _Taken | None:
-    """Numbers or dates, of which some cannot be read as they stand there."""
+    """Describe numbers or dates of which some cannot be read."""
     if seen.count(_meant_as_number) >= _MIN_TYPE_SHARE * seen.records and not any(map(_is_code, seen.values)):
         flaws = Counter[str]()
         for value, times in zip(seen.values, seen.times, strict=True):
@@ -338,14 +338,14 @@ def _is_short_code(value: CellValue | UnsupportedValue) -> bool:
 
 
 def require_learnable(table: RawTable, source: str) -> None:
-    """Refuse a table of which a draft would leave something out.
+    """Refuse a table with a column that a schema draft would ignore.
 
     Args:
         table: records without a schema.
-        source: of them.
+        source: their source.
 
     Raises:
-        DataError: a column is an index or names records, or the labels are none that can be learned.
+        DataError: a column is an index or identifies records, or the labels cannot be learned.
     """
     for k, name in enumerate(table.columns or ()):
         values = table.features[:, k]
@@ -354,8 +354,8 @@ def require_learnable(table: RawTable, source: str) -> None:
             why = _IDENTIFIER_REASON if _is_identifier(len(np.unique(values)), len(values)) else why
         if why:
             raise DataError(
-                f"{source}: {table.describe_column(k)} must be a field to learn from, and is none: {why}; drop it, or name it under "
-                "ignored in a schema"
+                f"{source}: {table.describe_column(k)} must be a field to learn from, and is none: {why}; drop it, or list it "
+                "under ignored in a schema"
             )
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
     if labels.dtype.kind != "U":
@@ -363,34 +363,35 @@ def require_learnable(table: RawTable, source: str) -> None:
     words = np.unique(labels).tolist()
     if _nearly_all_differ(len(words), len(labels)):
         raise DataError(
-            f"{source}: the label must be one of a few words, or a number, got a column of which {_NEARLY_UNIQUE_REASON}; choose another label"
+            f"{source}: the label must be one of a few words, or a number, got a column of which {_NEARLY_UNIQUE_REASON}; "
+            "choose another label"
         )
     gone = MissingValues.from_values((*_DEFAULT_MISSING_VALUES, *_NEVER_WORDS))
     if gaps := [word for word in words if gone.is_missing(normalise_text(word))]:
         missing = int(np.isin(labels, gaps).sum())
         raise DataError(
-            f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, "
+            f"{source}: the label must have a value in every record, got one missing in {missing:,} of {len(labels):,} (empty, "
             "or a word for it such as NA or ?): drop these, or choose another label"
         )
 
 
 _MAX_LINE_CHARACTERS = 100
-"""Characters of a line."""
+"""Maximum number of characters of a line."""
 _FILE_HEADER = """\
-# A draft: types, bounds and categories are read off the sample, which must be public, for everybody sees them here.
-# Put what is possible in place of what was seen: a record that says anything else is refused (or, beyond its bounds, clipped
-# with `beyond: clip`). A missing value may be refused, neutral or flagged.
+# A draft: types, bounds and categories are taken from the sample, which must be public, because everyone can read them here.
+# Replace observed values by possible ones: a record with any other value is refused (or, out of bounds, clipped
+# with `out_of_bounds: clip`). A missing value may be refused, neutral or flagged.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaDraft:
-    """A schema that was drafted; `text` is its file.
+    """Draft of a schema; `text` is its file.
 
     Attributes:
-        columns: features, and what is ignored, in the order of the sample.
-        label: what is learned.
-        missing_values: what counts as no value.
+        columns: features and ignored columns, in the order of the sample.
+        label: the label.
+        missing_values: values that count as missing.
     """
 
     columns: tuple[_Drafted, ...]
@@ -399,17 +400,17 @@ class SchemaDraft:
 
     @property
     def features(self) -> tuple[_Drafted, ...]:
-        """What is learned from."""
+        """Drafted features."""
         return tuple(each for each in self.columns if each.field is not None)
 
     @property
     def ignored_columns(self) -> tuple[_Drafted, ...]:
-        """What is not."""
+        """Ignored columns."""
         return tuple(each for each in self.columns if each.field is None)
 
     @property
     def document(self) -> dict[str, Any]:
-        """The schema, as YAML gives it."""
+        """The schema as a document for YAML."""
         return {
             "features": {each.name: dict(each.field or {}) for each in self.features},
             "ignored": [each.name for each in self.ignored_columns],
@@ -419,7 +420,7 @@ class SchemaDraft:
 
     @property
     def text(self) -> str:
-        """The schema as a file, with what was seen in comments."""
+        """The schema as a file, with observations in comments."""
         document = self.document
         parts = [_FILE_HEADER, "features:\n"]
         parts += [indent(_commented(each.why, {each.name: each.field}), "  ") for each in self.features]
@@ -436,7 +437,7 @@ def _commented(comment: str, entry: Any) -> str:
 
 
 def _dumped(entry: Any) -> str:
-    """A mapping or a list as YAML: on a line where it is short."""
+    """Write a mapping or a list as YAML: on one line if it is short."""
     if isinstance(entry, dict) and len(entry) == 1:
         line = write_yaml(entry, flow=True)[1:-2]
         if len(line) <= _MAX_LINE_CHARACTERS and "\n" not in line:
@@ -448,13 +449,13 @@ def draft_schema(columns: Mapping[str, Any], label: str | None = None, header: s
     """Draft a schema from the columns of public records.
 
     Args:
-        columns: by name, one value for each record: as `Encoder.columns` takes them.
+        columns: by name, one value for each record: as for `Encoder.encode_columns`.
         label: the label column; None: `label`, else `y`, else the last one.
-        header: why the names of a file's columns are names, as `RawTable.header`.
+        header: reason why the names of a file's columns are names, as `RawTable.header_reason`.
 
     Raises:
-        SpecError: there is no such label column.
-        DataError: there is no record, nothing to learn from, or the label is none that can be learned.
+        SpecError: no such label column.
+        DataError: no record, no feature, or a label that cannot be learned.
     """
     named = {normalise_text(name): extract_cells(column, name) for name, column in columns.items()}
     if len(named) < len(columns) or len({len(cells) for cells in named.values()}) > 1:

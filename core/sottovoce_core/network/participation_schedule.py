@@ -28,7 +28,7 @@ class OfflineInterval(Section):
     learner: str
     first_round: NonNegativeInt = 0
     until_round: Count | None = None
-    unheard: Mapping[str, NonNegativeInt] = {}
+    missed_from_rounds: Mapping[str, NonNegativeInt] = {}
     """Of those who heard it for the last time before that: the first round in which each of them did not."""
 
     @model_validator(mode="after")
@@ -37,8 +37,10 @@ class OfflineInterval(Section):
             raise ValueError(
                 f"until_round must be above first_round, got {self.until_round} and {self.first_round} for {self.learner}"
             )
-        if late := [name for name, t in self.unheard.items() if t > self.first_round]:
-            raise ValueError(f"unheard must name rounds up to first_round ({self.first_round}), got {late[0]}")
+        if late := [name for name, t in self.missed_from_rounds.items() if t > self.first_round]:
+            raise ValueError(
+                f"missed_from_rounds must name rounds up to first_round ({self.first_round}), got {late[0]}"
+            )
         return self
 
 
@@ -83,7 +85,7 @@ class ParticipationSchedule:
 
     Attributes:
         names: of all learners, by index.
-        absences: of some of them.
+        offline_intervals: of some of them.
     """
 
     names: Sequence[str]
@@ -102,7 +104,7 @@ class ParticipationSchedule:
         """
         return cls(
             resolve_learner_names(document["learners"]),
-            [OfflineInterval(**each) for each in document.get("absences", ())],
+            [OfflineInterval(**each) for each in document.get("offline_intervals", ())],
         )
 
     def is_participating(self, learner: int, t: int) -> bool:
@@ -119,7 +121,7 @@ class ParticipationSchedule:
         ends = {
             t
             for each in self.offline_intervals
-            for t in (each.first_round, each.until_round, *each.unheard.values())
+            for t in (each.first_round, each.until_round, *each.missed_from_rounds.values())
             if t
         }
         return tuple(sorted(ends))
@@ -144,7 +146,7 @@ class ParticipationSchedule:
         return tuple(self._doubtful(t) for t in (0, *self.changes))
 
     def _doubtful(self, t: int) -> Mask:
-        lost = {each.learner: each.first_round for each in self.offline_intervals if each.unheard}
+        lost = {each.learner: each.first_round for each in self.offline_intervals if each.missed_from_rounds}
 
         def learned(by: str, since: int, end: int) -> bool:
             # Of one that was lost together with another one, nobody knows what it has learned.
@@ -152,8 +154,8 @@ class ParticipationSchedule:
 
         doubtful = np.zeros(len(self.names), dtype=bool)
         for each in self.offline_intervals:
-            if each.unheard and t < each.first_round:
-                heard = any(learned(by, since, each.first_round) for by, since in each.unheard.items())
+            if each.missed_from_rounds and t < each.first_round:
+                heard = any(learned(by, since, each.first_round) for by, since in each.missed_from_rounds.items())
                 doubtful[self._index[each.learner]] = not heard
         doubtful.setflags(write=False)
         return doubtful
@@ -178,22 +180,24 @@ class ParticipationSchedule:
         return Participation(tuple(stretches), rounds)
 
     def check(self, rounds: int) -> None:
-        """Refuse absences of nobody, outside the run, twice at a time, or of everybody.
+        """Refuse offline_intervals of nobody, outside the run, twice at a time, or of everybody.
 
         Raises:
             ValueError: so it is.
         """
         until: dict[str, int | None] = {}
         for each in sorted(self.offline_intervals, key=lambda each: (each.learner, each.first_round)):
-            if unknown := {each.learner, *each.unheard} - set(self.names):
+            if unknown := {each.learner, *each.missed_from_rounds} - set(self.names):
                 raise ValueError(f"only learners of the run can be away, got {sorted(unknown)[0]!r}")
-            last = rounds if each.unheard else rounds - 1  # one that is lost in the end is not heard before
+            last = rounds if each.missed_from_rounds else rounds - 1  # one that is lost in the end is not heard before
             if each.first_round > last or (each.until_round or 1) > rounds:
                 raise ValueError(
                     f"an absence must lie within the {rounds} rounds of the run, got {each.model_dump(mode='json')}"
                 )
             if each.learner in until and ((end := until[each.learner]) is None or each.first_round <= end):
-                raise ValueError(f"a learner's absences must not meet, got two of {each.learner}: make one of them")
+                raise ValueError(
+                    f"a learner's offline_intervals must not meet, got two of {each.learner}: make one of them"
+                )
             until[each.learner] = each.until_round
         for t in (0, *self.changes):
             if not self.participant_mask(t).any():
@@ -203,7 +207,9 @@ class ParticipationSchedule:
         """Those who were lost, and whom the learner does not hear any more in the round."""
         name = self.names[learner]
         return frozenset(
-            self._index[each.learner] for each in self.offline_intervals if each.unheard.get(name, t + 1) <= t
+            self._index[each.learner]
+            for each in self.offline_intervals
+            if each.missed_from_rounds.get(name, t + 1) <= t
         )
 
     def redistribute_lost_weights(self, mixing: Mixing, t: int) -> Mixing:
@@ -211,7 +217,7 @@ class ParticipationSchedule:
         lost = [
             (self._index[hearer], self._index[each.learner])
             for each in self.offline_intervals
-            for hearer, since in each.unheard.items()
+            for hearer, since in each.missed_from_rounds.items()
             if since <= t < each.first_round
         ]
         if not lost:

@@ -321,7 +321,7 @@ class Topology(Section):
                 raise AssumptionViolated(
                     "W_DISCONNECTED",
                     f"the communication graph among the {there.size} learners who are there from round {t} on is not connected, "
-                    f"got no path both ways between {first} and {other}; {self._one_graph.advice}, or change absences",
+                    f"got no path both ways between {first} and {other}; {self._one_graph.advice}, or change offline_intervals",
                 )
 
     def _coupling(self, adjacency: FloatArray) -> FloatArray:

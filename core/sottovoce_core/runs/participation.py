@@ -93,29 +93,34 @@ def require_no_records(data: PlacedData, roster: ParticipationSchedule, rounds: 
 # ---- amending --------------------------------------------------------------------------------------------------------
 
 
-def remove_learner(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | None = None) -> RunSpec:
+def remove_learner(spec: RunSpec, learner: str, t: int, missed_from_rounds: Mapping[str, int] | None = None) -> RunSpec:
     """The spec where a learner is away for good from round `t` on.
 
     Args:
         spec: of the run.
         learner: its name.
         t: no learner has said this round.
-        unheard: where it was lost before: by name, the first round in which each neighbour did not hear it.
+        missed_from_rounds: where it was lost before: by name, the first round in which each neighbour did not hear it.
 
     Raises:
         FailedPrecondition: it is away already.
         SpecError: nobody would be there.
     """
-    if spec.participation.learner_participation(spec.names.index(learner), spec.rounds).end <= t and not unheard:
+    if (
+        spec.participation.learner_participation(spec.names.index(learner), spec.rounds).end <= t
+        and not missed_from_rounds
+    ):
         raise FailedPrecondition(f"{learner} is away from round {t} on as it is")
-    others = [each for each in spec.absences if each.learner != learner]
-    own = sorted((each for each in spec.absences if each.learner == learner), key=lambda each: each.first_round)
+    others = [each for each in spec.offline_intervals if each.learner != learner]
+    own = sorted(
+        (each for each in spec.offline_intervals if each.learner == learner), key=lambda each: each.first_round
+    )
     before = [each for each in own if each.first_round < t]
     first = t
     if before and (before[-1].until_round is None or before[-1].until_round >= t):  # it is away then: it stays so
         first = before.pop().first_round
-    last = {name: min(since, first) for name, since in (unheard or {}).items()}
-    return _with(spec, [*others, *before, OfflineInterval(learner=learner, first_round=first, unheard=last)])
+    last = {name: min(since, first) for name, since in (missed_from_rounds or {}).items()}
+    return _with(spec, [*others, *before, OfflineInterval(learner=learner, first_round=first, missed_from_rounds=last)])
 
 
 def add_learner(spec: RunSpec, learner: str, t: int) -> RunSpec:
@@ -129,15 +134,18 @@ def add_learner(spec: RunSpec, learner: str, t: int) -> RunSpec:
     if spec.participation.learner_participation(spec.names.index(learner), spec.rounds).intervals:
         raise FailedPrecondition(
             "only who has a place in the spec and no round yet joins a run under way "
-            f"(`absences: [{{learner: {learner}}}]`), and {learner} has some: start a new run"
+            f"(`offline_intervals: [{{learner: {learner}}}]`), and {learner} has some: start a new run"
         )
-    others = [each for each in spec.absences if each.learner != learner]
+    others = [each for each in spec.offline_intervals if each.learner != learner]
     own = [OfflineInterval(learner=learner, until_round=t)] if t else []
     return _with(spec, [*others, *own])
 
 
-def _with(spec: RunSpec, absences: list[OfflineInterval]) -> RunSpec:
-    document = {**spec.model_dump(mode="json"), "absences": [each.model_dump(mode="json") for each in absences]}
+def _with(spec: RunSpec, offline_intervals: list[OfflineInterval]) -> RunSpec:
+    document = {
+        **spec.model_dump(mode="json"),
+        "offline_intervals": [each.model_dump(mode="json") for each in offline_intervals],
+    }
     try:
         return RunSpec.model_validate(document, context={"imports": True})
     except ValidationError as error:
@@ -219,7 +227,7 @@ def check_bounded_staleness(
     Raises:
         AssumptionViolated: LATE_GUARANTEE, LATE_NETWORK or LATE_FIELD.
     """
-    instead = "set clock.late to wait, and clock.mode to another than async"
+    instead = "set clock.staleness to wait, and clock.mode to another than async"
     if not accountant.is_valid_for_any_messages:
         text = (
             "a round may go on without late neighbours only where the guarantee holds whatever messages a learner hears"
@@ -315,12 +323,12 @@ def build_clipping(spec: RunSpec, algorithm: Algorithm[Any]) -> Clipping:
     """What a run does with its messages.
 
     Raises:
-        AssumptionViolated: MISCONDUCT_CLIP: it is to clip them, and cannot.
+        AssumptionViolated: VIOLATION_CLIP: it is to clip them, and cannot.
     """
-    if spec.misconduct != "clip":
+    if spec.on_violation != "clip":
         return Clipping()
-    code, name = "MISCONDUCT_CLIP", algorithm.name
-    instead = "set misconduct to stop"
+    code, name = "VIOLATION_CLIP", algorithm.name
+    instead = "set on_violation to stop"
     if not isinstance(algorithm, Clippable):
         text = "messages can be clipped only where they are decisions with noise on them, and those of"
         raise AssumptionViolated(
@@ -330,6 +338,6 @@ def build_clipping(spec: RunSpec, algorithm: Algorithm[Any]) -> Clipping:
     require(algorithm.accountant(0).is_valid_for_any_messages, code, f"{text} {name} does not say so; {instead}")
     bounded = all(map(math.isfinite, algorithm.clip_bounds(0, 0).values()))
     require(bounded, code, f"messages can be clipped only where the decision set is bounded; {instead}")
-    text = "rounds may use older messages, of which each has bounds of its own: set clock.late to wait, or another clock.mode"
+    text = "rounds may use older messages, of which each has bounds of its own: set clock.staleness to wait, or another clock.mode"
     require(spec.clock.staleness_timeout_s is None, code, text)
     return Clipping(algorithm.clip_bounds)

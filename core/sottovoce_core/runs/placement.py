@@ -48,9 +48,9 @@ def place_data(spec: RunSpec, dataset: Dataset) -> PlacedData:
         return LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable)
 
     if dataset.learner is None and data.partition.is_shared:
-        if spec.absences:
+        if spec.offline_intervals:
             raise SpecError(
-                "absences: data.partition shared gives all learners the same records in all rounds: leave one out"
+                "offline_intervals: data.partition shared gives all learners the same records in all rounds: leave one out"
             )
         learners = [placed(rows, order_rng)] * spec.n_learners
     else:

@@ -72,7 +72,7 @@ def _ways(value: object) -> object:
     if isinstance(value, list) and "never" in value:
         raise PydanticCustomError(
             "way",
-            "must be some of 'relay', 'mirror' and 'wiretap', got {got}; `never` stands alone: `recorded: never`",
+            "must be some of 'relay', 'mirror' and 'wiretap', got {got}; `never` stands alone: `capture_modes: never`",
             {"got": str(value)},
         )
     return () if value == "never" else value
@@ -128,22 +128,22 @@ class Policy(Section):
     telemetry: tuple[_Telemetry, ...] = ()
     """What may leave the learner outside the guarantee: `accuracy` (prequential, to the coordinator), `predict` (answers of the
     private model, to whoever asks)."""
-    recorded: _Ways = ("relay", "mirror", "wiretap")
+    capture_modes: _Ways = ("relay", "mirror", "wiretap")
     """Which recorded runs the learner takes part in: `relay` (the eavesdropper stands between learners), `mirror` (they copy
-    their messages to it), `wiretap` (it passes on what is encrypted, as anybody on the network may); or `recorded: never`,
+    their messages to it), `wiretap` (it passes on what is encrypted, as anybody on the network may); or `capture_modes: never`,
     alone. A guarantee holds for whoever hears every message."""
     eavesdroppers: _Eavesdroppers | None = None
     """Who may record, as `eavesdropper/NAME` of its certificate; null: any of the deployment. Needs an identity."""
     coordinators: _Coordinators | None = None
     """Which coordinators the learner joins, as `coordinator/NAME` of their certificates; null: any of the deployment. Needs an
     identity."""
-    most_features: Count | None = 1_000_000
+    max_features: Count | None = 1_000_000
     """Features of a record."""
-    most_parameters: Count | None = 10_000_000
+    max_parameters: Count | None = 10_000_000
     """Numbers in the model, and so in a message: features times classes, mostly."""
-    most_rounds: Count | None = 10_000_000
+    max_rounds: Count | None = 10_000_000
     """Rounds of a run. One that is to go on until it is stopped (`rounds: null`) has more than any number."""
-    most_learners: Count | None = 1024
+    max_learners: Count | None = 1024
     """Learners of a run."""
 
     _source: str = PrivateAttr("the default one")
@@ -158,11 +158,11 @@ class Policy(Section):
             epsilon_per_month=None,
             guarantees=GuaranteeRequirements(threat_model=ThreatModel.OUTPUT),
             telemetry=tuple(name for name in get_args(_Telemetry) if getattr(spec.telemetry, name)),
-            recorded=() if spec.capture == "none" else (spec.capture,),
-            most_features=None,
-            most_parameters=None,
-            most_rounds=None if spec.is_unbounded else spec.rounds,
-            most_learners=spec.n_learners,
+            capture_modes=() if spec.capture == "none" else (spec.capture,),
+            max_features=None,
+            max_parameters=None,
+            max_rounds=None if spec.is_unbounded else spec.rounds,
+            max_learners=spec.n_learners,
         )
 
     @classmethod
@@ -257,12 +257,10 @@ class Policy(Section):
         return _Finding("imports", _listed(self.imports), _listed(named), fits, _listed(both))
 
     def _sizes(self, spec: RunSpec, n_features: int) -> Iterator[_Finding]:
-        yield _at_most("most_features", self.most_features, n_features)
-        yield _at_most("most_parameters", self.most_parameters, spec.loss.dim(n_features))
-        yield _at_most(
-            "most_rounds", self.most_rounds, spec.rounds, "rounds without an end" if spec.is_unbounded else ""
-        )
-        yield _at_most("most_learners", self.most_learners, spec.n_learners)
+        yield _at_most("max_features", self.max_features, n_features)
+        yield _at_most("max_parameters", self.max_parameters, spec.loss.dim(n_features))
+        yield _at_most("max_rounds", self.max_rounds, spec.rounds, "rounds without an end" if spec.is_unbounded else "")
+        yield _at_most("max_learners", self.max_learners, spec.n_learners)
 
     def _terms(self, spec: RunSpec, *, mirrored: bool = False) -> Iterator[_Finding]:
         """What a spec asks for beside its guarantee."""
@@ -273,9 +271,9 @@ class Policy(Section):
         both = _listed(dict.fromkeys([*self.telemetry, *told]))
         yield _Finding("telemetry", _listed(self.telemetry), _listed(told), set(told) <= set(self.telemetry), both)
         ways = {way for way in (spec.capture, "mirror" if mirrored else "none") if way != "none"}
-        allowed = _listed(self.recorded) if self.recorded else "never"
-        both = _listed(dict.fromkeys([*self.recorded, *sorted(ways)]))
-        yield _Finding("recorded", allowed, _listed(sorted(ways)), ways <= set(self.recorded), both)
+        allowed = _listed(self.capture_modes) if self.capture_modes else "never"
+        both = _listed(dict.fromkeys([*self.capture_modes, *sorted(ways)]))
+        yield _Finding("capture_modes", allowed, _listed(sorted(ways)), ways <= set(self.capture_modes), both)
 
     def _promises(self, run: Run, learner: int) -> Iterator[_Finding]:
         """What a run promises of a learner's messages, and what it costs."""

@@ -74,7 +74,7 @@ class Run:
         """
         if self.has_bounded_staleness:
             raise SpecError(
-                f"{what} needs a run that waits for late neighbours (clock.late: wait, and a mode other than async): elsewhere "
+                f"{what} needs a run that waits for late neighbours (clock.staleness: wait, and a mode other than async): elsewhere "
                 "only a later message shows what was heard before it; audit its capture"
             )
 
@@ -108,7 +108,7 @@ class Run:
         if self.spec.is_unbounded:
             raise SpecError("what all rounds cost together is known for a number of rounds, got rounds: null: give one")
         attendance = self.participation(learner)
-        if counts is None and self.spec.absences:
+        if counts is None and self.spec.offline_intervals:
             counts = attendance.mask().astype(np.int64)
         promised = compute_guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
         return promised.truncate(attendance.end)
@@ -153,11 +153,11 @@ def _require_droppable(spec: RunSpec, setting: RunContext, algorithm: Algorithm[
     """A run that is to go on without a learner that is lost must be one that can; which one it will be is not known.
 
     Raises:
-        AssumptionViolated: LATE_DROP or MISCONDUCT_DROP.
+        AssumptionViolated: LATE_DROP or VIOLATION_DROP.
     """
-    code, instead = ("LATE_DROP", "clock.late to wait")
-    if spec.misconduct == "drop":
-        code, instead = ("MISCONDUCT_DROP", "misconduct to stop")
+    code, instead = ("LATE_DROP", "clock.staleness to wait")
+    if spec.on_violation == "drop":
+        code, instead = ("VIOLATION_DROP", "on_violation to stop")
     network = setting.network
     whole = network.full_network if isinstance(network, PartialNetwork) else network
     gone = ParticipationSchedule(spec.names, [OfflineInterval(learner=spec.names[-1], first_round=1)])
@@ -214,10 +214,12 @@ def _built(spec: RunSpec, n_features: int) -> Run:
     except ArithmeticError as error:  # of Python's numbers; NumPy's become infinite, and the conditions refuse that
         raise SpecError(f"the numbers of this spec leave the range of float64: {error}") from None
     algorithm, warnings = require_algorithm(built, spec.algorithm, setting.dim)
-    if spec.absences and algorithm.accountant(0).has_shared_records:
-        text = "this algorithm needs the same records at all learners in all rounds, got absences: leave them out"
+    if spec.offline_intervals and algorithm.accountant(0).has_shared_records:
+        text = (
+            "this algorithm needs the same records at all learners in all rounds, got offline_intervals: leave them out"
+        )
         raise AssumptionViolated("ABSENCES_SHARED", text)
-    for i, name in enumerate(spec.names if spec.absences else ()):
+    for i, name in enumerate(spec.names if spec.offline_intervals else ()):
         paused = len(spec.participation.learner_participation(i, spec.rounds).intervals) > 1
         if paused and not algorithm.accountant(i).can_pause:
             raise AssumptionViolated(
@@ -225,7 +227,7 @@ def _built(spec: RunSpec, n_features: int) -> Run:
                 "a learner may pause only where the guarantee holds for what it says afterwards, and that of "
                 f"{algorithm.name} does not say so, got a pause of {name}: let it join late, or leave for good",
             )
-    if spec.absences:
+    if spec.offline_intervals:
         text = "some learners are away in some rounds: the bounds on regret are for all learners in all rounds"
         warnings = (*warnings, RunWarning("ABSENCES", text))
     if spec.can_drop_learners:

@@ -70,7 +70,7 @@ def simulate_rounds(
     """
     require_size(run, replicas)
     _keep_what_is_freed()
-    roster, late, always = run.spec.participation, run.has_bounded_staleness, not run.spec.absences
+    roster, late, always = run.spec.participation, run.has_bounded_staleness, not run.spec.offline_intervals
     require_no_records(data, roster, run.spec.rounds)
     algorithm = run.algorithm
     who = StateAxes(tuple(range(run.spec.n_learners)), replicas)
