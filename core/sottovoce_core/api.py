@@ -110,23 +110,23 @@ def simulate(
     experiment = resolve_experiment(experiment)
     run, data = experiment.run, experiment.records
     measured = None if metrics is False else Metrics(run, data, checkpoints=None if metrics is True else metrics)
-    said: dict[str, FloatArray] = {}
+    kept_fields: dict[str, FloatArray] = {}
     decisions = np.empty(0)
     for step in rounds_of(run, data, resolve_noise(noise, seed, run), replicas):
         if transcript:
-            _keep(said, step, run.spec.rounds)
+            _keep(kept_fields, step, run.spec.rounds)
         if measured is not None:
             measured.add_round(step)
         if progress is not None:
             progress(step)
         decisions = step.decisions_after
     curves = None if measured is None else measured.curves
-    return Simulation(experiment, decisions, curves, Transcript(said) if transcript else None)
+    return Simulation(experiment, decisions, curves, Transcript(kept_fields) if transcript else None)
 
 
-def _keep(said: dict[str, FloatArray], step: SimulatedRound, rounds: int) -> None:
+def _keep(kept_fields: dict[str, FloatArray], step: SimulatedRound, rounds: int) -> None:
     for name, values in step.message.fields.items():
-        said.setdefault(name, np.empty((rounds, *values.shape)))[step.t] = values
+        kept_fields.setdefault(name, np.empty((rounds, *values.shape)))[step.t] = values
 
 
 def resolve_noise(noise: NoiseSource | Path | str | None, seed: int | np.random.SeedSequence, run: Run) -> NoiseSource:

@@ -70,9 +70,9 @@ def prepare(
         )
     if not spec.data.is_live:
         dataset = load_dataset(spec.data, spec.loss, folders=folders, labels_required=labels_required)
-        ready = _checked(spec, data := place_data(spec, dataset))
+        ready = _prepare(spec, data := place_data(spec, dataset))
         return replace(ready, warnings=(*ready.warnings, *find_data_warnings(spec, dataset, data)))
-    found = _checked(spec, create_empty_live_data(spec))
+    found = _prepare(spec, create_empty_live_data(spec))
     return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
 
 
@@ -114,10 +114,10 @@ def estimate_live_run(spec: RunSpec, rounds: int | None, rate: float, horizon: f
         raise SpecError("a run without a planned end needs the number of rounds to examine (--rounds), got none")
     if rounds is not None:
         spec = spec.model_copy(update={"rounds": rounds})
-    return _checked(spec, estimate_live_data(spec, rate))
+    return _prepare(spec, estimate_live_data(spec, rate))
 
 
-def _checked(spec: RunSpec, data: PlacedData) -> PreparedRun:
+def _prepare(spec: RunSpec, data: PlacedData) -> PreparedRun:
     """Raise `SpecError` if the run is not possible."""
     run = build_run(spec, data.n_features)
     if run.algorithm.accountant(0).has_shared_records and not all(
@@ -169,7 +169,7 @@ class Experiment(RunSpec):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _explained(cls, fields: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+    def _explain_errors(cls, fields: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         """Reword errors as for a spec file; read a schema that is named as a file."""
         fields = inline_schema(fields, Path())
         try:

@@ -39,15 +39,15 @@ def _in_range(value: float) -> float:
     return value
 
 
-def _not_beyond(value: float) -> float:
+def _require_magnitude(value: float) -> float:
     if not abs(value) <= MAX_MAGNITUDE:
         raise ValueError(f"a number must lie within [-{MAX_MAGNITUDE:g}, {MAX_MAGNITUDE:g}]")
     return value
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_range)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_not_beyond)]
-Finite = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_beyond)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_magnitude)]
+Finite = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_require_magnitude)]
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 """Duration in seconds, up to thirty years: timers accept no more."""
@@ -70,7 +70,9 @@ class Section(BaseModel):
         if not isinstance(fields, Mapping):
             return fields
         known = cls.model_fields
-        return {name: _guarded(value, known[name]) if name in known else value for name, value in fields.items()}
+        return {
+            name: _replace_booleans(value, known[name]) if name in known else value for name, value in fields.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class MisplacedBoolean:
         return repr(self.value)
 
 
-def _guarded(value: object, field: FieldInfo) -> object:
+def _replace_booleans(value: object, field: FieldInfo) -> object:
     """Replace true and false in a value, or in a list, by `MisplacedBoolean` if the field takes numbers and no text."""
     listed = isinstance(value, list | tuple)
     types = set(_types(field.annotation, listed=listed))
@@ -154,7 +156,7 @@ class Registry(Generic[SectionT]):
             SpecError: no such class, or it cannot be imported.
         """
         closed = self.group is None
-        offered = {} if name in self.built_in_classes or ":" in name or closed else self._offered
+        offered = {} if name in self.built_in_classes or ":" in name or closed else self._read_entry_points
         where = self._place(name) or offered.get(name)
         if where is None and (":" not in name or closed):
             known = {*self.built_in_classes, *offered}
@@ -209,7 +211,7 @@ class Registry(Generic[SectionT]):
         return None
 
     @property
-    def _offered(self) -> dict[str, str]:
+    def _read_entry_points(self) -> dict[str, str]:
         """Read the entry points, anew each time: a package may have been installed since."""
         return {point.name: point.value for point in entry_points(group=f"sottovoce.{self.group}")}
 

@@ -133,13 +133,13 @@ class ClockSpec(Section):
         return DEFAULT_COORDINATOR_TIMEOUT_S if self.outage_timeout_s is None else self.outage_timeout_s
 
     @model_validator(mode="after")
-    def _period_when_paced(self) -> ClockSpec:
+    def _require_period(self) -> ClockSpec:
         if (self.mode == "paced") != (self.period_s is not None):
             raise ValueError("period_s must be given in paced mode, and only there")
         return self
 
     @model_validator(mode="after")
-    def _one_policy(self) -> ClockSpec:
+    def _require_one_policy(self) -> ClockSpec:
         if self.mode == "async" and (self.staleness is not None or self.stale_after_s is not None):
             raise ValueError(
                 "staleness and stale_after_s must be left out in async mode, where rounds wait for no neighbour"
@@ -230,7 +230,7 @@ class RunSpec(Section):
 
     @field_validator("learners")
     @classmethod
-    def _names_differ(cls, learners: int | tuple[str, ...]) -> int | tuple[str, ...]:
+    def _require_distinct_names(cls, learners: int | tuple[str, ...]) -> int | tuple[str, ...]:
         names = Counter(resolve_learner_names(learners))
         if twice := [name for name, times in names.items() if times > 1]:
             raise ValueError(f"learner names must differ, and {twice[0]!r} is there {names[twice[0]]} times")
@@ -242,7 +242,7 @@ class RunSpec(Section):
 
     @field_validator("offline_intervals")
     @classmethod
-    def _absences_fit(
+    def _require_valid_intervals(
         cls, offline_intervals: tuple[OfflineInterval, ...], before: ValidationInfo
     ) -> tuple[OfflineInterval, ...]:
         if (
@@ -254,7 +254,7 @@ class RunSpec(Section):
         return offline_intervals
 
     @model_validator(mode="after")
-    def _records_go_on(self) -> RunSpec:
+    def _require_live_records(self) -> RunSpec:
         if self.is_unbounded and not self.data.is_live:
             raise ValueError(f"rounds: null needs records that go on, data.source: live, got {self.data.source}")
         return self
@@ -331,24 +331,24 @@ def move_paths(document: dict[Any, Any], begin: Path, end: Path) -> None:
         and isinstance(source := data.get("source"), str)
         and Path(source).suffix.lower() in RECORD_FILE_SUFFIXES
     ):
-        document["data"] = {**data, "source": _moved(source, begin, end)}
+        document["data"] = {**data, "source": _move_path(source, begin, end)}
     if isinstance(topology, Mapping):
-        document["topology"] = _with_graphs_moved(topology, begin, end)
+        document["topology"] = _move_graph_paths(topology, begin, end)
 
 
-def _with_graphs_moved(section: Any, begin: Path, end: Path) -> Any:
+def _move_graph_paths(section: Any, begin: Path, end: Path) -> Any:
     """Rewrite the paths of the section `topology` or of a part of it: one graph, or a sequence of several."""
     if isinstance(section, list | tuple):
-        return [_with_graphs_moved(part, begin, end) for part in section]
+        return [_move_graph_paths(part, begin, end) for part in section]
     if not isinstance(section, Mapping):
         return section
-    moved = {key: _with_graphs_moved(part, begin, end) for key, part in section.items()}
+    moved = {key: _move_graph_paths(part, begin, end) for key, part in section.items()}
     if isinstance(path := section.get("path"), str):
-        moved["path"] = _moved(path, begin, end)
+        moved["path"] = _move_path(path, begin, end)
     return moved
 
 
-def _moved(path: str, begin: Path, end: Path) -> str:
+def _move_path(path: str, begin: Path, end: Path) -> str:
     if Path(path).is_absolute() or begin.absolute() == end.absolute():
         return path
     try:

@@ -48,10 +48,12 @@ def drop_unknown_fields(document: object, model: type[BaseModel]) -> tuple[objec
     if written <= FORMAT:
         return fields, ()
     left_out: list[str] = []
-    return _known(fields, model, "", left_out), tuple(left_out)
+    return _keep_known_fields(fields, model, "", left_out), tuple(left_out)
 
 
-def _known(fields: Mapping[str, Any], model: type[BaseModel], prefix: str, left_out: list[str]) -> dict[str, Any]:
+def _keep_known_fields(
+    fields: Mapping[str, Any], model: type[BaseModel], prefix: str, left_out: list[str]
+) -> dict[str, Any]:
     from pydantic import BaseModel  # here, because `sottovoce --version` does not need it
 
     known: dict[str, Any] = {}
@@ -63,6 +65,6 @@ def _known(fields: Mapping[str, Any], model: type[BaseModel], prefix: str, left_
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel) and isinstance(value, Mapping):
             strict = not prefix and name in STRICT_SECTIONS
-            value = value if strict else _known(value, section, f"{prefix}{name}.", left_out)
+            value = value if strict else _keep_known_fields(value, section, f"{prefix}{name}.", left_out)
         known[name] = value
     return known

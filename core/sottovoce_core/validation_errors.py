@@ -108,13 +108,13 @@ def _by_place(problems: list[Any], document: object) -> list[tuple[FieldPath, li
     kept = [
         (place, each)
         for place, each in found
-        if not (place in deeper and (each["type"] == "too_short" or _of_several(each, place)))
+        if not (place in deeper and (each["type"] == "too_short" or _has_several_types(each, place)))
     ]
     groups = []
     for place, pairs in groupby(kept, key=lambda pair: pair[0]):
         alike = [each for _, each in pairs]
         fitting = [each for each in alike if each["type"] not in _TYPE_ERRORS]
-        groups.append((place, fitting if fitting and _of_several(alike[0], place) else alike))
+        groups.append((place, fitting if fitting and _has_several_types(alike[0], place) else alike))
     return groups
 
 
@@ -132,7 +132,7 @@ def _place(problem: Any, document: object) -> FieldPath:
     return tuple(place)
 
 
-def _of_several(problem: Any, place: FieldPath) -> bool:
+def _has_several_types(problem: Any, place: FieldPath) -> bool:
     """Return whether the problem concerns a field of several possible types."""
     return len(problem["loc"]) > len(place)
 
@@ -159,9 +159,9 @@ def _line(place: FieldPath, alike: list[Any], document: object, model: type[Sect
             dot = "." if text.startswith(("kind", "name", "type")) else ": "
             field = "field " if " is required" in text else ""
             return f"{field}{where}{dot}{text}"
-    told = list(dict.fromkeys(map(describe_requirement, alike)))
-    if len(told) > 1 and all(each.startswith("must be ") for each in told):
-        told = ["must be " + " or ".join(each.removeprefix("must be ") for each in told)]
+    requirements = list(dict.fromkeys(map(describe_requirement, alike)))
+    if len(requirements) > 1 and all(each.startswith("must be ") for each in requirements):
+        requirements = ["must be " + " or ".join(each.removeprefix("must be ") for each in requirements)]
     value = problem.get("input")
     value = value.value if isinstance(value, MisplacedBoolean) else value
     if problem["type"] == "invalid_key":
@@ -169,8 +169,12 @@ def _line(place: FieldPath, alike: list[Any], document: object, model: type[Sect
     subject = f"{where}: " if where else ""
     # A whole document or section is not shown: the problem with it names the fields.
     whole = not place or (isinstance(value, Mapping) and {each["type"] for each in alike} == {"value_error"})
-    came = "" if whole else f", got {_kind(value) if _of_records(place, value) else abbreviate_value(value)}"
-    return f"{subject}{', or '.join(told)}{came}{_example(place, document, model) or _advice(place, alike, value)}"
+    came = (
+        "" if whole else f", got {_describe_class(value) if _holds_records(place, value) else abbreviate_value(value)}"
+    )
+    return (
+        f"{subject}{', or '.join(requirements)}{came}{_example(place, document, model) or _advice(place, alike, value)}"
+    )
 
 
 def _example(place: FieldPath, document: object, model: type[Section]) -> str:
@@ -214,7 +218,7 @@ def _form(problem: Any) -> str:
 
 def _advice(place: FieldPath, alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
-    if _of_records(place, value):
+    if _holds_records(place, value):
         return ": records must be in a file: write them to a .csv or .parquet one, and give its path as data.source"
     if kinds <= {"string_type", "invalid_key"} and isinstance(value, int | float | datetime.date):
         return ": put quotes around it, because it is text"
@@ -224,22 +228,22 @@ def _advice(place: FieldPath, alike: list[Any], value: object) -> str:
     return ""
 
 
-def _of_records(place: FieldPath, value: object) -> bool:
+def _holds_records(place: FieldPath, value: object) -> bool:
     """Return whether the value holds the records themselves."""
     words = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
     return place in RECORD_FIELD_PATHS and not isinstance(value, _DISPLAYABLE_TYPES) and not words
 
 
-class _Short(reprlib.Repr):
+class _AbbreviatedRepr(reprlib.Repr):
     """Abbreviated representation; of an object that may hold records, such as a data frame or an array, only its class."""
 
     def repr_instance(self, x: Any, level: int) -> str:
-        return super().repr_instance(x, level) if isinstance(x, _DISPLAYABLE_TYPES) else _kind(x)
+        return super().repr_instance(x, level) if isinstance(x, _DISPLAYABLE_TYPES) else _describe_class(x)
 
     repr_array = repr_deque = repr_instance
 
 
-def _kind(value: object) -> str:
+def _describe_class(value: object) -> str:
     """Return the class of a value, without any of its content."""
     of, name = type(value).__module__.partition(".")[0], type(value).__qualname__
     return name if of == "builtins" else f"{name} of {of}"
@@ -249,7 +253,7 @@ def abbreviate_value(value: object) -> str:
     """Abbreviate a value to one line: YAML aliases expand a few lines without limit. Records in a frame are not shown."""
     if isinstance(value, datetime.date):
         return value.isoformat()
-    shortened = _Short()  # its limits are arguments from Python 3.12 on
+    shortened = _AbbreviatedRepr()  # its limits are arguments from Python 3.12 on
     shortened.maxlevel, shortened.maxlist, shortened.maxtuple, shortened.maxdict = 1, 10, 10, 10
     shortened.maxstring, shortened.maxlong, shortened.maxother = 200, 60, 200
     return shortened.repr(value)

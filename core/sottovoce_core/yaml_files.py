@@ -202,7 +202,7 @@ def parse_document(text: str, source: str, what: str = "a run spec") -> Mapping[
     try:
         document = parse_yaml(text)
     except YAMLError as error:
-        raise SpecError(f"{source} is not YAML: {_wrong_with(error, text)}") from None
+        raise SpecError(f"{source} is not YAML: {_describe_yaml_error(error, text)}") from None
     except RecursionError:
         raise SpecError(f"{source} must be a mapping of fields and sections, got one nested too deeply") from None
     return require_mapping(document, source, what)
@@ -222,16 +222,16 @@ def require_mapping(document: object, source: str, what: str = "a run spec") -> 
     raise SpecError(f"{source}: {what} must be a mapping of fields, got {_FORMS.get(form, form)}{advice}")
 
 
-def _wrong_with(error: YAMLError, text: str) -> str:
+def _describe_yaml_error(error: YAMLError, text: str) -> str:
     """Describe why a text is not YAML, and in which line: one sentence."""
     if isinstance(error, ReaderError):
         line = text.count("\n", 0, error.position) + 1
         return f"its characters must be text, got U+{error.character:04X} in line {line}"
     mark = getattr(error, "problem_mark", None)
-    told, advice = str(getattr(error, "problem", None) or "it cannot be read"), ""
+    description, advice = str(getattr(error, "problem", None) or "it cannot be read"), ""
     if mark is None:
-        return told
-    if told.startswith("but found another document"):
+        return description
+    if description.startswith("but found another document"):
         return f"it must be one document, and a second one begins in line {mark.line + 1}, after ---: make it a file of its own"
     line, column = mark.line, mark.column
     near = [(k, at) for k, at in enumerate(text.split("\n")) if line - 1 <= k <= line]
@@ -239,7 +239,7 @@ def _wrong_with(error: YAMLError, text: str) -> str:
         ((k, at.index(sign), name) for k, at in near for sign, name in _BLANK_LOOKALIKES.items() if sign in at), None
     ):
         line, column, name = odd
-        told, advice = f"{name} is in the text", ": put a blank in its place"
-    elif told.startswith("mapping values are not allowed"):
+        description, advice = f"{name} is in the text", ": put a blank in its place"
+    elif description.startswith("mapping values are not allowed"):
         advice = "; is a line indented too far, or does text with a colon need quotes?"
-    return f"{' '.join(told.split())} (line {line + 1}, column {column + 1}){advice}"
+    return f"{' '.join(description.split())} (line {line + 1}, column {column + 1}){advice}"

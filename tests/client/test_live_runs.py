@@ -43,7 +43,7 @@ WRONG = [
     ({"partition": "by_label"}, "partition must be left out with source: live"),
     ({"test_fraction": 0.5}, "test_fraction must be left out with source: live"),
     ({"positive": [1]}, "positive must be left out without a schema"),
-    ({"source": "breast_cancer"}, "features must be left out but with source: live"),
+    ({"source": "breast_cancer"}, "features must be left out unless source: live"),
 ]
 
 

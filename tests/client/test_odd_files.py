@@ -399,7 +399,7 @@ def test_a_test_part_that_writes_labels_otherwise_is_told_which_are_near(file: W
     infer(file("train.csv", of_labels(">50K", "<=50K")), None, path := file("s.yaml", "").with_name("t.yaml"), SILENT)
     schema, test = load_schema(path), file("test.csv", of_labels(">50K.", "<=50k"))
     with pytest.raises(
-        DataError, match=r"label: some words differ from '<=50K', '>50K' by case, blanks or a final dot"
+        DataError, match=r"label: some words differ from '<=50K', '>50K' only by case, blanks or a final dot"
     ):
         load_dataset(DataSpec(source=str(test), schema=schema), LogisticLoss())
     assert not check(schema, test, console=Console(file=(shown := io.StringIO()), width=400))

@@ -266,7 +266,7 @@ def test_a_simulation_that_is_interrupted_leaves_nothing(
 
 def test_a_simulation_beyond_memory_is_refused(tmp_path: Path) -> None:
     experiment = Experiment(rounds=5, learners=2, algorithm="ldp-dol")
-    with pytest.raises(SpecError, match=r"a simulation holds at most 134217728 numbers, .* take fewer replicas"):
+    with pytest.raises(SpecError, match=r"a simulation must hold at most 134217728 numbers, .* take fewer replicas"):
         simulate_to_folder(
             tmp_path,
             experiment,
@@ -279,7 +279,7 @@ def test_a_simulation_beyond_memory_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_beyond_what_services_take_is_refused() -> None:
     spec = {"rounds": 5, "algorithm": "ldp-dol", "loss": {"kind": "softmax", "classes": 10**8}}
-    with pytest.raises(SpecError, match="a model has at most 16777216 numbers"):
+    with pytest.raises(SpecError, match="a model must have at most 16777216 numbers"):
         _ = Experiment(**spec).run
 
 

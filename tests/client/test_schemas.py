@@ -142,7 +142,10 @@ def test_a_sample_that_gives_no_schema_is_refused(folder: Path, content: bytes, 
 
 
 def test_a_sample_that_is_not_there_is_refused(folder: Path) -> None:
-    for name, message in (("none.csv", "a file that exists"), ("spec.yaml", r"reads \.csv and \.parquet files")):
+    for name, message in (
+        ("none.csv", "a file that exists"),
+        ("spec.yaml", r"a file for a schema must be \.csv or \.parquet"),
+    ):
         with pytest.raises(SpecError, match=message):
             ran("init", name, "--schema-only")
     with pytest.raises(SpecError, match="one of the columns"):

@@ -58,7 +58,7 @@ WRONG = [
     ("sweep odd.parquet --set rounds=1", "`sottovoce init odd.parquet` writes a run spec for them"),
     ("data describe wards.csv --schema wards.csv", "`sottovoce init wards.csv --schema-only` writes a schema for them"),
     ("plot wards.csv", "results.parquet or its folder, not from an exported table, got wards.csv"),
-    ("plot spec.yaml", "results are read from results.parquet or its folder, not from an exported table, got spec.yaml"),
+    ("plot spec.yaml", "results must be read from results.parquet or its folder, not from an exported table, got spec.yaml"),
     ("transcript show wards.csv", "it is to be the folder, or the .parquet file itself"),
     ("demo --data nothing", "data.source must be one of"),
     ("demo --rounds many", "--rounds"),

@@ -90,7 +90,7 @@ def test_labels_are_listed_up_to_some(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", ["logistic", {"kind": "softmax", "classes": 2}])
 def test_one_class_is_told(tmp_path: Path, loss: Any) -> None:
     text = told(tmp_path, rows(1), {"test_fraction": 0.2}, loss=loss)["ONE_CLASS"]
-    assert text.startswith("all records have the same class (1): there is nothing to tell apart")
+    assert text.startswith("all records have the same class (1): there is nothing to distinguish")
 
 
 def test_numbers_are_no_classes(tmp_path: Path) -> None:

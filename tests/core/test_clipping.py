@@ -125,7 +125,7 @@ def test_nor_where_the_guarantee_rests_on_what_is_heard(monkeypatch: pytest.Monk
     run = build_run(small_spec(), 3)
     monkeypatch.setattr(type(run.algorithm.accountant(0)), "is_valid_for_any_messages", False)
     with pytest.raises(
-        AssumptionViolated, match="holds whatever is heard, and that of ldp-dol does not say so"
+        AssumptionViolated, match="holds for any received messages, and that of ldp-dol does not say so"
     ) as refused:
         build_run(small_spec(on_violation="clip"), 3)
     assert refused.value.code == "VIOLATION_CLIP"

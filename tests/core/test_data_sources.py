@@ -86,7 +86,7 @@ def test_pyarrow_missing_says_what_to_install(csv: Callable[[str], Path], monkey
 
 
 def test_public_data_set_without_folder_says_how_to_get_it() -> None:
-    with pytest.raises(SpecError, match=r"`sottovoce data fetch mushrooms` gets it.*SOTTOVOCE_DATA is not set"):
+    with pytest.raises(SpecError, match=r"run `sottovoce data fetch mushrooms`.*SOTTOVOCE_DATA is not set"):
         load("mushrooms")
 
 

@@ -91,7 +91,7 @@ def test_records_must_go_on() -> None:
 def test_it_is_checked_without_going_through_its_rounds(learners: int) -> None:
     run = prepare(endless(learners=learners), live=True).run
     assert run.spec.is_unbounded
-    with pytest.raises(SpecError, match="known for a number of rounds, got rounds: null: give one"):
+    with pytest.raises(SpecError, match="the cost of all rounds needs a number of rounds, got rounds: null: give one"):
         run.guarantee(0)
 
 

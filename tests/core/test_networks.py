@@ -371,7 +371,7 @@ def test_a_learner_is_replayed_until_nobody_heard_it() -> None:
     found = replay(run, broken, 1, [data.learners[1], other]).realised_losses
     assert np.abs(expected).max() > 0.01
     np.testing.assert_allclose(found, expected[:4], rtol=1e-12)
-    with pytest.raises(CaptureError, match="nobody heard learner-2 in round 0"):
+    with pytest.raises(CaptureError, match="replay needs the message of learner-2 in round 0"):
         replay(run, broken, 2, [data.learners[2], other])
 
 

@@ -81,12 +81,12 @@ def _read() -> dict[str, CatalogueEntry]:
     facts = tomllib.loads(files(__package__).joinpath("catalogue.toml").read_text(encoding="utf-8"))
     found = {}
     for name, fields in facts.items():
-        originals = tuple(OriginalFile(**_frozen(each)) for each in fields.pop("originals", ()))
-        found[name] = CatalogueEntry(name, **_frozen(fields), originals=originals)
+        originals = tuple(OriginalFile(**_to_tuples(each)) for each in fields.pop("originals", ()))
+        found[name] = CatalogueEntry(name, **_to_tuples(fields), originals=originals)
     return found
 
 
-def _frozen(fields: Mapping[str, object]) -> dict[str, Any]:
+def _to_tuples(fields: Mapping[str, object]) -> dict[str, Any]:
     return {field: tuple(value) if isinstance(value, list) else value for field, value in fields.items()}
 
 

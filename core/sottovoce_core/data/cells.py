@@ -104,7 +104,7 @@ def parse_number(value: CellValue | UnsupportedValue) -> float | Flaw:
     """Convert a number, or its text, to float64; a number beyond float64's range becomes the largest that it holds."""
     if isinstance(value, str):
         if _NUMBER.fullmatch(value):
-            return _held(float(value))
+            return _clamp(float(value))
         if value.lstrip("+-").casefold() in _NOT_FINITE:
             return Flaw.NOT_FINITE
         return Flaw.COMMA if _COMMA_NUMBER.fullmatch(value) else Flaw.NO_NUMBER
@@ -113,11 +113,11 @@ def parse_number(value: CellValue | UnsupportedValue) -> float | Flaw:
     try:
         found = float(value)
     except OverflowError:
-        return _held(float("inf") if value > 0 else float("-inf"))
+        return _clamp(float("inf") if value > 0 else float("-inf"))
     return found if np.isfinite(found) else Flaw.NOT_FINITE
 
 
-def _held(number: float) -> float:
+def _clamp(number: float) -> float:
     return min(max(number, -sys.float_info.max), sys.float_info.max)
 
 

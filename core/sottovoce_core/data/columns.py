@@ -41,7 +41,10 @@ from sottovoce_core.yaml_files import detect_format
 
 _MAX_REPORTED_COLUMNS = 12
 """Maximum number of columns that an error explains."""
-_DECLARE_ADVICE = "declare its fields in a schema, or ignore them there (`sottovoce init --schema-only` drafts one from public records)"
+_DECLARE_ADVICE = (
+    "declare its fields in a schema, or ignore them there (`sottovoce init --schema-only` drafts one from public "
+    "records)"
+)
 _MAX_SNIFFED_BYTES = 2**16
 """Number of bytes after the first line of a `.csv` file that are inspected for another format."""
 _MAX_HEADER_LINE_BYTES = 2**24
@@ -172,7 +175,7 @@ class _File:
         """Return Arrow's column of this name."""
         return self.table.column(self.names.index(name))
 
-    def called(self, name: str) -> str:
+    def describe_column(self, name: str) -> str:
         """Describe a column in an error."""
         return describe_column(self.names.index(name), name, self.header)
 
@@ -190,15 +193,17 @@ class _File:
         if column.null_count:
             row = int(np.flatnonzero(column.is_null().to_numpy())[0])
             raise DataError(
-                f"{self.path}: row {row} (counted from 0), {self.called(name)} must hold a value, got an empty cell, or a word "
-                f"for one (nan, NA, null){advice}"
+                f"{self.path}: row {row} (counted from 0), {self.describe_column(name)} must hold a value, got an empty cell, or a "
+                f"word for one (nan, NA, null){advice}"
             )
         numeric = is_numeric_type(column.type) or (column.type == "bool" and name not in PLACEMENT_COLUMNS)
         if numeric and name not in self.codes and not _loses_digits(column):
             return as_floats(column.cast("float64", safe=False).to_numpy())
-        values = _values_of_python(self.codes.get(name, column))
+        values = _to_python_values(self.codes.get(name, column))
         if any(to_python_value(value) is UNSUPPORTED_VALUE for value in values):
-            raise DataError(f"{self.path}: {self.called(name)} must hold numbers or text, got type {column.type}")
+            raise DataError(
+                f"{self.path}: {self.describe_column(name)} must hold numbers or text, got type {column.type}"
+            )
         return np.array(
             [value.strip() for value in values] if name in self.codes else [*map(str, values)], dtype=np.str_
         )
@@ -209,13 +214,15 @@ class _File:
         Raises:
             DataError: some columns are no features, or hold something other than numbers.
         """
-        if wrong := [(name, why) for name in features if (why := self._no_feature(name))]:
-            told = " and ".join(f"{self.called(name)} {why}" for name, why in wrong[:_MAX_REPORTED_COLUMNS])
+        if wrong := [(name, why) for name in features if (why := self._explain_no_feature(name))]:
+            problems = " and ".join(
+                f"{self.describe_column(name)} {why}" for name, why in wrong[:_MAX_REPORTED_COLUMNS]
+            )
             it = "it" if len(wrong) == 1 else "them"
-            raise DataError(f"{self.path}: {told}; {_DECLARE_ADVICE}, or drop {it}")
+            raise DataError(f"{self.path}: {problems}; {_DECLARE_ADVICE}, or drop {it}")
         return as_floats(np.column_stack([self.values(name, f"; or {_DECLARE_ADVICE}") for name in features]))
 
-    def _no_feature(self, name: str) -> str:
+    def _explain_no_feature(self, name: str) -> str:
         """Explain why a column is no feature; empty: it is one."""
         if is_index(name):
             return f"must be a field of the records, and is {INDEX_DESCRIPTION}"
@@ -301,18 +308,18 @@ def _cells(column: Any) -> Any:
     if types.is_timestamp(column.type):  # pandas reads nanoseconds
         column = column.cast(arrow.timestamp("us", column.type.tz), safe=False)
     numeric = types.is_integer(column.type) or types.is_floating(column.type)
-    return column.to_numpy() if numeric and not column.null_count else _values_of_python(column)
+    return column.to_numpy() if numeric and not column.null_count else _to_python_values(column)
 
 
-def _values_of_python(column: Any) -> list[Any]:
+def _to_python_values(column: Any) -> list[Any]:
     """Return a column as a list; `UNSUPPORTED_VALUE` for what Python lacks: the year 12020, text not in UTF-8, nanoseconds."""
     try:
         return list(column.to_pylist())
     except _CONVERSION_ERRORS:
-        return [_value_of_python(cell) for cell in column]
+        return [_to_python_value(cell) for cell in column]
 
 
-def _value_of_python(cell: Any) -> Any:
+def _to_python_value(cell: Any) -> Any:
     try:
         return cell.as_py()
     except _CONVERSION_ERRORS:
@@ -353,13 +360,15 @@ def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None 
     except MemoryError:
         raise DataError(f"{path} must fit into memory, got more records than do") from None
     except OSError as error:
-        why = error.strerror or _instead(path)
+        why = error.strerror or _describe_content(path)
         raise DataError(f"{path} must be a readable {path.suffix} file: {why}") from None
     except arrow.ArrowException as error:  # its text may quote a row after the last colon
-        raise DataError(f"{path} must be a readable {path.suffix} file: {_unquoted(path, str(error))}") from None
+        raise DataError(
+            f"{path} must be a readable {path.suffix} file: {_remove_quotations(path, str(error))}"
+        ) from None
 
 
-def _instead(path: Path) -> str:
+def _describe_content(path: Path) -> str:
     """Describe a file that cannot be read as its name states."""
     found = describe_content(path)
     own = path.suffix.lower() == ".csv" if found.startswith("text:") else found.startswith("a Parquet")
@@ -449,7 +458,7 @@ def _require_csv(path: Path) -> None:
         raise DataError(f"{path} must begin with a line of column names, got a spreadsheet's sep=; remove it")
 
 
-def _unquoted(path: Path, text: str) -> str:
+def _remove_quotations(path: Path, text: str) -> str:
     """Return Arrow's message about a broken file without any quoted content."""
     if "Empty CSV file" in text:
         return "it has no record"
@@ -458,7 +467,7 @@ def _unquoted(path: Path, text: str) -> str:
     if "straddling object" in text:
         return "a row is longer than 1 MiB: see whether a quote in it is never closed, or drop its long column"
     if (other := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", text)) is None:
-        return _instead(path)
+        return _describe_content(path)
     row, wanted, got = other.groups()
     with path.open("rb") as file:
         advice = "; its first line begins with #: remove it if it is a comment" if file.read(1) == b"#" else ""

@@ -141,7 +141,7 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), la
             f"data.source must be a data set or a file of records, got {data.source}, whose records come later"
         )
     if data.schema is not None:
-        return _by_schema(data, data.schema, loss)
+        return _load_by_schema(data, data.schema, loss)
     table = read_source(data, folders)
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
     mapped, classes = map_labels(labels, loss, data.positive, labels_required=labels_required)
@@ -173,7 +173,7 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
         features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)
         return RawTable(as_floats(features), as_floats(labels))
     if known is not None:
-        return _plain(read_npz(_public_file(data.source, folders)), data.source)
+        return _convert_labels(read_npz(_public_file(data.source, folders)), data.source)
     path = Path(data.source)
     if path.suffix.lower() not in RECORD_FILE_SUFFIXES:
         raise SpecError(
@@ -182,19 +182,21 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
             f"{suggest_name(data.source)}"
         )
     require_source_file(path)
-    return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
+    return _convert_labels(
+        read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source
+    )
 
 
-def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
+def _load_by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
     """Read all records of a file by a schema."""
     path = Path(data.source)
     found, learner, rounds = encode_file(path, Encoder.from_schema(schema, loss, data.positive))
     if found.refusals:
-        told = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
+        listed_reasons = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
         row, why = next(iter(found.refusals.items()))
         counts = f"{len(found.refusals):,} of {len(found.accepted_mask):,} records do not fit the schema"
         hint = f"; {found.hint}" if found.hint else ""
-        raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}{hint}")
+        raise DataError(f"{path}: {counts}: {listed_reasons}; the first is row {row} (counted from 0), {why}{hint}")
     placed = _placement(learner, rounds, data.source)
     named = schema.label.classes or ()
     return Dataset(data.source, found.features, found.labels, found.classes, *placed, class_names=named)
@@ -261,7 +263,7 @@ def _public_file(source: str, folders: Sequence[Path]) -> Path:
     )
 
 
-def _plain(table: RawTable, source: str) -> RawTable:
+def _convert_labels(table: RawTable, source: str) -> RawTable:
     """Return the table with labels as float64 or text."""
 
     def plain(labels: AnyArray) -> AnyArray:

@@ -53,25 +53,27 @@ def map_labels(
     if loss.n_classes is None:
         if labels.dtype.kind != "f":
             raise DataError(
-                f"labels of the {loss.kind} loss must be numbers, got text{_told(labels, distinct)}; choose another label or a "
-                "loss of classes"
+                f"labels of the {loss.kind} loss must be numbers, got text{_list_labels(labels, distinct)}; choose another "
+                "label or a loss of classes"
             )
         return as_floats(labels), classes
     if loss.has_binary_labels and len(distinct) < 2:
         only = format_labels(distinct)[0]
         known = labels_required or positive is not None or only in ("0", "1")
-        return np.full(len(labels), _of_one(only, loss, positive, many=len(labels) > 1) if known else 0.0), classes
-    few = _told(labels, distinct)
-    return _class_labels(format_labels(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
+        return np.full(
+            len(labels), _map_single_label(only, loss, positive, many=len(labels) > 1) if known else 0.0
+        ), classes
+    few = _list_labels(labels, distinct)
+    return _map_classes(format_labels(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
 
 
-def _told(labels: AnyArray, distinct: AnyArray) -> str:
+def _list_labels(labels: AnyArray, distinct: AnyArray) -> str:
     """Format the labels for an error if they are few classes; else empty: they could identify records, and are not quoted."""
     few = len(distinct) <= _MAX_LISTED_LABELS and 2 * len(distinct) <= len(labels)
     return f": {abbreviate_names(format_labels(distinct))}" if few else ""
 
 
-def _core(text: str) -> str:
+def _simplify_label(text: str) -> str:
     """Normalise a label: ignore case, blanks and a final dot."""
     return " ".join(normalise_text(text).rstrip(". ").split()).casefold()
 
@@ -80,7 +82,7 @@ def describe_similar_labels(texts: Iterable[str]) -> str:
     """Describe labels that differ only by case, blanks or a final dot; empty: there are none."""
     kinds: dict[str, list[str]] = {}
     for text in texts:
-        kinds.setdefault(_core(text), []).append(text)
+        kinds.setdefault(_simplify_label(text), []).append(text)
     same = [" and ".join(map(repr, kind)) for kind in kinds.values() if len(kind) > 1]
     return (
         f"{'; '.join(same[:_MAX_LISTED_LABELS])} differ only by case, blanks or a final dot: write them alike if they are one"
@@ -89,7 +91,7 @@ def describe_similar_labels(texts: Iterable[str]) -> str:
     )
 
 
-def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, many: bool) -> float:
+def _map_single_label(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, many: bool) -> float:
     """Map the only label of all records: by `positive`, or 0 and 1 unchanged.
 
     Raises:
@@ -107,7 +109,7 @@ def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, ma
     )
 
 
-def resolve_class_name(told: str, texts: Sequence[str]) -> str:
+def resolve_class_name(word: str, texts: Sequence[str]) -> str:
     """Return the label that a word refers to: exactly, else ignoring case, else by truth value among a true and a false label.
 
     Args:
@@ -117,15 +119,15 @@ def resolve_class_name(told: str, texts: Sequence[str]) -> str:
     Returns:
         A label; `word` itself if no label or several match.
     """
-    if told in texts:
-        return told
-    if len(same := [text for text in texts if text.casefold() == told.casefold()]) == 1:
+    if word in texts:
+        return word
+    if len(same := [text for text in texts if text.casefold() == word.casefold()]) == 1:
         return same[0]
     truths = {parse_boolean(text): text for text in texts} if len(texts) == 2 else {}
-    return truths.get(parse_boolean(told), told) if truths.keys() == {True, False} else told
+    return truths.get(parse_boolean(word), word) if truths.keys() == {True, False} else word
 
 
-def _class_labels(
+def _map_classes(
     classes: Sequence[str],
     loss: Loss,
     positive: tuple[int | str, ...] | None,
@@ -205,11 +207,11 @@ class EncodedRecords:
     @property
     def hint(self) -> str:
         """Hint about words that are nearly categories; empty: there are none."""
-        told = [
+        hints = [
             f"{name}: some words differ from {', '.join(map(repr, words))}"
             for name, words in self.near_categories.items()
         ]
-        return f"{'; '.join(told)} only by case, blanks or a final dot: write them as in the schema" if told else ""
+        return f"{'; '.join(hints)} only by case, blanks or a final dot: write them as in the schema" if hints else ""
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -265,8 +267,8 @@ class Encoder:
             raise SpecError(
                 f"data.schema.label must be a category or a boolean for the {loss.kind} loss, got type {label.type}"
             )
-        named = None if positive is None else tuple(_class_named(each, label, label.classes) for each in positive)
-        return cls(schema, tuple(_class_labels(label.classes, loss, named).tolist()))
+        named = None if positive is None else tuple(_resolve_class(each, label, label.classes) for each in positive)
+        return cls(schema, tuple(_map_classes(label.classes, loss, named).tolist()))
 
     def encode_columns(self, columns: Mapping[str, Any], *, has_labels: bool = True) -> EncodedRecords:
         """Encode many records.
@@ -284,7 +286,7 @@ class Encoder:
         if len(lengths) > 1:
             raise DataError(f"fields must have equally many values, got {sorted(lengths)}")
         n = lengths.pop() if lengths else 0
-        named, odd = self._named(cells)
+        named, odd = self._match_fields(cells)
         return self._encode({name: cells[own] for name, own in named.items()}, np.full(n, odd), labelled=has_labels)
 
     def encode_records(self, records: Sequence[Mapping[str, Any]], *, has_labels: bool = True) -> EncodedRecords:
@@ -297,7 +299,7 @@ class Encoder:
         """
         if not all(isinstance(record, Mapping) for record in records):
             raise DataError("a record must be a mapping of fields to values")
-        found = [self._named(record) for record in records]
+        found = [self._match_fields(record) for record in records]
         cells: dict[str, Cells] = {
             field: [
                 record[named[field]] if field in named else None
@@ -307,7 +309,7 @@ class Encoder:
         }
         return self._encode(cells, np.array([odd for _, odd in found], dtype=bool), labelled=has_labels)
 
-    def _named(self, record: Mapping[Any, Any]) -> tuple[dict[str, str], bool]:
+    def _match_fields(self, record: Mapping[Any, Any]) -> tuple[dict[str, str], bool]:
         """Return the declared fields of a record with the names used there, and whether the record has other fields."""
         schema, named, odd = self.schema, dict[str, str](), False
         for given in record:
@@ -328,14 +330,14 @@ class Encoder:
             )
             _refuse(refused, name, flaws)
             nearly |= _near(name, feature, cells.get(name, nothing), flaws)
-        told = np.zeros(n)
+        label_values = np.zeros(n)
         if labelled:
-            told, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing_value_set)
+            label_values, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing_value_set)
             _refuse(refused, schema.label.name, flaws)
             nearly |= _near(schema.label.name, schema.label, cells.get(schema.label.name, nothing), flaws)
         fits = np.ones(n, dtype=bool)
         fits[list(refused)] = False
-        labels = told[fits] if labelled else np.empty(0)
+        labels = label_values[fits] if labelled else np.empty(0)
         classes = None
         if labelled and self.class_values is not None:
             classes = labels.astype(np.int64)
@@ -343,17 +345,17 @@ class Encoder:
         return EncodedRecords(features[fits], labels, classes, fits, dict(sorted(refused.items())), nearly)
 
 
-def _class_named(told: int | str, label: Label, classes: tuple[str, ...]) -> str:
+def _resolve_class(value: int | str, label: Label, classes: tuple[str, ...]) -> str:
     """Return the class that a value means, read as a label's value, or as a word; the value itself if it means none."""
-    (place,), (flaw,) = label.read([told], MissingValues())
-    return resolve_class_name(str(told), classes) if flaw != NO_FLAW else classes[int(place)]
+    (place,), (flaw,) = label.read([value], MissingValues())
+    return resolve_class_name(str(value), classes) if flaw != NO_FLAW else classes[int(place)]
 
 
 def _near(name: str, of: Feature | Label, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
     """Find the categories of a field that differ from some of its words only by case, blanks or a final dot."""
     rows = np.flatnonzero(flaws == Flaw.NO_CATEGORY.value)
-    odd = {_core(cells[row]) for row in rows if isinstance(cells[row], str)}
-    found = sorted(word for word in of.words if _core(word) in odd)
+    odd = {_simplify_label(cells[row]) for row in rows if isinstance(cells[row], str)}
+    found = sorted(word for word in of.words if _simplify_label(word) in odd)
     return {name: found} if found else {}
 
 

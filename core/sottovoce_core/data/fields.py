@@ -36,7 +36,7 @@ _MAX_CODE_BITS = 1024
 """Minimum number of bits of an integer that is too large for a code."""
 
 
-_Read = tuple[FloatArray, IntArray]
+_ParsedColumn = tuple[FloatArray, IntArray]
 """Parsed column: values, meaningless where there is a flaw; and the number of the `Flaw` of each value."""
 
 
@@ -45,7 +45,7 @@ _Read = tuple[FloatArray, IntArray]
 _QUOTES_ADVICE = "YAML reads true and false as truth values, and 2020-01-31 as a date: put quotes around text"
 
 
-def _words(value: object) -> object:
+def _require_words(value: object) -> object:
     """Require text and numbers."""
     for each in value if isinstance(value, list | tuple) else ():
         if isinstance(each, bool) or not isinstance(each, str | int | float):
@@ -66,17 +66,19 @@ def _is_day(value: object) -> bool:
     )
 
 
-def _ordered(bounds: Any) -> Any:
+def _require_order(bounds: Any) -> Any:
     if not bounds[0] < bounds[1]:
         raise ValueError("the first bound must be below the second one")
     return bounds
 
 
-def _distinct(categories: tuple[str | int | float, ...]) -> tuple[str | int | float, ...]:
+def _require_distinct(categories: tuple[str | int | float, ...]) -> tuple[str | int | float, ...]:
     """Normalise categories, and require that they differ."""
     kinds = {isinstance(each, str) for each in categories}
     if len(kinds) > 1:
-        raise ValueError(f"must be all text or all numbers: put quotes around {_unquoted(categories)} if it is text")
+        raise ValueError(
+            f"must be all text or all numbers: put quotes around {_list_unquoted(categories)} if it is text"
+        )
     made = tuple(normalise_text(each) if isinstance(each, str) else each for each in categories)
     if any(not np.isfinite(float(each)) for each in made if not isinstance(each, str)):
         raise ValueError("numbers must be finite")
@@ -89,14 +91,14 @@ def _distinct(categories: tuple[str | int | float, ...]) -> tuple[str | int | fl
     return made
 
 
-def _unquoted(categories: tuple[str | int | float, ...]) -> str:
+def _list_unquoted(categories: tuple[str | int | float, ...]) -> str:
     return str(next(each for each in categories if not isinstance(each, str)))
 
 
-Words = Annotated[tuple[str | int | float, ...], BeforeValidator(_words)]
-_Bounds = Annotated[tuple[Finite, Finite], AfterValidator(_ordered)]
-_Days = Annotated[tuple[datetime.date, datetime.date], BeforeValidator(_bounds_of_days), AfterValidator(_ordered)]
-_Categories = Annotated[Words, AfterValidator(_distinct)]
+Words = Annotated[tuple[str | int | float, ...], BeforeValidator(_require_words)]
+_Bounds = Annotated[tuple[Finite, Finite], AfterValidator(_require_order)]
+_Days = Annotated[tuple[datetime.date, datetime.date], BeforeValidator(_bounds_of_days), AfterValidator(_require_order)]
+_Categories = Annotated[Words, AfterValidator(_require_distinct)]
 
 
 # ---- types -----------------------------------------------------------------------------------------------
@@ -107,16 +109,16 @@ class _Typed(Section, ABC):
 
     type: str
 
-    def read(self, cells: Cells, missing: MissingValues) -> _Read:
+    def read(self, cells: Cells, missing: MissingValues) -> _ParsedColumn:
         """Parse a column, and validate it against the declaration.
 
         Args:
             cells: `(records,)`.
             missing: values that count as missing.
         """
-        return self._settle(*self._parsed(cells, missing))
+        return self._settle(*self._parse_column(cells, missing))
 
-    def _parsed(self, cells: Cells, missing: MissingValues) -> _Read:
+    def _parse_column(self, cells: Cells, missing: MissingValues) -> _ParsedColumn:
         values, flaws = np.zeros(len(cells)), np.zeros(len(cells), dtype=np.int64)
         known: dict[object, float | Flaw] = {}
         for i, cell in enumerate(cells.tolist() if isinstance(cells, np.ndarray) else cells):
@@ -137,7 +139,7 @@ class _Typed(Section, ABC):
     def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
         """Convert a value to the field's own unit."""
 
-    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _ParsedColumn:
         """Scale parsed values, and validate them against the declaration."""
         return values, flaws
 
@@ -152,7 +154,7 @@ class _Typed(Section, ABC):
         """Description of the accepted values."""
 
 
-def _scaled(values: FloatArray, flaws: IntArray, low: float, high: float, *, clips: bool) -> _Read:
+def _scale(values: FloatArray, flaws: IntArray, low: float, high: float, *, clips: bool) -> _ParsedColumn:
     """Scale onto [-1, 1]; a value out of bounds is refused, unless `clips`."""
     within = np.clip(values, low, high)
     if not clips:
@@ -160,7 +162,7 @@ def _scaled(values: FloatArray, flaws: IntArray, low: float, high: float, *, cli
     return np.clip(2.0 * ((within - low) / (high - low)) - 1.0, -1.0, 1.0), flaws
 
 
-def _written(number: float) -> str:
+def _format_number(number: float) -> str:
     """Format a number for people: 1.0 is `1`."""
     return str(int(number)) if float(number).is_integer() else str(number)
 
@@ -171,10 +173,10 @@ class _Number(_Typed):
     type: Literal["number"] = "number"
     bounds: _Bounds
 
-    def _parsed(self, cells: Cells, missing: MissingValues) -> _Read:
+    def _parse_column(self, cells: Cells, missing: MissingValues) -> _ParsedColumn:
         """Parse an array in one step: its values may all differ."""
         if not isinstance(cells, np.ndarray):
-            return super()._parsed(cells, missing)
+            return super()._parse_column(cells, missing)
         numbers = as_floats(cells)
         fits = np.isfinite(numbers)
         flaws = np.where(fits, NO_FLAW, Flaw.NOT_FINITE.value)
@@ -183,12 +185,12 @@ class _Number(_Typed):
     def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
         return parse_number(value)
 
-    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
-        return _scaled(values, flaws, *self.bounds, clips=_clips(self))
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _ParsedColumn:
+        return _scale(values, flaws, *self.bounds, clips=_clips(self))
 
     @property
     def accepted_values(self) -> str:
-        return " to ".join(map(_written, self.bounds))
+        return " to ".join(map(_format_number, self.bounds))
 
 
 class _Category(_Typed):
@@ -202,18 +204,18 @@ class _Category(_Typed):
         return {each if isinstance(each, str) else float(each): k for k, each in enumerate(self.categories)}
 
     def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
-        told: object = value
+        written_value: object = value
         if not isinstance(self.categories[0], str):
-            told = parse_number(value)
+            written_value = parse_number(value)
         elif isinstance(value, int) and not isinstance(value, bool):  # a code of digits only
-            told = str(value) if value.bit_length() < _MAX_CODE_BITS else None
-        place = self._places.get(told)
+            written_value = str(value) if value.bit_length() < _MAX_CODE_BITS else None
+        place = self._places.get(written_value)
         return Flaw.NO_CATEGORY if place is None else float(place)
 
     @property
     def words(self) -> tuple[str, ...]:
         """Categories as text: the number 1.0 is `1`."""
-        return tuple(each if isinstance(each, str) else _written(each) for each in self.categories)
+        return tuple(each if isinstance(each, str) else _format_number(each) for each in self.categories)
 
     @property
     def accepted_values(self) -> str:
@@ -225,10 +227,10 @@ _TRUE, _FALSE = ("true", "t", "yes", "y", "on"), ("false", "f", "no", "n", "off"
 
 def parse_boolean(value: CellValue | UnsupportedValue) -> bool | None:
     """Read a word or a number as true or false; None: neither."""
-    told, number = value.casefold() if isinstance(value, str) else None, parse_number(value)
-    if value is True or told in _TRUE or number == 1.0:
+    written_value, number = value.casefold() if isinstance(value, str) else None, parse_number(value)
+    if value is True or written_value in _TRUE or number == 1.0:
         return True
-    return False if value is False or told in _FALSE or number == 0.0 else None
+    return False if value is False or written_value in _FALSE or number == 0.0 else None
 
 
 class _Boolean(_Typed):
@@ -237,8 +239,8 @@ class _Boolean(_Typed):
     type: Literal["boolean"] = "boolean"
 
     def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
-        told = parse_boolean(value)
-        return Flaw.NO_BOOLEAN if told is None else 1.0 if told else -1.0
+        written_value = parse_boolean(value)
+        return Flaw.NO_BOOLEAN if written_value is None else 1.0 if written_value else -1.0
 
     @property
     def accepted_values(self) -> str:
@@ -301,7 +303,7 @@ class _Bounded(Feature):
     """Policy for a value out of bounds. refuse: the record does not fit. clip: the value becomes the bound."""
 
     def make_opposite(self, features: FloatArray) -> FloatArray:
-        return _negated(features)
+        return _negate(features)
 
 
 def _clips(field: _Typed) -> bool:
@@ -331,8 +333,8 @@ class Date(_Bounded):
     def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
         return parse_day(value)
 
-    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
-        return _scaled(values, flaws, *self._ends, clips=_clips(self))
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _ParsedColumn:
+        return _scale(values, flaws, *self._ends, clips=_clips(self))
 
     @property
     def accepted_values(self) -> str:
@@ -347,7 +349,7 @@ class Boolean(_Boolean, Feature):
     """True, which is 1, or false, which is -1."""
 
     def make_opposite(self, features: FloatArray) -> FloatArray:
-        return _negated(features)
+        return _negate(features)
 
 
 class Category(_Category, Feature):
@@ -364,7 +366,7 @@ class Category(_Category, Feature):
         return np.concatenate([np.roll(features[:n], 1), features[n:]])
 
 
-def _negated(features: FloatArray) -> FloatArray:
+def _negate(features: FloatArray) -> FloatArray:
     """Negate all features but a flag, which is the second one."""
     return np.concatenate([-features[:1], features[1:]])
 
@@ -428,7 +430,7 @@ class CategoryLabel(_Category, Label):
 class BooleanLabel(_Boolean, Label):
     """False, which is class 0, or true, which is class 1."""
 
-    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _ParsedColumn:
         return (values + 1.0) / 2.0, flaws
 
     @property

@@ -200,7 +200,7 @@ def _column_names(arrays: Mapping[str, AnyArray], width: int) -> tuple[str, ...]
     return tuple(map(str, names)) if names is not None and names.shape == (width,) else None
 
 
-def _listed(arrays: Mapping[str, AnyArray], name: str, path: Path) -> AnyArray:
+def _get_list(arrays: Mapping[str, AnyArray], name: str, path: Path) -> AnyArray:
     """Return an array of one axis.
 
     Raises:
@@ -216,9 +216,9 @@ def _mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple
     """Build the features: numeric columns unchanged, then one column for each value of each categorical column."""
     try:
         numbers, codes = arrays[f"num_{part}"], arrays[f"cat_{part}"]
-        attributes = [str(name) for name in _listed(arrays, "cat_columns", path)]
-        values = [_listed(arrays, f"values_{attribute}", path) for attribute in attributes]
-        names = [str(name) for name in _listed(arrays, "num_columns", path)]
+        attributes = [str(name) for name in _get_list(arrays, "cat_columns", path)]
+        values = [_get_list(arrays, f"values_{attribute}", path) for attribute in attributes]
+        names = [str(name) for name in _get_list(arrays, "num_columns", path)]
     except KeyError as error:
         raise DataError(f"{path} has num_{part}, so it must hold the array {error.args[0].split()[0]} too") from None
     if numbers.ndim != 2 or numbers.dtype.kind not in "biuf" or codes.shape != (len(numbers), len(attributes)):
@@ -251,12 +251,12 @@ def describe_column_mismatch(
         )
         many = many if found else f"none of its {len(there)} is a field"
         return f"must begin with a line of column names, and {many} of the schema; {fields}"
-    told = []
+    problems = []
     if lacking:
-        told.append(f"must have a column for every field of the schema, and has none for {quote_names(lacking)}")
+        problems.append(f"must have a column for every field of the schema, and has none for {quote_names(lacking)}")
     if unknown := sorted(name for name in there if name not in allowed):
-        told.append(f"every column must be in the schema, and {quote_names(unknown)} is not: {odd}")
-    return "; ".join(told)
+        problems.append(f"every column must be in the schema, and {quote_names(unknown)} is not: {odd}")
+    return "; ".join(problems)
 
 
 def quote_names(names: Collection[str]) -> str:
@@ -292,7 +292,7 @@ def explain_header(names: Sequence[str], column: Callable[[int], Any], label: st
     places = range(len(names))
     if over := [k for k in places if _is_word(names[k]) and is_numeric_type(column(k).type)]:
         return f"a word, {names[over[0]]!r}, heads a column of numbers"
-    if again := [k for k in places if not _NUMBER.fullmatch(names[k].strip()) and _is_there(names[k], column(k))]:
+    if again := [k for k in places if not _NUMBER.fullmatch(names[k].strip()) and _is_value_of(names[k], column(k))]:
         raise _no_names(path, f"what its first line has in column {again[0]} (counted from 0) occurs below, too")
     if usual := [name for name in names if name in (*LABEL_COLUMN_NAMES, *PLACEMENT_COLUMNS)]:
         return f"one is called {usual[0]!r}"
@@ -322,7 +322,7 @@ def is_numeric_type(kind: Any) -> bool:
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
 
 
-def _is_there(name: str, column: Any) -> bool:
+def _is_value_of(name: str, column: Any) -> bool:
     """Return whether the name is a value of the column: one of its texts, or a date or truth value if all are."""
     arrow = import_optional("pyarrow", "pyarrow", "reading .csv files")
     kinds = arrow.types

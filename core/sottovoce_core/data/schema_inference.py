@@ -72,7 +72,7 @@ _Field = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Drafted:
+class _FieldDraft:
     """Draft of a field for one column.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Drafted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _ColumnValues:
     """Distinct values of a column.
 
     Attributes:
@@ -101,8 +101,8 @@ class _Seen:
     gaps: int
 
     @classmethod
-    def of(cls, cells: Cells, missing: MissingValues) -> _Seen:
-        counted = Counter((type(value), value) for value in _plainly(cells))  # by type, too: True is 1
+    def of(cls, cells: Cells, missing: MissingValues) -> _ColumnValues:
+        counted = Counter((type(value), value) for value in _iterate_values(cells))  # by type, too: True is 1
         there = {value: times for value, times in counted.items() if not missing.is_missing(value[1])}
         return cls(tuple(value for _, value in there), tuple(there.values()), len(cells) - sum(there.values()))
 
@@ -116,7 +116,7 @@ class _Seen:
         return sum(times for value, times in zip(self.values, self.times, strict=True) if holds(value))
 
 
-def _plainly(cells: Cells) -> Iterator[CellValue | UnsupportedValue]:
+def _iterate_values(cells: Cells) -> Iterator[CellValue | UnsupportedValue]:
     return map(to_python_value, cells.tolist() if isinstance(cells, np.ndarray) else cells)
 
 
@@ -124,7 +124,7 @@ def _find_gaps(columns: Iterable[Cells], always: tuple[str, ...]) -> list[str]:
     """Find the words that mean a missing value in these columns, in addition to those of `always`."""
     found = set[str]()
     for cells in columns:
-        values = {(type(value), value) for value in _plainly(cells)}
+        values = {(type(value), value) for value in _iterate_values(cells)}
         words = {value.casefold() for _, value in values if isinstance(value, str)}
         found |= words & _NEVER_WORDS
         if any(isinstance(value, float) and np.isnan(value) for _, value in values):
@@ -169,22 +169,22 @@ def _is_date(value: CellValue | UnsupportedValue) -> bool:
 
 # ---- features and labels ---------------------------------------------------------------------------------
 
-_Taken = tuple[_Field | None, str]
+_InferredField = tuple[_Field | None, str]
 """Field of a schema, or None; and the reason, in words."""
 
 
-def _draft_feature(name: str, seen: _Seen) -> _Drafted:
+def _draft_feature(name: str, seen: _ColumnValues) -> _FieldDraft:
     """Draft a feature from a column, or explain why it is none."""
     if not seen.values:
-        return _Drafted(name, None, "no record of the sample has a value")
-    field, why = (None, INDEX_DESCRIPTION) if is_index(name) else _by_name(name, seen) or _taken(seen)
+        return _FieldDraft(name, None, "no record of the sample has a value")
+    field, why = (None, INDEX_DESCRIPTION) if is_index(name) else _by_name(name, seen) or _infer_type(seen)
     if field is not None and seen.gaps:
         field = {**field, "missing": "flag"}
         why = f"{why}; {_missing(seen)}" if why else _missing(seen)
-    return _Drafted(name, field, why)
+    return _FieldDraft(name, field, why)
 
 
-def _draft_label(name: str, seen: _Seen, called: str) -> _Drafted:
+def _draft_label(name: str, seen: _ColumnValues, called: str) -> _FieldDraft:
     """Draft the label from a column.
 
     Args:
@@ -199,7 +199,7 @@ def _draft_label(name: str, seen: _Seen, called: str) -> _Drafted:
         raise DataError(
             f"the label {called} must have a value in every record, got one {_missing(seen)}: drop these, or choose another label"
         )
-    field, why = _by_name(name, seen) or _classes(seen) or _taken(seen)
+    field, why = _by_name(name, seen) or _classes(seen) or _infer_type(seen)
     if field is None or field["type"] == "date":
         raise DataError(
             f"the label {called} must be a number, true or false, or one of a few words, got another: {why}; choose another label"
@@ -208,15 +208,15 @@ def _draft_label(name: str, seen: _Seen, called: str) -> _Drafted:
         raise DataError(f"the label {called} must have two values or more in the sample, got one; choose another label")
     if field["type"] == "category":
         why = "classes 0, 1, ... in this order; of two kinds, the later half counts as 1, or what data.positive names"
-        why += f"; {told}" if (told := describe_similar_labels(map(str, field["categories"]))) else ""
-    return _Drafted(name, field, why)
+        why += f"; {similar}" if (similar := describe_similar_labels(map(str, field["categories"]))) else ""
+    return _FieldDraft(name, field, why)
 
 
-def _missing(seen: _Seen) -> str:
+def _missing(seen: _ColumnValues) -> str:
     return f"missing in {seen.gaps:,} of {seen.gaps + seen.records:,}"
 
 
-def _by_name(name: str, seen: _Seen) -> _Taken | None:
+def _by_name(name: str, seen: _ColumnValues) -> _InferredField | None:
     """Draft a column named like an identifier: a few codes are categories, other values identify records."""
     if not _may_identify(name) or not all(map(_is_whole, seen.values)):
         return None
@@ -230,21 +230,21 @@ def _is_whole(value: CellValue | UnsupportedValue) -> bool:
     return isinstance(value, str) if isinstance(number, Flaw) else number.is_integer()
 
 
-def _taken(seen: _Seen) -> _Taken:
+def _infer_type(seen: _ColumnValues) -> _InferredField:
     """Return the type that fits all values of a column."""
     if any(isinstance(value, UnsupportedValue) for value in seen.values):
         return None, "some values are of a kind that no field takes"
-    return _boolean(seen) or _number(seen) or _date(seen) or _spoilt(seen) or _words(seen)
+    return _boolean(seen) or _number(seen) or _date(seen) or _explain_flaws(seen) or _words(seen)
 
 
-def _boolean(seen: _Seen) -> _Taken | None:
+def _boolean(seen: _ColumnValues) -> _InferredField | None:
     found = set(map(parse_boolean, seen.values))
     if None in found:
         return None
     return ({"type": "boolean"}, "") if len(found) == 2 or not all(map(_is_number, seen.values)) else None
 
 
-def _classes(seen: _Seen) -> _Taken | None:
+def _classes(seen: _ColumnValues) -> _InferredField | None:
     """Draft a few integers as categories."""
     numbers = [parse_number(value) for value in seen.values]
     few = len(numbers) <= min(_MAX_CLASSES, seen.records / 2)
@@ -259,17 +259,20 @@ def _classes(seen: _Seen) -> _Taken | None:
     return ({"type": "category", "categories": found}, "") if abs(found[0]) <= MAX_MAGNITUDE >= abs(found[-1]) else None
 
 
-def _number(seen: _Seen) -> _Taken | None:
+def _number(seen: _ColumnValues) -> _InferredField | None:
     if not all(map(_is_number, seen.values)):
         return None
     numbers = [number for number in map(parse_number, seen.values) if not isinstance(number, Flaw)]
     low, high = min(numbers), max(numbers)
     if max(-low, high) > MAX_MAGNITUDE:
         return None, f"some numbers are beyond {MAX_MAGNITUDE:g}"
-    return {"type": "number", "bounds": list(_outward(low, high))}, f"{_short(low)} to {_short(high)} in the sample"
+    return {
+        "type": "number",
+        "bounds": list(_round_outward(low, high)),
+    }, f"{_short(low)} to {_short(high)} in the sample"
 
 
-def _outward(low: float, high: float) -> tuple[float, float]:
+def _round_outward(low: float, high: float) -> tuple[float, float]:
     """Round the observed bounds outward to usual numbers: 17 to 94 becomes 0 to 100."""
     a, b = Decimal(repr(low)), Decimal(repr(high))
     if a == b == 0:
@@ -290,7 +293,7 @@ def _short(number: float) -> float:
     return int(number) if number.is_integer() and abs(number) < 1e15 else number
 
 
-def _date(seen: _Seen) -> _Taken | None:
+def _date(seen: _ColumnValues) -> _InferredField | None:
     if not all(map(_is_date, seen.values)):
         return None
     days = [int(day) for day in map(parse_day, seen.values) if not isinstance(day, Flaw)]
@@ -299,28 +302,28 @@ def _date(seen: _Seen) -> _Taken | None:
     return {"type": "date", "bounds": [datetime.date(low.year, 1, 1), ends]}, f"{low} to {high} in the sample"
 
 
-def _spoilt(seen: _Seen) -> _Taken | None:
+def _explain_flaws(seen: _ColumnValues) -> _InferredField | None:
     """Describe numbers or dates of which some cannot be read."""
-    if seen.count(_meant_as_number) >= _MIN_TYPE_SHARE * seen.records and not any(map(_is_code, seen.values)):
+    if seen.count(_resembles_number) >= _MIN_TYPE_SHARE * seen.records and not any(map(_is_code, seen.values)):
         flaws = Counter[str]()
         for value, times in zip(seen.values, seen.times, strict=True):
             if isinstance(found := parse_number(value), Flaw):
                 flaws[found.description] += times
         return None, "numbers, but for: " + "; ".join(f"{words} ({n:,})" for words, n in flaws.most_common())
-    if seen.count(_meant_as_date) >= _MIN_TYPE_SHARE * seen.records:
+    if seen.count(_resembles_date) >= _MIN_TYPE_SHARE * seen.records:
         return None, f"dates, but for: {Flaw.NO_DATE.description} ({seen.records - seen.count(_is_date):,})"
     return None
 
 
-def _meant_as_number(value: CellValue | UnsupportedValue) -> bool:
+def _resembles_number(value: CellValue | UnsupportedValue) -> bool:
     return _is_number(value) or parse_number(value) in (Flaw.COMMA, Flaw.NOT_FINITE)
 
 
-def _meant_as_date(value: CellValue | UnsupportedValue) -> bool:
+def _resembles_date(value: CellValue | UnsupportedValue) -> bool:
     return _is_date(value) or (isinstance(value, str) and _OTHER_DATE.fullmatch(value) is not None)
 
 
-def _words(seen: _Seen) -> _Taken:
+def _words(seen: _ColumnValues) -> _InferredField:
     if not all(isinstance(value, str) or _is_short_code(value) for value in seen.values):
         return None, "its values are of several kinds"
     words = sorted({str(value) for value in seen.values})
@@ -394,17 +397,17 @@ class SchemaDraft:
         missing_values: values that count as missing.
     """
 
-    columns: tuple[_Drafted, ...]
-    label: _Drafted
+    columns: tuple[_FieldDraft, ...]
+    label: _FieldDraft
     missing_values: tuple[str, ...]
 
     @property
-    def features(self) -> tuple[_Drafted, ...]:
+    def features(self) -> tuple[_FieldDraft, ...]:
         """Drafted features."""
         return tuple(each for each in self.columns if each.field is not None)
 
     @property
-    def ignored_columns(self) -> tuple[_Drafted, ...]:
+    def ignored_columns(self) -> tuple[_FieldDraft, ...]:
         """Ignored columns."""
         return tuple(each for each in self.columns if each.field is None)
 
@@ -423,20 +426,23 @@ class SchemaDraft:
         """The schema as a file, with observations in comments."""
         document = self.document
         parts = [_FILE_HEADER, "features:\n"]
-        parts += [indent(_commented(each.why, {each.name: each.field}), "  ") for each in self.features]
+        parts += [indent(_write_with_comment(each.why, {each.name: each.field}), "  ") for each in self.features]
         if self.ignored_columns:
-            parts += ["ignored:\n", *(indent(_commented(each.why, [each.name]), "  ") for each in self.ignored_columns)]
-        parts.append(_commented(self.label.why, {"label": document["label"]}))
+            parts += [
+                "ignored:\n",
+                *(indent(_write_with_comment(each.why, [each.name]), "  ") for each in self.ignored_columns),
+            ]
+        parts.append(_write_with_comment(self.label.why, {"label": document["label"]}))
         if self.missing_values != _DEFAULT_MISSING_VALUES:
-            parts.append(_dumped({"missing_values": document["missing_values"]}))
+            parts.append(_dump({"missing_values": document["missing_values"]}))
         return "".join(parts)
 
 
-def _commented(comment: str, entry: Any) -> str:
-    return f"# {comment}\n" * bool(comment) + _dumped(entry)
+def _write_with_comment(comment: str, entry: Any) -> str:
+    return f"# {comment}\n" * bool(comment) + _dump(entry)
 
 
-def _dumped(entry: Any) -> str:
+def _dump(entry: Any) -> str:
     """Write a mapping or a list as YAML: on one line if it is short."""
     if isinstance(entry, dict) and len(entry) == 1:
         line = write_yaml(entry, flow=True)[1:-2]
@@ -471,7 +477,7 @@ def draft_schema(columns: Mapping[str, Any], label: str | None = None, header: s
     label = None if label is None else normalise_text(label)
     label = choose_label([*named], label, "the label must be one of the columns", header)
     missing_values = (*_DEFAULT_MISSING_VALUES, *_find_gaps(named.values(), _DEFAULT_MISSING_VALUES))
-    seen = {name: _Seen.of(cells, MissingValues.from_values(missing_values)) for name, cells in named.items()}
+    seen = {name: _ColumnValues.of(cells, MissingValues.from_values(missing_values)) for name, cells in named.items()}
     drafted = tuple(_draft_feature(name, each) for name, each in seen.items() if name != label)
     called = {name: describe_column(k, name, header).replace("column '", "'") for k, name in enumerate(named)}
     made = SchemaDraft(drafted, _draft_label(label, seen[label], called[label]), missing_values)

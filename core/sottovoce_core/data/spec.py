@@ -58,7 +58,7 @@ class Schema(Section):
 
     @field_validator("features", mode="before")
     @classmethod
-    def _names_differ(cls, features: Any) -> Any:
+    def _require_distinct_names(cls, features: Any) -> Any:
         if isinstance(features, Mapping):
             named = Counter(normalise_text(name) for name in features if isinstance(name, str))
             if twice := [name for name, times in named.items() if times > 1]:
@@ -72,11 +72,11 @@ class Schema(Section):
 
     @field_validator("label")
     @classmethod
-    def _label_is_named(cls, label: Label) -> Label:
+    def _normalise_label_name(cls, label: Label) -> Label:
         return label.model_copy(update={"name": _name(label.name)})
 
     @model_validator(mode="after")
-    def _one_meaning(self) -> Schema:
+    def _require_one_meaning(self) -> Schema:
         declared = [*self.features, self.label.name, *self.ignored]
         if twice := [name for name, times in Counter(declared).items() if times > 1]:
             raise ValueError(
@@ -322,7 +322,7 @@ with warnings.catch_warnings():
         """Seed of the split, the partition and the order. Not of the noise."""
 
         @model_validator(mode="after")
-        def _schema_says_it(self) -> DataSpec:
+        def _require_schema_fields(self) -> DataSpec:
             if self.schema is not None and self.label is not None:
                 raise ValueError("label must be left out with a schema, which declares it")
             if self.schema is not None and self.scale != "none":
@@ -330,7 +330,7 @@ with warnings.catch_warnings():
             return self
 
         @model_validator(mode="after")
-        def _live_or_not(self) -> DataSpec:
+        def _require_live_fields(self) -> DataSpec:
             if not self.is_live:
                 if self.features is not None:
                     raise ValueError(
