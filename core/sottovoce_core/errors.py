@@ -11,12 +11,12 @@ from typing import Any
 
 
 class ViolationKind(Enum):
-    """Violations of the protocol that no correct neighbour commits, whatever fails; the value describes one in words."""
+    """Violations of the protocol that no correct neighbour commits, despite any failure; the value describes one in words."""
 
-    ENCODING = "something that is no message of the run's fields in its one encoding"
+    ENCODING = "bytes that are not the one encoding of a message of the run's fields"
     VALUE = "a number that is not finite, or too large for any parameter"
     ROUND = "a round that was not its turn"
-    SENDER = "a message in the name of somebody else"
+    SENDER = "a message in the name of another sender"
     EQUIVOCATION = "two different things in one round"
     SIGNATURE = "rounds that it did not sign, or with another key"
 

@@ -1,7 +1,7 @@
 """Results of simulations: one table with a number a row, and the facts about every run in it.
 
 `simulate`, `sweep` and `compare` write the same two files. `results.parquet` has the columns `COLUMNS`. `results.json` has what
-a table of numbers cannot hold: of every run its spec, its algorithm and what it promises.
+a table of numbers cannot hold: of every run its spec, its algorithm and its guarantee.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Facts:
         changes: fields that a sweep changed, and their values here.
         algorithm: name of the algorithm.
         threat_model: adversaries that the guarantee covers; None: none.
-        epsilon_paper: by the paper's own formula, of the learner with the largest; infinite: nothing is promised.
+        epsilon_paper: by the paper's own formula, largest over the learners; infinite: no guarantee.
         epsilon_record_use: tight, of one use of one record, likewise; the sum over the learners where they share their records.
         epsilon_record: tight, of the record that costs most in all its uses.
         floats: numbers in the message of a round.
@@ -83,12 +83,12 @@ def collect_facts(
 ) -> Facts:
     """Collect the facts about a run; values of `changes` that are sections become text."""
     run, data = prepared.run, prepared.data
-    events, records = [], []
+    guarantees, records = [], []
     for i, own in enumerate(data.learners):
-        events.append(run.guarantee(i, np.diff(own.offsets)))
+        guarantees.append(run.guarantee(i, np.diff(own.offsets)))
         losses = group_record_losses(run.algorithm.accountant(i), own, run.participation(i).end)
-        records.append(worst_case_record_epsilon(losses, events[-1].round_losses))
-    first, threat = events[0], None
+        records.append(worst_case_record_epsilon(losses, guarantees[-1].round_losses))
+    first, threat = guarantees[0], None
     if math.isfinite(first.epsilon()):
         threat = first.basis.threat_model.value
     elif first.output_epsilon is not None:
@@ -101,9 +101,9 @@ def collect_facts(
         },
         algorithm=run.algorithm.name,
         threat_model=threat,
-        epsilon_paper=max(float(each.paper_epsilon[-1]) for each in events),
+        epsilon_paper=max(float(each.paper_epsilon[-1]) for each in guarantees),
         epsilon_record_use=combine_epsilons(
-            (each.epsilon() for each in events), has_shared_records=first.has_shared_records
+            (each.epsilon() for each in guarantees), has_shared_records=first.has_shared_records
         ),
         epsilon_record=combine_epsilons(records, has_shared_records=first.has_shared_records),
         floats=sum(math.prod(shape) for shape in run.field_shapes.values()),
@@ -146,8 +146,8 @@ class Results:
 
         Returns:
             `spec`, the changed fields, `round`, `metric`, `mean` over learners and seeds, its `standard_error` by the spread over
-            the seeds, `low` and `high` of its 95 % interval (percentile bootstrap, 10,000 resamples), `epsilon` of an event, and
-            the number of `seeds`. Errors and intervals of one seed are not-a-number.
+            the seeds, `low` and `high` of its 95 % interval (percentile bootstrap, 10,000 resamples), `epsilon` of one use of a
+            record, and the number of `seeds`. Errors and intervals of one seed are not-a-number.
         """
         fields = tuple(dict.fromkeys(field for each in self.runs for field in each.facts.changes))
         rows = []
@@ -178,7 +178,7 @@ class Results:
 
         Args:
             folder: that they are written to.
-            more: what else `results.json` says.
+            more: further entries of `results.json`.
 
         Raises:
             SpecError: pyarrow is not installed.

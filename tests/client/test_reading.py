@@ -164,7 +164,7 @@ def test_a_check_says_why_the_first_line_holds_names(folder: Path, header: str) 
 def test_the_label_that_a_spec_names_is_a_name(folder: Path) -> None:
     (folder / "records.csv").write_text(f"1,2,well\n{ROWS}", encoding="utf-8")
     write(folder, ", label: well")
-    assert "for one is called 'well', as data.label says" in check(folder)
+    assert "for one is called 'well', as data.label names it" in check(folder)
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,8 @@ def test_a_refusal_says_what_is_allowed_and_what_came(tmp_path: Path) -> None:
     path.write_text("{telemetry: [predict], capture_modes: never, epsilon_per_run: 2}", encoding="utf-8")
     text = refused(Policy.load(path), promising(telemetry={"accuracy": True}, capture="relay"))
     assert text == (
-        "the owner's policy (policy.yaml) allows telemetry [predict], the spec asks for [accuracy]; and capture_modes never, the spec "
-        "asks for [relay]; and epsilon_per_run 2, the spec asks for 2.5" + WEIGHED
+        "the owner's policy (policy.yaml) allows telemetry [predict], the spec asks for [accuracy]; and capture_modes never, the "
+        "spec asks for [relay]; and epsilon_per_run 2, the spec asks for 2.5" + WEIGHED
     )
 
 

@@ -135,19 +135,19 @@ def test_attendance_is_a_learners_column_of_it(some: tuple[OfflineInterval, ...]
     ("some", "text"),
     [
         ([{"learner": "eve"}], "only learners of the run can be offline, got 'eve'"),
-        ([{"learner": "ben", "first_round": 5, "missed_from_rounds": {"eve": 4}}], "only learners of the run can be offline, got 'eve'"),
+        ([{"learner": "ben", "first_round": 5, "missed_from_rounds": {"eve": 4}}], "learners of the run can be offline"),
         ([{"learner": "ben", "first_round": 12}], "must lie within the 12 rounds of the run"),
         ([{"learner": "ben", "until_round": 13}], "must lie within the 12 rounds of the run"),
         ([{"learner": "ben", "first_round": 13, "missed_from_rounds": {"ann": 4}}], "must lie within the 12 rounds of the run"),
         ([{"learner": "ben", "first_round": 5, "until_round": 5}], "until_round must be above first_round, got 5 and 5"),
         ([{"learner": "ben", "first_round": -1}], "first_round: must be greater than or equal to 0, got -1"),
-        ([{"learner": "ben", "first_round": 5, "missed_from_rounds": {"ann": 6}}], "missed_from_rounds must name rounds up to first_round (5)"),
+        ([{"learner": "ben", "first_round": 5, "missed_from_rounds": {"ann": 6}}], "must name rounds up to first_round (5)"),
         (
             [{"learner": "ben", "until_round": 5}, {"learner": "ben", "first_round": 5}],
             "a learner's offline_intervals must not meet, got two of ben: merge them",
         ),
         ([{"learner": "ben"}, {"learner": "ben", "first_round": 9}], "must not meet, got two of ben"),
-        ([{"learner": name, "first_round": 7} for name in NAMES], "a learner must participate in every round, got none in round 7"),
+        ([{"learner": name, "first_round": 7} for name in NAMES], "must participate in every round, got none in round 7"),
         ([{"learner": "ben", "from": 5}], "unknown field offline_intervals.0.from"),
     ],
 )  # fmt: skip

@@ -64,7 +64,7 @@ TOLD = {
     "rounds: 5\n---\nrounds: 6": "it must be one document, and a second one begins in line 3, after ---",
     "rounds: [5": "s.yaml is not YAML: expected ',' or ']', but got '<stream end>' (line 3, column 1)",
     "rounds: 5\nname: a: b": "mapping values are not allowed here (line 3, column 8); is a line indented too far",
-    "rounds: 2020-02-30": "a value must be valid, got '2020-02-30', which is no date: day is out of range for month (line 2, column 9)",
+    "rounds: 2020-02-30": "got '2020-02-30', which is no date: day is out of range for month (line 2, column 9)",
     "rounds: !!bool maybe": "a value must be valid, got 'maybe', which is no true or false (line 2, column 9)",
     "rounds: !!int ''": "a value must be valid, got '', which is no whole number (line 2, column 9)",
     "rounds: !!timestamp x": 'failed to construct timestamp from "x" (line 2, column 9)',
@@ -74,7 +74,7 @@ TOLD = {
     "rounds: 5\nprivacy: {budget: 1,5}": "privacy: the name of a field must be text, got 5: put quotes around it",
     "rounds: 5\n? [1, 2]\n: 3": "the name of a field must be text (line 3, column 3)",
     "rounds: 5\n? [[1], 2]\n: 3": "the name of a field must be text (line 3, column 3)",
-    "rounds: 5\nprivacy: {<<: {budget: 1}, budget: 2, budget: 3}": "a name must be unique, got 'budget' twice (line 3, column 39)",
+    "rounds: 5\nprivacy: {<<: {budget: 1}, budget: 2, budget: 3}": "must be unique, got 'budget' twice (line 3, column 39)",
     "rounds: 5\nname: a\x00b": "s.yaml is not YAML: its characters must be text, got U+0000 in line 3",
 }
 

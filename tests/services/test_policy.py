@@ -84,8 +84,8 @@ ASKING: dict[str, tuple[Policy, dict[str, Any], str]] = {
     "several": (
         Policy(algorithms=("dsgd",), capture_modes=()),
         {"capture": "relay", "telemetry": {"predict": True}},
-        "algorithms [dsgd], the spec asks for ldp-dol; and telemetry [], the spec asks for [predict]; and capture_modes never, the "
-        "spec asks for [relay]",
+        "algorithms [dsgd], the spec asks for ldp-dol; and telemetry [], the spec asks for [predict]; and capture_modes never, "
+        "the spec asks for [relay]",
     ),
 }
 

@@ -193,8 +193,8 @@ class _File:
         if column.null_count:
             row = int(np.flatnonzero(column.is_null().to_numpy())[0])
             raise DataError(
-                f"{self.path}: row {row} (counted from 0), {self.describe_column(name)} must hold a value, got an empty cell, or a "
-                f"word for one (nan, NA, null){advice}"
+                f"{self.path}: row {row} (counted from 0), {self.describe_column(name)} must hold a value, got an empty cell, or "
+                f"a word for one (nan, NA, null){advice}"
             )
         numeric = is_numeric_type(column.type) or (column.type == "bool" and name not in PLACEMENT_COLUMNS)
         if numeric and name not in self.codes and not _loses_digits(column):

@@ -288,7 +288,7 @@ def explain_header(names: Sequence[str], column: Callable[[int], Any], label: st
             numbers.
     """
     if label is not None and label in names:
-        return f"one is called {label!r}, as data.label says"
+        return f"one is called {label!r}, as data.label names it"
     places = range(len(names))
     if over := [k for k in places if _is_word(names[k]) and is_numeric_type(column(k).type)]:
         return f"a word, {names[over[0]]!r}, heads a column of numbers"

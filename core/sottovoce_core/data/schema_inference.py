@@ -483,7 +483,7 @@ def draft_schema(columns: Mapping[str, Any], label: str | None = None, header: s
     made = SchemaDraft(drafted, _draft_label(label, seen[label], called[label]), missing_values)
     if not made.features:
         why = "; ".join(f"{called[each.name]}: {each.why}" for each in made.ignored_columns)
-        raise DataError(f"there must be a column to learn from beside the label, and there is none ({why})")
+        raise DataError(f"there must be a column to learn from besides the label, got none ({why})")
     try:
         Schema.model_validate(made.document)
     except ValidationError as error:

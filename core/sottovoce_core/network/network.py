@@ -192,30 +192,30 @@ class PartialNetwork(Network):
 # ---- connectivity ----------------------------------------------------------------------------------------
 
 
-def describe_disconnection(hears: npt.NDArray[Any], names: Sequence[str] = ()) -> str:
+def describe_disconnection(receives: npt.NDArray[Any], names: Sequence[str] = ()) -> str:
     """Describe two learners without a path of messages; empty if messages of every learner reach every other.
 
     Args:
-        hears: `(learners, learners)`, positive if the row receives from the column.
+        receives: `(learners, learners)`, positive if the row receives from the column.
         names: names of the learners, by index.
     """
-    n, first = len(hears), format_learner_name(names, 0)
-    if (deaf := np.flatnonzero(~find_reachable(hears))).size:
-        lost = f"{deaf.size} of {n} learners hear nothing of {first}"
-        return f"no path of messages from {first} to {format_learner_name(names, int(deaf[0]))} ({lost})"
-    if (mute := np.flatnonzero(~find_reachable(hears.T))).size:
-        lost = f"{first} hears nothing of {mute.size} of {n} learners"
-        return f"no path of messages from {format_learner_name(names, int(mute[0]))} to {first} ({lost})"
+    n, first = len(receives), format_learner_name(names, 0)
+    if (unreached := np.flatnonzero(~find_reachable(receives))).size:
+        lost = f"{unreached.size} of {n} learners receive nothing of {first}"
+        return f"no path of messages from {first} to {format_learner_name(names, int(unreached[0]))} ({lost})"
+    if (unreaching := np.flatnonzero(~find_reachable(receives.T))).size:
+        lost = f"{first} receives nothing of {unreaching.size} of {n} learners"
+        return f"no path of messages from {format_learner_name(names, int(unreaching[0]))} to {first} ({lost})"
     return ""
 
 
-def find_reachable(hears: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def find_reachable(receives: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Return the learners that messages of learner 0 reach, directly or not, `(n,)`: breadth-first search."""
-    found = np.zeros(len(hears), dtype=bool)
+    found = np.zeros(len(receives), dtype=bool)
     found[0] = True
     frontier = found
     while frontier.any():
-        frontier = (hears[:, frontier] > 0).any(axis=1) & ~found
+        frontier = (receives[:, frontier] > 0).any(axis=1) & ~found
         found = found | frontier
     return found
 

@@ -137,7 +137,7 @@ class ParticipationSchedule:
         return tuple(self._compute_participants(t) for t in (0, *self.changes))
 
     def unreceived_sender_mask(self, t: int) -> Mask:
-        """Return the lost learners whose message of the round no other participant has has_learned, `(learners,)`."""
+        """Return the lost learners whose message of the round no other participant has learned, `(learners,)`."""
         return self._unreceived_masks[bisect_right(self.changes, t)]
 
     @cached_property
@@ -149,7 +149,7 @@ class ParticipationSchedule:
         lost = {each.learner: each.first_round for each in self.offline_intervals if each.missed_from_rounds}
 
         def has_learned(by: str, since: int, end: int) -> bool:
-            # If two learners were lost together, it is unknown what one has_learned from the other.
+            # If two learners were lost together, it is unknown what one learned from the other.
             return t < since and self.is_participating(self._index[by], t) and not since == end == lost.get(by)
 
         unreceived = np.zeros(len(self.names), dtype=bool)
@@ -215,17 +215,17 @@ class ParticipationSchedule:
     def redistribute_lost_weights(self, mixing: Mixing, t: int) -> Mixing:
         """Return the weights of a round after losses: the weight of a missing message is added to the recipient's own value."""
         lost = [
-            (self._index[hearer], self._index[each.learner])
+            (self._index[recipient], self._index[each.learner])
             for each in self.offline_intervals
-            for hearer, since in each.missed_from_rounds.items()
+            for recipient, since in each.missed_from_rounds.items()
             if since <= t < each.first_round
         ]
         if not lost:
             return mixing
         neighbours, own = mixing.neighbour_weights.copy(), mixing.own_weights.copy()
-        for hearer, silent in lost:
-            own[hearer] += neighbours[hearer, silent]
-            neighbours[hearer, silent] = 0.0
+        for recipient, silent in lost:
+            own[recipient] += neighbours[recipient, silent]
+            neighbours[recipient, silent] = 0.0
         return Mixing(neighbours, own)
 
 

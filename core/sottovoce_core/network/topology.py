@@ -314,8 +314,8 @@ class Topology(Section):
         roster = network.participation
         for t in (0, *(change for change in roster.changes if change < rounds)):
             there = np.flatnonzero(roster.participant_mask(t))
-            hears = self._mix_among(t, roster.participant_mask(t)).neighbour_weights[np.ix_(there, there)]
-            if (lost := np.flatnonzero(~(find_reachable(hears) & find_reachable(hears.T)))).size:
+            received = self._mix_among(t, roster.participant_mask(t)).neighbour_weights[np.ix_(there, there)]
+            if (lost := np.flatnonzero(~(find_reachable(received) & find_reachable(received.T)))).size:
                 first, other = roster.names[there[0]], roster.names[there[lost[0]]]
                 raise AssumptionViolated(
                     "W_DISCONNECTED",

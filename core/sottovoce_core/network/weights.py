@@ -217,8 +217,8 @@ class _OutDegreeWeights(WeightRule):
     is_column_stochastic: ClassVar[bool] = True
 
     def weigh(self, adjacency: FloatArray) -> FloatArray:
-        tells: FloatArray = adjacency.sum(axis=0)
-        return adjacency / (1.0 + tells)
+        out_degrees: FloatArray = adjacency.sum(axis=0)
+        return adjacency / (1.0 + out_degrees)
 
 
 class _InDegreeWeights(WeightRule):
@@ -229,5 +229,5 @@ class _InDegreeWeights(WeightRule):
     is_symmetric: ClassVar[bool] = False
 
     def weigh(self, adjacency: FloatArray) -> FloatArray:
-        hears: FloatArray = adjacency.sum(axis=1, keepdims=True)
-        return adjacency / (1.0 + hears)
+        in_degrees: FloatArray = adjacency.sum(axis=1, keepdims=True)
+        return adjacency / (1.0 + in_degrees)

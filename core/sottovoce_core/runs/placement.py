@@ -25,14 +25,14 @@ def place_data(spec: RunSpec, dataset: Dataset) -> PlacedData:
     """Hold a part out, scale by it, and assign records to learners and rounds.
 
     Placement in the dataset is kept exactly: a `learner` column replaces the partition, a `round` column `batch_size` and
-    `reuse`; the order then applies within a learner's round. Records place_learner by a column are never held out.
+    `reuse`; the order then applies within a learner's round. Records placed by a column are never held out.
 
     Randomness: `data.seed`, with an independent generator each for the split, the partition and the order of every
     learner, so that changing one of these leaves the others as they were.
 
     Raises:
         SpecError: a learner gets no record, or there is no held-out part to scale by.
-        DataError: a record is place_learner with a learner or in a round outside the run (the message names its row).
+        DataError: a record is placed with a learner or in a round outside the run (the message names its row).
     """
     data = spec.data
     _require_room(spec, dataset)

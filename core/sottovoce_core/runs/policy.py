@@ -1,4 +1,4 @@
-"""Policy of a learner's owner: the runs in which a learner takes part, whoever requests them.
+"""Policy of a learner's owner: conditions for taking part in a run, for any requester.
 
 A run spec comes from a coordinator, and sets the noise, the data that leaves the learner besides messages, and the recording of
 messages. A policy is the owner's condition. Every run is checked against it before the learner takes part: when the run begins,
@@ -101,7 +101,7 @@ class GuaranteeRequirements(Section):
     """Adversary that the guarantee must cover: `wire` (sees every channel), `neighbour` (one of them) or `output` (sees only
     published decisions)."""
     proof: bool = False
-    """Whether the guarantee must name its proof. All built-in algorithms do."""
+    """Require that the guarantee names its proof. All built-in algorithms do."""
 
 
 class Policy(Section):
@@ -114,7 +114,7 @@ class Policy(Section):
     `module:Class` if the learner was started with `--allow-imports`."""
     imports: tuple[str, ...] | None = None
     """Code that any section of a spec may name, as `module:Class`, if the learner was started with `--allow-imports`; null: any.
-    Without that option none is imported, whatever this clause allows."""
+    Without that option none is imported, even if allowed here."""
     epsilon_per_run: Positive | None = 100.0
     """Maximum epsilon of one run. A run planned to cost more is refused, and a learner stops before it has spent more. The
     default is a guard against nearly disabled noise, not a recommendation: set a value that you can answer for."""
@@ -229,7 +229,7 @@ class Policy(Section):
             spec: spec of the run.
             n_features: number of features of a record.
             learner: index of the learner.
-            is_mirrored: whether the learner was asked_for to copy its messages to an eavesdropper, whatever the spec says.
+            is_mirrored: whether the learner must copy its messages to an eavesdropper, independently of the spec.
             build: as `build_run`: learners of one process need not build the run more than once.
 
         Raises:
@@ -285,8 +285,8 @@ class Policy(Section):
     def _promises(self, run: Run, learner: int) -> Iterator[_Finding]:
         """Check the clauses about a run's guarantee for the learner, and its cost."""
         accountant, least = run.algorithm.accountant(learner), self.guarantees
-        grounds, event = accountant.basis, accountant.adjacency
-        yield _at_least("adjacency", least.adjacency, event, _ADJACENCIES)
+        grounds, adjacency = accountant.basis, accountant.adjacency
+        yield _at_least("adjacency", least.adjacency, adjacency, _ADJACENCIES)
         yield _at_least("threat_model", least.threat_model, grounds.threat_model, _THREAT_MODELS)
         stated = grounds.proof != GuaranteeBasis().proof
         yield _Finding("guarantees.proof", str(least.proof).lower(), grounds.proof, stated or not least.proof)
