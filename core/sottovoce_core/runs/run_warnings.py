@@ -52,8 +52,9 @@ def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
     yield RunWarning(
         BUDGET_ENDS,
         f"privacy.budget {budgets[largest]:g} is below what {spec.rounds} rounds cost, epsilon {cost} at "
-        f"{spec.names[largest]}: {abbreviate_names(stops)} (rounds count from 0) would exceed it and sends no message; a run of "
-        f"services ends there, a simulation not; possible: {', '.join([*fits, 'or more noise'])} (sottovoce budget --target)",
+        f"{spec.names[largest]}: {abbreviate_names(stops)} (rounds count from 0) would exceed it and sends no message; "
+        f"a run of services ends there, a simulation goes on; what fits: {', '.join([*fits, 'or more noise'])} "
+        "(sottovoce budget --target)",
     )
 
 
