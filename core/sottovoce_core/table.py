@@ -175,9 +175,9 @@ class Table:
         more = f"<p>… {len(self) - MAX_DISPLAYED_ROWS:,} more rows</p>" if len(self) > MAX_DISPLAYED_ROWS else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
-    def _texts(self, most: int | None = None) -> list[list[str]]:
+    def _texts(self, max_rows: int | None = None) -> list[list[str]]:
         """Return header and rows as display text."""
-        first = Table({name: column[:most] for name, column in self.columns.items()})
+        first = Table({name: column[:max_rows] for name, column in self.columns.items()})
         return [list(self.columns), *([_text(cell) for cell in row] for row in first.rows())]
 
     def _numeric(self, name: str) -> bool:

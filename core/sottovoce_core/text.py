@@ -39,9 +39,9 @@ def format_learner_name(names: Sequence[str], learner: int) -> str:
     return names[learner] if 0 <= learner < len(names) else f"learner {learner}"
 
 
-def abbreviate_names(names: Sequence[str], most: int = _MAX_NAMED) -> str:
+def abbreviate_names(names: Sequence[str], max_names: int = _MAX_NAMED) -> str:
     """Join names, abbreviated if there are many: an error must fit into a status. `none` if there are none."""
     if not names:
         return "none"
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return f"{', '.join(names[:max_names])}{more}"

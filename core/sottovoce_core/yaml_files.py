@@ -117,24 +117,24 @@ def _yaml() -> YAML:
     return YAML(typ="safe", pure=True, plug_ins=[])
 
 
-def read_text_file(path: Path, what: str, most: int = MAX_FILE_BYTES) -> str:
+def read_text_file(path: Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> str:
     """Read a text file.
 
     Args:
         path: path of the file.
         what: expected content, with its article.
-        most: maximum number of bytes.
+        max_bytes: maximum number of bytes.
 
     Raises:
         SpecError: unreadable, too long, or not UTF-8.
     """
     try:
         with path.open("rb") as file:
-            raw = file.read(most + 1)
+            raw = file.read(max_bytes + 1)
     except OSError as error:
         raise SpecError(f"cannot read {_the(what)} {path}: {error.strerror}") from None
-    if len(raw) > most:
-        raise SpecError(f"{path}: {what} must have at most {most} bytes, got more")
+    if len(raw) > max_bytes:
+        raise SpecError(f"{path}: {what} must have at max_bytes {max_bytes} bytes, got more")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

@@ -339,7 +339,7 @@ async def test_code_that_a_spec_names_is_imported_here_only_where_that_is_allowe
     spec = parse_spec({"rounds": 1000, "learners": NAMES, "algorithm": GOSSIP, "data": data}, allow_imports=True)
     async with network(tmp_path, NAMES) as up:
         await up.start(spec, 3)
-        with pytest.raises(SpecError, match="code that a spec from elsewhere names, got"):
+        with pytest.raises(SpecError, match="code named in a spec from elsewhere, got"):
             async with connect_learner(up.addresses["ann"]):
                 pass
         async with connect_learner(up.addresses["ann"], allow_imports=True) as learner:

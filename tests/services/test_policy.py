@@ -228,9 +228,7 @@ async def test_copies_go_to_whom_its_owner_accepts(
 @pytest.mark.parametrize("clause", ["coordinators", "eavesdroppers"])
 async def test_whom_to_trust_needs_an_identity(tmp_path: Path, clause: str) -> None:
     policy = Policy.model_validate({clause: [f"{clause.removesuffix('s')}/main"]})
-    with pytest.raises(
-        SpecError, match=f"names {clause}, and a learner without an identity cannot tell .*--identity FOLDER"
-    ):
+    with pytest.raises(SpecError, match=f"names {clause}, and needs a learner with an identity .*--identity FOLDER"):
         Learner(LearnerConfig("ann", "127.0.0.1:1", state_folder=tmp_path, policy=policy))
 
 

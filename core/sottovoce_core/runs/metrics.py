@@ -45,15 +45,15 @@ _TOLERANCE = 1e-9
 """Tolerance of the search for a minimiser: the norm of the projected gradient of a mean loss."""
 
 
-def _checkpoints(rounds: int, most: int = CHECKPOINTS) -> IntArray:
+def _checkpoints(rounds: int, max_count: int = CHECKPOINTS) -> IntArray:
     """Return numbers of rounds, evenly spread on a logarithmic scale; the first is 1 and the last `rounds`.
 
-    At most `most`, and at least four fifths of that in runs with enough rounds: in a short run, some of them coincide.
+    At most `max_count`, and at least four fifths of that in runs with enough rounds: in a short run, some of them coincide.
     """
-    if rounds <= most:
+    if rounds <= max_count:
         return np.arange(1, rounds + 1)
-    tried = most
-    while len(found := np.unique(np.rint(np.geomspace(1, rounds, tried)).astype(np.int64))) < 4 * most // 5:
+    tried = max_count
+    while len(found := np.unique(np.rint(np.geomspace(1, rounds, tried)).astype(np.int64))) < 4 * max_count // 5:
         tried += 1
     return found
 

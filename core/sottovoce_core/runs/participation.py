@@ -318,16 +318,16 @@ class Clipping:
         """Clip one learner's message of a round; fields `(..., dim)`."""
         if self.bounds is None:
             return message
-        most = self.bounds(sender, t)
-        return Message({name: np.clip(value, -most[name], most[name]) for name, value in message.fields.items()})
+        bounds = self.bounds(sender, t)
+        return Message({name: np.clip(value, -bounds[name], bounds[name]) for name, value in message.fields.items()})
 
     def clip_all(self, t: int, message: Message) -> Message:
         """Clip all learners' messages of a round; fields `(learners, replicas, dim)`."""
         if self.bounds is None:
             return message
         learners = len(next(iter(message.fields.values())))
-        most = [self.bounds(i, t) for i in range(learners)]
-        limits = {name: np.array([each[name] for each in most]).reshape(-1, 1, 1) for name in message.fields}
+        bounds = [self.bounds(i, t) for i in range(learners)]
+        limits = {name: np.array([each[name] for each in bounds]).reshape(-1, 1, 1) for name in message.fields}
         return Message({name: np.clip(value, -limits[name], limits[name]) for name, value in message.fields.items()})
 
 

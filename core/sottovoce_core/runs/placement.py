@@ -79,9 +79,9 @@ def estimate_live_data(spec: RunSpec, rate: float) -> PlacedData:
     Raises:
         SpecError: an impossible rate, or too many records.
     """
-    most = spec.data.batch_size
-    if not 0.0 < rate <= (math.inf if most == "all" else most):
-        raise SpecError(f"records a round must be above 0 and at most data.batch_size, {most}, got {rate:g}")
+    max_batch_size = spec.data.batch_size
+    if not 0.0 < rate <= (math.inf if max_batch_size == "all" else max_batch_size):
+        raise SpecError(f"records a round must be above 0 and at most data.batch_size, {max_batch_size}, got {rate:g}")
     if spec.rounds * max(rate, 1.0) > MAX_ARRAY_ELEMENTS:
         raise SpecError(
             f"rounds and records must be at most {MAX_ARRAY_ELEMENTS} each, got {spec.rounds} rounds: examine fewer rounds"

@@ -112,23 +112,23 @@ class Run:
         promised = compute_guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
         return promised.truncate(attendance.end)
 
-    def planned_losses(self, learner: int, most_rounds: int) -> FloatArray:
+    def planned_losses(self, learner: int, max_rounds: int) -> FloatArray:
         """Return the epsilon of each of one learner's messages, if every round brings `data.batch_size` records (`all`: one).
 
         Args:
             learner: index of the learner.
-            most_rounds: number of first rounds to include.
+            max_rounds: number of first rounds to include.
         """
         attendance, size = (
-            self.spec.participation.learner_participation(learner, min(self.spec.rounds, most_rounds)),
+            self.spec.participation.learner_participation(learner, min(self.spec.rounds, max_rounds)),
             self.spec.data.batch_size,
         )
         counts = attendance.mask()[: attendance.end] * np.int64(1 if size == "all" else size)
         return self.algorithm.accountant(learner).losses(counts)
 
-    def planned_epsilon(self, learner: int, most_rounds: int) -> float:
+    def planned_epsilon(self, learner: int, max_rounds: int) -> float:
         """Return the total epsilon of one learner's messages; arguments as of `planned_losses`."""
-        return math.fsum(self.planned_losses(learner, most_rounds))
+        return math.fsum(self.planned_losses(learner, max_rounds))
 
 
 def find_first_round_above(losses: FloatArray, limit: float) -> int | None:

@@ -126,17 +126,20 @@ def _find_ended_records(spec: RunSpec, dataset: Dataset, data: PlacedData) -> It
             short[i] = last
     if not short or (not dealt and len(short) < spec.n_learners):
         return
-    least, most = min(short.values()), max(short.values())
-    if least == most and len(short) == spec.n_learners:
-        lasting, rounds = f"{least}", "at every learner"
+    shortest, longest = min(short.values()), max(short.values())
+    if shortest == longest and len(short) == spec.n_learners:
+        lasting, rounds = f"{shortest}", "at every learner"
     else:
         short_texts = [f"{spec.names[i]} ({last})" for i, last in sorted(short.items(), key=lambda each: each[1])]
-        lasting, rounds = f"{least}" if least == most else f"{least} to {most}", f"at {abbreviate_names(short_texts)}"
+        lasting, rounds = (
+            f"{shortest}" if shortest == longest else f"{shortest} to {longest}",
+            f"at {abbreviate_names(short_texts)}",
+        )
     instead = ", take a smaller data.batch_size, or data.reuse: true, which costs more epsilon" if dealt else ""
     yield RunWarning(
         "RECORDS_END",
         f"the records last {lasting} of {spec.rounds} rounds {rounds}: after that nothing more is learned from them, and "
-        f"average_loss is over the rounds that bring records: set rounds to at most {most}{instead}",
+        f"average_loss is over the rounds that bring records: set rounds to at most {longest}{instead}",
     )
 
 

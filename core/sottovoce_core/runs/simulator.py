@@ -137,8 +137,8 @@ def _batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
     t = 0
     while t < rounds:
         size = int(sizes[0, t])
-        most = max(MAX_GATHERED_ELEMENTS // max(len(sizes) * size * data.n_features, 1), 1)
-        even = (sizes[:, t : t + most] == size).all(axis=0)
+        rounds_at_once = max(MAX_GATHERED_ELEMENTS // max(len(sizes) * size * data.n_features, 1), 1)
+        even = (sizes[:, t : t + rounds_at_once] == size).all(axis=0)
         many = len(even) if even.all() else int(even.argmin())
         if many < 2:
             yield data.stack_round(t)

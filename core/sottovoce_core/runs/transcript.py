@@ -49,17 +49,17 @@ class BoundedDict(OrderedDict[K, V], Generic[K, V]):
     """A dictionary that drops the entries that were set longest ago.
 
     Args:
-        most: maximum number of entries; None: unlimited.
+        max_entries: maximum number of entries; None: unlimited.
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, max_entries: int | None = None) -> None:
         super().__init__()
-        self._most = most
+        self._max_entries = max_entries
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
-        if self._most is not None and len(self) > self._most:
+        if self._max_entries is not None and len(self) > self._max_entries:
             self.popitem(last=False)
 
 
