@@ -13,7 +13,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.budget.calibration import BudgetTarget, BudgetUnit
-from sottovoce_core.budget.calibration import calibrate as noise_for
+from sottovoce_core.budget.calibration import calibrate as calibrate_noise
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment, require_count, resolve_experiment
 from sottovoce_core.noise import NoiseSource, RecordedNoise, SeededNoise
@@ -22,7 +22,7 @@ from sottovoce_core.results import Result, Results, collect_facts
 from sottovoce_core.runs.metrics import Curves, Metrics
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
-from sottovoce_core.runs.simulator import simulate_rounds as rounds_of
+from sottovoce_core.runs.simulator import simulate_rounds as iterate_rounds
 from sottovoce_core.runs.transcript import Transcript, read_noise
 from sottovoce_core.table import Table
 from sottovoce_core.validation_errors import abbreviate_value
@@ -112,9 +112,9 @@ def simulate(
     measured = None if metrics is False else Metrics(run, data, checkpoints=None if metrics is True else metrics)
     kept_fields: dict[str, FloatArray] = {}
     decisions = np.empty(0)
-    for step in rounds_of(run, data, resolve_noise(noise, seed, run), replicas):
+    for step in iterate_rounds(run, data, resolve_noise(noise, seed, run), replicas):
         if transcript:
-            _keep(kept_fields, step, run.spec.rounds)
+            _store_round(kept_fields, step, run.spec.rounds)
         if measured is not None:
             measured.add_round(step)
         if progress is not None:
@@ -124,7 +124,7 @@ def simulate(
     return Simulation(experiment, decisions, curves, Transcript(kept_fields) if transcript else None)
 
 
-def _keep(kept_fields: dict[str, FloatArray], step: SimulatedRound, rounds: int) -> None:
+def _store_round(kept_fields: dict[str, FloatArray], step: SimulatedRound, rounds: int) -> None:
     for name, values in step.message.fields.items():
         kept_fields.setdefault(name, np.empty((rounds, *values.shape)))[step.t] = values
 
@@ -181,7 +181,7 @@ def calibrate(
         wanted = (epsilon,) * experiment.n_learners
     if wrong := [each for each in wanted if isinstance(each, bool) or not isinstance(each, int | float | np.number)]:
         raise SpecError(f"epsilon must be a number, got {wrong[0]!r}")
-    found = noise_for(
+    found = calibrate_noise(
         experiment, experiment.records, BudgetTarget(tuple(map(float, wanted)), horizon, privacy_unit)
     ).spec
     return Experiment.model_validate(found.model_dump(mode="json"))

@@ -131,7 +131,7 @@ class Box(DecisionSet):
     high: Finite
 
     @model_validator(mode="after")
-    def _not_empty(self) -> Self:
+    def _require_not_empty(self) -> Self:
         if not self.low < self.high:
             raise ValueError(f"low must be below high, got low={self.low}, high={self.high}")
         return self
@@ -165,7 +165,7 @@ class _Simplex(DecisionSet):
         return False
 
     def project(self, theta: FloatArray) -> FloatArray:
-        return _on_simplex(theta, self.radius)
+        return _project_on_simplex(theta, self.radius)
 
     def minimise(self, direction: FloatArray) -> FloatArray:
         point = np.zeros_like(direction)
@@ -189,7 +189,7 @@ class _L1Ball(_Ball):
         inside = lengths.sum(axis=-1, keepdims=True) <= self.radius
         if inside.all():
             return theta
-        return np.where(inside, theta, np.copysign(_on_simplex(lengths, self.radius), theta))
+        return np.where(inside, theta, np.copysign(_project_on_simplex(lengths, self.radius), theta))
 
     def minimise(self, direction: FloatArray) -> FloatArray:
         steepest = np.abs(direction).argmax(axis=-1, keepdims=True)
@@ -216,7 +216,7 @@ class _TraceNorm(_Ball):
         inside = values.sum(axis=-1, keepdims=True) <= self.radius
         if inside.all():
             return theta
-        nearest = np.matmul(left * _on_simplex(values, self.radius)[..., None, :], right)
+        nearest = np.matmul(left * _project_on_simplex(values, self.radius)[..., None, :], right)
         return np.where(inside, theta, nearest.reshape(theta.shape))
 
     def minimise(self, direction: FloatArray) -> FloatArray:
@@ -245,7 +245,7 @@ class _Block(Section):
     set: NonProductDecisionSet
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _require_fitting_size(self) -> Self:
         if self.set.size not in (None, self.size):
             raise ValueError(f"a block of {self.set.size} parameters must have that size, got {self.size}")
         return self
@@ -282,7 +282,7 @@ class _Product(DecisionSet):
         return zip([block.set for block in self.blocks], parts, strict=True)
 
 
-def _on_simplex(theta: FloatArray, radius: float) -> FloatArray:
+def _project_on_simplex(theta: FloatArray, radius: float) -> FloatArray:
     """Project each vector of `theta (..., dim)` on the simplex of sum `radius`, by sorting.
 
     The projection is `max(theta - tau, 0)`. Among the k largest coordinates tau would be `(their sum - radius)/k`; the right one

@@ -26,10 +26,10 @@ class SottovoceError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without calling `__init__`, whose arguments may differ from those of `Exception`: errors cross processes."""
-        return _again, (type(self), self.args), self.__dict__
+        return _unpickle_error, (type(self), self.args), self.__dict__
 
 
-def _again(error: type[SottovoceError], args: tuple[Any, ...]) -> SottovoceError:
+def _unpickle_error(error: type[SottovoceError], args: tuple[Any, ...]) -> SottovoceError:
     return error.__new__(error, *args)
 
 

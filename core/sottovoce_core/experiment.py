@@ -73,10 +73,10 @@ def prepare(
         ready = _prepare(spec, data := place_data(spec, dataset))
         return replace(ready, warnings=(*ready.warnings, *find_data_warnings(spec, dataset, data)))
     found = _prepare(spec, create_empty_live_data(spec))
-    return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
+    return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_find_pause_warnings(spec))))
 
 
-def _pauses(spec: RunSpec) -> Iterator[RunWarning]:
+def _find_pause_warnings(spec: RunSpec) -> Iterator[RunWarning]:
     """Warn about a run that fails if its records pause."""
     if spec.clock.mode in ("free", "async"):
         yield RunWarning(
@@ -121,7 +121,7 @@ def _prepare(spec: RunSpec, data: PlacedData) -> PreparedRun:
     """Raise `SpecError` if the run is not possible."""
     run = build_run(spec, data.n_features)
     if run.algorithm.accountant(0).has_shared_records and not all(
-        _same(data.learners[0], other) for other in data.learners[1:]
+        _has_equal_schedule(data.learners[0], other) for other in data.learners[1:]
     ):
         raise SpecError(
             f"{spec.algorithm.name} needs the same records at every learner in every round: set data.partition to shared"
@@ -134,7 +134,7 @@ def _prepare(spec: RunSpec, data: PlacedData) -> PreparedRun:
     return PreparedRun(replace(run, warnings=run.warnings + slack), data, tuple(find_budget_warnings(run, data)))
 
 
-def _same(one: LearnerData, other: LearnerData) -> bool:
+def _has_equal_schedule(one: LearnerData, other: LearnerData) -> bool:
     parts = ("features", "labels", "order", "offsets")
     return one is other or all(np.array_equal(getattr(one, part), getattr(other, part)) for part in parts)
 

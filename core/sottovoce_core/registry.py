@@ -65,7 +65,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _numbers_are_not_true(cls, fields: Any) -> Any:
+    def _reject_booleans(cls, fields: Any) -> Any:
         """Keep true and false out of numeric fields: Pydantic takes them for 1 and 0."""
         if not isinstance(fields, Mapping):
             return fields
@@ -88,7 +88,7 @@ class MisplacedBoolean:
 def _replace_booleans(value: object, field: FieldInfo) -> object:
     """Replace true and false in a value, or in a list, by `MisplacedBoolean` if the field takes numbers and no text."""
     listed = isinstance(value, list | tuple)
-    types = set(_types(field.annotation, listed=listed))
+    types = set(_iterate_types(field.annotation, listed=listed))
     if types & {bool, str, Any, object} or not types & {int, float}:
         return value
     given = [
@@ -98,15 +98,15 @@ def _replace_booleans(value: object, field: FieldInfo) -> object:
     return given if listed else given[0]
 
 
-def _types(annotation: Any, *, listed: bool) -> Iterator[Any]:
+def _iterate_types(annotation: Any, *, listed: bool) -> Iterator[Any]:
     """Iterate over the types that an annotation allows for a value, or for the items of a list."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (tuple, list):
         for each in inner if listed else ():
-            yield from (*_types(each, listed=False), *_types(each, listed=True))
+            yield from (*_iterate_types(each, listed=False), *_iterate_types(each, listed=True))
     elif inner:
         for each in () if origin is Literal else inner[:1] if origin is Annotated else inner:
-            yield from _types(each, listed=listed)
+            yield from _iterate_types(each, listed=listed)
     elif not listed:
         yield annotation
 
@@ -157,10 +157,10 @@ class Registry(Generic[SectionT]):
         """
         closed = self.group is None
         offered = {} if name in self.built_in_classes or ":" in name or closed else self._read_entry_points
-        where = self._place(name) or offered.get(name)
+        where = self._locate_built_in(name) or offered.get(name)
         if where is None and (":" not in name or closed):
             known = {*self.built_in_classes, *offered}
-            hint = self._hint(name, known)
+            hint = self._suggest(name, known)
             listed = ", ".join(sorted(known)) + ("" if closed else ", or module:Class of your own")
             raise SpecError(f"{self.key} must be one of {listed}, got {name!r}{hint}")
         if where is None:
@@ -183,7 +183,7 @@ class Registry(Generic[SectionT]):
             return None
         return cast("type[SectionT]", self.find(name, allow_imports=allow_imports).select_class(fields or {}))
 
-    def _hint(self, name: str, known: Collection[str]) -> str:
+    def _suggest(self, name: str, known: Collection[str]) -> str:
         """Suggest the name that was probably meant; of several names separated by commas, for the first unknown one."""
         parts = [part.strip() for part in name.split(",")]
         wrong = next((part for part in parts if part not in known), "")
@@ -197,7 +197,7 @@ class Registry(Generic[SectionT]):
         meant = f", and {wrong!r} is none{f': did you mean {near[0]}?' if near else ''}" if wrong else ""
         return f"; it is one of them, not several{meant}"
 
-    def _place(self, name: str) -> str | None:
+    def _locate_built_in(self, name: str) -> str | None:
         """Return the module of the built-in class of this name, as `module:Class`."""
         where = self.built_in_classes.get(name)
         return where if where is None or ":" in where else f"{self.base.__module__}:{where}"
@@ -245,10 +245,10 @@ class Registry(Generic[SectionT]):
             each["required"] = list(
                 dict.fromkeys([*([] if kind == self.default else [self.key]), *each.get("required", ())])
             )
-        words = [name for name, each in classes.items() if set(self._needed(each)) <= {self.key}]
+        words = [name for name, each in classes.items() if set(self._list_required_fields(each)) <= {self.key}]
         return {"anyOf": [*([{"enum": words}] if words else []), *listed]}
 
-    def _needed(self, section: type[SectionT]) -> list[str]:
+    def _list_required_fields(self, section: type[SectionT]) -> list[str]:
         return [name for name, field in section.model_fields.items() if field.is_required()]
 
 

@@ -136,13 +136,13 @@ class Results:
         network, and has a row for every seed, which counts replicas from 0. The row of a single learner is its mean over the
         seeds, and its seed is missing: a number for every learner and seed would make the table as many times as large.
         """
-        parts = [part for result in self.runs for part in _parts(result)]
+        parts = [part for result in self.runs for part in _iterate_columns(result)]
         if not parts:
             return Table.from_rows(COLUMNS, [])
         return Table({name: np.concatenate([part[k] for part in parts]) for k, name in enumerate(COLUMNS)})
 
     def summary(self, *, every_round: bool = False) -> Table:
-        """One row for every run and metric: means over the seeds after the last round, or after every round measured.
+        """Summarise each run and metric in a row: means over the seeds after the last round, or after every measured round.
 
         Returns:
             `spec`, the changed fields, `round`, `metric`, `mean` over learners and seeds, its `standard_error` by the spread over
@@ -197,17 +197,19 @@ class Results:
             draft.replace(path)
 
 
-def _parts(result: Result) -> Iterator[tuple[Any, ...]]:
+def _iterate_columns(result: Result) -> Iterator[tuple[Any, ...]]:
     """Yield the columns of the rows of a run, for each metric: of the network, then of its learners."""
     facts, rounds = result.facts, result.curves.rounds
     for metric, curve in result.curves.curves.items():
         seeds = np.arange(curve.replicas.shape[1], dtype=np.float64)
-        yield _rows(facts, metric, rounds, seeds, np.array([None]), curve.replicas)
+        yield _build_columns(facts, metric, rounds, seeds, np.array([None]), curve.replicas)
         if curve.learners is not None:
-            yield _rows(facts, metric, rounds, np.array([math.nan]), np.array(facts.learners, object), curve.learners)
+            yield _build_columns(
+                facts, metric, rounds, np.array([math.nan]), np.array(facts.learners, object), curve.learners
+            )
 
 
-def _rows(
+def _build_columns(
     facts: Facts, metric: str, rounds: IntArray, seeds: FloatArray, learners: Any, values: FloatArray
 ) -> tuple[Any, ...]:
     """Return the columns for `values (rounds, seeds or learners)`."""
@@ -218,9 +220,9 @@ def _rows(
 
 
 def compute_bootstrap_intervals(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Ends of the 95 % percentile-bootstrap intervals of the means of `values (rows, seeds)`; not-a-number for one seed.
+    """Compute the ends of 95 % percentile-bootstrap intervals of the means of `values (rows, seeds)`.
 
-    Efron & Tibshirani 1993, section 13.3. All rows are resampled alike, so that they do not depend on one another.
+    Not-a-number for one seed. Efron & Tibshirani 1993, section 13.3. All rows are resampled alike, so that they do not depend on one another.
     """
     rows, n = values.shape
     if n < 2:
@@ -269,8 +271,8 @@ def read_results(path: Path | str) -> Results:
         if tuple(arrow.column_names) != COLUMNS:
             raise ValueError(f"its columns must be {', '.join(COLUMNS)}, got {', '.join(arrow.column_names)}")
         document = json.loads(file.with_name(RESULT_FILE_NAMES[1]).read_text(encoding="utf-8"))
-        found = _curves([arrow.column(name).to_pylist() for name in COLUMNS])
-        runs = [_result(each, found) for each in document["runs"]]
+        found = _group_rows([arrow.column(name).to_pylist() for name in COLUMNS])
+        runs = [_build_result(each, found) for each in document["runs"]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # pyarrow's own are of these kinds
         raise CaptureError(f"cannot read the results {path}: {error}") from None
     return Results(tuple(runs))
@@ -281,7 +283,7 @@ _Rows = dict[tuple[str, str], dict[str, list[tuple[Any, ...]]]]
 """Rows (seed, round, learner, value) by spec and setting, and by metric."""
 
 
-def _curves(columns: Sequence[Sequence[Any]]) -> _Rows:
+def _group_rows(columns: Sequence[Sequence[Any]]) -> _Rows:
     found: _Rows = {}
     for spec, setting, seed, done, learner, metric, value in zip(*columns, strict=True):
         number = math.nan if value is None else float(value)
@@ -289,16 +291,16 @@ def _curves(columns: Sequence[Sequence[Any]]) -> _Rows:
     return found
 
 
-def _result(document: Mapping[str, Any], found: _Rows) -> Result:
+def _build_result(document: Mapping[str, Any], found: _Rows) -> Result:
     facts = _FACTS.validate_python(document)
     rows = found[facts.spec, facts.setting]
     rounds = sorted({done for of_metric in rows.values() for _, done, *_ in of_metric})
-    curves = {metric: _curve(of_metric, rounds, facts.learners) for metric, of_metric in rows.items()}
+    curves = {metric: _build_curve(of_metric, rounds, facts.learners) for metric, of_metric in rows.items()}
     with_records = np.array(document["rounds_with_records"], dtype=np.float64)
     return Result(facts, Curves(np.array(rounds, dtype=np.int64), curves, with_records))
 
 
-def _curve(rows: Sequence[tuple[Any, ...]], rounds: Sequence[int], learners: Sequence[str]) -> Curve:
+def _build_curve(rows: Sequence[tuple[Any, ...]], rounds: Sequence[int], learners: Sequence[str]) -> Curve:
     network = {(done, seed): value for seed, done, learner, value in rows if learner is None}
     each = {(done, learner): value for _, done, learner, value in rows if learner is not None}
     seeds = range(1 + max(seed for _, seed in network))

@@ -49,13 +49,13 @@ LEARNER_NAME_RULE = (
 _RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 
-def _learner_name(name: str) -> str:
+def _require_learner_name(name: str) -> str:
     if re.fullmatch(LEARNER_NAME_PATTERN, name) is None:
         raise ValueError(f"a learner's name must be {LEARNER_NAME_RULE}, for it is part of file names")
     return name
 
 
-def _run_name(name: str) -> str:
+def _require_run_name(name: str) -> str:
     if re.fullmatch(_RUN_NAME_PATTERN, name) is None:
         raise ValueError(
             "a run's name must be 1 to 63 of the letters a to z, digits, and after the first also dots, hyphens and underscores, "
@@ -64,7 +64,9 @@ def _run_name(name: str) -> str:
     return name
 
 
-_LearnerName = Annotated[str, AfterValidator(_learner_name), Field(json_schema_extra={"pattern": LEARNER_NAME_PATTERN})]
+_LearnerName = Annotated[
+    str, AfterValidator(_require_learner_name), Field(json_schema_extra={"pattern": LEARNER_NAME_PATTERN})
+]
 _MIN_PERIOD_S = 0.002
 """Minimum period of a paced clock: a shorter one keeps the coordinator fully busy."""
 DEFAULT_COORDINATOR_TIMEOUT_S = 4 * 3600.0
@@ -165,7 +167,9 @@ class TelemetrySpec(Section):
 class RunSpec(Section):
     """The spec of a whole run."""
 
-    name: Annotated[str, AfterValidator(_run_name), Field(json_schema_extra={"pattern": _RUN_NAME_PATTERN})] = "run"
+    name: Annotated[str, AfterValidator(_require_run_name), Field(json_schema_extra={"pattern": _RUN_NAME_PATTERN})] = (
+        "run"
+    )
     rounds: Rounds
     """Number of rounds; null: until the run is stopped or a learner's budget is spent. For live records."""
     learners: (
@@ -318,7 +322,7 @@ def read_document(path: Path) -> Mapping[Any, Any]:
     Raises:
         SpecError: unreadable, not YAML, or no mapping of fields; or its schema is.
     """
-    document: dict[Any, Any] = dict(inline_schema(_read(path, "a run spec"), path.parent))
+    document: dict[Any, Any] = dict(inline_schema(_read_document(path, "a run spec"), path.parent))
     move_paths(document, path.parent, Path())
     return document
 
@@ -357,7 +361,7 @@ def _move_path(path: str, begin: Path, end: Path) -> str:
         return str((begin / path).absolute())
 
 
-def _read(path: Path, what: str) -> Mapping[Any, Any]:
+def _read_document(path: Path, what: str) -> Mapping[Any, Any]:
     try:
         return parse_document(read_text_file(path, what), str(path), what)
     except SpecError as error:
@@ -382,7 +386,7 @@ def inline_schema(document: Any, folder: Path) -> Any:
     data = document.get("data") if isinstance(document, Mapping) else None
     if not isinstance(data, Mapping) or not isinstance(named := data.get("schema"), str | Path):
         return document
-    return {**document, "data": {**data, "schema": _read(folder / named, "a schema")}}
+    return {**document, "data": {**data, "schema": _read_document(folder / named, "a schema")}}
 
 
 def load_schema(path: Path) -> Schema:
@@ -391,7 +395,7 @@ def load_schema(path: Path) -> Schema:
     Raises:
         SpecError: unreadable, not YAML, or not a valid schema: one line per problem.
     """
-    document = _read(path, "a schema")
+    document = _read_document(path, "a schema")
     try:
         return Schema.model_validate(document)
     except ValidationError as error:

@@ -62,7 +62,7 @@ class Table:
     def from_rows(cls, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Self:
         """Make a table of rows, each with one value per name."""
         values = list(zip(*rows, strict=True)) or [()] * len(names)
-        return cls({name: _column(column) for name, column in zip(names, values, strict=True)})
+        return cls({name: _build_column(column) for name, column in zip(names, values, strict=True)})
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -86,9 +86,9 @@ class Table:
             if name not in self.columns:
                 raise SpecError(f"a column must be one of {', '.join(self.columns)}, got {name}")
             values = self[name].tolist()
-            found = np.array([_missing(each) if value is None else each == value for each in values], dtype=bool)
+            found = np.array([_is_missing(each) if value is None else each == value for each in values], dtype=bool)
             if len(self) and not found.any():
-                known = ", ".join(_text(each) for each in list(dict.fromkeys(values))[:_MAX_LISTED_VALUES])
+                known = ", ".join(_format_value(each) for each in list(dict.fromkeys(values))[:_MAX_LISTED_VALUES])
                 more = ", ..." if len(set(map(str, values))) > _MAX_LISTED_VALUES else ""
                 raise SpecError(f"{name} must be one of the column's values, {known}{more}, got {value!r}")
             kept &= found
@@ -114,7 +114,7 @@ class Table:
         Raises:
             SpecError: pyarrow is not installed.
         """
-        arrow = _library("pyarrow")
+        arrow = _import_library("pyarrow")
         return arrow.table({name: arrow.array(column, from_pandas=True) for name, column in self.columns.items()})
 
     def to_pandas(self) -> Any:
@@ -123,7 +123,7 @@ class Table:
         Raises:
             SpecError: pandas is not installed.
         """
-        return _library("pandas").DataFrame(dict(self.columns))
+        return _import_library("pandas").DataFrame(dict(self.columns))
 
     def to_polars(self) -> Any:
         """Return a `polars.DataFrame`; missing values are null.
@@ -131,8 +131,10 @@ class Table:
         Raises:
             SpecError: polars is not installed.
         """
-        known = {name: [None if _missing(each) else each for each in cells] for name, cells in self.to_dict().items()}
-        return _library("polars").DataFrame(known)
+        known = {
+            name: [None if _is_missing(each) else each for each in cells] for name, cells in self.to_dict().items()
+        }
+        return _import_library("polars").DataFrame(known)
 
     # ---- files -----------------------------------------------------------------------------------------------
 
@@ -141,22 +143,30 @@ class Table:
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self.columns)
-            writer.writerows([["" if _missing(cell) else escape_formula(cell) for cell in row] for row in self.rows()])
+            writer.writerows(
+                [["" if _is_missing(cell) else escape_formula(cell) for cell in row] for row in self.rows()]
+            )
 
     def to_latex(self, path: Path | str) -> None:
         r"""Write a `tabular` in the style of the package booktabs, for `\input`; numbers to four significant digits."""
-        heads, *rows = ([_latex(cell) for cell in row] for row in self._texts())
-        form = "".join("r" if self._numeric(name) else "l" for name in self.columns)
-        lines = [rf"\begin{{tabular}}{{{form}}}", r"\toprule", _line(heads), r"\midrule", *map(_line, rows)]
+        heads, *rows = ([_escape_latex(cell) for cell in row] for row in self._format_rows())
+        form = "".join("r" if self._is_numeric(name) else "l" for name in self.columns)
+        lines = [
+            rf"\begin{{tabular}}{{{form}}}",
+            r"\toprule",
+            _format_latex_row(heads),
+            r"\midrule",
+            *map(_format_latex_row, rows),
+        ]
         text = "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     # ---- on the screen ---------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        texts = self._texts(MAX_DISPLAYED_ROWS)
+        texts = self._format_rows(MAX_DISPLAYED_ROWS)
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-        right = [self._numeric(name) for name in self.columns]
+        right = [self._is_numeric(name) for name in self.columns]
         lines = [
             "  ".join(
                 cell.rjust(width) if to_right else cell.ljust(width)
@@ -169,22 +179,22 @@ class Table:
 
     def _repr_html_(self) -> str:
         """Render the table as HTML, for notebooks."""
-        heads, *rows = ([html.escape(cell) for cell in row] for row in self._texts(MAX_DISPLAYED_ROWS))
+        heads, *rows = ([html.escape(cell) for cell in row] for row in self._format_rows(MAX_DISPLAYED_ROWS))
         head = "".join(f"<th>{cell}</th>" for cell in heads)
         body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
         more = f"<p>… {len(self) - MAX_DISPLAYED_ROWS:,} more rows</p>" if len(self) > MAX_DISPLAYED_ROWS else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
-    def _texts(self, max_rows: int | None = None) -> list[list[str]]:
+    def _format_rows(self, max_rows: int | None = None) -> list[list[str]]:
         """Return header and rows as display text."""
         first = Table({name: column[:max_rows] for name, column in self.columns.items()})
-        return [list(self.columns), *([_text(cell) for cell in row] for row in first.rows())]
+        return [list(self.columns), *([_format_value(cell) for cell in row] for row in first.rows())]
 
-    def _numeric(self, name: str) -> bool:
+    def _is_numeric(self, name: str) -> bool:
         return self[name].dtype.kind in "iuf"
 
 
-def _column(values: Sequence[Any]) -> Column:
+def _build_column(values: Sequence[Any]) -> Column:
     """Return a column: numbers as numbers, everything else unchanged."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return np.asarray(values, dtype=None if values else np.float64)
@@ -193,21 +203,21 @@ def _column(values: Sequence[Any]) -> Column:
     return made
 
 
-def _missing(value: Any) -> bool:
+def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _text(value: Any) -> str:
-    if _missing(value):
+def _format_value(value: Any) -> str:
+    if _is_missing(value):
         return "–"
     return f"{value:.4g}" if isinstance(value, float) else escape_control(str(value))
 
 
-def _line(cells: Sequence[str]) -> str:
+def _format_latex_row(cells: Sequence[str]) -> str:
     return rf"{' & '.join(cells)} \\"
 
 
-def _latex(text: str) -> str:
+def _escape_latex(text: str) -> str:
     """Escape plain text for LaTeX."""
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
     special |= {"ε": r"$\varepsilon$", "±": r"$\pm$", "−": "$-$", "∞": r"$\infty$"}
@@ -215,7 +225,7 @@ def _latex(text: str) -> str:
     return {"inf": r"$\infty$", "-inf": r"$-\infty$"}.get(text, text)
 
 
-def _library(name: str) -> Any:
+def _import_library(name: str) -> Any:
     """Import a library for export, only when needed.
 
     Raises:

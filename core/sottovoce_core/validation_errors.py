@@ -53,11 +53,13 @@ def explain(error: ValidationError, source: str, document: Mapping[Any, Any], mo
 
 def format_validation_errors(error: ValidationError, document: Mapping[Any, Any], model: type[Section]) -> list[str]:
     """Return the explanation as a list of lines; the fields that a section has are named once."""
-    found, lines, listed = _by_place(error.errors(), document), list[str](), set[FieldPath]()
+    found, lines, listed = _group_by_place(error.errors(), document), list[str](), set[FieldPath]()
     for place, alike in found:
         unknown = alike[0]["type"] == "extra_forbidden"
         again = unknown and place[:-1] in listed
-        lines.append(f"unknown field {_where(place)}" if again else _line(place, alike, document, model))
+        lines.append(
+            f"unknown field {_format_place(place)}" if again else _format_problem(place, alike, document, model)
+        )
         listed |= {place[:-1]} if unknown else set()
     return lines
 
@@ -68,7 +70,7 @@ def describe_requirement(problem: Any) -> str:
     if kind in _NUMBERS and _is_too_large(problem.get("input")):
         return "must be a number within [-1e+308, 1e+308]"
     if kind in _REQUIREMENT_BY_ERROR_TYPE or kind in _LISTS:
-        return f"must be {_form(problem)}"
+        return f"must be {_describe_form(problem)}"
     match kind:
         case "invalid_key":
             return "the name of a field must be text"
@@ -96,14 +98,14 @@ def _is_too_large(value: object) -> bool:
         return False
 
 
-def _by_place(problems: list[Any], document: object) -> list[tuple[FieldPath, list[Any]]]:
+def _group_by_place(problems: list[Any], document: object) -> list[tuple[FieldPath, list[Any]]]:
     """Group the problems by their place in the document.
 
     For a field of several possible types, Pydantic reports one problem for each type. Only the relevant ones are kept: a problem
     within a list excludes that the value is no list; a number that is too large is not reported as no list; and a list with a
     wrong item is not reported as too short, because Pydantic counts only valid items.
     """
-    found = [(_place(each, document), each) for each in problems]
+    found = [(_locate(each, document), each) for each in problems]
     deeper = {place[:k] for place, _ in found for k in range(len(place))}
     kept = [
         (place, each)
@@ -118,7 +120,7 @@ def _by_place(problems: list[Any], document: object) -> list[tuple[FieldPath, li
     return groups
 
 
-def _place(problem: Any, document: object) -> FieldPath:
+def _locate(problem: Any, document: object) -> FieldPath:
     """Return the place of a problem in the document, without the names of types that Pydantic inserts."""
     place: list[int | str] = []
     for part in problem["loc"]:
@@ -137,12 +139,12 @@ def _has_several_types(problem: Any, place: FieldPath) -> bool:
     return len(problem["loc"]) > len(place)
 
 
-def _where(place: FieldPath) -> str:
+def _format_place(place: FieldPath) -> str:
     return ".".join(map(str, place))
 
 
-def _line(place: FieldPath, alike: list[Any], document: object, model: type[Section]) -> str:
-    problem, where = alike[0], _where(place)
+def _format_problem(place: FieldPath, alike: list[Any], document: object, model: type[Section]) -> str:
+    problem, where = alike[0], _format_place(place)
     match problem["type"]:
         case "extra_forbidden":
             known = _fields_at(place[:-1], document, model)
@@ -153,7 +155,7 @@ def _line(place: FieldPath, alike: list[Any], document: object, model: type[Sect
             )
             return f"unknown field {where}; {there}"
         case "missing":
-            return f"field {where} is required{_shown_form(place, document, model)}"
+            return f"field {where} is required{_show_long_form(place, document, model)}"
         case "kind":  # worded by the registry
             text = problem["msg"]
             dot = "." if text.startswith(("kind", "name", "type")) else ": "
@@ -165,19 +167,17 @@ def _line(place: FieldPath, alike: list[Any], document: object, model: type[Sect
     value = problem.get("input")
     value = value.value if isinstance(value, MisplacedBoolean) else value
     if problem["type"] == "invalid_key":
-        where = _where(place[:-1])
+        where = _format_place(place[:-1])
     subject = f"{where}: " if where else ""
     # A whole document or section is not shown: the problem with it names the fields.
     whole = not place or (isinstance(value, Mapping) and {each["type"] for each in alike} == {"value_error"})
     came = (
         "" if whole else f", got {_describe_class(value) if _holds_records(place, value) else abbreviate_value(value)}"
     )
-    return (
-        f"{subject}{', or '.join(requirements)}{came}{_example(place, document, model) or _advice(place, alike, value)}"
-    )
+    return f"{subject}{', or '.join(requirements)}{came}{_show_example(place, document, model) or _suggest_remedy(place, alike, value)}"
 
 
-def _example(place: FieldPath, document: object, model: type[Section]) -> str:
+def _show_example(place: FieldPath, document: object, model: type[Section]) -> str:
     """Return a valid example of a field, also for an item of its list; empty if there is none."""
     for end in range(len(place), 0, -1):
         field = _fields_at(place[: end - 1], document, model).get(str(place[end - 1]))
@@ -186,14 +186,14 @@ def _example(place: FieldPath, document: object, model: type[Section]) -> str:
     return ""
 
 
-def _shown_form(place: FieldPath, document: object, model: type[Section]) -> str:
+def _show_long_form(place: FieldPath, document: object, model: type[Section]) -> str:
     """Show a section given as a word in its long form, with a field that it lacks, or the example of that field."""
     *parent, name = place
     section: Any = document
     for part in parent:
         section = section.get(part) if isinstance(section, Mapping) else None
     if not isinstance(section, str):
-        return _example(place, document, model)
+        return _show_example(place, document, model)
     fields = _fields_at(tuple(parent), document, model)
     key = next((each for each in ("kind", "name", "type") if each in fields), "kind")
     needed = {each: field for each, field in fields.items() if field.is_required() and each != key}
@@ -209,14 +209,14 @@ def _as_yaml(value: object) -> str:
     return write_yaml(value, flow=True).strip()
 
 
-def _form(problem: Any) -> str:
+def _describe_form(problem: Any) -> str:
     if problem["type"] not in _LISTS:
         return _REQUIREMENT_BY_ERROR_TYPE[problem["type"]]
     of = next((each for each in problem["loc"][::-1] if isinstance(each, str)), "")
     return "a list of numbers" if of.startswith(("tuple[float", "tuple[constrained-float")) else "a list"
 
 
-def _advice(place: FieldPath, alike: list[Any], value: object) -> str:
+def _suggest_remedy(place: FieldPath, alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
     if _holds_records(place, value):
         return ": records must be in a file: write them to a .csv or .parquet one, and give its path as data.source"

@@ -41,9 +41,9 @@ class _Constructor(SafeConstructor):
         merged = getattr(node, "merge", None) or ()  # precedes the own keys after a merge
         for key, _ in node.value[len(merged) :]:
             if not isinstance(key, ScalarNode):
-                raise _refusal("the name of a field must be text", key)
+                raise _build_yaml_error("the name of a field must be text", key)
             if key.value in names:
-                raise _refusal(f"a name must be unique, got {key.value!r} twice", key)
+                raise _build_yaml_error(f"a name must be unique, got {key.value!r} twice", key)
             names.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -55,13 +55,13 @@ class _Constructor(SafeConstructor):
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             form = str(node.tag).rpartition(":")[2]
             why = f": {error}" if form == "timestamp" and isinstance(error, ValueError) else ""
-            raise _refusal(
+            raise _build_yaml_error(
                 f"a value must be valid, got {str(node.value)[:40]!r}, which is no {_KINDS.get(form, form)}{why}", node
             ) from None
         return value
 
 
-def _refusal(text: str, node: Node) -> YAMLError:
+def _build_yaml_error(text: str, node: Node) -> YAMLError:
     return ConstructorError(None, None, text, node.start_mark)
 
 
@@ -93,7 +93,7 @@ def parse_yaml(text: str) -> Any:
         YAMLError: not YAML, a duplicate key, or an invalid value.
         RecursionError: nested too deeply.
     """
-    reader = _yaml()
+    reader = _make_yaml()
     reader.Constructor = _Constructor
     return reader.load(text)
 
@@ -105,7 +105,7 @@ def write_yaml(value: object, *, flow: bool | None = False) -> str:
         value: value of mappings, lists, texts and numbers.
         flow: use braces and brackets; None: only for collections without nested ones.
     """
-    writer, text = _yaml(), io.StringIO()
+    writer, text = _make_yaml(), io.StringIO()
     writer.Representer = _Representer
     writer.default_flow_style, writer.width = flow, sys.maxsize
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
@@ -113,7 +113,7 @@ def write_yaml(value: object, *, flow: bool | None = False) -> str:
     return text.getvalue().removesuffix("...\n")
 
 
-def _yaml() -> YAML:
+def _make_yaml() -> YAML:
     return YAML(typ="safe", pure=True, plug_ins=[])
 
 
@@ -132,17 +132,21 @@ def read_text_file(path: Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> st
         with path.open("rb") as file:
             raw = file.read(max_bytes + 1)
     except OSError as error:
-        raise SpecError(f"cannot read {_the(what)} {path}: {error.strerror}") from None
+        raise SpecError(f"cannot read {_with_definite_article(what)} {path}: {error.strerror}") from None
     if len(raw) > max_bytes:
-        raise SpecError(f"{path}: {what} must have at max_bytes {max_bytes} bytes, got more")
+        raise SpecError(f"{path}: {what} must have at most {max_bytes} bytes, got more")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
         if (found := detect_format(raw)) and "UTF" not in found:
-            raise SpecError(f"cannot read {_the(what)} {path}: it must be text in UTF-8, got {found}") from None
+            raise SpecError(
+                f"cannot read {_with_definite_article(what)} {path}: it must be text in UTF-8, got {found}"
+            ) from None
         line = raw.count(b"\n", 0, error.start) + 1
         found = found.replace("text in", "it is") or f"line {line} is not"
-        raise SpecError(f"cannot read {_the(what)} {path}: it must be UTF-8, and {found}: save it as UTF-8") from None
+        raise SpecError(
+            f"cannot read {_with_definite_article(what)} {path}: it must be UTF-8, and {found}: save it as UTF-8"
+        ) from None
 
 
 _FORMATS = (
@@ -184,7 +188,7 @@ def detect_format(content: bytes) -> str:
     return next((name for begin, name in _FORMATS if re.match(begin, head + tail, re.DOTALL if tail else 0)), "")
 
 
-def _the(what: str) -> str:
+def _with_definite_article(what: str) -> str:
     return what.replace("a ", "the ", 1)
 
 

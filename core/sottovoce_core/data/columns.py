@@ -124,11 +124,11 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
         DataError: unreadable, or an empty cell in a column that places a record.
         SpecError: pyarrow is not installed.
     """
-    table = _arrow_table(path, as_text=True, ragged=ragged)
+    table = _read_arrow_table(path, as_text=True, ragged=ragged)
     placing = [name for name in table.column_names if normalise_text(name) in PLACEMENT_COLUMNS]
-    columns = {name: _cells(table.column(name)) for name in table.column_names if name not in placing}
-    codes = _codes(path, table.select(placing)) if path.suffix.lower() == ".csv" and not ragged else {}
-    file = _File(path, table.select(placing), [*map(normalise_text, placing)], None, codes)
+    columns = {name: _to_cells(table.column(name)) for name in table.column_names if name not in placing}
+    codes = _find_codes(path, table.select(placing)) if path.suffix.lower() == ".csv" and not ragged else {}
+    file = _TableFile(path, table.select(placing), [*map(normalise_text, placing)], None, codes)
     learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT_COLUMNS)
     return columns, learner, rounds
 
@@ -147,14 +147,14 @@ def read_names(path: Path, label: str | None = None) -> tuple[dict[str, bool], s
     Raises:
         DataError, SpecError: as `read_columns`; also where the first line of a `.csv` is a record.
     """
-    table = _arrow_table(path)
+    table = _read_arrow_table(path)
     kinds = {normalise_text(each.name): each.type in ("string", "large_string", "bool") for each in table.schema}
     is_csv = path.suffix.lower() == ".csv"
     return kinds, explain_header([*kinds], table.column, label, path) if is_csv else None
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _TableFile:
     """Records of a file.
 
     Attributes:
@@ -197,7 +197,7 @@ class _File:
                 f"a word for one (nan, NA, null){advice}"
             )
         numeric = is_numeric_type(column.type) or (column.type == "bool" and name not in PLACEMENT_COLUMNS)
-        if numeric and name not in self.codes and not _loses_digits(column):
+        if numeric and name not in self.codes and not _has_unrepresentable_digits(column):
             return as_floats(column.cast("float64", safe=False).to_numpy())
         values = _to_python_values(self.codes.get(name, column))
         if any(to_python_value(value) is UNSUPPORTED_VALUE for value in values):
@@ -230,13 +230,13 @@ class _File:
         if name in self.codes:
             return f"must be numeric, got {CODE_DESCRIPTION}"
         if is_numeric_type(column.type) or column.type == "bool":
-            return f"must be numeric, got {LOST_DIGITS_REASON}" if _loses_digits(column) else ""
+            return f"must be numeric, got {LOST_DIGITS_REASON}" if _has_unrepresentable_digits(column) else ""
         return "" if column.type == "null" else f"must be numeric, got type {column.type}"
 
 
-def _loses_digits(column: Any) -> bool:
+def _has_unrepresentable_digits(column: Any) -> bool:
     """Return whether float64 cannot hold some of a column's integers."""
-    types = _arrow().types
+    types = _import_arrow().types
     if types.is_integer(column.type):
         return has_unrepresentable_integers(column.drop_null().to_numpy())
     if not types.is_decimal(column.type):
@@ -245,14 +245,14 @@ def _loses_digits(column: Any) -> bool:
     return any(value == value.to_integral_value() and int(float(value)) != value for value in whole)
 
 
-def _named_table(path: Path, label: str | None) -> _File:
+def _named_table(path: Path, label: str | None) -> _TableFile:
     """Read a file with at least one record.
 
     Raises:
         DataError: unreadable, without names or without records.
         SpecError: pyarrow is not installed.
     """
-    table = _arrow_table(path)
+    table = _read_arrow_table(path)
     names = [*map(normalise_text, table.column_names)]
     is_csv = path.suffix.lower() == ".csv"
     if is_csv and any(each.type == "binary" for each in table.schema):  # values that Arrow cannot decode as text
@@ -260,12 +260,12 @@ def _named_table(path: Path, label: str | None) -> _File:
     why = explain_header(names, table.column, label, path) if is_csv else None
     if not table.num_rows:
         raise DataError(f"{path} must hold at least one record, got only column names")
-    return _File(path, table, names, why, _codes(path, table) if is_csv else {})
+    return _TableFile(path, table, names, why, _find_codes(path, table) if is_csv else {})
 
 
-def _codes(path: Path, table: Any) -> dict[str, Any]:
+def _find_codes(path: Path, table: Any) -> dict[str, Any]:
     """Return, as text, the columns of a `.csv` file that were read as numbers and have values written as codes."""
-    arrow = _arrow()
+    arrow = _import_arrow()
     types, compute = arrow.types, arrow.compute
 
     def may_be(column: Any) -> bool:  # an integer has fewer digits than such a number
@@ -275,7 +275,9 @@ def _codes(path: Path, table: Any) -> dict[str, Any]:
 
     if not (names := [name for name in table.column_names if may_be(table.column(name))]):
         return {}
-    text = arrow.csv.read_csv(path, parse_options=_lines(), convert_options=_as_text(names, include_columns=names))
+    text = arrow.csv.read_csv(
+        path, parse_options=_build_parse_options(), convert_options=_build_convert_options(names, include_columns=names)
+    )
     code = rf"^\s*({CODE_PATTERN})\s*$"
     found = {normalise_text(name): text.column(name) for name in names}
     return {name: own for name, own in found.items() if compute.any(compute.match_substring_regex(own, code)).as_py()}
@@ -301,9 +303,9 @@ def _require_names(columns: Any, path: Path) -> list[str]:
     return names
 
 
-def _cells(column: Any) -> Any:
+def _to_cells(column: Any) -> Any:
     """Return a column as numbers if all values are, else as a list."""
-    arrow = _arrow()
+    arrow = _import_arrow()
     types = arrow.types
     if types.is_timestamp(column.type):  # pandas reads nanoseconds
         column = column.cast(arrow.timestamp("us", column.type.tz), safe=False)
@@ -326,7 +328,7 @@ def _to_python_value(cell: Any) -> Any:
         return UNSUPPORTED_VALUE
 
 
-def _arrow(what: str = "reading columns") -> Any:
+def _import_arrow(what: str = "reading columns") -> Any:
     """Import pyarrow with its readers for columns.
 
     Raises:
@@ -338,17 +340,17 @@ def _arrow(what: str = "reading columns") -> Any:
     return arrow
 
 
-def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None = None) -> Any:
+def _read_arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None = None) -> Any:
     """Read the file as a pyarrow table.
 
     Args:
         path, ragged: as in `read_cells`.
         as_text: keep the cells of a `.csv` as text, except those of `PLACEMENT_COLUMNS`.
     """
-    arrow = _arrow(f"reading {path.suffix} files")
+    arrow = _import_arrow(f"reading {path.suffix} files")
     try:
         if path.suffix.lower() == ".csv":
-            table = _csv_table(path, as_text=as_text, ragged=ragged)
+            table = _read_csv_table(path, as_text=as_text, ragged=ragged)
         else:  # one file, not a data set: a folder named a=b in its path must not become a column
             table = arrow.parquet.ParquetFile(path).read()
         _require_names(table.schema, path)
@@ -375,22 +377,22 @@ def _describe_content(path: Path) -> str:
     return "it is broken: copy it anew" if own else f"it is {found}"
 
 
-def _csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
+def _read_csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
     _require_csv(path)
-    arrow, convert = _arrow(), None
+    arrow, convert = _import_arrow(), None
     csv = arrow.csv
     if as_text:
-        with csv.open_csv(path, parse_options=_lines(None if ragged is None else [])) as first:
+        with csv.open_csv(path, parse_options=_build_parse_options(None if ragged is None else [])) as first:
             names = _require_names(first.schema, path)
-        convert = _as_text([name for name in names if normalise_text(name) not in PLACEMENT_COLUMNS])
+        convert = _build_convert_options([name for name in names if normalise_text(name) not in PLACEMENT_COLUMNS])
     try:
-        return csv.read_csv(path, parse_options=_lines(), convert_options=convert)
+        return csv.read_csv(path, parse_options=_build_parse_options(), convert_options=convert)
     except arrow.ArrowInvalid as error:
         if "columns, got" not in str(error):
             raise
     # Multi-threaded reading does not number the rows, which count from 1, the header's.
     found = None if ragged is None else list[Any]()
-    table = csv.read_csv(path, csv.ReadOptions(use_threads=False), _lines(found), convert)
+    table = csv.read_csv(path, csv.ReadOptions(use_threads=False), _build_parse_options(found), convert)
     for row in found or ():
         if row.text.count('"') % 2:
             raise DataError(
@@ -402,7 +404,7 @@ def _csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
     return table
 
 
-def _lines(others: list[Any] | None = None) -> Any:
+def _build_parse_options(others: list[Any] | None = None) -> Any:
     """Build Arrow's options for splitting rows.
 
     Args:
@@ -415,12 +417,12 @@ def _lines(others: list[Any] | None = None) -> Any:
         return "skip"
 
     handler = None if others is None else partial(skip, others=others)
-    return _arrow().csv.ParseOptions(newlines_in_values=True, invalid_row_handler=handler)
+    return _import_arrow().csv.ParseOptions(newlines_in_values=True, invalid_row_handler=handler)
 
 
-def _as_text(names: Sequence[str], **options: Any) -> Any:
+def _build_convert_options(names: Sequence[str], **options: Any) -> Any:
     """Build Arrow's options to read columns as text; types of other columns are inferred."""
-    arrow = _arrow()
+    arrow = _import_arrow()
     return arrow.csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), **options)
 
 

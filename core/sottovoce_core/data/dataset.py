@@ -66,7 +66,7 @@ _TRAINING_RECORDS, _TEST_RECORDS = 75_000, 25_000
 _NAMES = ("heart_rate", "breaths", "temperature", "oxygen", "pressure", "age")
 
 
-def _vital_signs() -> RawTable:
+def _generate_vital_signs() -> RawTable:
     """Generate synthetic vital signs with a label: the patient is worse a day later (1) or not (0).
 
     Severity is random, rises with age, and drifts with the season; measurements and outcome follow from it, each with its own
@@ -148,7 +148,7 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), la
     n = len(table.features)
     test = None if table.test is None else Batch(table.test[0], mapped[n:])
     named = () if loss.n_classes is None else tuple(format_labels(np.unique(labels)))
-    placed = _placement(table.learner, table.round, data.source)
+    placed = _convert_placement(table.learner, table.round, data.source)
     return Dataset(data.source, table.features, mapped[:n], classes[:n], *placed, test, named)
 
 
@@ -158,22 +158,22 @@ def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
     Raises:
         SpecError, DataError: as `load_dataset`.
     """
-    table = _read(data, folders)
-    _check(table, data.source)
+    table = _read_table(data, folders)
+    _require_valid_table(table, data.source)
     return table
 
 
-def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
+def _read_table(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     """Read the source as a table whose labels are float64 or text."""
     known = CATALOGUE.get(data.source)
     if known is not None and known.is_synthetic:
-        return _vital_signs()
+        return _generate_vital_signs()
     if known is not None and not known.originals:
         loaders = import_optional("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
         features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)
         return RawTable(as_floats(features), as_floats(labels))
     if known is not None:
-        return _convert_labels(read_npz(_public_file(data.source, folders)), data.source)
+        return _convert_labels(read_npz(_find_public_file(data.source, folders)), data.source)
     path = Path(data.source)
     if path.suffix.lower() not in RECORD_FILE_SUFFIXES:
         raise SpecError(
@@ -197,7 +197,7 @@ def _load_by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
         counts = f"{len(found.refusals):,} of {len(found.accepted_mask):,} records do not fit the schema"
         hint = f"; {found.hint}" if found.hint else ""
         raise DataError(f"{path}: {counts}: {listed_reasons}; the first is row {row} (counted from 0), {why}{hint}")
-    placed = _placement(learner, rounds, data.source)
+    placed = _convert_placement(learner, rounds, data.source)
     named = schema.label.classes or ()
     return Dataset(data.source, found.features, found.labels, found.classes, *placed, class_names=named)
 
@@ -245,7 +245,7 @@ def require_source_file(path: Path, *, schema: bool = False) -> Path:
     return path
 
 
-def _public_file(source: str, folders: Sequence[Path]) -> Path:
+def _find_public_file(source: str, folders: Sequence[Path]) -> Path:
     """Find the file of a public data set.
 
     Raises:
@@ -282,7 +282,7 @@ def _convert_labels(table: RawTable, source: str) -> RawTable:
 # ---- checks ----------------------------------------------------------------------------------------------
 
 
-def _check(table: RawTable, source: str) -> None:
+def _require_valid_table(table: RawTable, source: str) -> None:
     """Require matching shapes and finite numbers."""
     if not table.features.size:
         raise DataError(f"{source} must hold at least one record and one feature, got {table.features.shape}")
@@ -317,31 +317,33 @@ def _check_finite(table: RawTable, features: FloatArray, labels: AnyArray, sourc
     if odd.any():
         row, column = (int(index) for index in np.argwhere(odd)[0])
         where = f"{source}: row {row} (counted from 0), {table.describe_column(column)}"
-        raise DataError(f"{where} {_finite(features[row, column])}")
+        raise DataError(f"{where} {_describe_number_requirement(features[row, column])}")
     if labels.dtype.kind == "f" and (odd := ~(np.abs(labels) <= MAX_MAGNITUDE)).any():
         row = int(np.flatnonzero(odd)[0])
-        raise DataError(f"{source}: row {row} (counted from 0), label column {_finite(labels[row])}")
+        raise DataError(
+            f"{source}: row {row} (counted from 0), label column {_describe_number_requirement(labels[row])}"
+        )
 
 
-def _finite(number: float) -> str:
+def _describe_number_requirement(number: float) -> str:
     """State the requirement for a number, and the number; a finite one is not quoted."""
     if np.isfinite(number):
         return f"must be between -{MAX_MAGNITUDE:g} and {MAX_MAGNITUDE:g}, got a larger number: rescale the column, or drop it"
     return f"must be a finite number, got {number}"
 
 
-def _placement(
+def _convert_placement(
     learner: AnyArray | None, rounds: AnyArray | None, source: str
 ) -> tuple[IntArray | None, tuple[str, ...] | None, IntArray | None]:
     """Convert the placement columns: learners as indices, names of these indices if the column holds names, and rounds."""
-    placed = None if rounds is None else _indices(rounds, "round", source)
+    placed = None if rounds is None else _convert_indices(rounds, "round", source)
     if learner is None or learner.dtype.kind not in "US":
-        return None if learner is None else _indices(learner, "learner", source), None, placed
+        return None if learner is None else _convert_indices(learner, "learner", source), None, placed
     names, index = np.unique(learner.astype(np.str_), return_inverse=True)
     return index.astype(np.int64), tuple(map(str, names)), placed
 
 
-def _indices(values: AnyArray, column: str, source: str) -> IntArray:
+def _convert_indices(values: AnyArray, column: str, source: str) -> IntArray:
     """Convert a column of integers from 0."""
     if values.dtype.kind not in "biuf":
         raise DataError(f"{source}: column {column!r} must hold integers, got {values.dtype}")

@@ -328,13 +328,15 @@ class Encoder:
             flaws = feature.encode(
                 cells.get(name, nothing), schema.missing_value_set, features[:, schema.feature_slices[name]]
             )
-            _refuse(refused, name, flaws)
-            nearly |= _near(name, feature, cells.get(name, nothing), flaws)
+            _record_flaws(refused, name, flaws)
+            nearly |= _find_near_categories(name, feature, cells.get(name, nothing), flaws)
         label_values = np.zeros(n)
         if labelled:
             label_values, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing_value_set)
-            _refuse(refused, schema.label.name, flaws)
-            nearly |= _near(schema.label.name, schema.label, cells.get(schema.label.name, nothing), flaws)
+            _record_flaws(refused, schema.label.name, flaws)
+            nearly |= _find_near_categories(
+                schema.label.name, schema.label, cells.get(schema.label.name, nothing), flaws
+            )
         fits = np.ones(n, dtype=bool)
         fits[list(refused)] = False
         labels = label_values[fits] if labelled else np.empty(0)
@@ -351,7 +353,7 @@ def _resolve_class(value: int | str, label: Label, classes: tuple[str, ...]) -> 
     return resolve_class_name(str(value), classes) if flaw != NO_FLAW else classes[int(place)]
 
 
-def _near(name: str, of: Feature | Label, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
+def _find_near_categories(name: str, of: Feature | Label, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
     """Find the categories of a field that differ from some of its words only by case, blanks or a final dot."""
     rows = np.flatnonzero(flaws == Flaw.NO_CATEGORY.value)
     odd = {_simplify_label(cells[row]) for row in rows if isinstance(cells[row], str)}
@@ -359,7 +361,7 @@ def _near(name: str, of: Feature | Label, cells: Cells, flaws: IntArray) -> dict
     return {name: found} if found else {}
 
 
-def _refuse(refused: dict[int, str], name: str, flaws: IntArray) -> None:
+def _record_flaws(refused: dict[int, str], name: str, flaws: IntArray) -> None:
     """Record the first flaw of each record that has no earlier one."""
     for row in np.flatnonzero(flaws).tolist():
         refused.setdefault(row, f"{name}: {Flaw(int(flaws[row])).description}")

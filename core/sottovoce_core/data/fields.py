@@ -53,7 +53,7 @@ def _require_words(value: object) -> object:
     return value
 
 
-def _bounds_of_days(value: object) -> object:
+def _require_days(value: object) -> object:
     if isinstance(value, list | tuple) and not all(map(_is_day, value)):
         raise ValueError("must be two days such as 2020-01-31")
     return value
@@ -77,7 +77,7 @@ def _require_distinct(categories: tuple[str | int | float, ...]) -> tuple[str | 
     kinds = {isinstance(each, str) for each in categories}
     if len(kinds) > 1:
         raise ValueError(
-            f"must be all text or all numbers: put quotes around {_list_unquoted(categories)} if it is text"
+            f"must be all text or all numbers: put quotes around {_list_bare_words(categories)} if it is text"
         )
     made = tuple(normalise_text(each) if isinstance(each, str) else each for each in categories)
     if any(not np.isfinite(float(each)) for each in made if not isinstance(each, str)):
@@ -91,13 +91,13 @@ def _require_distinct(categories: tuple[str | int | float, ...]) -> tuple[str | 
     return made
 
 
-def _list_unquoted(categories: tuple[str | int | float, ...]) -> str:
+def _list_bare_words(categories: tuple[str | int | float, ...]) -> str:
     return str(next(each for each in categories if not isinstance(each, str)))
 
 
 Words = Annotated[tuple[str | int | float, ...], BeforeValidator(_require_words)]
 _Bounds = Annotated[tuple[Finite, Finite], AfterValidator(_require_order)]
-_Days = Annotated[tuple[datetime.date, datetime.date], BeforeValidator(_bounds_of_days), AfterValidator(_require_order)]
+_Days = Annotated[tuple[datetime.date, datetime.date], BeforeValidator(_require_days), AfterValidator(_require_order)]
 _Categories = Annotated[Words, AfterValidator(_require_distinct)]
 
 

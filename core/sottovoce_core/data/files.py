@@ -84,8 +84,8 @@ def read_npz(path: Path) -> RawTable:
         DataError: unreadable, pickled objects, or another layout.
     """
     arrays = _load_arrays(path)
-    labels, test_labels = _first(arrays, "y", "y_train"), _first(arrays, "y_test", "y_test_part")
-    found, test = _features(arrays, path), _features(arrays, path, test=True)
+    labels, test_labels = _get_first(arrays, "y", "y_train"), _get_first(arrays, "y_test", "y_test_part")
+    found, test = _get_features(arrays, path), _get_features(arrays, path, test=True)
     if found is None or labels is None:
         raise DataError(f"{path} must hold the arrays X and y (or X_train and y_train), got {sorted(arrays)}")
     if (test is None) != (test_labels is None):
@@ -101,7 +101,7 @@ def read_npz_features(path: Path) -> FloatArray:
         DataError: as `read_npz`.
     """
     arrays = _load_arrays(path)
-    if (found := _features(arrays, path)) is None:
+    if (found := _get_features(arrays, path)) is None:
         raise DataError(f"{path} must hold the array X, got {sorted(arrays)}")
     return found[0]
 
@@ -110,16 +110,16 @@ _Features = tuple[FloatArray, tuple[str, ...] | None]
 """Records, and the names of their columns if the archive has them."""
 
 
-def _features(arrays: Mapping[str, AnyArray], path: Path, *, test: bool = False) -> _Features | None:
+def _get_features(arrays: Mapping[str, AnyArray], path: Path, *, test: bool = False) -> _Features | None:
     """Return the training records, or the test records; None: there are none."""
     if "num_train" in arrays:
         part = "test" if test else "train"
-        return _mixed_table(arrays, part, path) if f"num_{part}" in arrays else None
-    raw = _first(arrays, *(("X_test", "X_test_part") if test else ("X_onehot", "X", "X_train")))
+        return _read_mixed_table(arrays, part, path) if f"num_{part}" in arrays else None
+    raw = _get_first(arrays, *(("X_test", "X_test_part") if test else ("X_onehot", "X", "X_train")))
     if raw is None:
         return None
-    features = _flat(raw, path)
-    return features, _column_names(arrays, features.shape[1])
+    features = _flatten(raw, path)
+    return features, _get_column_names(arrays, features.shape[1])
 
 
 def _load_arrays(path: Path) -> dict[str, AnyArray]:
@@ -134,13 +134,13 @@ def _load_arrays(path: Path) -> dict[str, AnyArray]:
             return {key: value for key, value in members.items() if isinstance(value, np.ndarray)}
     except _ARCHIVE_ERRORS as error:
         raise DataError(
-            f"{path} must be a NumPy .npz archive without pickled objects, got {_npz_found(path, error)}"
+            f"{path} must be a NumPy .npz archive without pickled objects, got {_describe_archive(path, error)}"
         ) from None
     except MemoryError:
         raise DataError(f"{path} must fit into memory, got arrays of more than there is") from None
 
 
-def _npz_found(path: Path, error: Exception) -> str:
+def _describe_archive(path: Path, error: Exception) -> str:
     """Describe a file that is not such an archive; NumPy's own message may quote bytes of it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -176,12 +176,12 @@ _ARCHIVE_ERRORS = (
 """Errors of NumPy and zipfile for an archive that is truncated, encrypted, compressed by an unknown method, or no archive."""
 
 
-def _first(arrays: Mapping[str, AnyArray], *names: str) -> AnyArray | None:
+def _get_first(arrays: Mapping[str, AnyArray], *names: str) -> AnyArray | None:
     """Return the first of these arrays that exists."""
     return next((arrays[name] for name in names if name in arrays), None)
 
 
-def _flat(values: AnyArray, path: Path) -> FloatArray:
+def _flatten(values: AnyArray, path: Path) -> FloatArray:
     """Flatten `(records, ...)` to `(records, features)` numbers."""
     if values.dtype.kind not in "biuf" or values.ndim < 2:
         raise DataError(
@@ -194,9 +194,9 @@ def _flat(values: AnyArray, path: Path) -> FloatArray:
     return as_floats(values.reshape(len(values), int(np.prod(values.shape[1:]))))
 
 
-def _column_names(arrays: Mapping[str, AnyArray], width: int) -> tuple[str, ...] | None:
+def _get_column_names(arrays: Mapping[str, AnyArray], width: int) -> tuple[str, ...] | None:
     """Return the names of the feature columns, if the archive has as many names as columns."""
-    names = _first(arrays, "onehot_names", "columns") if "X_onehot" in arrays else arrays.get("columns")
+    names = _get_first(arrays, "onehot_names", "columns") if "X_onehot" in arrays else arrays.get("columns")
     return tuple(map(str, names)) if names is not None and names.shape == (width,) else None
 
 
@@ -212,7 +212,7 @@ def _get_list(arrays: Mapping[str, AnyArray], name: str, path: Path) -> AnyArray
     return found
 
 
-def _mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple[FloatArray, tuple[str, ...]]:
+def _read_mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple[FloatArray, tuple[str, ...]]:
     """Build the features: numeric columns unchanged, then one column for each value of each categorical column."""
     try:
         numbers, codes = arrays[f"num_{part}"], arrays[f"cat_{part}"]
@@ -293,18 +293,20 @@ def explain_header(names: Sequence[str], column: Callable[[int], Any], label: st
     if over := [k for k in places if _is_word(names[k]) and is_numeric_type(column(k).type)]:
         return f"a word, {names[over[0]]!r}, heads a column of numbers"
     if again := [k for k in places if not _NUMBER.fullmatch(names[k].strip()) and _is_value_of(names[k], column(k))]:
-        raise _no_names(path, f"what its first line has in column {again[0]} (counted from 0) occurs below, too")
+        raise _build_header_error(
+            path, f"what its first line has in column {again[0]} (counted from 0) occurs below, too"
+        )
     if usual := [name for name in names if name in (*LABEL_COLUMN_NAMES, *PLACEMENT_COLUMNS)]:
         return f"one is called {usual[0]!r}"
     numbers = [float(name) for name in names if _NUMBER.fullmatch(name.strip())]
     if len(numbers) > 2 and all(later == one + 1 for one, later in pairwise(numbers)):
         return "they count up by one"
     if 2 * len(numbers) > len(names):
-        raise _no_names(path, f"{len(numbers)} of the {len(names)} in its first line are numbers")
+        raise _build_header_error(path, f"{len(numbers)} of the {len(names)} in its first line are numbers")
     return UNCERTAIN_HEADER_REASON
 
 
-def _no_names(path: Path, why: str) -> DataError:
+def _build_header_error(path: Path, why: str) -> DataError:
     return DataError(
         f"{path} must begin with a line of column names, and {why}, like a record: put a line of names before it, or declare "
         "its fields in a schema if they are names"

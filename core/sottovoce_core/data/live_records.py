@@ -64,16 +64,16 @@ class LiveRecordEncoder:
             DataError: not such records. A record that does not fit is no error: `EncodedRecords.refusals` explains it.
         """
         if self.encoder is None:
-            found = self._numbers(records, labels, labelled=has_labels)
+            found = self._encode_numbers(records, labels, labelled=has_labels)
         else:
-            found = self._fields(self.encoder, records, labels, labelled=has_labels)
+            found = self._encode_fields(self.encoder, records, labels, labelled=has_labels)
         if not self.data.intercept:
             return found
         return replace(found, features=np.column_stack([found.features, np.ones(len(found.features))]))
 
-    def _fields(self, encoder: Encoder, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
+    def _encode_fields(self, encoder: Encoder, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
         name = encoder.schema.label.name
-        columns = _columns(records)
+        columns = _get_columns(records)
         if columns is not None:
             return encoder.encode_columns(columns if labels is None else {**columns, name: labels}, has_labels=labelled)
         if isinstance(records, str | bytes) or not isinstance(records, Sequence):
@@ -87,7 +87,7 @@ class LiveRecordEncoder:
             records = [{**record, name: label} for record, label in zip(records, labels, strict=True)]
         return encoder.encode_records(records, has_labels=labelled)
 
-    def _numbers(self, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
+    def _encode_numbers(self, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
         wanted = self.data.features
         try:
             features = np.asarray(records, dtype=np.float64)
@@ -163,7 +163,7 @@ class LiveRecordEncoder:
         return list((scores if self.encoder is None else self.encoder.schema.label.unscale(scores)).tolist())
 
 
-def _columns(table: Any) -> Mapping[str, Any] | None:
+def _get_columns(table: Any) -> Mapping[str, Any] | None:
     """Return a table as columns by name; None: it is no table."""
     if isinstance(table, Mapping):
         return table

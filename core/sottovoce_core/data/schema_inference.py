@@ -177,10 +177,10 @@ def _draft_feature(name: str, seen: _ColumnValues) -> _FieldDraft:
     """Draft a feature from a column, or explain why it is none."""
     if not seen.values:
         return _FieldDraft(name, None, "no record of the sample has a value")
-    field, why = (None, INDEX_DESCRIPTION) if is_index(name) else _by_name(name, seen) or _infer_type(seen)
+    field, why = (None, INDEX_DESCRIPTION) if is_index(name) else _draft_by_name(name, seen) or _infer_type(seen)
     if field is not None and seen.gaps:
         field = {**field, "missing": "flag"}
-        why = f"{why}; {_missing(seen)}" if why else _missing(seen)
+        why = f"{why}; {_describe_gaps(seen)}" if why else _describe_gaps(seen)
     return _FieldDraft(name, field, why)
 
 
@@ -197,9 +197,9 @@ def _draft_label(name: str, seen: _ColumnValues, called: str) -> _FieldDraft:
     """
     if seen.gaps:
         raise DataError(
-            f"the label {called} must have a value in every record, got one {_missing(seen)}: drop these, or choose another label"
+            f"the label {called} must have a value in every record, got one {_describe_gaps(seen)}: drop these, or choose another label"
         )
-    field, why = _by_name(name, seen) or _classes(seen) or _infer_type(seen)
+    field, why = _draft_by_name(name, seen) or _draft_classes(seen) or _infer_type(seen)
     if field is None or field["type"] == "date":
         raise DataError(
             f"the label {called} must be a number, true or false, or one of a few words, got another: {why}; choose another label"
@@ -212,17 +212,17 @@ def _draft_label(name: str, seen: _ColumnValues, called: str) -> _FieldDraft:
     return _FieldDraft(name, field, why)
 
 
-def _missing(seen: _ColumnValues) -> str:
+def _describe_gaps(seen: _ColumnValues) -> str:
     return f"missing in {seen.gaps:,} of {seen.gaps + seen.records:,}"
 
 
-def _by_name(name: str, seen: _ColumnValues) -> _InferredField | None:
+def _draft_by_name(name: str, seen: _ColumnValues) -> _InferredField | None:
     """Draft a column named like an identifier: a few codes are categories, other values identify records."""
     if not _may_identify(name) or not all(map(_is_whole, seen.values)):
         return None
     if _is_identifier(len(seen.values), seen.records):
         return None, _IDENTIFIER_REASON
-    return _classes(seen) or _words(seen)
+    return _draft_classes(seen) or _draft_words(seen)
 
 
 def _is_whole(value: CellValue | UnsupportedValue) -> bool:
@@ -234,32 +234,34 @@ def _infer_type(seen: _ColumnValues) -> _InferredField:
     """Return the type that fits all values of a column."""
     if any(isinstance(value, UnsupportedValue) for value in seen.values):
         return None, "some values are of a kind that no field takes"
-    return _boolean(seen) or _number(seen) or _date(seen) or _explain_flaws(seen) or _words(seen)
+    return (
+        _draft_boolean(seen) or _draft_number(seen) or _draft_date(seen) or _explain_flaws(seen) or _draft_words(seen)
+    )
 
 
-def _boolean(seen: _ColumnValues) -> _InferredField | None:
+def _draft_boolean(seen: _ColumnValues) -> _InferredField | None:
     found = set(map(parse_boolean, seen.values))
     if None in found:
         return None
     return ({"type": "boolean"}, "") if len(found) == 2 or not all(map(_is_number, seen.values)) else None
 
 
-def _classes(seen: _ColumnValues) -> _InferredField | None:
+def _draft_classes(seen: _ColumnValues) -> _InferredField | None:
     """Draft a few integers as categories."""
     numbers = [parse_number(value) for value in seen.values]
     few = len(numbers) <= min(_MAX_CLASSES, seen.records / 2)
     if (
         not few
         or any(map(_is_code, seen.values))
-        or _boolean(seen)
+        or _draft_boolean(seen)
         or not all(not isinstance(each, Flaw) and each.is_integer() for each in numbers)
     ):
         return None
-    found = sorted({_short(each) for each in numbers if not isinstance(each, Flaw)})
+    found = sorted({_shorten(each) for each in numbers if not isinstance(each, Flaw)})
     return ({"type": "category", "categories": found}, "") if abs(found[0]) <= MAX_MAGNITUDE >= abs(found[-1]) else None
 
 
-def _number(seen: _ColumnValues) -> _InferredField | None:
+def _draft_number(seen: _ColumnValues) -> _InferredField | None:
     if not all(map(_is_number, seen.values)):
         return None
     numbers = [number for number in map(parse_number, seen.values) if not isinstance(number, Flaw)]
@@ -269,7 +271,7 @@ def _number(seen: _ColumnValues) -> _InferredField | None:
     return {
         "type": "number",
         "bounds": list(_round_outward(low, high)),
-    }, f"{_short(low)} to {_short(high)} in the sample"
+    }, f"{_shorten(low)} to {_shorten(high)} in the sample"
 
 
 def _round_outward(low: float, high: float) -> tuple[float, float]:
@@ -283,17 +285,17 @@ def _round_outward(low: float, high: float) -> tuple[float, float]:
         b = Decimal(0)
     step = Decimal(10) ** (b - a).adjusted()
     return (
-        _short(float((a / step).to_integral_value(ROUND_FLOOR) * step)),
-        _short(float((b / step).to_integral_value(ROUND_CEILING) * step)),
+        _shorten(float((a / step).to_integral_value(ROUND_FLOOR) * step)),
+        _shorten(float((b / step).to_integral_value(ROUND_CEILING) * step)),
     )
 
 
-def _short(number: float) -> float:
+def _shorten(number: float) -> float:
     """Convert a float without a fraction to an integer, if it is short."""
     return int(number) if number.is_integer() and abs(number) < 1e15 else number
 
 
-def _date(seen: _ColumnValues) -> _InferredField | None:
+def _draft_date(seen: _ColumnValues) -> _InferredField | None:
     if not all(map(_is_date, seen.values)):
         return None
     days = [int(day) for day in map(parse_day, seen.values) if not isinstance(day, Flaw)]
@@ -323,7 +325,7 @@ def _resembles_date(value: CellValue | UnsupportedValue) -> bool:
     return _is_date(value) or (isinstance(value, str) and _OTHER_DATE.fullmatch(value) is not None)
 
 
-def _words(seen: _ColumnValues) -> _InferredField:
+def _draft_words(seen: _ColumnValues) -> _InferredField:
     if not all(isinstance(value, str) or _is_short_code(value) for value in seen.values):
         return None, "its values are of several kinds"
     words = sorted({str(value) for value in seen.values})

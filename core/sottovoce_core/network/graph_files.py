@@ -53,7 +53,7 @@ def read_edges(path: Path, names: Sequence[str], *, directed: bool) -> list[Edge
     Raises:
         SpecError: the file is unreadable, of another format, or has a node that is no learner.
     """
-    read = _graphml if path.suffix.lower() == ".graphml" else _list
+    read = _read_graphml if path.suffix.lower() == ".graphml" else _read_edge_list
     edges = dict.fromkeys(read(path, names, directed=directed))
     return [*edges] if directed else [*dict.fromkeys((min(edge), max(edge)) for edge in edges)]
 
@@ -70,7 +70,7 @@ def _index_by_number(names: Sequence[str]) -> _Index:
 # ---- lists of edges --------------------------------------------------------------------------------------------------
 
 
-def _list(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]:
+def _read_edge_list(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]:
     text = read_text_file(path, "a graph file").removeprefix("\ufeff")
     bare = ((k, _COMMENT.sub("", line).strip()) for k, line in enumerate(re.split(r"\r\n|\r|\n", text), 1))
     lines = {k: unicodedata.normalize("NFC", line) for k, line in bare if line}
@@ -78,15 +78,15 @@ def _list(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]
         raise SpecError(f"{path}: a graph file must have an edge, two learners a line, got none")
     index, numbered = _index_by_name(names), _index_by_number(names)
     wanted = f"learners of the run ({abbreviate_names(names)})"
-    if numbered and not any(_edge(line, index) or not re.match(r"\d+\b", line) for line in lines.values()):
+    if numbered and not any(_parse_edge(line, index) or not re.match(r"\d+\b", line) for line in lines.values()):
         index, wanted = numbered, f"numbers of learners, counted from 0 to {len(names) - 1}"
     found = dict[int, Edge]()
     for k, line in lines.items():
-        edges = _edge(line, index)
+        edges = _parse_edge(line, index)
         if len(edges) != 1:
             shown = repr(line if len(line) <= _MAX_QUOTED_CHARACTERS else f"{line[:_MAX_QUOTED_CHARACTERS]}...")
             why = f"must be two {wanted}, with a blank between them, got {shown}"
-            raise SpecError(f"{path}, line {k}: {why}; {_advice(line, index, first=k == min(lines))}")
+            raise SpecError(f"{path}, line {k}: {why}; {_suggest_remedy(line, index, first=k == min(lines))}")
         ((i, j),) = edges
         if i == j:
             raise SpecError(
@@ -96,19 +96,19 @@ def _list(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]
     if index is numbered:
         _require_all(path, {i for edge in found.values() for i in edge}, len(names))
     if not directed:
-        _require_both_or_one(path, found, names)
+        _require_consistent_directions(path, found, names)
     return iter(found.values())
 
 
-def _edge(line: str, index: _Index) -> set[Edge]:
+def _parse_edge(line: str, index: _Index) -> set[Edge]:
     """Return the edge of a line; several if names with blanks make it ambiguous, none if it is no edge."""
-    found = _split(line, index)
+    found = _split_names(line, index)
     if (parts := _DATA.fullmatch(line)) and _is_data(parts["data"], index):
-        found |= _split(parts["edge"], index)
+        found |= _split_names(parts["edge"], index)
     return found
 
 
-def _split(line: str, index: _Index) -> set[Edge]:
+def _split_names(line: str, index: _Index) -> set[Edge]:
     """Return every reading of a line as two names separated by a blank: names may contain blanks, too."""
     pairs = ((line[: blank.start()], line[blank.end() :]) for blank in re.finditer(r"\s+", line))
     return {(index[one], index[other]) for one, other in pairs if one in index and other in index}
@@ -133,7 +133,7 @@ def _require_all(path: Path, there: set[int], n: int) -> None:
         )
 
 
-def _require_both_or_one(path: Path, found: Mapping[int, Edge], names: Sequence[str]) -> None:
+def _require_consistent_directions(path: Path, found: Mapping[int, Edge], names: Sequence[str]) -> None:
     edges = set(found.values())
     alone = [k for k, (i, j) in found.items() if (j, i) not in edges]
     if alone and len({found[k] for k in alone}) < len(edges):
@@ -144,11 +144,11 @@ def _require_both_or_one(path: Path, found: Mapping[int, Edge], names: Sequence[
         )
 
 
-def _advice(line: str, index: _Index, *, first: bool) -> str:
+def _suggest_remedy(line: str, index: _Index, *, first: bool) -> str:
     """Suggest a correction of a line that is no edge."""
     if first and (found := detect_format(line.encode())):
         return f"it looks like {found}"
-    if len(_edge(line, index)) > 1:
+    if len(_parse_edge(line, index)) > 1:
         return "the line has several readings: give learners names without blanks"
     words = line.split()
     near = [difflib.get_close_matches(word.casefold(), index, 1) for word in words if word not in index]
@@ -163,8 +163,8 @@ def _advice(line: str, index: _Index, *, first: bool) -> str:
 # ---- GraphML ---------------------------------------------------------------------------------------------------------
 
 
-def _graphml(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]:
-    graph = _networkx_graph(path)
+def _read_graphml(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]:
+    graph = _read_networkx_graph(path)
     if graph.is_directed() and not directed:
         raise SpecError(
             f"{path}: the graph must be undirected, got a directed one; set edgedefault to undirected, "
@@ -172,14 +172,14 @@ def _graphml(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Ed
         )
     if directed and not graph.is_directed():
         raise SpecError(f"{path}: the graph must be directed, got an undirected one; set edgedefault to directed")
-    place = _places(path, graph, names)
+    place = _match_nodes(path, graph, names)
     for one, other in graph.edges():
         if one == other:
             raise SpecError(f"{path}: an edge must join two different nodes, got {one!r} twice; remove it")
         yield place[one], place[other]
 
 
-def _networkx_graph(path: Path) -> nx.Graph[str]:
+def _read_networkx_graph(path: Path) -> nx.Graph[str]:
     import networkx as nx
 
     try:
@@ -200,7 +200,7 @@ def _networkx_graph(path: Path) -> nx.Graph[str]:
     return found
 
 
-def _places(path: Path, graph: nx.Graph[str], names: Sequence[str]) -> Mapping[str, int]:
+def _match_nodes(path: Path, graph: nx.Graph[str], names: Sequence[str]) -> Mapping[str, int]:
     """Return the learner of each node: by id, or by the attribute with its name."""
     nodes = [*graph]
     index, numbered = _index_by_name(names), _index_by_number(names)
@@ -213,11 +213,11 @@ def _places(path: Path, graph: nx.Graph[str], names: Sequence[str]) -> Mapping[s
             return {node: known[label] for node, label in zip(nodes, plain, strict=True)}
     raise SpecError(
         f"{path}: nodes must be learners of the run ({abbreviate_names(names)}), or the numbers 0 to {len(names) - 1}, "
-        f"by id, name or label, got {_some(nodes, index)}; change the file or the run's learners"
+        f"by id, name or label, got {_list_some_nodes(nodes, index)}; change the file or the run's learners"
     )
 
 
-def _some(nodes: Iterable[str], index: _Index) -> str:
+def _list_some_nodes(nodes: Iterable[str], index: _Index) -> str:
     """List a few nodes, unknown ones first."""
     return abbreviate_names(
         [repr(node)[:_MAX_QUOTED_CHARACTERS] for node in sorted(nodes, key=lambda node: node in index)]

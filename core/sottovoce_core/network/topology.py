@@ -126,20 +126,20 @@ def _check_entries(weights: FloatArray) -> None:
     """Check the entries: W_SHAPE, W_NEGATIVE, W_ASYMMETRIC, W_ROW_SUM."""
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1] or weights.size == 0:
         raise AssumptionViolated("W_SHAPE", f"weights must be a finite square matrix, got shape {weights.shape}")
-    _refuse("W_SHAPE", "weights must be a finite square matrix", weights, ~np.isfinite(weights))
-    _refuse("W_NEGATIVE", "coupling weights must be non-negative", weights, _off_diagonal(weights) < 0)
+    _raise_about_entry("W_SHAPE", "weights must be a finite square matrix", weights, ~np.isfinite(weights))
+    _raise_about_entry("W_NEGATIVE", "coupling weights must be non-negative", weights, _off_diagonal(weights) < 0)
     # Relative to the largest entry, so that the checks are independent of scale and cannot overflow.
     relative = weights / (np.abs(weights).max() or 1.0)
     # However small its weight, an edge known to one end only would make that end wait for the other.
     one_sided = (weights > 0) != (weights.T > 0)
     asymmetric = (np.abs(relative - relative.T) > WEIGHT_SUM_TOLERANCE) | one_sided
-    _refuse("W_ASYMMETRIC", "coupling weights must be symmetric", weights, asymmetric)
+    _raise_about_entry("W_ASYMMETRIC", "coupling weights must be symmetric", weights, asymmetric)
     unbalanced = np.diag(np.abs(relative.sum(axis=1)) > WEIGHT_SUM_TOLERANCE)
     text = "each diagonal weight must equal minus the sum of its row's neighbour weights"
-    _refuse("W_ROW_SUM", text, weights, unbalanced)
+    _raise_about_entry("W_ROW_SUM", text, weights, unbalanced)
 
 
-def _refuse(code: str, text: str, weights: FloatArray, wrong: npt.NDArray[np.bool_]) -> None:
+def _raise_about_entry(code: str, text: str, weights: FloatArray, wrong: npt.NDArray[np.bool_]) -> None:
     """Raise an error about the first entry that is `wrong`, with the required value."""
     if not wrong.any():
         return
@@ -227,7 +227,7 @@ class Topology(Section):
     def _build_full_network(self, n_learners: int, rounds: int, names: Sequence[str]) -> Network:
         if self.sequence is not None:
             return self._require_union_connectivity(self._build_from_sequence(n_learners, rounds), rounds, names)
-        graph = self._one_graph
+        graph = self._single_graph
         adjacency = graph.adjacency(n_learners)
         if graph.is_directed or not self.weights.is_symmetric:
             mixing = self.weights.mix(adjacency, is_directed=graph.is_directed)
@@ -274,7 +274,7 @@ class Topology(Section):
         return any(part.has_file for part in (self.graph, self.sequence) if part is not None)
 
     @property
-    def _one_graph(self) -> Graph:
+    def _single_graph(self) -> Graph:
         assert self.graph is not None  # noqa: S101 - a ring, if there is no sequence
         return self.graph
 
@@ -295,9 +295,9 @@ class Topology(Section):
     def _mix_among(self, t: int, there: Mask) -> Mixing:
         """Return the weights of a round in the graph among some learners, `(learners,)`."""
         n, sequence = len(there), self.sequence
-        adjacency = self._one_graph.adjacency(n) if sequence is None else sequence.adjacency(t, n)
+        adjacency = self._single_graph.adjacency(n) if sequence is None else sequence.adjacency(t, n)
         adjacency *= np.outer(there, there)
-        one_way = self._one_graph.is_directed if sequence is None else sequence.is_directed_at(t)
+        one_way = self._single_graph.is_directed if sequence is None else sequence.is_directed_at(t)
         if self.weights.has_unbounded_row_sums and not one_way:
             coupling = self._coupling(adjacency)
             own = 1.0 + np.diag(coupling)
@@ -320,7 +320,7 @@ class Topology(Section):
                 raise AssumptionViolated(
                     "W_DISCONNECTED",
                     f"the communication graph among the {there.size} participants from round {t} on must be connected, "
-                    f"got no path both ways between {first} and {other}; {self._one_graph.advice}, or change offline_intervals",
+                    f"got no path both ways between {first} and {other}; {self._single_graph.advice}, or change offline_intervals",
                 )
 
     def _coupling(self, adjacency: FloatArray) -> FloatArray:
@@ -344,5 +344,5 @@ class Topology(Section):
                 return network
         one = network.horizon == 1
         what = "the communication graph is" if one else f"the graphs of rounds 0 to {rounds - 1} together are"
-        advice = (self.sequence or self._one_graph).advice
+        advice = (self.sequence or self._single_graph).advice
         raise AssumptionViolated("W_DISCONNECTED", f"{what} not strongly connected, got {lacking}; {advice}")

@@ -83,7 +83,7 @@ class _Objective:
         """Return the objective, `(vectors,)`, for `thetas (vectors, dim)`."""
         total: FloatArray = 0.5 * self.pull * np.vecdot(thetas, thetas)
         batch = Batch(self.features[None], self.labels[None])
-        for part in _parts(len(thetas), len(self.labels)):
+        for part in _slice_decisions(len(thetas), len(self.labels)):
             total[part] += self.loss.values(thetas[None, part], batch)[0] @ self.weights
         return total
 
@@ -173,7 +173,7 @@ def _descend(mean: _Mean, decision_set: DecisionSet, start: FloatArray) -> Float
     return here
 
 
-def _parts(vectors: int, records: int) -> Iterator[slice]:
+def _slice_decisions(vectors: int, records: int) -> Iterator[slice]:
     """Return slices of the decisions such that decisions times records stay within `MAX_CHUNK_ELEMENTS`."""
     size = max(MAX_CHUNK_ELEMENTS // max(records, 1), 1)
     return (slice(first, first + size) for first in range(0, vectors, size))
@@ -275,7 +275,7 @@ class Metrics:
         theirs = self._records.of_round(step.t)
         self._counted += self._records.having(step.t)
         if len(theirs.labels):
-            self._total = self._total + _each(theirs.values, step.decisions_before)
+            self._total = self._total + _evaluate(theirs.values, step.decisions_before)
             if self._dynamic and self._loss.is_convex:
                 best = theirs.minimiser(self._set, step.decisions_before.mean(axis=(0, 1)))
                 self._least += float(theirs.values(best[None])[0])
@@ -288,7 +288,7 @@ class Metrics:
         names = self._measured[0][2] if self._measured else {}
         rounds = np.array([rounds for rounds, _, _ in self._measured], dtype=np.int64)
         there = np.array([self._roster.participant_mask(t - 1) for t in rounds.tolist()])
-        curves = {name: _curve([values[name] for _, _, values in self._measured], there) for name in names}
+        curves = {name: _build_curve([values[name] for _, _, values in self._measured], there) for name in names}
         return Curves(rounds, curves, np.array([counted for _, counted, _ in self._measured]))
 
     def _measure(self, step: SimulatedRound) -> dict[str, FloatArray]:
@@ -318,7 +318,7 @@ class Metrics:
         else:
             start = step.decisions_before.mean(axis=(0, 1)) if self._best is None else self._best
             self._best = best = mean.minimiser(self._set, start)
-            now = _each(mean.values, step.decisions_before) - mean.values(best[None])[0]
+            now = _evaluate(mean.values, step.decisions_before) - mean.values(best[None])[0]
             shared = np.allclose(mean.shares(), whole.shares(), rtol=1e-9)
             comparator = best if shared else whole.minimiser(self._set, best)
             least = float(whole.values(comparator[None])[0])
@@ -333,13 +333,13 @@ class Metrics:
         return found
 
 
-def _each(function: Any, thetas: FloatArray) -> FloatArray:
+def _evaluate(function: Any, thetas: FloatArray) -> FloatArray:
     """Evaluate a function of `(vectors, dim)` at `(learners, replicas, dim)`: `(learners, replicas)`."""
     values: FloatArray = function(thetas.reshape(-1, thetas.shape[-1]))
     return values.reshape(thetas.shape[:2])
 
 
-def _curve(values: list[FloatArray], there: Mask) -> Curve:
+def _build_curve(values: list[FloatArray], there: Mask) -> Curve:
     stack = np.stack(values)  # (checkpoints, learners, replicas), or without learners
     network = stack.mean(axis=1, where=there[:, :, None]) if stack.ndim == 3 else stack
     return Curve(network, stack.mean(axis=2) if stack.ndim == 3 else None)
@@ -422,7 +422,7 @@ class _Test:
         flat = thetas.reshape(-1, thetas.shape[-1])
         recalls = np.empty((len(flat), self.classes.shape[1]))
         accuracy = np.empty(len(flat))
-        for part in _parts(len(flat), len(self.labels)):
+        for part in _slice_decisions(len(flat), len(self.labels)):
             predicted = self.loss.classify(self.loss.predict(flat[None, part], self.features[None]))[0]
             right = (predicted == self.labels).astype(np.float64)
             accuracy[part], recalls[part] = right.mean(axis=1), right @ self.classes

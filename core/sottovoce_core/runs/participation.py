@@ -60,10 +60,10 @@ def update_offline_state(algorithm: Algorithm[StateT], state: StateT, nothing: B
 def mask_offline_noise(noise: NoiseSource, there: Mask) -> NoiseSource:
     """Return noise of all learners `(learners, replicas, dim)`, zero for offline learners."""
 
-    def request_masked(draw: NoiseRequest) -> FloatArray:
+    def request_noise(draw: NoiseRequest) -> FloatArray:
         return np.where(there.reshape(-1, 1, 1), noise(draw), 0.0)
 
-    return request_masked
+    return request_noise
 
 
 def mask_offline_messages(message: Message, there: Mask) -> Message:

@@ -35,16 +35,18 @@ def place_data(spec: RunSpec, dataset: Dataset) -> PlacedData:
         DataError: a record is placed with a learner or in a round outside the run (the message names its row).
     """
     data = spec.data
-    _require_room(spec, dataset)
+    _require_schedule_size(spec, dataset)
     split_rng, deal_rng, order_rng = np.random.default_rng(data.seed).spawn(3)
     rows, test = _hold_out(dataset, data.test_fraction, split_rng)
-    rounds = _rounds(spec, dataset)
-    prepare = _preparation(data, test.features)
+    rounds = _read_rounds(spec, dataset)
+    prepare = _build_transform(data, test.features)
 
     def place_learner(mine: IntArray, rng: np.random.Generator, learner: int = 0) -> LearnerData:
         shuffled = rng.permutation(len(mine)) if data.order == "shuffled" else np.arange(len(mine))
         part = spec.participation.learner_participation(learner, spec.rounds).mask()
-        timetable = _fill(shuffled, data, part) if rounds is None else _keep(shuffled, rounds[mine], part)
+        timetable = (
+            _fill_rounds(shuffled, data, part) if rounds is None else _keep_file_rounds(shuffled, rounds[mine], part)
+        )
         return LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable)
 
     if dataset.learner is None and data.partition.is_shared:
@@ -54,10 +56,10 @@ def place_data(spec: RunSpec, dataset: Dataset) -> PlacedData:
             )
         learners = [place_learner(rows, order_rng)] * spec.n_learners
     else:
-        owners = _owners(spec, dataset, rows, deal_rng)
+        owners = _assign_owners(spec, dataset, rows, deal_rng)
         hands = [rows[owners == i] for i in range(spec.n_learners)]
         if empty := [i for i, mine in enumerate(hands) if not mine.size]:
-            raise SpecError(_nothing_for(spec, empty, dataset))
+            raise SpecError(_describe_missing_records(spec, empty, dataset))
         rngs = order_rng.spawn(spec.n_learners)
         learners = [place_learner(mine, rng, i) for i, (mine, rng) in enumerate(zip(hands, rngs, strict=True))]
     return PlacedData(tuple(learners), prepare(test.features), test.labels)
@@ -66,7 +68,7 @@ def place_data(spec: RunSpec, dataset: Dataset) -> PlacedData:
 def create_empty_live_data(spec: RunSpec) -> PlacedData:
     """Return the data of a live run before any records exist."""
     nothing = np.broadcast_to(np.int64(0), spec.rounds + 1)  # needs no memory, for any number of rounds
-    return _live(spec, [nothing] * spec.n_learners)
+    return _place_live(spec, [nothing] * spec.n_learners)
 
 
 def estimate_live_data(spec: RunSpec, rate: float) -> PlacedData:
@@ -88,10 +90,10 @@ def estimate_live_data(spec: RunSpec, rate: float) -> PlacedData:
         )
     counts = np.diff(np.ceil(np.arange(spec.rounds + 1) * rate)).astype(np.int64)
     parts = [spec.participation.learner_participation(i, spec.rounds).mask() for i in range(spec.n_learners)]
-    return _live(spec, [np.concatenate([[0], np.cumsum(counts * part)]) for part in parts])
+    return _place_live(spec, [np.concatenate([[0], np.cumsum(counts * part)]) for part in parts])
 
 
-def _live(spec: RunSpec, offsets: Sequence[IntArray]) -> PlacedData:
+def _place_live(spec: RunSpec, offsets: Sequence[IntArray]) -> PlacedData:
     width, zero = spec.data.width or 0, np.zeros(())
 
     def of(ends: IntArray) -> LearnerData:
@@ -139,7 +141,7 @@ class FeatureTransform:
                     f"scaled features must be between -{MAX_MAGNITUDE:g} and {MAX_MAGNITUDE:g}, got larger ones: a column has "
                     "numbers of another size than its held-out part; rescale it first"
                 )
-        return _with_intercept(features) if self.intercept else np.asarray(features)
+        return _append_intercept(features) if self.intercept else np.asarray(features)
 
 
 def fit_feature_transform(data: DataSpec, dataset: Dataset) -> FeatureTransform:
@@ -150,10 +152,10 @@ def fit_feature_transform(data: DataSpec, dataset: Dataset) -> FeatureTransform:
         DataError: the held-out part has an unusable range.
     """
     split_rng, *_ = np.random.default_rng(data.seed).spawn(3)
-    return _preparation(data, _hold_out(dataset, data.test_fraction, split_rng)[1].features)
+    return _build_transform(data, _hold_out(dataset, data.test_fraction, split_rng)[1].features)
 
 
-def _preparation(data: DataSpec, public: FloatArray) -> FeatureTransform:
+def _build_transform(data: DataSpec, public: FloatArray) -> FeatureTransform:
     """Build the transform: scaling by constants of the held-out part, then the intercept."""
     if data.scale == "none":
         return FeatureTransform(data.intercept)
@@ -162,10 +164,10 @@ def _preparation(data: DataSpec, public: FloatArray) -> FeatureTransform:
             f"data.scale {data.scale} takes its constants from held-out records, and this source has none: give the "
             "file X_test and y_test, or scale the features beforehand and set data.scale to none"
         )
-    return FeatureTransform(data.intercept, *_constants(data.scale, public))
+    return FeatureTransform(data.intercept, *_compute_constants(data.scale, public))
 
 
-def _constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _compute_constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return offset and divisor, `(features,)` each; 1 divides a constant column."""
     low, high = public.min(axis=0), public.max(axis=0)
     with np.errstate(over="ignore", invalid="ignore"):  # refused below
@@ -182,7 +184,7 @@ def _constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple
     return shift, width
 
 
-def _with_intercept(features: FloatArray) -> FloatArray:
+def _append_intercept(features: FloatArray) -> FloatArray:
     """Append a column of ones."""
     return np.hstack([features, np.ones((len(features), 1))])
 
@@ -190,17 +192,17 @@ def _with_intercept(features: FloatArray) -> FloatArray:
 # ---- learners --------------------------------------------------------------------------------------------
 
 
-def _owners(spec: RunSpec, dataset: Dataset, rows: IntArray, rng: np.random.Generator) -> IntArray:
+def _assign_owners(spec: RunSpec, dataset: Dataset, rows: IntArray, rng: np.random.Generator) -> IntArray:
     """Return the learner of each of `rows`."""
     if dataset.learner is not None:
-        return _explicit_owners(spec, dataset, dataset.learner)[rows]
+        return _read_owners(spec, dataset, dataset.learner)[rows]
     classes = dataset.classes
     if classes is None:
         classes = np.unique(dataset.labels, return_inverse=True)[1].astype(np.int64)
     return spec.data.partition.owners(dataset.labels[rows], classes[rows], spec.n_learners, rng)
 
 
-def _explicit_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntArray:
+def _read_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntArray:
     """Convert the learner column to indices of the run's learners."""
     names = dataset.learner_names
     if names is None and any(map(str.isdecimal, spec.names)):  # then a number is a name
@@ -221,7 +223,7 @@ def _explicit_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntA
     return owners
 
 
-def _nothing_for(spec: RunSpec, learners: Sequence[int], dataset: Dataset) -> str:
+def _describe_missing_records(spec: RunSpec, learners: Sequence[int], dataset: Dataset) -> str:
     """Describe the learners without records, and the remedy."""
     advice = (
         "give each rows in the column 'learner', or take it out of `learners`"
@@ -238,7 +240,7 @@ def _nothing_for(spec: RunSpec, learners: Sequence[int], dataset: Dataset) -> st
 # ---- rounds ----------------------------------------------------------------------------------------------
 
 
-def _rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:
+def _read_rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:
     """Return the round column, after checking that all rounds are in the run."""
     if dataset.round is None:
         return None
@@ -252,7 +254,7 @@ def _rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:
     return dataset.round
 
 
-def _require_room(spec: RunSpec, dataset: Dataset) -> None:
+def _require_schedule_size(spec: RunSpec, dataset: Dataset) -> None:
     """Refuse a schedule that does not fit into memory; with `reuse` it has a record for every place of every round.
 
     Raises:
@@ -268,7 +270,7 @@ def _require_room(spec: RunSpec, dataset: Dataset) -> None:
         )
 
 
-def _fill(shuffled: IntArray, data: DataSpec, part: Mask) -> tuple[IntArray, IntArray]:
+def _fill_rounds(shuffled: IntArray, data: DataSpec, part: Mask) -> tuple[IntArray, IntArray]:
     """Assign `batch_size` records to each round of participation, until they run out, or without end with `reuse`.
 
     Args:
@@ -287,8 +289,8 @@ def _fill(shuffled: IntArray, data: DataSpec, part: Mask) -> tuple[IntArray, Int
     return order, np.minimum(ends, len(order))
 
 
-def _keep(shuffled: IntArray, rounds_of_rows: IntArray, part: Mask) -> tuple[IntArray, IntArray]:
-    """Assign every record to its round in the file, except rounds in which the learner is offline: as `_fill`."""
+def _keep_file_rounds(shuffled: IntArray, rounds_of_rows: IntArray, part: Mask) -> tuple[IntArray, IntArray]:
+    """Assign every record to its round in the file, except rounds in which the learner is offline: as `_fill_rounds`."""
     shuffled = shuffled[part[rounds_of_rows[shuffled]]]
     order = shuffled[np.argsort(rounds_of_rows[shuffled], kind="stable")]
     return order, np.searchsorted(rounds_of_rows[order], np.arange(len(part) + 1)).astype(np.int64)

@@ -187,7 +187,7 @@ class Policy(Section):
     def dump(self) -> str:
         """Write the policy as YAML, every clause with its description."""
         head = "# Conditions of a learner's owner. A clause that is left out has its default value."
-        return "\n\n".join([head, *_clauses(self, "")]) + "\n"
+        return "\n\n".join([head, *_iterate_clauses(self, "")]) + "\n"
 
     def require_identity(self) -> None:
         """Refuse a learner without an identity if the policy names identities: it could not authenticate the other end.
@@ -212,7 +212,7 @@ class Policy(Section):
         Raises:
             SpecError: the spec names such code.
         """
-        self._require([self._code(document)])
+        self._require_satisfied([self._check_imports(document)])
 
     def admit(
         self,
@@ -235,33 +235,40 @@ class Policy(Section):
         Raises:
             SpecError: the policy does not allow it (the message has all clauses that do not); or as `build_run`.
         """
-        sizes, run = list(self._sizes(spec, n_features)), None
-        findings = [*sizes, *self._terms(spec, mirrored=is_mirrored)]
+        sizes, run = list(self._check_sizes(spec, n_features)), None
+        findings = [*sizes, *self._check_terms(spec, mirrored=is_mirrored)]
         if all(each.is_satisfied for each in sizes):  # else it is too large to be built
             run = build(spec, n_features)
-            findings += self._promises(run, learner)
-        self._require(findings)
+            findings += self._check_guarantee(run, learner)
+        self._require_satisfied(findings)
         assert run is not None  # noqa: S101 - oversized runs were refused
         return run
 
     def findings(self, run: Run, n_features: int, learner: int) -> list[_Finding]:
         """Check every clause against a run; arguments as of `admit`."""
-        code = self._code(run.spec.model_dump(mode="json"))
-        return [*self._sizes(run.spec, n_features), code, *self._terms(run.spec), *self._promises(run, learner)]
+        code = self._check_imports(run.spec.model_dump(mode="json"))
+        return [
+            *self._check_sizes(run.spec, n_features),
+            code,
+            *self._check_terms(run.spec),
+            *self._check_guarantee(run, learner),
+        ]
 
-    def _code(self, document: object) -> _Finding:
+    def _check_imports(self, document: object) -> _Finding:
         named = dict.fromkeys(find_imports(document))
         fits = self.imports is None or named.keys() <= set(self.imports)
         both = dict.fromkeys([*(self.imports or ()), *named])
         return _Finding("imports", _format_list(self.imports), _format_list(named), fits, _format_list(both))
 
-    def _sizes(self, spec: RunSpec, n_features: int) -> Iterator[_Finding]:
-        yield _at_most("max_features", self.max_features, n_features)
-        yield _at_most("max_parameters", self.max_parameters, spec.loss.dim(n_features))
-        yield _at_most("max_rounds", self.max_rounds, spec.rounds, "rounds without an end" if spec.is_unbounded else "")
-        yield _at_most("max_learners", self.max_learners, spec.n_learners)
+    def _check_sizes(self, spec: RunSpec, n_features: int) -> Iterator[_Finding]:
+        yield _check_maximum("max_features", self.max_features, n_features)
+        yield _check_maximum("max_parameters", self.max_parameters, spec.loss.dim(n_features))
+        yield _check_maximum(
+            "max_rounds", self.max_rounds, spec.rounds, "rounds without an end" if spec.is_unbounded else ""
+        )
+        yield _check_maximum("max_learners", self.max_learners, spec.n_learners)
 
-    def _terms(self, spec: RunSpec, *, mirrored: bool = False) -> Iterator[_Finding]:
+    def _check_terms(self, spec: RunSpec, *, mirrored: bool = False) -> Iterator[_Finding]:
         """Check the clauses about a spec's terms other than its guarantee."""
         name = spec.algorithm.name
         fits = self.algorithms is None or name in self.algorithms
@@ -282,33 +289,33 @@ class Policy(Section):
         both = _format_list(dict.fromkeys([*self.capture_modes, *sorted(ways)]))
         yield _Finding("capture_modes", allowed, _format_list(sorted(ways)), ways <= set(self.capture_modes), both)
 
-    def _promises(self, run: Run, learner: int) -> Iterator[_Finding]:
+    def _check_guarantee(self, run: Run, learner: int) -> Iterator[_Finding]:
         """Check the clauses about a run's guarantee for the learner, and its cost."""
         accountant, least = run.algorithm.accountant(learner), self.guarantees
         grounds, adjacency = accountant.basis, accountant.adjacency
-        yield _at_least("adjacency", least.adjacency, adjacency, _ADJACENCIES)
-        yield _at_least("threat_model", least.threat_model, grounds.threat_model, _THREAT_MODELS)
+        yield _check_minimum("adjacency", least.adjacency, adjacency, _ADJACENCIES)
+        yield _check_minimum("threat_model", least.threat_model, grounds.threat_model, _THREAT_MODELS)
         stated = grounds.proof != GuaranteeBasis().proof
         yield _Finding("guarantees.proof", str(least.proof).lower(), grounds.proof, stated or not least.proof)
         if (limit := self.epsilon_per_run) is None:
             yield _Finding("epsilon_per_run", _NO_LIMIT, "not priced", is_satisfied=True)
         else:
-            cost = _planned_cost(run, learner, limit)
+            cost = _compute_planned_cost(run, learner, limit)
             yield _Finding("epsilon_per_run", f"{limit:.6g}", format_above(cost, limit), cost <= limit)
 
-    def _require(self, findings: Iterable[_Finding]) -> None:
+    def _require_satisfied(self, findings: Iterable[_Finding]) -> None:
         """Raise `SpecError` with every finding that is not satisfied."""
         if refused := [each for each in findings if not each.is_satisfied]:
             refusals = "; and ".join(
                 f"{each.clause} {each.allowed_value}, the spec asks for {each.requested_value}" for each in refused
             )
-            raise SpecError(f"the owner's policy ({self._source}) allows {refusals}; {_remedy(refused)}")
+            raise SpecError(f"the owner's policy ({self._source}) allows {refusals}; {_describe_remedy(refused)}")
 
 
 def find_default_policy_warnings(run: Run) -> Iterator[RunWarning]:
     """Warn if learners under the default policy would refuse the run because of its cost."""
     limit = Policy().epsilon_per_run or math.inf
-    if (cost := max(_planned_cost(run, i, limit) for i in range(run.spec.n_learners))) > limit:
+    if (cost := max(_compute_planned_cost(run, i, limit) for i in range(run.spec.n_learners))) > limit:
         yield RunWarning(
             "DEFAULT_POLICY",
             f"services started without --policy refuse this run: the default policy allows epsilon_per_run {limit:g}, and the "
@@ -344,12 +351,12 @@ class _Finding:
 _DEFAULT_POLICY_HINT = "`sottovoce policy` prints one to start from"
 
 
-def _clauses(section: Section, indent: str) -> Iterator[str]:
+def _iterate_clauses(section: Section, indent: str) -> Iterator[str]:
     for name, field in type(section).model_fields.items():
         text, value = " ".join((field.description or "").split()), getattr(section, name)
         lines = textwrap.wrap(text, 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         if isinstance(value, Section):
-            lines += [f"{indent}{name}:", *_clauses(value, f"{indent}  ")]
+            lines += [f"{indent}{name}:", *_iterate_clauses(value, f"{indent}  ")]
         else:
             line = {name: section.model_dump(mode="json")[name]}
             lines.append(indent + write_yaml(line, flow=True).strip()[1:-1])
@@ -361,13 +368,13 @@ def _clauses(section: Section, indent: str) -> Iterator[str]:
 _NO_LIMIT = "anything"
 
 
-def _at_most(clause: str, limit: int | None, asked: int, shown: str = "") -> _Finding:
+def _check_maximum(clause: str, limit: int | None, asked: int, shown: str = "") -> _Finding:
     fits = limit is None or asked <= limit
     allows, asks = _NO_LIMIT if limit is None else str(limit), shown or str(asked)
     return _Finding(clause, allows, asks, fits, "null" if shown else asks)
 
 
-def _remedy(refused: Sequence[_Finding]) -> str:
+def _describe_remedy(refused: Sequence[_Finding]) -> str:
     """Describe the change of the policy that would allow the run."""
     if all(each.sufficient_value for each in refused):
         clauses = " and ".join(f"`{each.clause}: {each.sufficient_value}`" for each in refused)
@@ -375,12 +382,12 @@ def _remedy(refused: Sequence[_Finding]) -> str:
     return "an owner who can answer for it sets other clauses in the file of --policy (`sottovoce policy` prints them)"
 
 
-def _at_least(clause: str, least: Any, promised: Any, order: tuple[Any, ...]) -> _Finding:
+def _check_minimum(clause: str, least: Any, promised: Any, order: tuple[Any, ...]) -> _Finding:
     fits = order.index(promised) >= order.index(least)
     return _Finding(f"guarantees.{clause}", least.value, promised.value, fits)
 
 
-def _planned_cost(run: Run, learner: int, limit: float) -> float:
+def _compute_planned_cost(run: Run, learner: int, limit: float) -> float:
     """Return the maximum epsilon of the first `MAX_ACCOUNTED_ROUNDS` planned rounds; the spec's budget is an upper bound."""
     budget = run.spec.get_budget(learner)
     if budget is not None and budget <= limit:

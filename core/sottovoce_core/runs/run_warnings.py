@@ -37,7 +37,7 @@ def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
     if spec.privacy.budget is None or spec.is_unbounded:
         return
     budgets = [spec.get_budget(i) or math.inf for i in range(spec.n_learners)]
-    losses = [_losses(run, data, i) for i in range(spec.n_learners)]
+    losses = [_compute_losses(run, data, i) for i in range(spec.n_learners)]
     found = [find_first_round_above(each, limit) for each, limit in zip(losses, budgets, strict=True)]
     first = {i: t for i, t in enumerate(found) if t is not None}
     if not first:
@@ -46,9 +46,9 @@ def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
     largest = max(first, key=lambda i: math.fsum(losses[i]))
     rounds, totals = min(first.values()), [math.fsum(each) for each in losses]
     cost = format_above(totals[largest], budgets[largest])
-    fits = [f"rounds: {rounds}"] if _fits(run, data, rounds) else []
+    fits = [f"rounds: {rounds}"] if _is_within_budget(run, data, rounds) else []
     if all(map(math.isfinite, totals)):
-        fits.append(f"privacy.budget: {_budget_for(spec, totals)}")
+        fits.append(f"privacy.budget: {_suggest_budget(spec, totals)}")
     yield RunWarning(
         BUDGET_ENDS,
         f"privacy.budget {budgets[largest]:g} is below what {spec.rounds} rounds cost, epsilon {cost} at "
@@ -58,7 +58,7 @@ def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
     )
 
 
-def _losses(run: Run, data: PlacedData, learner: int) -> FloatArray:
+def _compute_losses(run: Run, data: PlacedData, learner: int) -> FloatArray:
     """Return the epsilon of each message until the learner's last round, `(rounds,)`."""
     own = data.learners[learner]
     if run.spec.data.is_live and not own.offsets[-1]:  # the number of records is still unknown
@@ -66,7 +66,7 @@ def _losses(run: Run, data: PlacedData, learner: int) -> FloatArray:
     return run.algorithm.accountant(learner).losses(np.diff(own.offsets))[: run.participation(learner).end]
 
 
-def _fits(run: Run, data: PlacedData, rounds: int) -> bool:
+def _is_within_budget(run: Run, data: PlacedData, rounds: int) -> bool:
     """Return whether the first rounds alone keep the budget: noise may depend on the number of planned rounds."""
     if rounds < 1:
         return False
@@ -78,10 +78,12 @@ def _fits(run: Run, data: PlacedData, rounds: int) -> bool:
         data, learners=tuple(replace(own, order=own.order, offsets=own.offsets[: rounds + 1]) for own in data.learners)
     )
     budgets = [run.spec.get_budget(i) or math.inf for i in range(run.spec.n_learners)]
-    return all(find_first_round_above(_losses(shorter, cut, i), limit) is None for i, limit in enumerate(budgets))
+    return all(
+        find_first_round_above(_compute_losses(shorter, cut, i), limit) is None for i, limit in enumerate(budgets)
+    )
 
 
-def _budget_for(spec: RunSpec, totals: Sequence[float]) -> str:
+def _suggest_budget(spec: RunSpec, totals: Sequence[float]) -> str:
     """Return the smallest budgets of three digits that allow these totals, as the spec writes them."""
     enough = [_round_up(total) for total in totals]
     if not isinstance(spec.privacy.budget, tuple):
@@ -161,12 +163,12 @@ def _find_label_problems(spec: RunSpec, dataset: Dataset, data: PlacedData) -> I
     elif loss.has_binary_labels and spec.data.positive is None and len(texts) > 2:
         yield RunWarning(
             "CLASSES_JOINED",
-            f"{len(texts)} labels under the {loss.kind} loss, which has two classes: {_read_as(texts, dataset)}; take loss: "
+            f"{len(texts)} labels under the {loss.kind} loss, which has two classes: {_describe_mapping(texts, dataset)}; take loss: "
             f"{{kind: softmax, classes: {len(texts)}}}, or name in data.positive those that count as 1",
         )
 
 
-def _read_as(texts: Sequence[str], dataset: Dataset) -> str:
+def _describe_mapping(texts: Sequence[str], dataset: Dataset) -> str:
     found, first = np.unique(dataset.classes if dataset.classes is not None else (), return_index=True)
     read = [f"{texts[int(k)]} is {dataset.labels[at]:g}" for k, at in zip(found, first, strict=True)]
     if 2 * len(texts) > len(dataset.labels):

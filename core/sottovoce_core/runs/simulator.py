@@ -78,7 +78,7 @@ def simulate_rounds(
     earlier: dict[str, list[FloatArray]] = (
         {name: [] for name in algorithm.field_shapes()} if used_rounds is not None else {}
     )
-    for t, batch in enumerate(_batches(data, run.spec.rounds, run.loss)):
+    for t, batch in enumerate(_iterate_batches(data, run.spec.rounds, run.loss)):
         there = None if always else roster.participant_mask(t)
         if there is not None and there.all():
             there = None
@@ -131,7 +131,7 @@ MAX_GATHERED_ELEMENTS = 2**17
 """Maximum size of the records that are gathered at a time (1 MiB), but at least one round's."""
 
 
-def _batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
+def _iterate_batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
     """Yield `data.stack_round(t)` of every round, many gathered at once if all learners have equally many records in each."""
     sizes = np.stack([np.diff(learner.offsets) for learner in data.learners])[:, :rounds]
     t = 0

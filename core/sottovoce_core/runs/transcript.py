@@ -247,11 +247,11 @@ class TranscriptWriter:
         self._path, self._partial = path, path.with_name(f"{path.name}.partial")
         self._partial.unlink(missing_ok=True)
         self._partial.touch(mode=0o600)  # noise and unpublished values are only for their user
-        self._writer = self._parquet.ParquetWriter(self._partial, _schema(), compression="zstd")
+        self._writer = self._parquet.ParquetWriter(self._partial, _build_schema(), compression="zstd")
 
     def write(self, t: int, field: str, values: FloatArray) -> None:
         """Add one round of one field, `(learners, replicas, dim)`."""
-        self._pending.append(_table(self._run, t, field, values))
+        self._pending.append(_build_table(self._run, t, field, values))
         self._rows += values.shape[0] * values.shape[1]
         if self._rows >= _ROWS_PER_GROUP:
             self._flush()
@@ -275,14 +275,14 @@ class TranscriptWriter:
         self._pending, self._rows = [], 0
 
 
-def _schema() -> pa.Schema:
+def _build_schema() -> pa.Schema:
     import pyarrow as pa
 
     kinds = (pa.string(), pa.int8(), pa.int32(), pa.int32(), pa.int32(), pa.string(), pa.list_(pa.float64()))
     return pa.schema(list(zip(COLUMNS, kinds, strict=True)))
 
 
-def _table(run: str, t: int, field: str, values: FloatArray) -> pa.Table:
+def _build_table(run: str, t: int, field: str, values: FloatArray) -> pa.Table:
     import pyarrow as pa
 
     learners, replicas, dim = values.shape
@@ -297,10 +297,10 @@ def _table(run: str, t: int, field: str, values: FloatArray) -> pa.Table:
         pa.repeat(field, rows),
         pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(values).reshape(-1))),
     )
-    return pa.Table.from_arrays(list(columns), schema=_schema())
+    return pa.Table.from_arrays(list(columns), schema=_build_schema())
 
 
-def _read(path: Path) -> dict[str, FloatArray]:
+def _read_fields(path: Path) -> dict[str, FloatArray]:
     """Read the fields of world 0 of a transcript file; every field must exist for all rounds, learners and replicas."""
     try:
         table = import_parquet().read_table(path)
@@ -316,7 +316,7 @@ def _read(path: Path) -> dict[str, FloatArray]:
         rows = np.flatnonzero(chosen & (columns["field"] == name))
         keys = tuple(columns[key][rows].astype(np.int64) for key in ("round", "sender", "replica"))
         values = table.column("value").take(rows).combine_chunks()
-        fields[str(name)] = _dense(path, str(name), keys, values)
+        fields[str(name)] = _arrange_rows(path, str(name), keys, values)
     return fields
 
 
@@ -325,10 +325,10 @@ def _cast_columns(path: Path, table: pa.Table) -> pa.Table:
     import pyarrow as pa
 
     columns = {}
-    for expected in _schema():
+    for expected in _build_schema():
         column = table.column(expected.name)
         try:
-            if column.null_count or _family(column.type) != _family(expected.type):
+            if column.null_count or _get_type_family(column.type) != _get_type_family(expected.type):
                 raise pa.ArrowTypeError
             columns[expected.name] = column.cast(expected.type)
         except pa.ArrowException:
@@ -339,19 +339,19 @@ def _cast_columns(path: Path, table: pa.Table) -> pa.Table:
     return pa.table(columns)
 
 
-def _family(kind: pa.DataType) -> str:
+def _get_type_family(kind: pa.DataType) -> str:
     """Return a name common to all types of a text, an integer, or a list of numbers: pandas and Polars use other types."""
     from pyarrow import types
 
     if types.is_dictionary(kind):
-        return _family(kind.value_type)
+        return _get_type_family(kind.value_type)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return "row" if types.is_floating(kind.value_type) else str(kind)
     text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     return "text" if text else "whole" if types.is_integer(kind) else str(kind)
 
 
-def _dense(path: Path, name: str, keys: tuple[np.ndarray[Any, Any], ...], values: Any) -> FloatArray:
+def _arrange_rows(path: Path, name: str, keys: tuple[np.ndarray[Any, Any], ...], values: Any) -> FloatArray:
     """Arrange rows as one array `(rounds, learners, replicas, dim)`."""
     rows, shape = len(keys[0]), tuple(int(key.max()) + 1 for key in keys)
     flat = values.flatten().to_numpy(zero_copy_only=False)
@@ -378,7 +378,7 @@ def read_noise(path: Path) -> dict[str, FloatArray]:
     """
     if path.suffix not in (".npz", ".parquet") or not path.is_file():
         raise CaptureError(f"cannot read the noise file {path}: it must be a .npz or .parquet file that exists")
-    arrays = _arrays(path) if path.suffix == ".npz" else _read(path)
+    arrays = _read_arrays(path) if path.suffix == ".npz" else _read_fields(path)
     for name, array in arrays.items():
         if array.ndim not in (3, 4) or not np.isfinite(array).all():
             raise CaptureError(
@@ -388,7 +388,7 @@ def read_noise(path: Path) -> dict[str, FloatArray]:
     return {name: array[:, :, None] if array.ndim == 3 else array for name, array in arrays.items()}
 
 
-def _arrays(path: Path) -> dict[str, FloatArray]:
+def _read_arrays(path: Path) -> dict[str, FloatArray]:
     """Read the arrays of a `.npz` file."""
     try:
         with path.open("rb") as file:
