@@ -222,7 +222,8 @@ def _build_columns(
 def compute_bootstrap_intervals(values: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Compute the ends of 95 % percentile-bootstrap intervals of the means of `values (rows, seeds)`.
 
-    Not-a-number for one seed. Efron & Tibshirani 1993, section 13.3. All rows are resampled alike, so that they do not depend on one another.
+    Not-a-number for one seed. Efron & Tibshirani 1993, section 13.3.
+    All rows are resampled alike, so that they do not depend on one another.
     """
     rows, n = values.shape
     if n < 2:

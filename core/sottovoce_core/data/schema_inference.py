@@ -197,7 +197,8 @@ def _draft_label(name: str, seen: _ColumnValues, called: str) -> _FieldDraft:
     """
     if seen.gaps:
         raise DataError(
-            f"the label {called} must have a value in every record, got one {_describe_gaps(seen)}: drop these, or choose another label"
+            f"the label {called} must have a value in every record, got one {_describe_gaps(seen)}: drop these, or choose "
+            "another label"
         )
     field, why = _draft_by_name(name, seen) or _draft_classes(seen) or _infer_type(seen)
     if field is None or field["type"] == "date":

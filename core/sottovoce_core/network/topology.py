@@ -320,7 +320,8 @@ class Topology(Section):
                 raise AssumptionViolated(
                     "W_DISCONNECTED",
                     f"the communication graph among the {there.size} participants from round {t} on must be connected, "
-                    f"got no path both ways between {first} and {other}; {self._single_graph.advice}, or change offline_intervals",
+                    f"got no path both ways between {first} and {other}; {self._single_graph.advice}, or "
+                    "change offline_intervals",
                 )
 
     def _coupling(self, adjacency: FloatArray) -> FloatArray:

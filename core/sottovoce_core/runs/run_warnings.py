@@ -163,8 +163,8 @@ def _find_label_problems(spec: RunSpec, dataset: Dataset, data: PlacedData) -> I
     elif loss.has_binary_labels and spec.data.positive is None and len(texts) > 2:
         yield RunWarning(
             "CLASSES_JOINED",
-            f"{len(texts)} labels under the {loss.kind} loss, which has two classes: {_describe_mapping(texts, dataset)}; take loss: "
-            f"{{kind: softmax, classes: {len(texts)}}}, or name in data.positive those that count as 1",
+            f"{len(texts)} labels under the {loss.kind} loss, which has two classes: {_describe_mapping(texts, dataset)}; take "
+            f"loss: {{kind: softmax, classes: {len(texts)}}}, or name in data.positive those that count as 1",
         )
 
 
