@@ -50,7 +50,7 @@ def rows(name: str, replicas: int) -> Iterator[tuple[str, ...]]:
     changes = next(run for run in FIELD["runs"] if run["name"] == name)
     document = {**FIELD["common"], **changes, "clock": {"mode": "async"}}
     if document["data"].get("partition") == "iid":
-        document["data"] = {**document["data"], "partition": {"kind": "by_label", "mixed": 0.3}}
+        document["data"] = {**document["data"], "partition": {"kind": "by_label", "iid_fraction": 0.3}}
     spec = parse_spec(document, allow_imports=False)
     data = place_data(spec, load_dataset(spec.data, spec.loss))
     run = build_run(spec, data.n_features)

@@ -170,13 +170,13 @@ SETUPS: dict[str, Setup] = {
         "dvp",
         SMOOTHED,
         topology=STAR,
-        parameters={"rule": "printed", "scale": "printed", "jacobian": 2, "alpha": 0.5, "loss_weight": 4.0},
+        parameters={"rule": "printed", "scale_rule": "printed", "jacobian": 2, "alpha": 0.5, "loss_weight": 4.0},
         rounds=6,
     ),
     "pvp": _setup("pvp", topology=PATH, rounds=6),
     "pvp own": _setup("pvp", STIFF, parameters={"variant": "own_clean", "penalty": 2.0}, rounds=6),
     "pvp literal": _setup(
-        "pvp", SMOOTHED, parameters={"variant": "literal", "penalty": 0.05, "scale": "printed"}, rounds=6
+        "pvp", SMOOTHED, parameters={"variant": "literal", "penalty": 0.05, "scale_rule": "printed"}, rounds=6
     ),
     "pvp and dvp": _setup(
         "pvp", topology=COMPLETE, parameters={"final": "dvp", "final_alpha": 0.7, "variant": "literal"}, rounds=5

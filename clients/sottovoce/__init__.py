@@ -44,7 +44,7 @@ _MODULES = {
     "sottovoce_core.errors": ("DataError", "SottovoceError", "SpecError"),
     "sottovoce_core.experiment": ("Experiment", "load"),
     "sottovoce_core.privacy.guarantee": ("Guarantee",),
-    "sottovoce_core.results": ("ResultListing", "read_results"),
+    "sottovoce_core.results": ("Results", "read_results"),
     "sottovoce_core.table": ("Table",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -74,7 +74,7 @@ def describe_detections(findings: int, first: Sequence[str]) -> str:
 
 def describe_offline_interval(absence: OfflineInterval) -> str:
     """Who was away, and in which rounds."""
-    if absence.unheard:
+    if absence.missed_from_rounds:
         return f"{absence.learner} was lost before round {absence.first_round}"
     if absence.until_round is None:
         return f"{absence.learner} is away from round {absence.first_round} on"

@@ -37,7 +37,7 @@ _LEARNERS = 5
 _RADIUS = 20.0
 PARTITIONS: Mapping[str, Mapping[str, Any]] = {
     "iid": {"kind": "iid"},
-    "by_label": {"kind": "by_label", "mixed": 0.3},
+    "by_label": {"kind": "by_label", "iid_fraction": 0.3},
 }
 SCALES = ("standard", "range", "none")
 TASKS = ("classify", "regress")

@@ -120,7 +120,11 @@ def make_mutant_factory(kind: Kind) -> Callable[..., Mutant]:
         quick: bool = False,
         **more: Any,
     ) -> Mutant:
-        usual: dict[str, Any] = {"family": "conformance", "max_runs": MAX_QUICK_RUNS if quick else MAX_RUNS, "estimate_min_runs": limit}
+        usual: dict[str, Any] = {
+            "family": "conformance",
+            "max_runs": MAX_QUICK_RUNS if quick else MAX_RUNS,
+            "estimate_min_runs": limit,
+        }
         return Mutant(name, what, breaks, kind=kind, quick=quick, **{**usual, **more})
 
     return fault

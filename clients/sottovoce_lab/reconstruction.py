@@ -289,8 +289,10 @@ def reconstruct_records(
     Raises:
         SpecError: no attack fits the algorithm, its first messages are of several records, or some learners are away.
     """
-    if run.spec.absences:
-        raise SpecError("rebuilding records needs all learners in all rounds, got absences: take a run without them")
+    if run.spec.offline_intervals:
+        raise SpecError(
+            "rebuilding records needs all learners in all rounds, got offline_intervals: take a run without them"
+        )
     nonnegative = bool((data.test_features >= 0).all())
     generator = np.random.default_rng(seed)
     rows, truth, told = [], [], []

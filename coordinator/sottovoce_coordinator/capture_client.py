@@ -223,7 +223,7 @@ class CaptureClient:
         return self._tasks.start(self._close(book), "a capture is not closed")
 
     async def _close(self, book: RunStateMachine) -> str:
-        if book.run.spec.absences:  # learners may have left or joined while it was away
+        if book.run.spec.offline_intervals:  # learners may have left or joined while it was away
             await self.reconfigure(book, book.run)
         request = eavesdropper_pb2.CloseCaptureRequest(capture_id=book.capture_binding.capture_id)
         try:

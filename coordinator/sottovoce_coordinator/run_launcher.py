@@ -265,7 +265,11 @@ class RunLauncher:
 def _needed(run: ManagedRun | StoredRun) -> list[str]:
     """The learners of a run, but for those who are lost to it."""
     view = run.build_view(include_spec=True)
-    lost = {each["learner"] for each in json.loads(view.spec).get("absences") or () if each.get("unheard")}
+    lost = {
+        each["learner"]
+        for each in json.loads(view.spec).get("offline_intervals") or ()
+        if each.get("missed_from_rounds")
+    }
     return [each.status.learner for each in view.learners if each.status.learner not in lost]
 
 

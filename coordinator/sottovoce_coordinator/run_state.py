@@ -143,7 +143,7 @@ class RunStateMachine:
         self.digests = NetworkDigests(run.network, 4 * min(spec.clock.window, spec.rounds))
         self._attendances = [spec.participation.learner_participation(i, spec.rounds) for i in range(spec.n_learners)]
         self.initial_learners = [i for i, attendance in enumerate(self._attendances) if 0 in attendance]
-        self.lost_learners = {self.index[each.learner] for each in spec.absences if each.unheard}
+        self.lost_learners = {self.index[each.learner] for each in spec.offline_intervals if each.missed_from_rounds}
 
     def reconfigure(self, run: Run) -> None:
         """Learners leave or join; all who are told go on anew."""
@@ -329,7 +329,7 @@ class RunStateMachine:
             if read_attribution(each) is not Attribution.CLAIM
             and not self.lost_learners & set(pair)  # else it may have been a stranger
         ]
-        if self.run.spec.misconduct != "drop":
+        if self.run.spec.on_violation != "drop":
             for by, whom in found[:1]:
                 self.end(RunState.FAILED, describe_violation(self.violations[by, whom], self.run.spec.names))
         elif self.state is RunState.RUNNING:
@@ -414,7 +414,7 @@ class RunStateMachine:
 
     def _lose(self, learners: Iterable[int], why: str) -> None:
         """Learners are lost: the run fails, or, by its spec, goes on without them."""
-        if self.run.spec.clock.late == "drop" and self.state is RunState.RUNNING:
+        if self.run.spec.clock.staleness == "drop" and self.state is RunState.RUNNING:
             self.pending_removals |= set(learners) - self.lost_learners
         else:
             self.end(RunState.FAILED, self.append_violations(why))

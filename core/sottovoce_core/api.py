@@ -1,4 +1,4 @@
-"""What one does with an experiment: simulate it, audit it, calibrate its noise."""
+"""Operations on an experiment: simulate it, audit it, calibrate its noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.budget.calibration import BudgetTarget, BudgetUnit
-from sottovoce_core.budget.calibration import calibrate as noise_for
+from sottovoce_core.budget.calibration import calibrate as calibrate_noise
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment, require_count, resolve_experiment
 from sottovoce_core.noise import NoiseSource, RecordedNoise, SeededNoise
@@ -22,7 +22,7 @@ from sottovoce_core.results import Result, Results, collect_facts
 from sottovoce_core.runs.metrics import Curves, Metrics
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
-from sottovoce_core.runs.simulator import simulate_rounds as rounds_of
+from sottovoce_core.runs.simulator import simulate_rounds as iterate_rounds
 from sottovoce_core.runs.transcript import Transcript, read_noise
 from sottovoce_core.table import Table
 from sottovoce_core.validation_errors import abbreviate_value
@@ -30,13 +30,13 @@ from sottovoce_core.validation_errors import abbreviate_value
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What a simulation came to.
+    """Result of a simulation.
 
     Attributes:
-        experiment: what was simulated.
+        experiment: the simulated experiment.
         decisions: `(learners, replicas, dim)` after the last round.
-        curves: what was measured, by name of the metric, each over the rounds; None: nothing was.
-        transcript: everything that was said, `(rounds, learners, replicas, ...)` for each field; None: it was not kept.
+        curves: measured curves by the name of the metric, each over the rounds; None: nothing was measured.
+        transcript: all messages, `(rounds, learners, replicas, ...)` for each field; None: it was not kept.
     """
 
     experiment: Experiment
@@ -46,18 +46,18 @@ class Simulation:
 
     @cached_property
     def results(self) -> Results:
-        """What was measured and what is promised, to write to files; `summary` has means and intervals over the replicas.
+        """Measurements and guarantees, to write to files; `summary` has means and intervals over the replicas.
 
         Raises:
             SpecError: nothing was measured.
         """
         if self.curves is None:
-            raise SpecError("nothing was measured: simulate with metrics=True")
+            raise SpecError("results need measurements, got a simulation without: simulate with metrics=True")
         return Results((Result(collect_facts(self.experiment.prepared_run, self.experiment.name), self.curves),))
 
     @property
     def metrics(self) -> Table:
-        """What was measured, one number a row: the table `Results.metrics`. Names and units: docs/metrics.md.
+        """Measurements, one number a row: the table `Results.metrics`. Names and units: docs/metrics.md.
 
         Raises:
             SpecError: nothing was measured.
@@ -79,19 +79,19 @@ def simulate(
     noise: NoiseSource | Path | str | None = None,
     progress: Callable[[SimulatedRound], None] | None = None,
 ) -> Simulation:
-    """Run an experiment without a network, many replicas at once. They learn from the same records and differ in their noise.
+    """Run an experiment without a network, many replicas at once. Replicas share the records and differ in their noise.
 
     Memory does not grow with the rounds, unless the transcript is kept.
 
     Args:
-        experiment: what to run, or the path of a spec file.
+        experiment: an experiment, or the path of a spec file.
         replicas: independent repetitions.
-        seed: of the noise; the same seed, the same numbers, and a replica's beside any number of others.
+        seed: seed of the noise; equal seeds give equal numbers, for each replica independently of the number of replicas.
         metrics: measure losses, regrets, agreement and accuracy after these numbers of rounds (True: 25 of them, evenly spread
             on a logarithmic scale).
-        transcript: keep everything that was said: rounds times learners times replicas times numbers of a message, 8 bytes each.
-        noise: in place of seeded noise: a file of recorded noise (`.parquet`, `.npz`), or any `sottovoce_core.noise.NoiseSource`.
-        progress: called with every round as it passes: its number, messages and decisions.
+        transcript: keep all messages: rounds times learners times replicas times numbers of a message, 8 bytes each.
+        noise: replaces seeded noise: a recorded file (`.parquet`, `.npz`) or any `sottovoce_core.noise.NoiseSource`.
+        progress: callback for every round: its number, messages and decisions.
 
     Raises:
         SpecError: the experiment cannot be run as it is, the noise does not cover its rounds, or SciPy, which metrics need, is
@@ -110,31 +110,31 @@ def simulate(
     experiment = resolve_experiment(experiment)
     run, data = experiment.run, experiment.records
     measured = None if metrics is False else Metrics(run, data, checkpoints=None if metrics is True else metrics)
-    said: dict[str, FloatArray] = {}
+    kept_fields: dict[str, FloatArray] = {}
     decisions = np.empty(0)
-    for step in rounds_of(run, data, resolve_noise(noise, seed, run), replicas):
+    for step in iterate_rounds(run, data, resolve_noise(noise, seed, run), replicas):
         if transcript:
-            _keep(said, step, run.spec.rounds)
+            _store_round(kept_fields, step, run.spec.rounds)
         if measured is not None:
             measured.add_round(step)
         if progress is not None:
             progress(step)
         decisions = step.decisions_after
     curves = None if measured is None else measured.curves
-    return Simulation(experiment, decisions, curves, Transcript(said) if transcript else None)
+    return Simulation(experiment, decisions, curves, Transcript(kept_fields) if transcript else None)
 
 
-def _keep(said: dict[str, FloatArray], step: SimulatedRound, rounds: int) -> None:
+def _store_round(kept_fields: dict[str, FloatArray], step: SimulatedRound, rounds: int) -> None:
     for name, values in step.message.fields.items():
-        said.setdefault(name, np.empty((rounds, *values.shape)))[step.t] = values
+        kept_fields.setdefault(name, np.empty((rounds, *values.shape)))[step.t] = values
 
 
 def resolve_noise(noise: NoiseSource | Path | str | None, seed: int | np.random.SeedSequence, run: Run) -> NoiseSource:
-    """A simulation's noise: seeded, out of a file, or what is given.
+    """Return the noise of a simulation: seeded, from a file, or the given source.
 
     Raises:
-        SpecError: a file that does not cover the rounds.
-        CaptureError: a file that cannot be read.
+        SpecError: the file does not cover the rounds.
+        CaptureError: the file cannot be read.
     """
     if noise is None:
         return SeededNoise(seed)
@@ -142,7 +142,7 @@ def resolve_noise(noise: NoiseSource | Path | str | None, seed: int | np.random.
         return noise
     fields = read_noise(Path(noise))
     if short := [name for name, values in fields.items() if len(values) < run.spec.rounds]:
-        raise SpecError(f"{noise}: noise must cover {run.spec.rounds} rounds, and {short} does not")
+        raise SpecError(f"{noise}: noise must cover {run.spec.rounds} rounds, got fewer for {short}")
     return RecordedNoise(fields)
 
 
@@ -153,17 +153,17 @@ def calibrate(
     privacy_unit: BudgetUnit = "record_use",
     horizon: float | None = None,
 ) -> Experiment:
-    """The same experiment with as little noise as meets a privacy budget from below, within a thousandth of it.
+    """Return the experiment with the least noise that meets a privacy budget from below, within a thousandth of it.
 
     Args:
-        experiment: with noise to start from, or the path of a spec file.
-        epsilon: what every learner's messages may cost; or by the learner's name, for each.
-        per: for an event, or for a `record` in all of its uses.
-        horizon: over so many rounds (default: all of the run); infinity: for ever.
+        experiment: experiment with noise to start from, or the path of a spec file.
+        epsilon: budget of every learner's messages; or a budget for each learner, by name.
+        privacy_unit: `record_use` (one use of a record), or `record` (all uses of a record).
+        horizon: number of rounds to cover (default: all of the run); infinity: unlimited.
 
     Raises:
-        SpecError: nothing finite is promised, the budget is out of reach, or a learner has none.
-        DataError: its data cannot be used.
+        SpecError: there is no finite guarantee, the budget cannot be met, or a learner has none.
+        DataError: the data cannot be used.
 
     >>> from sottovoce_core.experiment import Experiment
     >>> louder = calibrate(Experiment(rounds=10, learners=3, algorithm="ldp-dol"), 2.0)
@@ -181,7 +181,7 @@ def calibrate(
         wanted = (epsilon,) * experiment.n_learners
     if wrong := [each for each in wanted if isinstance(each, bool) or not isinstance(each, int | float | np.number)]:
         raise SpecError(f"epsilon must be a number, got {wrong[0]!r}")
-    found = noise_for(
+    found = calibrate_noise(
         experiment, experiment.records, BudgetTarget(tuple(map(float, wanted)), horizon, privacy_unit)
     ).spec
     return Experiment.model_validate(found.model_dump(mode="json"))
@@ -197,23 +197,23 @@ def audit(
     threat: ThreatModel | str = ThreatModel.WIRE,
     neighbour: str | int | None = None,
 ) -> Audit:
-    """Try to refute what an experiment promises about one learner: many simulated runs in two worlds that differ in one record.
+    """Try to refute the guarantee of one learner: many simulated runs in two worlds that differ in one record.
 
     Args:
-        experiment: whose promise, or the path of a spec file.
-        runs: of each world, on average.
+        experiment: experiment with the guarantee, or the path of a spec file.
+        runs: mean number of runs of each world.
         learner: name or index (default: the one with the largest epsilon).
-        confidence: with which a promise that holds is not refuted, by all tests together.
-        seed: of coins and noise.
-        threat: who listens: `wire`, `neighbour` or `output`.
-        neighbour: name or index of the neighbour that listens, with threat `neighbour` (default: the first that hears it).
+        confidence: probability that all tests together do not refute a guarantee that holds.
+        seed: seed of coins and noise.
+        threat: view of the adversary: `wire`, `neighbour` or `output`.
+        neighbour: name or index of the adversary, with threat `neighbour` (default: the first out-neighbour).
 
     Returns:
-        The audit; `verdict.kind` is `consistent`, `refuted`, `inconclusive` or `unpromised`, and `verdict.text` says it in a
+        The audit; `verdict.kind` is `consistent`, `refuted`, `inconclusive` or `no-claim`, and `verdict.text` explains it in a
         sentence.
 
     Raises:
-        SpecError: too few runs for this confidence, nobody who could listen, or scipy or scikit-learn are not installed.
+        SpecError: too few runs for this confidence, no possible adversary, or scipy or scikit-learn are not installed.
         DataError: there is no record to swap, or the data cannot be used.
 
     >>> from sottovoce_core.experiment import Experiment

@@ -1,4 +1,4 @@
-"""The arrays that cross module seams."""
+"""Array types and records shared by all packages."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ BoolArray = npt.NDArray[np.bool_]
 AnyArray = npt.NDArray[Any]
 
 MAX_ARRAY_ELEMENTS = 2**27
-"""In an array that a plan asks for (1 GiB): beyond it is refused in words, before memory is."""
+"""Maximum number of elements of an array that a plan asks for (1 GiB): larger ones are refused before allocation."""
 
 Scalars = float | FloatArray
 """One number, or one per learner shaped `(learners, 1, 1)` to broadcast against `(learners, replicas, dim)`."""
 
 
 def broadcast_scalars(per_learner: Sequence[float]) -> Scalars:
-    """A number of each learner, ready to broadcast: one number if all are equal."""
+    """Return one number per learner, ready to broadcast: a single number if all are equal."""
     first = per_learner[0]
     return first if per_learner.count(first) == len(per_learner) else np.array(per_learner).reshape(-1, 1, 1)
 
 
 def as_floats(values: Any) -> FloatArray:
-    """`values` as a C-contiguous float64 array (no copy where none is needed)."""
+    """Return `values` as a C-contiguous float64 array, copied only if needed."""
     return np.ascontiguousarray(values, dtype=np.float64)
 
 
 def has_unrepresentable_integers(values: npt.NDArray[Any]) -> bool:
-    """Whether float64 cannot hold some of these numbers exactly: whole ones beyond 2**53."""
+    """Return whether float64 cannot hold some of these numbers exactly: integers beyond 2**53."""
     if values.dtype.kind not in "iu":
         return False
     with np.errstate(invalid="ignore"):  # beyond the range of integers
@@ -42,15 +42,15 @@ def has_unrepresentable_integers(values: npt.NDArray[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The records that reach a learner in one round.
+    """Records of a learner in one round.
 
     Attributes:
         features: `(..., records, features)`.
         labels: `(..., records)`.
-        present: `(..., records)` of 1.0 and 0.0; 0.0 marks padding, where stacked learners got unequal numbers. None: all.
-        bounding_loss: a loss whose bounds all records are known to obey as they are (`obeying`); None: that is not known.
-            A batch that is made from this one says nothing of it.
-        bounded: the same records, made to obey the bounds of `bounded.bounding_loss`, where somebody has done that already.
+        mask: `(..., records)` of 1.0 and 0.0; 0.0 marks padding, where stacked learners have unequal numbers. None: no padding.
+        bounding_loss: loss whose bounds all records are known to satisfy unchanged; None: unknown. Batches derived from this one
+            do not inherit it.
+        bounded_batch: the same records, changed to satisfy the bounds of `bounded_batch.bounding_loss`, if computed already.
     """
 
     features: FloatArray
@@ -63,24 +63,24 @@ class Batch:
     def from_bounded_records(
         cls, loss: object, features: FloatArray, labels: FloatArray, present: FloatArray | None = None
     ) -> Batch:
-        """Records that are known to obey the bounds of a loss."""
+        """Make a batch of records that are known to satisfy the bounds of a loss."""
         batch = cls(features, labels, present)
         object.__setattr__(batch, "bounding_loss", loss)
         return batch
 
     @classmethod
     def with_bounded_batch(cls, features: FloatArray, labels: FloatArray, bounded: Batch) -> Batch:
-        """Records as they came, and the same within a loss's bounds."""
+        """Make a batch of records with their version within a loss's bounds attached."""
         batch = cls(features, labels)
         object.__setattr__(batch, "bounded_batch", bounded)
         return batch
 
     @classmethod
     def empty(cls, n_features: int) -> Batch:
-        """A round without records."""
+        """Make the batch of a round without records."""
         return cls(np.empty((0, n_features)), np.empty(0))
 
     @property
     def size(self) -> int:
-        """Number of record slots (padding included)."""
+        """Number of record slots, padding included."""
         return int(self.labels.shape[-1])

@@ -1,6 +1,6 @@
-"""Decision sets Theta, by the kind that a spec gives: closed convex sets with a Euclidean projection along the last axis.
+"""Decision sets Theta, chosen by their kind in the spec: closed convex sets with a Euclidean projection on the last axis.
 
-To add one: its class, and a line in `DECISION_SETS`. A set of matrices takes them row by row in one vector, as `losses.softmax`.
+To add a set: write its class, and a line in `DECISION_SETS`. A set of matrices flattens them row by row, as `losses.softmax`.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from sottovoce_core.registry import Count, Finite, Positive, Registry, Section
 
 
 class DecisionSet(Section, ABC):
-    """Where a parameter vector may lie."""
+    """A closed convex set of parameter vectors."""
 
     kind: str
 
     @property
     def size(self) -> int | None:
-        """Number of parameters that the set is made for; None: any."""
+        """Number of parameters that the set requires; None: any number."""
         return None
 
     @property
     def contains_origin(self) -> bool:
-        """Is the zero vector in the set?"""
+        """True if the zero vector is in the set."""
         return True
 
     @abstractmethod
     def project(self, theta: FloatArray) -> FloatArray:
-        """Nearest point of the set to each vector of `theta (..., dim)`; `theta` itself where it lies inside."""
+        """Return the nearest point of the set to each vector of `theta (..., dim)`; `theta` itself where it lies inside."""
 
     @abstractmethod
     def minimise(self, direction: FloatArray) -> FloatArray:
-        """The linear minimisation oracle: a point v of the set with the smallest `<direction, v>`.
+        """Solve the linear minimisation problem: return a point v of the set with the smallest `<direction, v>`.
 
-        For each vector of `direction (..., dim)`; for a zero vector a fixed point of the set, the origin where it has one.
+        One v for each vector of `direction (..., dim)`; for a zero vector a fixed point, the origin if the set contains it.
         """
 
     @abstractmethod
     def largest_norm(self, dim: int) -> float:
-        """Largest l2 norm in the set, among vectors of `dim` parameters."""
+        """Return the largest l2 norm in the set, among vectors of `dim` parameters."""
 
     @abstractmethod
     def diameter(self, dim: int) -> float:
-        """Largest l2 distance between two points."""
+        """Return the largest l2 distance between two points of the set."""
 
     def require_dim(self, dim: int) -> None:
-        """The set is made for so many parameters.
+        """Require that the set accepts `dim` parameters.
 
         Raises:
-            SpecError: it is made for another number.
+            SpecError: the set is made for another number.
         """
         if self.size not in (None, dim):
             raise SpecError(
-                f"decision_set: the set is made for {self.size} parameters, and the loss has {dim} with these "
+                f"decision_set: the set requires {self.size} parameters, and the loss has {dim} with these "
                 "features (intercept included)"
             )
 
@@ -80,19 +80,19 @@ DECISION_SETS: Registry[DecisionSet] = Registry(
 )
 
 AnyDecisionSet = Annotated[SerializeAsAny[DecisionSet], DECISION_SETS]
-"""A field of a spec: the decision set of the kind that it names."""
+"""Field of a spec: the decision set of the named kind."""
 
 _ROUNDING_MARGIN = 1e-6
-"""More than what rounding does to a sum of billions of squares, relative to it."""
+"""Relative bound, with a margin, on the rounding error of a sum of billions of squares."""
 _NON_PRODUCT_SETS = {kind: where for kind, where in DECISION_SETS.built_in_classes.items() if kind != "product"}
 NonProductDecisionSet = Annotated[
     SerializeAsAny[DecisionSet], replace(DECISION_SETS, built_in_classes=_NON_PRODUCT_SETS)
 ]
-"""The same, but for products: those of products are products."""
+"""The same bound for products, whose factors are products themselves."""
 
 
 class _Ball(DecisionSet):
-    """All theta with some norm at most `radius`, which the l2 norm never exceeds."""
+    """All theta with a certain norm of at most `radius`; the l2 norm never exceeds that norm."""
 
     radius: Positive
 
@@ -131,7 +131,7 @@ class Box(DecisionSet):
     high: Finite
 
     @model_validator(mode="after")
-    def _not_empty(self) -> Self:
+    def _require_not_empty(self) -> Self:
         if not self.low < self.high:
             raise ValueError(f"low must be below high, got low={self.low}, high={self.high}")
         return self
@@ -155,7 +155,7 @@ class Box(DecisionSet):
 
 
 class _Simplex(DecisionSet):
-    """All theta without negative coordinates whose sum is `radius`. The origin is not among them."""
+    """All theta without negative coordinates whose sum is `radius`; does not contain the origin."""
 
     kind: Literal["simplex"] = "simplex"
     radius: Positive = 1.0
@@ -165,7 +165,7 @@ class _Simplex(DecisionSet):
         return False
 
     def project(self, theta: FloatArray) -> FloatArray:
-        return _on_simplex(theta, self.radius)
+        return _project_on_simplex(theta, self.radius)
 
     def minimise(self, direction: FloatArray) -> FloatArray:
         point = np.zeros_like(direction)
@@ -189,7 +189,7 @@ class _L1Ball(_Ball):
         inside = lengths.sum(axis=-1, keepdims=True) <= self.radius
         if inside.all():
             return theta
-        return np.where(inside, theta, np.copysign(_on_simplex(lengths, self.radius), theta))
+        return np.where(inside, theta, np.copysign(_project_on_simplex(lengths, self.radius), theta))
 
     def minimise(self, direction: FloatArray) -> FloatArray:
         steepest = np.abs(direction).argmax(axis=-1, keepdims=True)
@@ -201,7 +201,7 @@ class _L1Ball(_Ball):
 
 
 class _TraceNorm(_Ball):
-    """Matrices whose singular values have a sum of at most `radius`, flattened row by row: of `softmax`, one a class."""
+    """Matrices whose singular values sum to at most `radius`, flattened row by row (`softmax`: one row a class)."""
 
     kind: Literal["trace_norm"] = "trace_norm"
     rows: Count
@@ -216,11 +216,11 @@ class _TraceNorm(_Ball):
         inside = values.sum(axis=-1, keepdims=True) <= self.radius
         if inside.all():
             return theta
-        nearest = np.matmul(left * _on_simplex(values, self.radius)[..., None, :], right)
+        nearest = np.matmul(left * _project_on_simplex(values, self.radius)[..., None, :], right)
         return np.where(inside, theta, nearest.reshape(theta.shape))
 
     def minimise(self, direction: FloatArray) -> FloatArray:
-        """`-r u v^T` with the first singular vectors, v from the smaller one of `M^T M` and `M M^T`.
+        """Return `-r u v^T` with the first singular vectors, v from the smaller of `M^T M` and `M M^T`.
 
         Squaring the matrix costs small singular vectors their digits, but not the first, whose `||M v||` is exact to
         rounding. Any v of a repeated first singular value will do.
@@ -239,13 +239,13 @@ class _TraceNorm(_Ball):
 
 
 class _Block(Section):
-    """The next `size` parameters, and the set that they lie in."""
+    """A block of the next `size` parameters and its set."""
 
     size: Count
     set: NonProductDecisionSet
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _require_fitting_size(self) -> Self:
         if self.set.size not in (None, self.size):
             raise ValueError(f"a block of {self.set.size} parameters must have that size, got {self.size}")
         return self
@@ -282,11 +282,11 @@ class _Product(DecisionSet):
         return zip([block.set for block in self.blocks], parts, strict=True)
 
 
-def _on_simplex(theta: FloatArray, radius: float) -> FloatArray:
-    """Nearest point without negative coordinates whose sum is `radius`, by sorting; for each vector of `theta (..., dim)`.
+def _project_on_simplex(theta: FloatArray, radius: float) -> FloatArray:
+    """Project each vector of `theta (..., dim)` on the simplex of sum `radius`, by sorting.
 
-    It is `max(theta - tau, 0)`. Among the k largest coordinates tau would be `(their sum - radius)/k`, and it is that of the
-    last k whose smallest coordinate stays above it (Duchi et al. 2008, Figure 1).
+    The projection is `max(theta - tau, 0)`. Among the k largest coordinates tau would be `(their sum - radius)/k`; the right one
+    belongs to the last k whose smallest coordinate stays above it (Duchi et al. 2008, Figure 1).
     """
     theta = theta - theta.max(axis=-1, keepdims=True)  # which moves tau alike, and keeps digits: what stays is near 0
     falling = -np.sort(-theta, axis=-1)

@@ -1,4 +1,4 @@
-"""What can go wrong, and who erred.
+"""Errors of the project, by cause and by the side at fault.
 
 Every message names the requirement and the value that came. `sottovoce_rpc.error_status` maps these classes to gRPC
 status codes; the command line prints them in one line and exits with code 2.
@@ -11,12 +11,12 @@ from typing import Any
 
 
 class ViolationKind(Enum):
-    """What no correct neighbour does, whatever happens to it and to the network between; the value is that, in words."""
+    """Violations of the protocol that no correct neighbour commits, despite any failure; the value describes one in words."""
 
-    ENCODING = "something that is no message of the run's fields in its one encoding"
+    ENCODING = "bytes that are not the one encoding of a message of the run's fields"
     VALUE = "a number that is not finite, or too large for any parameter"
     ROUND = "a round that was not its turn"
-    SENDER = "a message in the name of somebody else"
+    SENDER = "a message in the name of another sender"
     EQUIVOCATION = "two different things in one round"
     SIGNATURE = "rounds that it did not sign, or with another key"
 
@@ -25,11 +25,11 @@ class SottovoceError(Exception):
     """Base of every error that this project raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it is, without `__init__`, whose arguments need not be those of `Exception`: it must reach other processes."""
-        return _again, (type(self), self.args), self.__dict__
+        """Pickle without calling `__init__`, whose arguments may differ from those of `Exception`: errors cross processes."""
+        return _unpickle_error, (type(self), self.args), self.__dict__
 
 
-def _again(error: type[SottovoceError], args: tuple[Any, ...]) -> SottovoceError:
+def _unpickle_error(error: type[SottovoceError], args: tuple[Any, ...]) -> SottovoceError:
     return error.__new__(error, *args)
 
 
@@ -47,10 +47,10 @@ class AssumptionViolated(SpecError):
 
 
 def require(holds: bool, code: str, text: str) -> None:
-    """Refuse a run whose condition `code` does not hold.
+    """Raise an error if condition `code` does not hold.
 
     Raises:
-        AssumptionViolated: it does not.
+        AssumptionViolated: `holds` is false.
     """
     if not holds:
         raise AssumptionViolated(code, text)
@@ -65,26 +65,26 @@ class CorruptStateError(SottovoceError):
 
 
 class FailedPrecondition(SottovoceError):
-    """Asked for something that this service cannot give in its present state."""
+    """The service cannot answer this request in its present state."""
 
 
 class LimitReached(FailedPrecondition):
-    """A service would serve more than it can at a time: learners, captures, or bytes of messages."""
+    """A limit of the service is reached: learners, captures, or bytes of messages."""
 
 
 class NotFound(SottovoceError):
-    """A run, a learner or a capture of this name is not known here."""
+    """No run, learner or capture of this name is known."""
 
 
 class AlreadyExists(SottovoceError):
-    """What was to be made or taken up is here already."""
+    """The object to create or open exists already."""
 
 
 class RunEnded(FailedPrecondition):
-    """A run is over for a learner, for good: nobody will take it up again.
+    """The run has ended for a learner, and will not be resumed.
 
     Attributes:
-        state: how it ended for the learner that says so, in a word.
+        state: final state of the run as this learner reports it, in one word.
     """
 
     def __init__(self, text: str, state: str = "") -> None:
@@ -93,14 +93,14 @@ class RunEnded(FailedPrecondition):
 
 
 class LocalProtocolError(SottovoceError):
-    """Our own side broke the exchange protocol: a bug here, never the peer's fault."""
+    """This side broke the exchange protocol: a bug here, never the peer's fault."""
 
 
 class RemoteProtocolError(SottovoceError):
     """A peer broke the exchange protocol: wrong round, shape, sender, or a non-finite value.
 
     Attributes:
-        rule: that it has broken, where that is misconduct; None: a correct peer may get there, too.
+        rule: violated rule; None: a correct peer may cause the error, too.
     """
 
     violation: ViolationKind | None = None
@@ -111,17 +111,17 @@ class RemoteProtocolError(SottovoceError):
 
 
 class PermissionDenied(RemoteProtocolError):
-    """Somebody who is not a neighbour in this run tried to take part in it."""
+    """A party that is not a neighbour in this run tried to take part in it."""
 
 
 class EquivocationError(RemoteProtocolError):
-    """A peer said two different things in one round."""
+    """A peer sent two different messages in one round."""
 
     violation = ViolationKind.EQUIVOCATION
 
 
 class BudgetExhausted(SottovoceError):
-    """Saying the next message would spend more than the learner's privacy budget."""
+    """The next message would spend more than the learner's privacy budget."""
 
 
 class CaptureError(SottovoceError):

@@ -1,6 +1,6 @@
-"""An experiment: a run spec made in Python or read from a file, with its records, its run and its promises.
+"""Experiments: a run spec made in Python or read from a file, with its records, its run and its guarantees.
 
-`prepare` is the step below it, which every command takes: from a spec to a run and its data, ready to start.
+`prepare` is the lower-level step that every command uses: it turns a spec into a run and its data, ready to start.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sottovoce_core.spec import RunSpec, dump_spec, inline_schema, read_document
 from sottovoce_core.validation_errors import abbreviate_value, explain
 
 PAUSES = "PAUSES"
-"""Of a run of live records that does not outlast a pause of theirs."""
+"""Code of the warning about a live run that fails when its records pause."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRun:
-    """A run that may start, and who learns what when.
+    """A run that may start, with its placed data.
 
-    `cautions` are what of its budget ends it early, and what of its records makes numbers say less than they seem to.
+    `warnings` name what of the budget ends the run early, and what of the records limits the meaning of its numbers.
     """
 
     run: Run
@@ -44,7 +44,7 @@ class PreparedRun:
     warnings: tuple[RunWarning, ...] = ()
 
     def find_worst_case_learner(self) -> int:
-        """The index of the learner with the largest epsilon over the whole run."""
+        """Return the index of the learner with the largest epsilon over the whole run."""
         counts = [np.diff(own.offsets) for own in self.data.learners]
         return int(np.argmax([self.run.guarantee(i, each).epsilon() for i, each in enumerate(counts)]))
 
@@ -56,9 +56,9 @@ def prepare(
 
     Args:
         spec: the run spec.
-        folders: where data sets that have a name are looked for (`get_data_folders`).
-        live: whether records may come later, from elsewhere; there are none then.
-        learned: whether anybody learns from the records. Else what their label counts as need not be known: a run costs the same.
+        folders: folders to search for named data sets (`get_data_folders`).
+        live: whether records may arrive later, from elsewhere; then there are none now.
+        labels_required: whether labels are learned. If not, the meaning of a single label may stay open: the cost is the same.
 
     Raises:
         SpecError: the spec cannot be run as it is, or has no records yet.
@@ -70,37 +70,38 @@ def prepare(
         )
     if not spec.data.is_live:
         dataset = load_dataset(spec.data, spec.loss, folders=folders, labels_required=labels_required)
-        ready = _checked(spec, data := place_data(spec, dataset))
+        ready = _prepare(spec, data := place_data(spec, dataset))
         return replace(ready, warnings=(*ready.warnings, *find_data_warnings(spec, dataset, data)))
-    found = _checked(spec, create_empty_live_data(spec))
-    return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
+    found = _prepare(spec, create_empty_live_data(spec))
+    return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_find_pause_warnings(spec))))
 
 
-def _pauses(spec: RunSpec) -> Iterator[RunWarning]:
-    """What becomes of a run whose records stay away for a while."""
+def _find_pause_warnings(spec: RunSpec) -> Iterator[RunWarning]:
+    """Warn about a run that fails if its records pause."""
     if spec.clock.mode in ("free", "async"):
         yield RunWarning(
             PAUSES,
-            f"clock.mode {spec.clock.mode} waits in every round for a record at each learner, and the run fails where none comes "
+            f"clock.mode {spec.clock.mode} waits in every round for a record at each learner, and the run fails if none arrives "
             f"for {spec.clock.deadline_s:g} s (clock.deadline_s): take paced where streams pause",
         )
 
 
 def estimate_live_run(spec: RunSpec, rounds: int | None, rate: float, horizon: float | None = None) -> PreparedRun:
-    """A run of live records as if they came evenly: what it costs follows from their numbers alone.
+    """Prepare a run of live records as if they arrived evenly: its cost depends only on their numbers.
 
     Args:
         spec: the run spec.
-        rounds: look at so many (None: all that are planned, or else the horizon).
-        rate: records a round on average.
-        horizon: rounds that a promise is to cover; infinity: all that there ever are. Those with the fewest records count then.
+        rounds: number of rounds to examine (None: all planned ones, or else the horizon).
+        rate: mean number of records a round.
+        horizon: rounds that a guarantee must cover; infinity: all rounds there will ever be. The rounds with the fewest
+            records count then.
 
     Raises:
         SpecError: its records are not live, no number of rounds is known, or it cannot be run as it is.
     """
     if not spec.data.is_live:
         raise SpecError(
-            f"how many records a round brings is known where they come from {spec.data.source}: give neither"
+            f"the source {spec.data.source} fixes the records of each round: leave out the rate and the horizon"
         )
     if horizon == math.inf:
         rounds, rate = (
@@ -110,17 +111,17 @@ def estimate_live_run(spec: RunSpec, rounds: int | None, rate: float, horizon: f
     elif rounds is None and spec.is_unbounded and horizon is not None and horizon >= 1.0:
         rounds = int(horizon)
     if rounds is None and spec.is_unbounded:
-        raise SpecError("this run has no planned end: give the number of rounds to look at (--rounds)")
+        raise SpecError("a run without a planned end needs the number of rounds to examine (--rounds), got none")
     if rounds is not None:
         spec = spec.model_copy(update={"rounds": rounds})
-    return _checked(spec, estimate_live_data(spec, rate))
+    return _prepare(spec, estimate_live_data(spec, rate))
 
 
-def _checked(spec: RunSpec, data: PlacedData) -> PreparedRun:
-    """Raises `SpecError` where the run cannot be."""
+def _prepare(spec: RunSpec, data: PlacedData) -> PreparedRun:
+    """Raise `SpecError` if the run is not possible."""
     run = build_run(spec, data.n_features)
     if run.algorithm.accountant(0).has_shared_records and not all(
-        _same(data.learners[0], other) for other in data.learners[1:]
+        _has_equal_schedule(data.learners[0], other) for other in data.learners[1:]
     ):
         raise SpecError(
             f"{spec.algorithm.name} needs the same records at every learner in every round: set data.partition to shared"
@@ -133,27 +134,27 @@ def _checked(spec: RunSpec, data: PlacedData) -> PreparedRun:
     return PreparedRun(replace(run, warnings=run.warnings + slack), data, tuple(find_budget_warnings(run, data)))
 
 
-def _same(one: LearnerData, other: LearnerData) -> bool:
+def _has_equal_schedule(one: LearnerData, other: LearnerData) -> bool:
     parts = ("features", "labels", "order", "offsets")
     return one is other or all(np.array_equal(getattr(one, part), getattr(other, part)) for part in parts)
 
 
 class Experiment(RunSpec):
-    """A run spec to work with.
+    """A run spec to work with in Python.
 
-    Every field of a spec file is a keyword here, and a section is what a file would say (a word, or a mapping of fields) or an
-    object of the section's class. It is a value: nothing changes it, and `replace` makes another. Records are loaded and placed
-    when they are first needed (data sets that have a name, in $SOTTOVOCE_DATA or where `sottovoce data fetch` puts them).
+    Every field of a spec file is a keyword here, and a section is given as in a file (a word, or a mapping of fields) or as an
+    object of the section's class. An experiment is immutable; `replace` makes a changed copy. Records are loaded and placed
+    when they are first needed (named data sets from $SOTTOVOCE_DATA or from the folder of `sottovoce data fetch`).
 
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.
 
-    >>> from sottovoce_core.losses.linear import Logistic
+    >>> from sottovoce_core.losses.linear import LogisticLoss
     >>> experiment = Experiment(
     ...     rounds=30,
     ...     learners=["north", "east", "south"],
     ...     algorithm={"name": "ldp-dol", "sigma": 2.0},
-    ...     loss=Logistic(ridge=0.01),
+    ...     loss=LogisticLoss(ridge=0.01),
     ...     topology={"graph": "complete"},
     ...     data={"source": "breast_cancer", "scale": "standard"},
     ... )
@@ -168,8 +169,8 @@ class Experiment(RunSpec):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _explained(cls, fields: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """The errors of a spec file, in the same words; and a schema that is named as a file is read."""
+    def _explain_errors(cls, fields: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """Reword errors as for a spec file; read a schema that is named as a file."""
         fields = inline_schema(fields, Path())
         try:
             return handler(fields)
@@ -184,20 +185,20 @@ class Experiment(RunSpec):
     __str__ = __repr__
 
     def to_yaml(self, path: Path | str | None = None) -> str:
-        """The spec file that says the same, complete with defaults; written to `path` if one is given."""
+        """Return the spec file of this experiment, complete with defaults; write it to `path` if given."""
         text = dump_spec(self, None if path is None else Path(path).parent)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
     def replace(self, **changes: Any) -> Experiment:
-        """Another experiment with some fields changed, checked like any.
+        """Return a copy with some fields changed, checked like any experiment.
 
         Args:
-            changes: field to value; a field of a section by its place, with dots.
+            changes: field to value; a field of a section as `section.field`.
 
         Raises:
-            SpecError: there is no such section or field, or it may not have that value.
+            SpecError: no such section or field, or a value that is not allowed.
 
         >>> experiment = Experiment(rounds=10, algorithm={"name": "ldp-dol", "sigma": 1.0})
         >>> experiment.replace(rounds=20, **{"algorithm.sigma": 2.0}).algorithm.sigma
@@ -216,38 +217,38 @@ class Experiment(RunSpec):
         return Experiment.model_validate(document)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Pydantic's, without the records and the run of the original, which need not be those of the copy."""
+        """Copy as Pydantic does, without the records and the run of the original, which need not be those of the copy."""
         copied = super().model_copy(update=update, deep=deep)
         copied.__dict__.pop("prepared_run", None)
         return copied
 
-    # ---- what it comes to ------------------------------------------------------------------------------------
+    # ---- run, records, guarantees ------------------------------------------------------------------------------
 
     @cached_property
     def prepared_run(self) -> PreparedRun:
-        """The run and its records, ready to start; made once.
+        """The run and its records, ready to start; built once.
 
         Raises:
-            SpecError: it cannot be run as it is; `AssumptionViolated`: by a condition of the algorithm, which the error names.
-            DataError: its data cannot be used.
+            SpecError: the run is not possible; `AssumptionViolated`: by a named condition of the algorithm.
+            DataError: the data cannot be used.
         """
         return prepare(self, folders=get_data_folders())
 
     @property
     def run(self) -> Run:
-        """The algorithm, the network and the warnings, as `prepared`."""
+        """The algorithm, the network and the warnings, from `prepared_run`."""
         return self.prepared_run.run
 
     @property
     def records(self) -> PlacedData:
-        """Who learns which records when, and those held out, as `prepared`."""
+        """The placed and the held-out records, from `prepared_run`."""
         return self.prepared_run.data
 
     def index(self, learner: str | int) -> int:
-        """The index of a learner, by its name or index.
+        """Return the index of a learner, given its name or index.
 
         Raises:
-            SpecError: there is none.
+            SpecError: no such learner.
         """
         if learner in self.names:
             return self.names.index(str(learner))
@@ -258,17 +259,17 @@ class Experiment(RunSpec):
         )
 
     def guarantee(self, learner: str | int) -> Guarantee:
-        """What is promised about one learner's messages, for the records that it will learn.
+        """Return the guarantee of one learner's messages, for the records that it will learn.
 
         Args:
-            learner: its name or index.
+            learner: name or index.
 
         Raises:
-            SpecError: there is none, or the experiment cannot be run as it is.
-            DataError: its data cannot be used.
+            SpecError: no such learner, or the experiment cannot be run as it is.
+            DataError: the data cannot be used.
 
         >>> promise = Experiment(rounds=10, algorithm="ldp-dol").guarantee("learner-0")
-        >>> promise.per_round.shape, promise.grounds.threat_model.value
+        >>> promise.round_losses.shape, promise.basis.threat_model.value
         ((10,), 'wire')
         >>> promise.epsilon(5) < promise.epsilon()
         True
@@ -277,11 +278,11 @@ class Experiment(RunSpec):
         return self.run.guarantee(i, np.diff(self.records.learners[i].offsets))
 
     def find_worst_case_learner(self) -> int:
-        """The index of the learner with the largest epsilon over the whole run."""
+        """Return the index of the learner with the largest epsilon over the whole run."""
         return self.prepared_run.find_worst_case_learner()
 
     def epsilon(self) -> float:
-        """The largest epsilon of a learner over the whole run; the sum over all where they share their records."""
+        """Return the largest epsilon of a learner over the whole run; with shared records the sum over all learners."""
         promises = [self.guarantee(i) for i in range(self.n_learners)]
         return combine_epsilons(
             (each.epsilon() for each in promises), has_shared_records=promises[0].has_shared_records
@@ -289,10 +290,10 @@ class Experiment(RunSpec):
 
 
 def resolve_experiment(source: Experiment | Path | str) -> Experiment:
-    """An experiment, or that of a spec file.
+    """Return the experiment itself, or load it from a spec file.
 
     Raises:
-        SpecError: it is neither, or the file has no valid spec.
+        SpecError: neither an experiment nor a path, or the file has no valid spec.
     """
     if isinstance(source, Experiment):
         return source
@@ -304,10 +305,10 @@ def resolve_experiment(source: Experiment | Path | str) -> Experiment:
 
 
 def require_count(what: str, value: object) -> None:
-    """Refuse what is no whole number of at least 1.
+    """Require a whole number of at least 1.
 
     Raises:
-        SpecError: it is none.
+        SpecError: the value is not one.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise SpecError(f"{what} must be a whole number, got {abbreviate_value(value)}")
@@ -316,10 +317,10 @@ def require_count(what: str, value: object) -> None:
 
 
 def load(path: Path | str) -> Experiment:
-    """An experiment from a spec file (YAML), as the command line reads it.
+    """Load an experiment from a spec file (YAML), as the command line does.
 
     Args:
-        path: the file. Relative paths in it begin in the file's own folder.
+        path: the file. Relative paths in it start at the file's own folder.
 
     Raises:
         SpecError: unreadable, not YAML, or not a valid spec: one line per problem.

@@ -9,15 +9,15 @@ from sottovoce_core.errors import SpecError
 
 
 def format_install_hint(extra: str) -> str:
-    """How to install a group of optional dependencies: there is no release on a package index yet."""
+    """Describe how to install a group of optional dependencies: no package index has a release yet."""
     return f"in a clone of the repository, pip install '.[{extra}]'"
 
 
 def import_optional(module: str, package: str, what: str, extra: str = "audit") -> Any:
-    """A module that only an extra installs.
+    """Import a module that only an extra installs.
 
     Raises:
-        SpecError: it is not installed.
+        SpecError: the package is not installed.
     """
     try:
         return importlib.import_module(module)

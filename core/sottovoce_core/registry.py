@@ -1,8 +1,8 @@
-"""Sections of a run spec, and how a section that names its kind finds the class of that kind.
+"""Sections of a run spec, and registries that find the class of a section by its kind.
 
-A loss, a decision set, a graph, a rule for weights, a partition, an algorithm's parameters: each is one frozen class that
-checks itself and does its work. A registry knows the classes of one such family by the names that a spec gives them. A name is
-that of a built-in class, one that an installed package offers (an entry point), or `module:Class`.
+A loss, a decision set, a graph, a weight rule, a partition, an algorithm's parameters: each is one frozen class that validates
+itself and does its work. A registry maps the names used in specs to the classes of one such family. A name is that of a
+built-in class, one that an installed package offers (an entry point), or `module:Class`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from sottovoce_core.errors import SpecError
 
 MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-100, 1e100
-"""Of a number in a spec: squares of what is within stay in float64's range, so that norms are seen, and bounds hold."""
+"""Bounds of a number in a spec: squares of numbers between them stay in float64's range, so norms and bounds hold."""
 
 
 def _in_range(value: float) -> float:
@@ -39,43 +39,45 @@ def _in_range(value: float) -> float:
     return value
 
 
-def _not_beyond(value: float) -> float:
+def _require_magnitude(value: float) -> float:
     if not abs(value) <= MAX_MAGNITUDE:
         raise ValueError(f"a number must lie within [-{MAX_MAGNITUDE:g}, {MAX_MAGNITUDE:g}]")
     return value
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_range)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_not_beyond)]
-Finite = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_beyond)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_magnitude)]
+Finite = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_require_magnitude)]
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-"""Up to thirty years: timers take no more."""
+"""Duration in seconds, up to thirty years: timers accept no more."""
 
 
 class Section(BaseModel):
-    """Part of a spec: frozen, and an unknown field is an error."""
+    """Part of a spec: frozen; an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def select_class(cls, fields: Mapping[str, Any]) -> type[Section]:
-        """The class for these fields, where one kind has several; they are not checked yet."""
+        """Return the class for these fields, not validated yet, where one kind has several classes."""
         return cls
 
     @model_validator(mode="before")
     @classmethod
-    def _numbers_are_not_true(cls, fields: Any) -> Any:
-        """Keep true and false from fields of numbers: Pydantic takes them for 1 and 0."""
+    def _reject_booleans(cls, fields: Any) -> Any:
+        """Keep true and false out of numeric fields: Pydantic takes them for 1 and 0."""
         if not isinstance(fields, Mapping):
             return fields
         known = cls.model_fields
-        return {name: _guarded(value, known[name]) if name in known else value for name, value in fields.items()}
+        return {
+            name: _replace_booleans(value, known[name]) if name in known else value for name, value in fields.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class MisplacedBoolean:
-    """True or false where a number must stand: no number to Pydantic."""
+    """True or false in place of a number: not a number to Pydantic."""
 
     value: bool
 
@@ -83,10 +85,10 @@ class MisplacedBoolean:
         return repr(self.value)
 
 
-def _guarded(value: object, field: FieldInfo) -> object:
-    """A value of a document, or a list of such, in which true is a `MisplacedBoolean` where the field takes numbers and no text."""
+def _replace_booleans(value: object, field: FieldInfo) -> object:
+    """Replace true and false in a value, or in a list, by `MisplacedBoolean` if the field takes numbers and no text."""
     listed = isinstance(value, list | tuple)
-    types = set(_types(field.annotation, listed=listed))
+    types = set(_iterate_types(field.annotation, listed=listed))
     if types & {bool, str, Any, object} or not types & {int, float}:
         return value
     given = [
@@ -96,15 +98,15 @@ def _guarded(value: object, field: FieldInfo) -> object:
     return given if listed else given[0]
 
 
-def _types(annotation: Any, *, listed: bool) -> Iterator[Any]:
-    """What a value of an annotation may be, or the values of a list of it."""
+def _iterate_types(annotation: Any, *, listed: bool) -> Iterator[Any]:
+    """Iterate over the types that an annotation allows for a value, or for the items of a list."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (tuple, list):
         for each in inner if listed else ():
-            yield from (*_types(each, listed=False), *_types(each, listed=True))
+            yield from (*_iterate_types(each, listed=False), *_iterate_types(each, listed=True))
     elif inner:
         for each in () if origin is Literal else inner[:1] if origin is Annotated else inner:
-            yield from _types(each, listed=listed)
+            yield from _iterate_types(each, listed=listed)
     elif not listed:
         yield annotation
 
@@ -112,27 +114,27 @@ def _types(annotation: Any, *, listed: bool) -> Iterator[Any]:
 SectionT = TypeVar("SectionT", bound=Section)
 
 Count = Annotated[int, Field(gt=0, le=2**53)]
-"""A number of things: whole in a float64, and within the integers of the wire and of NumPy."""
+"""Number of things: exact in a float64, and within the integers of the wire and of NumPy."""
 UNBOUNDED_ROUNDS = 2**54
-"""As a number of rounds: no end is planned. It is more than any run can do, and than any `Count`."""
+"""Number of rounds of a run without a planned end: more than any run can do, and more than any `Count`."""
 
 
 _MIN_NAME_SIMILARITY = 0.65
-"""So alike are names of which one was probably meant."""
+"""Similarity from which a name is suggested as the one probably meant."""
 
 
 @dataclass(frozen=True, eq=False)
 class Registry(Generic[SectionT]):
-    """The classes of a family of sections. As `Annotated` metadata of a field it makes the section of its kind.
+    """Registry of the classes of a family of sections. As `Annotated` metadata of a field it builds the section of its kind.
 
     Attributes:
-        base: what all of them derive from.
-        built_in_classes: name to `module:Class`, imported when asked for, or to a class of the module that `base` stands in.
-        group: of the entry points by which packages offer more, and the family's name in errors; None: there are no others
-            than the built-in classes.
-        key: the field that names the kind.
-        default: the kind where a section does not say; None: it must.
-        also: what else people call some of the kinds: it is no name of them, but they are suggested.
+        base: base class of all of them.
+        built_in_classes: name to `module:Class`, imported on first use, or to a class of the module of `base`.
+        group: group of the entry points by which packages offer more classes, and the family's name in errors; None: only
+            the built-in classes.
+        key: field that names the kind.
+        default: kind of a section that names none; None: the kind is required.
+        suggestions: other common names of some kinds: not accepted, but answered with a suggestion.
     """
 
     base: type[SectionT]
@@ -143,22 +145,22 @@ class Registry(Generic[SectionT]):
     suggestions: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, name: str, *, allow_imports: bool = True) -> type[SectionT]:
-        """The class of a kind.
+        """Return the class of a kind.
 
         Args:
-            name: as a spec gives it.
-            imports: whether it may be `module:Class`. Not where the spec comes from somebody else: an installed package
-                that offers a short name is the owner's own choice, any code that lies on the machine is not.
+            name: name in the spec.
+            allow_imports: whether `module:Class` is allowed. Not for a spec of another party: an installed package that
+                offers a short name is the owner's choice, any other code on the machine is not.
 
         Raises:
-            SpecError: there is none, or it cannot be imported.
+            SpecError: no such class, or it cannot be imported.
         """
         closed = self.group is None
-        offered = {} if name in self.built_in_classes or ":" in name or closed else self._offered
-        where = self._place(name) or offered.get(name)
+        offered = {} if name in self.built_in_classes or ":" in name or closed else self._read_entry_points
+        where = self._locate_built_in(name) or offered.get(name)
         if where is None and (":" not in name or closed):
             known = {*self.built_in_classes, *offered}
-            hint = self._hint(name, known)
+            hint = self._suggest(name, known)
             listed = ", ".join(sorted(known)) + ("" if closed else ", or module:Class of your own")
             raise SpecError(f"{self.key} must be one of {listed}, got {name!r}{hint}")
         if where is None:
@@ -170,7 +172,7 @@ class Registry(Generic[SectionT]):
         return found
 
     def find_section_class(self, section: object, *, allow_imports: bool = True) -> type[SectionT] | None:
-        """The class that a section asks for; None where it is no section, or does not say.
+        """Return the class of a section; None if this is no section or names no kind.
 
         Raises:
             SpecError: as `find`.
@@ -181,8 +183,8 @@ class Registry(Generic[SectionT]):
             return None
         return cast("type[SectionT]", self.find(name, allow_imports=allow_imports).select_class(fields or {}))
 
-    def _hint(self, name: str, known: Collection[str]) -> str:
-        """What was probably meant; of several names with commas, by the first one that is none."""
+    def _suggest(self, name: str, known: Collection[str]) -> str:
+        """Suggest the name that was probably meant; of several names separated by commas, for the first unknown one."""
         parts = [part.strip() for part in name.split(",")]
         wrong = next((part for part in parts if part not in known), "")
         near = (
@@ -195,13 +197,13 @@ class Registry(Generic[SectionT]):
         meant = f", and {wrong!r} is none{f': did you mean {near[0]}?' if near else ''}" if wrong else ""
         return f"; it is one of them, not several{meant}"
 
-    def _place(self, name: str) -> str | None:
-        """Where the built-in class of this name is defined, as `module:Class`."""
+    def _locate_built_in(self, name: str) -> str | None:
+        """Return the module of the built-in class of this name, as `module:Class`."""
         where = self.built_in_classes.get(name)
         return where if where is None or ":" in where else f"{self.base.__module__}:{where}"
 
     def _fields(self, section: object) -> Mapping[str, Any] | None:
-        """A section in full: `ring` stands for `{kind: ring}`."""
+        """Expand a short section: `ring` means `{kind: ring}`."""
         if isinstance(section, str):
             return {self.key: section}
         if isinstance(section, Mapping):
@@ -209,8 +211,8 @@ class Registry(Generic[SectionT]):
         return None
 
     @property
-    def _offered(self) -> dict[str, str]:
-        """Read anew each time: a package may have been installed since."""
+    def _read_entry_points(self) -> dict[str, str]:
+        """Read the entry points, anew each time: a package may have been installed since."""
         return {point.name: point.value for point in entry_points(group=f"sottovoce.{self.group}")}
 
     # ---- as metadata of a field ------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ class Registry(Generic[SectionT]):
         return core_schema.with_info_before_validator_function(self._validate, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Any of the built-in classes; a word where a class needs no more fields."""
+        """Return the JSON schema: any of the built-in classes, or a word if a class needs no more fields."""
         classes = {name: self.find(name) for name in self.built_in_classes}
         listed = [handler(each.__pydantic_core_schema__) for each in dict.fromkeys(classes.values())]
         for model, each in zip(dict.fromkeys(classes.values()), map(handler.resolve_ref_schema, listed), strict=True):
@@ -243,31 +245,31 @@ class Registry(Generic[SectionT]):
             each["required"] = list(
                 dict.fromkeys([*([] if kind == self.default else [self.key]), *each.get("required", ())])
             )
-        words = [name for name, each in classes.items() if set(self._needed(each)) <= {self.key}]
+        words = [name for name, each in classes.items() if set(self._list_required_fields(each)) <= {self.key}]
         return {"anyOf": [*([{"enum": words}] if words else []), *listed]}
 
-    def _needed(self, section: type[SectionT]) -> list[str]:
+    def _list_required_fields(self, section: type[SectionT]) -> list[str]:
         return [name for name, field in section.model_fields.items() if field.is_required()]
 
 
 def require_imports_allowed(name: str, *, allow_imports: bool) -> None:
-    """Nobody else's spec names code for us to import.
+    """Refuse to import code that the spec of another party names.
 
     Raises:
-        SpecError: this one does, and may not.
+        SpecError: the spec names code, and `allow_imports` is false.
     """
     if not allow_imports:
         raise SpecError(
-            f"a service imports no code that a spec from elsewhere names, got {name!r}: start it with --allow-imports, or "
+            f"a service imports no code named in a spec from elsewhere, got {name!r}: start it with --allow-imports, or "
             "install a package that offers it under a short name"
         )
 
 
 def import_object(where: str, field: str) -> Any:
-    """What `module:Name` names.
+    """Import the object that `module:Name` names.
 
     Raises:
-        SpecError: it cannot be imported.
+        SpecError: the import fails.
     """
     module, _, attribute = where.partition(":")
     try:

@@ -1,7 +1,7 @@
 """Results of simulations: one table with a number a row, and the facts about every run in it.
 
 `simulate`, `sweep` and `compare` write the same two files. `results.parquet` has the columns `COLUMNS`. `results.json` has what
-a table of numbers cannot hold: of every run its spec, its algorithm and what it promises.
+a table of numbers cannot hold: of every run its spec, its algorithm and its guarantee.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ COLUMNS = ("spec", "setting", "seed", "round", "learner", "metric", "value")
 RESULT_FILE_NAMES = ("results.parquet", "results.json")
 
 _RESAMPLES = 10_000
-"""Of the bootstrap: then the ends of an interval hardly move with its seed."""
+"""Number of bootstrap resamples: enough that the ends of an interval hardly depend on the seed."""
 _LEVEL = 0.95
 
 _Epsilon = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]
-"""JSON knows no infinity: there it is null."""
+"""Epsilon in JSON, where null means infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A simulated run, but for its numbers.
+    """Description of a simulated run, without its measurements.
 
     Attributes:
-        spec: its name among the results.
+        spec: name of the spec among the results.
         changes: fields that a sweep changed, and their values here.
-        algorithm: its name.
-        threat_model: the observers that the guarantee covers; None: it covers none.
-        epsilon_paper: by the paper's own formula, of the learner with the largest; infinite: nothing is promised.
+        algorithm: name of the algorithm.
+        threat_model: adversaries that the guarantee covers; None: none.
+        epsilon_paper: by the paper's own formula, largest over the learners; infinite: no guarantee.
         epsilon_record_use: tight, of one use of one record, likewise; the sum over the learners where they share their records.
         epsilon_record: tight, of the record that costs most in all its uses.
         floats: numbers in the message of a round.
-        rounds: of the run.
-        learners: their names.
+        rounds: number of rounds of the run.
+        learners: names of the learners.
         spec_yaml: the whole spec.
         rounds_per_s: replica-rounds a second of the simulator, without measuring; None: not known.
     """
@@ -74,21 +74,21 @@ class Facts:
 
     @property
     def setting(self) -> str:
-        """The changes as text: `algorithm.sigma=2, topology.graph=ring`."""
+        """Changes as text: `algorithm.sigma=2, topology.graph=ring`."""
         return ", ".join(f"{field}={value}" for field, value in self.changes.items())
 
 
 def collect_facts(
     prepared: PreparedRun, spec: str, changes: Mapping[str, Any] | None = None, rounds_per_s: float | None = None
 ) -> Facts:
-    """The facts about a run; values of `changes` that are sections become text."""
+    """Collect the facts about a run; values of `changes` that are sections become text."""
     run, data = prepared.run, prepared.data
-    events, records = [], []
+    guarantees, records = [], []
     for i, own in enumerate(data.learners):
-        events.append(run.guarantee(i, np.diff(own.offsets)))
+        guarantees.append(run.guarantee(i, np.diff(own.offsets)))
         losses = group_record_losses(run.algorithm.accountant(i), own, run.participation(i).end)
-        records.append(worst_case_record_epsilon(losses, events[-1].round_losses))
-    first, threat = events[0], None
+        records.append(worst_case_record_epsilon(losses, guarantees[-1].round_losses))
+    first, threat = guarantees[0], None
     if math.isfinite(first.epsilon()):
         threat = first.basis.threat_model.value
     elif first.output_epsilon is not None:
@@ -101,9 +101,9 @@ def collect_facts(
         },
         algorithm=run.algorithm.name,
         threat_model=threat,
-        epsilon_paper=max(float(each.paper_epsilon[-1]) for each in events),
+        epsilon_paper=max(float(each.paper_epsilon[-1]) for each in guarantees),
         epsilon_record_use=combine_epsilons(
-            (each.epsilon() for each in events), has_shared_records=first.has_shared_records
+            (each.epsilon() for each in guarantees), has_shared_records=first.has_shared_records
         ),
         epsilon_record=combine_epsilons(records, has_shared_records=first.has_shared_records),
         floats=sum(math.prod(shape) for shape in run.field_shapes.values()),
@@ -116,7 +116,7 @@ def collect_facts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """One simulated run, with what was measured."""
+    """One simulated run with its measurements."""
 
     facts: Facts
     curves: Curves
@@ -130,24 +130,24 @@ class Results:
 
     @property
     def metrics(self) -> Table:
-        """The table with `COLUMNS`, one number a row.
+        """Table with `COLUMNS`, one number a row.
 
         `setting` is empty where nothing was varied; `round` is the number of rounds done. Learner None is the mean over the
         network, and has a row for every seed, which counts replicas from 0. The row of a single learner is its mean over the
         seeds, and its seed is missing: a number for every learner and seed would make the table as many times as large.
         """
-        parts = [part for result in self.runs for part in _parts(result)]
+        parts = [part for result in self.runs for part in _iterate_columns(result)]
         if not parts:
             return Table.from_rows(COLUMNS, [])
         return Table({name: np.concatenate([part[k] for part in parts]) for k, name in enumerate(COLUMNS)})
 
     def summary(self, *, every_round: bool = False) -> Table:
-        """One row for every run and metric: means over the seeds after the last round, or after every round measured.
+        """Summarise each run and metric in a row: means over the seeds after the last round, or after every measured round.
 
         Returns:
             `spec`, the changed fields, `round`, `metric`, `mean` over learners and seeds, its `standard_error` by the spread over
-            the seeds, `low` and `high` of its 95 % interval (percentile bootstrap, 10,000 resamples), `epsilon` of an event, and
-            the number of `seeds`. Errors and intervals of one seed are not-a-number.
+            the seeds, `low` and `high` of its 95 % interval (percentile bootstrap, 10,000 resamples), `epsilon` of one use of a
+            record, and the number of `seeds`. Errors and intervals of one seed are not-a-number.
         """
         fields = tuple(dict.fromkeys(field for each in self.runs for field in each.facts.changes))
         rows = []
@@ -178,7 +178,7 @@ class Results:
 
         Args:
             folder: that they are written to.
-            more: what else `results.json` says.
+            more: further entries of `results.json`.
 
         Raises:
             SpecError: pyarrow is not installed.
@@ -197,20 +197,22 @@ class Results:
             draft.replace(path)
 
 
-def _parts(result: Result) -> Iterator[tuple[Any, ...]]:
-    """Columns of the rows of a run, a metric and either the network or its learners."""
+def _iterate_columns(result: Result) -> Iterator[tuple[Any, ...]]:
+    """Yield the columns of the rows of a run, for each metric: of the network, then of its learners."""
     facts, rounds = result.facts, result.curves.rounds
     for metric, curve in result.curves.curves.items():
         seeds = np.arange(curve.replicas.shape[1], dtype=np.float64)
-        yield _rows(facts, metric, rounds, seeds, np.array([None]), curve.replicas)
+        yield _build_columns(facts, metric, rounds, seeds, np.array([None]), curve.replicas)
         if curve.learners is not None:
-            yield _rows(facts, metric, rounds, np.array([math.nan]), np.array(facts.learners, object), curve.learners)
+            yield _build_columns(
+                facts, metric, rounds, np.array([math.nan]), np.array(facts.learners, object), curve.learners
+            )
 
 
-def _rows(
+def _build_columns(
     facts: Facts, metric: str, rounds: IntArray, seeds: FloatArray, learners: Any, values: FloatArray
 ) -> tuple[Any, ...]:
-    """Columns of `values (rounds, seeds or learners)`."""
+    """Return the columns for `values (rounds, seeds or learners)`."""
     many = values.shape[1]
     spec, setting, name = (np.full(values.size, text, object) for text in (facts.spec, facts.setting, metric))
     of_seed, of_learner = (np.tile(np.resize(each, many), len(rounds)) for each in (seeds, learners))
@@ -218,9 +220,10 @@ def _rows(
 
 
 def compute_bootstrap_intervals(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Ends of the 95 % percentile-bootstrap intervals of the means of `values (rows, seeds)`; not-a-number for one seed.
+    """Compute the ends of 95 % percentile-bootstrap intervals of the means of `values (rows, seeds)`.
 
-    Efron & Tibshirani 1993, section 13.3. All rows are resampled alike, so that they do not depend on one another.
+    Not-a-number for one seed. Efron & Tibshirani 1993, section 13.3.
+    All rows are resampled alike, so that they do not depend on one another.
     """
     rows, n = values.shape
     if n < 2:
@@ -235,10 +238,10 @@ def compute_bootstrap_intervals(values: FloatArray) -> tuple[FloatArray, FloatAr
 
 
 def read_results(path: Path | str) -> Results:
-    """The results that `simulate`, `sweep` or `compare` wrote: a folder, or the `results.parquet` in it.
+    """Read results of `simulate`, `sweep` or `compare`: from a folder, or from the `results.parquet` in it.
 
     Raises:
-        CaptureError: they are not there, or cannot be read.
+        CaptureError: there are none, or they cannot be read.
         SpecError: the file is of another kind, or pyarrow is not installed.
 
     >>> import tempfile
@@ -261,14 +264,16 @@ def read_results(path: Path | str) -> Results:
             f"cannot read the results {path}: it must be a results.parquet that exists, or a folder with one"
         )
     if file.suffix != ".parquet":
-        raise SpecError(f"results are read from results.parquet or its folder, not from an exported table, got {path}")
+        raise SpecError(
+            f"results must be read from results.parquet or its folder, not from an exported table, got {path}"
+        )
     try:
         arrow = import_parquet().ParquetFile(file).read()
         if tuple(arrow.column_names) != COLUMNS:
             raise ValueError(f"its columns must be {', '.join(COLUMNS)}, got {', '.join(arrow.column_names)}")
         document = json.loads(file.with_name(RESULT_FILE_NAMES[1]).read_text(encoding="utf-8"))
-        found = _curves([arrow.column(name).to_pylist() for name in COLUMNS])
-        runs = [_result(each, found) for each in document["runs"]]
+        found = _group_rows([arrow.column(name).to_pylist() for name in COLUMNS])
+        runs = [_build_result(each, found) for each in document["runs"]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # pyarrow's own are of these kinds
         raise CaptureError(f"cannot read the results {path}: {error}") from None
     return Results(tuple(runs))
@@ -276,10 +281,10 @@ def read_results(path: Path | str) -> Results:
 
 _FACTS = TypeAdapter(Facts)
 _Rows = dict[tuple[str, str], dict[str, list[tuple[Any, ...]]]]
-"""Seed, round, learner and value by spec and setting, and by metric."""
+"""Rows (seed, round, learner, value) by spec and setting, and by metric."""
 
 
-def _curves(columns: Sequence[Sequence[Any]]) -> _Rows:
+def _group_rows(columns: Sequence[Sequence[Any]]) -> _Rows:
     found: _Rows = {}
     for spec, setting, seed, done, learner, metric, value in zip(*columns, strict=True):
         number = math.nan if value is None else float(value)
@@ -287,16 +292,16 @@ def _curves(columns: Sequence[Sequence[Any]]) -> _Rows:
     return found
 
 
-def _result(document: Mapping[str, Any], found: _Rows) -> Result:
+def _build_result(document: Mapping[str, Any], found: _Rows) -> Result:
     facts = _FACTS.validate_python(document)
     rows = found[facts.spec, facts.setting]
     rounds = sorted({done for of_metric in rows.values() for _, done, *_ in of_metric})
-    curves = {metric: _curve(of_metric, rounds, facts.learners) for metric, of_metric in rows.items()}
+    curves = {metric: _build_curve(of_metric, rounds, facts.learners) for metric, of_metric in rows.items()}
     with_records = np.array(document["rounds_with_records"], dtype=np.float64)
     return Result(facts, Curves(np.array(rounds, dtype=np.int64), curves, with_records))
 
 
-def _curve(rows: Sequence[tuple[Any, ...]], rounds: Sequence[int], learners: Sequence[str]) -> Curve:
+def _build_curve(rows: Sequence[tuple[Any, ...]], rounds: Sequence[int], learners: Sequence[str]) -> Curve:
     network = {(done, seed): value for seed, done, learner, value in rows if learner is None}
     each = {(done, learner): value for _, done, learner, value in rows if learner is not None}
     seeds = range(1 + max(seed for _, seed in network))

@@ -1,6 +1,6 @@
-"""The run spec: one YAML file that `run`, `up` and `simulate` read alike.
+"""The run spec: one YAML file for `run`, `up` and `simulate` alike.
 
-A spec is checked once, here, and is a frozen value afterwards. What a section means is decided by its own class: `losses`,
+A spec is validated once, here, and is immutable afterwards. Each section is defined by its own class: `losses`,
 `decision_sets`, `network`, `data`, `algorithms`.
 """
 
@@ -39,22 +39,23 @@ from sottovoce_core.validation_errors import explain
 from sottovoce_core.yaml_files import parse_document, read_text_file, require_mapping, write_yaml
 
 LEARNER_NAME_PATTERN = r"^\w[\w .-]{0,62}(@[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?)?$"
-"""It is part of file names: no slashes. In a run of several trust domains it ends in its own: `east@east.example`."""
+"""Pattern of learner names, which are parts of file names: no slashes. With several trust domains a name ends in its
+domain: `east@east.example`."""
 LEARNER_NAME_RULE = (
     "1 to 63 letters and digits of any language, after the first also blanks, dots and hyphens, and where learners are of "
     "several trust domains then @DOMAIN"
 )
-"""The same in words."""
+"""Description of `LEARNER_NAME_PATTERN` for error messages."""
 _RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 
-def _learner_name(name: str) -> str:
+def _require_learner_name(name: str) -> str:
     if re.fullmatch(LEARNER_NAME_PATTERN, name) is None:
         raise ValueError(f"a learner's name must be {LEARNER_NAME_RULE}, for it is part of file names")
     return name
 
 
-def _run_name(name: str) -> str:
+def _require_run_name(name: str) -> str:
     if re.fullmatch(_RUN_NAME_PATTERN, name) is None:
         raise ValueError(
             "a run's name must be 1 to 63 of the letters a to z, digits, and after the first also dots, hyphens and underscores, "
@@ -63,15 +64,17 @@ def _run_name(name: str) -> str:
     return name
 
 
-_LearnerName = Annotated[str, AfterValidator(_learner_name), Field(json_schema_extra={"pattern": LEARNER_NAME_PATTERN})]
+_LearnerName = Annotated[
+    str, AfterValidator(_require_learner_name), Field(json_schema_extra={"pattern": LEARNER_NAME_PATTERN})
+]
 _MIN_PERIOD_S = 0.002
-"""Of a paced clock: a shorter one keeps a coordinator busy with nothing else."""
+"""Minimum period of a paced clock: a shorter one keeps the coordinator fully busy."""
 DEFAULT_COORDINATOR_TIMEOUT_S = 4 * 3600.0
 DEFAULT_STALENESS_TIMEOUT_S = 1.0
 MAX_LEARNERS = 4096
-"""The weights of a network are a matrix of learners by learners, and there are several of them."""
+"""Maximum number of learners: a network has several matrices of learners by learners."""
 MAX_OFFLINE_INTERVALS = 4096
-"""Who is there is told apart for each of them."""
+"""Maximum number of offline intervals: the participants are computed for each of them."""
 
 
 if TYPE_CHECKING:
@@ -82,71 +85,78 @@ else:
         AfterValidator(lambda rounds: UNBOUNDED_ROUNDS if rounds is None else rounds),
         PlainSerializer(lambda rounds: None if rounds == UNBOUNDED_ROUNDS else rounds, return_type=int | None),
     ]
-    """How many; null: no end is planned (`ENDLESS`)."""
+    """Number of rounds; null: no planned end (`UNBOUNDED_ROUNDS`)."""
 
 
 class PrivacySpec(Section):
-    """What a learner may spend."""
+    """Privacy budgets of the learners."""
 
     budget: Positive | tuple[Positive, ...] | None = None
-    """Epsilon at which a learner stops speaking (None: it counts, and never stops)."""
+    """Epsilon at which a learner stops sending (None: it counts, and never stops)."""
 
 
 class ClockSpec(Section):
-    """The round clock: grants of windows of rounds, not barriers."""
+    """The round clock: leases of windows of rounds, not barriers."""
 
     mode: Literal["free", "paced", "data", "async"] = "free"
     """free: as fast as data and neighbours allow. paced: one round a period. data: when every learner has its batch. async: as
-    free, and nobody waits for a neighbour: the newest message is used."""
+    free, without waiting for neighbours: the newest message is used."""
     window: Count = 100
-    """Rounds granted at a time; nobody gets further ahead of the slowest learner."""
+    """Rounds leased at a time; no learner gets further ahead of the slowest one."""
     period_s: Annotated[float, Field(ge=_MIN_PERIOD_S, le=1e9, allow_inf_nan=False)] | None = None
     """Seconds per round (paced mode)."""
     deadline_s: Seconds = 60.0
-    """How long a run waits for a learner that is away or silent, for records or for a grant before it fails."""
-    patience_s: Seconds | None = None
-    """How long learners wait for a coordinator that is away and keeps its runs (`--state`), and for room on their disks; None:
+    """Seconds that a run waits for a disconnected or silent learner, for records or for a lease before it fails."""
+    outage_timeout_s: Seconds | None = None
+    """Seconds that learners wait for a disconnected coordinator that keeps its runs (`--state`), and for free disk space; None:
     four hours."""
 
-    late: Literal["wait", "hold", "drop"] | None = None  # None, as for wait: async has no other policy
-    """A neighbour's message is not there. wait: the round waits for it. hold: after `late_s` the newest message of that neighbour
-    is used again. drop: the round waits, and the run goes on without a learner that is gone for longer than `deadline_s`."""
-    late_s: Seconds | None = None
-    """Seconds after which a neighbour is late, where `late` is hold; None: one."""
+    staleness: Literal["wait", "reuse", "drop"] | None = None  # None, as for wait: async has no other policy
+    """Policy for a missing message of a neighbour. wait: the round waits for it. reuse: after `stale_after_s` the newest message
+    of that neighbour is used again. drop: the round waits, and the run continues without a learner that is disconnected for
+    longer than `deadline_s`."""
+    stale_after_s: Seconds | None = None
+    """Seconds after which a message is late, with `staleness: reuse`; None: one."""
 
     @property
     def staleness_timeout_s(self) -> float | None:
-        """Seconds that a round waits for a neighbour before it uses the newest message of it; None: it waits."""
+        """Seconds that a round waits for a neighbour before it uses its newest message; None: it waits without limit."""
         if self.mode == "async":
             return 0.0
-        return (DEFAULT_STALENESS_TIMEOUT_S if self.late_s is None else self.late_s) if self.late == "hold" else None
+        return (
+            (DEFAULT_STALENESS_TIMEOUT_S if self.stale_after_s is None else self.stale_after_s)
+            if self.staleness == "reuse"
+            else None
+        )
 
     @property
     def coordinator_timeout_s(self) -> float:
-        """Seconds that learners wait for a coordinator that is away."""
-        return DEFAULT_COORDINATOR_TIMEOUT_S if self.patience_s is None else self.patience_s
+        """Seconds that learners wait for a disconnected coordinator."""
+        return DEFAULT_COORDINATOR_TIMEOUT_S if self.outage_timeout_s is None else self.outage_timeout_s
 
     @model_validator(mode="after")
-    def _period_when_paced(self) -> ClockSpec:
+    def _require_period(self) -> ClockSpec:
         if (self.mode == "paced") != (self.period_s is not None):
             raise ValueError("period_s must be given in paced mode, and only there")
         return self
 
     @model_validator(mode="after")
-    def _one_policy(self) -> ClockSpec:
-        if self.mode == "async" and (self.late is not None or self.late_s is not None):
-            raise ValueError("late and late_s must be left out in async mode, where nobody waits for a neighbour")
-        if self.late_s is not None and self.late != "hold":
-            raise ValueError("late_s must be given with late: hold, and only there")
+    def _require_one_policy(self) -> ClockSpec:
+        if self.mode == "async" and (self.staleness is not None or self.stale_after_s is not None):
+            raise ValueError(
+                "staleness and stale_after_s must be left out in async mode, where rounds wait for no neighbour"
+            )
+        if self.stale_after_s is not None and self.staleness != "reuse":
+            raise ValueError("stale_after_s must be given with staleness: reuse, and only there")
         if self.staleness_timeout_s is not None and self.staleness_timeout_s >= self.deadline_s:
             raise ValueError(
-                f"late_s must be below deadline_s, got {self.staleness_timeout_s:g} and {self.deadline_s:g}"
+                f"stale_after_s must be below deadline_s, got {self.staleness_timeout_s:g} and {self.deadline_s:g}"
             )
         return self
 
 
 class TelemetrySpec(Section):
-    """What learners tell their operator beyond rounds, bytes and budget. All of it is outside the privacy guarantee."""
+    """Reports of learners to their operator beyond rounds, bytes and budget. All of them are outside the privacy guarantee."""
 
     accuracy: bool = False
     """Report prequential accuracy: data-dependent."""
@@ -155,39 +165,41 @@ class TelemetrySpec(Section):
 
 
 class RunSpec(Section):
-    """A whole run."""
+    """The spec of a whole run."""
 
-    name: Annotated[str, AfterValidator(_run_name), Field(json_schema_extra={"pattern": _RUN_NAME_PATTERN})] = "run"
+    name: Annotated[str, AfterValidator(_require_run_name), Field(json_schema_extra={"pattern": _RUN_NAME_PATTERN})] = (
+        "run"
+    )
     rounds: Rounds
-    """How many; null: until it is stopped, or a learner's budget is spent. For live records."""
+    """Number of rounds; null: until the run is stopped or a learner's budget is spent. For live records."""
     learners: (
         Annotated[int, Field(gt=0, le=MAX_LEARNERS)]
         | Annotated[tuple[_LearnerName, ...], Field(min_length=1, max_length=MAX_LEARNERS)]
     ) = 5
-    """How many, or their names."""
+    """Number of learners, or their names."""
     algorithm: AnyAlgorithm
     loss: AnyLoss = LogisticLoss()
     decision_set: AnyDecisionSet = L2Ball(radius=100.0)
     topology: Topology = Topology()
-    absences: Annotated[tuple[OfflineInterval, ...], Field(max_length=MAX_OFFLINE_INTERVALS)] = ()
-    """Who is away in which rounds: who joins late, leaves early, or pauses."""
+    offline_intervals: Annotated[tuple[OfflineInterval, ...], Field(max_length=MAX_OFFLINE_INTERVALS)] = ()
+    """Intervals of rounds in which learners are offline: they join late, leave early, or pause."""
     data: DataSpec = DataSpec()
     privacy: PrivacySpec = PrivacySpec()
     clock: ClockSpec = ClockSpec()
     capture: Literal["relay", "mirror", "wiretap", "none"] = "none"
     """relay: every edge passes through the eavesdropper, which reads it. mirror: learners copy their messages to it. wiretap:
-    every edge passes through it as it is, encrypted, and only sizes and times are recorded."""
+    every edge passes through it encrypted, and only sizes and times are recorded."""
     capture_gap: Literal["mark", "fail"] = "mark"
-    misconduct: Literal["stop", "drop", "clip"] = "stop"
-    """A neighbour does what no correct one does. stop: the run fails at once. drop: it goes on without a learner that most of its
-    neighbours accuse. clip: as stop, and numbers beyond what a correct one can say are clipped before they are used."""
+    on_violation: Literal["stop", "drop", "clip"] = "stop"
+    """Reaction to a neighbour that violates the protocol. stop: the run fails at once. drop: it continues without a learner that
+    most of its neighbours accuse. clip: as stop, and numbers beyond those of any correct learner are clipped before use."""
     durability: Literal["process", "power"] = "power"
-    """What a journaled message survives: kill -9 of the learner, or loss of power (fsync before every send)."""
+    """Failure that a logged message survives: kill -9 of the learner, or loss of power (fsync before every send)."""
     telemetry: TelemetrySpec = TelemetrySpec()
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether no end is planned."""
+        """True if the run has no planned end."""
         return self.rounds == UNBOUNDED_ROUNDS
 
     @property
@@ -197,7 +209,7 @@ class RunSpec(Section):
 
     @property
     def is_proxied(self) -> bool:
-        """Whether every edge leads through the eavesdropper."""
+        """True if every edge leads through the eavesdropper."""
         return self.capture in ("relay", "wiretap")
 
     @property
@@ -207,22 +219,22 @@ class RunSpec(Section):
 
     @property
     def can_drop_learners(self) -> bool:
-        """Whether it may go on without a learner that is lost."""
-        return "drop" in (self.clock.late, self.misconduct)
+        """True if the run may continue without a lost learner."""
+        return "drop" in (self.clock.staleness, self.on_violation)
 
     def get_budget(self, learner: int) -> float | None:
-        """Epsilon at which a learner of this index stops speaking; None: there is no limit."""
+        """Return the epsilon at which the learner of this index stops sending; None: no limit."""
         whole = self.privacy.budget
         return None if whole is None else broadcast_to_learners(whole, self.n_learners, "privacy.budget")[learner]
 
     @property
     def participation(self) -> ParticipationSchedule:
-        """Who is there in which round."""
-        return ParticipationSchedule(self.names, self.absences)
+        """Participation of all learners by round."""
+        return ParticipationSchedule(self.names, self.offline_intervals)
 
     @field_validator("learners")
     @classmethod
-    def _names_differ(cls, learners: int | tuple[str, ...]) -> int | tuple[str, ...]:
+    def _require_distinct_names(cls, learners: int | tuple[str, ...]) -> int | tuple[str, ...]:
         names = Counter(resolve_learner_names(learners))
         if twice := [name for name, times in names.items() if times > 1]:
             raise ValueError(f"learner names must differ, and {twice[0]!r} is there {names[twice[0]]} times")
@@ -232,17 +244,21 @@ class RunSpec(Section):
             )
         return learners
 
-    @field_validator("absences")
+    @field_validator("offline_intervals")
     @classmethod
-    def _absences_fit(
-        cls, absences: tuple[OfflineInterval, ...], before: ValidationInfo
+    def _require_valid_intervals(
+        cls, offline_intervals: tuple[OfflineInterval, ...], before: ValidationInfo
     ) -> tuple[OfflineInterval, ...]:
-        if absences and {"rounds", "learners"} <= before.data.keys():  # else these are wrong, and said to be
-            ParticipationSchedule(resolve_learner_names(before.data["learners"]), absences).check(before.data["rounds"])
-        return absences
+        if (
+            offline_intervals and {"rounds", "learners"} <= before.data.keys()
+        ):  # else those fields are reported as wrong
+            ParticipationSchedule(resolve_learner_names(before.data["learners"]), offline_intervals).check(
+                before.data["rounds"]
+            )
+        return offline_intervals
 
     @model_validator(mode="after")
-    def _records_go_on(self) -> RunSpec:
+    def _require_live_records(self) -> RunSpec:
         if self.is_unbounded and not self.data.is_live:
             raise ValueError(f"rounds: null needs records that go on, data.source: live, got {self.data.source}")
         return self
@@ -255,10 +271,10 @@ def parse_spec(document: object, *, allow_imports: bool, source: str = "spec") -
     """Check a parsed document.
 
     Args:
-        document: as YAML or JSON gives it.
-        imports: whether a spec may name code to import (`module:Class`). Not where it comes from somebody else: from the wire,
-            a capture, a ledger. So there is no default.
-        source: what errors call it.
+        document: parsed YAML or JSON.
+        allow_imports: whether a spec may name code to import (`module:Class`). Not if it is from another party: from the
+            wire, a capture, a ledger. So there is no default.
+        source: name of the document in errors.
 
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.
@@ -271,13 +287,13 @@ def parse_spec(document: object, *, allow_imports: bool, source: str = "spec") -
 
 
 def find_first_import(section: object) -> str | None:
-    """What a spec, as YAML or JSON gives it, names as `module:Class`; None: nothing."""
+    """Return the first `module:Class` that a spec, as parsed YAML or JSON, names; None: it names none."""
     return next(find_imports(section), None)
 
 
 def find_imports(section: object, place: tuple[object, ...] = ()) -> Iterator[str]:
-    """All that a spec, as YAML or JSON gives it, names as `module:Class`; `place` is that of a section in the spec."""
-    if place == ("data", "schema"):  # what it names are columns
+    """Iterate over every `module:Class` that a spec, as parsed YAML or JSON, names; `place` locates the section in the spec."""
+    if place == ("data", "schema"):  # names there are columns
         return
     if isinstance(section, Mapping):
         for key, value in section.items():
@@ -299,44 +315,44 @@ def load_spec(path: Path) -> RunSpec:
 
 
 def read_document(path: Path) -> Mapping[Any, Any]:
-    """What a YAML file says, not checked yet; a schema that it names as a file stands in it.
+    """Read a YAML file without validation; a schema that is named as a file is inlined.
 
-    Relative paths in a file begin in the file's folder. What is read has them from the working directory.
+    Relative paths in a file start at the file's folder. The result has them relative to the working directory.
 
     Raises:
         SpecError: unreadable, not YAML, or no mapping of fields; or its schema is.
     """
-    document: dict[Any, Any] = dict(inline_schema(_read(path, "a run spec"), path.parent))
+    document: dict[Any, Any] = dict(inline_schema(_read_document(path, "a run spec"), path.parent))
     move_paths(document, path.parent, Path())
     return document
 
 
 def move_paths(document: dict[Any, Any], begin: Path, end: Path) -> None:
-    """Let a document name the same files from another folder: those of `data.source` and of graphs."""
+    """Rewrite the relative paths of a document for another folder: those of `data.source` and of graphs."""
     data, topology = document.get("data"), document.get("topology")
     if (
         isinstance(data, Mapping)
         and isinstance(source := data.get("source"), str)
         and Path(source).suffix.lower() in RECORD_FILE_SUFFIXES
     ):
-        document["data"] = {**data, "source": _moved(source, begin, end)}
+        document["data"] = {**data, "source": _move_path(source, begin, end)}
     if isinstance(topology, Mapping):
-        document["topology"] = _with_graphs_moved(topology, begin, end)
+        document["topology"] = _move_graph_paths(topology, begin, end)
 
 
-def _with_graphs_moved(section: Any, begin: Path, end: Path) -> Any:
-    """The section `topology`, or a part of it: one graph, or a sequence of several."""
+def _move_graph_paths(section: Any, begin: Path, end: Path) -> Any:
+    """Rewrite the paths of the section `topology` or of a part of it: one graph, or a sequence of several."""
     if isinstance(section, list | tuple):
-        return [_with_graphs_moved(part, begin, end) for part in section]
+        return [_move_graph_paths(part, begin, end) for part in section]
     if not isinstance(section, Mapping):
         return section
-    moved = {key: _with_graphs_moved(part, begin, end) for key, part in section.items()}
+    moved = {key: _move_graph_paths(part, begin, end) for key, part in section.items()}
     if isinstance(path := section.get("path"), str):
-        moved["path"] = _moved(path, begin, end)
+        moved["path"] = _move_path(path, begin, end)
     return moved
 
 
-def _moved(path: str, begin: Path, end: Path) -> str:
+def _move_path(path: str, begin: Path, end: Path) -> str:
     if Path(path).is_absolute() or begin.absolute() == end.absolute():
         return path
     try:
@@ -345,7 +361,7 @@ def _moved(path: str, begin: Path, end: Path) -> str:
         return str((begin / path).absolute())
 
 
-def _read(path: Path, what: str) -> Mapping[Any, Any]:
+def _read_document(path: Path, what: str) -> Mapping[Any, Any]:
     try:
         return parse_document(read_text_file(path, what), str(path), what)
     except SpecError as error:
@@ -358,11 +374,11 @@ def _read(path: Path, what: str) -> Mapping[Any, Any]:
 
 
 def inline_schema(document: Any, folder: Path) -> Any:
-    """A document with its schema in place, where `data.schema` is the path of a file.
+    """Return the document with its schema inlined, if `data.schema` is the path of a file.
 
     Args:
-        document: of a spec.
-        folder: that a relative path begins in.
+        document: parsed spec.
+        folder: start of relative paths.
 
     Raises:
         SpecError: the schema's file is unreadable, not YAML, or no mapping of fields.
@@ -370,7 +386,7 @@ def inline_schema(document: Any, folder: Path) -> Any:
     data = document.get("data") if isinstance(document, Mapping) else None
     if not isinstance(data, Mapping) or not isinstance(named := data.get("schema"), str | Path):
         return document
-    return {**document, "data": {**data, "schema": _read(folder / named, "a schema")}}
+    return {**document, "data": {**data, "schema": _read_document(folder / named, "a schema")}}
 
 
 def load_schema(path: Path) -> Schema:
@@ -379,7 +395,7 @@ def load_schema(path: Path) -> Schema:
     Raises:
         SpecError: unreadable, not YAML, or not a valid schema: one line per problem.
     """
-    document = _read(path, "a schema")
+    document = _read_document(path, "a schema")
     try:
         return Schema.model_validate(document)
     except ValidationError as error:
@@ -387,11 +403,11 @@ def load_schema(path: Path) -> Schema:
 
 
 def dump_spec(spec: RunSpec, folder: Path | None = None) -> str:
-    """The spec as YAML, complete with defaults.
+    """Write the spec as YAML, complete with defaults.
 
     Args:
         spec: its relative paths begin in the working directory.
-        folder: that the file will lie in, and its paths begin in; None: as they are.
+        folder: folder of the file, where its paths will start; None: paths stay as they are.
     """
     document = spec.model_dump(mode="json")
     if folder is not None:
@@ -400,5 +416,5 @@ def dump_spec(spec: RunSpec, folder: Path | None = None) -> str:
 
 
 def build_spec_json_schema() -> str:
-    """JSON schema of a run spec, for editors, with all built-in kinds."""
+    """Build the JSON schema of a run spec, for editors, with all built-in kinds."""
     return json.dumps(RunSpec.model_json_schema(), indent=2)

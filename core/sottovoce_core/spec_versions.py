@@ -1,10 +1,10 @@
-"""Run specs between versions: the format of a document, and what a reader leaves out of a newer one.
+"""Compatibility of run specs between versions: the format of a document, and fields dropped from a newer one.
 
-A document that crosses the wire says its format. A service that is older than the sender leaves out fields that it does not
-know, so that one new field does not shut it out; one of its own format is held to the letter, as any file is.
+A document on the wire states its format. A service that is older than the sender drops unknown fields, so that one new field
+does not lock it out; a document of its own format is validated strictly, as any file is.
 
-Not so in the sections that a guarantee rests on: there a field that is not known is a condition that would not be
-enforced, so it is left for the parser to refuse.
+The exception are sections that a guarantee depends on: an unknown field there is a condition that would not be enforced, so
+it stays for the parser to refuse.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 FORMAT = 1
-"""The format of documents that this version writes. One more whenever a field is added, or means something else."""
+"""Format of documents that this version writes. Increase it whenever a field is added or changes its meaning."""
 FORMAT_FIELD = "format"
 STRICT_SECTIONS = frozenset({"algorithm", "loss", "decision_set", "topology", "privacy"})
-"""Sections that a guarantee rests on."""
+"""Sections that a guarantee depends on."""
 
 
 def add_format(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with its format, for the wire."""
+    """Add the format to a document, for the wire."""
     return {FORMAT_FIELD: FORMAT, **document}
 
 
 def drop_unknown_fields(document: object, model: type[BaseModel]) -> tuple[object, tuple[str, ...]]:
-    """The document as a reader of this version takes it, and the names of the fields that were left out of it.
+    """Return the document as this version reads it, and the names of the fields that were dropped.
 
     Args:
-        document: from the wire, as JSON gives it; without a format it is in the first one.
-        model: of a run spec.
+        document: parsed JSON from the wire; without a format it is in the first one.
+        model: model of a run spec.
 
     Raises:
-        SpecError: a format that is none.
+        SpecError: the format is not a positive integer.
     """
     if not isinstance(document, Mapping):
         return document, ()
@@ -48,11 +48,13 @@ def drop_unknown_fields(document: object, model: type[BaseModel]) -> tuple[objec
     if written <= FORMAT:
         return fields, ()
     left_out: list[str] = []
-    return _known(fields, model, "", left_out), tuple(left_out)
+    return _keep_known_fields(fields, model, "", left_out), tuple(left_out)
 
 
-def _known(fields: Mapping[str, Any], model: type[BaseModel], prefix: str, left_out: list[str]) -> dict[str, Any]:
-    from pydantic import BaseModel  # here, for `sottovoce --version` needs none of it
+def _keep_known_fields(
+    fields: Mapping[str, Any], model: type[BaseModel], prefix: str, left_out: list[str]
+) -> dict[str, Any]:
+    from pydantic import BaseModel  # here, because `sottovoce --version` does not need it
 
     known: dict[str, Any] = {}
     for name, value in fields.items():
@@ -63,6 +65,6 @@ def _known(fields: Mapping[str, Any], model: type[BaseModel], prefix: str, left_
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel) and isinstance(value, Mapping):
             strict = not prefix and name in STRICT_SECTIONS
-            value = value if strict else _known(value, section, f"{prefix}{name}.", left_out)
+            value = value if strict else _keep_known_fields(value, section, f"{prefix}{name}.", left_out)
         known[name] = value
     return known

@@ -1,4 +1,4 @@
-"""A small table of results: columns by name, and ways out of it to pandas, polars, Arrow, CSV and LaTeX."""
+"""A small table of results: columns by name, with export to pandas, polars, Arrow, CSV and LaTeX."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from sottovoce_core.text import escape_control, escape_formula
 
 Column = npt.NDArray[Any]
 MAX_DISPLAYED_ROWS = 40
-"""Rows that a table shows on the screen; files hold all of them."""
+"""Maximum number of rows that a table shows on the screen; files hold all of them."""
 _MAX_LISTED_VALUES = 12
-"""Values of a column that an error names."""
+"""Maximum number of values of a column that an error lists."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Table:
     """Named columns of equal length, in order.
 
-    Numbers are float64 or int64; what is missing is not-a-number among numbers, None among words. The other forms are what their
-    libraries call a data frame or table, with the same columns in the same order.
+    Numbers are float64 or int64; a missing value is not-a-number among numbers, None among words. Exported tables have the same
+    columns in the same order.
 
     Attributes:
         columns: name to `(rows,)`.
@@ -37,7 +37,7 @@ class Table:
     Raises:
         SpecError: the columns differ in length.
 
-    >>> table = Table.of(["learner", "epsilon"], [("north", 1.5), (None, 2.0)])
+    >>> table = Table.from_rows(["learner", "epsilon"], [("north", 1.5), (None, 2.0)])
     >>> table
     learner  epsilon
     north        1.5
@@ -60,9 +60,9 @@ class Table:
 
     @classmethod
     def from_rows(cls, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Self:
-        """A table of rows, each with one value per name."""
+        """Make a table of rows, each with one value per name."""
         values = list(zip(*rows, strict=True)) or [()] * len(names)
-        return cls({name: _column(column) for name, column in zip(names, values, strict=True)})
+        return cls({name: _build_column(column) for name, column in zip(names, values, strict=True)})
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -72,23 +72,23 @@ class Table:
         return self.columns[name]
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
-        """Its rows, as Python's own values."""
+        """Iterate over the rows, as Python's own values."""
         return zip(*self.to_dict().values(), strict=True)
 
     def where(self, **wanted: Any) -> Table:
-        """The rows whose columns have these values (None: those where it is missing).
+        """Return the rows whose columns have these values (None: missing).
 
         Raises:
-            SpecError: there is no such column, or no row at all with such a value.
+            SpecError: no such column, or no row with such a value.
         """
         kept = np.ones(len(self), dtype=bool)
         for name, value in wanted.items():
             if name not in self.columns:
                 raise SpecError(f"a column must be one of {', '.join(self.columns)}, got {name}")
             values = self[name].tolist()
-            found = np.array([_missing(each) if value is None else each == value for each in values], dtype=bool)
+            found = np.array([_is_missing(each) if value is None else each == value for each in values], dtype=bool)
             if len(self) and not found.any():
-                known = ", ".join(_text(each) for each in list(dict.fromkeys(values))[:_MAX_LISTED_VALUES])
+                known = ", ".join(_format_value(each) for each in list(dict.fromkeys(values))[:_MAX_LISTED_VALUES])
                 more = ", ..." if len(set(map(str, values))) > _MAX_LISTED_VALUES else ""
                 raise SpecError(f"{name} must be one of the column's values, {known}{more}, got {value!r}")
             kept &= found
@@ -97,11 +97,11 @@ class Table:
     # ---- other forms -----------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """Columns as lists of Python's own values."""
+        """Return columns as lists of Python's own values."""
         return {name: column.tolist() for name, column in self.columns.items()}
 
     def to_numpy(self) -> npt.NDArray[Any]:
-        """A structured array, `(rows,)`."""
+        """Return a structured array, `(rows,)`."""
         fields = [(name, column.dtype) for name, column in self.columns.items()]
         made: npt.NDArray[Any] = np.empty(len(self), dtype=fields)
         for name, column in self.columns.items():
@@ -109,54 +109,64 @@ class Table:
         return made
 
     def to_arrow(self) -> Any:
-        """A `pyarrow.Table`; what is missing is null.
+        """Return a `pyarrow.Table`; missing values are null.
 
         Raises:
             SpecError: pyarrow is not installed.
         """
-        arrow = _library("pyarrow")
+        arrow = _import_library("pyarrow")
         return arrow.table({name: arrow.array(column, from_pandas=True) for name, column in self.columns.items()})
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`.
+        """Return a `pandas.DataFrame`.
 
         Raises:
             SpecError: pandas is not installed.
         """
-        return _library("pandas").DataFrame(dict(self.columns))
+        return _import_library("pandas").DataFrame(dict(self.columns))
 
     def to_polars(self) -> Any:
-        """A `polars.DataFrame`; what is missing is null.
+        """Return a `polars.DataFrame`; missing values are null.
 
         Raises:
             SpecError: polars is not installed.
         """
-        known = {name: [None if _missing(each) else each for each in cells] for name, cells in self.to_dict().items()}
-        return _library("polars").DataFrame(known)
+        known = {
+            name: [None if _is_missing(each) else each for each in cells] for name, cells in self.to_dict().items()
+        }
+        return _import_library("polars").DataFrame(known)
 
     # ---- files -----------------------------------------------------------------------------------------------
 
     def to_csv(self, path: Path | str) -> None:
-        """Write a CSV file with a header; numbers in full, what is missing as an empty cell, text as no spreadsheet runs it."""
+        """Write a CSV file with a header: numbers in full, missing values as empty cells, text escaped against formulas."""
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self.columns)
-            writer.writerows([["" if _missing(cell) else escape_formula(cell) for cell in row] for row in self.rows()])
+            writer.writerows(
+                [["" if _is_missing(cell) else escape_formula(cell) for cell in row] for row in self.rows()]
+            )
 
     def to_latex(self, path: Path | str) -> None:
         r"""Write a `tabular` in the style of the package booktabs, for `\input`; numbers to four significant digits."""
-        heads, *rows = ([_latex(cell) for cell in row] for row in self._texts())
-        form = "".join("r" if self._numeric(name) else "l" for name in self.columns)
-        lines = [rf"\begin{{tabular}}{{{form}}}", r"\toprule", _line(heads), r"\midrule", *map(_line, rows)]
+        heads, *rows = ([_escape_latex(cell) for cell in row] for row in self._format_rows())
+        form = "".join("r" if self._is_numeric(name) else "l" for name in self.columns)
+        lines = [
+            rf"\begin{{tabular}}{{{form}}}",
+            r"\toprule",
+            _format_latex_row(heads),
+            r"\midrule",
+            *map(_format_latex_row, rows),
+        ]
         text = "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     # ---- on the screen ---------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        texts = self._texts(MAX_DISPLAYED_ROWS)
+        texts = self._format_rows(MAX_DISPLAYED_ROWS)
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-        right = [self._numeric(name) for name in self.columns]
+        right = [self._is_numeric(name) for name in self.columns]
         lines = [
             "  ".join(
                 cell.rjust(width) if to_right else cell.ljust(width)
@@ -168,24 +178,24 @@ class Table:
         return "\n".join(lines + ([f"… {more:,} more rows"] if more > 0 else []))
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
-        heads, *rows = ([html.escape(cell) for cell in row] for row in self._texts(MAX_DISPLAYED_ROWS))
+        """Render the table as HTML, for notebooks."""
+        heads, *rows = ([html.escape(cell) for cell in row] for row in self._format_rows(MAX_DISPLAYED_ROWS))
         head = "".join(f"<th>{cell}</th>" for cell in heads)
         body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
         more = f"<p>… {len(self) - MAX_DISPLAYED_ROWS:,} more rows</p>" if len(self) > MAX_DISPLAYED_ROWS else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
-    def _texts(self, most: int | None = None) -> list[list[str]]:
-        """Heads, and rows as people read them."""
-        first = Table({name: column[:most] for name, column in self.columns.items()})
-        return [list(self.columns), *([_text(cell) for cell in row] for row in first.rows())]
+    def _format_rows(self, max_rows: int | None = None) -> list[list[str]]:
+        """Return header and rows as display text."""
+        first = Table({name: column[:max_rows] for name, column in self.columns.items()})
+        return [list(self.columns), *([_format_value(cell) for cell in row] for row in first.rows())]
 
-    def _numeric(self, name: str) -> bool:
+    def _is_numeric(self, name: str) -> bool:
         return self[name].dtype.kind in "iuf"
 
 
-def _column(values: Sequence[Any]) -> Column:
-    """Numbers as numbers, everything else as it is."""
+def _build_column(values: Sequence[Any]) -> Column:
+    """Return a column: numbers as numbers, everything else unchanged."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return np.asarray(values, dtype=None if values else np.float64)
     made: Column = np.empty(len(values), dtype=object)
@@ -193,33 +203,33 @@ def _column(values: Sequence[Any]) -> Column:
     return made
 
 
-def _missing(value: Any) -> bool:
+def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _text(value: Any) -> str:
-    if _missing(value):
+def _format_value(value: Any) -> str:
+    if _is_missing(value):
         return "–"
     return f"{value:.4g}" if isinstance(value, float) else escape_control(str(value))
 
 
-def _line(cells: Sequence[str]) -> str:
+def _format_latex_row(cells: Sequence[str]) -> str:
     return rf"{' & '.join(cells)} \\"
 
 
-def _latex(text: str) -> str:
-    """Plain text for LaTeX."""
+def _escape_latex(text: str) -> str:
+    """Escape plain text for LaTeX."""
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
     special |= {"ε": r"$\varepsilon$", "±": r"$\pm$", "−": "$-$", "∞": r"$\infty$"}
     text = "".join(special.get(sign, f"\\{sign}" if sign in "#$%&_{}" else sign) for sign in text)
     return {"inf": r"$\infty$", "-inf": r"$-\infty$"}.get(text, text)
 
 
-def _library(name: str) -> Any:
-    """A library that a table can be given to, imported only then.
+def _import_library(name: str) -> Any:
+    """Import a library for export, only when needed.
 
     Raises:
-        SpecError: it is not installed.
+        SpecError: the library is not installed.
     """
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Text for people: names in messages, and text of others as it may stand on a terminal, in a log or in a spreadsheet."""
+"""Display text: names in messages, and untrusted text made safe for a terminal, a log or a spreadsheet."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 _FORMULA = ("=", "+", "-", "@")
 _MAX_NAMED = 10
-"""Names that a message lists."""
+"""Maximum number of names that a message lists."""
 
 
 def escape_control(text: str) -> str:
-    r"""Text on one line, every letter of it seen: what would move a cursor, colour, turn or break what is around it is escaped.
+    r"""Make text fit for one line: characters that move a cursor, or colour, turn or break the surroundings are escaped.
 
-    >>> plain("all is well\n\x1b[2J")
+    >>> escape_control("all is well
+    \x1b[2J")
     'all is well\\n\\x1b[2J'
     """
     if text.isprintable():
@@ -21,12 +22,12 @@ def escape_control(text: str) -> str:
 
 
 def escape_control_lines(text: str) -> str:
-    """The same of every line, where the lines are ours."""
+    """Escape control characters in every line of a text whose line breaks are trusted."""
     return "\n".join(map(escape_control, text.split("\n")))
 
 
 def escape_formula(value: object) -> object:
-    """A cell of a CSV file: text that a spreadsheet would take for a formula, or a terminal for a command, is none any more."""
+    """Escape a cell of a CSV file that a spreadsheet would take for a formula, or a terminal for a command."""
     if not isinstance(value, str):
         return value
     text = escape_control(value)
@@ -34,13 +35,13 @@ def escape_formula(value: object) -> object:
 
 
 def format_learner_name(names: Sequence[str], learner: int) -> str:
-    """A learner's name, in words for people; `learner 3` where nobody has said it."""
+    """Return a learner's name for display; `learner 3` if the name is unknown."""
     return names[learner] if 0 <= learner < len(names) else f"learner {learner}"
 
 
-def abbreviate_names(names: Sequence[str], most: int = _MAX_NAMED) -> str:
-    """Some of them, where there are many: an error has to fit into a status. `none` where there are none."""
+def abbreviate_names(names: Sequence[str], max_names: int = _MAX_NAMED) -> str:
+    """Join names, abbreviated if there are many: an error must fit into a status. `none` if there are none."""
     if not names:
         return "none"
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return f"{', '.join(names[:max_names])}{more}"

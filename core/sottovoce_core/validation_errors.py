@@ -1,4 +1,4 @@
-"""What is wrong with a document of fields, in words for the person who wrote it."""
+"""Explanations of invalid documents, for the person who wrote the document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sottovoce_core.yaml_files import write_yaml
 
 FieldPath = tuple[int | str, ...]
 RECORD_FIELD_PATHS: tuple[FieldPath, ...] = (("data",), ("data", "source"))
-"""Where somebody may have put the records themselves."""
+"""Fields in which a user may have put the records themselves by mistake."""
 _DISPLAYABLE_TYPES = (str, bytes, numbers.Number, datetime.date, datetime.time, PurePath, type, type(None))
 
 _REQUIREMENT_BY_ERROR_TYPE = {
@@ -40,35 +40,37 @@ _REQUIREMENT_BY_ERROR_TYPE = {
     "mapping_type": "a mapping of fields",
     "finite_number": "a finite number",
 }
-"""What a value must be that is of another type, by the kind of Pydantic's error."""
+"""Expected form of a value of the wrong type, by the kind of Pydantic's error."""
 _NUMBERS = ("int_type", "int_parsing", "int_parsing_size", "float_type", "float_parsing", "finite_number")
 _LISTS = ("tuple_type", "list_type", "set_type", "frozen_set_type")
 _TYPE_ERRORS = {*_REQUIREMENT_BY_ERROR_TYPE, *_LISTS, "literal_error"} - {"finite_number"}
 
 
 def explain(error: ValidationError, source: str, document: Mapping[Any, Any], model: type[Section]) -> str:
-    """What is wrong with a document of a model, a line per problem, each with the field, the value and what is allowed."""
+    """Explain an invalid document: one line per problem, each with the field, the value and what is allowed."""
     return "\n".join(f"{source}: {line}" for line in format_validation_errors(error, document, model))
 
 
 def format_validation_errors(error: ValidationError, document: Mapping[Any, Any], model: type[Section]) -> list[str]:
-    """The same, a line each; the fields that a section has are named once."""
-    found, lines, listed = _by_place(error.errors(), document), list[str](), set[FieldPath]()
+    """Return the explanation as a list of lines; the fields that a section has are named once."""
+    found, lines, listed = _group_by_place(error.errors(), document), list[str](), set[FieldPath]()
     for place, alike in found:
         unknown = alike[0]["type"] == "extra_forbidden"
         again = unknown and place[:-1] in listed
-        lines.append(f"unknown field {_where(place)}" if again else _line(place, alike, document, model))
+        lines.append(
+            f"unknown field {_format_place(place)}" if again else _format_problem(place, alike, document, model)
+        )
         listed |= {place[:-1]} if unknown else set()
     return lines
 
 
 def describe_requirement(problem: Any) -> str:
-    """What was required, of one problem of Pydantic's, as a sentence without a subject: `must be a number`."""
+    """Describe what one of Pydantic's problems required, as a sentence without a subject: `must be a number`."""
     kind, context, text = problem["type"], problem.get("ctx", {}), problem["msg"]
     if kind in _NUMBERS and _is_too_large(problem.get("input")):
         return "must be a number within [-1e+308, 1e+308]"
     if kind in _REQUIREMENT_BY_ERROR_TYPE or kind in _LISTS:
-        return f"must be {_form(problem)}"
+        return f"must be {_describe_form(problem)}"
     match kind:
         case "invalid_key":
             return "the name of a field must be text"
@@ -85,7 +87,7 @@ def describe_requirement(problem: Any) -> str:
 
 
 def _is_too_large(value: object) -> bool:
-    """Whether a value is a number, written with digits, that float64 cannot hold."""
+    """Return whether a value is a number, written with digits, that float64 cannot hold."""
     if not isinstance(value, int | str) or isinstance(value, bool):
         return False
     try:
@@ -96,30 +98,30 @@ def _is_too_large(value: object) -> bool:
         return False
 
 
-def _by_place(problems: list[Any], document: object) -> list[tuple[FieldPath, list[Any]]]:
-    """The problems of each place in the document.
+def _group_by_place(problems: list[Any], document: object) -> list[tuple[FieldPath, list[Any]]]:
+    """Group the problems by their place in the document.
 
-    Where a field may be of several types, Pydantic tells what is wrong with the value as each of them. What is wrong within a
-    list is not that it is one; and a number that is too large is not wrong for being no list. A list with a wrong item is not
-    too short: Pydantic counts the items that are right.
+    For a field of several possible types, Pydantic reports one problem for each type. Only the relevant ones are kept: a problem
+    within a list excludes that the value is no list; a number that is too large is not reported as no list; and a list with a
+    wrong item is not reported as too short, because Pydantic counts only valid items.
     """
-    found = [(_place(each, document), each) for each in problems]
+    found = [(_locate(each, document), each) for each in problems]
     deeper = {place[:k] for place, _ in found for k in range(len(place))}
     kept = [
         (place, each)
         for place, each in found
-        if not (place in deeper and (each["type"] == "too_short" or _of_several(each, place)))
+        if not (place in deeper and (each["type"] == "too_short" or _has_several_types(each, place)))
     ]
     groups = []
     for place, pairs in groupby(kept, key=lambda pair: pair[0]):
         alike = [each for _, each in pairs]
         fitting = [each for each in alike if each["type"] not in _TYPE_ERRORS]
-        groups.append((place, fitting if fitting and _of_several(alike[0], place) else alike))
+        groups.append((place, fitting if fitting and _has_several_types(alike[0], place) else alike))
     return groups
 
 
-def _place(problem: Any, document: object) -> FieldPath:
-    """Where in the document: Pydantic also names the type that it took the value for."""
+def _locate(problem: Any, document: object) -> FieldPath:
+    """Return the place of a problem in the document, without the names of types that Pydantic inserts."""
     place: list[int | str] = []
     for part in problem["loc"]:
         if (isinstance(document, Mapping) and part in document) or (
@@ -132,49 +134,52 @@ def _place(problem: Any, document: object) -> FieldPath:
     return tuple(place)
 
 
-def _of_several(problem: Any, place: FieldPath) -> bool:
-    """Is it of a field that may be of several types?"""
+def _has_several_types(problem: Any, place: FieldPath) -> bool:
+    """Return whether the problem concerns a field of several possible types."""
     return len(problem["loc"]) > len(place)
 
 
-def _where(place: FieldPath) -> str:
+def _format_place(place: FieldPath) -> str:
     return ".".join(map(str, place))
 
 
-def _line(place: FieldPath, alike: list[Any], document: object, model: type[Section]) -> str:
-    problem, where = alike[0], _where(place)
+def _format_problem(place: FieldPath, alike: list[Any], document: object, model: type[Section]) -> str:
+    problem, where = alike[0], _format_place(place)
     match problem["type"]:
         case "extra_forbidden":
             known = _fields_at(place[:-1], document, model)
             there = (
                 f"the fields are {', '.join(known)}"
                 if known
-                else "`sottovoce spec check --json-schema` has the fields there are"
+                else "`sottovoce spec check --json-schema` lists the fields"
             )
             return f"unknown field {where}; {there}"
         case "missing":
-            return f"field {where} is required{_shown_form(place, document, model)}"
-        case "kind":  # a registry's own words
+            return f"field {where} is required{_show_long_form(place, document, model)}"
+        case "kind":  # worded by the registry
             text = problem["msg"]
             dot = "." if text.startswith(("kind", "name", "type")) else ": "
             field = "field " if " is required" in text else ""
             return f"{field}{where}{dot}{text}"
-    told = list(dict.fromkeys(map(describe_requirement, alike)))
-    if len(told) > 1 and all(each.startswith("must be ") for each in told):
-        told = ["must be " + " or ".join(each.removeprefix("must be ") for each in told)]
+    requirements = list(dict.fromkeys(map(describe_requirement, alike)))
+    if len(requirements) > 1 and all(each.startswith("must be ") for each in requirements):
+        requirements = ["must be " + " or ".join(each.removeprefix("must be ") for each in requirements)]
     value = problem.get("input")
     value = value.value if isinstance(value, MisplacedBoolean) else value
     if problem["type"] == "invalid_key":
-        where = _where(place[:-1])
+        where = _format_place(place[:-1])
     subject = f"{where}: " if where else ""
-    # A whole document or section says nothing: its fields are named by what is wrong with them together.
+    # A whole document or section is not shown: the problem with it names the fields.
     whole = not place or (isinstance(value, Mapping) and {each["type"] for each in alike} == {"value_error"})
-    came = "" if whole else f", got {_kind(value) if _of_records(place, value) else abbreviate_value(value)}"
-    return f"{subject}{', or '.join(told)}{came}{_example(place, document, model) or _advice(place, alike, value)}"
+    came = (
+        "" if whole else f", got {_describe_class(value) if _holds_records(place, value) else abbreviate_value(value)}"
+    )
+    remedy = _show_example(place, document, model) or _suggest_remedy(place, alike, value)
+    return f"{subject}{', or '.join(requirements)}{came}{remedy}"
 
 
-def _example(place: FieldPath, document: object, model: type[Section]) -> str:
-    """The right form of a field that has an example, also for an item of its list; empty without one."""
+def _show_example(place: FieldPath, document: object, model: type[Section]) -> str:
+    """Return a valid example of a field, also for an item of its list; empty if there is none."""
     for end in range(len(place), 0, -1):
         field = _fields_at(place[: end - 1], document, model).get(str(place[end - 1]))
         if field is not None:
@@ -182,14 +187,14 @@ def _example(place: FieldPath, document: object, model: type[Section]) -> str:
     return ""
 
 
-def _shown_form(place: FieldPath, document: object, model: type[Section]) -> str:
-    """How a section that stands as a word is written with a field that it lacks, or the example of that field."""
+def _show_long_form(place: FieldPath, document: object, model: type[Section]) -> str:
+    """Show a section given as a word in its long form, with a field that it lacks, or the example of that field."""
     *parent, name = place
     section: Any = document
     for part in parent:
         section = section.get(part) if isinstance(section, Mapping) else None
     if not isinstance(section, str):
-        return _example(place, document, model)
+        return _show_example(place, document, model)
     fields = _fields_at(tuple(parent), document, model)
     key = next((each for each in ("kind", "name", "type") if each in fields), "kind")
     needed = {each: field for each, field in fields.items() if field.is_required() and each != key}
@@ -205,58 +210,58 @@ def _as_yaml(value: object) -> str:
     return write_yaml(value, flow=True).strip()
 
 
-def _form(problem: Any) -> str:
+def _describe_form(problem: Any) -> str:
     if problem["type"] not in _LISTS:
         return _REQUIREMENT_BY_ERROR_TYPE[problem["type"]]
     of = next((each for each in problem["loc"][::-1] if isinstance(each, str)), "")
     return "a list of numbers" if of.startswith(("tuple[float", "tuple[constrained-float")) else "a list"
 
 
-def _advice(place: FieldPath, alike: list[Any], value: object) -> str:
+def _suggest_remedy(place: FieldPath, alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
-    if _of_records(place, value):
-        return ": records lie in a file: write them to a .csv or .parquet one, and give its path as data.source"
+    if _holds_records(place, value):
+        return ": records must be in a file: write them to a .csv or .parquet one, and give its path as data.source"
     if kinds <= {"string_type", "invalid_key"} and isinstance(value, int | float | datetime.date):
-        return ": put quotes around it, for it is text"
+        return ": put quotes around it, because it is text"
     if kinds <= set(_LISTS) and isinstance(value, str | int | float):
         written = write_yaml([value], flow=True).strip()
         return f": write {written}" if len(written) < 40 else ": put it in brackets"
     return ""
 
 
-def _of_records(place: FieldPath, value: object) -> bool:
-    """Has somebody put the records themselves there?"""
+def _holds_records(place: FieldPath, value: object) -> bool:
+    """Return whether the value holds the records themselves."""
     words = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
     return place in RECORD_FIELD_PATHS and not isinstance(value, _DISPLAYABLE_TYPES) and not words
 
 
-class _Short(reprlib.Repr):
-    """Of what may hold records, as a data frame or an array, its class alone."""
+class _AbbreviatedRepr(reprlib.Repr):
+    """Abbreviated representation; of an object that may hold records, such as a data frame or an array, only its class."""
 
     def repr_instance(self, x: Any, level: int) -> str:
-        return super().repr_instance(x, level) if isinstance(x, _DISPLAYABLE_TYPES) else _kind(x)
+        return super().repr_instance(x, level) if isinstance(x, _DISPLAYABLE_TYPES) else _describe_class(x)
 
     repr_array = repr_deque = repr_instance
 
 
-def _kind(value: object) -> str:
-    """What a value is, and nothing of what it says."""
+def _describe_class(value: object) -> str:
+    """Return the class of a value, without any of its content."""
     of, name = type(value).__module__.partition(".")[0], type(value).__qualname__
     return name if of == "builtins" else f"{name} of {of}"
 
 
 def abbreviate_value(value: object) -> str:
-    """A value as far as a line holds it: aliases of YAML make one of a few lines endless. Records in a frame are not shown."""
+    """Abbreviate a value to one line: YAML aliases expand a few lines without limit. Records in a frame are not shown."""
     if isinstance(value, datetime.date):
         return value.isoformat()
-    shortened = _Short()  # its limits are arguments from Python 3.12 on
+    shortened = _AbbreviatedRepr()  # its limits are arguments from Python 3.12 on
     shortened.maxlevel, shortened.maxlist, shortened.maxtuple, shortened.maxdict = 1, 10, 10, 10
     shortened.maxstring, shortened.maxlong, shortened.maxother = 200, 60, 200
     return shortened.repr(value)
 
 
 def _registries(field: FieldInfo) -> Iterator[Registry[Any]]:
-    """The registry of a field whose value, or an item of it, is a section that names its kind."""
+    """Find the registries of a field whose value, or an item of it, is a section that names its kind."""
     found = [*field.metadata]
     annotations = [field.annotation]
     while annotations:
@@ -267,7 +272,7 @@ def _registries(field: FieldInfo) -> Iterator[Registry[Any]]:
 
 
 def _fields_at(place: FieldPath, document: Any, model: type[Section]) -> Mapping[str, FieldInfo]:
-    """The fields of the section at a place of a document; none where it is not known which it is."""
+    """Return the fields of the section at a place of a document; none if the section is unknown."""
     section: Any = model
     field: FieldInfo | None = None
     for part in place:

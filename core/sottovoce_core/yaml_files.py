@@ -1,6 +1,6 @@
 """Documents in YAML 1.2: run specs, schemas, policies, options.
 
-A name that is given twice, and a value that does not exist, are refused with their line.
+Duplicate names and invalid values are refused with their line.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from ruamel.yaml.representer import SafeRepresenter
 from sottovoce_core.errors import SpecError
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
-"""Bytes of a file that are read: thousands of learners, or categories, have some hundred each."""
+"""Maximum number of bytes of a file: thousands of learners, or categories, need some hundred each."""
 _MAX_INTEGER_BITS = 2**13
-"""Of a whole number: longer ones are not even printed."""
+"""Maximum size of an integer: longer ones are not even printed."""
 _FORMS = {"NoneType": "nothing", "str": "text", "list": "a list", "int": "a number", "float": "a number"}
 _KINDS = {"int": "whole number", "float": "number", "bool": "true or false", "timestamp": "date"}
 _BLANK_LOOKALIKES = {"\t": "a tab", "\u00a0": "a no-break space"}
-"""What looks like a blank, and is none."""
+"""Characters that look like a blank and are none."""
 _YAML_1_1_SCALAR = re.compile(r"(?i)y|n|yes|no|on|off|[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?")
-"""Text that readers of YAML 1.1, such as Helm and PyYAML, take for a truth value or for minutes and seconds."""
+"""Text that readers of YAML 1.1, such as Helm and PyYAML, read as a truth value or as minutes and seconds."""
 
 
 class _Constructor(SafeConstructor):
-    """Constructor that refuses with the line, and never prints a value: aliases can make it endless."""
+    """Constructor that reports the line of an error, and never prints a value: aliases expand without limit."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         names = set[str]()
-        merged = getattr(node, "merge", None) or ()  # stands before its own, once another mapping has taken it in
+        merged = getattr(node, "merge", None) or ()  # precedes the own keys after a merge
         for key, _ in node.value[len(merged) :]:
             if not isinstance(key, ScalarNode):
-                raise _refusal("the name of a field must be text", key)
+                raise _build_yaml_error("the name of a field must be text", key)
             if key.value in names:
-                raise _refusal(f"{key.value!r} stands there twice", key)
+                raise _build_yaml_error(f"a name must be unique, got {key.value!r} twice", key)
             names.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -55,18 +55,18 @@ class _Constructor(SafeConstructor):
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             form = str(node.tag).rpartition(":")[2]
             why = f": {error}" if form == "timestamp" and isinstance(error, ValueError) else ""
-            raise _refusal(
-                f"{str(node.value)[:40]!r} is no {_KINDS.get(form, form)} that there is{why}", node
+            raise _build_yaml_error(
+                f"a value must be valid, got {str(node.value)[:40]!r}, which is no {_KINDS.get(form, form)}{why}", node
             ) from None
         return value
 
 
-def _refusal(text: str, node: Node) -> YAMLError:
+def _build_yaml_error(text: str, node: Node) -> YAMLError:
     return ConstructorError(None, None, text, node.start_mark)
 
 
 class _Representer(SafeRepresenter):
-    """Representer of values that every reader of YAML takes for the same, without anchors."""
+    """Representer whose output every reader of YAML reads alike, without anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -90,22 +90,22 @@ def parse_yaml(text: str) -> Any:
     """Parse a text as YAML 1.2.
 
     Raises:
-        YAMLError: it is none, a mapping has a key twice, or a value does not exist.
-        RecursionError: it is nested too deep.
+        YAMLError: not YAML, a duplicate key, or an invalid value.
+        RecursionError: nested too deeply.
     """
-    reader = _yaml()
+    reader = _make_yaml()
     reader.Constructor = _Constructor
     return reader.load(text)
 
 
 def write_yaml(value: object, *, flow: bool | None = False) -> str:
-    """Write a value as YAML: mappings in their own order, no line broken.
+    """Write a value as YAML: mappings in their own order, without line breaks inside values.
 
     Args:
-        value: of mappings, lists, texts and numbers.
-        flow: with braces and brackets; None: in those that hold no others.
+        value: value of mappings, lists, texts and numbers.
+        flow: use braces and brackets; None: only for collections without nested ones.
     """
-    writer, text = _yaml(), io.StringIO()
+    writer, text = _make_yaml(), io.StringIO()
     writer.Representer = _Representer
     writer.default_flow_style, writer.width = flow, sys.maxsize
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
@@ -113,36 +113,40 @@ def write_yaml(value: object, *, flow: bool | None = False) -> str:
     return text.getvalue().removesuffix("...\n")
 
 
-def _yaml() -> YAML:
+def _make_yaml() -> YAML:
     return YAML(typ="safe", pure=True, plug_ins=[])
 
 
-def read_text_file(path: Path, what: str, most: int = MAX_FILE_BYTES) -> str:
-    """The text of a file.
+def read_text_file(path: Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Read a text file.
 
     Args:
-        path: of the file.
-        what: it should be, with its article.
-        most: bytes of it.
+        path: path of the file.
+        what: expected content, with its article.
+        max_bytes: maximum number of bytes.
 
     Raises:
         SpecError: unreadable, too long, or not UTF-8.
     """
     try:
         with path.open("rb") as file:
-            raw = file.read(most + 1)
+            raw = file.read(max_bytes + 1)
     except OSError as error:
-        raise SpecError(f"cannot read {_the(what)} {path}: {error.strerror}") from None
-    if len(raw) > most:
-        raise SpecError(f"{path}: {what} has at most {most} bytes, got more")
+        raise SpecError(f"cannot read {_with_definite_article(what)} {path}: {error.strerror}") from None
+    if len(raw) > max_bytes:
+        raise SpecError(f"{path}: {what} must have at most {max_bytes} bytes, got more")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
         if (found := detect_format(raw)) and "UTF" not in found:
-            raise SpecError(f"cannot read {_the(what)} {path}: it must be text in UTF-8, got {found}") from None
+            raise SpecError(
+                f"cannot read {_with_definite_article(what)} {path}: it must be text in UTF-8, got {found}"
+            ) from None
         line = raw.count(b"\n", 0, error.start) + 1
         found = found.replace("text in", "it is") or f"line {line} is not"
-        raise SpecError(f"cannot read {_the(what)} {path}: it must be UTF-8, and {found}: save it as UTF-8") from None
+        raise SpecError(
+            f"cannot read {_with_definite_article(what)} {path}: it must be UTF-8, and {found}: save it as UTF-8"
+        ) from None
 
 
 _FORMATS = (
@@ -173,28 +177,28 @@ _FORMATS = (
         "LIBSVM (label index:value ...): write it as .npz or .csv (scikit-learn's load_svmlight_file reads it)",
     ),
 )
-"""How the content of a file begins that has another format than its name says; and what it is, with what to do."""
+"""Patterns of content in another format than a file's name states; with the format's name and what to do."""
 
 
 def detect_format(content: bytes) -> str:
-    """Name the format that a file's content looks like, with what to do about it; empty if it is not known."""
+    """Name the format that a file's content looks like, with what to do about it; empty if unknown."""
     head = content[:4096].removeprefix(b"\xef\xbb\xbf")
     # A zip archive lists its members at the end, where an Excel workbook names its sheets.
     tail = content[-4096:] if head.startswith(b"PK") else b""
     return next((name for begin, name in _FORMATS if re.match(begin, head + tail, re.DOTALL if tail else 0)), "")
 
 
-def _the(what: str) -> str:
+def _with_definite_article(what: str) -> str:
     return what.replace("a ", "the ", 1)
 
 
 def parse_document(text: str, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
-    """What a text says as YAML, not checked yet.
+    """Parse a text as YAML, without validation.
 
     Args:
-        text: of a file.
-        source: what errors call it.
-        what: it should be.
+        text: content of a file.
+        source: name of the document in errors.
+        what: expected content.
 
     Raises:
         SpecError: not YAML, or no mapping of fields.
@@ -202,36 +206,36 @@ def parse_document(text: str, source: str, what: str = "a run spec") -> Mapping[
     try:
         document = parse_yaml(text)
     except YAMLError as error:
-        raise SpecError(f"{source} is not YAML: {_wrong_with(error, text)}") from None
+        raise SpecError(f"{source} is not YAML: {_describe_yaml_error(error, text)}") from None
     except RecursionError:
-        raise SpecError(f"{source} must be a mapping of fields and sections, got one nested too deep") from None
+        raise SpecError(f"{source} must be a mapping of fields and sections, got one nested too deeply") from None
     return require_mapping(document, source, what)
 
 
 def require_mapping(document: object, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
-    """The same document, if it is a mapping of fields.
+    """Return the document if it is a mapping of fields.
 
     Raises:
-        SpecError: it is none.
+        SpecError: it is not.
     """
     if isinstance(document, Mapping):
         return document
     form = type(document).__name__
     colon = isinstance(document, str) and re.search(r":\S", document)
-    advice = ": a blank must stand behind each colon" if colon else ""
+    advice = ": put a blank after each colon" if colon else ""
     raise SpecError(f"{source}: {what} must be a mapping of fields, got {_FORMS.get(form, form)}{advice}")
 
 
-def _wrong_with(error: YAMLError, text: str) -> str:
-    """What is wrong with a text that is no YAML, and in which line: one sentence."""
+def _describe_yaml_error(error: YAMLError, text: str) -> str:
+    """Describe why a text is not YAML, and in which line: one sentence."""
     if isinstance(error, ReaderError):
         line = text.count("\n", 0, error.position) + 1
-        return f"a character that is no text, U+{error.character:04X}, stands in line {line}"
+        return f"its characters must be text, got U+{error.character:04X} in line {line}"
     mark = getattr(error, "problem_mark", None)
-    told, advice = str(getattr(error, "problem", None) or "it cannot be read"), ""
+    description, advice = str(getattr(error, "problem", None) or "it cannot be read"), ""
     if mark is None:
-        return told
-    if told.startswith("but found another document"):
+        return description
+    if description.startswith("but found another document"):
         return f"it must be one document, and a second one begins in line {mark.line + 1}, after ---: make it a file of its own"
     line, column = mark.line, mark.column
     near = [(k, at) for k, at in enumerate(text.split("\n")) if line - 1 <= k <= line]
@@ -239,7 +243,7 @@ def _wrong_with(error: YAMLError, text: str) -> str:
         ((k, at.index(sign), name) for k, at in near for sign, name in _BLANK_LOOKALIKES.items() if sign in at), None
     ):
         line, column, name = odd
-        told, advice = f"{name} stands there", ": put a blank in its place"
-    elif told.startswith("mapping values are not allowed"):
-        advice = "; is a line indented too far, or must text with a colon stand in quotes?"
-    return f"{' '.join(told.split())} (line {line + 1}, column {column + 1}){advice}"
+        description, advice = f"{name} is in the text", ": put a blank in its place"
+    elif description.startswith("mapping values are not allowed"):
+        advice = "; is a line indented too far, or does text with a colon need quotes?"
+    return f"{' '.join(description.split())} (line {line + 1}, column {column + 1}){advice}"

@@ -392,7 +392,7 @@ def _attendances(spec: Mapping[str, Any]) -> dict[int, Participation]:
     try:
         told = spec["learners"]
         if (told if isinstance(told, int) else len(told)) > MAX_LEARNERS or len(
-            spec["absences"]
+            spec["offline_intervals"]
         ) > MAX_OFFLINE_INTERVALS:
             return {}  # of no run of ours
         roster, rounds = ParticipationSchedule.from_spec(spec), int(spec["rounds"] or UNBOUNDED_ROUNDS)

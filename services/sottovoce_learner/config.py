@@ -25,9 +25,9 @@ _MAX_RECORDS_BYTES = 64 * 1024 * 1024
 
 def max_message_bytes(policy: Policy) -> int:
     """Bytes of the longest message that a learner takes: the records of a round, or a model as large as its policy allows."""
-    if policy.most_parameters is None:
+    if policy.max_parameters is None:
         return MAX_MESSAGE_BYTES
-    return min(MAX_MESSAGE_BYTES, max(_MAX_RECORDS_BYTES, 8 * policy.most_parameters) + MAX_OVERHEAD_BYTES)
+    return min(MAX_MESSAGE_BYTES, max(_MAX_RECORDS_BYTES, 8 * policy.max_parameters) + MAX_OVERHEAD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def open_session(
     if length > most:
         raise SpecError(
             f"this learner takes messages of at most {most} bytes, got a run whose messages have {length}: "
-            "its owner allows more with most_parameters in the policy"
+            "its owner allows more with max_parameters in the policy"
         )
     start, roster = run.algorithm.init(StateAxes(index)), role.cached_run.participation
     attendance = roster.learner_participation(index, spec.rounds)

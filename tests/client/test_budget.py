@@ -342,7 +342,7 @@ def test_no_more_come_than_a_round_takes(rate: float, tmp_path: Path) -> None:
 
 def test_without_an_end_it_is_priced_for_as_many_rounds_as_asked_for(tmp_path: Path) -> None:
     source = live(tmp_path, rounds=None)
-    with pytest.raises(SpecError, match=r"no planned end: give the number of rounds to look at \(--rounds\)"):
+    with pytest.raises(SpecError, match=r"without a planned end needs the number of rounds to examine \(--rounds\)"):
         CliRunner().invoke(app, ["budget", source], catch_exceptions=False)
     said = CliRunner().invoke(app, ["budget", source, "--target", "1", "--rounds", "200", "--records", "4"])
     assert said.exit_code == 0, said.output
@@ -380,9 +380,7 @@ def test_a_horizon_says_how_many_rounds_to_look_at(tmp_path: Path) -> None:
 
 
 def test_records_of_a_file_are_counted_there(records: Path) -> None:
-    with pytest.raises(
-        SpecError, match=r"how many records a round brings is known where they come from .*: give neither"
-    ):
+    with pytest.raises(SpecError, match=r"the source .* fixes the records of each round: leave out the rate"):
         CliRunner().invoke(app, ["budget", str(written(records)), "--records", "2"], catch_exceptions=False)
 
 

@@ -66,7 +66,7 @@ def test_of_a_random_one_every_pair_may_come() -> None:
 
 def test_whoever_is_away_may_join_later() -> None:
     complete = {"graph": {"kind": "complete"}}
-    away = spec_of(topology=complete, absences=[{"learner": "dora"}])
+    away = spec_of(topology=complete, offline_intervals=[{"learner": "dora"}])
 
     assert derive_chart_values([away]) == derive_chart_values([spec_of(topology=complete)])
 

@@ -274,7 +274,7 @@ def test_a_run_without_a_schema_takes_lists_of_numbers() -> None:
     assert sifted.fitting_records is not None and sifted.fitting_records[0].features.tolist() == [[1.0, 2.5, 1.0]]
     reasons = list(sifted.refusals.values())
     assert reasons[:7] == [NO_NUMBERS] * 7
-    assert reasons[7:] == ["a number that is not finite", "the label: none that the loss knows"]
+    assert reasons[7:] == ["a number that is not finite", "the label: not one of the loss"]
 
 
 # ---- positions of a stream -------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ WRONG = [
     ({"partition": "by_label"}, "partition must be left out with source: live"),
     ({"test_fraction": 0.5}, "test_fraction must be left out with source: live"),
     ({"positive": [1]}, "positive must be left out without a schema"),
-    ({"source": "breast_cancer"}, "features must be left out but with source: live"),
+    ({"source": "breast_cancer"}, "features must be left out unless source: live"),
 ]
 
 
@@ -78,7 +78,7 @@ def test_who_does_not_outlast_a_pause_is_told_before(
         for command, more in ((["spec", "check"], []), (["up"], ["--out", str(tmp_path / "out")]))
     )
     assert (checked.exit_code, begun.exit_code) == (0, 0)
-    words = "where none comes for 7 s (clock.deadline_s): take paced where streams pause [PAUSES]"
+    words = "if none arrives for 7 s (clock.deadline_s): take paced where streams pause [PAUSES]"
     assert [words in each for each in (checked.stdout, begun.stderr)] == [warned, warned]
 
 

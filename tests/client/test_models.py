@@ -277,7 +277,7 @@ def test_a_simulated_model_is_a_file_but_its_noise_protects_nobody(tmp_path: Pat
     assert code == 0, err
     arguments = ["models", "export", str(tmp_path / "sim"), "--learner", "ben", "--replica", "1", "--out", str(out)]
     code, _, err = here(*arguments)
-    assert code == 2 and "from a seed or a recording, which protects nobody" in err and not out.exists()
+    assert code == 2 and "from a seed or a recording, which protects nothing" in err and not out.exists()
     code, _, err = here(*arguments, "--unprotected")
     assert code == 0, err
     decisions = pq.read_table(tmp_path / "sim" / "models.parquet").to_pylist()

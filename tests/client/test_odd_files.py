@@ -65,8 +65,8 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "no record"),
     "blank": ("\n\n", "no record"),
     "header alone": ("a,b,label\n", "at least one record|there must be one"),
-    "no commas": ("".join(f"{CANARY}{k} {NUMBER} 3\n" for k in range(9)), "commas must stand|a field to learn from"),
-    "one column": (rows("x", lambda k: f"{CANARY}{k}"), "commas must stand|a field to learn from"),
+    "no commas": ("".join(f"{CANARY}{k} {NUMBER} 3\n" for k in range(9)), "commas must separate|a field to learn from"),
+    "one column": (rows("x", lambda k: f"{CANARY}{k}"), "commas must separate|a field to learn from"),
     "libsvm": (f"1 1:{NUMBER} 5:0.5\n0 1:2\n" * 9, "LIBSVM"),
     "libsvm with signs": (f"-1 3:1 11:{NUMBER} # x\n+1 3:2\n" * 9, "LIBSVM"),
     "gzip": (gzip.compress(RECORD.encode()), "gzip data: unpack"),
@@ -99,9 +99,9 @@ FILES: dict[str, tuple[str | bytes, str]] = {
         r"column 0 \(counted from 0\)(: nearly all| must be numeric)",
     ),
     "no name": (rows(",age,label", lambda k: f"{k},{k % 5},{'yn'[k % 2]}"), "without a name|has none: name it or drop it"),
-    "? is no class": (of_labels("yes", "no", "?"), "must have a value in every record, and is missing in 13 of 40"),
-    "NA is no class": (of_labels("yes", "no", "NA"), "must have a value in every record, and is missing in 13 of 40"),
-    "nothing is no class": (of_labels("yes", "no", ""), "must have a value in every record, and is missing in 13 of 40"),
+    "? is no class": (of_labels("yes", "no", "?"), "must have a value in every record, got one missing in 13 of 40"),
+    "NA is no class": (of_labels("yes", "no", "NA"), "must have a value in every record, got one missing in 13 of 40"),
+    "nothing is no class": (of_labels("yes", "no", ""), "must have a value in every record, got one missing in 13 of 40"),
     "a record's name is no class": (rows("a,b,name", lambda k: f"{k},1,{CANARY}{k}"), "names records, or is free text"),
 }  # fmt: skip
 """Files `.csv`, and what everything that reads them says."""
@@ -374,7 +374,7 @@ def test_scaling_that_overflows_is_refused(file: Write) -> None:
 # ---- labels that are nearly the same ---------------------------------------------------------------------------------
 
 INCOMES = of_labels(">50K", "<=50K", ">50K.", "<=50K.")
-ALIKE = "'<=50K' and '<=50K.'; '>50K' and '>50K.' differ by case, blanks or a final dot alone"
+ALIKE = "'<=50K' and '<=50K.'; '>50K' and '>50K.' differ only by case, blanks or a final dot"
 
 
 def test_labels_that_are_nearly_the_same_are_told_by_all(file: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,7 +399,7 @@ def test_a_test_part_that_writes_labels_otherwise_is_told_which_are_near(file: W
     infer(file("train.csv", of_labels(">50K", "<=50K")), None, path := file("s.yaml", "").with_name("t.yaml"), SILENT)
     schema, test = load_schema(path), file("test.csv", of_labels(">50K.", "<=50k"))
     with pytest.raises(
-        DataError, match=r"label: some words differ from '<=50K', '>50K' by case, blanks or a final dot"
+        DataError, match=r"label: some words differ from '<=50K', '>50K' only by case, blanks or a final dot"
     ):
         load_dataset(DataSpec(source=str(test), schema=schema), LogisticLoss())
     assert not check(schema, test, console=Console(file=(shown := io.StringIO()), width=400))
@@ -416,7 +416,7 @@ def test_a_record_in_place_of_a_header_is_not_quoted_though_one_of_its_words_is_
     schema = Schema.model_validate({"features": {"a": field, "b": field}, "label": label})
     path = file("odd.csv", "".join(f"{CANARY}{k},{NUMBER},{'ab'[k % 2]}\n" for k in range(MANY)))
     with pytest.raises(
-        DataError, match="one of its 3 is a field of the schema; the fields are 'a', 'b', 'label'"
+        DataError, match="only one of its 3 is a field of the schema; the fields are 'a', 'b', 'label'"
     ) as refused:
         load_dataset(DataSpec(source=str(path), schema=schema), LogisticLoss())
     assert CANARY not in str(refused.value) and NUMBER not in str(refused.value)
@@ -446,7 +446,7 @@ def test_whole_numbers_that_would_lose_digits_are_no_live_records() -> None:
     live = LiveRecordEncoder.from_spec(DataSpec(source="live", features=2), LogisticLoss())
     found = live.encode([[2**53 + 1, 0.5], [2.0**60, 1], [1e300, 1], [2**53 - 1, 1]], [0, 1, 0, 1])
     assert found.refusals == {
-        0: "whole numbers beyond 2**53, of which float64 loses digits",
+        0: "integers beyond 2**53, of which float64 loses digits",
         2: "a number beyond 1e+100",
     }
     assert found.features[:, 0].tolist() == [2.0**60, 2.0**53 - 1]

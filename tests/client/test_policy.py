@@ -51,7 +51,7 @@ def test_a_run_that_fits_is_told_clause_by_clause() -> None:
     fits, text = checked(spec_of(privacy={"budget": 5.0}), Policy(epsilon=40.0))
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
     assert fits and "refused" not in text
-    assert rows["epsilon_per_run"] == ["100", "5"] and rows["most_features"] == ["1000000", "31"]
+    assert rows["epsilon_per_run"] == ["100", "5"] and rows["max_features"] == ["1000000", "31"]
     assert "ann would take part in run" in text
     assert "it stops where its ledger has reached epsilon 1,000 in 30 days or 40 in all runs" in text
 
@@ -70,7 +70,7 @@ def test_a_run_that_does_not_fit_is_told_by_what() -> None:
     refused = {line.split()[0] for line in text.splitlines() if line.rstrip().endswith("refused")}
     assert not fits and refused == {"telemetry", "epsilon_per_run"}
     assert re.search(r"telemetry +\[\] +\[accuracy\] +refused", text)
-    assert re.search(r"recorded +\[relay, mirror, wiretap\] +\[mirror\] *\n", text)
+    assert re.search(r"capture_modes +\[relay, mirror, wiretap\] +\[mirror\] *\n", text)
     assert "ann would not take part in run" in text
 
 
@@ -97,7 +97,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert command("policy", str(path), "--learner", "ben", "--policy", str(ALLOWING_FILE)) == 0
     path.write_text("{rounds: 5, learners: [ben], algorithm: ldp-dol, data: {source: theirs.csv}}", encoding="utf-8")
     assert command("policy", str(path), "--learner", "ben", "--features", "7") == 0  # by who has not their records
-    assert re.search(r"most_features +1000000 +7", capsys.readouterr().out)
+    assert re.search(r"max_features +1000000 +7", capsys.readouterr().out)
     with pytest.raises(SpecError, match="--learner must be one of ben, got zoe"):
         app(["policy", str(path), "--learner", "zoe"], standalone_mode=False)
 

@@ -144,13 +144,13 @@ def test_columns_may_be_numbered(folder: Path, header: str) -> None:
 
 ROWS = "1,2,well\n3,4,sick\n5,6,well\n7,8,sick\n"
 WHYS = {
-    "age,dose,outcome": "a word, 'age', stands over a column of numbers",
-    "年齢,投与,結果": "a word, '年齢', stands over a column of numbers",
-    "1,dose,outcome": "a word, 'dose', stands over a column of numbers",
+    "age,dose,outcome": "a word, 'age', heads a column of numbers",
+    "年齢,投与,結果": "a word, '年齢', heads a column of numbers",
+    "1,dose,outcome": "a word, 'dose', heads a column of numbers",
     "1,2,label": "one is called 'label'",
     "2019,2020,y": "one is called 'y'",
     "1,2,3": "they count up by one",
-    "5,NA,outcome": "not most of them are numbers, and none stands below again",
+    "5,NA,outcome": "most of them are not numbers, and none is a value in its column",
 }
 
 
@@ -164,7 +164,7 @@ def test_a_check_says_why_the_first_line_holds_names(folder: Path, header: str) 
 def test_the_label_that_a_spec_names_is_a_name(folder: Path) -> None:
     (folder / "records.csv").write_text(f"1,2,well\n{ROWS}", encoding="utf-8")
     write(folder, ", label: well")
-    assert "for one is called 'well', as data.label says" in check(folder)
+    assert "for one is called 'well', as data.label names it" in check(folder)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_no_record_is_taken_for_names(folder: Path, rows: str, command: str) -> 
 
 def test_a_file_of_names_alone_is_refused(folder: Path) -> None:
     (folder / "records.csv").write_text("age,dose,outcome\n", encoding="utf-8")
-    with pytest.raises(DataError, match="must hold at least one record, and has column names alone"):
+    with pytest.raises(DataError, match="must hold at least one record, got only column names"):
         check(folder)
 
 
@@ -266,7 +266,7 @@ def test_a_simulation_that_is_interrupted_leaves_nothing(
 
 def test_a_simulation_beyond_memory_is_refused(tmp_path: Path) -> None:
     experiment = Experiment(rounds=5, learners=2, algorithm="ldp-dol")
-    with pytest.raises(SpecError, match=r"a simulation holds at most 134217728 numbers, .* take fewer replicas"):
+    with pytest.raises(SpecError, match=r"a simulation must hold at most 134217728 numbers, .* take fewer replicas"):
         simulate_to_folder(
             tmp_path,
             experiment,
@@ -279,7 +279,7 @@ def test_a_simulation_beyond_memory_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_beyond_what_services_take_is_refused() -> None:
     spec = {"rounds": 5, "algorithm": "ldp-dol", "loss": {"kind": "softmax", "classes": 10**8}}
-    with pytest.raises(SpecError, match="a model has at most 16777216 numbers"):
+    with pytest.raises(SpecError, match="a model must have at most 16777216 numbers"):
         _ = Experiment(**spec).run
 
 

@@ -128,7 +128,7 @@ def test_a_file_that_is_there_is_left_as_it_is(folder: Path) -> None:
         (b"age,outcome\n\xe9,home\n", "must be UTF-8"),
         (b"age,age,outcome\n1,2,home\n", "columns 0 and 1 .* have the same"),
         (b",age,outcome\n0,1,home\n1,2,died\n", "column 0 .* has none: name it or drop it"),
-        (b"age,outcome\n1,home\n2,\n", "'outcome' must have a value in every record, and is missing in 1 of 2"),
+        (b"age,outcome\n1,home\n2,\n", "'outcome' must have a value in every record, got one missing in 1 of 2"),
         (b"age,outcome\n1,home\n2,home\n", "'outcome' must have two values"),
         (b"id,outcome\n1,home\n2,died\n", "'id': it names records"),
     ],
@@ -142,7 +142,10 @@ def test_a_sample_that_gives_no_schema_is_refused(folder: Path, content: bytes, 
 
 
 def test_a_sample_that_is_not_there_is_refused(folder: Path) -> None:
-    for name, message in (("none.csv", "a file that exists"), ("spec.yaml", r"reads \.csv and \.parquet files")):
+    for name, message in (
+        ("none.csv", "a file that exists"),
+        ("spec.yaml", r"a file for a schema must be \.csv or \.parquet"),
+    ):
         with pytest.raises(SpecError, match=message):
             ran("init", name, "--schema-only")
     with pytest.raises(SpecError, match="one of the columns"):
@@ -174,7 +177,7 @@ def test_words_that_yaml_reads_otherwise_stay_words(folder: Path) -> None:
     (folder / "odd.yaml").write_text(text, encoding="utf-8")
     assert "20 of 20 records fit" in told("data", "describe", "odd.csv", "--schema", "odd.yaml")
     (folder / "odd.yaml").write_text(text.replace("'2020-01-01'", "2020-01-01"), encoding="utf-8")
-    with pytest.raises(SpecError, match="put quotes around what is text"):
+    with pytest.raises(SpecError, match="put quotes around text"):
         ran("data", "describe", "odd.yaml")
 
 
@@ -193,7 +196,7 @@ def test_a_schema_is_shown(folder: Path) -> None:
     (folder / "schema.yaml").write_text(
         """
         features:
-          age: {type: number, bounds: [0, 1234567], beyond: clip}
+          age: {type: number, bounds: [0, 1234567], out_of_bounds: clip}
           ward: {type: category, categories: [a, b, c], missing: flag}
           code: {type: category, categories: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]}
         label: {name: outcome, type: category, categories: [home, died, moved]}

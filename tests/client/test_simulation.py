@@ -268,7 +268,9 @@ def test_more_replicas_than_a_simulation_takes_are_refused_before_anything_is_sa
     spec: Path, tmp_path: Path
 ) -> None:
     done = ran(spec, "--out", tmp_path / "o", "--replicas", 10**7)
-    assert str(done.exception).startswith("a simulation holds at most 134217728 numbers, and 3 learners in 10000000")
+    assert str(done.exception).startswith(
+        "a simulation must hold at most 134217728 numbers, and 3 learners in 10000000"
+    )
     assert done.output == "" and not (tmp_path / "o").exists()
 
 

@@ -135,7 +135,7 @@ def a_run() -> coordinator_pb2.Run:
         capture_location=HOSTILE,
         capture_error=HOSTILE,
         learners=[standing],
-        spec=json.dumps({"rounds": 3, "absences": [{"learner": HOSTILE, "first_round": 1}]}),
+        spec=json.dumps({"rounds": 3, "offline_intervals": [{"learner": HOSTILE, "first_round": 1}]}),
     )
 
 

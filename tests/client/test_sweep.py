@@ -270,7 +270,7 @@ def test_results_are_read_back(tmp_path: Path) -> None:
 
 def test_what_are_no_results_is_refused(tmp_path: Path) -> None:
     (tmp_path / "results.csv").write_text("a,b", encoding="utf-8")
-    with pytest.raises(SpecError, match=r"results are read from results\.parquet or its folder"):
+    with pytest.raises(SpecError, match=r"results must be read from results\.parquet or its folder"):
         read_results(tmp_path / "results.csv")
     pq.write_table(Table.from_rows(["a"], [(1,)]).to_arrow(), tmp_path / "results.parquet")
     with pytest.raises(CaptureError, match=r"its columns must be spec, setting, .*, got a"):

@@ -116,7 +116,10 @@ async def test_a_log_says_what_was_learned_in_every_round(
 ) -> None:
     monkeypatch.setattr(run_log, "SNAPSHOT_AFTER_BYTES", after)
     spec = small_spec(
-        40, NAMES, topology={"graph": "complete"}, absences=[{"learner": "ben", "first_round": 9, "until_round": 21}]
+        40,
+        NAMES,
+        topology={"graph": "complete"},
+        offline_intervals=[{"learner": "ben", "first_round": 9, "until_round": 21}],
     )
     data = made_up(spec)
     async with keeping(tmp_path) as up:

@@ -57,7 +57,9 @@ def test_a_spec_that_is_none_is_refused() -> None:
         parse_plan("{")
 
 
-@pytest.mark.parametrize("change", [{"learners": None}, {"rounds": "many"}, {"absences": [{"who": 1}]}, {"clock": 3}])
+@pytest.mark.parametrize(
+    "change", [{"learners": None}, {"rounds": "many"}, {"offline_intervals": [{"who": 1}]}, {"clock": 3}]
+)
 def test_a_spec_that_says_things_otherwise_is_refused(change: dict[str, object]) -> None:
     document = json.loads(spec_to_wire(small_spec(7, 3)))
     with pytest.raises(SpecError, match="cannot read"):

@@ -287,7 +287,7 @@ def test_a_clock_that_waits_for_records_blames_who_has_none() -> None:
 
 
 def triangle(policy: str) -> RunStateMachine:
-    return book(misconduct=policy, topology={"graph": "complete"})
+    return book(on_violation=policy, topology={"graph": "complete"})
 
 
 def of(learner: int, known_by: Attribution = Attribution.CERTIFICATE, t: int = 3, by: int | None = None) -> Violation:

@@ -421,11 +421,11 @@ def below(losses: PrivacyLosses, claim: FloatArray) -> None:
 
 
 PRINTED = [
-    {**DVP, "scale": "printed"},
+    {**DVP, "scale_rule": "printed"},
     {**DVP, "rule": "printed", "jacobian": 2},
     {**DVP, "alpha": 0.1, "loss_weight": 20.0},
     {**DVP, "output_noise": 1e-2},
-    *({**PVP, "variant": variant, "scale": "printed"} for variant in VARIANTS),
+    *({**PVP, "variant": variant, "scale_rule": "printed"} for variant in VARIANTS),
 ]
 
 
@@ -502,7 +502,7 @@ def test_the_realised_loss_is_a_log_likelihood_ratio(algorithm: dict[str, Any]) 
 def test_the_density_of_a_dvp_message_by_integration(scale: str) -> None:
     """In one dimension: it integrates to 1 in both worlds, and their ratio stays below the claim."""
     run = a_run(
-        {**DVP, "alpha": 2.0, "loss_weight": 1.0, "scale": scale},
+        {**DVP, "alpha": 2.0, "loss_weight": 1.0, "scale_rule": scale},
         rounds=2,
         learners=2,
         n_features=1,
@@ -530,7 +530,7 @@ def test_the_printed_noise_rate_of_dvp_costs_more_than_alpha() -> None:
         losses = {}
         for scale in ("tight", "printed"):
             run = a_run(
-                {**DVP, "alpha": numbers[0], "loss_weight": numbers[2], "penalty": numbers[4], "scale": scale},
+                {**DVP, "alpha": numbers[0], "loss_weight": numbers[2], "penalty": numbers[4], "scale_rule": scale},
                 loss={"kind": "logistic", "ridge": numbers[3]},
             )
             counts = np.array([100, *[0] * 7])
@@ -544,7 +544,7 @@ def test_the_printed_noise_rate_of_dvp_costs_more_than_alpha() -> None:
 
 def test_the_printed_noise_rate_of_pvp_costs_alpha_in_the_long_run_at_most() -> None:
     for variant in VARIANTS:
-        run = a_run({**PVP, "variant": variant, "scale": "printed", "tolerance": 1e-12}, rounds=200)
+        run = a_run({**PVP, "variant": variant, "scale_rule": "printed", "tolerance": 1e-12}, rounds=200)
         losses = run.guarantee(0, np.array([10, *[0] * 199])).round_losses
         assert (np.diff(losses) >= -1e-9).all()
         assert losses[-1] <= 0.8 * (1 + 1e-9)

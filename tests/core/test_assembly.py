@@ -77,7 +77,7 @@ def test_whoever_says_two_things_is_known_and_the_first_stands(late: bool) -> No
 
 @pytest.mark.parametrize(("sender", "claimed", "t"), [(0, 1, 0), (2, 2, 0), (0, 0, 4), (0, 0, 2**64 - 1)])
 def test_what_is_none_of_this_run_is_refused(sender: int, claimed: int, t: int) -> None:
-    limit = "in one of 4 rounds" if t >= 4 else "and as nobody else"
+    limit = "in one of 4 rounds" if t >= 4 else "and not as another"
     with pytest.raises(CaptureError, match=f"2 learners .* {limit}, got learner {claimed} in round {t} from learner"):
         RoundReassembler[str](2, 4).add_message(sender, claimed, t, b"", "")
 

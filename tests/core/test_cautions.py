@@ -62,8 +62,10 @@ def test_records_that_a_file_places_are_told_by_their_rounds(tmp_path: Path) -> 
 
 def test_who_is_away_needs_no_records(tmp_path: Path) -> None:
     gone = [{"learner": "learner-1", "first_round": 4}]
-    assert set(told(tmp_path, rows(0, 1), {"test_fraction": 0.2}, rounds=4, absences=[])) == set()
-    text = told(tmp_path, rows(0, 1), {"test_fraction": 0.2}, rounds=9, topology={"graph": "complete"}, absences=gone)
+    assert set(told(tmp_path, rows(0, 1), {"test_fraction": 0.2}, rounds=4, offline_intervals=[])) == set()
+    text = told(
+        tmp_path, rows(0, 1), {"test_fraction": 0.2}, rounds=9, topology={"graph": "complete"}, offline_intervals=gone
+    )
     assert text["RECORDS_END"].startswith("the records last 4 of 9 rounds at learner-0 (4): ")
 
 
@@ -88,7 +90,7 @@ def test_labels_are_listed_up_to_some(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", ["logistic", {"kind": "softmax", "classes": 2}])
 def test_one_class_is_told(tmp_path: Path, loss: Any) -> None:
     text = told(tmp_path, rows(1), {"test_fraction": 0.2}, loss=loss)["ONE_CLASS"]
-    assert text.startswith("all records have the same class (1): there is nothing to tell apart")
+    assert text.startswith("all records have the same class (1): there is nothing to distinguish")
 
 
 def test_numbers_are_no_classes(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ OF = {name: next(run for run in FIELD["runs"] if run["algorithm"]["name"] == nam
 
 
 def run_of(name: str, policy: str, **more: Any) -> Run:
-    document = {**FIELD["common"], **OF[name], "rounds": ROUNDS, "misconduct": policy, **more}
+    document = {**FIELD["common"], **OF[name], "rounds": ROUNDS, "on_violation": policy, **more}
     return build_run(RunSpec.model_validate(document), N_FEATURES)
 
 
@@ -107,28 +107,28 @@ def test_a_huge_number_does_what_the_largest_honest_one_would(policy: str, same:
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS.built_in_classes) - CLIPPED))
 def test_messages_that_are_no_decisions_are_not_clipped(name: str) -> None:
     spec = next(run for run in FIELD["runs"] if run["algorithm"]["name"] == name)
-    document = {**FIELD["common"], **spec, "misconduct": "clip"}
-    why = f"those of {name} are not: nothing bounds .* set misconduct to stop"
+    document = {**FIELD["common"], **spec, "on_violation": "clip"}
+    why = f"those of {name} are not: nothing bounds .* set on_violation to stop"
     with pytest.raises(AssumptionViolated, match=why) as refused:
         build_run(RunSpec.model_validate(document), N_FEATURES)
-    assert refused.value.code == "MISCONDUCT_CLIP"
+    assert refused.value.code == "VIOLATION_CLIP"
 
 
-@pytest.mark.parametrize("clock", [{"late": "hold"}, {"mode": "async"}], ids=["hold", "async"])
+@pytest.mark.parametrize("clock", [{"staleness": "reuse"}, {"mode": "async"}], ids=["hold", "async"])
 def test_nor_where_older_ones_may_be_used(clock: dict[str, Any]) -> None:
-    with pytest.raises(AssumptionViolated, match=r"set clock\.late to wait, or another clock\.mode") as refused:
-        build_run(small_spec(misconduct="clip", clock=clock), 3)
-    assert refused.value.code == "MISCONDUCT_CLIP"
+    with pytest.raises(AssumptionViolated, match=r"set clock\.staleness to wait, or another clock\.mode") as refused:
+        build_run(small_spec(on_violation="clip", clock=clock), 3)
+    assert refused.value.code == "VIOLATION_CLIP"
 
 
 def test_nor_where_the_guarantee_rests_on_what_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     run = build_run(small_spec(), 3)
     monkeypatch.setattr(type(run.algorithm.accountant(0)), "is_valid_for_any_messages", False)
     with pytest.raises(
-        AssumptionViolated, match="holds whatever is heard, and that of ldp-dol does not say so"
+        AssumptionViolated, match="holds for any received messages, and that of ldp-dol does not say so"
     ) as refused:
-        build_run(small_spec(misconduct="clip"), 3)
-    assert refused.value.code == "MISCONDUCT_CLIP"
+        build_run(small_spec(on_violation="clip"), 3)
+    assert refused.value.code == "VIOLATION_CLIP"
 
 
 def test_a_run_that_clips_says_so_when_it_is_copied() -> None:

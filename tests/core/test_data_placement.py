@@ -54,7 +54,7 @@ def learned(placed: PlacedData) -> list[list[list[int]]]:
 
 partitions: st.SearchStrategy[Partition] = st.one_of(
     st.just(IidPartition(kind="iid")),
-    st.floats(0, 1).map(lambda mixed: LabelPartition(kind="by_label", mixed=mixed)),
+    st.floats(0, 1).map(lambda mixed: LabelPartition(kind="by_label", iid_fraction=mixed)),
     st.floats(1e-3, 1e3).map(lambda concentration: DirichletPartition(kind="dirichlet", concentration=concentration)),
     st.just(Paper4060Partition(kind="paper_40_60")),
 )
@@ -98,7 +98,7 @@ def test_placed_and_held_out_records_are_all_records(partition: str, records: in
 def test_equal_partitions_differ_by_one_record_at_most(
     classes: np.ndarray, n_learners: int, mixed: float, seed: int
 ) -> None:
-    for partition in (IidPartition(kind="iid"), LabelPartition(kind="by_label", mixed=mixed)):
+    for partition in (IidPartition(kind="iid"), LabelPartition(kind="by_label", iid_fraction=mixed)):
         sizes = np.bincount(owners(partition, classes, n_learners, seed), minlength=n_learners)
         assert sizes.max() - sizes.min() <= 1
 
@@ -118,7 +118,7 @@ def test_by_label_sorts_by_label_before_class() -> None:
 
 def test_by_label_mixes_the_share_that_was_asked_for() -> None:
     classes = np.repeat([0, 1], 500)
-    owner = owners(LabelPartition(kind="by_label", mixed=0.4), classes, 2)
+    owner = owners(LabelPartition(kind="by_label", iid_fraction=0.4), classes, 2)
     # 40 % are dealt at random, half of them to the other side: 100 of 500, within six standard deviations.
     assert 40 < classes[owner == 0].sum() < 160
 

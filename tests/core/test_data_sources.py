@@ -106,13 +106,13 @@ def test_pyarrow_missing_says_what_to_install(csv: Callable[[str], Path], monkey
 
 
 def test_public_data_set_without_folder_says_how_to_get_it() -> None:
-    with pytest.raises(SpecError, match=r"`sottovoce data fetch mushrooms` gets it.*SOTTOVOCE_DATA is not set"):
+    with pytest.raises(SpecError, match=r"run `sottovoce data fetch mushrooms`.*SOTTOVOCE_DATA is not set"):
         load("mushrooms")
 
 
 def test_public_data_set_that_is_not_here_says_where_it_was_looked_for(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
-    with pytest.raises(SpecError, match=f"fetch poker`.*looked at {one}/poker.npz, {other}/poker.npz"):
+    with pytest.raises(SpecError, match=f"fetch poker`.*searched {one}/poker.npz, {other}/poker.npz"):
         load("poker", folders=[one, other])
 
 

@@ -31,7 +31,7 @@ NAMES = [
     "Guarantee",
     "LabelJoin",
     "PrequentialEvaluation",
-    "ResultListing",
+    "Results",
     "Simulation",
     "SottovoceError",
     "SpecError",
@@ -163,7 +163,7 @@ def test_noise_may_be_given_or_recorded(tmp_path: Path) -> None:
 
     recorded = sv.simulate(experiment, metrics=False, noise=tmp_path / "zeros.npz")
     np.testing.assert_array_equal(recorded.decisions, silent.decisions)
-    with pytest.raises(SpecError, match=r"noise must cover 6 rounds, and \['y'\] does not"):
+    with pytest.raises(SpecError, match=r"noise must cover 6 rounds, got fewer for \['y'\]"):
         sv.simulate(experiment, noise=str(tmp_path / "short.npz"))
     with pytest.raises(SpecError, match="replicas must be at least 1, got 0"):
         sv.simulate(experiment, replicas=0)

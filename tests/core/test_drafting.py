@@ -188,9 +188,9 @@ def test_what_labels_are_taken_for(values: Any, field: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (spread("a", ""), "'outcome' must have a value in every record, and is missing in 10 of 20"),
+        (spread("a", ""), "'outcome' must have a value in every record, got one missing in 10 of 20"),
         ([None] * 4, "missing in 4 of 4"),
-        (spread("2020-01-01"), "is not: 2020-01-01 to 2020-01-01 in the sample"),
+        (spread("2020-01-01"), "got another: 2020-01-01 to 2020-01-01 in the sample"),
         ([f"{k}a" for k in range(MANY)], "nearly all values differ"),
         (["word " * 50, "b"], "free text"),
         (spread("a"), "two values or more"),
@@ -229,7 +229,7 @@ def test_which_column_is_the_label() -> None:
         ({"a": [None] * 2, "id": [1, 2], "y": [0, 1]}, r"none \('a': no record .* a value; 'id': it names records\)"),
         ({"a\nb": [1.5, 2], "y": [0, 1]}, "1 to 200 printable"),
         ({"round": [1.5, 2], "y": [0, 1]}, "learner and round place a record"),
-        ({"a": ["b", "c"], "a=b": [1, 0], "y": [0, 1]}, "two are called 'a=b'"),
+        ({"a": ["b", "c"], "a=b": [1, 0], "y": [0, 1]}, "got 'a=b' twice"),
     ],
 )
 def test_what_gives_no_schema_is_refused(columns: dict[str, Any], message: str) -> None:

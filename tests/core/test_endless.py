@@ -91,15 +91,15 @@ def test_records_must_go_on() -> None:
 def test_it_is_checked_without_going_through_its_rounds(learners: int) -> None:
     run = prepare(endless(learners=learners), live=True).run
     assert run.spec.is_unbounded
-    with pytest.raises(SpecError, match="known for a number of rounds, got rounds: null: give one"):
+    with pytest.raises(SpecError, match="the cost of all rounds needs a number of rounds, got rounds: null: give one"):
         run.guarantee(0)
 
 
 def test_an_owner_who_limits_rounds_allows_none_without_an_end() -> None:
     spec = endless(privacy={"budget": 4.0})
     with pytest.raises(
-        SpecError, match=r"allows most_rounds 10000000, the spec asks for rounds without an end; `most_rounds: null` in"
+        SpecError, match=r"allows max_rounds 10000000, the spec asks for rounds without an end; `max_rounds: null` in"
     ):
         Policy().admit(spec, 2, 0)
-    assert Policy(most_rounds=None).admit(spec, 2, 0).spec == spec
-    assert Policy.from_spec(spec).most_rounds is None
+    assert Policy(max_rounds=None).admit(spec, 2, 0).spec == spec
+    assert Policy.from_spec(spec).max_rounds is None

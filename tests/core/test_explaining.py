@@ -22,7 +22,7 @@ WRONG = [
     ({"rounds": 2.5}, "rounds: must be a whole number, got 2.5"),
     ({"learners": "five"}, "learners: must be a whole number or a list, got 'five'"),
     ({"learners": 1.5}, "learners: must be a whole number or a list, got 1.5"),
-    ({"learners": [True, "b"]}, "learners.0: must be text, got True: put quotes around it, for it is text"),
+    ({"learners": [True, "b"]}, "learners.0: must be text, got True: put quotes around it, because it is text"),
     ({"learners": ["a", "b", "a"]}, "learners: learner names must differ, and 'a' is there 2 times, got ['a', 'b', 'a']"),
     ({"data": {"positive": "sick"}}, "data.positive: must be a list, got 'sick': write [sick]"),
     ({"data": {"positive": "yes"}}, "data.positive: must be a list, got 'yes': write ['yes']"),
@@ -86,7 +86,7 @@ def test_records_that_somebody_gives_are_not_said(source: Any, data: Any) -> Non
     if data(source) is not source:
         assert text.startswith(f"experiment: data.source: must be text, got {type(source).__qualname__}")
         assert text.endswith(
-            ": records lie in a file: write them to a .csv or .parquet one, and give its path as data.source"
+            ": records must be in a file: write them to a .csv or .parquet one, and give its path as data.source"
         )
 
 

@@ -107,7 +107,7 @@ def test_a_long_run_is_the_plain_one(changes: dict[str, Any], monkeypatch: pytes
     fast = every_hundredth()
     monkeypatch.setattr(loss, "_weighted_rows", np.matmul)
     monkeypatch.setattr(L2Ball, "project", plain_project)
-    monkeypatch.setattr(simulator, "_batches", plain_batches)
+    monkeypatch.setattr(simulator, "_iterate_batches", plain_batches)
     monkeypatch.setattr(StackedMessages, "_sum", plain_sum)
     np.testing.assert_array_equal(fast, every_hundredth())
 
@@ -214,7 +214,7 @@ def test_only_records_that_obey_are_taken_as_they_are(loss: Loss) -> None:
             data = data.with_learner(
                 i, type(own)(scale * own.features, 0.5 * own.labels * scale, own.order, own.offsets)
             )
-        for t, batch in enumerate(simulator._batches(data, 40, loss)):
+        for t, batch in enumerate(simulator._iterate_batches(data, 40, loss)):
             features, labels = loss.enforce_bounds(data.stack_round(t).features, data.stack_round(t).labels)
             obeying += batch.bounding_loss is loss
             for each in (enforce_bounds(loss, batch), enforce_bounds(loss, enforce_bounds(loss, batch))):

@@ -696,9 +696,9 @@ def test_default_regularization_of_strongly_convex_losses(alpha: float) -> None:
             {"rounds": 2**53, "algorithm": {"block_length": 2**52 - 1, "gossip_steps": 2**52 - 1}},
         ),
         ("EPSILON", "above 0", {"algorithm": {"epsilon": 0.0}}),
-        ("EPSILON_ONE", "infinite for all", {"algorithm": {"epsilon": [math.inf, 1, 1, 1, 1]}}),
+        ("EPSILON_UNIFORM", "infinite for all", {"algorithm": {"epsilon": [math.inf, 1, 1, 1, 1]}}),
         (
-            "EPSILON_ONE",
+            "EPSILON_UNIFORM",
             "one number for all",
             {"algorithm": {"epsilon": [2, 1, 1, 1, 1], "noise_placement": "after_gossip"}},
         ),

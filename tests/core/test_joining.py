@@ -32,12 +32,12 @@ class Plainly:
         self.now = max(self.now, now)
         for each in self._of("waiting") + self._of("labelled"):
             if each["since"] < self.now - WINDOW_S:  # type: ignore[operator]
-                self.found += ["expired"] * (each["state"] == "waiting")
+                self.found += ["expired_events"] * (each["state"] == "waiting")
                 each["state"] = "gone"
         held = {state: [e for e in self._of(state) if e["key"] == key] for state in ("waiting", "labelled")}
         if what == "expect":
             if held["waiting"] or held["labelled"]:
-                self.found.append("repeated")
+                self.found.append("duplicate_events")
             else:
                 if len(waiting := self._of("waiting")) == MOST:
                     waiting[0]["state"] = "gone"
@@ -50,7 +50,7 @@ class Plainly:
         (event,) = held["waiting"]
         if len(labelled := sorted(self._of("labelled"), key=lambda each: each["labelled"])) == MOST:  # type: ignore[arg-type,return-value]
             labelled[0]["state"] = "gone"
-        self.found.append("joined")
+        self.found.append("joined_events")
         event.update(state="labelled", since=self.now, labelled=len(self.found))
         return event["record"]
 
@@ -69,7 +69,14 @@ def test_what_is_joined_and_what_is_counted_is_what_the_rules_say(told: list[tup
             labelled += 1
             assert join.label(key, now) == plainly.tell(what, key, now, record)
     counts = join.counts
-    for name in ("joined", "expired", "evicted_events", "repeated", "unmatched_labels", "duplicate_labels"):
+    for name in (
+        "joined_events",
+        "expired_events",
+        "evicted_events",
+        "duplicate_events",
+        "unmatched_labels",
+        "duplicate_labels",
+    ):
         assert getattr(counts, name) == plainly.found.count(name), name
     assert join.waiting_events <= MOST
     # nothing is lost without a count
@@ -129,7 +136,7 @@ def test_time_alone_gives_up_what_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window_s", "most", "name"), [(0.0, 1, "window_s"), (float("nan"), 1, "window_s"), (1.0, 0, "most")]
+    ("window_s", "most", "name"), [(0.0, 1, "window_s"), (float("nan"), 1, "window_s"), (1.0, 0, "max_waiting")]
 )
 def test_bounds_are_positive(window_s: float, most: int, name: str) -> None:
     with pytest.raises(SpecError, match=f"{name} must be positive"):

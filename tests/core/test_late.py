@@ -29,7 +29,7 @@ from sottovoce_core.spec import ClockSpec
 from sottovoce_lab.mutants import ALGORITHM_RUNS
 from tests.examples import made_up, small_run, small_spec
 
-HOLD = {"late": "hold"}
+HOLD = {"staleness": "reuse"}
 STRICT = {"pd-ftgl", "pd-ocg", "d-ftgl"}
 """Algorithms whose guarantee rests on what is heard."""
 FIXED = {"dpsda-ps": "in a fixed graph", "dpps": "in a fixed graph"}
@@ -148,7 +148,7 @@ def test_late_messages_lead_to_other_messages() -> None:
 @pytest.mark.parametrize("clock", [HOLD, {"mode": "async"}], ids=["hold", "async"])
 @pytest.mark.parametrize("name", sorted(STRICT))
 def test_a_guarantee_that_rests_on_what_is_heard_needs_everybody(name: str, clock: dict[str, Any]) -> None:
-    with pytest.raises(AssumptionViolated, match=f"{name}.* does not say so: set clock.late to wait") as refused:
+    with pytest.raises(AssumptionViolated, match=f"{name}.* does not say so: set clock.staleness to wait") as refused:
         built(name, clock)
     assert refused.value.code == "LATE_GUARANTEE"
 
@@ -172,13 +172,19 @@ def test_a_watch_needs_everybody() -> None:
 
 def test_what_it_costs_is_told() -> None:
     usual = small_run().warnings
-    assert small_run(clock={"late": "wait"}).warnings == usual
+    assert small_run(clock={"staleness": "wait"}).warnings == usual
     assert [each.code for each in small_run(clock=HOLD).warnings] == [*(each.code for each in usual), "LATE_REGRET"]
 
 
 @pytest.mark.parametrize(
     ("clock", "seconds"),
-    [({}, None), ({"late": "wait"}, None), (HOLD, 1.0), ({**HOLD, "late_s": 0.25}, 0.25), ({"mode": "async"}, 0.0)],
+    [
+        ({}, None),
+        ({"staleness": "wait"}, None),
+        (HOLD, 1.0),
+        ({**HOLD, "stale_after_s": 0.25}, 0.25),
+        ({"mode": "async"}, 0.0),
+    ],
 )
 def test_how_long_a_round_waits(clock: dict[str, Any], seconds: float | None) -> None:
     assert small_spec(clock=clock).clock.staleness_timeout_s == seconds
@@ -187,14 +193,14 @@ def test_how_long_a_round_waits(clock: dict[str, Any], seconds: float | None) ->
 @pytest.mark.parametrize(
     ("clock", "text"),
     [
-        ({"late_s": 1.0}, "late_s must be given with late: hold"),
-        ({"late": "wait", "late_s": 1.0}, "late_s must be given with late: hold"),
-        ({"mode": "async", "late": "wait"}, "must be left out in async mode"),
-        ({"mode": "async", "late": "hold"}, "must be left out in async mode"),
-        ({"late": "hold", "late_s": 60.0}, "late_s must be below deadline_s, got 60 and 60"),
-        ({"late": "hold", "deadline_s": 0.5}, "late_s must be below deadline_s, got 1 and 0.5"),
-        ({"late": "lose"}, "clock.late"),
-        ({"late": "hold", "late_s": 0.0}, "clock.late_s"),
+        ({"stale_after_s": 1.0}, "stale_after_s must be given with staleness: reuse"),
+        ({"staleness": "wait", "stale_after_s": 1.0}, "stale_after_s must be given with staleness: reuse"),
+        ({"mode": "async", "staleness": "wait"}, "must be left out in async mode"),
+        ({"mode": "async", "staleness": "reuse"}, "must be left out in async mode"),
+        ({"staleness": "reuse", "stale_after_s": 60.0}, "stale_after_s must be below deadline_s, got 60 and 60"),
+        ({"staleness": "reuse", "deadline_s": 0.5}, "stale_after_s must be below deadline_s, got 1 and 0.5"),
+        ({"staleness": "lose"}, "clock.staleness"),
+        ({"staleness": "reuse", "stale_after_s": 0.0}, "clock.stale_after_s"),
     ],
 )
 def test_a_clock_that_contradicts_itself_is_refused(clock: dict[str, Any], text: str) -> None:

@@ -583,5 +583,5 @@ def test_a_loss_of_ones_own_is_named_by_module_and_class() -> None:
     assert isinstance(spec.loss, Absolute)
     assert (spec.loss.ridge, spec.loss.gradient_change(9.0), spec.loss.n_classes) == (0.5, 2.0, None)
     assert parse_spec(spec.model_dump(mode="json"), allow_imports=True) == spec
-    with pytest.raises(SpecError, match="imports no code that a spec from elsewhere names"):
+    with pytest.raises(SpecError, match="imports no code named in a spec from elsewhere"):
         parse_spec(document, allow_imports=False)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from scipy import optimize
-from sklearn.linear_model import LogisticRegression, RidgeLoss
+from sklearn.linear_model import LogisticRegression, Ridge
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray
@@ -72,7 +72,7 @@ def test_the_minimiser_of_the_logistic_loss_is_scikit_learns() -> None:
 
 def test_the_minimiser_of_the_squared_loss_is_scikit_learns() -> None:
     objective = some_objective(LOSSES[1])
-    model = RidgeLoss(alpha=0.7 / 2, fit_intercept=False, tol=1e-12)
+    model = Ridge(alpha=0.7 / 2, fit_intercept=False, tol=1e-12)
     model.fit(objective.features, objective.labels, sample_weight=objective.weights)
 
     found = objective.minimiser(L2Ball(radius=1e5), np.zeros(4))
@@ -161,7 +161,7 @@ def test_losses_and_regrets_are_their_definitions() -> None:
     data = ragged()
     run = small_run(12, loss={"kind": "logistic", "ridge": RIDGE, "feature_bound": 1.0})
     steps = list(simulate_rounds(run, data, SeededNoise(3), 2))
-    found = measured(run, data, SeededNoise(3), 2, at=(7, 12), dynamic=True)
+    found = measured(run, data, SeededNoise(3), 2, checkpoints=(7, 12), dynamic=True)
 
     def network(t: int, theta: FloatArray) -> float:
         return sum(record_loss(theta, *of_rounds(own, t, t)) for own in data.learners)
@@ -277,7 +277,7 @@ def test_rounds_after_the_last_record_change_no_average() -> None:
         none = LearnerData(x, y, np.zeros(0, np.int64), np.zeros(rounds + 1, np.int64))
         return PlacedData((own, own, none), x, y)
 
-    until, after = measured(short, placed(5), no_noise), measured(long, placed(40), no_noise, at=(5, 20, 40))
+    until, after = measured(short, placed(5), no_noise), measured(long, placed(40), no_noise, checkpoints=(5, 20, 40))
     assert until["average_loss"].final_mean > 0.1
     assert after["average_loss"].mean == pytest.approx([until["average_loss"].final_mean] * 3)
     assert after.rounds_with_records == pytest.approx([10 / 3] * 3) and not until.has_records_in_all_rounds

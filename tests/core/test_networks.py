@@ -330,7 +330,7 @@ def test_an_explicit_topology_is_the_same_and_needs_no_graph_library(topology: d
     assert told.to_edge_list(3) == told
     code = (
         "import sys; from sottovoce_core.network.topology import Topology\n"
-        f"Topology.model_validate_json({told.model_dump_json()!r}).network(3, 20).at(3)\n"
+        f"Topology.model_validate_json({told.model_dump_json()!r}).build_network(3, 20).mixing(3)\n"
         "sys.exit('networkx' in sys.modules)"
     )
     if "random" in str(topology) or topology == {"graph": "ring"}:  # a process each: two are enough
@@ -371,7 +371,7 @@ def test_a_learner_is_replayed_until_nobody_heard_it() -> None:
     found = replay(run, broken, 1, [data.learners[1], other]).realised_losses
     assert np.abs(expected).max() > 0.01
     np.testing.assert_allclose(found, expected[:4], rtol=1e-12)
-    with pytest.raises(CaptureError, match="nobody heard learner-2 in round 0"):
+    with pytest.raises(CaptureError, match="replay needs the message of learner-2 in round 0"):
         replay(run, broken, 2, [data.learners[2], other])
 
 

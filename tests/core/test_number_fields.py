@@ -187,7 +187,7 @@ def test_the_fields_are_found() -> None:
     for place in (
         ".algorithm[ldp-dol].sigma",
         ".algorithm[dola].noise[CalibratedNoise].epsilon",
-        ".clock[ClockSpec].late_s",
+        ".clock[ClockSpec].stale_after_s",
     ):
         assert place in FIELDS
 

@@ -77,17 +77,17 @@ WEAKER: dict[str, Callable[[RunSpec, int], Any]] = {
     "algorithms": lambda spec, n_features: ("ldp-dol", "tests.gossip:GossipSpec"),
     "epsilon_per_run": lambda spec, n_features: math.nextafter(LOSS * spec.rounds, 0.0),
     "telemetry": lambda spec, n_features: ("predict",),
-    "recorded": lambda spec, n_features: ("mirror",),
-    "most_features": lambda spec, n_features: n_features - 1,
-    "most_parameters": lambda spec, n_features: n_features - 1,
-    "most_rounds": lambda spec, n_features: spec.rounds - 1,
-    "most_learners": lambda spec, n_features: spec.n_learners - 1,
+    "capture_modes": lambda spec, n_features: ("mirror",),
+    "max_features": lambda spec, n_features: n_features - 1,
+    "max_parameters": lambda spec, n_features: n_features - 1,
+    "max_rounds": lambda spec, n_features: spec.rounds - 1,
+    "max_learners": lambda spec, n_features: spec.n_learners - 1,
     "guarantees.adjacency": lambda spec, n_features: Adjacency.LEARNER,
     "guarantees.threat_model": lambda spec, n_features: ThreatModel.WIRE,
     "guarantees.proof": lambda spec, n_features: True,
 }
 """By clause: what it says where it just does not allow what `asking` asks for."""
-SIZES = {"most_features", "most_parameters", "most_rounds", "most_learners"}
+SIZES = {"max_features", "max_parameters", "max_rounds", "max_learners"}
 """Clauses that are held against a run before it is built, and so without those about what it promises."""
 PROMISES = {"epsilon_per_run", "guarantees.adjacency", "guarantees.threat_model", "guarantees.proof"}
 
@@ -104,11 +104,11 @@ def fitting(spec: RunSpec, n_features: int) -> dict[str, Any]:
         "algorithms": (NAME,),
         "epsilon_per_run": LOSS * spec.rounds,
         "telemetry": ("accuracy", "predict"),
-        "recorded": ("relay",),
-        "most_features": n_features,
-        "most_parameters": n_features,
-        "most_rounds": spec.rounds,
-        "most_learners": spec.n_learners,
+        "capture_modes": ("relay",),
+        "max_features": n_features,
+        "max_parameters": n_features,
+        "max_rounds": spec.rounds,
+        "max_learners": spec.n_learners,
         "guarantees.adjacency": Adjacency.ROUND,
         "guarantees.threat_model": ThreatModel.NEIGHBOUR,
         "guarantees.proof": False,
@@ -143,21 +143,21 @@ def test_what_fits_is_let_through_and_every_clause_that_is_violated_is_named(
 
 def test_a_refusal_says_what_is_allowed_and_what_came(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
-    path.write_text("{telemetry: [predict], recorded: never, epsilon_per_run: 2}", encoding="utf-8")
+    path.write_text("{telemetry: [predict], capture_modes: never, epsilon_per_run: 2}", encoding="utf-8")
     text = refused(Policy.load(path), promising(telemetry={"accuracy": True}, capture="relay"))
     assert text == (
-        "the owner's policy (policy.yaml) allows telemetry [predict], the spec asks for [accuracy]; and recorded never, the spec "
-        "asks for [relay]; and epsilon_per_run 2, the spec asks for 2.5" + WEIGHED
+        "the owner's policy (policy.yaml) allows telemetry [predict], the spec asks for [accuracy]; and capture_modes never, the "
+        "spec asks for [relay]; and epsilon_per_run 2, the spec asks for 2.5" + WEIGHED
     )
 
 
 def test_a_refusal_ends_in_the_line_that_allows_the_run(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
-    path.write_text("{telemetry: [predict], recorded: never, most_rounds: 5}", encoding="utf-8")
+    path.write_text("{telemetry: [predict], capture_modes: never, max_rounds: 5}", encoding="utf-8")
     spec = promising(6, telemetry={"accuracy": True}, capture="relay")
     end = refused(Policy.load(path), spec).partition("the spec asks for [relay]; ")[2]
     assert end == (
-        "`most_rounds: 6` and `telemetry: [predict, accuracy]` and `recorded: [relay]` in the file of --policy allows it"
+        "`max_rounds: 6` and `telemetry: [predict, accuracy]` and `capture_modes: [relay]` in the file of --policy allows it"
     )
     path.write_text("\n".join(re.findall(r"`([^`]+)`", end)), encoding="utf-8")
     Policy.load(path).admit(spec, 3, 0)
@@ -245,7 +245,7 @@ def test_every_learner_has_a_budget_of_its_own() -> None:
 
 def test_the_planned_price_is_that_of_the_guarantee() -> None:
     """By the numbers of records that the spec names; who is away pays as if it spoke, and nothing after its last round."""
-    run = small_run(30, data={"batch_size": 4}, absences=[{"learner": "learner-1", "first_round": 20}])
+    run = small_run(30, data={"batch_size": 4}, offline_intervals=[{"learner": "learner-1", "first_round": 20}])
     for i in range(3):
         counts = 4 * run.participation(i).mask().astype(np.int64)
         assert run.planned_epsilon(i, 1000) == pytest.approx(run.guarantee(i, counts).epsilon(), rel=1e-12)
@@ -264,9 +264,9 @@ def test_of_a_long_run_only_the_first_rounds_are_priced(monkeypatch: pytest.Monk
 
 def test_a_mirror_is_asked_for_by_its_address_too() -> None:
     """A coordinator may name one, whatever the spec says."""
-    policy, spec = Policy(recorded=("relay",)), promising()
+    policy, spec = Policy(capture_modes=("relay",)), promising()
     policy.admit(spec, 3, 0)
-    assert "recorded [relay], the spec asks for [mirror]" in refused(policy, spec, mirrored=True)
+    assert "capture_modes [relay], the spec asks for [mirror]" in refused(policy, spec, is_mirrored=True)
 
 
 def test_a_run_that_is_too_large_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,10 +274,10 @@ def test_a_run_that_is_too_large_is_refused_before_it_is_built(monkeypatch: pyte
         raise AssertionError("it was built")
 
     monkeypatch.setattr(module, "build_run", built)
-    assert "most_features 1000000, the spec asks for 4294967295" in refused(Policy(), promising(), 2**32 - 1)
-    assert "most_rounds 10000000, the spec asks for 9007199254740992" in refused(Policy(), promising(2**53))
+    assert "max_features 1000000, the spec asks for 4294967295" in refused(Policy(), promising(), 2**32 - 1)
+    assert "max_rounds 10000000, the spec asks for 9007199254740992" in refused(Policy(), promising(2**53))
     classes = promising(loss={"kind": "softmax", "classes": 10**8})
-    assert "most_parameters 10000000, the spec asks for 300000000" in refused(Policy(), classes)
+    assert "max_parameters 10000000, the spec asks for 300000000" in refused(Policy(), classes)
 
 
 @pytest.mark.parametrize("name", ["dpsr", "dpps"])
@@ -285,7 +285,7 @@ def test_a_number_for_every_round_and_learner_needs_room(name: str) -> None:
     """What has none is refused in words before it is asked for."""
     changes = next(each for each in FIELD["runs"] if each["name"] == name)
     spec = parse_spec({**FIELD["common"], **changes, "rounds": 9_000_000, "learners": 16}, allow_imports=False)
-    with pytest.raises(SpecError, match=r"9000000 rounds of 16 learners .* need more memory than there is"):
+    with pytest.raises(SpecError, match=r"9000000 rounds of 16 learners .* do not: lower rounds"):
         Policy().admit(spec, 6, 0)
 
 
@@ -306,10 +306,10 @@ def test_a_policy_for_a_spec_allows_it_and_no_other() -> None:
     policy = Policy.from_spec(spec)
     policy.admit(spec, 10**7, 2)
     policy.require_allowed_imports(spec.model_dump(mode="json"))
-    assert "most_rounds 10" in refused(policy, asking(11, 3))
+    assert "max_rounds 10" in refused(policy, asking(11, 3))
     assert "algorithms" in refused(policy, small_spec(10, 3))
     plain = Policy.from_spec(small_spec(10, 3))
-    assert "recorded never" in refused(plain, small_spec(10, 3, capture="mirror"))
+    assert "capture_modes never" in refused(plain, small_spec(10, 3, capture="mirror"))
     assert "telemetry []" in refused(plain, small_spec(10, 3, telemetry=TOLD))
 
 
@@ -317,7 +317,7 @@ def test_a_policy_for_a_spec_allows_it_and_no_other() -> None:
 
 
 def test_a_policy_that_is_printed_is_read_as_the_same(tmp_path: Path) -> None:
-    other = Policy(algorithms=("dsgd",), telemetry=("accuracy",), recorded=(), epsilon=3.0, most_rounds=None)
+    other = Policy(algorithms=("dsgd",), telemetry=("accuracy",), capture_modes=(), epsilon=3.0, max_rounds=None)
     for policy in (Policy(), other, ALLOWING):
         path = tmp_path / "policy.yaml"
         path.write_text(policy.dump(), encoding="utf-8")
@@ -339,17 +339,17 @@ def test_the_page_shows_the_default() -> None:
 
 
 def test_the_default_is_finite() -> None:
-    for clause in ("epsilon_per_run", "epsilon_per_month", "most_features", "most_rounds", "most_learners"):
+    for clause in ("epsilon_per_run", "epsilon_per_month", "max_features", "max_rounds", "max_learners"):
         assert getattr(Policy(), clause) is not None
     assert Policy.load(None) == Policy()
 
 
 BAD = {
-    "": "p.yaml: a policy must be a mapping of clauses, got an empty file; `sottovoce policy` prints one to begin with",
+    "": "p.yaml: a policy must be a mapping of clauses, got an empty file; `sottovoce policy` prints one to start from",
     "# nothing\n": "p.yaml: a policy must be a mapping of fields, got nothing",
     "- telemetry\n": "p.yaml: a policy must be a mapping of fields, got a list",
     "{": "p.yaml is not YAML: ",
-    "epsilon: 1\nepsilon: 1000": "p.yaml is not YAML: 'epsilon' stands there twice",
+    "epsilon: 1\nepsilon: 1000": "p.yaml is not YAML: a name must be unique, got 'epsilon' twice",
     "telemtry: []": "p.yaml: unknown field telemtry; the fields are algorithms, imports, epsilon_per_run, ",
     "guarantees: {prof: true}": "unknown field guarantees.prof; the fields are adjacency, threat_model, proof",
     "epsilon_per_run: much": "p.yaml: epsilon_per_run: must be a number, got",
@@ -357,20 +357,20 @@ BAD = {
     "epsilon: 0": "p.yaml: epsilon: must be greater than 0, got 0",
     "telemetry: accuracy": "p.yaml: telemetry: must be a list, got 'accuracy': write [accuracy]",
     "telemetry: [loss]": "p.yaml: telemetry.0: must be 'accuracy' or 'predict', got 'loss'",
-    "recorded: always": "p.yaml: recorded: must be a list, got 'always': write [always]",
-    "recorded: [relay, never]": (
-        "p.yaml: recorded: must be some of 'relay', 'mirror' and 'wiretap', got ['relay', 'never']; `never` stands alone: "
-        "`recorded: never`"
+    "capture_modes: always": "p.yaml: capture_modes: must be a list, got 'always': write [always]",
+    "capture_modes: [relay, never]": (
+        "p.yaml: capture_modes: must be some of 'relay', 'mirror' and 'wiretap', got ['relay', 'never']; `never` must be alone: "
+        "`capture_modes: never`"
     ),
     "coordinators: [learner/main]": "coordinators: must name one or more as coordinator/NAME, got ['learner/main']",
     "coordinators: []": "p.yaml: coordinators: must name one or more as coordinator/NAME, got []",
     "eavesdroppers: [ear]": "p.yaml: eavesdroppers: must name one or more as eavesdropper/NAME, got ['ear']",
     "algorithms: [lpd-dol]": "did you mean ldp-dol?",
-    "guarantees: {adjacency: person}": "guarantees.adjacency: must be 'record', 'learner' or 'round', got 'person'",
-    "most_rounds: 1.5": "p.yaml: most_rounds: ",
+    "guarantees: {adjacency: person}": "guarantees.adjacency: must be 'record_use', 'learner' or 'round', got 'person'",
+    "max_rounds: 1.5": "p.yaml: max_rounds: ",
     "\x00": "p.yaml is not YAML: ",
-    f"# {'x' * MAX_POLICY_BYTES}": f"p.yaml: a policy has at most {MAX_POLICY_BYTES} bytes",
-    "[" * 4000: "p.yaml must be a mapping of fields and sections, got one nested too deep",
+    f"# {'x' * MAX_POLICY_BYTES}": f"p.yaml: a policy must have at most {MAX_POLICY_BYTES} bytes",
+    "[" * 4000: "p.yaml must be a mapping of fields and sections, got one nested too deeply",
 }
 
 
@@ -392,7 +392,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_a_line(tmp_path: Path) -> None
 
 
 def test_a_file_without_end_is_not_read_to_it() -> None:
-    with pytest.raises(SpecError, match="a policy has at most"):
+    with pytest.raises(SpecError, match="a policy must have at most"):
         Policy.load(Path("/dev/zero"))
 
 

@@ -132,7 +132,7 @@ def test_who_was_away_went_on_without_noise() -> None:
         ({"first_round": 5}, 6, PublicationCoverage.UNCOVERED),
         ({"until_round": 3}, 6, PublicationCoverage.MESSAGES),
     ):
-        away = {"absences": [{"learner": "learner-0", **absence}]}
+        away = {"offline_intervals": [{"learner": "learner-0", **absence}]}
         run = Setup(setup.algorithm, {**setup.sections, **away}, setup.n_features, setup.rounds).build()
         assert assess_publication(run, 0, rounds).coverage is cover
 

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.each
 WARDS = """
 features:
   age:      {type: number, bounds: [0, 120]}
-  stay:     {type: number, bounds: [0, 30], beyond: clip, missing: neutral}
+  stay:     {type: number, bounds: [0, 30], out_of_bounds: clip, missing: neutral}
   ward:     {type: category, categories: [north, south, icu], missing: flag}
   insured:  boolean
   admitted: {type: date, bounds: [2020-01-01, 2030-01-01]}
@@ -139,16 +139,16 @@ def test_a_record_is_scaled_by_what_is_declared_alone() -> None:
             {"features": {"a": {"type": "category", "categories": ["a", "na"]}}},
             "'na' is a category of 'a', and counts as",
         ),
-        ({"features": {"a": "boolean", " a": "boolean"}}, "'a' is there twice"),
+        ({"features": {"a": "boolean", " a": "boolean"}}, "got 'a' twice"),
         ({"features": {False: "boolean"}}, "must be text: put quotes"),
         ({"features": {"round": "boolean"}}, "learner and round place a record"),
-        ({"features": {"outcome": "boolean"}}, "'outcome' is there twice"),
-        ({"ignored": ["age"]}, "'age' is there twice"),
-        ({"ignored": ["b", "b "]}, "'b' is there twice"),
-        ({"features": {"a=b": "boolean", "a": {"type": "category", "categories": ["b"]}}}, "two are called 'a=b'"),
+        ({"features": {"outcome": "boolean"}}, "got 'outcome' twice"),
+        ({"ignored": ["age"]}, "got 'age' twice"),
+        ({"ignored": ["b", "b "]}, "got 'b' twice"),
+        ({"features": {"a=b": "boolean", "a": {"type": "category", "categories": ["b"]}}}, "got 'a=b' twice"),
         (
             {"features": {"a": {"type": "category", "categories": list(range(MAX_FEATURES + 1))}}},
-            f"may be {MAX_FEATURES} encoded features",
+            f"must be at most {MAX_FEATURES} encoded features",
         ),
         ({"label": {"name": "outcome", "type": "category", "categories": ["home"]}}, "at least 2"),
         (
@@ -220,8 +220,8 @@ def test_what_is_no_number_within_bounds_is_refused(value: Any, reason: str) -> 
 
 def test_numbers_beyond_are_clipped_where_that_is_declared() -> None:
     values = [-1, 0, -0.0, 10, 11, "1e400", -(10**400), 1.7e308]
-    assert column({**TENS, "beyond": "clip"}, values) == ([[-1], [-1], [-1], [1], [1], [1], [-1], [1]], {})
-    assert column({**TENS, "beyond": "clip"}, [math.inf])[1] == {0: "not a finite number"}
+    assert column({**TENS, "out_of_bounds": "clip"}, values) == ([[-1], [-1], [-1], [1], [1], [1], [-1], [1]], {})
+    assert column({**TENS, "out_of_bounds": "clip"}, [math.inf])[1] == {0: "not a finite number"}
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_dates_of_numpy_and_beyond() -> None:
     found, refused = column(DAYS, stamps)
     assert found == [[-1.0]] and set(refused) == {1, 2, 3}
     assert (refused[1], refused[2]) == ("beyond its bounds", "missing")
-    assert column({**DAYS, "beyond": "clip"}, ["1970-01-01", "2999-12-31"])[0] == [[-1.0], [1.0]]
+    assert column({**DAYS, "out_of_bounds": "clip"}, ["1970-01-01", "2999-12-31"])[0] == [[-1.0], [1.0]]
     assert column(DAYS, np.array([1.0, 2.0]))[1] == dict.fromkeys(range(2), "not a date, write 2020-01-31")
 
 
@@ -558,7 +558,7 @@ ADULT = {
     "features": {
         "age": {"type": "number", "bounds": [17, 90]},
         "workclass": {"type": "category", "categories": ["Private", "State-gov", "Self-emp"], "missing": "flag"},
-        "hours": {"type": "number", "bounds": [0, 60], "beyond": "clip", "missing": "neutral"},
+        "hours": {"type": "number", "bounds": [0, 60], "out_of_bounds": "clip", "missing": "neutral"},
         "sex": {"type": "category", "categories": ["Female", "Male"]},
         "since": {"type": "date", "bounds": ["1990-01-01", "2000-01-01"], "missing": "flag"},
     },
@@ -725,14 +725,14 @@ def test_what_python_has_no_value_for_fits_no_field(tmp_path: Path) -> None:
     assert column(DAYS, cells["x"]) == ([[0.0]], {0: "not a date, write 2020-01-31"})
     assert column({"type": "category", "categories": ["a"]}, cells["w"])[1] == {0: "none of its categories"}
     assert column(TENS, cells["t"])[1] == dict.fromkeys(range(2), "not a number")
-    assert column({**TENS, "beyond": "clip"}, cells["n"])[0] == [[1.0], [0.0]]
+    assert column({**TENS, "out_of_bounds": "clip"}, cells["n"])[0] == [[1.0], [0.0]]
     with pytest.raises(DataError, match=r"'x' must be numeric, got type timestamp\[us\]"):
         read_columns(path, "n")
 
 
 def test_a_schema_reads_files_alone(tmp_path: Path) -> None:
     for source in ("breast_cancer", str(tmp_path / "x.npz")):
-        with pytest.raises(SpecError, match=r"a schema reads \.csv and \.parquet files"):
+        with pytest.raises(SpecError, match=r"a file for a schema must be \.csv or \.parquet"):
             load_dataset(DataSpec.model_validate({"source": source, "schema": ADULT}), LogisticLoss())
     with pytest.raises(SpecError, match="must be in a file that exists"):
         load_dataset(DataSpec.model_validate({"source": str(tmp_path / "x.csv"), "schema": ADULT}), LogisticLoss())

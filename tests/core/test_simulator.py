@@ -49,7 +49,7 @@ SIZES = {
 def test_every_round_has_its_records(sizes: np.ndarray, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulator, "MAX_GATHERED_ELEMENTS", ahead)
     data = dealt(sizes)
-    batches = list(simulator._batches(data, 9, LOSS))
+    batches = list(simulator._iterate_batches(data, 9, LOSS))
     assert len(batches) == 9
     for t, batch in enumerate(batches):
         wanted = data.stack_round(t)

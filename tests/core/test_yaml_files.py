@@ -47,10 +47,10 @@ TOLD = {
     "rounds: yes": "rounds: must be a whole number, got 'yes'",
     "rounds: true": "rounds: must be a whole number, got True",
     "learners: true\nrounds: 5": "learners: must be a whole number or a list, got True",
-    "rounds: 5\nlearners: [true, b]": "learners.0: must be text, got True: put quotes around it, for it is text",
-    "rounds: 5\nlearners: [2020-01-31, b]": "learners.0: must be text, got 2020-01-31: put quotes around it, for it is text",
-    "rounds: 5\nlearners: [a, 007]": "learners.1: must be text, got 7: put quotes around it, for it is text",
-    "rounds: 5\nname: 2020": "name: must be text, got 2020: put quotes around it, for it is text",
+    "rounds: 5\nlearners: [true, b]": "learners.0: must be text, got True: put quotes around it, because it is text",
+    "rounds: 5\nlearners: [2020-01-31, b]": "learners.0: must be text, got 2020-01-31: put quotes around it, because it is text",
+    "rounds: 5\nlearners: [a, 007]": "learners.1: must be text, got 7: put quotes around it, because it is text",
+    "rounds: 5\nname: 2020": "name: must be text, got 2020: put quotes around it, because it is text",
     "rounds: 5\nprivacy: {budget: on}": "privacy.budget: must be a number or a list, got 'on'",
     "rounds: 5\nprivacy: {budget: true}": "privacy.budget: must be a number or a list, got True",
     "rounds: 5\nprivacy: {budget: [1, true]}": "privacy.budget.1: must be a number, got True",
@@ -58,24 +58,24 @@ TOLD = {
     "rounds: 1,000": "rounds: must be a whole number, got '1,000'",
     "rounds: 1.5e0": "rounds: must be a whole number, got 1.5",
     "rounds: 1:30": "rounds: must be a whole number, got '1:30'",
-    "rounds: 5\nrounds: 6": "s.yaml is not YAML: 'rounds' stands there twice (line 3, column 1)",
-    "rounds: 5\nclock:\n\twindow: 3": "a tab stands there (line 4, column 1): put a blank",
-    "rounds:\u00a05": "a no-break space stands there (line 2, column 8): put a blank",
+    "rounds: 5\nrounds: 6": "s.yaml is not YAML: a name must be unique, got 'rounds' twice (line 3, column 1)",
+    "rounds: 5\nclock:\n\twindow: 3": "a tab is in the text (line 4, column 1): put a blank",
+    "rounds:\u00a05": "a no-break space is in the text (line 2, column 8): put a blank",
     "rounds: 5\n---\nrounds: 6": "it must be one document, and a second one begins in line 3, after ---",
     "rounds: [5": "s.yaml is not YAML: expected ',' or ']', but got '<stream end>' (line 3, column 1)",
     "rounds: 5\nname: a: b": "mapping values are not allowed here (line 3, column 8); is a line indented too far",
-    "rounds: 2020-02-30": "'2020-02-30' is no date that there is: day is out of range for month (line 2, column 9)",
-    "rounds: !!bool maybe": "'maybe' is no true or false that there is (line 2, column 9)",
-    "rounds: !!int ''": "'' is no whole number that there is (line 2, column 9)",
+    "rounds: 2020-02-30": "got '2020-02-30', which is no date: day is out of range for month (line 2, column 9)",
+    "rounds: !!bool maybe": "a value must be valid, got 'maybe', which is no true or false (line 2, column 9)",
+    "rounds: !!int ''": "a value must be valid, got '', which is no whole number (line 2, column 9)",
     "rounds: !!timestamp x": 'failed to construct timestamp from "x" (line 2, column 9)',
     "rounds: !!python/name:os.system": "could not determine a constructor for the tag",
-    f"rounds: 0x{'f' * 5000}": "is no whole number that there is (line 2, column 9)",
-    "rounds: 5\ntrue: 2": "the name of a field must be text, got True: put quotes around it, for it is text",
+    f"rounds: 0x{'f' * 5000}": "which is no whole number (line 2, column 9)",
+    "rounds: 5\ntrue: 2": "the name of a field must be text, got True: put quotes around it, because it is text",
     "rounds: 5\nprivacy: {budget: 1,5}": "privacy: the name of a field must be text, got 5: put quotes around it",
     "rounds: 5\n? [1, 2]\n: 3": "the name of a field must be text (line 3, column 3)",
     "rounds: 5\n? [[1], 2]\n: 3": "the name of a field must be text (line 3, column 3)",
-    "rounds: 5\nprivacy: {<<: {budget: 1}, budget: 2, budget: 3}": "'budget' stands there twice (line 3, column 39)",
-    "rounds: 5\nname: a\x00b": "s.yaml is not YAML: a character that is no text, U+0000, stands in line 3",
+    "rounds: 5\nprivacy: {<<: {budget: 1}, budget: 2, budget: 3}": "must be unique, got 'budget' twice (line 3, column 39)",
+    "rounds: 5\nname: a\x00b": "s.yaml is not YAML: its characters must be text, got U+0000 in line 3",
 }
 
 
@@ -110,7 +110,7 @@ def test_an_empty_file_says_nothing(tmp_path: Path, text: str) -> None:
 
 
 def test_a_file_without_blanks_is_text(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="fields, got text: a blank must stand behind each colon"):
+    with pytest.raises(SpecError, match="fields, got text: put a blank after each colon"):
         load_spec(written(tmp_path, "rounds:5\nname:x\n"))
 
 
@@ -139,11 +139,11 @@ def test_a_file_that_is_none_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_file_without_end_is_not_read_to_it(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=f"/dev/zero: a run spec has at most {MAX_FILE_BYTES} bytes, got more"):
+    with pytest.raises(SpecError, match=f"/dev/zero: a run spec must have at most {MAX_FILE_BYTES} bytes, got more"):
         load_spec(Path("/dev/zero"))
     path = written(tmp_path, "x" * 11)
     assert read_text_file(path, "a note", 11) == "x" * 11
-    with pytest.raises(SpecError, match="a note has at most 10 bytes, got more"):
+    with pytest.raises(SpecError, match="a note must have at most 10 bytes, got more"):
         read_text_file(path, "a note", 10)
 
 

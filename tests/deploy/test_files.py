@@ -106,8 +106,8 @@ def test_versions_are_those_of_the_project() -> None:
 def test_the_demos_specs_are_allowed_by_its_policy(name: str) -> None:
     spec, policy = load_spec(DEPLOY / "demo" / f"{name}.yaml"), Policy.load(DEPLOY / "demo" / "policy.yaml")
     assert tuple(spec.names) == LEARNERS
-    assert policy.most_rounds is not None and spec.rounds <= policy.most_rounds and not spec.is_unbounded
-    assert spec.capture == ("relay" if name == "recorded" else "none") and "relay" in policy.recorded
+    assert policy.max_rounds is not None and spec.rounds <= policy.max_rounds and not spec.is_unbounded
+    assert spec.capture == ("relay" if name == "recorded" else "none") and "relay" in policy.capture_modes
 
 
 def test_whatever_is_refused_has_a_row_in_the_documentation() -> None:

@@ -157,7 +157,7 @@ def test_each_end_by_itself_lets_through_the_same(capture: str) -> None:
 
 
 def test_a_learner_that_is_away_keeps_its_edges_for_it_may_join_later() -> None:
-    away = spec_of("complete", absences=[{"learner": "dora"}, {"learner": "ben", "until_round": 20}])
+    away = spec_of("complete", offline_intervals=[{"learner": "dora"}, {"learner": "ben", "until_round": 20}])
 
     assert passes(whole(away)) == passes(whole(spec_of("complete")))
 

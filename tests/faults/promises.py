@@ -146,7 +146,7 @@ def _as_simulated(trial: Trial) -> Iterator[str]:
     if not trial.fault.changing:
         return
     said = decoded(trial.spec, (*trial.overheard, *trial.logged))
-    if trial.fault.late in ("hold", "async") and not anybody_late(said):
+    if trial.fault.late in ("reuse", "async") and not anybody_late(said):
         yield "nobody was late: this trial shows nothing"
     if trial.keyed and (wrong := unlike(trial.spec, said)) is not None:
         yield f"{NAMES[wrong[0]]} said something else in round {wrong[1]} than the simulator does"
@@ -164,7 +164,7 @@ def _due(spec: RunSpec, index: int) -> set[int]:
 
 
 def _lost(spec: RunSpec) -> set[int]:
-    return {_index(each.learner) for each in spec.absences or () if each.unheard}
+    return {_index(each.learner) for each in spec.offline_intervals or () if each.missed_from_rounds}
 
 
 def _index(name: str) -> int:

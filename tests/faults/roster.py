@@ -86,8 +86,8 @@ async def _until_lost(stage: Stage, name: str) -> None:
     """Until the run goes on without a learner that is gone."""
     stage.away.add(name)
     while not stage.over:
-        told = [OfflineInterval(**each) for each in json.loads((await _run(stage)).spec).get("absences") or ()]
-        if any(each.learner == name and each.unheard for each in told):
+        told = [OfflineInterval(**each) for each in json.loads((await _run(stage)).spec).get("offline_intervals") or ()]
+        if any(each.learner == name and each.missed_from_rounds for each in told):
             return
         await asyncio.sleep(_LOOK_S)
 
@@ -405,7 +405,7 @@ def _losing(name: str, act: Act, *, linked: bool = False) -> Fault:
     return Fault(name, LOST, act, linked=linked, deadline_s=_LOST_S, late="drop", changing=True)
 
 
-def _holding(name: str, act: Act, *, linked: bool = False, late: str = "hold") -> Fault:
+def _holding(name: str, act: Act, *, linked: bool = False, late: str = "reuse") -> Fault:
     return Fault(name, WAITED_FOR, act, linked=linked, late=late, changing=True)
 
 

@@ -160,7 +160,7 @@ async def soak(folder: Path, minutes: float, seed: int) -> bool:
         seed: of the faults.
     """
     rounds = max(100, round(minutes * 60 * MOST_ROUNDS_S))
-    clock = {"window": 100, "deadline_s": PATIENCE_S, "patience_s": PATIENCE_S}
+    clock = {"window": 100, "deadline_s": PATIENCE_S, "outage_timeout_s": PATIENCE_S}
     topology = {"graph": {"kind": "ring"}}
     spec = small_spec(rounds, list(NAMES), clock=clock, capture="relay", topology=topology, loss=LOSS)
     run = _Soak(folder, chance(seed), spec)

@@ -54,14 +54,14 @@ def spec_of(clock: str, seconds: float, deadline_s: float, late: str = "wait", *
         "mode": late if late == "async" else clock,
         "window": 10 if paced else 40,
         "deadline_s": deadline_s,
-        "patience_s": deadline_s,
+        "outage_timeout_s": deadline_s,
     }
     chosen |= {"period_s": PERIOD_S} if paced else {}
     if late != "async":  # a clock of its own: nobody is waited for at all
-        chosen |= {"late": late, "late_s": LATE_S} if late == "hold" else {"late": late}
+        chosen |= {"staleness": late, "stale_after_s": LATE_S} if late == "reuse" else {"staleness": late}
     rounds = round(seconds / PERIOD_S if paced else seconds * FREE_ROUNDS)
-    absences = [{"learner": NAMES[-1]}] if place else []
-    return small_spec(rounds, list(NAMES), clock=chosen, capture="relay", absences=absences)
+    offline_intervals = [{"learner": NAMES[-1]}] if place else []
+    return small_spec(rounds, list(NAMES), clock=chosen, capture="relay", offline_intervals=offline_intervals)
 
 
 @dataclass

@@ -114,7 +114,7 @@ def test_what_is_signed_is_what_was_said_but_for_the_end(
     assert len(found) == len(broken) and all(part in each for part, each in zip(broken, found, strict=True))
 
 
-LOST = {"learner": "cleo", "first_round": 4, "unheard": {"ann": 2, "ben": 2}}
+LOST = {"learner": "cleo", "first_round": 4, "missed_from_rounds": {"ann": 2, "ben": 2}}
 CHANGING = replace(UNDISTURBED, changing=True)
 
 
@@ -136,7 +136,7 @@ def simulated(spec: RunSpec, used: FloatArray | None = None) -> tuple[Said, ...]
 
 def lost() -> Trial:
     """A run that went on without its last learner, which said a round that nobody learned, and not all that it might have."""
-    spec = SPEC.model_validate({**SPEC.model_dump(mode="json"), "absences": [LOST]})
+    spec = SPEC.model_validate({**SPEC.model_dump(mode="json"), "offline_intervals": [LOST]})
     said = tuple(each for each in simulated(spec) if each[:2] != (2, 3))
     return replace(
         GOOD,
@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_without_late_messages_must_say_which_it_used() -> No
     spec = spec_of("paced", 0.1, 60.0, "hold")
     network = build_run(spec, FEATURES).network
     used = np.stack([encode_punctual_rounds(network, t + 1) for t in range(ROUNDS)])
-    good = replace(GOOD, fault=replace(CHANGING, late="hold"), spec=spec, calm=None)
+    good = replace(GOOD, fault=replace(CHANGING, late="reuse"), spec=spec, calm=None)
     said = simulated(spec, used)
     assert promises(replace(good, overheard=said, logged=said)) == ["nobody was late: this trial shows nothing"]
     used[2, 0, 0] = 1

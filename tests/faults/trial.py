@@ -161,7 +161,7 @@ async def _found(fault: Fault, seed: int, stage: Stage, calm: Mapping[tuple[int,
                 credentials=stage.credentials,
             )
             stage.over = True
-            spec = spec.model_copy(update={"absences": outcome.offline_intervals})
+            spec = spec.model_copy(update={"offline_intervals": outcome.offline_intervals})
             state, reason = outcome.state, outcome.detail
             told = tuple(status.rounds_done for status in outcome.statuses)
             with contextlib.suppress(TimeoutError):
@@ -240,8 +240,8 @@ def _unread(captures: Path, spec: RunSpec, *, blind: bool) -> str:
     run = build_run(spec, FEATURES)
     try:
         (capture,) = find_captures(open_folder(captures))
-        if capture.metadata["spec"]["absences"] != spec.model_dump(mode="json")["absences"]:
-            return f"it says of who is away {capture.metadata['spec']['absences']}"
+        if capture.metadata["spec"]["offline_intervals"] != spec.model_dump(mode="json")["offline_intervals"]:
+            return f"it says of who is away {capture.metadata['spec']['offline_intervals']}"
         if blind:
             return ""
         said = capture.read_transcript(run.field_shapes, run.spec.n_learners, run.network)

@@ -189,9 +189,15 @@ def test_one_message_shows_nothing_that_was_added() -> None:
 
 
 def test_records_of_who_is_away_now_and_then_are_not_rebuilt() -> None:
-    absences = [{"learner": "learner-3", "until_round": 2}]
-    with pytest.raises(SpecError, match=r"needs all learners in all rounds, got absences: take a run without them"):
-        attacked(*problem({"name": "d-ogd", "step": STEP}, topology={"graph": "complete"}, absences=absences))
+    offline_intervals = [{"learner": "learner-3", "until_round": 2}]
+    with pytest.raises(
+        SpecError, match=r"needs all learners in all rounds, got offline_intervals: take a run without them"
+    ):
+        attacked(
+            *problem(
+                {"name": "d-ogd", "step": STEP}, topology={"graph": "complete"}, offline_intervals=offline_intervals
+            )
+        )
 
 
 # ---- likeness --------------------------------------------------------------------------------------------------------

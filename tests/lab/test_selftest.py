@@ -26,7 +26,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two mutants, and three correct algorithms."""
     chosen = [mutant for mutant in QUICK_MUTANTS if mutant.name in {"summed", "retry"}]
     monkeypatch.setattr(selftest, "QUICK_MUTANTS", chosen)
-    monkeypatch.setattr(selftest, "ALGORITHM_RUNS", {name: ALGORITHM_RUNS[name] for name in ("dola", "pd-ftgl", "admm")})
+    monkeypatch.setattr(
+        selftest, "ALGORITHM_RUNS", {name: ALGORITHM_RUNS[name] for name in ("dola", "pd-ftgl", "admm")}
+    )
 
 
 def outcome_of(**more: object) -> tuple[int, str]:

@@ -297,7 +297,7 @@ async def test_what_it_has_said_is_counted_as_if_it_had_not_died(
     """One message for everybody who was told in its round, those who were away left out."""
     away = [{"learner": "learner-1", "first_round": 2, "until_round": 4}]
     more = {} if "graph" in topology else {"algorithm": {"name": "dsgd", "noise": {"kind": "power", "sigma": 0.6}}}
-    spec = spec_of(topology=topology, **more, **({"absences": away} if absent else {}))
+    spec = spec_of(topology=topology, **more, **({"offline_intervals": away} if absent else {}))
     whole, crew = Crew(tmp_path / "whole", spec, keyed=True), Crew(tmp_path / "crew", spec, keyed=True)
     for t in range(ROUNDS):
         await whole.live(range(t, t + 1))

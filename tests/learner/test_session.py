@@ -54,7 +54,7 @@ def test_a_learner_that_was_assigned_but_never_spoke_may_be_assigned_again(tmp_p
 
 def test_who_is_away_has_heard_nothing_that_was_not_said(tmp_path: Path) -> None:
     """It has a place in the run, and asks for the first round that it may be told; who is there cannot have heard any."""
-    place: dict[str, Any] = {"absences": [{"learner": "learner-2"}]}
+    place: dict[str, Any] = {"offline_intervals": [{"learner": "learner-2"}]}
     own = open_session(
         RunAssignment("run-1", small_spec(20, 3, **place), 3, 0, "learner-0"), SystemNoise(), tmp_path, policy=ALLOWING
     )

@@ -48,7 +48,7 @@ def test_another_round_or_cause_is_another_wait(
     ],
 )
 def test_how_long_a_wait_may_last_depends_on_its_cause(cause: WaitCause, alone: bool, limit: float) -> None:
-    clock = ClockSpec(mode="paced", period_s=2.0, deadline_s=5.0, patience_s=100.0)
+    clock = ClockSpec(mode="paced", period_s=2.0, deadline_s=5.0, outage_timeout_s=100.0)
     assert TimedWait(0, cause, alone, 0.0).compute_limit_s(clock) == limit
 
 

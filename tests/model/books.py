@@ -31,7 +31,7 @@ class Book(NamedTuple):
         state: where it stands.
         granted: rounds.
         statuses: by learner.
-        absences: of its spec.
+        offline_intervals: of its spec.
         attempt: how often all have begun anew.
         losing: learners that it is to go on without.
         unsure: who may speak by what a coordinator before this one, or a stream that broke, has told them.
@@ -41,7 +41,7 @@ class Book(NamedTuple):
     state: RunState
     granted: int
     statuses: tuple[Status, ...]
-    absences: str = "[]"
+    offline_intervals: str = "[]"
     attempt: int = 0
     losing: frozenset[int] = frozenset()
     unsure: frozenset[int] = frozenset()
@@ -49,7 +49,7 @@ class Book(NamedTuple):
 
     def shape(self, run: Shape) -> Shape:
         """The run as the book has it."""
-        return run.amended(self.absences)
+        return run.amended(self.offline_intervals)
 
 
 def _blank(shape: Shape, attempt: int = 0) -> RunStateMachine:
@@ -172,7 +172,7 @@ def rests(shape: Shape, book: Book, learner: int, status: Status) -> Book:
 
 @cache
 def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
-    """The absences of the changed spec (`RunController._amend`); None: the run cannot go on so.
+    """The offline_intervals of the changed spec (`RunController._amend`); None: the run cannot go on so.
 
     Args:
         shape, book: the run, whose learners rest.
@@ -201,8 +201,8 @@ def ceiling(shape: Shape, book: Book) -> int:
 
 
 @cache
-def amended(shape: Shape, book: Book, absences: str) -> Book:
+def amended(shape: Shape, book: Book, offline_intervals: str) -> Book:
     """All who are told go on by another spec (`RunStateMachine.amend`)."""
     now = _book(shape, book)
-    now.reconfigure(run_of(shape.amended(absences)))
+    now.reconfigure(run_of(shape.amended(offline_intervals)))
     return _value(now)

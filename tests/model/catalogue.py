@@ -46,9 +46,9 @@ class Mistake:
 
 
 ALONE, ONE, TWO = Shape(1, 1), Shape(2, 1), Shape(2, 2)
-HOLD = Shape(2, 3, window=1, late="hold")
-PLACE = '[{"learner": "learner-1", "first_round": 0, "until_round": null, "unheard": {}}]'
-JOIN = Shape(2, 1, window=2, late="drop", absences=PLACE)
+HOLD = Shape(2, 3, window=1, late="reuse")
+PLACE = '[{"learner": "learner-1", "first_round": 0, "until_round": null, "missed_from_rounds": {}}]'
+JOIN = Shape(2, 1, window=2, late="drop", offline_intervals=PLACE)
 DROP = ONE._replace(window=2, late="drop")
 
 MISTAKES = (

@@ -25,7 +25,7 @@ class Changing(Coordinating):
         if coordinator.change is None:
             yield from self._asked(state)
             yield from self._gives_up(state)
-        elif not coordinator.change.absences:
+        elif not coordinator.change.offline_intervals:
             yield from self._waits(state, coordinator.change)
         else:
             yield from self._tells_change(state, coordinator.change)
@@ -92,17 +92,17 @@ class Changing(Coordinating):
     def _written(self, state: State, change: Change) -> Step:
         """`RunController._amend`: the changed spec, durable before it is told. One that cannot be changes nothing, or ends a run."""
         coordinator = state.coordinator
-        absences = self._absences(coordinator.book, change)
-        if absences is not None:
-            after = coordinator._replace(change=change._replace(absences=absences))
-            after = after._replace(kept=after.record._replace(absences=absences))
+        offline_intervals = self._absences(coordinator.book, change)
+        if offline_intervals is not None:
+            after = coordinator._replace(change=change._replace(offline_intervals=offline_intervals))
+            after = after._replace(kept=after.record._replace(offline_intervals=offline_intervals))
             kind, text = "written down", "the changed spec is written down"
         elif change.verb == "lose":
             book = coordinator.book._replace(state=RunState.FAILED)
             after = self._granting(coordinator._replace(book=book, change=None))
             kind, text = "failed", "the run cannot go on so, and ends"
         else:
-            after = coordinator._replace(change=change._replace(absences=coordinator.kept.absences))
+            after = coordinator._replace(change=change._replace(offline_intervals=coordinator.kept.offline_intervals))
             kind, text = "as before", "the run cannot go on so, and will go on as before"
         return machine.Step(kind, text, state._replace(coordinator=after))
 
@@ -115,11 +115,11 @@ class Changing(Coordinating):
     def _tells_change(self, state: State, change: Change) -> Iterator[Step]:
         """`RunController._begin_anew`."""
         coordinator, before = state.coordinator, state.coordinator.book
-        book = books.amended(self.shape, before, change.absences)
+        book = books.amended(self.shape, before, change.offline_intervals)
         lost = runs.lost(book.shape(self.shape))
         book = book._replace(losing=book.losing - lost)
         after = self._told(coordinator._replace(book=book, change=None))
-        told = Begin(book.attempt, book.absences, book.granted)
+        told = Begin(book.attempt, book.offline_intervals, book.granted)
         processes = tuple(
             each._replace(told=(*each.told, LOST if self.shape.owner(f) in lost else told)) if each.joined else each
             for f, each in enumerate(state.processes)

@@ -96,7 +96,7 @@ class Coordinating(Learners):
             book = books.rested(self.shape, book, i, granted, said, closed)
             return state._replace(coordinator=coordinator._replace(book=book)), RESTING
         book = books.taken_back(self.shape, book, i, max(granted, said))
-        told = Begin(book.attempt, book.absences, book.granted)
+        told = Begin(book.attempt, book.offline_intervals, book.granted)
         return state._replace(coordinator=self._granting(coordinator._replace(book=book))), told
 
     def _closed(self, i: int, log: bytes) -> bool:

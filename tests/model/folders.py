@@ -54,27 +54,27 @@ class Folder(NamedTuple):
         incarnation: the learner's.
         log: byte for byte.
         mark: beside it.
-        absences: of the run's spec, each time that it was opened by another one: lines of the ledger.
+        offline_intervals: of the run's spec, each time that it was opened by another one: lines of the ledger.
     """
 
     incarnation: int
     log: bytes
     mark: HighWaterMark
-    absences: tuple[str, ...]
+    offline_intervals: tuple[str, ...]
 
     def shape(self, run: Shape) -> Shape:
         """The run as the ledger has it."""
-        return run.amended(self.absences[-1])
+        return run.amended(self.offline_intervals[-1])
 
 
 # ---- what stands in it -----------------------------------------------------------------------------------------------
 
 
 @cache
-def _lines(shape: Shape, learner: int, absences: tuple[str, ...]) -> tuple[ledger.ChainedLine, ...]:
+def _lines(shape: Shape, learner: int, offline_intervals: tuple[str, ...]) -> tuple[ledger.ChainedLine, ...]:
     """The ledger of a learner that has opened the run, by these specs one after the other."""
     raw = ledger.ChainedLine.encode_first(_name(shape, learner), f"{learner:032x}")
-    for each in absences:
+    for each in offline_intervals:
         line = _line(shape.amended(each), learner)
         opened = {
             "kind": ledger.OPENED,
@@ -105,7 +105,7 @@ def read(shape: Shape, learner: int, log: bytes) -> LogContents:
 
 def _standing(shape: Shape, learner: int, folder: Folder) -> ledger.StoredState:
     files = state_folder.LearnerPaths(Path("nowhere"), _name(shape, learner))
-    lines = _lines(shape, learner, folder.absences)
+    lines = _lines(shape, learner, folder.offline_intervals)
     return ledger.StoredState(files, folder.mark, lines, read(shape, learner, folder.log))
 
 
@@ -312,8 +312,8 @@ def filled(intake: Callable[..., PlannedRecordQueue], shape: Shape, learner: int
 @cache
 def fresh_folder(shape: Shape, learner: int, *, fed: bool) -> Folder:
     """Of a learner that has opened the run (`store.Store._opened`); without a feeder it has all its records already."""
-    absences = (shape.absences,)
-    lines, spec = _lines(shape, learner, absences), run_of(shape).spec
+    offline_intervals = (shape.offline_intervals,)
+    lines, spec = _lines(shape, learner, offline_intervals), run_of(shape).spec
     opening, chain = LogEntry(EntryKind.OPEN, 0, 0, 0.0, 0.0, spec.model_dump_json().encode()).encode(bytes(16))
     mark = HighWaterMark(
         bytes.fromhex(f"{learner:032x}"),
@@ -323,28 +323,28 @@ def fresh_folder(shape: Shape, learner: int, *, fed: bool) -> Folder:
         run_hash=hash_text(RUN),
         chain=chain,
     )
-    folder = Folder(0, opening, mark, absences)
+    folder = Folder(0, opening, mark, offline_intervals)
     for number in range(0 if fed else sum(map(len, attendance(shape, learner).intervals))):
         folder = taken_in(RunLog, PlannedRecordQueue, shape, learner, folder, number).folders[-1]
     return folder
 
 
 @cache
-def opened(amended: Amended, shape: Shape, learner: int, folder: Folder, absences: str) -> Writes | None:
+def opened(amended: Amended, shape: Shape, learner: int, folder: Folder, offline_intervals: str) -> Writes | None:
     """The folder is opened by a spec (`store.Store.open_run`); None: by that one it cannot be.
 
-    What is torn is cut off, and a new mark counts all that is left. A spec with other absences is noted before.
+    What is torn is cut off, and a new mark counts all that is left. A spec with other offline_intervals is noted before.
     """
-    before, after = (_line(each, learner) for each in (folder.shape(shape), shape.amended(absences)))
+    before, after = (_line(each, learner) for each in (folder.shape(shape), shape.amended(offline_intervals)))
     log, names, folders = read(shape, learner, folder.log), [], []
     try:
         changed = amended(before, after, log, Path("runs"))
     except CorruptStateError:
         return None
     if changed:
-        folder = folder._replace(absences=(*folder.absences, absences))
+        folder = folder._replace(offline_intervals=(*folder.offline_intervals, offline_intervals))
         names, folders = ["amended"], [folder]
-    lines = _lines(shape, learner, folder.absences)
+    lines = _lines(shape, learner, folder.offline_intervals)
     mark = folder.mark._replace(
         line_count=len(lines),
         lines_chain=lines[-1].chain,

@@ -132,7 +132,7 @@ class Learners(Streams):
         who = self.shape.called(f)
         if isinstance(told, Begin):
             yield machine.Step("began", f"{who} begins attempt {told.attempt}", self._obeys(before, f, told))
-            for name, stage in self._openings(before, f, told.absences):
+            for name, stage in self._openings(before, f, told.offline_intervals):
                 yield from self._death(stage, f, name, f"begins attempt {told.attempt}")
         elif told.over:
             yield machine.Step(
@@ -155,9 +155,9 @@ class Learners(Streams):
             session = session._replace(state=LearnerState.STOPPED)
         return self._hung_up(self._put(state, f, process._replace(resting=True, session=session)), f)
 
-    def _openings(self, state: State, f: int, absences: str) -> Iterator[tuple[str, State]]:
+    def _openings(self, state: State, f: int, offline_intervals: str) -> Iterator[tuple[str, State]]:
         """The folder after every write by which it is opened, but for the last."""
-        writes = folders.opened(self.amended, self.shape, self.shape.owner(f), state.folders[f], absences)
+        writes = folders.opened(self.amended, self.shape, self.shape.owner(f), state.folders[f], offline_intervals)
         for name, folder in [] if writes is None else zip(writes.names[:-1], writes.folders, strict=False):
             yield name, state._replace(folders=with_item(state.folders, f, folder))
 
@@ -166,7 +166,7 @@ class Learners(Streams):
         i, folder, process = self.shape.owner(f), state.folders[f], state.processes[f]
         if not folders.stands(self.shape, i, folder):
             return self._put(state, f, Process(out=True))._replace(damaged=True)
-        writes = folders.opened(self.amended, self.shape, i, folder, told.absences)
+        writes = folders.opened(self.amended, self.shape, i, folder, told.offline_intervals)
         if writes is None:
             return self._put(state, f, Process(out=True))
         folder = writes.folders[-1]

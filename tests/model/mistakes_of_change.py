@@ -76,8 +76,12 @@ class TellsFirst(World):
 
     def _coordinates(self, state: State) -> Iterator[Step[State]]:
         coordinator = state.coordinator
-        if coordinator.up and coordinator.change is None and coordinator.kept.absences != coordinator.book.absences:
-            kept = coordinator.record._replace(absences=coordinator.book.absences)
+        if (
+            coordinator.up
+            and coordinator.change is None
+            and coordinator.kept.offline_intervals != coordinator.book.offline_intervals
+        ):
+            kept = coordinator.record._replace(offline_intervals=coordinator.book.offline_intervals)
             after = state._replace(coordinator=coordinator._replace(kept=kept))
             yield Step("written down", "the changed spec is written down", after)
         yield from super()._coordinates(state)
@@ -147,14 +151,14 @@ class LosesFromTheReport(World):
     """A lost learner is away from the first round on that it has not reported."""
 
     def _absences(self, book: Book, change: Change) -> str | None:
-        absences, said = (
+        offline_intervals, said = (
             json.loads(super()._absences(book, change) or "null"),
             max(said for _, _, said in book.statuses),
         )
-        for each in absences or ():
+        for each in offline_intervals or ():
             each["first_round"] = min(each["first_round"], said)
-            each["unheard"] = {name: min(t, said) for name, t in each["unheard"].items()}
-        return absences and json.dumps(absences)
+            each["missed_from_rounds"] = {name: min(t, said) for name, t in each["missed_from_rounds"].items()}
+        return offline_intervals and json.dumps(offline_intervals)
 
 
 class ForgetsGrants(World):

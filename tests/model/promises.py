@@ -85,12 +85,12 @@ def _untold(run: Shape, i: int, log: bytes) -> str | None:
         if (senders := tuple(j for j, _ in used)) != (wanted := runs.heard_in(run, i, t)):
             return f"learner {i} has used messages of {list(senders)} in round {t}, and by the spec those of {list(wanted)}"
         rounds = [own for _, own in used]
-        if run.late != "hold" and any(own != t for own in rounds):
+        if run.late != "reuse" and any(own != t for own in rounds):
             return f"learner {i} has used messages of rounds {rounds} in round {t}"
         if any(not t - run.window <= own <= t for own in rounds):
             return f"learner {i} has used messages of rounds {rounds} in round {t}: from too long before, or later ones"
         if (
-            run.late == "hold"
+            run.late == "reuse"
             and said.frame
             and runs.states(run, said.frame)[: len(rounds)] != tuple(map(float, rounds))
         ):

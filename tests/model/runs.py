@@ -36,8 +36,8 @@ class Shape(NamedTuple):
     Attributes:
         learners, rounds, window: how many.
         graph: who hears whom.
-        late: what a round does without a neighbour that is late (`ClockSpec.late`).
-        absences: of its spec, as a document. A run that learners have left or joined is a run of another shape.
+        late: what a round does without a neighbour that is late (`ClockSpec.staleness`).
+        offline_intervals: of its spec, as a document. A run that learners have left or joined is a run of another shape.
     """
 
     learners: int = 2
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
     window: int = 3
     graph: str = "complete"
     late: str = "wait"
-    absences: str = "[]"
+    offline_intervals: str = "[]"
 
     def owner(self, f: int) -> int:
         """The learner whose folder this is; behind those of all learners stands a copy of the first one's."""
@@ -55,22 +55,24 @@ class Shape(NamedTuple):
         """The learner on this folder, in words."""
         return f"learner {f}" if f < self.learners else "the copy of learner 0"
 
-    def amended(self, absences: str) -> Shape:
-        """The same run with other absences."""
-        return self._replace(absences=absences)
+    def amended(self, offline_intervals: str) -> Shape:
+        """The same run with other offline_intervals."""
+        return self._replace(offline_intervals=offline_intervals)
 
 
 def absences_of(spec: RunSpec) -> str:
     """As a shape has them."""
-    return json.dumps([each.model_dump(mode="json") for each in spec.absences or ()])
+    return json.dumps([each.model_dump(mode="json") for each in spec.offline_intervals or ()])
 
 
 @cache
 def run_of(shape: Shape) -> Run:
     """The run itself."""
-    clock: dict[str, Any] = {"window": shape.window, "late": shape.late}
-    absences = json.loads(shape.absences)
-    spec = small_spec(shape.rounds, shape.learners, clock=clock, topology={"graph": shape.graph}, absences=absences)
+    clock: dict[str, Any] = {"window": shape.window, "staleness": shape.late}
+    offline_intervals = json.loads(shape.offline_intervals)
+    spec = small_spec(
+        shape.rounds, shape.learners, clock=clock, topology={"graph": shape.graph}, offline_intervals=offline_intervals
+    )
     return build_run(spec, FEATURES)
 
 
@@ -123,7 +125,7 @@ def met(shape: Shape, learner: int, t: int) -> frozenset[int]:
 def lost(shape: Shape) -> frozenset[int]:
     """Learners that the run goes on without, whether they live or not."""
     spec = run_of(shape).spec
-    return frozenset(spec.names.index(each.learner) for each in spec.absences or () if each.unheard)
+    return frozenset(spec.names.index(each.learner) for each in spec.offline_intervals or () if each.missed_from_rounds)
 
 
 # ---- messages and records --------------------------------------------------------------------------------------------

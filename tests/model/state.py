@@ -69,7 +69,7 @@ class Begin(NamedTuple):
     """A briefing: the run as it is now, of which so much is granted."""
 
     attempt: int
-    absences: str
+    offline_intervals: str
     granted: int
 
 
@@ -130,12 +130,12 @@ class Change(NamedTuple):
     Attributes:
         verb: `leave`, `join` or `lose`.
         learner: who leaves or joins.
-        absences: of the changed spec, once it is written down.
+        offline_intervals: of the changed spec, once it is written down.
     """
 
     verb: str
     learner: int = 0
-    absences: str = ""
+    offline_intervals: str = ""
 
 
 class Coordinator(NamedTuple):
@@ -161,7 +161,7 @@ class Coordinator(NamedTuple):
     def record(self) -> Book:
         """The run as it would be written now: who rests will go on as after another attempt (`ManagedRun.record`)."""
         return self.book._replace(
-            absences=self.kept.absences,
+            offline_intervals=self.kept.offline_intervals,
             attempt=self.book.attempt + (self.change is not None),
             losing=frozenset(),
             unsure=frozenset(),

@@ -127,8 +127,8 @@ class World(Changing):
             resting = ", resting" if process.resting else ""
             told.append(f"{who}: {session.state.name.lower()}{resting}; {rounds}; its links keep rounds {kept}")
         book = state.coordinator.book
-        absences = "" if book.absences == "[]" else f", absences {book.absences}"
-        return [*told, f"coordinator: run {book.state.value}, {book.granted} rounds granted{absences}"]
+        offline_intervals = "" if book.offline_intervals == "[]" else f", offline_intervals {book.offline_intervals}"
+        return [*told, f"coordinator: run {book.state.value}, {book.granted} rounds granted{offline_intervals}"]
 
     def ended(self, state: State) -> bool:
         """The run is over: finished, failed for a reason, or a learner may not go on because of what was done to its folder."""

@@ -209,7 +209,7 @@ async def test_a_run_id_that_is_none_is_refused(tmp_path: Path, run_id: str) -> 
 
 async def test_a_grant_of_rounds_without_end_is_no_work(tmp_path: Path) -> None:
     """In a network that changes once, all rounds behind were looked at, one after the other."""
-    place: dict[str, Any] = {"absences": [{"learner": "ben", "first_round": 3}]}
+    place: dict[str, Any] = {"offline_intervals": [{"learner": "ben", "first_round": 3}]}
     spec = small_spec(2**40, ["ann", "ben"], **place)
     weight = build_run(spec, 3).network.mixing(0).in_neighbour_weights(0)[1]
     there, away = changed(NOWHERE, weight=weight), changed(NOWHERE, weight=0.0, told=False)

@@ -475,7 +475,7 @@ UNFIT = [
     (document(), 0, "SpecError", "n_features must be at least 1, got 0"),
     (document(learners=1025), 3, "SpecError", "at most 1024 learners, got 1025"),
     (document(rounds=2**53, clock={"window": 2**53}, topology=RANDOM), 3, "SpecError", "clock.window times learners"),
-    (document(rounds=2**53, algorithm="dpsr", loss=LIPSCHITZ), 3, "SpecError", "more memory than there is"),
+    (document(rounds=2**53, algorithm="dpsr", loss=LIPSCHITZ), 3, "SpecError", "a run must fit into memory"),
 ]
 
 

@@ -161,7 +161,9 @@ async def test_learners_that_never_copied_anything_are_missing(tmp_path: Path, m
 
 
 async def test_who_takes_no_part_is_not_missing(tmp_path: Path) -> None:
-    spec = small_spec(20, NAMES, capture="mirror", topology={"graph": "complete"}, absences=[{"learner": "cleo"}])
+    spec = small_spec(
+        20, NAMES, capture="mirror", topology={"graph": "complete"}, offline_intervals=[{"learner": "cleo"}]
+    )
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished" and open_capture(outcome.capture_location or "").is_complete

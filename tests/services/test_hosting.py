@@ -118,7 +118,7 @@ async def test_each_learner_of_a_process_has_its_own_policy_and_identity(tmp_pat
             others = await ran(address, 20, ["ann", "ben"], credentials=operator)
             short = await ran(address, 3, NAMES, credentials=operator)
             assert (await host.stop())[0] == 0
-    assert refused.state == "failed" and "most_rounds 3, the spec asks for 20" in refused.detail
+    assert refused.state == "failed" and "max_rounds 3, the spec asks for 20" in refused.detail
     assert [(each.state, each.detail) for each in (others, short)] == [("finished", ""), ("finished", "")]
 
 

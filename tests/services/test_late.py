@@ -28,7 +28,7 @@ from tests.services.network import given_up_soon, network
 from tests.services.test_every_algorithm import FIELD
 
 NAMES = ["ann", "ben", "cleo"]
-HOLD = {"late": "hold", "late_s": 0.02, "window": 8, "deadline_s": 100.0}
+HOLD = {"staleness": "reuse", "stale_after_s": 0.02, "window": 8, "deadline_s": 100.0}
 ASYNC = {"mode": "async", "window": 8, "deadline_s": 100.0}
 
 
@@ -114,7 +114,7 @@ async def test_what_was_used_is_said_and_explains_every_message(
 
 async def test_who_is_on_time_says_what_a_run_that_waits_says(tmp_path: Path) -> None:
     """The policy costs nothing where it is not needed: only the field is there, too."""
-    clock = {"late": "hold", "late_s": 50.0, "deadline_s": 100.0}
+    clock = {"staleness": "reuse", "stale_after_s": 50.0, "deadline_s": 100.0}
     spec = spec_of(clock, rounds=12)
     run, data, recorder = build_run(spec, 3), made_up(spec), Recorder(SeededNoise(1))
     steps = list(simulate_rounds(run, data, recorder))
@@ -133,7 +133,15 @@ async def test_others_go_on_without_a_learner_that_died_and_it_catches_up(
     """Its log holds what it used, so it comes back to the state that it had, and is not held to its neighbours' rounds."""
     monkeypatch.setattr(run_log, "SNAPSHOT_AFTER_BYTES", after)
     spec = spec_of(
-        {"mode": "paced", "period_s": 0.01, "late": "hold", "late_s": 0.02, "window": 60, "deadline_s": 100.0}, 120
+        {
+            "mode": "paced",
+            "period_s": 0.01,
+            "staleness": "reuse",
+            "stale_after_s": 0.02,
+            "window": 60,
+            "deadline_s": 100.0,
+        },
+        120,
     )
     run, data, recorder = build_run(spec, 3), made_up(spec), Recorder(SeededNoise(1))
     list(simulate_rounds(run, data, recorder))

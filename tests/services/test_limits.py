@@ -75,7 +75,11 @@ LARGE: list[tuple[dict[str, Any], int, str]] = [
     ({"learners": [f"l{k}" for k in range(20_000)]}, 3, "learners"),
     ({"learners": 3_000, "topology": {"graph": {"kind": "complete"}}}, 3, "at most 1024 learners, got 3000"),
     ({"clock": {"mode": "paced", "period_s": 1e-9}}, 3, "period_s: must be greater than or equal to 0.002"),
-    ({"absences": [{"learner": "ann"}] * (MAX_OFFLINE_INTERVALS + 1)}, 3, f"at most {MAX_OFFLINE_INTERVALS} items"),
+    (
+        {"offline_intervals": [{"learner": "ann"}] * (MAX_OFFLINE_INTERVALS + 1)},
+        3,
+        f"at most {MAX_OFFLINE_INTERVALS} items",
+    ),
 ]
 
 
@@ -142,9 +146,9 @@ def test_a_learner_is_sent_no_longer_messages_than_its_policy_has_models() -> No
         (10**9, MAX_MESSAGE_BYTES),
         (10**7, 8 * 10**7 + MAX_OVERHEAD_BYTES),
     ):
-        assert max_message_bytes(Policy(most_parameters=parameters)) == most
-    small = max_message_bytes(Policy(most_parameters=100))
-    assert small == max_message_bytes(Policy(most_parameters=1)) < MAX_MESSAGE_BYTES // 3
+        assert max_message_bytes(Policy(max_parameters=parameters)) == most
+    small = max_message_bytes(Policy(max_parameters=100))
+    assert small == max_message_bytes(Policy(max_parameters=1)) < MAX_MESSAGE_BYTES // 3
 
 
 async def test_a_run_of_longer_messages_than_a_learner_takes_is_refused(

@@ -387,7 +387,7 @@ async def test_the_first_contradiction_that_is_recorded_stops_the_run(
 
 async def test_a_run_that_nobody_takes_up_ends_when_patience_does(tmp_path: Path) -> None:
     """Whoever joins a coordinator that cannot lead the run is as alone as before."""
-    first = work(tmp_path, NAMES, 1, ROUNDS, clock={"patience_s": 2.0})
+    first = work(tmp_path, NAMES, 1, ROUNDS, clock={"outage_timeout_s": 2.0})
     async with serving(tmp_path, first, durable=True) as up:
         run_id = await lost(up, first)
         feeding = asyncio.ensure_future(up.feed(run_id, first.spec, first.data))

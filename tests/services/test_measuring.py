@@ -29,7 +29,7 @@ COVERED = {"name": "pd-ogd", "noise": {"kind": "calibrated", "epsilon": 2.0}, "p
         (CLEAN, {"capture": "mirror", "topology": {"graph": "path"}}, "no epsilon covers it"),
         (
             CLEAN,
-            {"capture": "relay", "absences": [{"learner": "eve", "first_round": 3, "until_round": 7}]},
+            {"capture": "relay", "offline_intervals": [{"learner": "eve", "first_round": 3, "until_round": 7}]},
             "no epsilon covers it",
         ),
     ],

@@ -106,7 +106,7 @@ def misbehaving(
 
 def spec_of(policy: str = "stop", clock: dict[str, Any] = LONG, **more: Any) -> RunSpec:
     topology = {"topology": COMPLETE, "capture": "mirror", **more}
-    return small_spec(ROUNDS, NAMES, misconduct=policy, clock=clock, **topology)
+    return small_spec(ROUNDS, NAMES, on_violation=policy, clock=clock, **topology)
 
 
 def words(rule: ViolationKind, by: str, whom: str = "dora", t: int = T) -> str:
@@ -120,7 +120,7 @@ def due(rule: ViolationKind) -> int:
 
 def is_as_simulated(outcome: Outcome, spec: RunSpec, noise: Path, lost: int = DORA) -> None:
     """The messages of those who are left, by the spec as it is in the end."""
-    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.offline_intervals}), noise)
+    run, simulated = as_amended(spec.model_copy(update={"offline_intervals": outcome.offline_intervals}), noise)
     said = transcript_of(outcome, run).fields["y"]
     assert len(said) == ROUNDS
     left = [i for i in range(len(NAMES)) if i != lost]
@@ -225,7 +225,7 @@ async def test_the_run_goes_on_without_whom_its_neighbours_accuse(
         told = (await up.status("dora")).state
     assert outcome.state == "finished", outcome.detail
     (absence,) = outcome.offline_intervals or ()
-    assert absence.learner == "dora" and set(absence.unheard) == set(NAMES[:DORA])
+    assert absence.learner == "dora" and set(absence.missed_from_rounds) == set(NAMES[:DORA])
     assert len(known) >= 2 and {each for _, each in known} == {Noticed(DORA, due(rule), rule, Attribution.CERTIFICATE)}
     assert end.learners[DORA].status.detail.startswith("lost: the run goes on without it; dora said ")
     assert told is LearnerState.STOPPED
@@ -319,7 +319,7 @@ async def test_what_is_clipped_is_clipped_alike_in_the_service_after_a_death_and
         await up.join("ann", noise)
         outcome = await running
     assert (outcome.state, outcome.detail) == ("finished", "")
-    clips = build_run(spec.model_copy(update={"misconduct": "clip"}), 3)
+    clips = build_run(spec.model_copy(update={"on_violation": "clip"}), 3)
     said = transcript_of(outcome, clips)
     assert said.fields["y"][T, DORA].max() == 1e99
     with np.load(noise) as drawn:

@@ -72,16 +72,20 @@ ASKING: dict[str, tuple[Policy, dict[str, Any], str]] = {
         {"telemetry": {"accuracy": True, "predict": True}},
         "telemetry [accuracy], the spec asks for [accuracy, predict]",
     ),
-    "relay": (Policy(recorded=("mirror",)), {"capture": "relay"}, "recorded [mirror], the spec asks for [relay]"),
-    "mirror": (Policy(recorded=()), {"capture": "mirror"}, "recorded never, the spec asks for [mirror]"),
-    "features": (Policy(most_features=2), {}, "most_features 2, the spec asks for 3"),
-    "rounds": (Policy(most_rounds=5), {}, "most_rounds 5, the spec asks for 6"),
-    "learners": (Policy(most_learners=1), {}, "most_learners 1, the spec asks for 2"),
+    "relay": (
+        Policy(capture_modes=("mirror",)),
+        {"capture": "relay"},
+        "capture_modes [mirror], the spec asks for [relay]",
+    ),
+    "mirror": (Policy(capture_modes=()), {"capture": "mirror"}, "capture_modes never, the spec asks for [mirror]"),
+    "features": (Policy(max_features=2), {}, "max_features 2, the spec asks for 3"),
+    "rounds": (Policy(max_rounds=5), {}, "max_rounds 5, the spec asks for 6"),
+    "learners": (Policy(max_learners=1), {}, "max_learners 1, the spec asks for 2"),
     "several": (
-        Policy(algorithms=("dsgd",), recorded=()),
+        Policy(algorithms=("dsgd",), capture_modes=()),
         {"capture": "relay", "telemetry": {"predict": True}},
-        "algorithms [dsgd], the spec asks for ldp-dol; and telemetry [], the spec asks for [predict]; and recorded never, the "
-        "spec asks for [relay]",
+        "algorithms [dsgd], the spec asks for ldp-dol; and telemetry [], the spec asks for [predict]; and capture_modes never, "
+        "the spec asks for [relay]",
     ),
 }
 
@@ -224,9 +228,7 @@ async def test_copies_go_to_whom_its_owner_accepts(
 @pytest.mark.parametrize("clause", ["coordinators", "eavesdroppers"])
 async def test_whom_to_trust_needs_an_identity(tmp_path: Path, clause: str) -> None:
     policy = Policy.model_validate({clause: [f"{clause.removesuffix('s')}/main"]})
-    with pytest.raises(
-        SpecError, match=f"names {clause}, and a learner without an identity cannot tell .*--identity FOLDER"
-    ):
+    with pytest.raises(SpecError, match=f"names {clause}, and needs a learner with an identity .*--identity FOLDER"):
         Learner(LearnerConfig("ann", "127.0.0.1:1", state_folder=tmp_path, policy=policy))
 
 
@@ -356,9 +358,9 @@ async def test_a_run_that_others_leave_is_held_against_the_policy_again(tmp_path
         ann, running = up.learners["ann"], asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 3)
         if not allowed:
-            ann.config = replace(ann.config, policy=Policy(most_rounds=99))
+            ann.config = replace(ann.config, policy=Policy(max_rounds=99))
         await leave(up, ann.status.run_id, "cleo")
         outcome = await running
     assert outcome.state == ("finished" if allowed else "failed")
-    refused = "ann failed: the owner's policy (the default one) allows most_rounds 99, the spec asks for 100; `most_"
+    refused = "ann failed: the owner's policy (the default one) allows max_rounds 99, the spec asks for 100; `most_"
     assert outcome.detail.startswith("" if allowed else refused)

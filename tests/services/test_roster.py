@@ -52,7 +52,7 @@ ABSENCES = [
     {"learner": "ben", "first_round": 20},
     {"learner": "cleo", "first_round": 5, "until_round": 9},
 ]
-PLACE: dict[str, Any] = {"learners": NAMES, "rounds": 30, "absences": ABSENCES, "capture": "relay"}
+PLACE: dict[str, Any] = {"learners": NAMES, "rounds": 30, "offline_intervals": ABSENCES, "capture": "relay"}
 COMPLETE = {"graph": "complete", "weights": "metropolis"}
 DIRECTED = {"graph": {"kind": "erdos_renyi", "probability": 1.0, "directed": True}}
 ALSO: dict[str, Any] = {
@@ -65,7 +65,7 @@ CASES = {
     "ldp-dol, copied": small_spec(**{**PLACE, "topology": COMPLETE, "capture": "mirror"}),
     **{
         run["name"]: RunSpec.model_validate(
-            {**FIELD["common"], **run, **PLACE, "absences": ABSENCES[:2], **ALSO[run["name"]]}
+            {**FIELD["common"], **run, **PLACE, "offline_intervals": ABSENCES[:2], **ALSO[run["name"]]}
         )
         for run in FIELD["runs"]
         if run["name"] in ALSO
@@ -152,7 +152,7 @@ async def test_who_died_goes_on_from_its_log_with_absences(tmp_path: Path, name:
 
 # ---- leaving and joining a run under way -----------------------------------------------------------------------------
 
-OPEN = {"topology": COMPLETE, "absences": (), "rounds": 60, "capture": "mirror", "clock": {"window": 8}}
+OPEN = {"topology": COMPLETE, "offline_intervals": (), "rounds": 60, "capture": "mirror", "clock": {"window": 8}}
 
 
 async def ask(up: Network, name: str, request: Any) -> coordinator_pb2.Run:
@@ -186,9 +186,9 @@ async def test_who_leaves_is_heard_to_its_last_round(tmp_path: Path) -> None:
         left = await amended_spec(up, run_id)
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    (absence,) = left.absences or ()
-    assert absence.learner == "dora" and 10 <= absence.first_round < 60 and not absence.unheard
-    assert outcome.offline_intervals == left.absences
+    (absence,) = left.offline_intervals or ()
+    assert absence.learner == "dora" and 10 <= absence.first_round < 60 and not absence.missed_from_rounds
+    assert outcome.offline_intervals == left.offline_intervals
     run, simulated = as_amended(left, noise)
     said = transcript_of(outcome, run)
     np.testing.assert_allclose(said.fields["y"], simulated.fields["y"], rtol=1e-9, atol=1e-12)
@@ -196,8 +196,8 @@ async def test_who_leaves_is_heard_to_its_last_round(tmp_path: Path) -> None:
 
 
 async def test_who_joins_takes_part_from_then_on(tmp_path: Path) -> None:
-    spec = small_spec(**{**PLACE, **OPEN, "absences": [{"learner": "dora"}]})
-    everybody = spec.model_copy(update={"absences": ()})
+    spec = small_spec(**{**PLACE, **OPEN, "offline_intervals": [{"learner": "dora"}]})
+    everybody = spec.model_copy(update={"offline_intervals": ()})
     noise, _ = noise_for(build_run(everybody, 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec), place=made_up))
@@ -207,14 +207,14 @@ async def test_who_joins_takes_part_from_then_on(tmp_path: Path) -> None:
         joined = await amended_spec(up, run_id)
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    (absence,) = joined.absences or ()
+    (absence,) = joined.offline_intervals or ()
     assert absence.until_round is not None and 10 <= absence.until_round < 60
     run, simulated = as_amended(joined, noise)
     said = transcript_of(outcome, run)
     np.testing.assert_allclose(said.fields["y"], simulated.fields["y"], rtol=1e-9, atol=1e-12)
 
 
-DROP = {"mode": "paced", "period_s": 0.01, "window": 8, "late": "drop", "deadline_s": PATIENCE_S}
+DROP = {"mode": "paced", "period_s": 0.01, "window": 8, "staleness": "drop", "deadline_s": PATIENCE_S}
 LOSABLE = {
     "ldp-dol": small_spec(**{**PLACE, **OPEN, "clock": DROP}),
     **{
@@ -247,14 +247,14 @@ async def test_a_run_goes_on_without_a_learner_that_is_gone(
         outcome = await running
     assert outcome.state == "finished", outcome.detail
     (absence,) = outcome.offline_intervals
-    assert absence.learner == "dora" and set(absence.unheard) == set(NAMES[:3])
-    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.offline_intervals}), noise)
+    assert absence.learner == "dora" and set(absence.missed_from_rounds) == set(NAMES[:3])
+    run, simulated = as_amended(spec.model_copy(update={"offline_intervals": outcome.offline_intervals}), noise)
     for field, said in transcript_of(outcome, run).fields.items():
         assert len(said) == 60
         np.testing.assert_allclose(said[:, :3], simulated.fields[field][:, :3], rtol=1e-9, atol=1e-12)
         heard = ~np.isnan(said[:, 3, 0, 0])
         np.testing.assert_allclose(said[heard, 3], simulated.fields[field][heard, 3], rtol=1e-9, atol=1e-12)
-        assert heard[: max(absence.unheard.values()) - 1].all()
+        assert heard[: max(absence.missed_from_rounds.values()) - 1].all()
 
 
 async def test_who_is_gone_when_all_others_have_finished_is_lost_in_the_end(tmp_path: Path) -> None:
@@ -278,7 +278,11 @@ async def test_who_is_gone_when_all_others_have_finished_is_lost_in_the_end(tmp_
             outcome = await running
     assert outcome.state == "finished", outcome.detail
     (absence,) = outcome.offline_intervals
-    assert (absence.learner, absence.first_round, dict(absence.unheard)) == ("dora", 60, dict.fromkeys(NAMES[:3], 60))
+    assert (absence.learner, absence.first_round, dict(absence.missed_from_rounds)) == (
+        "dora",
+        60,
+        dict.fromkeys(NAMES[:3], 60),
+    )
 
 
 async def test_a_learner_that_is_lost_is_told_so_and_free_for_other_runs(tmp_path: Path) -> None:
@@ -336,8 +340,8 @@ async def test_what_a_run_cannot_do_is_refused_and_it_goes_on(
 
 def test_what_came_of_a_lost_learner_and_was_not_used_is_no_forgery() -> None:
     """It is on the wire, as long as the learner may have spoken; afterwards nobody can have heard it."""
-    lost = {"learner": "dora", "first_round": 20, "unheard": {"ann": 12, "ben": 12, "cleo": 13}}
-    run = build_run(small_spec(30, NAMES, topology=COMPLETE, absences=[lost]), 3)
+    lost = {"learner": "dora", "first_round": 20, "missed_from_rounds": {"ann": 12, "ben": 12, "cleo": 13}}
+    run = build_run(small_spec(30, NAMES, topology=COMPLETE, offline_intervals=[lost]), 3)
     listening = _Listening(run.network, NAMES)
     listening.require(3, 0, 3, 12, "a capture")
     with pytest.raises(CaptureError, match="ann does not hear dora in round 20"):
@@ -346,9 +350,9 @@ def test_what_came_of_a_lost_learner_and_was_not_used_is_no_forgery() -> None:
 
 # ---- changes that meet something else --------------------------------------------------------------------------------
 
-PACED = {"mode": "paced", "period_s": 0.01, "window": 4, "late": "drop", "deadline_s": PATIENCE_S}
+PACED = {"mode": "paced", "period_s": 0.01, "window": 4, "staleness": "drop", "deadline_s": PATIENCE_S}
 PAUSE = small_spec(
-    **{**PLACE, **OPEN, "clock": PACED, "absences": [{"learner": "cleo", "first_round": 5, "until_round": 40}]}
+    **{**PLACE, **OPEN, "clock": PACED, "offline_intervals": [{"learner": "cleo", "first_round": 5, "until_round": 40}]}
 )
 
 
@@ -368,7 +372,7 @@ async def left(up: Network, run_id: str, name: str) -> str | None:
 def require_simulated(outcome: Outcome, spec: RunSpec, noise: Path, *lost: int) -> None:
     """What was overheard is what the simulator says by the spec as it is in the end; of who was lost, what was heard."""
     assert outcome.state == "finished", outcome.detail
-    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.offline_intervals}), noise)
+    run, simulated = as_amended(spec.model_copy(update={"offline_intervals": outcome.offline_intervals}), noise)
     for field, said in transcript_of(outcome, run).fields.items():
         wanted = simulated.fields[field]
         assert len(said) == spec.rounds
@@ -379,21 +383,25 @@ def require_simulated(outcome: Outcome, spec: RunSpec, noise: Path, *lost: int) 
 
 async def test_who_leaves_in_a_pause_stays_away(tmp_path: Path) -> None:
     """It has passed over rounds that it is told of again."""
-    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": ()}), 3), tmp_path)
+    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"offline_intervals": ()}), 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(PAUSE, made_up(PAUSE)))
         await up.until("ann", LearnerState.RUNNING, 8)
         await leave(up, up.learners["ann"].status.run_id, "cleo")
         outcome = await running
     (absence,) = outcome.offline_intervals
-    assert (absence.learner, absence.first_round, absence.until_round) == ("cleo", 5, None) and not absence.unheard
+    assert (absence.learner, absence.first_round, absence.until_round) == (
+        "cleo",
+        5,
+        None,
+    ) and not absence.missed_from_rounds
     require_simulated(outcome, PAUSE, noise)
 
 
 @pytest.mark.parametrize("name", ["cleo", "dora"])
 async def test_who_is_gone_while_somebody_pauses_is_lost(tmp_path: Path, name: str) -> None:
     """Who pauses itself, or another one: that has learned of the last round that it said, too."""
-    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": ()}), 3), tmp_path)
+    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"offline_intervals": ()}), 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(PAUSE, made_up(PAUSE)))
         await up.until("ann", LearnerState.RUNNING, 8)
@@ -402,7 +410,7 @@ async def test_who_is_gone_while_somebody_pauses_is_lost(tmp_path: Path, name: s
         await up.until_gone(name)
         await leave(up, run_id, name)
         outcome = await running
-    assert {each.learner for each in outcome.offline_intervals if each.unheard} == {name}
+    assert {each.learner for each in outcome.offline_intervals if each.missed_from_rounds} == {name}
     require_simulated(outcome, PAUSE, noise, NAMES.index(name))
 
 
@@ -416,7 +424,7 @@ async def test_who_is_lost_cannot_be_lost_again(tmp_path: Path) -> None:
         await up.leave("dora")
         await up.until_gone("dora")
         await leave(up, run_id, "dora")
-        lost = (await amended_spec(up, run_id)).absences
+        lost = (await amended_spec(up, run_id)).offline_intervals
         await up.until("ann", LearnerState.RUNNING, 20)
         assert "is lost to run" in ((await refused(leave(up, run_id, "dora"))).details() or "")
         outcome = await running
@@ -505,7 +513,7 @@ async def test_who_leaves_is_waited_for_where_the_coordinator_was_started_again(
                 assert "has no round under way" in refusal
         outcome = await running
     (absence,) = outcome.offline_intervals
-    assert absence.learner == name and absence.first_round >= 10 and not absence.unheard
+    assert absence.learner == name and absence.first_round >= 10 and not absence.missed_from_rounds
     require_simulated(outcome, spec, noise)
 
 
@@ -628,16 +636,16 @@ def test_a_lost_learner_may_have_said_what_a_coordinator_before_this_one_has_gra
         (written,) = kept.load_runs()
     again = ManagedRun.from_stored_run(written, run, datetime.now(UTC)).machine
     assert again.clock.leased_until == 0
-    (absence,) = without(again, 3).absences or ()
+    (absence,) = without(again, 3).offline_intervals or ()
     assert absence.first_round == 16
     again.clock.raise_lease(59)
     again.inherited_lease = 64
-    assert [each.first_round for each in without(again, 3).absences or ()] == [60]  # of a run of 60 rounds
+    assert [each.first_round for each in without(again, 3).offline_intervals or ()] == [60]  # of a run of 60 rounds
 
 
 def test_a_run_ends_though_its_coordinator_died_before_it_said_so_and_nobody_is_left() -> None:
-    lost: dict[str, Any] = {"learner": "dora", "first_round": 60, "unheard": dict.fromkeys(NAMES[:3], 60)}
-    run = build_run(LOSABLE["ldp-dol"].model_copy(update={"absences": (OfflineInterval(**lost),)}), 3)
+    lost: dict[str, Any] = {"learner": "dora", "first_round": 60, "missed_from_rounds": dict.fromkeys(NAMES[:3], 60)}
+    run = build_run(LOSABLE["ldp-dol"].model_copy(update={"offline_intervals": (OfflineInterval(**lost),)}), 3)
     held, now = RunStateMachine("r-1", run, 3, ("a:1", "b:2", "c:3", "d:4")), datetime.now(UTC)
     known = [
         LearnerStatus(name, "r-1", LearnerState.FINISHED, rounds_done=60, rounds_committed=60) for name in NAMES[:3]
@@ -664,7 +672,7 @@ async def test_nobody_leaves_by_what_those_who_do_not_rest_have_told_last(
 
     monkeypatch.setattr(Session, "_learn", slowly)
     monkeypatch.setattr(Learner, "_obey", deaf)
-    spec = small_spec(**{**PLACE, **OPEN, "clock": {"window": 60, "late": "drop", "deadline_s": 6.0}})
+    spec = small_spec(**{**PLACE, **OPEN, "clock": {"window": 60, "staleness": "drop", "deadline_s": 6.0}})
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 5)
@@ -741,15 +749,15 @@ async def test_a_run_is_taken_up_again_after_a_learner_was_lost(tmp_path: Path) 
         for name in NAMES[:3]:
             await up.join(name)
         outcome = await up.run(spec, made_up(spec), resume=run_id, place=made_up)
-    assert failed.state == "failed" and "somebody must be there" in failed.detail
+    assert failed.state == "failed" and "a learner must participate in every round" in failed.detail
     assert outcome.state == "finished" and outcome.offline_intervals == failed.offline_intervals
     assert [each.rounds_committed for each in outcome.statuses[:3]] == [60] * 3
 
 
 def test_what_a_lost_learner_said_last_may_have_been_overheard() -> None:
     """Though nobody learned it any more."""
-    lost = {"learner": "dora", "first_round": 10, "unheard": {"ann": 7, "ben": 7, "cleo": 7}}
-    network = build_run(small_spec(**{**PLACE, **OPEN, "absences": [lost]}), 3).network
+    lost = {"learner": "dora", "first_round": 10, "missed_from_rounds": {"ann": 7, "ben": 7, "cleo": 7}}
+    network = build_run(small_spec(**{**PLACE, **OPEN, "offline_intervals": [lost]}), 3).network
     listening = _Listening(network, NAMES)
     listening.require(3, 0, 3, 7, "a capture")
     with pytest.raises(CaptureError, match="ann does not hear dora in round 10"):

@@ -665,7 +665,7 @@ async def test_a_feeder_that_leaves_a_full_disk_is_not_waited_for(
         append(own, kind, *more)
 
     monkeypatch.setattr(RunLog, "_append", appended)
-    spec = small_spec(20, NAMES[:1], clock={"deadline_s": 2.0, "patience_s": 1_000.0})
+    spec = small_spec(20, NAMES[:1], clock={"deadline_s": 2.0, "outage_timeout_s": 1_000.0})
     async with network(tmp_path, NAMES[:1]) as up:
         run_id = (await up.start(spec, 3)).run_id
         feeding = asyncio.ensure_future(up.feed(run_id, spec, made_up(spec)))

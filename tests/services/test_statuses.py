@@ -63,7 +63,7 @@ def of_coordinator(run_id: str, spec: str) -> list[Case]:
         ("JoinRun", pb.JoinRunRequest(run_id="other", learner="ann"), NOT_FOUND, no_run),
         ("JoinRun", pb.JoinRunRequest(run_id=run_id, learner="zoe"), NOT_FOUND, no_learner),
         ("JoinRun", pb.JoinRunRequest(run_id=run_id), INVALID, no_name),
-        ("JoinRun", pb.JoinRunRequest(run_id=run_id, learner="ann"), STATE, "only who has a place in the spec"),
+        ("JoinRun", pb.JoinRunRequest(run_id=run_id, learner="ann"), STATE, "only a learner with a place in the spec"),
         ("RecoverRun", pb.RecoverRunRequest(run_id=run_id, **asked), EXISTS, f"run {run_id} is known here"),
         ("RecoverRun", pb.RecoverRunRequest(**asked), INVALID, "a run id must be letters, digits"),
         ("GetRun", pb.GetRunRequest(run_id="other"), NOT_FOUND, no_run),

@@ -85,7 +85,7 @@ def _promised(spec: RunSpec, *, network: bool) -> dict[str, Any]:
     kept = spec if network else spec.model_copy(update={"topology": type(spec.topology)()})
     document = prepare_audit_spec(kept).model_dump(mode="json")
     source = document["data"]["source"]
-    return {**document, "absences": [], "data": {**document["data"], "source": PurePath(str(source)).name}}
+    return {**document, "offline_intervals": [], "data": {**document["data"], "source": PurePath(str(source)).name}}
 
 
 def find_difference(one: Any, other: Any) -> str | None:

@@ -463,7 +463,7 @@ class WarningPrinter:
         """The same run, once it is said."""
         from sottovoce_client.terminal import print_notice
 
-        for finding in prepared.cautions:
+        for finding in prepared.warnings:
             if (line := f"warning: {finding.text} [{finding.code}]") not in self._said:
                 self._said.add(line)
                 print_notice(escape_control(line))

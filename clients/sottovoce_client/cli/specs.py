@@ -324,7 +324,7 @@ def check_spec(
     prepared = prepare_run(load_spec(spec), live=True)
     warnings = [
         *prepared.run.warnings,
-        *prepared.cautions,
+        *prepared.warnings,
         *find_default_policy_warnings(prepared.run),
         *find_long_records(prepared),
     ]

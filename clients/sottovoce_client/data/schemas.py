@@ -149,7 +149,7 @@ def _fields(schema: Schema) -> Table:
     table.add_column("beyond")
     table.add_column("features", justify="right")
     for name, feature in schema.features.items():
-        beyond = feature.beyond if isinstance(feature, Number | Date) else MISSING_VALUE
+        beyond = feature.out_of_bounds if isinstance(feature, Number | Date) else MISSING_VALUE
         says = abbreviate_names(feature.words if isinstance(feature, Category) else (feature.accepted_values,))
         table.add_row(
             Text(name), feature.type, Text(says), feature.missing, beyond, format_count(len(feature.names(name)))

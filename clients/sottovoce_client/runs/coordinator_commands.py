@@ -176,7 +176,7 @@ async def reconfigure_run(
     wanted, method = request(run_id=run_id, learner=learner), "JoinRun" if joins else "LeaveRun"
     await call_service(coordinator, credentials, lambda stub: getattr(stub, method)(wanted, timeout=RESUME_TIMEOUT_S))
     run = await get_run(coordinator, run_id, credentials)
-    for each in json.loads(run.spec).get("absences") or ():
+    for each in json.loads(run.spec).get("offline_intervals") or ():
         if each["learner"] == learner:
             (console or terminal.create_console()).print(_said(describe_offline_interval(OfflineInterval(**each))))
     terminal.print_json_if_requested(lambda: _document(run))
@@ -251,7 +251,11 @@ async def call_service(
 
 def _learners(run: coordinator_pb2.Run) -> Table:
     table = _table("learner", "address", "state", "rounds", "ε spent")
-    lost = {each["learner"] for each in json.loads(run.spec).get("absences") or () if each.get("unheard")}
+    lost = {
+        each["learner"]
+        for each in json.loads(run.spec).get("offline_intervals") or ()
+        if each.get("missed_from_rounds")
+    }
     for each in run.learners:
         status = LearnerStatus.from_wire(each.status)
         away = each.HasField("disconnected_at")

@@ -79,30 +79,30 @@ def parse_plan_document(document: Any) -> RunPlan:
 
 def _plan(document: Any) -> RunPlan:
     names = resolve_learner_names(document["learners"])
-    absences = tuple(OfflineInterval(**each) for each in document.get("absences") or ())
+    offline_intervals = tuple(OfflineInterval(**each) for each in document.get("offline_intervals") or ())
     clock, algorithm = document.get("clock") or {}, document["algorithm"]
     return RunPlan(
         name=str(document.get("name") or "run"),
         rounds=None if document["rounds"] is None else int(document["rounds"]),
         algorithm=str(algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm),
         learners=names,
-        directed_edges=_ways(document, names, absences),
+        directed_edges=_ways(document, names, offline_intervals),
         capture=str(document.get("capture") or "none"),
         clock=str(clock.get("mode") or "free"),
         period_s=clock.get("period_s"),
         is_live=(document.get("data") or {}).get("source") == "live",
-        lost_learners=frozenset(each.learner for each in absences if each.unheard),
+        lost_learners=frozenset(each.learner for each in offline_intervals if each.missed_from_rounds),
     )
 
 
 def _ways(
-    document: Mapping[str, Any], names: tuple[str, ...], absences: tuple[OfflineInterval, ...]
+    document: Mapping[str, Any], names: tuple[str, ...], offline_intervals: tuple[OfflineInterval, ...]
 ) -> tuple[DirectedEdge, ...]:
     """Who says something to whom in any round."""
     try:
         topology = Topology.model_validate(document.get("topology") or {})
         network = topology.build_network(
-            len(names), int(document["rounds"] or UNBOUNDED_ROUNDS), ParticipationSchedule(names, absences)
+            len(names), int(document["rounds"] or UNBOUNDED_ROUNDS), ParticipationSchedule(names, offline_intervals)
         )
         if network.horizon > _MAX_SCANNED_ROUNDS:
             return tuple(way for i, j in network.edges for way in ((i, j), (j, i)))

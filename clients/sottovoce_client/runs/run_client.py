@@ -74,7 +74,7 @@ class Outcome:
     Attributes:
         capture: folder of the capture, or its URL; None where nothing was captured.
         capture_error: why the capture could not be written to its end, or be closed; empty: it could.
-        absences: who was away when, with those who left or joined while it went on.
+        offline_intervals: who was away when, with those who left or joined while it went on.
         misconduct: what learners noticed of each other, in words.
         predictions: `(test records,)` labels by each learner on the held-out records; None where they could not be asked.
     """
@@ -186,7 +186,7 @@ async def _resumed(
 
 def _but_absences(spec: str) -> dict[str, Any]:
     """A spec as it crosses the wire, whoever has left or joined since."""
-    return {name: value for name, value in json.loads(spec).items() if name != "absences"}
+    return {name: value for name, value in json.loads(spec).items() if name != "offline_intervals"}
 
 
 async def _unless_told(start: Coroutine[Any, Any, coordinator_pb2.Run], stop: asyncio.Event) -> coordinator_pb2.Run:
@@ -253,7 +253,7 @@ class _Running:
             location or None,
             tuple(predictions),
             escape_control(last.capture_error),
-            self._spec.absences,
+            self._spec.offline_intervals,
             describe_violations(last),
         )
 
@@ -309,11 +309,11 @@ class _Running:
         """Learners have left or joined, or all go on from their logs."""
         run = await self._stub.GetRun(coordinator_pb2.GetRunRequest(run_id=view.run_id), timeout=_CALL_TIMEOUT_S)
         self._attempt = view.attempt
-        told = [OfflineInterval(**each) for each in json.loads(run.spec).get("absences") or ()]
-        self._lost = {self._spec.names.index(each.learner) for each in told if each.unheard}
-        if tuple(told) == self._spec.absences:
+        told = [OfflineInterval(**each) for each in json.loads(run.spec).get("offline_intervals") or ()]
+        self._lost = {self._spec.names.index(each.learner) for each in told if each.missed_from_rounds}
+        if tuple(told) == self._spec.offline_intervals:
             return
-        self._spec = self._spec.model_copy(update={"absences": tuple(told)})
+        self._spec = self._spec.model_copy(update={"offline_intervals": tuple(told)})
         self._data = await asyncio.to_thread(self._place, self._spec)
         self._moved.set()
         self._moved = asyncio.Event()
@@ -426,7 +426,7 @@ class _Running:
 
 def has_left(spec: RunSpec, index: int) -> bool:
     """Does a learner leave before the last round, or was it lost?"""
-    lost = any(each.unheard and each.learner == spec.names[index] for each in spec.absences)
+    lost = any(each.missed_from_rounds and each.learner == spec.names[index] for each in spec.offline_intervals)
     return lost or spec.participation.learner_participation(index, spec.rounds).end < spec.rounds
 
 

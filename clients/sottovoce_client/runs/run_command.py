@@ -207,8 +207,8 @@ def run_and_report(prepared: PreparedRun, folder: Path, start: _Start, *, owns_s
             _tell(folder, spec, "", "stopped", str(told), 0, None)
             return 130
     if outcome.state != "failed" and (spec.is_unbounded or outcome.detail not in COMMAND_STOP_REASONS):
-        if outcome.offline_intervals != spec.absences:
-            prepared = prepare_changed_run(spec.model_copy(update={"absences": outcome.offline_intervals}))
+        if outcome.offline_intervals != spec.offline_intervals:
+            prepared = prepare_changed_run(spec.model_copy(update={"offline_intervals": outcome.offline_intervals}))
             write_text(folder / "spec.yaml", dump_spec(prepared.run.spec, folder))
         report = folder / "report.html"
         try:

@@ -51,7 +51,7 @@ def _by_run(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState, s
 
 
 _twice_zeta = restrict_fault(
-    mutate_algorithm(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed"))),
+    mutate_algorithm(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale_rule="printed"))),
     lambda plan: plan.run.spec.algorithm.name == "dvp",
     "only dvp has a rate of alpha_hat",
 )

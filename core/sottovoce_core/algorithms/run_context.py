@@ -72,7 +72,7 @@ class RunContext:
     """The surroundings of an algorithm.
 
     Attributes:
-        rounds: planned; `ENDLESS`: no end is.
+        rounds: planned; `UNBOUNDED_ROUNDS`: no end is.
         n_features: features of a record.
         loss: of one record.
         decision_set: where parameters may lie.
@@ -105,7 +105,7 @@ class RunContext:
             AssumptionViolated: TOPOLOGY_FIXED.
         """
         if isinstance(self.network, PartialNetwork):
-            text = "this algorithm needs all learners in all rounds, got absences: leave them out"
+            text = "this algorithm needs all learners in all rounds, got offline_intervals: leave them out"
             raise AssumptionViolated("TOPOLOGY_FIXED", text)
         return self.full_fixed_network
 
@@ -132,11 +132,11 @@ class RunContext:
             what: needs one.
 
         Raises:
-            AssumptionViolated: ENDLESS.
+            AssumptionViolated: FINITE_ROUNDS.
         """
         if self.rounds >= UNBOUNDED_ROUNDS:
             raise AssumptionViolated(
-                "ENDLESS", f"{subject} needs a number of rounds, got rounds: null; give one, or another algorithm"
+                "FINITE_ROUNDS", f"{subject} needs a number of rounds, got rounds: null; give one, or another algorithm"
             )
 
     def broadcast_to_learners(self, value: PerLearner, field: str) -> tuple[float, ...]:

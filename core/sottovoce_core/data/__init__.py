@@ -1,6 +1,6 @@
-"""Records: where they come from, who learns them, and in which round.
+"""Records: sources, placement on learners, and rounds.
 
-`load_dataset` reads a source into a `Dataset`; `check_batch` is what live records must pass.
+`load_dataset` reads a source into a `Dataset`; `check_batch` validates live records.
 """
 
 from sottovoce_core.data.dataset import Dataset, check_batch, load_dataset

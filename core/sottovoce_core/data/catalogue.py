@@ -1,7 +1,7 @@
-"""Data sets that have a name: what they hold, whose they are, the files that their owners publish, and where they lie.
+"""Catalogue of named data sets: content, owner, published files, and local copies.
 
-`catalogue.toml` has the facts; nothing is read or downloaded here. Those that no package ships are `NAME.npz` in a folder; `sottovoce
-data fetch` puts them there.
+`catalogue.toml` has the facts; nothing is read or downloaded here. Data sets that no package ships are `NAME.npz` in a folder;
+`sottovoce data fetch` puts them there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class OriginalFile:
-    """A file as its owner publishes it.
+    """A file as published by its owner.
 
     Attributes:
-        name: the owner's. What is packed where it lies, as `NAME.gz` or in a zip archive, is meant as it is without that.
-        places: URLs, to be tried in this order; `URL#MEMBER` is a file in a zip archive.
-        size: bytes, of what `name` means; about, where nobody is sure.
-        digest: `sha256:` or `md5:` and hexadecimal figures, of the same.
+        name: file name given by the owner; refers to the unpacked file, also if published as `NAME.gz` or in a zip archive.
+        urls: URLs, to be tried in this order; `URL#MEMBER` is a file in a zip archive.
+        size_bytes: size of the unpacked file; approximate if the owner does not state it.
+        digest: `sha256:` or `md5:` and hexadecimal figures, of the unpacked file.
     """
 
     name: str
@@ -39,23 +39,23 @@ class CatalogueEntry:
     """A data set that a spec may name as `data.source`.
 
     Attributes:
-        name: of the source.
-        title: its owner's name for it.
-        task: what is to be told of a record, in a few words.
-        records: how many there are to learn from.
+        name: name of the source.
+        title: title given by the owner.
+        task: prediction task, in a few words.
+        records: number of training records.
         features: columns that a learner sees: one for each value of a category, without the intercept.
-        classes: what the labels mean, in ascending order of the labels.
-        licence: as it is stated where `page` leads, or by those who quote it.
-        citation: what its owner asks to be cited.
-        page: where to read more.
-        held_out: how many more its owner has set apart for tests.
-        download: bytes, about. 0: a package ships it.
-        originals: what it is made from. Empty: it is here, shipped by scikit-learn or made by this package.
-        form: how the originals are written; the records to learn from come first, then those for tests.
-        columns: of a `table`, in the order of the file; one is called `label`.
-        ignored: columns that are left out.
-        labels: how a `table` writes the classes, in their order; empty: by their names, or as numbers.
-        made: by this package, of nothing that happened.
+        classes: meaning of the labels, in ascending order of the labels.
+        licence: licence, as stated by `page` or by those who quote it.
+        citation: citation requested by the owner.
+        page: URL of further information.
+        test_records: number of further records that the owner has set apart for tests.
+        download_bytes: approximate size of the download. 0: a package ships the data.
+        originals: original files. Empty: shipped by scikit-learn or made by this package.
+        file_format: format of the originals; the training file comes first, then the test file.
+        columns: columns of a `table`, in the order of the file; one is called `label`.
+        ignored_columns: columns that are left out.
+        labels: notation of the classes in a `table`, in their order; empty: by their names, or as numbers.
+        is_synthetic: True if this package generates the records.
     """
 
     name: str
@@ -81,21 +81,21 @@ def _read() -> dict[str, CatalogueEntry]:
     facts = tomllib.loads(files(__package__).joinpath("catalogue.toml").read_text(encoding="utf-8"))
     found = {}
     for name, fields in facts.items():
-        originals = tuple(OriginalFile(**_frozen(each)) for each in fields.pop("originals", ()))
-        found[name] = CatalogueEntry(name, **_frozen(fields), originals=originals)
+        originals = tuple(OriginalFile(**_to_tuples(each)) for each in fields.pop("originals", ()))
+        found[name] = CatalogueEntry(name, **_to_tuples(fields), originals=originals)
     return found
 
 
-def _frozen(fields: Mapping[str, object]) -> dict[str, Any]:
+def _to_tuples(fields: Mapping[str, object]) -> dict[str, Any]:
     return {field: tuple(value) if isinstance(value, list) else value for field, value in fields.items()}
 
 
 CATALOGUE: Mapping[str, CatalogueEntry] = _read()
-"""All of them, by name: first those that are shipped."""
+"""Catalogue entries by name, shipped data sets first."""
 
 
 def suggest_name(name: str) -> str:
-    """What to add to an error about a name that there is not: the nearest one, if one is near."""
+    """Return a suggestion to append to an error about an unknown name: the nearest known one; empty if none is near."""
     near = difflib.get_close_matches(name.lower(), CATALOGUE, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -104,13 +104,13 @@ DATA_FOLDER_VARIABLE = "SOTTOVOCE_DATA"
 
 
 def get_data_folders() -> tuple[Path, ...]:
-    """Folders with `NAME.npz`, in the order in which they are looked at: $SOTTOVOCE_DATA, where it is set, then the cache."""
+    """Return the folders to search for `NAME.npz`, in order: $SOTTOVOCE_DATA, if set, then the cache."""
     own, cache = os.environ.get(DATA_FOLDER_VARIABLE), _cache_folder()
     return (*([Path(own)] if own else []), *([cache] if cache else []))
 
 
 def _cache_folder() -> Path | None:
-    """The user's cache, as the system has it; None without platformdirs, which the extra `audit` brings."""
+    """Return the user's cache folder of this system; None without platformdirs, which the extra `audit` installs."""
     try:
         found: Path = importlib.import_module("platformdirs").user_cache_path("sottovoce", appauthor=False)
     except ImportError:
@@ -119,6 +119,6 @@ def _cache_folder() -> Path | None:
 
 
 def find_dataset_file(name: str, folders: Iterable[Path]) -> Path | None:
-    """The file of a data set, in the first of these folders that has it."""
+    """Return the file of a data set in the first of these folders that has it."""
     paths = (folder / f"{name}.npz" for folder in folders)
     return next((path for path in paths if path.is_file()), None)

@@ -1,7 +1,7 @@
-"""What stands in the cells of a table, or in the fields of a live record: numbers, dates, words, or nothing.
+"""Values in the cells of a table, or in the fields of a live record: numbers, dates, words, or missing.
 
-A value means the same from wherever it comes: a number of NumPy or of Python, the same number as text in a CSV file, a date
-that a database has and one that somebody wrote.
+A value means the same from every source: a number of NumPy or of Python and the same number as text in a CSV file, a date of a
+database and a date as text.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import numpy.typing as npt
 from sottovoce_core.errors import DataError
 
 CellValue = str | int | float | datetime.date | None
-"""A value without its library's clothes: text without blanks around it and in Unicode's composed form (NFC), None where there
-is none. A bool is an int, a datetime a date."""
+"""Plain Python value: text without surrounding blanks and in Unicode's composed form (NFC), None if missing. A bool is an int,
+a datetime a date."""
 
 Cells = npt.NDArray[Any] | list[Any]
-"""A column: an array of numbers, or a list of whatever there is."""
+"""A column: an array of numbers, or a list of any values."""
 
 
 class Flaw(Enum):
-    """Why a value does not fit its field; the value is its number in an array of them, where 0 is none."""
+    """Reasons why a value does not fit its field; an array of flaws holds their numbers, and 0 for no flaw."""
 
     MISSING = 1
     NO_NUMBER = 2
@@ -43,7 +43,7 @@ class Flaw(Enum):
 
     @property
     def description(self) -> str:
-        """For people; nothing of the value."""
+        """Description for people; reveals nothing of the value."""
         return _FLAW_DESCRIPTIONS[self]
 
 
@@ -61,19 +61,19 @@ _FLAW_DESCRIPTIONS = {
 
 
 class UnsupportedValue:
-    """A value of a kind that no field takes: bytes, a list, a length of time."""
+    """A value of a kind that no field accepts: bytes, a list, a duration."""
 
 
 UNSUPPORTED_VALUE = UnsupportedValue()
 
 
 def normalise_text(text: str) -> str:
-    """Text as it is compared: Unicode's composed form (NFC), without blanks around it."""
+    """Normalise text for comparison: Unicode's composed form (NFC), without surrounding blanks."""
     return unicodedata.normalize("NFC", text).strip()
 
 
 def to_python_value(value: Any) -> CellValue | UnsupportedValue:
-    """A value of a library, or of Python, as Python's own; `OTHER` where no field takes any such."""
+    """Convert a value of a library, or of Python, to Python's own; `UNSUPPORTED_VALUE` if no field accepts its kind."""
     if isinstance(value, np.datetime64):
         value = value.astype("datetime64[us]").item()  # in nanoseconds it would become a number
         return value if value is None or isinstance(value, datetime.date) else UNSUPPORTED_VALUE
@@ -101,10 +101,10 @@ _DATE = re.compile(
 
 
 def parse_number(value: CellValue | UnsupportedValue) -> float | Flaw:
-    """A number, or the text of one, as float64; one that float64 cannot hold is the largest that it can."""
+    """Convert a number, or its text, to float64; a number beyond float64's range becomes the largest that it holds."""
     if isinstance(value, str):
         if _NUMBER.fullmatch(value):
-            return _held(float(value))
+            return _clamp(float(value))
         if value.lstrip("+-").casefold() in _NOT_FINITE:
             return Flaw.NOT_FINITE
         return Flaw.COMMA if _COMMA_NUMBER.fullmatch(value) else Flaw.NO_NUMBER
@@ -113,16 +113,16 @@ def parse_number(value: CellValue | UnsupportedValue) -> float | Flaw:
     try:
         found = float(value)
     except OverflowError:
-        return _held(float("inf") if value > 0 else float("-inf"))
+        return _clamp(float("inf") if value > 0 else float("-inf"))
     return found if np.isfinite(found) else Flaw.NOT_FINITE
 
 
-def _held(number: float) -> float:
+def _clamp(number: float) -> float:
     return min(max(number, -sys.float_info.max), sys.float_info.max)
 
 
 def parse_day(value: CellValue | UnsupportedValue) -> float | Flaw:
-    """The day of a date, or of its text (ISO 8601), counted from the first of the year 1; in UTC where a time zone is given."""
+    """Return the day of a date, or of its text (ISO 8601), counted from the first of the year 1; in UTC given a time zone."""
     try:
         if isinstance(value, str):
             if (parts := _DATE.fullmatch(value)) is None:
@@ -136,16 +136,16 @@ def parse_day(value: CellValue | UnsupportedValue) -> float | Flaw:
     return float(value.toordinal()) if isinstance(value, datetime.date) else Flaw.NO_DATE
 
 
-# ---- nothing ---------------------------------------------------------------------------------------------
+# ---- missing values --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class MissingValues:
-    """What counts as no value, beside none at all and empty text.
+    """Values that count as missing, in addition to None and empty text.
 
     Attributes:
-        words: case-folded.
-        numbers: in whatever form they are written.
+        words: case-folded words.
+        numbers: numbers, however they are written.
     """
 
     words: frozenset[str] = frozenset()
@@ -153,7 +153,7 @@ class MissingValues:
 
     @classmethod
     def from_values(cls, listed: Iterable[str | int | float]) -> MissingValues:
-        """Text and numbers, the latter as numbers or as text."""
+        """Make the set from text and numbers; numbers may be given as text."""
         numbers: set[float] = set()
         words: set[str] = set()
         for each in listed:
@@ -165,7 +165,7 @@ class MissingValues:
         return cls(frozenset(words), frozenset(numbers))
 
     def is_missing(self, value: CellValue | UnsupportedValue) -> bool:
-        """Whether this is no value. A number that is none (NaN) counts as the word."""
+        """Return whether this value is missing. Not-a-number counts as the word `nan`."""
         if value is None or value == "":
             return True
         if isinstance(value, float) and np.isnan(value):
@@ -175,22 +175,22 @@ class MissingValues:
         return bool(self.numbers) and parse_number(value) in self.numbers
 
     def missing_mask(self, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-        """`(records,)`: the same of many numbers."""
+        """Return which numbers are missing, `(records,)`."""
         found = np.isin(numbers, list(self.numbers))
         return found | np.isnan(numbers) if "nan" in self.words else found
 
 
 def extract_cells(column: Any, name: str) -> Cells:
-    """A column of any library, as numbers in an array or else as a list.
+    """Extract a column of any library, as an array of numbers or else as a list.
 
-    What pandas takes for no value, NaN among numbers too, is None.
+    Values that pandas treats as missing, NaN among numbers too, become None.
 
     Args:
         column: a list, a NumPy array, an Arrow array, a pandas or polars series.
-        name: what errors call it.
+        name: name of the column in errors.
 
     Raises:
-        DataError: it is no list of values.
+        DataError: not a list of values.
     """
     if hasattr(column, "to_pylist"):
         return list(column.to_pylist())
@@ -206,15 +206,15 @@ def extract_cells(column: Any, name: str) -> Cells:
     return list(column)
 
 
-# ---- columns that are no field -----------------------------------------------------------------------------
+# ---- columns that are not fields ---------------------------------------------------------------------------
 
 _INDEX = re.compile(r"(Unnamed: \d+)?|__index_level_\d+__|Unnamed: \d+_level_\d+")
 INDEX_DESCRIPTION = "the index of a pandas table, or a column without a name"
 CODE_PATTERN = r"0\d+|0[xX][\dA-Fa-f]+|[+-]?\d{16,}"
-"""Digits that are no number: leading zeros, hexadecimal ones, or more of them than float64 holds."""
+"""Pattern of digits that are codes: with leading zeros, hexadecimal, or more digits than float64 holds."""
 CODE_DESCRIPTION = "digits that are codes: with leading zeros, hexadecimal, or 16 digits and more"
 
 
 def is_index(name: str) -> bool:
-    """Whether a column is called as pandas writes its index, which numbers records: an empty name is one."""
+    """Return whether a column is named as pandas names its index, which numbers records: an empty name is one."""
     return _INDEX.fullmatch(normalise_text(name)) is not None

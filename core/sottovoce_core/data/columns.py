@@ -1,4 +1,4 @@
-"""Columns of `.csv` and `.parquet` files: as numbers, or as they stand there for a schema."""
+"""Columns of `.csv` and `.parquet` files: as numbers, or as raw cells for a schema."""
 
 from __future__ import annotations
 
@@ -40,21 +40,24 @@ from sottovoce_core.optional import import_optional
 from sottovoce_core.yaml_files import detect_format
 
 _MAX_REPORTED_COLUMNS = 12
-"""Columns of which an error says what is wrong."""
-_DECLARE_ADVICE = "declare its fields in a schema, or ignore them there (`sottovoce init --schema-only` drafts one from public records)"
+"""Maximum number of columns that an error explains."""
+_DECLARE_ADVICE = (
+    "declare its fields in a schema, or ignore them there (`sottovoce init --schema-only` drafts one from public "
+    "records)"
+)
 _MAX_SNIFFED_BYTES = 2**16
-"""Bytes after the first line of a `.csv` file that may tell that it is another format."""
+"""Number of bytes after the first line of a `.csv` file that are inspected for another format."""
 _MAX_HEADER_LINE_BYTES = 2**24
-"""Bytes of a header line that are looked at."""
+"""Maximum number of bytes of a header line that are read."""
 WRONG_VALUE_COUNT_REASON = "not as many values as the header"
-_CONVERSION_ERRORS = (ValueError, OverflowError)  # those of Arrow are ValueErrors, too
+_CONVERSION_ERRORS = (ValueError, OverflowError)  # errors of Arrow are ValueErrors, too
 
 
 def read_columns(path: Path, label: str | None) -> RawTable:
     """Read a `.csv` (with a header line) or `.parquet` file.
 
     Args:
-        path: the file; its suffix tells the format.
+        path: path of the file; its suffix determines the format.
         label: the label column; None: `label`, else `y`, else the last one. The columns `learner` and `round` place a
             record; every other column is a feature.
 
@@ -66,11 +69,11 @@ def read_columns(path: Path, label: str | None) -> RawTable:
     file = _named_table(path, label)
     candidates = [name for name in file.names if name not in PLACEMENT_COLUMNS]
     if not candidates:
-        raise SpecError(f"data.label must name a column of {path}, and it has learner and round alone")
+        raise SpecError(f"data.label must name a column of {path}, which has only learner and round")
     label = choose_label(candidates, label, f"data.label must name a column of {path}", file.header)
     features = [name for name in candidates if name != label]
     if not features:
-        alone = "; commas must stand between columns" if len(file.names) == 1 else ""
+        alone = "; commas must separate columns" if len(file.names) == 1 else ""
         raise DataError(f"{path} must have a feature column beside the label, got none{alone}")
     matrix = file.matrix(features)
     learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT_COLUMNS)
@@ -79,12 +82,12 @@ def read_columns(path: Path, label: str | None) -> RawTable:
 
 
 def read_features(path: Path, wanted: Sequence[str] | None, label: str | None) -> FloatArray:
-    """Read records that are to be predicted, without their labels: `(records, features)`.
+    """Read records for prediction, without their labels: `(records, features)`.
 
     Args:
         path: a `.npz`, `.csv` or `.parquet` file.
         wanted: names of the features, in their order; None: all columns but the label and those of `PLACEMENT_COLUMNS`.
-        label: of the label column, where there is one; None: `label` or `y`.
+        label: name of the label column, if there is one; None: `label` or `y`.
 
     Raises:
         DataError: unreadable, a column is missing or not numeric, or a cell is empty.
@@ -107,59 +110,59 @@ def read_features(path: Path, wanted: Sequence[str] | None, label: str | None) -
 
 
 def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, Any], AnyArray | None, AnyArray | None]:
-    """Read a `.csv` (with a header line) or `.parquet` file as a schema needs it: nothing is taken for a number yet.
+    """Read a `.csv` (with a header line) or `.parquet` file for a schema: no cell is converted to a number yet.
 
     Args:
-        path: the file; its suffix tells the format.
-        ragged: gets the places of rows that have not as many values as the header, which are left out then; None: there must be
-            none. Where rows are so, nothing places a record.
+        path: path of the file; its suffix determines the format.
+        ragged: receives the places of rows whose number of values differs from the header's, which are left out; None: such rows
+            are an error. If there are such rows, no columns place a record.
 
     Returns:
-        Columns by name, text of a `.csv`; and the columns `learner` and `round`, as `RawTable` has them, where there are such.
+        Columns by name, as text for a `.csv`; and the columns `learner` and `round`, as in `RawTable`, if present.
 
     Raises:
-        DataError: unreadable, or an empty cell among those that place a record.
+        DataError: unreadable, or an empty cell in a column that places a record.
         SpecError: pyarrow is not installed.
     """
-    table = _arrow_table(path, as_text=True, ragged=ragged)
+    table = _read_arrow_table(path, as_text=True, ragged=ragged)
     placing = [name for name in table.column_names if normalise_text(name) in PLACEMENT_COLUMNS]
-    columns = {name: _cells(table.column(name)) for name in table.column_names if name not in placing}
-    codes = _codes(path, table.select(placing)) if path.suffix.lower() == ".csv" and not ragged else {}
-    file = _File(path, table.select(placing), [*map(normalise_text, placing)], None, codes)
+    columns = {name: _to_cells(table.column(name)) for name in table.column_names if name not in placing}
+    codes = _find_codes(path, table.select(placing)) if path.suffix.lower() == ".csv" and not ragged else {}
+    file = _TableFile(path, table.select(placing), [*map(normalise_text, placing)], None, codes)
     learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT_COLUMNS)
     return columns, learner, rounds
 
 
 def read_names(path: Path, label: str | None = None) -> tuple[dict[str, bool], str | None]:
-    """The names of the columns of a `.csv` or `.parquet` file.
+    """Read the names of the columns of a `.csv` or `.parquet` file.
 
     Args:
-        path: the file; its suffix tells the format.
-        label: the label column, where somebody has said it.
+        path: path of the file; its suffix determines the format.
+        label: the label column, if known.
 
     Returns:
-        Whether a column holds words, by its name as it is compared; and why the first line is taken for names, as
-        `RawTable.header`.
+        For each normalised column name, whether the column holds words; and the reason why the first line is taken for names, as
+        `RawTable.header_reason`.
 
     Raises:
         DataError, SpecError: as `read_columns`; also where the first line of a `.csv` is a record.
     """
-    table = _arrow_table(path)
+    table = _read_arrow_table(path)
     kinds = {normalise_text(each.name): each.type in ("string", "large_string", "bool") for each in table.schema}
     is_csv = path.suffix.lower() == ".csv"
     return kinds, explain_header([*kinds], table.column, label, path) if is_csv else None
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    """A file's records.
+class _TableFile:
+    """Records of a file.
 
     Attributes:
-        path: of the file.
-        table: Arrow's, in the order of the names; of a `.csv`, with the types that its values suggest.
-        names: of the columns, as they are compared.
-        header: why these are names, as `RawTable.header`.
-        codes: columns of a `.csv` that Arrow took for numbers, and that have digits which are none, as text.
+        path: path of the file.
+        table: Arrow table, in the order of the names; of a `.csv`, with inferred types.
+        names: normalised names of the columns.
+        header: reason why the first line holds names, as `RawTable.header_reason`.
+        codes: columns of a `.csv` that Arrow read as numbers, although some of their digits are codes; as text.
     """
 
     path: Path
@@ -169,67 +172,71 @@ class _File:
     codes: Mapping[str, Any] = field(default_factory=dict)
 
     def column(self, name: str) -> Any:
-        """Arrow's column of this name."""
+        """Return Arrow's column of this name."""
         return self.table.column(self.names.index(name))
 
-    def called(self, name: str) -> str:
-        """A column in an error."""
+    def describe_column(self, name: str) -> str:
+        """Describe a column in an error."""
         return describe_column(self.names.index(name), name, self.header)
 
     def values(self, name: str, advice: str) -> AnyArray:
-        """A column as float64 where it holds numbers, else as text.
+        """Return a column as float64 if it holds numbers, else as text.
 
         Args:
-            name: of the column.
-            advice: what to do about an empty cell.
+            name: name of the column.
+            advice: remedy for an empty cell.
 
         Raises:
-            DataError: it has an empty cell, or values that are neither.
+            DataError: an empty cell, or values of another kind.
         """
         column = self.column(name)
         if column.null_count:
             row = int(np.flatnonzero(column.is_null().to_numpy())[0])
             raise DataError(
-                f"{self.path}: row {row} (counted from 0), {self.called(name)} must hold a value, got an empty cell, or a word "
-                f"for one (nan, NA, null){advice}"
+                f"{self.path}: row {row} (counted from 0), {self.describe_column(name)} must hold a value, got an empty cell, or "
+                f"a word for one (nan, NA, null){advice}"
             )
         numeric = is_numeric_type(column.type) or (column.type == "bool" and name not in PLACEMENT_COLUMNS)
-        if numeric and name not in self.codes and not _loses_digits(column):
+        if numeric and name not in self.codes and not _has_unrepresentable_digits(column):
             return as_floats(column.cast("float64", safe=False).to_numpy())
-        values = _values_of_python(self.codes.get(name, column))
+        values = _to_python_values(self.codes.get(name, column))
         if any(to_python_value(value) is UNSUPPORTED_VALUE for value in values):
-            raise DataError(f"{self.path}: {self.called(name)} must hold numbers or text, got type {column.type}")
+            raise DataError(
+                f"{self.path}: {self.describe_column(name)} must hold numbers or text, got type {column.type}"
+            )
         return np.array(
             [value.strip() for value in values] if name in self.codes else [*map(str, values)], dtype=np.str_
         )
 
     def matrix(self, features: Sequence[str]) -> FloatArray:
-        """The columns that are learned from, `(records, features)`.
+        """Return the feature columns, `(records, features)`.
 
         Raises:
-            DataError: some are no features, or hold something else than numbers.
+            DataError: some columns are no features, or hold something other than numbers.
         """
-        if wrong := [(name, why) for name in features if (why := self._no_feature(name))]:
-            told = " and ".join(f"{self.called(name)} {why}" for name, why in wrong[:_MAX_REPORTED_COLUMNS])
+        if wrong := [(name, why) for name in features if (why := self._explain_no_feature(name))]:
+            problems = " and ".join(
+                f"{self.describe_column(name)} {why}" for name, why in wrong[:_MAX_REPORTED_COLUMNS]
+            )
             it = "it" if len(wrong) == 1 else "them"
-            raise DataError(f"{self.path}: {told}; {_DECLARE_ADVICE}, or drop {it}")
+            raise DataError(f"{self.path}: {problems}; {_DECLARE_ADVICE}, or drop {it}")
         return as_floats(np.column_stack([self.values(name, f"; or {_DECLARE_ADVICE}") for name in features]))
 
-    def _no_feature(self, name: str) -> str:
-        """Why a column is nothing to learn from; empty: it is something."""
+    def _explain_no_feature(self, name: str) -> str:
+        """Explain why a column is no feature; empty: it is one."""
         if is_index(name):
             return f"must be a field of the records, and is {INDEX_DESCRIPTION}"
         column = self.column(name)
         if name in self.codes:
             return f"must be numeric, got {CODE_DESCRIPTION}"
         if is_numeric_type(column.type) or column.type == "bool":
-            return f"must be numeric, got {LOST_DIGITS_REASON}" if _loses_digits(column) else ""
+            return f"must be numeric, got {LOST_DIGITS_REASON}" if _has_unrepresentable_digits(column) else ""
         return "" if column.type == "null" else f"must be numeric, got type {column.type}"
 
 
-def _loses_digits(column: Any) -> bool:
-    """Whether float64 cannot hold some of a column's whole numbers."""
-    types = _arrow().types
+def _has_unrepresentable_digits(column: Any) -> bool:
+    """Return whether float64 cannot hold some of a column's integers."""
+    types = _import_arrow().types
     if types.is_integer(column.type):
         return has_unrepresentable_integers(column.drop_null().to_numpy())
     if not types.is_decimal(column.type):
@@ -238,47 +245,49 @@ def _loses_digits(column: Any) -> bool:
     return any(value == value.to_integral_value() and int(float(value)) != value for value in whole)
 
 
-def _named_table(path: Path, label: str | None) -> _File:
-    """A file's records, one at least.
+def _named_table(path: Path, label: str | None) -> _TableFile:
+    """Read a file with at least one record.
 
     Raises:
         DataError: unreadable, without names or without records.
         SpecError: pyarrow is not installed.
     """
-    table = _arrow_table(path)
+    table = _read_arrow_table(path)
     names = [*map(normalise_text, table.column_names)]
     is_csv = path.suffix.lower() == ".csv"
-    if is_csv and any(each.type == "binary" for each in table.schema):  # what Arrow takes for no text
+    if is_csv and any(each.type == "binary" for each in table.schema):  # values that Arrow cannot decode as text
         raise DataError(f"{path} must be a readable .csv file: {_UTF_8_REQUIREMENT}{_LATIN_1_HINT}")
     why = explain_header(names, table.column, label, path) if is_csv else None
     if not table.num_rows:
-        raise DataError(f"{path} must hold at least one record, and has column names alone")
-    return _File(path, table, names, why, _codes(path, table) if is_csv else {})
+        raise DataError(f"{path} must hold at least one record, got only column names")
+    return _TableFile(path, table, names, why, _find_codes(path, table) if is_csv else {})
 
 
-def _codes(path: Path, table: Any) -> dict[str, Any]:
-    """Columns of a `.csv` file that were taken for numbers, and have values that are written as codes are: as text."""
-    arrow = _arrow()
+def _find_codes(path: Path, table: Any) -> dict[str, Any]:
+    """Return, as text, the columns of a `.csv` file that were read as numbers and have values written as codes."""
+    arrow = _import_arrow()
     types, compute = arrow.types, arrow.compute
 
-    def may_be(column: Any) -> bool:  # more digits than an integer has make a number
+    def may_be(column: Any) -> bool:  # an integer has fewer digits than such a number
         floating = types.is_floating(column.type)
         whole = floating and compute.all(compute.equal(column, compute.floor(column))).as_py()
         return bool(types.is_integer(column.type) or whole)
 
     if not (names := [name for name in table.column_names if may_be(table.column(name))]):
         return {}
-    text = arrow.csv.read_csv(path, parse_options=_lines(), convert_options=_as_text(names, include_columns=names))
+    text = arrow.csv.read_csv(
+        path, parse_options=_build_parse_options(), convert_options=_build_convert_options(names, include_columns=names)
+    )
     code = rf"^\s*({CODE_PATTERN})\s*$"
     found = {normalise_text(name): text.column(name) for name in names}
     return {name: own for name, own in found.items() if compute.any(compute.match_substring_regex(own, code)).as_py()}
 
 
 def _require_names(columns: Any, path: Path) -> list[str]:
-    """The names of an Arrow schema's columns; no error quotes them, for a file without a header line has a record in their place.
+    """Return the names of an Arrow schema's columns; errors do not quote them: without a header line they are a record.
 
     Raises:
-        DataError: two are the same as they are compared, or one is no text.
+        DataError: two normalised names are equal, or one is no text.
     """
     try:
         names: list[str] = columns.names
@@ -294,36 +303,36 @@ def _require_names(columns: Any, path: Path) -> list[str]:
     return names
 
 
-def _cells(column: Any) -> Any:
-    """A column as numbers where all are, else as a list."""
-    arrow = _arrow()
+def _to_cells(column: Any) -> Any:
+    """Return a column as numbers if all values are, else as a list."""
+    arrow = _import_arrow()
     types = arrow.types
-    if types.is_timestamp(column.type):  # nanoseconds are for pandas
+    if types.is_timestamp(column.type):  # pandas reads nanoseconds
         column = column.cast(arrow.timestamp("us", column.type.tz), safe=False)
     numeric = types.is_integer(column.type) or types.is_floating(column.type)
-    return column.to_numpy() if numeric and not column.null_count else _values_of_python(column)
+    return column.to_numpy() if numeric and not column.null_count else _to_python_values(column)
 
 
-def _values_of_python(column: Any) -> list[Any]:
-    """A column as a list; `OTHER` where Python has no such value: the year 12020, text that is no UTF-8, nanoseconds."""
+def _to_python_values(column: Any) -> list[Any]:
+    """Return a column as a list; `UNSUPPORTED_VALUE` for what Python lacks: the year 12020, text not in UTF-8, nanoseconds."""
     try:
         return list(column.to_pylist())
     except _CONVERSION_ERRORS:
-        return [_value_of_python(cell) for cell in column]
+        return [_to_python_value(cell) for cell in column]
 
 
-def _value_of_python(cell: Any) -> Any:
+def _to_python_value(cell: Any) -> Any:
     try:
         return cell.as_py()
     except _CONVERSION_ERRORS:
         return UNSUPPORTED_VALUE
 
 
-def _arrow(what: str = "reading columns") -> Any:
-    """The package pyarrow with what reads files of columns.
+def _import_arrow(what: str = "reading columns") -> Any:
+    """Import pyarrow with its readers for columns.
 
     Raises:
-        SpecError: it is not installed; `what` needs it.
+        SpecError: pyarrow is not installed; `what` needs it.
     """
     arrow = import_optional("pyarrow", "pyarrow", what)
     for module in ("pyarrow.csv", "pyarrow.compute", "pyarrow.parquet"):
@@ -331,18 +340,18 @@ def _arrow(what: str = "reading columns") -> Any:
     return arrow
 
 
-def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None = None) -> Any:
-    """The file as a pyarrow table; `as_text`: with the cells of a `.csv` as they stand there, but for those of `PLACEMENT_COLUMNS`.
+def _read_arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None = None) -> Any:
+    """Read the file as a pyarrow table.
 
     Args:
-        path, ragged: as of `read_cells`.
-        as_text: see above.
+        path, ragged: as in `read_cells`.
+        as_text: keep the cells of a `.csv` as text, except those of `PLACEMENT_COLUMNS`.
     """
-    arrow = _arrow(f"reading {path.suffix} files")
+    arrow = _import_arrow(f"reading {path.suffix} files")
     try:
         if path.suffix.lower() == ".csv":
-            table = _csv_table(path, as_text=as_text, ragged=ragged)
-        else:  # one file, not a data set: a folder named a=b on the way to it must not become a column
+            table = _read_csv_table(path, as_text=as_text, ragged=ragged)
+        else:  # one file, not a data set: a folder named a=b in its path must not become a column
             table = arrow.parquet.ParquetFile(path).read()
         _require_names(table.schema, path)
         plain = [
@@ -353,35 +362,37 @@ def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None 
     except MemoryError:
         raise DataError(f"{path} must fit into memory, got more records than do") from None
     except OSError as error:
-        why = error.strerror or _instead(path)
+        why = error.strerror or _describe_content(path)
         raise DataError(f"{path} must be a readable {path.suffix} file: {why}") from None
-    except arrow.ArrowException as error:  # its text may quote a row: what comes after the last colon
-        raise DataError(f"{path} must be a readable {path.suffix} file: {_unquoted(path, str(error))}") from None
+    except arrow.ArrowException as error:  # its text may quote a row after the last colon
+        raise DataError(
+            f"{path} must be a readable {path.suffix} file: {_remove_quotations(path, str(error))}"
+        ) from None
 
 
-def _instead(path: Path) -> str:
-    """What a file is that cannot be read as its name says."""
+def _describe_content(path: Path) -> str:
+    """Describe a file that cannot be read as its name states."""
     found = describe_content(path)
     own = path.suffix.lower() == ".csv" if found.startswith("text:") else found.startswith("a Parquet")
     return "it is broken: copy it anew" if own else f"it is {found}"
 
 
-def _csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
+def _read_csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
     _require_csv(path)
-    arrow, convert = _arrow(), None
+    arrow, convert = _import_arrow(), None
     csv = arrow.csv
     if as_text:
-        with csv.open_csv(path, parse_options=_lines(None if ragged is None else [])) as first:
+        with csv.open_csv(path, parse_options=_build_parse_options(None if ragged is None else [])) as first:
             names = _require_names(first.schema, path)
-        convert = _as_text([name for name in names if normalise_text(name) not in PLACEMENT_COLUMNS])
+        convert = _build_convert_options([name for name in names if normalise_text(name) not in PLACEMENT_COLUMNS])
     try:
-        return csv.read_csv(path, parse_options=_lines(), convert_options=convert)
+        return csv.read_csv(path, parse_options=_build_parse_options(), convert_options=convert)
     except arrow.ArrowInvalid as error:
         if "columns, got" not in str(error):
             raise
-    # In threads nobody knows the numbers of rows, which count from 1, the header's.
+    # Multi-threaded reading does not number the rows, which count from 1, the header's.
     found = None if ragged is None else list[Any]()
-    table = csv.read_csv(path, csv.ReadOptions(use_threads=False), _lines(found), convert)
+    table = csv.read_csv(path, csv.ReadOptions(use_threads=False), _build_parse_options(found), convert)
     for row in found or ():
         if row.text.count('"') % 2:
             raise DataError(
@@ -393,11 +404,12 @@ def _csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
     return table
 
 
-def _lines(others: list[Any] | None = None) -> Any:
-    """How rows are found.
+def _build_parse_options(others: list[Any] | None = None) -> Any:
+    """Build Arrow's options for splitting rows.
 
     Args:
-        others: gets the rows that have not as many values as the header, which are left out then; None: there must be none.
+        others: receives the rows whose number of values differs from the header's, which are left out; None: such rows are an
+            error.
     """
 
     def skip(row: Any, others: list[Any]) -> str:
@@ -405,12 +417,12 @@ def _lines(others: list[Any] | None = None) -> Any:
         return "skip"
 
     handler = None if others is None else partial(skip, others=others)
-    return _arrow().csv.ParseOptions(newlines_in_values=True, invalid_row_handler=handler)
+    return _import_arrow().csv.ParseOptions(newlines_in_values=True, invalid_row_handler=handler)
 
 
-def _as_text(names: Sequence[str], **options: Any) -> Any:
-    """To read columns as text; of others, types are guessed."""
-    arrow = _arrow()
+def _build_convert_options(names: Sequence[str], **options: Any) -> Any:
+    """Build Arrow's options to read columns as text; types of other columns are inferred."""
+    arrow = _import_arrow()
     return arrow.csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), **options)
 
 
@@ -419,10 +431,10 @@ _LATIN_1_HINT = ", and may be Latin-1 or Windows-1252"
 
 
 def _require_csv(path: Path) -> None:
-    """Refuse, by its first line, what spreadsheets write that is read as something else, or not at all.
+    """Refuse, by its first line, spreadsheet output that would be misread or not read at all.
 
     Raises:
-        DataError: it is not UTF-8, or something else than a comma stands between its columns.
+        DataError: not UTF-8, or columns separated by something other than a comma.
     """
     with path.open("rb") as file:
         line = file.readline(_MAX_HEADER_LINE_BYTES)
@@ -448,8 +460,8 @@ def _require_csv(path: Path) -> None:
         raise DataError(f"{path} must begin with a line of column names, got a spreadsheet's sep=; remove it")
 
 
-def _unquoted(path: Path, text: str) -> str:
-    """What Arrow says of a broken file, as far as it quotes nothing of it."""
+def _remove_quotations(path: Path, text: str) -> str:
+    """Return Arrow's message about a broken file without any quoted content."""
     if "Empty CSV file" in text:
         return "it has no record"
     if "invalid UTF8" in text:
@@ -457,7 +469,7 @@ def _unquoted(path: Path, text: str) -> str:
     if "straddling object" in text:
         return "a row is longer than 1 MiB: see whether a quote in it is never closed, or drop its long column"
     if (other := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", text)) is None:
-        return _instead(path)
+        return _describe_content(path)
     row, wanted, got = other.groups()
     with path.open("rb") as file:
         advice = "; its first line begins with #: remove it if it is a comment" if file.read(1) == b"#" else ""
@@ -465,16 +477,17 @@ def _unquoted(path: Path, text: str) -> str:
 
 
 def choose_label(names: Sequence[str], label: str | None, must: str, header: str | None = None) -> str:
-    """The label column that was asked for, else `label`, else `y`, else the last one.
+    """Choose the label column: the requested one, else `label`, else `y`, else the last one.
 
     Args:
-        names: of the columns that may be it.
-        label: that was asked for.
-        must: what it must do.
-        header: why the names are names, as `RawTable.header`; where they may be a record, only one that is near is quoted.
+        names: names of the possible columns.
+        label: requested column.
+        must: requirement, as the start of an error.
+        header: reason why the names are names, as `RawTable.header_reason`; if they may be a record, only a similar one is
+            quoted.
 
     Raises:
-        SpecError: it is none of them.
+        SpecError: the requested column does not exist.
     """
     if label is None:
         return next((name for name in LABEL_COLUMN_NAMES if name in names), names[-1])

@@ -1,4 +1,4 @@
-"""A `Dataset`, the sources that one can come from, and the check of live records."""
+"""The class `Dataset`, its sources, and the validation of live records."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from sottovoce_core.registry import MAX_MAGNITUDE
 
 
 def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss: Loss) -> None:
-    """Refuse records that the loss is not defined for.
+    """Validate records against the domain of the loss.
 
-    A message describes shapes and rules, and quotes no record value nor the place of one: it may travel to a feeder or
-    into a log, where nothing of a record may go.
+    An error describes shapes and rules, and quotes neither a record's value nor its place: it may reach a feeder or a log, where
+    nothing of a record may appear.
 
     Args:
         features: must be `(records, n_features)`, finite.
@@ -42,7 +42,7 @@ def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss:
         loss: the loss of the run.
 
     Raises:
-        DataError: one of these does not hold.
+        DataError: one of these requirements does not hold.
     """
     if features.ndim != 2:
         raise DataError(f"features must have the shape (records, {n_features}), got {features.ndim} axes")
@@ -67,11 +67,11 @@ _TRAINING_RECORDS, _TEST_RECORDS = 75_000, 25_000
 _NAMES = ("heart_rate", "breaths", "temperature", "oxygen", "pressure", "age")
 
 
-def _vital_signs() -> RawTable:
-    """What is measured at made-up bedsides, and whether a patient was worse a day later (1) or not (0).
+def _generate_vital_signs() -> RawTable:
+    """Generate synthetic vital signs with a label: the patient is worse a day later (1) or not (0).
 
-    Severity is drawn, rises with age, and drifts with the season; measurements and outcome follow from it, each with noise of its
-    own. One year, in the order of time; every fourth record is held out. The same numbers at every call.
+    Severity is random, rises with age, and drifts with the season; measurements and outcome follow from it, each with its own
+    noise. One year, in the order of time; every fourth record is held out. Every call returns the same numbers.
     """
     random, count = np.random.default_rng(20260101), _TRAINING_RECORDS + _TEST_RECORDS
     noise = random.normal(size=(count, 6))
@@ -98,20 +98,19 @@ def _vital_signs() -> RawTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Records of one source, before anybody got any of them.
+    """Records of one source, before placement on learners.
 
     Attributes:
         name: the source.
         features: `(records, features)`, finite.
         labels: `(records,)` in the domain of the loss.
-        classes: `(records,)` rank of the original label; a partition deals by class, though a binary loss sees two
-            labels only. None: the labels are the classes.
-        learner: `(records,)` to whom a record goes: an index into `learner_names` if there are any, else into the
-            learners of the run.
-        learner_names: names that the source calls learners by.
+        classes: `(records,)` rank of the original label; partitions use classes, although a binary loss has only two labels.
+            None: the labels are the classes.
+        learner: `(records,)` learner of each record: an index into `learner_names` if present, else into the learners of the run.
+        learner_names: learners' names in the source.
         round: `(records,)` the round in which a record is learned.
-        test: a part that the source itself holds out: `(records, features)` and `(records,)`.
-        class_names: what the source calls the classes, by rank; none where the label is a number.
+        test: part held out by the source itself: `(records, features)` and `(records,)`.
+        class_names: names of the classes in the source, by rank; empty if the label is a number.
     """
 
     name: str
@@ -129,104 +128,85 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), la
     """Read the records of `data.source` and map their labels to the domain of the loss.
 
     Args:
-        data: where records come from.
-        loss: what labels are mapped to: 0 and 1, class numbers, or numbers as they are.
-        folders: where the `.npz` files of data sets that have a name are looked for (`get_data_folders`).
-        meant: whether anybody learns from the labels: as of `map_labels`.
+        data: section of the spec.
+        loss: determines the mapped labels: 0 and 1, class numbers, or unchanged numbers.
+        folders: folders to search for the `.npz` files of named data sets (`get_data_folders`).
+        labels_required: as in `map_labels`.
 
     Raises:
-        SpecError: there is no such source, or what reads it is not installed.
-        DataError: its records are unusable; the message names the row and the column.
+        SpecError: no such source, or the package that reads it is not installed.
+        DataError: the records are unusable; the message names the row and the column.
     """
     if data.is_live:
-        raise SpecError(f"data.source must be where records are, got {data.source}, whose records come later")
+        raise SpecError(
+            f"data.source must be a data set or a file of records, got {data.source}, whose records come later"
+        )
     if data.schema is not None:
-        return _by_schema(data, data.schema, loss)
+        return _load_by_schema(data, data.schema, loss)
     table = read_source(data, folders)
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
     mapped, classes = map_labels(labels, loss, data.positive, labels_required=labels_required)
     n = len(table.features)
     test = None if table.test is None else Batch(table.test[0], mapped[n:])
     named = () if loss.n_classes is None else tuple(format_labels(np.unique(labels)))
-    placed = _placement(table.learner, table.round, data.source)
+    placed = _convert_placement(table.learner, table.round, data.source)
     return Dataset(data.source, table.features, mapped[:n], classes[:n], *placed, test, named)
 
 
 def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
-    """The records of `data.source` as they stand there; labels are float64 or text.
+    """Read the unprocessed records of `data.source`; labels are float64 or text.
 
     Raises:
         SpecError, DataError: as `load_dataset`.
     """
-    table = _read(data, folders)
-    _check(table, data.source)
+    table = _read_table(data, folders)
+    _require_valid_table(table, data.source)
     return table
 
 
-def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
-    """The source as a table whose labels are float64 or text."""
+def _read_table(data: DataSpec, folders: Sequence[Path]) -> RawTable:
+    """Read the source as a table whose labels are float64 or text."""
     known = CATALOGUE.get(data.source)
     if known is not None and known.is_synthetic:
-        return _vital_signs()
+        return _generate_vital_signs()
     if known is not None and not known.originals:
         return RawTable(*_read_shipped(data.source))
     if known is not None:
-        return _plain(read_npz(_public_file(data.source, folders)), data.source)
+        return _convert_labels(read_npz(_find_public_file(data.source, folders)), data.source)
     path = Path(data.source)
     if path.suffix.lower() not in RECORD_FILE_SUFFIXES:
         raise SpecError(
-            f"data.source must be one of {', '.join(CATALOGUE)}, or a path to a {', '.join(RECORD_FILE_SUFFIXES)} file, got {path}"
+            f"data.source must be one of {', '.join(CATALOGUE)}, or a path to a {', '.join(RECORD_FILE_SUFFIXES)} file, "
+            f"got {path}"
             f"{suggest_name(data.source)}"
         )
     require_source_file(path)
-    return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
+    return _convert_labels(
+        read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source
+    )
 
 
-def _read_shipped(name: str) -> tuple[FloatArray, FloatArray]:
-    """Read features and labels of a data set that scikit-learn ships.
-
-    From its file: to import scikit-learn would take two seconds of every command. Its loader is imported where a version
-    keeps the file elsewhere.
-
-    Raises:
-        SpecError: scikit-learn is not installed.
-    """
-    package, (file, heading_lines) = find_spec("sklearn"), _SHIPPED_FILES[name]
-    if package is not None and package.origin is not None:
-        path = Path(package.origin).parent / "datasets" / "data" / file
-        if path.is_file():
-            rows = np.loadtxt(path, delimiter=",", skiprows=heading_lines)
-            return rows[:, :-1].copy(), rows[:, -1].copy()
-    loaders = import_optional("sklearn.datasets", "scikit-learn", f"data.source {name}")
-    features, labels = getattr(loaders, f"load_{name}")(return_X_y=True)
-    return as_floats(features), as_floats(labels)
-
-
-_SHIPPED_FILES = {"breast_cancer": ("breast_cancer.csv", 1), "digits": ("digits.csv.gz", 0)}
-"""Files of scikit-learn, and the number of lines before the first record."""
-
-
-def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
-    """The records of a file as its schema reads them, all of them."""
+def _load_by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
+    """Read all records of a file by a schema."""
     path = Path(data.source)
     found, learner, rounds = encode_file(path, Encoder.from_schema(schema, loss, data.positive))
     if found.refusals:
-        told = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
+        listed_reasons = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
         row, why = next(iter(found.refusals.items()))
         counts = f"{len(found.refusals):,} of {len(found.accepted_mask):,} records do not fit the schema"
         hint = f"; {found.hint}" if found.hint else ""
-        raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}{hint}")
-    placed = _placement(learner, rounds, data.source)
+        raise DataError(f"{path}: {counts}: {listed_reasons}; the first is row {row} (counted from 0), {why}{hint}")
+    placed = _convert_placement(learner, rounds, data.source)
     named = schema.label.classes or ()
     return Dataset(data.source, found.features, found.labels, found.classes, *placed, class_names=named)
 
 
 def encode_file(path: Path, encoder: Encoder) -> tuple[EncodedRecords, AnyArray | None, AnyArray | None]:
-    """Encode the records of a file, whose columns must be those of the schema; and its columns `learner` and `round`.
+    """Encode the records of a file, whose columns must be those of the schema; also return its columns `learner` and `round`.
 
     Raises:
-        SpecError: there is no such file, or it is of another format.
-        DataError: it is unreadable, a field has no column, a column is neither declared nor ignored, or there is no record.
+        SpecError: no such file, or another format.
+        DataError: unreadable, a field has no column, a column is neither declared nor ignored, or there is no record.
     """
     ragged = list[int]()
     columns, learner, rounds = read_cells(require_source_file(path, schema=True), ragged)
@@ -244,46 +224,46 @@ def encode_file(path: Path, encoder: Encoder) -> tuple[EncodedRecords, AnyArray 
 
 
 def require_source_file(path: Path, *, schema: bool = False) -> Path:
-    """The path of a file of records, where there is one.
+    """Return the path of a file of records, if the file exists.
 
     Args:
-        path: of the file.
-        schema: whether a schema is to read it.
+        path: path of the file.
+        schema: whether a schema reads it.
 
     Raises:
-        SpecError: there is no such file, or it is of another format.
+        SpecError: no such file, or another format.
     """
     if schema and path.suffix.lower() not in SCHEMA_FILE_SUFFIXES:
-        raise SpecError(f"a schema reads {' and '.join(SCHEMA_FILE_SUFFIXES)} files, got {path}")
+        raise SpecError(f"a file for a schema must be {' or '.join(SCHEMA_FILE_SUFFIXES)}, got {path}")
     if path.suffix.lower() not in RECORD_FILE_SUFFIXES:
         raise SpecError(f"FILE must be a {', '.join(RECORD_FILE_SUFFIXES)} file of records, got {path}")
     if path.is_dir():
         raise SpecError(f"records must be in a file, got the folder {path}; name a file in it")
     if not path.is_file():
-        raise SpecError(f"records must be in a file that exists, got {path} (looked for at {path.absolute()})")
+        raise SpecError(f"records must be in a file that exists, got {path} (absolute path {path.absolute()})")
     return path
 
 
-def _public_file(source: str, folders: Sequence[Path]) -> Path:
-    """Where a public data set lies.
+def _find_public_file(source: str, folders: Sequence[Path]) -> Path:
+    """Find the file of a public data set.
 
     Raises:
-        SpecError: nowhere; with the command that gets it, and where it was looked for.
+        SpecError: not found; names the command that downloads it, and the paths searched.
     """
     if (path := find_dataset_file(source, folders)) is not None:
         return path
     places = (
         ", ".join(str(folder / f"{source}.npz") for folder in folders)
-        or f"no folder, for {DATA_FOLDER_VARIABLE} is not set"
+        or f"no folder, because {DATA_FOLDER_VARIABLE} is not set"
     )
     raise SpecError(
-        f"data.source {source} is not on this machine: `sottovoce data fetch {source}` gets it, or set {DATA_FOLDER_VARIABLE} to a folder "
-        f"that has {source}.npz; looked at {places}"
+        f"data.source {source} must be on this machine, and is not: run `sottovoce data fetch {source}`, or set "
+        f"{DATA_FOLDER_VARIABLE} to a folder that has {source}.npz; searched {places}"
     )
 
 
-def _plain(table: RawTable, source: str) -> RawTable:
-    """The table with labels as float64 or text."""
+def _convert_labels(table: RawTable, source: str) -> RawTable:
+    """Return the table with labels as float64 or text."""
 
     def plain(labels: AnyArray) -> AnyArray:
         if labels.dtype.kind not in "biufUS":
@@ -301,8 +281,8 @@ def _plain(table: RawTable, source: str) -> RawTable:
 # ---- checks ----------------------------------------------------------------------------------------------
 
 
-def _check(table: RawTable, source: str) -> None:
-    """Shapes agree, and every number is finite."""
+def _require_valid_table(table: RawTable, source: str) -> None:
+    """Require matching shapes and finite numbers."""
     if not table.features.size:
         raise DataError(f"{source} must hold at least one record and one feature, got {table.features.shape}")
     for name, values in (("labels", table.labels), ("learner", table.learner), ("round", table.round)):
@@ -325,43 +305,45 @@ def _check(table: RawTable, source: str) -> None:
 
 
 def _check_length(name: str, values: AnyArray | None, records: int, source: str) -> None:
-    """One entry a record."""
+    """Require one entry a record."""
     if values is not None and values.shape != (records,):
         raise DataError(f"{source}: {name} must have the shape ({records},), one for each record, got {values.shape}")
 
 
 def _check_finite(table: RawTable, features: FloatArray, labels: AnyArray, source: str) -> None:
-    """Names the first number that is not finite, or so large that its square is not."""
-    odd = ~(np.abs(features) <= MAX_MAGNITUDE)  # not-a-number is odd, too
+    """Raise an error that names the first number that is not finite, or so large that its square is not."""
+    odd = ~(np.abs(features) <= MAX_MAGNITUDE)  # true for not-a-number, too
     if odd.any():
         row, column = (int(index) for index in np.argwhere(odd)[0])
         where = f"{source}: row {row} (counted from 0), {table.describe_column(column)}"
-        raise DataError(f"{where} {_finite(features[row, column])}")
+        raise DataError(f"{where} {_describe_number_requirement(features[row, column])}")
     if labels.dtype.kind == "f" and (odd := ~(np.abs(labels) <= MAX_MAGNITUDE)).any():
         row = int(np.flatnonzero(odd)[0])
-        raise DataError(f"{source}: row {row} (counted from 0), label column {_finite(labels[row])}")
+        raise DataError(
+            f"{source}: row {row} (counted from 0), label column {_describe_number_requirement(labels[row])}"
+        )
 
 
-def _finite(number: float) -> str:
-    """What a number must be, and what it is: a finite one is not quoted."""
+def _describe_number_requirement(number: float) -> str:
+    """State the requirement for a number, and the number; a finite one is not quoted."""
     if np.isfinite(number):
         return f"must be between -{MAX_MAGNITUDE:g} and {MAX_MAGNITUDE:g}, got a larger number: rescale the column, or drop it"
     return f"must be a finite number, got {number}"
 
 
-def _placement(
+def _convert_placement(
     learner: AnyArray | None, rounds: AnyArray | None, source: str
 ) -> tuple[IntArray | None, tuple[str, ...] | None, IntArray | None]:
-    """Learners as indices, the names that they index where the column holds names, and rounds."""
-    placed = None if rounds is None else _indices(rounds, "round", source)
+    """Convert the placement columns: learners as indices, names of these indices if the column holds names, and rounds."""
+    placed = None if rounds is None else _convert_indices(rounds, "round", source)
     if learner is None or learner.dtype.kind not in "US":
-        return None if learner is None else _indices(learner, "learner", source), None, placed
+        return None if learner is None else _convert_indices(learner, "learner", source), None, placed
     names, index = np.unique(learner.astype(np.str_), return_inverse=True)
     return index.astype(np.int64), tuple(map(str, names)), placed
 
 
-def _indices(values: AnyArray, column: str, source: str) -> IntArray:
-    """A column of integers from 0."""
+def _convert_indices(values: AnyArray, column: str, source: str) -> IntArray:
+    """Convert a column of integers from 0."""
     if values.dtype.kind not in "biuf":
         raise DataError(f"{source}: column {column!r} must hold integers, got {values.dtype}")
     numbers = as_floats(values)

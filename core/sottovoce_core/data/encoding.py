@@ -1,7 +1,7 @@
-"""Records as a schema reads them: features, labels in the domain of the loss, and why a record does not fit.
+"""Encoding of records by a schema: features, labels in the domain of the loss, and reasons for refused records.
 
-One record, a batch of live ones and a whole file go through the same code. A refusal names a field and a reason in words of the
-schema alone, which is public; how many there are of which kind depends on the records, and is for their owner.
+Single records, live batches and whole files use the same code. A refusal names a field and a reason in words of the schema only,
+which is public; the number of refusals by reason depends on the records, and is only for their owner.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from sottovoce_core.losses import Loss
 from sottovoce_core.text import abbreviate_names
 
 _MAX_LISTED_LABELS = 12
-"""Labels that an error may list."""
+"""Maximum number of labels that an error lists."""
 _BOOLEAN_WORDS = {"yes", "no", "on", "off", "true", "false"}
 
 
 def map_labels(
     labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None, *, labels_required: bool = True
 ) -> tuple[FloatArray, IntArray]:
-    """Labels in the domain of the loss, and the class of each record.
+    """Map labels to the domain of the loss, and return the class of each record.
 
-    Squared losses: numbers as they are. Many classes: the class, its rank among the sorted labels. Logistic and hinges: 1 for
-    a label in `positive`, else 0; by default the later half of the k sorted labels is positive (with an odd k the middle one
-    is not), so of two labels the second. Of a file with one label, `positive` must say it, unless that is 0 or 1.
+    Squared losses: numbers unchanged. Many classes: the class, its rank among the sorted labels. Logistic and hinge losses: 1 for
+    a label in `positive`, else 0; by default the later half of the k sorted labels is positive (with an odd k the middle one is
+    not), so of two labels the second. If a file has a single label, `positive` must decide, unless the label is 0 or 1.
 
     Args:
         labels: `(records,)`, finite numbers or text.
         loss: the loss of the run.
         positive: labels that count as 1.
-        meant: whether anybody learns from them. Else the only label of a file is 0 where nothing says which it is.
+        labels_required: whether the labels are learned. If not, the only label of a file becomes 0 if its meaning is open.
 
     Returns:
         Mapped labels `(records,)`, and classes `(records,)`: the rank of the original label among the distinct ones.
 
     Raises:
-        DataError: labels of a squared loss are not numbers, or those of two classes all the same, and nothing says which.
+        DataError: labels of a squared loss are not numbers, or a loss of two classes has a single label of open meaning.
         SpecError: `positive` names a label that does not occur, or all of them; or there are more labels than classes.
     """
     distinct, classes = np.unique(labels, return_inverse=True)
@@ -53,47 +53,49 @@ def map_labels(
     if loss.n_classes is None:
         if labels.dtype.kind != "f":
             raise DataError(
-                f"labels of the {loss.kind} loss must be numbers, got text{_told(labels, distinct)}; choose another label or a "
-                "loss of classes"
+                f"labels of the {loss.kind} loss must be numbers, got text{_list_labels(labels, distinct)}; choose another "
+                "label or a loss of classes"
             )
         return as_floats(labels), classes
     if loss.has_binary_labels and len(distinct) < 2:
         only = format_labels(distinct)[0]
         known = labels_required or positive is not None or only in ("0", "1")
-        return np.full(len(labels), _of_one(only, loss, positive, many=len(labels) > 1) if known else 0.0), classes
-    few = _told(labels, distinct)
-    return _class_labels(format_labels(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
+        return np.full(
+            len(labels), _map_single_label(only, loss, positive, many=len(labels) > 1) if known else 0.0
+        ), classes
+    few = _list_labels(labels, distinct)
+    return _map_classes(format_labels(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
 
 
-def _told(labels: AnyArray, distinct: AnyArray) -> str:
-    """Labels for an error, where they are a few classes; empty: they may tell of single records, and nothing quotes them."""
+def _list_labels(labels: AnyArray, distinct: AnyArray) -> str:
+    """Format the labels for an error if they are few classes; else empty: they could identify records, and are not quoted."""
     few = len(distinct) <= _MAX_LISTED_LABELS and 2 * len(distinct) <= len(labels)
     return f": {abbreviate_names(format_labels(distinct))}" if few else ""
 
 
-def _core(text: str) -> str:
-    """A label without what is easily written differently: case, blanks, a final dot."""
+def _simplify_label(text: str) -> str:
+    """Normalise a label: ignore case, blanks and a final dot."""
     return " ".join(normalise_text(text).rstrip(". ").split()).casefold()
 
 
 def describe_similar_labels(texts: Iterable[str]) -> str:
-    """Labels that differ by case, blanks or a final dot alone, in words; empty: none do."""
+    """Describe labels that differ only by case, blanks or a final dot; empty: there are none."""
     kinds: dict[str, list[str]] = {}
     for text in texts:
-        kinds.setdefault(_core(text), []).append(text)
+        kinds.setdefault(_simplify_label(text), []).append(text)
     same = [" and ".join(map(repr, kind)) for kind in kinds.values() if len(kind) > 1]
     return (
-        f"{'; '.join(same[:_MAX_LISTED_LABELS])} differ by case, blanks or a final dot alone: write them alike if they are one"
+        f"{'; '.join(same[:_MAX_LISTED_LABELS])} differ only by case, blanks or a final dot: write them alike if they are one"
         if same
         else ""
     )
 
 
-def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, many: bool) -> float:
-    """What the label of all records counts as, where they have one only: as `positive` says, or it is 0 or 1 itself.
+def _map_single_label(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, many: bool) -> float:
+    """Map the only label of all records: by `positive`, or 0 and 1 unchanged.
 
     Raises:
-        DataError: nothing says it.
+        DataError: the meaning is open.
     """
     if positive is not None:
         return float(only in map(str, positive))
@@ -107,25 +109,25 @@ def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, ma
     )
 
 
-def resolve_class_name(told: str, texts: Sequence[str]) -> str:
-    """The label that a word means: itself, else in another case, else of a true and a false one the one that it says.
+def resolve_class_name(word: str, texts: Sequence[str]) -> str:
+    """Return the label that a word refers to: exactly, else ignoring case, else by truth value among a true and a false label.
 
     Args:
-        told: `yes`, say.
-        texts: the labels that there are, as words.
+        word: for example `yes`.
+        texts: all labels, as text.
 
     Returns:
-        One of them; `told` where it means none, or several.
+        A label; `word` itself if no label or several match.
     """
-    if told in texts:
-        return told
-    if len(same := [text for text in texts if text.casefold() == told.casefold()]) == 1:
+    if word in texts:
+        return word
+    if len(same := [text for text in texts if text.casefold() == word.casefold()]) == 1:
         return same[0]
     truths = {parse_boolean(text): text for text in texts} if len(texts) == 2 else {}
-    return truths.get(parse_boolean(told), told) if truths.keys() == {True, False} else told
+    return truths.get(parse_boolean(word), word) if truths.keys() == {True, False} else word
 
 
-def _class_labels(
+def _map_classes(
     classes: Sequence[str],
     loss: Loss,
     positive: tuple[int | str, ...] | None,
@@ -133,17 +135,17 @@ def _class_labels(
     *,
     shown: bool = True,
 ) -> FloatArray:
-    """What each of some classes is in the domain of the loss, `(classes,)`: as `map_labels`, in the order given.
+    """Map classes to the domain of the loss, `(classes,)`: as `map_labels`, in the order given.
 
     Args:
-        classes: at least two where the loss has two.
+        classes: at least two if the loss has two.
         loss: the loss of the run, which must have classes.
         positive: labels that count as 1.
-        these: which classes, in errors.
+        these: description of the classes, in errors.
         shown: whether errors may list them.
 
     Raises:
-        SpecError: `positive` names another label, or all of them; or there are more than the loss has.
+        SpecError: `positive` names another label, or all of them; or there are more classes than the loss has.
     """
     if loss.has_binary_labels:
         return _is_positive(classes, positive, these, shown=shown)
@@ -156,7 +158,7 @@ def _class_labels(
 def _is_positive(
     texts: Sequence[str], positive: tuple[int | str, ...] | None, these: str, *, shown: bool
 ) -> FloatArray:
-    """`(labels,)`: 1.0 where the label counts as 1."""
+    """Return `(labels,)`: 1.0 for labels that count as 1."""
     if positive is None:
         return as_floats(2 * np.arange(len(texts)) >= len(texts))
     wanted = {str(label) for label in positive}
@@ -172,27 +174,27 @@ def _is_positive(
 
 
 def format_labels(distinct: AnyArray) -> list[str]:
-    """Labels as a spec writes them: the float 3.0 is `3`."""
+    """Format labels as in a spec: the float 3.0 is `3`."""
     if distinct.dtype.kind != "f":
         return [str(label) for label in distinct]
     return [str(int(label)) if float(label).is_integer() else str(label) for label in distinct]
 
 
-UNDECLARED_FIELD_REASON = "a field that is neither declared nor ignored, or is there twice"
+UNDECLARED_FIELD_REASON = "a field that is neither declared nor ignored, or is a duplicate"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedRecords:
-    """Records as they are learned.
+    """Records, encoded for learning.
 
     Attributes:
-        features: `(fitting, width)`, within [-1, 1].
-        labels: `(fitting,)` in the domain of the loss; `(0,)` where none were asked for.
-        classes: `(fitting,)` class of each record, in the schema's order; None: the label is a number, or was not asked for.
-        fits: `(records,)`: which records those are.
-        refused: why the others do not fit, by their place among all; a field's name and a reason, in words.
-        near: declared categories, by field, that words of refused records differ from by case, blanks or a final dot alone. It
-            tells of records, and is for their owner.
+        features: `(accepted, width)`, within [-1, 1].
+        labels: `(accepted,)` in the domain of the loss; `(0,)` if not requested.
+        classes: `(accepted,)` class of each record, in the schema's order; None: the label is a number, or was not requested.
+        accepted_mask: `(records,)`: True for accepted records.
+        refusals: reasons of the others, by their place among all records: a field's name and a description.
+        near_categories: by field, declared categories that differ from words of refused records only by case, blanks or a final
+            dot. Reveals records; only for their owner.
     """
 
     features: FloatArray
@@ -204,25 +206,23 @@ class EncodedRecords:
 
     @property
     def hint(self) -> str:
-        """What to add about words that are nearly categories, in words; empty: there are none."""
-        told = [
+        """Hint about words that are nearly categories; empty: there are none."""
+        hints = [
             f"{name}: some words differ from {', '.join(map(repr, words))}"
             for name, words in self.near_categories.items()
         ]
-        return (
-            f"{'; '.join(told)} by case, blanks or a final dot alone: write them as the schema has them" if told else ""
-        )
+        return f"{'; '.join(hints)} only by case, blanks or a final dot: write them as in the schema" if hints else ""
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many records were refused for which reason, most of them first."""
+        """Number of refused records by reason, most frequent first."""
         return dict(Counter(self.refusals.values()).most_common())
 
     def merge_unreadable(self, others: Mapping[int, str]) -> EncodedRecords:
-        """These records among some that could not even be read.
+        """Insert records that could not be read.
 
         Args:
-            others: why, by their place among all.
+            others: reasons, by their place among all records.
         """
         if not others:
             return self
@@ -236,11 +236,11 @@ class EncodedRecords:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """A schema beside a loss. `Encoder.of` makes one.
+    """Encoder of records by a schema for a loss. Make one with `Encoder.from_schema`.
 
     Attributes:
-        schema: what records may say.
-        values: what each class is for the loss, `(classes,)`; None: the label is a number.
+        schema: schema of the records.
+        class_values: value of each class for the loss, `(classes,)`; None: the label is a number.
     """
 
     schema: Schema
@@ -248,11 +248,11 @@ class Encoder:
 
     @classmethod
     def from_schema(cls, schema: Schema, loss: Loss, positive: tuple[int | str, ...] | None = None) -> Encoder:
-        """An encoder of records for a loss.
+        """Make an encoder of records for a loss.
 
         Args:
-            schema: what records may say.
-            loss: what labels are for.
+            schema: schema of the records.
+            loss: loss of the run.
             positive: labels that count as 1 in a binary problem; None: the later half of them.
 
         Raises:
@@ -267,8 +267,8 @@ class Encoder:
             raise SpecError(
                 f"data.schema.label must be a category or a boolean for the {loss.kind} loss, got type {label.type}"
             )
-        named = None if positive is None else tuple(_class_named(each, label, label.classes) for each in positive)
-        return cls(schema, tuple(_class_labels(label.classes, loss, named).tolist()))
+        named = None if positive is None else tuple(_resolve_class(each, label, label.classes) for each in positive)
+        return cls(schema, tuple(_map_classes(label.classes, loss, named).tolist()))
 
     def encode_columns(self, columns: Mapping[str, Any], *, has_labels: bool = True) -> EncodedRecords:
         """Encode many records.
@@ -276,30 +276,30 @@ class Encoder:
         Args:
             columns: by name, one value for each record: lists, arrays of NumPy, Arrow, pandas or polars. A field without a
                 column is missing in every record.
-            labelled: they have a label.
+            has_labels: whether the records have a label.
 
         Raises:
-            DataError: the columns differ in length, or are none.
+            DataError: the columns differ in length, or are no columns.
         """
         cells = {name: extract_cells(column, name) for name, column in columns.items()}
         lengths = {len(column) for column in cells.values()}
         if len(lengths) > 1:
             raise DataError(f"fields must have equally many values, got {sorted(lengths)}")
         n = lengths.pop() if lengths else 0
-        named, odd = self._named(cells)
+        named, odd = self._match_fields(cells)
         return self._encode({name: cells[own] for name, own in named.items()}, np.full(n, odd), labelled=has_labels)
 
     def encode_records(self, records: Sequence[Mapping[str, Any]], *, has_labels: bool = True) -> EncodedRecords:
-        """Encode records that are mappings of a field's name to its value, such as JSON has; as `columns`.
+        """Encode records that are mappings of field names to values, as in JSON; otherwise as `encode_columns`.
 
         A field that a record leaves out is missing.
 
         Raises:
-            DataError: one is no mapping.
+            DataError: a record is no mapping.
         """
         if not all(isinstance(record, Mapping) for record in records):
             raise DataError("a record must be a mapping of fields to values")
-        found = [self._named(record) for record in records]
+        found = [self._match_fields(record) for record in records]
         cells: dict[str, Cells] = {
             field: [
                 record[named[field]] if field in named else None
@@ -309,8 +309,8 @@ class Encoder:
         }
         return self._encode(cells, np.array([odd for _, odd in found], dtype=bool), labelled=has_labels)
 
-    def _named(self, record: Mapping[Any, Any]) -> tuple[dict[str, str], bool]:
-        """Declared fields that are there, by the names that they are there by; and whether there are others."""
+    def _match_fields(self, record: Mapping[Any, Any]) -> tuple[dict[str, str], bool]:
+        """Return the declared fields of a record with the names used there, and whether the record has other fields."""
         schema, named, odd = self.schema, dict[str, str](), False
         for given in record:
             name = normalise_text(given) if isinstance(given, str) else ""
@@ -328,16 +328,18 @@ class Encoder:
             flaws = feature.encode(
                 cells.get(name, nothing), schema.missing_value_set, features[:, schema.feature_slices[name]]
             )
-            _refuse(refused, name, flaws)
-            nearly |= _near(name, feature, cells.get(name, nothing), flaws)
-        told = np.zeros(n)
+            _record_flaws(refused, name, flaws)
+            nearly |= _find_near_categories(name, feature, cells.get(name, nothing), flaws)
+        label_values = np.zeros(n)
         if labelled:
-            told, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing_value_set)
-            _refuse(refused, schema.label.name, flaws)
-            nearly |= _near(schema.label.name, schema.label, cells.get(schema.label.name, nothing), flaws)
+            label_values, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing_value_set)
+            _record_flaws(refused, schema.label.name, flaws)
+            nearly |= _find_near_categories(
+                schema.label.name, schema.label, cells.get(schema.label.name, nothing), flaws
+            )
         fits = np.ones(n, dtype=bool)
         fits[list(refused)] = False
-        labels = told[fits] if labelled else np.empty(0)
+        labels = label_values[fits] if labelled else np.empty(0)
         classes = None
         if labelled and self.class_values is not None:
             classes = labels.astype(np.int64)
@@ -345,21 +347,21 @@ class Encoder:
         return EncodedRecords(features[fits], labels, classes, fits, dict(sorted(refused.items())), nearly)
 
 
-def _class_named(told: int | str, label: Label, classes: tuple[str, ...]) -> str:
-    """The class that a word or a number means, read as a label's value is, or as a word; itself where it means none."""
-    (place,), (flaw,) = label.read([told], MissingValues())
-    return resolve_class_name(str(told), classes) if flaw != NO_FLAW else classes[int(place)]
+def _resolve_class(value: int | str, label: Label, classes: tuple[str, ...]) -> str:
+    """Return the class that a value means, read as a label's value, or as a word; the value itself if it means none."""
+    (place,), (flaw,) = label.read([value], MissingValues())
+    return resolve_class_name(str(value), classes) if flaw != NO_FLAW else classes[int(place)]
 
 
-def _near(name: str, of: Feature | Label, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
-    """The categories of a field from which some of its words differ by case, blanks or a final dot alone."""
+def _find_near_categories(name: str, of: Feature | Label, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
+    """Find the categories of a field that differ from some of its words only by case, blanks or a final dot."""
     rows = np.flatnonzero(flaws == Flaw.NO_CATEGORY.value)
-    odd = {_core(cells[row]) for row in rows if isinstance(cells[row], str)}
-    found = sorted(word for word in of.words if _core(word) in odd)
+    odd = {_simplify_label(cells[row]) for row in rows if isinstance(cells[row], str)}
+    found = sorted(word for word in of.words if _simplify_label(word) in odd)
     return {name: found} if found else {}
 
 
-def _refuse(refused: dict[int, str], name: str, flaws: IntArray) -> None:
-    """Add what does not fit, where nothing before it did not."""
+def _record_flaws(refused: dict[int, str], name: str, flaws: IntArray) -> None:
+    """Record the first flaw of each record that has no earlier one."""
     for row in np.flatnonzero(flaws).tolist():
         refused.setdefault(row, f"{name}: {Flaw(int(flaws[row])).description}")

@@ -1,7 +1,7 @@
-"""A field of a record, by its type: a number, a date, a category, true or false; a feature or the label.
+"""Fields of a record, by type: a number, a date, a category, true or false; a feature or the label.
 
-Reading has two steps. `parse` finds what a value is, in the field's own unit: a number, a day, the place of a category. `_settle`
-holds all of them against what is declared, and scales.
+Reading has two steps. `parse` converts a value to the field's own unit: a number, a day, the place of a category. `_settle`
+validates all of them against the declaration, and scales.
 """
 
 from __future__ import annotations
@@ -31,52 +31,54 @@ from sottovoce_core.data.cells import (
 from sottovoce_core.registry import Finite, Registry, Section
 
 MAX_NAME_CHARACTERS = 200
-"""Characters of a name or a category."""
+"""Maximum number of characters of a name or a category."""
 _MAX_CODE_BITS = 1024
-"""Bits of a whole number that is no code any more."""
+"""Minimum number of bits of an integer that is too large for a code."""
 
 
-_Read = tuple[FloatArray, IntArray]
-"""A column as it was read: what it says, of no meaning where there is a flaw; and the number of the `Flaw` of each value."""
+_ParsedColumn = tuple[FloatArray, IntArray]
+"""Parsed column: values, meaningless where there is a flaw; and the number of the `Flaw` of each value."""
 
 
-# ---- what a schema file may say --------------------------------------------------------------------------
+# ---- validation of a schema file -------------------------------------------------------------------------
 
-_QUOTES_ADVICE = "YAML reads true and false as truth values, and 2020-01-31 as a date: put quotes around what is text"
+_QUOTES_ADVICE = "YAML reads true and false as truth values, and 2020-01-31 as a date: put quotes around text"
 
 
-def _words(value: object) -> object:
-    """Text and numbers, as a file meant them."""
+def _require_words(value: object) -> object:
+    """Require text and numbers."""
     for each in value if isinstance(value, list | tuple) else ():
         if isinstance(each, bool) or not isinstance(each, str | int | float):
             raise ValueError(f"must be text or numbers ({_QUOTES_ADVICE})")
     return value
 
 
-def _bounds_of_days(value: object) -> object:
+def _require_days(value: object) -> object:
     if isinstance(value, list | tuple) and not all(map(_is_day, value)):
         raise ValueError("must be two days such as 2020-01-31")
     return value
 
 
 def _is_day(value: object) -> bool:
-    """A day without a time, as YAML or JSON has it."""
+    """Return whether this is a day without a time, as YAML or JSON gives it."""
     return type(value) is datetime.date or (
         isinstance(value, str) and len(value) == len("2020-01-31") and not isinstance(parse_day(value), Flaw)
     )
 
 
-def _ordered(bounds: Any) -> Any:
+def _require_order(bounds: Any) -> Any:
     if not bounds[0] < bounds[1]:
         raise ValueError("the first bound must be below the second one")
     return bounds
 
 
-def _distinct(categories: tuple[str | int | float, ...]) -> tuple[str | int | float, ...]:
-    """Categories as they are compared."""
+def _require_distinct(categories: tuple[str | int | float, ...]) -> tuple[str | int | float, ...]:
+    """Normalise categories, and require that they differ."""
     kinds = {isinstance(each, str) for each in categories}
     if len(kinds) > 1:
-        raise ValueError(f"must be all text or all numbers: put quotes around {_unquoted(categories)} if it is text")
+        raise ValueError(
+            f"must be all text or all numbers: put quotes around {_list_bare_words(categories)} if it is text"
+        )
     made = tuple(normalise_text(each) if isinstance(each, str) else each for each in categories)
     if any(not np.isfinite(float(each)) for each in made if not isinstance(each, str)):
         raise ValueError("numbers must be finite")
@@ -89,14 +91,14 @@ def _distinct(categories: tuple[str | int | float, ...]) -> tuple[str | int | fl
     return made
 
 
-def _unquoted(categories: tuple[str | int | float, ...]) -> str:
+def _list_bare_words(categories: tuple[str | int | float, ...]) -> str:
     return str(next(each for each in categories if not isinstance(each, str)))
 
 
-Words = Annotated[tuple[str | int | float, ...], BeforeValidator(_words)]
-_Bounds = Annotated[tuple[Finite, Finite], AfterValidator(_ordered)]
-_Days = Annotated[tuple[datetime.date, datetime.date], BeforeValidator(_bounds_of_days), AfterValidator(_ordered)]
-_Categories = Annotated[Words, AfterValidator(_distinct)]
+Words = Annotated[tuple[str | int | float, ...], BeforeValidator(_require_words)]
+_Bounds = Annotated[tuple[Finite, Finite], AfterValidator(_require_order)]
+_Days = Annotated[tuple[datetime.date, datetime.date], BeforeValidator(_require_days), AfterValidator(_require_order)]
+_Categories = Annotated[Words, AfterValidator(_require_distinct)]
 
 
 # ---- types -----------------------------------------------------------------------------------------------
@@ -107,22 +109,22 @@ class _Typed(Section, ABC):
 
     type: str
 
-    def read(self, cells: Cells, missing: MissingValues) -> _Read:
-        """Read a column, and hold it against what is declared.
+    def read(self, cells: Cells, missing: MissingValues) -> _ParsedColumn:
+        """Parse a column, and validate it against the declaration.
 
         Args:
             cells: `(records,)`.
-            missing: what counts as no value.
+            missing: values that count as missing.
         """
-        return self._settle(*self._parsed(cells, missing))
+        return self._settle(*self._parse_column(cells, missing))
 
-    def _parsed(self, cells: Cells, missing: MissingValues) -> _Read:
+    def _parse_column(self, cells: Cells, missing: MissingValues) -> _ParsedColumn:
         values, flaws = np.zeros(len(cells)), np.zeros(len(cells), dtype=np.int64)
         known: dict[object, float | Flaw] = {}
         for i, cell in enumerate(cells.tolist() if isinstance(cells, np.ndarray) else cells):
             try:
                 found = known.get(key := (type(cell), cell))
-            except TypeError:  # a list or the like, that no field takes
+            except TypeError:  # a list or the like, which no field accepts
                 key, found = None, None
             if found is None:
                 value = to_python_value(cell)
@@ -135,33 +137,33 @@ class _Typed(Section, ABC):
 
     @abstractmethod
     def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
-        """What a value is, in the field's own unit."""
+        """Convert a value to the field's own unit."""
 
-    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
-        """What was parsed, scaled and held against what is declared."""
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _ParsedColumn:
+        """Scale parsed values, and validate them against the declaration."""
         return values, flaws
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The categories as text, where it has such."""
+        """Categories as text, if the type has categories."""
         return ()
 
     @property
     @abstractmethod
     def accepted_values(self) -> str:
-        """What it may say, in words."""
+        """Description of the accepted values."""
 
 
-def _scaled(values: FloatArray, flaws: IntArray, low: float, high: float, *, clips: bool) -> _Read:
-    """Onto [-1, 1]; where a value beyond its bounds does not count as the bound, it is refused."""
+def _scale(values: FloatArray, flaws: IntArray, low: float, high: float, *, clips: bool) -> _ParsedColumn:
+    """Scale onto [-1, 1]; a value out of bounds is refused, unless `clips`."""
     within = np.clip(values, low, high)
     if not clips:
         flaws = np.where((flaws == NO_FLAW) & (within != values), Flaw.OUT_OF_BOUNDS.value, flaws)
     return np.clip(2.0 * ((within - low) / (high - low)) - 1.0, -1.0, 1.0), flaws
 
 
-def _written(number: float) -> str:
-    """A number as people write it: 1.0 is `1`."""
+def _format_number(number: float) -> str:
+    """Format a number for people: 1.0 is `1`."""
     return str(int(number)) if float(number).is_integer() else str(number)
 
 
@@ -171,10 +173,10 @@ class _Number(_Typed):
     type: Literal["number"] = "number"
     bounds: _Bounds
 
-    def _parsed(self, cells: Cells, missing: MissingValues) -> _Read:
-        """An array at once: its values may all differ."""
+    def _parse_column(self, cells: Cells, missing: MissingValues) -> _ParsedColumn:
+        """Parse an array in one step: its values may all differ."""
         if not isinstance(cells, np.ndarray):
-            return super()._parsed(cells, missing)
+            return super()._parse_column(cells, missing)
         numbers = as_floats(cells)
         fits = np.isfinite(numbers)
         flaws = np.where(fits, NO_FLAW, Flaw.NOT_FINITE.value)
@@ -183,16 +185,16 @@ class _Number(_Typed):
     def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
         return parse_number(value)
 
-    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
-        return _scaled(values, flaws, *self.bounds, clips=_clips(self))
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _ParsedColumn:
+        return _scale(values, flaws, *self.bounds, clips=_clips(self))
 
     @property
     def accepted_values(self) -> str:
-        return " to ".join(map(_written, self.bounds))
+        return " to ".join(map(_format_number, self.bounds))
 
 
 class _Category(_Typed):
-    """One of declared words or numbers."""
+    """One of the declared words or numbers."""
 
     type: Literal["category"] = "category"
     categories: Annotated[_Categories, Field(min_length=1)]
@@ -202,18 +204,18 @@ class _Category(_Typed):
         return {each if isinstance(each, str) else float(each): k for k, each in enumerate(self.categories)}
 
     def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
-        told: object = value
+        written_value: object = value
         if not isinstance(self.categories[0], str):
-            told = parse_number(value)
-        elif isinstance(value, int) and not isinstance(value, bool):  # a code of digits alone
-            told = str(value) if value.bit_length() < _MAX_CODE_BITS else None
-        place = self._places.get(told)
+            written_value = parse_number(value)
+        elif isinstance(value, int) and not isinstance(value, bool):  # a code of digits only
+            written_value = str(value) if value.bit_length() < _MAX_CODE_BITS else None
+        place = self._places.get(written_value)
         return Flaw.NO_CATEGORY if place is None else float(place)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The categories as text: the number 1.0 is `1`."""
-        return tuple(each if isinstance(each, str) else _written(each) for each in self.categories)
+        """Categories as text: the number 1.0 is `1`."""
+        return tuple(each if isinstance(each, str) else _format_number(each) for each in self.categories)
 
     @property
     def accepted_values(self) -> str:
@@ -224,11 +226,11 @@ _TRUE, _FALSE = ("true", "t", "yes", "y", "on"), ("false", "f", "no", "n", "off"
 
 
 def parse_boolean(value: CellValue | UnsupportedValue) -> bool | None:
-    """What a word or a number says as true or false; None: neither."""
-    told, number = value.casefold() if isinstance(value, str) else None, parse_number(value)
-    if value is True or told in _TRUE or number == 1.0:
+    """Read a word or a number as true or false; None: neither."""
+    written_value, number = value.casefold() if isinstance(value, str) else None, parse_number(value)
+    if value is True or written_value in _TRUE or number == 1.0:
         return True
-    return False if value is False or told in _FALSE or number == 0.0 else None
+    return False if value is False or written_value in _FALSE or number == 0.0 else None
 
 
 class _Boolean(_Typed):
@@ -237,8 +239,8 @@ class _Boolean(_Typed):
     type: Literal["boolean"] = "boolean"
 
     def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
-        told = parse_boolean(value)
-        return Flaw.NO_BOOLEAN if told is None else 1.0 if told else -1.0
+        written_value = parse_boolean(value)
+        return Flaw.NO_BOOLEAN if written_value is None else 1.0 if written_value else -1.0
 
     @property
     def accepted_values(self) -> str:
@@ -249,14 +251,14 @@ class _Boolean(_Typed):
 
 
 class Feature(_Typed):
-    """A field that is learned from: a number, a date, a category, true or false."""
+    """A field to learn from: a number, a date, a category, true or false."""
 
     missing: Literal["refuse", "neutral", "flag"] = "refuse"
-    """A record without a value. refuse: it does not fit. neutral: zeros stand for it. flag: likewise, and one more feature is 1
-    where the value is missing, else 0."""
+    """Policy for a missing value. refuse: the record does not fit. neutral: zeros replace it. flag: as neutral, with one more
+    feature that is 1 if the value is missing, else 0."""
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Of the encoded features of the field of this name."""
+        """Return the names of the encoded features of the field with this name."""
         return (*self._names(name), *((f"{name} missing",) if self.missing == "flag" else ()))
 
     def _names(self, name: str) -> tuple[str, ...]:
@@ -267,8 +269,8 @@ class Feature(_Typed):
 
         Args:
             cells: `(records,)`.
-            missing: what counts as no value.
-            into: zeros, `(records, features)`: as many as there are `names`.
+            missing: values that count as missing.
+            into: zeros, `(records, features)`, one column for each of `names`.
 
         Returns:
             `(records,)`: 0 or the number of a `Flaw`.
@@ -286,27 +288,27 @@ class Feature(_Typed):
 
     @property
     def min_norm_value(self) -> float:
-        """The first feature of the value that has the smallest norm."""
+        """First feature of the value with the smallest norm."""
         return 1.0
 
     @abstractmethod
     def make_opposite(self, features: FloatArray) -> FloatArray:
-        """The features of a value that is far from this one, `(features,)` each; what is missing stays missing."""
+        """Return the features of a distant value, `(features,)` each; a missing value stays missing."""
 
 
 class _Bounded(Feature):
     """A feature with declared bounds."""
 
-    beyond: Literal["refuse", "clip"] = "refuse"
-    """A value beyond the bounds. refuse: the record does not fit. clip: it counts as the bound."""
+    out_of_bounds: Literal["refuse", "clip"] = "refuse"
+    """Policy for a value out of bounds. refuse: the record does not fit. clip: the value becomes the bound."""
 
     def make_opposite(self, features: FloatArray) -> FloatArray:
-        return _negated(features)
+        return _negate(features)
 
 
 def _clips(field: _Typed) -> bool:
-    """Whether a value beyond its bounds counts as the bound, in place of being refused."""
-    return isinstance(field, _Bounded) and field.beyond == "clip"
+    """Return whether the field clips a value out of bounds, instead of refusing it."""
+    return isinstance(field, _Bounded) and field.out_of_bounds == "clip"
 
 
 class Number(_Number, _Bounded):
@@ -331,8 +333,8 @@ class Date(_Bounded):
     def parse(self, value: CellValue | UnsupportedValue) -> float | Flaw:
         return parse_day(value)
 
-    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
-        return _scaled(values, flaws, *self._ends, clips=_clips(self))
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _ParsedColumn:
+        return _scale(values, flaws, *self._ends, clips=_clips(self))
 
     @property
     def accepted_values(self) -> str:
@@ -347,11 +349,11 @@ class Boolean(_Boolean, Feature):
     """True, which is 1, or false, which is -1."""
 
     def make_opposite(self, features: FloatArray) -> FloatArray:
-        return _negated(features)
+        return _negate(features)
 
 
 class Category(_Category, Feature):
-    """One of declared words or numbers: a feature for each, 1 where it is that one, else 0."""
+    """One of the declared words or numbers: a feature for each, 1 for the value, else 0."""
 
     def _names(self, name: str) -> tuple[str, ...]:
         return tuple(f"{name}={word}" for word in self.words)
@@ -364,8 +366,8 @@ class Category(_Category, Feature):
         return np.concatenate([np.roll(features[:n], 1), features[n:]])
 
 
-def _negated(features: FloatArray) -> FloatArray:
-    """Of all but a flag, which is the second one."""
+def _negate(features: FloatArray) -> FloatArray:
+    """Negate all features but a flag, which is the second one."""
     return np.concatenate([-features[:1], features[1:]])
 
 
@@ -377,42 +379,42 @@ FEATURES: Registry[Feature] = Registry(
 )
 
 AnyFeature = Annotated[SerializeAsAny[Feature], FEATURES]
-"""A field of a schema: the feature of the type that it names."""
+"""Field of a schema: the feature of the named type."""
 
 
 # ---- labels ----------------------------------------------------------------------------------------------
 
 
 class Label(_Typed):
-    """The field that is learned. It may neither be missing nor beyond its bounds."""
+    """The field to predict. It may be neither missing nor out of bounds."""
 
     name: str
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """What the class numbers 0, 1, ... stand for; None: it is a number."""
+        """Meanings of the class numbers 0, 1, ...; None: the label is a number."""
         return None
 
     @property
     def values(self) -> tuple[str | float, ...]:
-        """The classes as a record has them: words, numbers, or False and True."""
+        """Classes as in a record: words, numbers, or False and True."""
         return self.classes or ()
 
     def unscale(self, labels: FloatArray) -> FloatArray:
-        """Numbers as a record has them, of such as are learned, `(...)`."""
+        """Convert learned numbers, `(...)`, back to those of a record."""
         return labels
 
 
 class NumberLabel(_Number, Label):
     """A number within declared bounds, which are scaled onto [-1, 1]."""
 
-    def unscaled(self, labels: FloatArray) -> FloatArray:
+    def unscale(self, labels: FloatArray) -> FloatArray:
         low, high = self.bounds
         return low + (labels + 1.0) * ((high - low) / 2.0)
 
 
 class CategoryLabel(_Category, Label):
-    """One of declared words or numbers: classes 0, 1, ... in this order."""
+    """One of the declared words or numbers: classes 0, 1, ... in this order."""
 
     categories: Annotated[_Categories, Field(min_length=2)]
 
@@ -428,7 +430,7 @@ class CategoryLabel(_Category, Label):
 class BooleanLabel(_Boolean, Label):
     """False, which is class 0, or true, which is class 1."""
 
-    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _ParsedColumn:
         return (values + 1.0) / 2.0, flaws
 
     @property
@@ -448,4 +450,4 @@ LABELS: Registry[Label] = Registry(
 )
 
 AnyLabel = Annotated[SerializeAsAny[Label], LABELS]
-"""The label of a schema, of the type that it names."""
+"""The label of a schema, of the named type."""

@@ -1,12 +1,12 @@
-"""Labels that come later: what was known of an event waits for its label, by key, within a bounded window.
+"""Join of events with late labels: an event waits for its label, by key, within a bounded window.
 
-An event is expected, and labelled. Rules:
+An event is added, and labelled. Rules:
 
-1. Time does not go back: an earlier one counts as the latest that was told.
-2. What waited for more than `window_s`, or was there first when more than `most` wait, waits no longer: it is never labelled.
-3. A key is one event. While it waits, and for `window_s` after its label came, what comes for it again is passed over.
+1. Time does not go back: an earlier time counts as the latest one so far.
+2. An event that has waited longer than `window_s`, or the oldest one when more than `max_waiting` wait, is dropped unlabelled.
+3. A key identifies one event. While it waits, and for `window_s` after its label, duplicates are ignored.
 
-The second half of 3 is why an event that is told twice is joined once; of such keys `most` are remembered, too.
+The second half of rule 3 ensures that a duplicate event is joined once; up to `max_waiting` such keys are remembered, too.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Record = TypeVar("Record")
 
 @dataclass(slots=True)
 class JoinCounts:
-    """What became of what was told. Figures of private records: they are for their owner.
+    """Counts of joined and dropped events and labels. They concern private records, and are only for the owner.
 
     Attributes:
-        joined: events whose label came in time.
-        expired: that waited for longer than the window, without a label.
-        evicted_events: that had to go before that, for too many waited.
-        repeated: events told again, which were passed over.
-        unmatched_labels: labels of events that do not wait: never told, or gone.
-        duplicate_labels: second labels, which were passed over.
+        joined_events: events whose label arrived in time.
+        expired_events: events that waited longer than the window, without a label.
+        evicted_events: events dropped earlier, because too many waited.
+        duplicate_events: ignored duplicates of events.
+        unmatched_labels: labels without a waiting event: never added, or dropped.
+        duplicate_labels: ignored second labels.
     """
 
     joined_events: int = 0
@@ -42,27 +42,27 @@ class JoinCounts:
 
     @property
     def unlabelled_events(self) -> int:
-        """Events that are given up."""
+        """Number of events dropped without a label."""
         return self.expired_events + self.evicted_events
 
 
 @dataclass(slots=True)
 class LabelJoin(Generic[Record]):
-    """Joins events with labels that come later. It knows no clock: times are told to it, in seconds, of any one clock.
+    """Joins events with labels that come later. Independent of any clock: callers pass times, in seconds, of one clock.
 
     Attributes:
-        window_s: longest that an event waits for its label.
-        most: events that wait at a time.
-        counts: what became of them.
+        window_s: maximum time that an event waits for its label.
+        max_waiting: maximum number of waiting events.
+        counts: counts of joined and dropped events.
 
     Raises:
         SpecError: a bound is not positive.
 
-    >>> join = LabelJoin(window_s=3600, most=1000)
-    >>> join.expect("order 7", {"amount": 12}, now=0.0)
+    >>> join = LabelJoin(window_s=3600, max_waiting=1000)
+    >>> join.add_event("order 7", {"amount": 12}, now=0.0)
     >>> join.label("order 7", now=60.0)
     {'amount': 12}
-    >>> join.label("order 8", now=61.0) is None, join.counts.joined, join.counts.unmatched_labels
+    >>> join.label("order 8", now=61.0) is None, join.counts.joined_events, join.counts.unmatched_labels
     (True, 1, 1)
     """
 
@@ -80,16 +80,16 @@ class LabelJoin(Generic[Record]):
 
     @property
     def waiting_events(self) -> int:
-        """Events that wait for their label, as of the latest time that was told."""
+        """Number of events that wait for their label, at the latest time so far."""
         return len(self._waiting)
 
     def add_event(self, key: Hashable, record: Record, now: float) -> None:
-        """An event, whose label is not known yet.
+        """Add an event whose label is not known yet.
 
         Args:
-            key: by which its label will name it.
-            record: what is known of it; `label` gives it back as it is.
-            now: when.
+            key: key that its label will carry.
+            record: record of the event, returned unchanged by `label`.
+            now: current time.
         """
         self.advance_time(now)
         if key in self._waiting or key in self._labelled:
@@ -101,14 +101,14 @@ class LabelJoin(Generic[Record]):
         self._waiting[key] = (self._now, record)
 
     def label(self, key: Hashable, now: float) -> Record | None:
-        """A label has come.
+        """Add a label.
 
         Args:
-            key: of its event.
-            now: when.
+            key: key of its event.
+            now: current time.
 
         Returns:
-            What is known of the event, which has its label now; None: it does not wait, and the label is passed over.
+            The record of the event, now labelled; None: no such event waits, and the label is ignored.
         """
         self.advance_time(now)
         found = self._waiting.pop(key, None)
@@ -125,10 +125,10 @@ class LabelJoin(Generic[Record]):
         return found[1]
 
     def advance_time(self, now: float) -> None:
-        """Give up what waits for too long, where nothing else is told.
+        """Drop events that have waited too long, if nothing else is added.
 
         Args:
-            now: the time.
+            now: current time.
         """
         self._now = max(self._now, now)
         gone = self._now - self.window_s

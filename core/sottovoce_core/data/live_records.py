@@ -1,7 +1,7 @@
-"""Live records: from what their owner has, rows of features and labels as a run learns them.
+"""Live records: conversion of the owner's data to rows of features and labels as a run learns them.
 
-Mappings, tables of pandas, polars or Arrow, and plain arrays go through here, whoever brings them; so what a record is in a
-run is said once, by its spec.
+Mappings, tables of pandas, polars or Arrow, and plain arrays are all converted here, for every caller; so the spec of a run
+defines its records in one place.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.registry import MAX_MAGNITUDE
 
-NOT_FINITE_REASON, UNKNOWN_LABEL_REASON = "a number that is not finite", "the label: none that the loss knows"
+NOT_FINITE_REASON, UNKNOWN_LABEL_REASON = "a number that is not finite", "the label: not one of the loss"
 TOO_LARGE_REASON = f"a number beyond {MAX_MAGNITUDE:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRecordEncoder:
-    """What a live record is in a run. `LiveRecordEncoder.of` makes one.
+    """Encoder of the live records of a run. Make one with `LiveRecordEncoder.from_spec`.
 
     Attributes:
         data: section of the run spec.
-        loss: of the run.
-        encoder: of the schema; None: records are numbers already.
+        loss: loss of the run.
+        encoder: encoder of the schema; None: records are numbers already.
     """
 
     data: DataSpec
@@ -40,40 +40,40 @@ class LiveRecordEncoder:
 
     @classmethod
     def from_spec(cls, data: DataSpec, loss: Loss) -> LiveRecordEncoder:
-        """For a run.
+        """Make the encoder of a run.
 
         Raises:
-            SpecError: it has no live records, or its schema does not fit its loss.
+            SpecError: the run has no live records, or its schema does not fit its loss.
         """
         if not data.is_live:
             raise SpecError(
-                f"the records of this run come from {data.source}: only one with data.source live takes others"
+                f"a run must have data.source live to take records, got {data.source}, where its records come from"
             )
         return cls(data, loss, None if data.schema is None else Encoder.from_schema(data.schema, loss, data.positive))
 
     def encode(self, records: Any, labels: Any = None, *, has_labels: bool = True) -> EncodedRecords:
-        """Records as they are learned, with the intercept where the run has one.
+        """Encode records for learning, with the intercept if the run has one.
 
         Args:
             records: with a schema, mappings of fields to values, or a table: a mapping of fields to columns, or one of pandas,
                 polars or Arrow. Without, numbers: `(records, features)`.
             labels: `(records,)`; None: with a schema they are a field of the records.
-            labelled: records have labels; False: they are to be predicted.
+            has_labels: whether the records have labels; False: they are to be predicted.
 
         Raises:
-            DataError: these are no such records. One that does not fit is no error: `EncodedRecords.refused` has it.
+            DataError: not such records. A record that does not fit is no error: `EncodedRecords.refusals` explains it.
         """
         if self.encoder is None:
-            found = self._numbers(records, labels, labelled=has_labels)
+            found = self._encode_numbers(records, labels, labelled=has_labels)
         else:
-            found = self._fields(self.encoder, records, labels, labelled=has_labels)
+            found = self._encode_fields(self.encoder, records, labels, labelled=has_labels)
         if not self.data.intercept:
             return found
         return replace(found, features=np.column_stack([found.features, np.ones(len(found.features))]))
 
-    def _fields(self, encoder: Encoder, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
+    def _encode_fields(self, encoder: Encoder, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
         name = encoder.schema.label.name
-        columns = _columns(records)
+        columns = _get_columns(records)
         if columns is not None:
             return encoder.encode_columns(columns if labels is None else {**columns, name: labels}, has_labels=labelled)
         if isinstance(records, str | bytes) or not isinstance(records, Sequence):
@@ -87,7 +87,7 @@ class LiveRecordEncoder:
             records = [{**record, name: label} for record, label in zip(records, labels, strict=True)]
         return encoder.encode_records(records, has_labels=labelled)
 
-    def _numbers(self, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
+    def _encode_numbers(self, records: Any, labels: Any, *, labelled: bool) -> EncodedRecords:
         wanted = self.data.features
         try:
             features = np.asarray(records, dtype=np.float64)
@@ -117,10 +117,10 @@ class LiveRecordEncoder:
         )
 
     def encode_strictly(self, records: Any, labels: Any = None, *, has_labels: bool = True) -> EncodedRecords:
-        """As `encode`, of records that all fit.
+        """Encode records as `encode`, and require that all of them fit.
 
         Raises:
-            DataError: one of them does not, by its number and a reason.
+            DataError: a record does not fit; the message has its number and a reason.
         """
         found = self.encode(records, labels, has_labels=has_labels)
         if found.refusals:
@@ -131,15 +131,15 @@ class LiveRecordEncoder:
 
     @property
     def has_merged_labels(self) -> bool:
-        """Do several of the schema's labels count as one class of the loss?"""
+        """True if several of the schema's labels count as one class of the loss."""
         values = () if self.encoder is None else self.encoder.class_values or ()
         return len(set(values)) < len(values)
 
     @property
     def class_names(self) -> tuple[str | float, ...] | None:
-        """What the loss's classes 0, 1, ... are called; None: labels are numbers.
+        """Names of the loss's classes 0, 1, ...; None: labels are numbers.
 
-        As the records have them, where the schema has a label for each; else, and beyond those, by their numbers.
+        Names as in the records, if the schema has a label for each class; else, and beyond those, class numbers.
         """
         n = self.loss.n_classes
         if n is None:
@@ -151,11 +151,11 @@ class LiveRecordEncoder:
         return tuple(called)
 
     def decode_predictions(self, scores: FloatArray, labels: FloatArray) -> list[str | float]:
-        """What a model says of records, as they have their labels.
+        """Convert predictions to the form of the labels in records.
 
         Args:
             scores: `(records, ...)`.
-            labels: `(records,)`, which the loss makes of them where it has classes.
+            labels: `(records,)`, labels that the loss derives from the scores if it has classes.
         """
         classes = self.class_names
         if classes is not None:
@@ -163,8 +163,8 @@ class LiveRecordEncoder:
         return list((scores if self.encoder is None else self.encoder.schema.label.unscale(scores)).tolist())
 
 
-def _columns(table: Any) -> Mapping[str, Any] | None:
-    """A table as columns by name; None: it is none."""
+def _get_columns(table: Any) -> Mapping[str, Any] | None:
+    """Return a table as columns by name; None: it is no table."""
     if isinstance(table, Mapping):
         return table
     if hasattr(table, "column_names") and hasattr(table, "column"):  # Arrow

@@ -1,4 +1,4 @@
-"""What each learner learns in each round: the values that simulator, feeders and auditor share."""
+"""Learning schedule: the records of each learner and round, shared by simulator, feeders and auditor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sottovoce_core.errors import DataError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LearnerData:
-    """Records of one learner, and when it learns them.
+    """Records of one learner, with their learning schedule.
 
     Attributes:
         features: `(records, features)`, scaled, with the intercept.
         labels: `(records,)`.
-        order: `(uses,)` rows in the order in which they are learned.
+        order: `(uses,)` rows in learning order.
         offsets: `(rounds + 1,)`: round t learns the rows `order[offsets[t]:offsets[t + 1]]`.
     """
 
@@ -33,7 +33,7 @@ class LearnerData:
         return len(self.offsets) - 1
 
     def rows(self, t: int) -> IntArray:
-        """Rows learned in round t.
+        """Return the rows learned in round t.
 
         Raises:
             IndexError: t is not a round of the run.
@@ -43,30 +43,30 @@ class LearnerData:
         return self.order[self.offsets[t] : self.offsets[t + 1]]
 
     def batch(self, t: int) -> Batch:
-        """Records of round t: features `(records, features)`."""
+        """Return the records of round t: features `(records, features)`."""
         rows = self.rows(t)
         return Batch(self.features[rows], self.labels[rows])
 
     def uses(self) -> IntArray:
-        """`(records,)` how often each record is learned."""
+        """Count how often each record is learned, `(records,)`."""
         return np.bincount(self.order, minlength=len(self.labels)).astype(np.int64)
 
     def find_rounds(self, row: int) -> list[int]:
-        """Rounds that learn this record, each once, ascending."""
+        """Return the rounds that learn this record, each once, ascending."""
         positions = np.flatnonzero(self.order == row)
         rounds = np.searchsorted(self.offsets, positions, side="right") - 1
         return [int(t) for t in np.unique(rounds)]
 
     def uses_by_round(self, row: int) -> IntArray:
-        """`(rounds,)` how often each round learns this record."""
+        """Count how often each round learns this record, `(rounds,)`."""
         rounds = np.searchsorted(self.offsets, np.flatnonzero(self.order == row), side="right") - 1
         return np.bincount(rounds, minlength=self.rounds)
 
     def with_record(self, row: int, features: FloatArray, label: float) -> LearnerData:
-        """The same with one record swapped, in all its uses.
+        """Return a copy with one record replaced, in all its uses.
 
         Args:
-            row: the record.
+            row: row of the record.
             features: `(features,)`, as placed: scaled, with the intercept.
             label: in the domain of the loss.
 
@@ -79,7 +79,7 @@ class LearnerData:
         return replace(self, features=all_features, labels=labels)
 
     def with_use(self, position: int, features: FloatArray, label: float) -> LearnerData:
-        """The same with one use of a record swapped: an adjacent data set where each use is an event of its own.
+        """Return a copy with one use of a record replaced: an adjacent data set if the privacy unit is one use of a record.
 
         The new record is appended as the last row and `order[position]` points at it; the old one keeps its other uses.
 
@@ -97,7 +97,7 @@ class LearnerData:
         return LearnerData(np.vstack([self.features, features]), np.append(self.labels, label), order, self.offsets)
 
     def _check(self, index: int, count: int, name: str, features: FloatArray, label: float) -> None:
-        """The swapped thing exists, and the new record fits."""
+        """Require that the replaced record or use exists, and that the new record fits."""
         if not 0 <= index < count:
             raise DataError(f"{name} must be in [0, {count}), got {index}")
         if features.shape != self.features.shape[1:]:
@@ -111,7 +111,7 @@ class PlacedData:
     """Records of a whole run.
 
     Attributes:
-        learners: by index.
+        learners: records of each learner, by index.
         test_features: `(test records, features)`, scaled, with the intercept; public.
         test_labels: `(test records,)`.
     """
@@ -131,19 +131,19 @@ class PlacedData:
         return self.learners[0].rounds
 
     def stack_round(self, t: int) -> Batch:
-        """Records of round t of all learners: features `(learners, slots, features)`.
+        """Stack the records of round t of all learners: features `(learners, slots, features)`.
 
-        Learners with fewer records than the most are padded with zeros, which `present` marks; None where none is.
+        Learners with fewer records than the maximum are padded with zeros, marked by `mask`; None if there is no padding.
         """
         return stack_batches([learner.batch(t) for learner in self.learners])
 
     def with_learner(self, learner: int, data: LearnerData) -> PlacedData:
-        """The same with the records of one learner replaced (an adjacent world)."""
+        """Return a copy with the records of one learner replaced (an adjacent world)."""
         return replace(self, learners=(*self.learners[:learner], data, *self.learners[learner + 1 :]))
 
 
 def stack_batches(batches: Sequence[Batch]) -> Batch:
-    """Batches of single learners `(records, features)` as one `(learners, slots, features)`, padded where ragged."""
+    """Stack batches of single learners `(records, features)` to one `(learners, slots, features)`, padded if ragged."""
     if len(batches) == 1:
         return Batch(batches[0].features[None], batches[0].labels[None])
     sizes = np.array([batch.size for batch in batches])

@@ -1,7 +1,7 @@
-"""A schema drafted from public records: what each column seems to be, with bounds and categories read off it.
+"""Draft of a schema from public records: the inferred type of each column, with bounds and categories taken from its values.
 
-The draft fits every record that it was made from. What it says of them stands in a spec that everybody sees, so they must be
-public; and somebody who knows the field must put what is possible in place of what was seen.
+The draft fits every record of the sample. Its content appears in a spec that everyone can read, so the sample must be public; and
+an expert must replace the observed values by the possible ones.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from sottovoce_core.validation_errors import describe_requirement
 from sottovoce_core.yaml_files import write_yaml
 
 _MAX_CATEGORY_WORDS = 50
-"""Different words of a category."""
+"""Maximum number of different words of a category."""
 _MAX_UNCHECKED_WORDS, _MAX_CLASSES = 10, 20
 _MAX_INTEGER_BITS = 1023
-"""Of a whole number that float64 can hold."""
+"""Maximum number of digits of an integer that float64 holds exactly."""
 _DEFAULT_MISSING_VALUES: tuple[str, ...] = Schema.model_fields["missing_values"].default
-"""What counts as no value in a schema that says nothing of it."""
+"""Default missing values of a schema."""
 _MIN_TYPE_SHARE = 0.8
-"""Share of a column from which on the others are taken for mistakes."""
+"""Share of a column above which its other values are taken for mistakes."""
 _MIN_UNIQUENESS_RECORDS = 5
-"""Records among which nothing follows from all being different."""
+"""Number of records up to which all values being different means nothing."""
 _MAX_DISTINCT_SHARE = 0.9
 _NEARLY_UNIQUE_REASON = "nearly all values differ: it names records, or is free text"
 
 _NEVER_WORDS = frozenset({"n/a", "n.a.", "#n/a", "nan", "null", "<na>", "nat"})
-"""What means that there is no value, wherever it stands."""
+"""Words that always mean a missing value."""
 _CONTEXTUAL_MISSING_WORDS = frozenset({"none", "nil", "-", "--", ".", "unknown"})
-"""What does so where all others are numbers or dates, and may be a word elsewhere."""
+"""Words that mean a missing value if all others are numbers or dates, and may be words elsewhere."""
 
 
 _IDENTIFIER = re.compile(r"(?i:(.*[ _.-])?id)|.*[a-z]I[dD]")
@@ -72,13 +72,13 @@ _Field = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Drafted:
-    """What a column was taken for.
+class _FieldDraft:
+    """Draft of a field for one column.
 
     Attributes:
-        name: of the column.
-        field: as a schema has it; None: it is not learned from.
-        why: what was seen, in words.
+        name: name of the column.
+        field: field of the schema; None: the column is ignored.
+        why: observation behind the decision, in words.
     """
 
     name: str
@@ -87,13 +87,13 @@ class _Drafted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """The values of a column.
+class _ColumnValues:
+    """Distinct values of a column.
 
     Attributes:
-        values: each that is there, without its library's clothes.
-        times: how often it is there.
-        gaps: how often there is none.
+        values: distinct values as plain Python values.
+        times: number of occurrences of each value.
+        gaps: number of records without a value.
     """
 
     values: tuple[CellValue | UnsupportedValue, ...]
@@ -101,30 +101,30 @@ class _Seen:
     gaps: int
 
     @classmethod
-    def of(cls, cells: Cells, missing: MissingValues) -> _Seen:
-        counted = Counter((type(value), value) for value in _plainly(cells))  # by type, too: True is 1
+    def of(cls, cells: Cells, missing: MissingValues) -> _ColumnValues:
+        counted = Counter((type(value), value) for value in _iterate_values(cells))  # by type, too: True is 1
         there = {value: times for value, times in counted.items() if not missing.is_missing(value[1])}
         return cls(tuple(value for _, value in there), tuple(there.values()), len(cells) - sum(there.values()))
 
     @property
     def records(self) -> int:
-        """How many have a value."""
+        """Number of records with a value."""
         return sum(self.times)
 
     def count(self, holds: Callable[[CellValue | UnsupportedValue], bool]) -> int:
-        """The records for whose value something holds."""
+        """Count the records whose value satisfies a predicate."""
         return sum(times for value, times in zip(self.values, self.times, strict=True) if holds(value))
 
 
-def _plainly(cells: Cells) -> Iterator[CellValue | UnsupportedValue]:
+def _iterate_values(cells: Cells) -> Iterator[CellValue | UnsupportedValue]:
     return map(to_python_value, cells.tolist() if isinstance(cells, np.ndarray) else cells)
 
 
 def _find_gaps(columns: Iterable[Cells], always: tuple[str, ...]) -> list[str]:
-    """What counts as no value in these columns, beside what `always` does."""
+    """Find the words that mean a missing value in these columns, in addition to those of `always`."""
     found = set[str]()
     for cells in columns:
-        values = {(type(value), value) for value in _plainly(cells)}
+        values = {(type(value), value) for value in _iterate_values(cells)}
         words = {value.casefold() for _, value in values if isinstance(value, str)}
         found |= words & _NEVER_WORDS
         if any(isinstance(value, float) and np.isnan(value) for _, value in values):
@@ -142,24 +142,24 @@ def _is_number(value: CellValue | UnsupportedValue) -> bool:
 
 
 def _is_code(value: CellValue | UnsupportedValue) -> bool:
-    """Digits that are no number: a postcode, a card's."""
+    """Return whether the value is digits but no number: a postcode, a card number."""
     if isinstance(value, int) and abs(value) > 2**53:
         return value.bit_length() > _MAX_INTEGER_BITS or int(float(value)) != value
     return isinstance(value, str) and _CODE.fullmatch(value) is not None
 
 
 def _may_identify(name: str) -> bool:
-    """Whether a column is called like an identifier."""
+    """Return whether a column's name is like an identifier's."""
     return _IDENTIFIER.fullmatch(normalise_text(name)) is not None
 
 
 def _is_identifier(distinct: int, records: int) -> bool:
-    """Whether whole numbers or words of a column that is called so name records, by how many of them differ."""
+    """Return whether a column named like an identifier identifies records, by how many of its values differ."""
     return distinct == records > 1 or distinct > _MAX_CATEGORY_WORDS
 
 
 def _nearly_all_differ(distinct: int, records: int) -> bool:
-    """Whether so many different words among so many records are no categories."""
+    """Return whether the words are too many, among these records, for categories."""
     return records >= _MIN_UNIQUENESS_RECORDS and distinct > _MAX_DISTINCT_SHARE * records
 
 
@@ -169,60 +169,61 @@ def _is_date(value: CellValue | UnsupportedValue) -> bool:
 
 # ---- features and labels ---------------------------------------------------------------------------------
 
-_Taken = tuple[_Field | None, str]
-"""A field, as a schema has it, or None; and why, in words."""
+_InferredField = tuple[_Field | None, str]
+"""Field of a schema, or None; and the reason, in words."""
 
 
-def _draft_feature(name: str, seen: _Seen) -> _Drafted:
-    """What a column gives to learn from, if anything."""
+def _draft_feature(name: str, seen: _ColumnValues) -> _FieldDraft:
+    """Draft a feature from a column, or explain why it is none."""
     if not seen.values:
-        return _Drafted(name, None, "no record of the sample has a value")
-    field, why = (None, INDEX_DESCRIPTION) if is_index(name) else _by_name(name, seen) or _taken(seen)
+        return _FieldDraft(name, None, "no record of the sample has a value")
+    field, why = (None, INDEX_DESCRIPTION) if is_index(name) else _draft_by_name(name, seen) or _infer_type(seen)
     if field is not None and seen.gaps:
         field = {**field, "missing": "flag"}
-        why = f"{why}; {_missing(seen)}" if why else _missing(seen)
-    return _Drafted(name, field, why)
+        why = f"{why}; {_describe_gaps(seen)}" if why else _describe_gaps(seen)
+    return _FieldDraft(name, field, why)
 
 
-def _draft_label(name: str, seen: _Seen, called: str) -> _Drafted:
-    """What a column gives to learn.
+def _draft_label(name: str, seen: _ColumnValues, called: str) -> _FieldDraft:
+    """Draft the label from a column.
 
     Args:
-        name: of the column.
+        name: name of the column.
         seen: its values.
-        called: the column in an error.
+        called: description of the column in an error.
 
     Raises:
-        DataError: nothing.
+        DataError: the column cannot be a label.
     """
     if seen.gaps:
         raise DataError(
-            f"the label {called} must have a value in every record, and is {_missing(seen)}: drop these, or choose another label"
+            f"the label {called} must have a value in every record, got one {_describe_gaps(seen)}: drop these, or choose "
+            "another label"
         )
-    field, why = _by_name(name, seen) or _classes(seen) or _taken(seen)
+    field, why = _draft_by_name(name, seen) or _draft_classes(seen) or _infer_type(seen)
     if field is None or field["type"] == "date":
         raise DataError(
-            f"the label {called} must be a number, true or false, or one of a few words, and is not: {why}; choose another label"
+            f"the label {called} must be a number, true or false, or one of a few words, got another: {why}; choose another label"
         )
     if len(field.get("categories", ("", ""))) < 2:
         raise DataError(f"the label {called} must have two values or more in the sample, got one; choose another label")
     if field["type"] == "category":
         why = "classes 0, 1, ... in this order; of two kinds, the later half counts as 1, or what data.positive names"
-        why += f"; {told}" if (told := describe_similar_labels(map(str, field["categories"]))) else ""
-    return _Drafted(name, field, why)
+        why += f"; {similar}" if (similar := describe_similar_labels(map(str, field["categories"]))) else ""
+    return _FieldDraft(name, field, why)
 
 
-def _missing(seen: _Seen) -> str:
+def _describe_gaps(seen: _ColumnValues) -> str:
     return f"missing in {seen.gaps:,} of {seen.gaps + seen.records:,}"
 
 
-def _by_name(name: str, seen: _Seen) -> _Taken | None:
-    """Of a column that is called an identifier: a few codes, or whatever names records."""
+def _draft_by_name(name: str, seen: _ColumnValues) -> _InferredField | None:
+    """Draft a column named like an identifier: a few codes are categories, other values identify records."""
     if not _may_identify(name) or not all(map(_is_whole, seen.values)):
         return None
     if _is_identifier(len(seen.values), seen.records):
         return None, _IDENTIFIER_REASON
-    return _classes(seen) or _words(seen)
+    return _draft_classes(seen) or _draft_words(seen)
 
 
 def _is_whole(value: CellValue | UnsupportedValue) -> bool:
@@ -230,47 +231,52 @@ def _is_whole(value: CellValue | UnsupportedValue) -> bool:
     return isinstance(value, str) if isinstance(number, Flaw) else number.is_integer()
 
 
-def _taken(seen: _Seen) -> _Taken:
-    """The type that all values of a column are of."""
+def _infer_type(seen: _ColumnValues) -> _InferredField:
+    """Return the type that fits all values of a column."""
     if any(isinstance(value, UnsupportedValue) for value in seen.values):
         return None, "some values are of a kind that no field takes"
-    return _boolean(seen) or _number(seen) or _date(seen) or _spoilt(seen) or _words(seen)
+    return (
+        _draft_boolean(seen) or _draft_number(seen) or _draft_date(seen) or _explain_flaws(seen) or _draft_words(seen)
+    )
 
 
-def _boolean(seen: _Seen) -> _Taken | None:
+def _draft_boolean(seen: _ColumnValues) -> _InferredField | None:
     found = set(map(parse_boolean, seen.values))
     if None in found:
         return None
     return ({"type": "boolean"}, "") if len(found) == 2 or not all(map(_is_number, seen.values)) else None
 
 
-def _classes(seen: _Seen) -> _Taken | None:
-    """A few whole numbers, as categories."""
+def _draft_classes(seen: _ColumnValues) -> _InferredField | None:
+    """Draft a few integers as categories."""
     numbers = [parse_number(value) for value in seen.values]
     few = len(numbers) <= min(_MAX_CLASSES, seen.records / 2)
     if (
         not few
         or any(map(_is_code, seen.values))
-        or _boolean(seen)
+        or _draft_boolean(seen)
         or not all(not isinstance(each, Flaw) and each.is_integer() for each in numbers)
     ):
         return None
-    found = sorted({_short(each) for each in numbers if not isinstance(each, Flaw)})
+    found = sorted({_shorten(each) for each in numbers if not isinstance(each, Flaw)})
     return ({"type": "category", "categories": found}, "") if abs(found[0]) <= MAX_MAGNITUDE >= abs(found[-1]) else None
 
 
-def _number(seen: _Seen) -> _Taken | None:
+def _draft_number(seen: _ColumnValues) -> _InferredField | None:
     if not all(map(_is_number, seen.values)):
         return None
     numbers = [number for number in map(parse_number, seen.values) if not isinstance(number, Flaw)]
     low, high = min(numbers), max(numbers)
     if max(-low, high) > MAX_MAGNITUDE:
         return None, f"some numbers are beyond {MAX_MAGNITUDE:g}"
-    return {"type": "number", "bounds": list(_outward(low, high))}, f"{_short(low)} to {_short(high)} in the sample"
+    return {
+        "type": "number",
+        "bounds": list(_round_outward(low, high)),
+    }, f"{_shorten(low)} to {_shorten(high)} in the sample"
 
 
-def _outward(low: float, high: float) -> tuple[float, float]:
-    """Bounds that somebody would write, around what was seen: 17 to 94 becomes 0 to 100."""
+def _round_outward(low: float, high: float) -> tuple[float, float]:
+    """Round the observed bounds outward to usual numbers: 17 to 94 becomes 0 to 100."""
     a, b = Decimal(repr(low)), Decimal(repr(high))
     if a == b == 0:
         return 0, 1
@@ -280,17 +286,17 @@ def _outward(low: float, high: float) -> tuple[float, float]:
         b = Decimal(0)
     step = Decimal(10) ** (b - a).adjusted()
     return (
-        _short(float((a / step).to_integral_value(ROUND_FLOOR) * step)),
-        _short(float((b / step).to_integral_value(ROUND_CEILING) * step)),
+        _shorten(float((a / step).to_integral_value(ROUND_FLOOR) * step)),
+        _shorten(float((b / step).to_integral_value(ROUND_CEILING) * step)),
     )
 
 
-def _short(number: float) -> float:
-    """A whole number as one, where it is not too long."""
+def _shorten(number: float) -> float:
+    """Convert a float without a fraction to an integer, if it is short."""
     return int(number) if number.is_integer() and abs(number) < 1e15 else number
 
 
-def _date(seen: _Seen) -> _Taken | None:
+def _draft_date(seen: _ColumnValues) -> _InferredField | None:
     if not all(map(_is_date, seen.values)):
         return None
     days = [int(day) for day in map(parse_day, seen.values) if not isinstance(day, Flaw)]
@@ -299,28 +305,28 @@ def _date(seen: _Seen) -> _Taken | None:
     return {"type": "date", "bounds": [datetime.date(low.year, 1, 1), ends]}, f"{low} to {high} in the sample"
 
 
-def _spoilt(seen: _Seen) -> _Taken | None:
-    """Numbers or dates, of which some cannot be read as they stand there."""
-    if seen.count(_meant_as_number) >= _MIN_TYPE_SHARE * seen.records and not any(map(_is_code, seen.values)):
+def _explain_flaws(seen: _ColumnValues) -> _InferredField | None:
+    """Describe numbers or dates of which some cannot be read."""
+    if seen.count(_resembles_number) >= _MIN_TYPE_SHARE * seen.records and not any(map(_is_code, seen.values)):
         flaws = Counter[str]()
         for value, times in zip(seen.values, seen.times, strict=True):
             if isinstance(found := parse_number(value), Flaw):
                 flaws[found.description] += times
         return None, "numbers, but for: " + "; ".join(f"{words} ({n:,})" for words, n in flaws.most_common())
-    if seen.count(_meant_as_date) >= _MIN_TYPE_SHARE * seen.records:
+    if seen.count(_resembles_date) >= _MIN_TYPE_SHARE * seen.records:
         return None, f"dates, but for: {Flaw.NO_DATE.description} ({seen.records - seen.count(_is_date):,})"
     return None
 
 
-def _meant_as_number(value: CellValue | UnsupportedValue) -> bool:
+def _resembles_number(value: CellValue | UnsupportedValue) -> bool:
     return _is_number(value) or parse_number(value) in (Flaw.COMMA, Flaw.NOT_FINITE)
 
 
-def _meant_as_date(value: CellValue | UnsupportedValue) -> bool:
+def _resembles_date(value: CellValue | UnsupportedValue) -> bool:
     return _is_date(value) or (isinstance(value, str) and _OTHER_DATE.fullmatch(value) is not None)
 
 
-def _words(seen: _Seen) -> _Taken:
+def _draft_words(seen: _ColumnValues) -> _InferredField:
     if not all(isinstance(value, str) or _is_short_code(value) for value in seen.values):
         return None, "its values are of several kinds"
     words = sorted({str(value) for value in seen.values})
@@ -338,14 +344,14 @@ def _is_short_code(value: CellValue | UnsupportedValue) -> bool:
 
 
 def require_learnable(table: RawTable, source: str) -> None:
-    """Refuse a table of which a draft would leave something out.
+    """Refuse a table with a column that a schema draft would ignore.
 
     Args:
         table: records without a schema.
-        source: of them.
+        source: their source.
 
     Raises:
-        DataError: a column is an index or names records, or the labels are none that can be learned.
+        DataError: a column is an index or identifies records, or the labels cannot be learned.
     """
     for k, name in enumerate(table.columns or ()):
         values = table.features[:, k]
@@ -354,8 +360,8 @@ def require_learnable(table: RawTable, source: str) -> None:
             why = _IDENTIFIER_REASON if _is_identifier(len(np.unique(values)), len(values)) else why
         if why:
             raise DataError(
-                f"{source}: {table.describe_column(k)} must be a field to learn from, and is none: {why}; drop it, or name it under "
-                "ignored in a schema"
+                f"{source}: {table.describe_column(k)} must be a field to learn from, and is none: {why}; drop it, or list it "
+                "under ignored in a schema"
             )
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
     if labels.dtype.kind != "U":
@@ -363,53 +369,54 @@ def require_learnable(table: RawTable, source: str) -> None:
     words = np.unique(labels).tolist()
     if _nearly_all_differ(len(words), len(labels)):
         raise DataError(
-            f"{source}: the label must be one of a few words, or a number, got a column of which {_NEARLY_UNIQUE_REASON}; choose another label"
+            f"{source}: the label must be one of a few words, or a number, got a column of which {_NEARLY_UNIQUE_REASON}; "
+            "choose another label"
         )
     gone = MissingValues.from_values((*_DEFAULT_MISSING_VALUES, *_NEVER_WORDS))
     if gaps := [word for word in words if gone.is_missing(normalise_text(word))]:
         missing = int(np.isin(labels, gaps).sum())
         raise DataError(
-            f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, "
+            f"{source}: the label must have a value in every record, got one missing in {missing:,} of {len(labels):,} (empty, "
             "or a word for it such as NA or ?): drop these, or choose another label"
         )
 
 
 _MAX_LINE_CHARACTERS = 100
-"""Characters of a line."""
+"""Maximum number of characters of a line."""
 _FILE_HEADER = """\
-# A draft: types, bounds and categories are read off the sample, which must be public, for everybody sees them here.
-# Put what is possible in place of what was seen: a record that says anything else is refused (or, beyond its bounds, clipped
-# with `beyond: clip`). A missing value may be refused, neutral or flagged.
+# A draft: types, bounds and categories are taken from the sample, which must be public, because everyone can read them here.
+# Replace observed values by possible ones: a record with any other value is refused (or, out of bounds, clipped
+# with `out_of_bounds: clip`). A missing value may be refused, neutral or flagged.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaDraft:
-    """A schema that was drafted; `text` is its file.
+    """Draft of a schema; `text` is its file.
 
     Attributes:
-        columns: features, and what is ignored, in the order of the sample.
-        label: what is learned.
-        missing_values: what counts as no value.
+        columns: features and ignored columns, in the order of the sample.
+        label: the label.
+        missing_values: values that count as missing.
     """
 
-    columns: tuple[_Drafted, ...]
-    label: _Drafted
+    columns: tuple[_FieldDraft, ...]
+    label: _FieldDraft
     missing_values: tuple[str, ...]
 
     @property
-    def features(self) -> tuple[_Drafted, ...]:
-        """What is learned from."""
+    def features(self) -> tuple[_FieldDraft, ...]:
+        """Drafted features."""
         return tuple(each for each in self.columns if each.field is not None)
 
     @property
-    def ignored_columns(self) -> tuple[_Drafted, ...]:
-        """What is not."""
+    def ignored_columns(self) -> tuple[_FieldDraft, ...]:
+        """Ignored columns."""
         return tuple(each for each in self.columns if each.field is None)
 
     @property
     def document(self) -> dict[str, Any]:
-        """The schema, as YAML gives it."""
+        """The schema as a document for YAML."""
         return {
             "features": {each.name: dict(each.field or {}) for each in self.features},
             "ignored": [each.name for each in self.ignored_columns],
@@ -419,24 +426,27 @@ class SchemaDraft:
 
     @property
     def text(self) -> str:
-        """The schema as a file, with what was seen in comments."""
+        """The schema as a file, with observations in comments."""
         document = self.document
         parts = [_FILE_HEADER, "features:\n"]
-        parts += [indent(_commented(each.why, {each.name: each.field}), "  ") for each in self.features]
+        parts += [indent(_write_with_comment(each.why, {each.name: each.field}), "  ") for each in self.features]
         if self.ignored_columns:
-            parts += ["ignored:\n", *(indent(_commented(each.why, [each.name]), "  ") for each in self.ignored_columns)]
-        parts.append(_commented(self.label.why, {"label": document["label"]}))
+            parts += [
+                "ignored:\n",
+                *(indent(_write_with_comment(each.why, [each.name]), "  ") for each in self.ignored_columns),
+            ]
+        parts.append(_write_with_comment(self.label.why, {"label": document["label"]}))
         if self.missing_values != _DEFAULT_MISSING_VALUES:
-            parts.append(_dumped({"missing_values": document["missing_values"]}))
+            parts.append(_dump({"missing_values": document["missing_values"]}))
         return "".join(parts)
 
 
-def _commented(comment: str, entry: Any) -> str:
-    return f"# {comment}\n" * bool(comment) + _dumped(entry)
+def _write_with_comment(comment: str, entry: Any) -> str:
+    return f"# {comment}\n" * bool(comment) + _dump(entry)
 
 
-def _dumped(entry: Any) -> str:
-    """A mapping or a list as YAML: on a line where it is short."""
+def _dump(entry: Any) -> str:
+    """Write a mapping or a list as YAML: on one line if it is short."""
     if isinstance(entry, dict) and len(entry) == 1:
         line = write_yaml(entry, flow=True)[1:-2]
         if len(line) <= _MAX_LINE_CHARACTERS and "\n" not in line:
@@ -448,13 +458,13 @@ def draft_schema(columns: Mapping[str, Any], label: str | None = None, header: s
     """Draft a schema from the columns of public records.
 
     Args:
-        columns: by name, one value for each record: as `Encoder.columns` takes them.
+        columns: by name, one value for each record: as for `Encoder.encode_columns`.
         label: the label column; None: `label`, else `y`, else the last one.
-        header: why the names of a file's columns are names, as `RawTable.header`.
+        header: reason why the names of a file's columns are names, as `RawTable.header_reason`.
 
     Raises:
-        SpecError: there is no such label column.
-        DataError: there is no record, nothing to learn from, or the label is none that can be learned.
+        SpecError: no such label column.
+        DataError: no record, no feature, or a label that cannot be learned.
     """
     named = {normalise_text(name): extract_cells(column, name) for name, column in columns.items()}
     if len(named) < len(columns) or len({len(cells) for cells in named.values()}) > 1:
@@ -470,13 +480,13 @@ def draft_schema(columns: Mapping[str, Any], label: str | None = None, header: s
     label = None if label is None else normalise_text(label)
     label = choose_label([*named], label, "the label must be one of the columns", header)
     missing_values = (*_DEFAULT_MISSING_VALUES, *_find_gaps(named.values(), _DEFAULT_MISSING_VALUES))
-    seen = {name: _Seen.of(cells, MissingValues.from_values(missing_values)) for name, cells in named.items()}
+    seen = {name: _ColumnValues.of(cells, MissingValues.from_values(missing_values)) for name, cells in named.items()}
     drafted = tuple(_draft_feature(name, each) for name, each in seen.items() if name != label)
     called = {name: describe_column(k, name, header).replace("column '", "'") for k, name in enumerate(named)}
     made = SchemaDraft(drafted, _draft_label(label, seen[label], called[label]), missing_values)
     if not made.features:
         why = "; ".join(f"{called[each.name]}: {each.why}" for each in made.ignored_columns)
-        raise DataError(f"there must be a column to learn from beside the label, and there is none ({why})")
+        raise DataError(f"there must be a column to learn from besides the label, got none ({why})")
     try:
         Schema.model_validate(made.document)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""The section `data` of a run spec: the source of records, their schema, and how a source is dealt to learners.
+"""Section `data` of a run spec: the source of records, their schema, and their partition among learners.
 
-A schema declares which fields there are, what each may say, and so how a record becomes features. Nothing is read off records, so
-the encoding is public, and the same at every learner.
+A schema declares the fields and their allowed values, and thereby the encoding of a record as features. Nothing is derived from
+records, so the encoding is public, and equal at every learner.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MAX_FEATURES = 2**16
 
 
 def _name(value: object) -> str:
-    """The name of a field as it is compared."""
+    """Normalise the name of a field."""
     if not isinstance(value, str):
         raise ValueError("a field's name must be text: put quotes around it")
     name = normalise_text(value)
     if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
         raise ValueError(f"a field's name must be 1 to {MAX_NAME_CHARACTERS} printable characters")
     if name in PLACEMENT_COLUMNS:
-        raise ValueError("learner and round place a record: they are no fields of it, and need not be declared")
+        raise ValueError("learner and round place a record: they are not fields of it, and must be left out")
     return name
 
 
@@ -42,29 +42,27 @@ FieldName = Annotated[str, BeforeValidator(_name)]
 
 
 class Schema(Section):
-    """The fields of a record.
+    """Fields of a record.
 
-    Features stand in the order of their fields' names: a mapping has no order, and the same schema must give the same
-    features wherever it was written or copied.
+    Features are in the order of their fields' names: a mapping has no order, and the same schema must give the same features
+    wherever it was written or copied.
     """
 
     features: Annotated[dict[FieldName, AnyFeature], Field(min_length=1)]
-    """By name, which is that of a column."""
+    """Features by name, which is that of a column."""
     label: AnyLabel
     ignored: tuple[FieldName, ...] = ()
-    """Fields that are there, and not learned from."""
+    """Fields that may be present, and are not learned."""
     missing_values: Words = ("NA", "?")
-    """What counts as no value, in any case of letters, beside none at all and empty text."""
+    """Values that count as missing, ignoring case, in addition to None and empty text."""
 
     @field_validator("features", mode="before")
     @classmethod
-    def _names_differ(cls, features: Any) -> Any:
+    def _require_distinct_names(cls, features: Any) -> Any:
         if isinstance(features, Mapping):
             named = Counter(normalise_text(name) for name in features if isinstance(name, str))
             if twice := [name for name, times in named.items() if times > 1]:
-                raise ValueError(
-                    f"names must differ in more than blanks or Unicode's forms: {twice[0]!r} is there twice"
-                )
+                raise ValueError(f"names must differ in more than blanks or Unicode's forms, got {twice[0]!r} twice")
         return features
 
     @field_validator("features")
@@ -74,18 +72,20 @@ class Schema(Section):
 
     @field_validator("label")
     @classmethod
-    def _label_is_named(cls, label: Label) -> Label:
+    def _normalise_label_name(cls, label: Label) -> Label:
         return label.model_copy(update={"name": _name(label.name)})
 
     @model_validator(mode="after")
-    def _one_meaning(self) -> Schema:
+    def _require_one_meaning(self) -> Schema:
         declared = [*self.features, self.label.name, *self.ignored]
         if twice := [name for name, times in Counter(declared).items() if times > 1]:
-            raise ValueError(f"a field is a feature, the label or ignored, and that once: {twice[0]!r} is there twice")
+            raise ValueError(
+                f"a field must be either a feature, the label or ignored, and once, got {twice[0]!r} twice"
+            )
         if self.width > MAX_FEATURES:
-            raise ValueError(f"there may be {MAX_FEATURES} encoded features, and there are {self.width}")
+            raise ValueError(f"there must be at most {MAX_FEATURES} encoded features, got {self.width}")
         if twice := [name for name, times in Counter(self.names).items() if times > 1]:
-            raise ValueError(f"encoded features must differ in name, and two are called {twice[0]!r}: rename a field")
+            raise ValueError(f"encoded features must differ in name, got {twice[0]!r} twice: rename a field")
         for name, field in {**self.features, self.label.name: self.label}.items():
             if none := [each for each in getattr(field, "categories", ()) if self.missing_value_set.is_missing(each)]:
                 raise ValueError(
@@ -99,31 +99,31 @@ class Schema(Section):
 
     @cached_property
     def missing_value_set(self) -> MissingValues:
-        """What counts as no value."""
+        """Values that count as missing."""
         return MissingValues.from_values(self.missing_values)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the encoded features, in order: `age`, `ward=icu`, `stay missing`."""
+        """Names of the encoded features, in order: `age`, `ward=icu`, `stay missing`."""
         return tuple(each for name, feature in self.features.items() for each in feature.names(name))
 
     @cached_property
     def feature_slices(self) -> Mapping[str, slice]:
-        """Where the encoded features of each field stand."""
+        """Positions of the encoded features of each field."""
         ends = [0, *accumulate(len(feature.names(name)) for name, feature in self.features.items())]
         return dict(zip(self.features, map(slice, ends[:-1], ends[1:]), strict=True))
 
     @cached_property
     def width(self) -> int:
-        """How many encoded features there are."""
+        """Number of encoded features."""
         return int(max(own.stop for own in self.feature_slices.values()))
 
-    # ---- records that it allows ------------------------------------------------------------------------------
+    # ---- extreme records -------------------------------------------------------------------------------------
 
     def make_opposite_record(self, features: FloatArray) -> FloatArray:
-        """A record that is far from this one: `(width,)` each.
+        """Make a record that is distant from this one: `(width,)` each.
 
-        Numbers, dates, true and false are mirrored, a category becomes the next one, and what is missing stays missing.
+        Numbers, dates, true and false are mirrored, a category becomes the next one, and a missing value stays missing.
         """
         made = features.copy()
         for name, own in self.feature_slices.items():
@@ -131,13 +131,13 @@ class Schema(Section):
         return made
 
     def make_max_norm_record(self) -> FloatArray:
-        """A record of the largest norm, `(width,)`: upper bounds, true, and first categories."""
+        """Make a record of the largest norm, `(width,)`: upper bounds, true, and first categories."""
         made = np.zeros(self.width)
         made[[own.start for own in self.feature_slices.values()]] = 1.0
         return made
 
     def make_min_norm_record(self) -> FloatArray:
-        """A record of the smallest norm, `(width,)`: half-way between bounds, and missing where that is neutral."""
+        """Make a record of the smallest norm, `(width,)`: half-way between bounds, and missing where that is neutral."""
         made = np.zeros(self.width)
         for name, own in self.feature_slices.items():
             feature = self.features[name]
@@ -146,16 +146,16 @@ class Schema(Section):
 
 
 class Partition(Section, ABC):
-    """Who gets which record."""
+    """Rule that assigns records to learners."""
 
     kind: str
 
     is_shared: ClassVar[bool] = False
-    """Does every learner get every record, so that nothing is dealt?"""
+    """True if every learner gets every record, so that nothing is split."""
 
     @abstractmethod
     def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-        """The records of each learner, as places in `labels`.
+        """Split the records among learners: return the places in `labels` of each learner's records.
 
         Args:
             labels: `(records,)` in the domain of the loss.
@@ -165,7 +165,7 @@ class Partition(Section, ABC):
         """
 
     def owners(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> IntArray:
-        """The learner of every record, `(records,)`; arguments as in `deal`."""
+        """Return the learner of every record, `(records,)`; arguments as in `split`."""
         owners = np.empty(len(labels), dtype=np.int64)
         for learner, rows in enumerate(self.split(labels, classes, n_learners, rng)):
             owners[rows] = learner
@@ -185,11 +185,11 @@ PARTITIONS: Registry[Partition] = Registry(
 )
 
 AnyPartition = Annotated[SerializeAsAny[Partition], PARTITIONS]
-"""A field of a spec: the partition of the kind that it names."""
+"""Field of a spec: the partition of the named kind."""
 
 
 class IidPartition(Partition):
-    """Records are dealt out at random."""
+    """Random assignment of records."""
 
     kind: Literal["iid"] = "iid"
 
@@ -198,33 +198,33 @@ class IidPartition(Partition):
 
 
 class LabelPartition(Partition):
-    """Records are sorted by label and cut into equal parts: most learners see one label only.
+    """Records sorted by label and cut into equal parts: most learners see one label only.
 
-    `mixed` is the share of each learner's records that is dealt out at random instead (0: the hardest skew).
+    `iid_fraction` is the share of each learner's records that is assigned at random instead (0: the hardest skew).
     """
 
     kind: Literal["by_label"] = "by_label"
-    mixed: Annotated[float, Field(ge=0, le=1)] = 0.0
+    iid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-        """A random pool of the share `mixed`, dealt evenly; the rest sorted by label, then class, and cut evenly."""
+        """Split a random pool of the share `iid_fraction` evenly; sort the rest by label, then class, and cut it evenly."""
         shuffled = rng.permutation(len(labels))
-        pool, rest = np.split(shuffled, [round(self.mixed * len(labels))])
+        pool, rest = np.split(shuffled, [round(self.iid_fraction * len(labels))])
         rest = rest[np.lexsort((classes[rest], labels[rest]))]
-        # array_split gives its surplus records to the first parts; reversed, the pool's surplus goes to the last learners,
+        # array_split puts surplus records in the first parts; reversed, the pool's surplus goes to the last learners,
         # so that totals differ by at most one.
         pools = np.array_split(pool, n_learners)[::-1]
         return [np.concatenate(pair) for pair in zip(np.array_split(rest, n_learners), pools, strict=True)]
 
 
 class DirichletPartition(Partition):
-    """For each label, shares over learners drawn from a symmetric Dirichlet law: small concentration, strong skew."""
+    """For each class, shares over learners drawn from a symmetric Dirichlet distribution: small concentration, strong skew."""
 
     kind: Literal["dirichlet"] = "dirichlet"
     concentration: Positive
 
     def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-        """Shares p ~ Dirichlet(concentration, ..., concentration) of each class.
+        """Draw shares p ~ Dirichlet(concentration, ..., concentration) of each class.
 
         Learner i gets the records of the shuffled class between the rounded cuts `records * (p_0 + ... + p_{i-1})` and
         `records * (p_0 + ... + p_i)`.
@@ -243,12 +243,12 @@ _OWN_SHARE = 0.4
 
 
 class Paper4060Partition(Partition):
-    """40 % of class c to learner c mod learners, the rest of it dealt out evenly (Chen & Wang, experiments B and C)."""
+    """40 % of class c to learner c mod learners, the rest split evenly (Chen & Wang, experiments B and C)."""
 
     kind: Literal["paper_40_60"] = "paper_40_60"
 
     def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-        """40 % of class c to learner `c mod n_learners`, 60 % evenly to the others (to itself, if there are none)."""
+        """Give 40 % of class c to learner `c mod n_learners`, 60 % evenly to the others (to itself, if there are none)."""
         parts: list[list[IntArray]] = [[] for _ in range(n_learners)]
         for c, rows in enumerate(_shuffled_classes(classes, rng)):
             owner = c % n_learners
@@ -261,7 +261,7 @@ class Paper4060Partition(Partition):
 
 
 class SharedPartition(Partition):
-    """Every learner has every record, in the same rounds: for one global objective that all know (the dpsda family)."""
+    """Every record at every learner, in the same rounds: for one global objective known to all (the dpsda family)."""
 
     kind: Literal["shared"] = "shared"
 
@@ -272,7 +272,7 @@ class SharedPartition(Partition):
 
 
 def _shuffled_classes(classes: IntArray, rng: np.random.Generator) -> list[IntArray]:
-    """The records of each class that occurs, in random order, class by class."""
+    """Return the records of each class that occurs, in random order, class by class."""
     rows = rng.permutation(len(classes))
     rows = rows[np.argsort(classes[rows], kind="stable")]
     return np.split(rows, np.flatnonzero(np.diff(classes[rows])) + 1)
@@ -280,62 +280,61 @@ def _shuffled_classes(classes: IntArray, rng: np.random.Generator) -> list[IntAr
 
 LIVE_SOURCE = "live"
 _FILE_ONLY_FIELDS = ("label", "partition", "order", "reuse", "test_fraction", "scale")
-"""Fields that say what becomes of records that are there."""
+"""Fields that determine the use of records in a file."""
 
 with warnings.catch_warnings():
-    # Pydantic says that the name hides a method, which it gave up for `model_json_schema` and nothing here calls. A class that
-    # inherited the field would have that method for its default, before Pydantic 2.12.
+    # Pydantic warns that the name hides a method, which was replaced by `model_json_schema` and is not called here. A class that
+    # inherited the field would have that method as its default, before Pydantic 2.12.
     warnings.filterwarnings("ignore", 'Field name "schema"', UserWarning)
 
     class DataSpec(Section):
-        """Where records come from, who gets which, and in what order."""
+        """Source, partition and order of the records."""
 
         schema: Schema | None = None  # type: ignore[assignment]
-        """What the fields of a `.csv` or `.parquet` file, and of live records, may say; None: all are numbers."""
+        """Schema of a `.csv` or `.parquet` file, and of live records; None: all fields are numbers."""
         source: str = "breast_cancer"
-        """The name of a data set (`sottovoce data list` shows them), a path to a `.npz`, `.csv` or `.parquet` file, or `live`:
-        each learner's owner brings records while the run goes on."""
+        """Name of a data set (`sottovoce data list` shows them), path to a `.npz`, `.csv` or `.parquet` file, or `live`: each
+        learner's owner feeds records during the run."""
         features: Count | None = None
-        """Numbers of a live record, which no schema describes, without the intercept."""
+        """Number of features of a live record without a schema, without the intercept."""
         label: str | None = None
         """Label column of a `.csv` or `.parquet` file (default: `label`, else `y`, else the last column)."""
         positive: tuple[int | str, ...] | None = None
-        """Labels that count as 1 in a binary problem (default: the later half of the sorted labels; of those of a schema, in its
-        order)."""
+        """Labels that count as 1 in a binary problem (default: the later half, sorted; with a schema, in its order)."""
         partition: AnyPartition = IidPartition()
-        """Ignored where the file carries a `learner` column."""
+        """Partition among learners; ignored if the file has a `learner` column."""
         order: Literal["given", "shuffled"] = "shuffled"
         batch_size: Count | Literal["all"] = 1
-        """Records per learner and round; `all`: all in round 0 (with `reuse`, in every round). Of live records: the most that a
-        round takes, of those that are there.
+        """Records per learner and round; `all`: all in round 0 (with `reuse`, in every round). For live records: the maximum that
+        a round takes.
 
-        Ignored where the file carries a `round` column.
+        Ignored if the file has a `round` column.
         """
         reuse: bool = False
-        """Start again from the first record when a learner's records run out. Each use is an event of its own."""
+        """Start again from the first record after a learner's last one. Each use counts separately for `record_use`."""
         test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25
-        """Held out for accuracy. Treated as public: the constants of `scale` are read off it."""
+        """Share held out for accuracy. Treated as public: the constants of `scale` are computed from it."""
         scale: Literal["none", "standard", "range"] = "none"
         """Per-feature scaling by constants of the held-out part, so that no constant depends on a learner's records."""
         intercept: bool = True
         """Append a constant feature."""
         seed: NonNegativeInt = 0
-        """For the split, the partition and the order. Not for noise."""
+        """Seed of the split, the partition and the order. Not of the noise."""
 
         @model_validator(mode="after")
-        def _schema_says_it(self) -> DataSpec:
+        def _require_schema_fields(self) -> DataSpec:
             if self.schema is not None and self.label is not None:
-                raise ValueError("label must be left out with a schema, which says which field it is")
+                raise ValueError("label must be left out with a schema, which declares it")
             if self.schema is not None and self.scale != "none":
                 raise ValueError("scale must be none with a schema, which scales by declared bounds")
             return self
 
         @model_validator(mode="after")
-        def _live_or_not(self) -> DataSpec:
+        def _require_live_fields(self) -> DataSpec:
             if not self.is_live:
                 if self.features is not None:
                     raise ValueError(
-                        f"features must be left out but with source: {LIVE_SOURCE}; a file says how many there are"
+                        f"features must be left out unless source: {LIVE_SOURCE}; a file determines their number"
                     )
                 return self
             if (self.schema is None) == (self.features is None):
@@ -343,7 +342,7 @@ with warnings.catch_warnings():
                     f"source: {LIVE_SOURCE} needs a schema, or features (how many numbers a record has): one of the two"
                 )
             if self.batch_size == "all":
-                raise ValueError("batch_size must be a number for live records: the most that a round takes")
+                raise ValueError("batch_size must be a number for live records: the maximum that a round takes")
             if self.positive is not None and self.schema is None:
                 raise ValueError(
                     "positive must be left out without a schema: labels of live records are the loss's own"
@@ -351,17 +350,17 @@ with warnings.catch_warnings():
             unset = type(self).model_fields
             odd = [name for name in _FILE_ONLY_FIELDS if getattr(self, name) != unset[name].get_default()]
             if odd:
-                raise ValueError(f"{odd[0]} must be left out with source: {LIVE_SOURCE}, whose records are nowhere yet")
+                raise ValueError(f"{odd[0]} must be left out with source: {LIVE_SOURCE}, whose records come later")
             return self
 
         @property
         def is_live(self) -> bool:
-            """True where records come while the run goes on."""
+            """True if records arrive during the run."""
             return self.source == LIVE_SOURCE
 
         @property
         def width(self) -> int | None:
-            """Features of a live record as it is learned, with the intercept; None: a file says it."""
+            """Number of features of a live record, with the intercept; None: the file determines it."""
             if not self.is_live:
                 return None
             own = self.features if self.schema is None else self.schema.width

@@ -1,1 +1,1 @@
-"""Who hears whom, with which weights, round by round."""
+"""Networks of a run: senders, recipients and weights of each round."""

@@ -1,7 +1,7 @@
-"""Graphs and sequences of graphs, by the kind that a spec gives. To add one: its class, and a line in `GRAPHS`.
+"""Graphs and sequences of graphs, chosen by their kind in the spec. To add one: its class, and a line in `GRAPHS`.
 
-Generators are networkx's, which is imported where it is used: a learner is given the edges. Random graphs of a sequence are
-drawn here, since every learner draws them alone, round by round.
+Generators are networkx's, imported only where used: a learner receives the edges. Random graphs of a sequence are generated
+here, since every learner generates them independently, round by round.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class _Source(Section, ABC):
 
     @property
     def has_file(self) -> bool:
-        """Whether a graph is read from a file, which other machines do not have."""
+        """True if a graph is read from a file, which other machines do not have."""
         return False
 
     @property
     def is_directed(self) -> bool:
-        """Whether an edge may be a way for messages in one direction only: the field `directed`, if there is one."""
+        """True if an edge may carry messages in one direction only: the field `directed`, if there is one."""
         return bool(getattr(self, "directed", False))
 
     @property
     def advice(self) -> str:
-        """What to change where the graphs came out disconnected."""
+        """Remedy for disconnected graphs."""
         return "add edges until every learner can reach every other"
 
     def inline_files(self, names: Sequence[str]) -> Self:
-        """Replace files by what they say.
+        """Replace files by their content.
 
         Args:
-            names: of the learners, by index; a file may name its nodes so.
+            names: names of the learners, by index; a file may name its nodes so.
 
         Raises:
             SpecError: a file cannot be used.
@@ -54,18 +54,18 @@ class _Source(Section, ABC):
 
 
 class Graph(_Source):
-    """Who is joined to whom."""
+    """Edges between learners."""
 
     @abstractmethod
     def pairs(self, n: int) -> list[Edge]:
-        """The edges on learners 0..n-1; of a directed graph, from the one who tells to the one who hears.
+        """Return the edges on learners 0..n-1; of a directed graph, from the sender to the recipient.
 
         Raises:
-            SpecError: the graph is not one of n learners, or its file cannot be used.
+            SpecError: the graph does not fit n learners, or its file cannot be used.
         """
 
     def adjacency(self, n: int) -> FloatArray:
-        """The 0/1 matrix, `(n, n)`: 1 where learner i (row) hears learner j. An edge given twice is one edge.
+        """Return the 0/1 matrix, `(n, n)`: 1 if learner i (row) receives from learner j. A duplicate edge counts once.
 
         Raises:
             SpecError: as `pairs`.
@@ -78,7 +78,7 @@ class Graph(_Source):
         return adjacency
 
     def to_edge_list(self, n: int) -> _Edges:
-        """The same graph as a list of edges: who has it needs no file, no generator and no code of others.
+        """Return the graph as a list of edges, which needs no file, no generator and no code of others.
 
         Raises:
             SpecError: as `pairs`.
@@ -112,7 +112,7 @@ GRAPHS: Registry[Graph] = Registry(
 )
 
 AnyGraph = Annotated[SerializeAsAny[Graph], GRAPHS]
-"""A field of a spec: the graph of the kind that it names."""
+"""Field of a spec: the graph of the named kind."""
 
 
 class _Shape(Graph):
@@ -125,7 +125,7 @@ class _Shape(Graph):
 
         makers = {"ring": nx.cycle_graph, "path": nx.path_graph, "star": nx.star_graph, "complete": nx.complete_graph}
         graph = makers[self.kind](n - 1 if self.kind == "star" else n)
-        return [(i, j) for i, j in graph.edges if i != j]  # networkx's ring of one is a self-loop
+        return [(i, j) for i, j in graph.edges if i != j]  # networkx's ring of one node is a self-loop
 
 
 class _Grid(Graph):
@@ -147,7 +147,7 @@ class _Grid(Graph):
         return list(nx.convert_node_labels_to_integers(cells, ordering="sorted").edges)
 
 
-class _Drawn(_Source):
+class _RandomEdges(_Source):
     """Random graphs in which every pair is an edge with the same probability."""
 
     probability: Annotated[float, Field(gt=0, le=1)]
@@ -159,7 +159,7 @@ class _Drawn(_Source):
         return f"take another seed (now {self.seed}) or a larger probability (now {self.probability})"
 
 
-class _ErdosRenyi(_Drawn, Graph):
+class _ErdosRenyi(_RandomEdges, Graph):
     """Every pair is an edge with this probability; `directed`: every ordered pair."""
 
     kind: Literal["erdos_renyi"] = "erdos_renyi"
@@ -171,7 +171,7 @@ class _ErdosRenyi(_Drawn, Graph):
 
 
 class _WattsStrogatz(Graph):
-    """A ring in which everybody knows the `nearest` next ones, half on either side, each edge rewired with a probability."""
+    """A ring with edges to the `nearest` next learners, half on either side, each rewired with a probability."""
 
     kind: Literal["watts_strogatz"] = "watts_strogatz"
     nearest: Count
@@ -190,7 +190,7 @@ class _WattsStrogatz(Graph):
                 f"topology.graph.nearest must be below the number of learners ({n}), got {self.nearest}; "
                 "lower it, or take the complete graph"
             )
-        if self.nearest % 2:  # networkx would round it down without a word
+        if self.nearest % 2:  # networkx would round it down silently
             raise SpecError(
                 f"topology.graph.nearest must be even, half on either side of the ring, got {self.nearest}; "
                 "take an even number"
@@ -199,7 +199,7 @@ class _WattsStrogatz(Graph):
 
 
 class _Edges(Graph):
-    """The edges, as pairs of learner indices counted from 0; `directed`: the first one tells the second one."""
+    """Edges as pairs of learner indices counted from 0; `directed`: from sender to recipient."""
 
     kind: Literal["edges"] = "edges"
     edges: Annotated[tuple[tuple[NonNegativeInt, NonNegativeInt], ...], Field(examples=[[[0, 1], [1, 2]]])]
@@ -225,8 +225,8 @@ class _Edges(Graph):
 class _GraphFile(Graph):
     """A file: GraphML (`.graphml`), or a list of edges, two learners a line with a blank between them.
 
-    Its nodes are the learners' names, or all of the numbers 0..n-1. `directed`: the first node of an edge, its source, tells
-    the second one. Only who is joined to whom is read: weights come from the spec's rule.
+    Its nodes are the learners' names, or all of the numbers 0..n-1. `directed`: the first node of an edge, its source, sends to
+    the second one. Only the edges are read: weights follow the spec's rule.
     """
 
     kind: Literal["file"] = "file"
@@ -248,27 +248,27 @@ class _GraphFile(Graph):
 
 
 class GraphSequence(_Source):
-    """A graph for every round. Public: everybody can tell the graph of every round alone."""
+    """A graph for every round. Public: everyone can compute the graph of every round independently."""
 
     @property
     def period(self) -> int | None:
-        """Rounds after which the graphs come again; None: never."""
+        """Number of rounds after which the graphs repeat; None: never."""
         return None
 
     def is_directed_at(self, t: int) -> bool:
-        """Whether an edge of round t may be a way in one direction only."""
+        """Return whether an edge of round t may carry messages in one direction only."""
         return self.is_directed
 
     @abstractmethod
     def adjacency(self, t: int, n: int) -> FloatArray:
-        """The 0/1 matrix of round t, `(n, n)`, the same on every machine.
+        """Return the 0/1 matrix of round t, `(n, n)`, the same on every machine.
 
         Raises:
-            SpecError: a graph is not one of n learners, or its file cannot be used.
+            SpecError: a graph does not fit n learners, or its file cannot be used.
         """
 
     def to_edge_list(self, n: int) -> GraphSequence:
-        """The same sequence for others, who have no files.
+        """Return the sequence in a form for others, who have no files.
 
         Raises:
             SpecError: as `adjacency`.
@@ -283,11 +283,11 @@ SEQUENCES: Registry[GraphSequence] = Registry(
 )
 
 AnyGraphSequence = Annotated[SerializeAsAny[GraphSequence], SEQUENCES]
-"""A field of a spec: the sequence of the kind that it names."""
+"""Field of a spec: the sequence of the named kind."""
 
 
 class _PeriodicGraphs(GraphSequence):
-    """These graphs, one a round, from the first one again when they have run out."""
+    """Graphs in turn, one a round, repeated from the first one."""
 
     kind: Literal["periodic"] = "periodic"
     graphs: Annotated[tuple[AnyGraph, ...], Field(min_length=1)]
@@ -317,19 +317,19 @@ class _PeriodicGraphs(GraphSequence):
         return self.model_copy(update={"graphs": tuple(graph.to_edge_list(n) for graph in self.graphs)})
 
 
-class _RandomGraphs(_Drawn, GraphSequence):
+class _RandomGraphs(_RandomEdges, GraphSequence):
     """A new graph every round, in which every pair is an edge with this probability; `directed`: every ordered pair.
 
-    The seed is public: everybody can draw the graph of every round alone.
+    The seed is public: everyone can generate the graph of every round independently.
     """
 
     kind: Literal["random"] = "random"
 
     def adjacency(self, t: int, n: int) -> FloatArray:
-        """A function of the spec and the round.
+        """Generate the graph of a round from the spec and the round alone.
 
-        It uses the raw numbers of PCG64, which NumPy promises never to change, and draws the pairs of a row after those of
-        the row before (undirected: those above the diagonal).
+        Uses the raw numbers of PCG64, which NumPy promises never to change, and draws the pairs row by row (undirected: those
+        above the diagonal).
         """
         above = np.triu(np.ones((n, n), dtype=bool), k=1)
         wanted = above | above.T if self.directed else above

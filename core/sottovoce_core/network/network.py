@@ -1,4 +1,4 @@
-"""Networks: who sends to whom with which weights, round by round, where graphs may be directed or change."""
+"""Networks: senders, recipients and weights of each round; graphs may be directed or change."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sottovoce_core.text import format_learner_name
 # ---- network ---------------------------------------------------------------------------------------------------------
 
 _MAX_CACHED_WEIGHTS = 2_000_000
-"""Weights of a network that changes in every round that are kept: many learners of one process ask for the same rounds."""
+"""Maximum number of cached weights of a network that changes every round: many learners of a process need the same rounds."""
 
 
 class Network(ABC):
-    """Who hears whom with which weights, round by round. Public: everybody may know all of it."""
+    """Senders, recipients and weights of each round. Public: everyone may know all of it."""
 
     __slots__ = ()
 
@@ -36,36 +36,36 @@ class Network(ABC):
     @property
     @abstractmethod
     def edges(self) -> tuple[Edge, ...]:
-        """Pairs (i, j), i < j, ascending, of which one may hear the other in some round."""
+        """Pairs (i, j), i < j, ascending, in which one learner receives from the other in some round."""
 
     def neighbours(self, learner: int) -> frozenset[int]:
-        """Everybody whom a learner hears or tells in some round."""
+        """Return all learners that a learner receives from or sends to in some round."""
         return frozenset(j for edge in self.edges if learner in edge for j in edge if j != learner)
 
     @property
     @abstractmethod
     def horizon(self) -> int:
-        """Rounds 0 to `horizon - 1` say all there is to say: later ones repeat them, or are not planned."""
+        """Number of rounds that determine the network: later rounds repeat rounds 0 to `horizon - 1`, or are not planned."""
 
     @abstractmethod
     def mixing(self, t: int) -> Mixing:
-        """The weights of round t."""
+        """Return the weights of round t."""
 
     def planned_mixing(self, t: int) -> Mixing:
-        """The weights of round t if everything that is said in it arrives: what conditions on weights are about."""
+        """Return the weights of round t if all of its messages arrive: conditions on weights concern these."""
         return self.mixing(t)
 
     def sender_mask(self, t: int) -> Mask:
-        """`(learners,)`: those whose message of round t somebody hears."""
+        """Return the senders of round t that have a recipient, `(learners,)`."""
         return np.asarray(self.mixing(t).neighbour_weights.any(axis=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeriodicNetwork(Network):
-    """Weights that come again: round t has those of round `t mod period`. With one of them: a fixed directed graph.
+    """Periodic weights: round t has those of round `t mod period`. With period one: a fixed directed graph.
 
     Attributes:
-        mixings: of the rounds of a period.
+        mixings: weights of the rounds of a period.
     """
 
     mixings: tuple[Mixing, ...]
@@ -76,8 +76,8 @@ class PeriodicNetwork(Network):
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        heard = np.any([mixing.neighbour_weights > 0 for mixing in self.mixings], axis=0)
-        return tuple((int(i), int(j)) for i, j in np.argwhere(np.triu(heard | heard.T, k=1)))
+        is_edge = np.any([mixing.neighbour_weights > 0 for mixing in self.mixings], axis=0)
+        return tuple((int(i), int(j)) for i, j in np.argwhere(np.triu(is_edge | is_edge.T, k=1)))
 
     def neighbours(self, learner: int) -> frozenset[int]:
         return frozenset().union(*(mixing.all_neighbours(learner) for mixing in self.mixings))
@@ -92,25 +92,25 @@ class PeriodicNetwork(Network):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangingNetwork(Network):
-    """A graph of its own for every round, from a sequence that is public and never comes again.
+    """A new graph for every round, from a public sequence that never repeats.
 
     Attributes:
         graphs: the sequence.
-        weights: of the graph of a round.
-        learners: how many there are.
-        rounds: planned.
+        weights: rule for the weights of a graph.
+        learners: number of learners.
+        rounds: number of planned rounds.
     """
 
     graphs: GraphSequence
     weights: WeightRule
     learners: int
     rounds: int
-    _known: dict[int, Mixing] = field(init=False, repr=False, default_factory=dict)
-    """The rounds that were asked for last."""
+    _cache: dict[int, Mixing] = field(init=False, repr=False, default_factory=dict)
+    """Weights of the latest requested rounds."""
 
     def __post_init__(self) -> None:
         complete = np.ones((self.learners, self.learners)) - np.eye(self.learners)
-        self.weights.mix(complete, is_directed=self.graphs.is_directed)  # no round asks for more than this one
+        self.weights.mix(complete, is_directed=self.graphs.is_directed)  # the most demanding graph of all
 
     @property
     def n_learners(self) -> int:
@@ -122,37 +122,37 @@ class ChangingNetwork(Network):
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """Every pair: each may come."""
+        """All pairs: each may be an edge."""
         return tuple(combinations(range(self.learners), 2))
 
     def neighbours(self, learner: int) -> frozenset[int]:
         return frozenset(range(self.learners)) - {learner}
 
     def mixing(self, t: int) -> Mixing:
-        if t not in self._known:
-            if len(self._known) >= max(_MAX_CACHED_WEIGHTS // self.learners**2, 1):
-                del self._known[next(iter(self._known))]
-            self._known[t] = self.weights.mix(
+        if t not in self._cache:
+            if len(self._cache) >= max(_MAX_CACHED_WEIGHTS // self.learners**2, 1):
+                del self._cache[next(iter(self._cache))]
+            self._cache[t] = self.weights.mix(
                 self.graphs.adjacency(t, self.learners), is_directed=self.graphs.is_directed
             )
-        return self._known[t]
+        return self._cache[t]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialNetwork(Network):
-    """The network of those who are there: in each round the graph among them, with the weights that the rule gives it.
+    """The network of the participants: in each round the graph among them, weighted by the rule.
 
     Attributes:
-        whole: of all learners.
-        roster: who is there in which round.
-        among: the weights of a round among some of them, `(learners,)`.
+        full_network: network of all learners.
+        participation: participation of all learners by round.
+        mix_subset: function that weights a round's graph among some learners, `(learners,)`.
     """
 
     full_network: Network
     participation: ParticipationSchedule
     mix_subset: Callable[[int, Mask], Mixing]
-    _known: dict[int, Mixing] = field(init=False, repr=False, default_factory=dict)
-    """By the first round from which they hold, where the whole network never changes."""
+    _cache: dict[int, Mixing] = field(init=False, repr=False, default_factory=dict)
+    """Weights by the first round in which they apply, if the full network never changes."""
 
     @property
     def n_learners(self) -> int:
@@ -173,16 +173,16 @@ class PartialNetwork(Network):
         if self.full_network.horizon > 1:
             return self._at(t)
         since = self.participation.last_change(t)
-        if since not in self._known:
-            self._known[since] = self._at(since)
-        return self._known[since]
+        if since not in self._cache:
+            self._cache[since] = self._at(since)
+        return self._cache[since]
 
     def planned_mixing(self, t: int) -> Mixing:
         there = self.participation.participant_mask(t)
         return self.full_network.mixing(t) if there.all() else self.mix_subset(t, there)
 
     def sender_mask(self, t: int) -> Mask:
-        """As of any network, but who may have been gone by then counts as nobody."""
+        """Return the senders with a recipient; recipients that may have been gone by then do not count."""
         return np.asarray(self.mixing(t).neighbour_weights[~self.participation.unreceived_sender_mask(t)].any(axis=0))
 
     def _at(self, t: int) -> Mixing:
@@ -192,30 +192,30 @@ class PartialNetwork(Network):
 # ---- connectivity ----------------------------------------------------------------------------------------
 
 
-def describe_disconnection(hears: npt.NDArray[Any], names: Sequence[str] = ()) -> str:
-    """Who cannot reach whom, where the row hears the column; empty where messages of everybody reach everybody.
+def describe_disconnection(receives: npt.NDArray[Any], names: Sequence[str] = ()) -> str:
+    """Describe two learners without a path of messages; empty if messages of every learner reach every other.
 
     Args:
-        hears: `(learners, learners)`.
-        names: of the learners, by index.
+        receives: `(learners, learners)`, positive if the row receives from the column.
+        names: names of the learners, by index.
     """
-    n, first = len(hears), format_learner_name(names, 0)
-    if (deaf := np.flatnonzero(~find_reachable(hears))).size:
-        lost = f"{deaf.size} of {n} learners hear nothing of {first}"
-        return f"no path of messages from {first} to {format_learner_name(names, int(deaf[0]))} ({lost})"
-    if (mute := np.flatnonzero(~find_reachable(hears.T))).size:
-        lost = f"{first} hears nothing of {mute.size} of {n} learners"
-        return f"no path of messages from {format_learner_name(names, int(mute[0]))} to {first} ({lost})"
+    n, first = len(receives), format_learner_name(names, 0)
+    if (unreached := np.flatnonzero(~find_reachable(receives))).size:
+        lost = f"{unreached.size} of {n} learners receive nothing of {first}"
+        return f"no path of messages from {first} to {format_learner_name(names, int(unreached[0]))} ({lost})"
+    if (unreaching := np.flatnonzero(~find_reachable(receives.T))).size:
+        lost = f"{first} receives nothing of {unreaching.size} of {n} learners"
+        return f"no path of messages from {format_learner_name(names, int(unreaching[0]))} to {first} ({lost})"
     return ""
 
 
-def find_reachable(hears: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Whom the messages of learner 0 reach, over others where needed, `(n,)`: breadth first."""
-    found = np.zeros(len(hears), dtype=bool)
+def find_reachable(receives: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return the learners that messages of learner 0 reach, directly or not, `(n,)`: breadth-first search."""
+    found = np.zeros(len(receives), dtype=bool)
     found[0] = True
     frontier = found
     while frontier.any():
-        frontier = (hears[:, frontier] > 0).any(axis=1) & ~found
+        frontier = (receives[:, frontier] > 0).any(axis=1) & ~found
         found = found | frontier
     return found
 
@@ -224,33 +224,33 @@ def find_reachable(hears: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 class NetworkDigests:
-    """By round, each computed once, and kept for a while.
+    """Network digests by round, each computed once, and cached for a while.
 
     Args:
-        network: of the run.
-        keep: rounds of them; a network that never changes has one.
+        network: network of the run.
+        keep: number of cached rounds; a network that never changes needs one.
     """
 
     def __init__(self, network: Network, keep: int) -> None:
         self._network, self._keep = network, keep
-        self._known: dict[int, bytes] = {}
+        self._cache: dict[int, bytes] = {}
 
     @property
     def is_needed(self) -> bool:
-        """Does the network change? Else its first epoch says it all."""
+        """True if the network changes; otherwise the digest of its first epoch covers all rounds."""
         return self._network.horizon > 1
 
     def digest(self, t: int) -> bytes:
-        """That of a round."""
-        known = self._known.get(t)
+        """Return the digest of a round."""
+        known = self._cache.get(t)
         if known is None:
-            known = self._known[t] = self._network.mixing(t).digest
-            if len(self._known) > self._keep:  # rounds before those that are kept are asked for seldom
-                del self._known[min(self._known)]
+            known = self._cache[t] = self._network.mixing(t).digest
+            if len(self._cache) > self._keep:  # rounds before those that are kept are asked for seldom
+                del self._cache[min(self._cache)]
         return known
 
     def combined_digest(self, first: int, until: int) -> bytes:
-        """Of rounds `first` to `until - 1` together; empty where none is needed."""
+        """Return the digest of rounds `first` to `until - 1` together; empty if none is needed."""
         if not self.is_needed or first >= until:
             return b""
         return combine_digests(map(self.digest, range(first, until)))

@@ -1,10 +1,10 @@
-"""The section `topology` of a run spec: a graph, or a sequence of graphs, and a rule for weights.
+"""Section `topology` of a run spec: a graph, or a sequence of graphs, and a weight rule.
 
 The coupling matrix W of one undirected graph (Chen & Wang 2025).
 
-`w_ij >= 0` is the weight that learner i gives to what it hears from j, zero where there is no edge. W is symmetric and
-its rows sum to zero (`w_ii = -sum_j w_ij`), so -W is a weighted graph Laplacian: all eigenvalues are at most 0, and 0
-is a simple one exactly if the graph is connected. `I + W` is the mixing matrix.
+`w_ij >= 0` is the weight that learner i gives to messages of j, zero without an edge. W is symmetric and its rows sum to zero
+(`w_ii = -sum_j w_ij`), so -W is a weighted graph Laplacian: all eigenvalues are at most 0, and 0 is simple exactly if the graph
+is connected. `I + W` is the mixing matrix.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class FixedNetwork(Network):
 
     @classmethod
     def from_weights(cls, matrix: Any) -> FixedNetwork:
-        """The network with this coupling matrix, copied and then read-only.
+        """Make the network with this coupling matrix, which is copied and made read-only.
 
         Raises:
-            AssumptionViolated: W_SHAPE, W_NEGATIVE, W_ASYMMETRIC, W_ROW_SUM or W_DISCONNECTED, whichever fails first.
+            AssumptionViolated: W_SHAPE, W_NEGATIVE, W_ASYMMETRIC, W_ROW_SUM or W_DISCONNECTED: the first that fails.
         """
         try:
             weights: FloatArray = np.array(matrix, dtype=np.float64)
@@ -91,25 +91,24 @@ class FixedNetwork(Network):
 
     @property
     def delta_2(self) -> float:
-        """Second largest eigenvalue of W, always negative: the slowest rate at which disagreement dies out.
+        """Second largest eigenvalue of W, always negative: the slowest rate at which disagreement vanishes.
 
-        It is the largest Rayleigh quotient of W over the non-zero vectors that sum to zero. One learner alone has no
-        such vector, so its delta_2 is the supremum of the empty set, -inf: every upper limit proportional to -delta_2
-        is then no limit.
+        It is the largest Rayleigh quotient of W over the non-zero vectors that sum to zero. A single learner has no such vector,
+        so its delta_2 is the supremum of the empty set, -inf: an upper limit proportional to -delta_2 is then no limit.
         """
         return float(self._spectrum[-2]) if self.n_learners > 1 else float("-inf")
 
     @property
     def delta_m(self) -> float:
-        """Smallest eigenvalue of W (0 for one learner alone)."""
+        """Smallest eigenvalue of W (0 for a single learner)."""
         return float(self._spectrum[0])
 
     def mixing(self, t: int) -> Mixing:
-        """The weights, the same in every round: neighbours' `w_ij`, and `1 - |w_ii|` for the own value."""
+        """Return the weights, equal in all rounds: neighbours' `w_ij`, and `1 - |w_ii|` for the own value."""
         return self._mixing
 
     def own_weight(self, learner: int) -> float:
-        """|w_ii|, the sum of the learner's neighbour weights."""
+        """Return |w_ii|, the sum of the learner's neighbour weights."""
         return abs(float(self.weights[learner, learner]))
 
 
@@ -117,31 +116,31 @@ class FixedNetwork(Network):
 
 
 def _off_diagonal(weights: FloatArray) -> FloatArray:
-    """A copy with zeros on the diagonal."""
+    """Copy the matrix with zeros on the diagonal."""
     coupling = weights.copy()
     np.fill_diagonal(coupling, 0.0)
     return coupling
 
 
 def _check_entries(weights: FloatArray) -> None:
-    """W_SHAPE, W_NEGATIVE, W_ASYMMETRIC, W_ROW_SUM."""
+    """Check the entries: W_SHAPE, W_NEGATIVE, W_ASYMMETRIC, W_ROW_SUM."""
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1] or weights.size == 0:
         raise AssumptionViolated("W_SHAPE", f"weights must be a finite square matrix, got shape {weights.shape}")
-    _refuse("W_SHAPE", "weights must be a finite square matrix", weights, ~np.isfinite(weights))
-    _refuse("W_NEGATIVE", "coupling weights must be non-negative", weights, _off_diagonal(weights) < 0)
-    # Against the largest entry, so that the checks mean the same for weights of any size and cannot overflow.
+    _raise_about_entry("W_SHAPE", "weights must be a finite square matrix", weights, ~np.isfinite(weights))
+    _raise_about_entry("W_NEGATIVE", "coupling weights must be non-negative", weights, _off_diagonal(weights) < 0)
+    # Relative to the largest entry, so that the checks are independent of scale and cannot overflow.
     relative = weights / (np.abs(weights).max() or 1.0)
-    # However small the weight, an edge that one end alone knows would leave its other end waited for.
+    # However small its weight, an edge known to one end only would make that end wait for the other.
     one_sided = (weights > 0) != (weights.T > 0)
     asymmetric = (np.abs(relative - relative.T) > WEIGHT_SUM_TOLERANCE) | one_sided
-    _refuse("W_ASYMMETRIC", "coupling weights must be symmetric", weights, asymmetric)
+    _raise_about_entry("W_ASYMMETRIC", "coupling weights must be symmetric", weights, asymmetric)
     unbalanced = np.diag(np.abs(relative.sum(axis=1)) > WEIGHT_SUM_TOLERANCE)
     text = "each diagonal weight must equal minus the sum of its row's neighbour weights"
-    _refuse("W_ROW_SUM", text, weights, unbalanced)
+    _raise_about_entry("W_ROW_SUM", text, weights, unbalanced)
 
 
-def _refuse(code: str, text: str, weights: FloatArray, wrong: npt.NDArray[np.bool_]) -> None:
-    """Raise about the first entry that is `wrong`, naming what the entry had to match."""
+def _raise_about_entry(code: str, text: str, weights: FloatArray, wrong: npt.NDArray[np.bool_]) -> None:
+    """Raise an error about the first entry that is `wrong`, with the required value."""
     if not wrong.any():
         return
     i, j = (int(index) for index in np.argwhere(wrong)[0])
@@ -154,7 +153,7 @@ def _refuse(code: str, text: str, weights: FloatArray, wrong: npt.NDArray[np.boo
 
 
 def _check_gap(spectrum: FloatArray) -> None:
-    """W_DISCONNECTED for a graph held together only by weights that vanish in rounding.
+    """Check W_DISCONNECTED for a graph connected only by weights that vanish in rounding.
 
     Users of delta_2 divide by it and take powers of it, so its sign must be certain. The error of a computed eigenvalue
     is about n machine epsilons times the spectral radius.
@@ -175,7 +174,7 @@ def _check_gap(spectrum: FloatArray) -> None:
 
 
 class Topology(Section):
-    """Who hears whom, and with which weights: one graph (default: a ring), or a sequence of graphs."""
+    """Edges and weights between learners: one graph (default: a ring), or a sequence of graphs."""
 
     graph: AnyGraph | None = None
     sequence: AnyGraphSequence | None = None
@@ -195,12 +194,12 @@ class Topology(Section):
         return self
 
     def build_network(self, n_learners: int, rounds: int = 1, roster: ParticipationSchedule | None = None) -> Network:
-        """Who hears whom in which round.
+        """Build the network of all planned rounds.
 
         Args:
             n_learners: number of learners n.
-            rounds: planned; a sequence must connect everybody within them.
-            roster: who is there in which of them (default: everybody, in all).
+            rounds: number of planned rounds; a sequence must connect all learners within them.
+            roster: participation by round (default: all learners, in all rounds).
 
         Raises:
             SpecError: a graph does not fit the number of learners, or its file cannot be used.
@@ -208,31 +207,31 @@ class Topology(Section):
                 overflow.
         """
         names = resolve_learner_names(n_learners) if roster is None else roster.names
-        whole = self.inline_files(names)._whole(n_learners, rounds, () if roster is None else names)
+        whole = self.inline_files(names)._build_full_network(n_learners, rounds, () if roster is None else names)
         if roster is None or not roster.offline_intervals:
             return whole
         partial = self.build_partial_network(whole, roster)
         if self.sequence is None:
-            self._require_connected(partial, rounds)
+            self._require_connectivity(partial, rounds)
         return partial
 
     def build_partial_network(self, whole: Network, roster: ParticipationSchedule) -> PartialNetwork:
-        """The network of those who are there, connected or not.
+        """Build the network of the participants, connected or not.
 
         Args:
-            whole: of all learners.
-            roster: who is there in which round.
+            whole: network of all learners.
+            roster: participation by round.
         """
-        return PartialNetwork(whole, roster, self.inline_files(roster.names)._among)
+        return PartialNetwork(whole, roster, self.inline_files(roster.names)._mix_among)
 
-    def _whole(self, n_learners: int, rounds: int, names: Sequence[str]) -> Network:
+    def _build_full_network(self, n_learners: int, rounds: int, names: Sequence[str]) -> Network:
         if self.sequence is not None:
-            return self._connected(self._of_sequence(n_learners, rounds), rounds, names)
-        graph = self._one_graph
+            return self._require_union_connectivity(self._build_from_sequence(n_learners, rounds), rounds, names)
+        graph = self._single_graph
         adjacency = graph.adjacency(n_learners)
         if graph.is_directed or not self.weights.is_symmetric:
             mixing = self.weights.mix(adjacency, is_directed=graph.is_directed)
-            return self._connected(PeriodicNetwork((mixing,)), 1, names)
+            return self._require_union_connectivity(PeriodicNetwork((mixing,)), 1, names)
         coupling = self._coupling(adjacency)
         if lacking := describe_disconnection(adjacency, names):  # by name
             text = f"the communication graph is not connected, got {lacking}; {graph.advice}"
@@ -240,47 +239,47 @@ class Topology(Section):
         return FixedNetwork.from_weights(coupling)
 
     def to_edge_list(self, learners: int | Sequence[str]) -> Topology:
-        """The same topology with its graphs as lists of edges: a learner elsewhere needs no file and no generator.
+        """Return the topology with its graphs as lists of edges: a learner elsewhere needs no file and no generator.
 
-        A random sequence stays as it is: everybody draws it alone.
+        A random sequence stays unchanged: every learner generates it independently.
 
         Args:
-            learners: how many, or their names.
+            learners: number of learners, or their names.
 
         Raises:
             SpecError: a graph does not fit the number of learners, or its file cannot be used.
         """
         names = resolve_learner_names(learners)
-        return self.inline_files(names)._replaced(lambda part: part.to_edge_list(len(names)))
+        return self.inline_files(names)._replace_graphs(lambda part: part.to_edge_list(len(names)))
 
     def inline_files(self, learners: int | Sequence[str]) -> Topology:
-        """The same topology with what its files say in their place: as it is where it names none.
+        """Return the topology with the content of its files inlined; unchanged if it names no file.
 
         Args:
-            learners: how many, or their names.
+            learners: number of learners, or their names.
 
         Raises:
             SpecError: a file cannot be used.
         """
         names = resolve_learner_names(learners)
-        return self._replaced(lambda part: part.inline_files(names)) if self.has_file else self
+        return self._replace_graphs(lambda part: part.inline_files(names)) if self.has_file else self
 
-    def _replaced(self, change: Callable[[Any], object]) -> Topology:
+    def _replace_graphs(self, change: Callable[[Any], object]) -> Topology:
         parts = {"graph": self.graph, "sequence": self.sequence}
         return self.model_copy(update={key: part and change(part) for key, part in parts.items()})
 
     @property
     def has_file(self) -> bool:
-        """Is a graph read from a file, which others have not?"""
+        """True if a graph is read from a file, which others do not have."""
         return any(part.has_file for part in (self.graph, self.sequence) if part is not None)
 
     @property
-    def _one_graph(self) -> Graph:
-        assert self.graph is not None  # noqa: S101 - a ring, where there is no sequence
+    def _single_graph(self) -> Graph:
+        assert self.graph is not None  # noqa: S101 - a ring, if there is no sequence
         return self.graph
 
-    def _of_sequence(self, n: int, rounds: int) -> Network:
-        assert self.sequence is not None  # noqa: S101 - asked before
+    def _build_from_sequence(self, n: int, rounds: int) -> Network:
+        assert self.sequence is not None  # noqa: S101 - checked before
         if (period := self.sequence.period) is None:
             if rounds >= UNBOUNDED_ROUNDS:
                 text = "a sequence of graphs that does not repeat needs a number of rounds, got rounds: null"
@@ -293,12 +292,12 @@ class Topology(Section):
             )
         )
 
-    def _among(self, t: int, there: Mask) -> Mixing:
-        """The weights of a round in the graph among those who are there, `(learners,)`."""
+    def _mix_among(self, t: int, there: Mask) -> Mixing:
+        """Return the weights of a round in the graph among some learners, `(learners,)`."""
         n, sequence = len(there), self.sequence
-        adjacency = self._one_graph.adjacency(n) if sequence is None else sequence.adjacency(t, n)
+        adjacency = self._single_graph.adjacency(n) if sequence is None else sequence.adjacency(t, n)
         adjacency *= np.outer(there, there)
-        one_way = self._one_graph.is_directed if sequence is None else sequence.is_directed_at(t)
+        one_way = self._single_graph.is_directed if sequence is None else sequence.is_directed_at(t)
         if self.weights.has_unbounded_row_sums and not one_way:
             coupling = self._coupling(adjacency)
             own = 1.0 + np.diag(coupling)
@@ -306,8 +305,8 @@ class Topology(Section):
             return Mixing(coupling, own)
         return self.weights.mix(adjacency, is_directed=one_way)
 
-    def _require_connected(self, network: PartialNetwork, rounds: int) -> None:
-        """Whoever is there must reach everybody who is, in every round.
+    def _require_connectivity(self, network: PartialNetwork, rounds: int) -> None:
+        """Require that each participant can reach every other one, in every round.
 
         Raises:
             AssumptionViolated: W_DISCONNECTED.
@@ -315,25 +314,26 @@ class Topology(Section):
         roster = network.participation
         for t in (0, *(change for change in roster.changes if change < rounds)):
             there = np.flatnonzero(roster.participant_mask(t))
-            hears = self._among(t, roster.participant_mask(t)).neighbour_weights[np.ix_(there, there)]
-            if (lost := np.flatnonzero(~(find_reachable(hears) & find_reachable(hears.T)))).size:
+            received = self._mix_among(t, roster.participant_mask(t)).neighbour_weights[np.ix_(there, there)]
+            if (lost := np.flatnonzero(~(find_reachable(received) & find_reachable(received.T)))).size:
                 first, other = roster.names[there[0]], roster.names[there[lost[0]]]
                 raise AssumptionViolated(
                     "W_DISCONNECTED",
-                    f"the communication graph among the {there.size} learners who are there from round {t} on is not connected, "
-                    f"got no path both ways between {first} and {other}; {self._one_graph.advice}, or change absences",
+                    f"the communication graph among the {there.size} participants from round {t} on must be connected, "
+                    f"got no path both ways between {first} and {other}; {self._single_graph.advice}, or "
+                    "change offline_intervals",
                 )
 
     def _coupling(self, adjacency: FloatArray) -> FloatArray:
-        """W, `(n, n)`. All rules but free ones keep |w_ii| < 1."""
+        """Return W, `(n, n)`. All rules but free ones keep |w_ii| < 1."""
         if not self.weights.has_unbounded_row_sums:
             self.weights.mix(adjacency, is_directed=False)
         with np.errstate(over="ignore"):  # an infinite sum is refused as W_SHAPE
             coupling = self.weights.couplings(adjacency)
             return coupling - np.diag(coupling.sum(axis=1))
 
-    def _connected(self, network: Network, rounds: int, names: Sequence[str]) -> Network:
-        """The network, if its planned rounds together connect everybody with everybody.
+    def _require_union_connectivity(self, network: Network, rounds: int, names: Sequence[str]) -> Network:
+        """Return the network if its planned rounds together connect all learners.
 
         Raises:
             AssumptionViolated: W_DISCONNECTED.
@@ -345,5 +345,5 @@ class Topology(Section):
                 return network
         one = network.horizon == 1
         what = "the communication graph is" if one else f"the graphs of rounds 0 to {rounds - 1} together are"
-        advice = (self.sequence or self._one_graph).advice
+        advice = (self.sequence or self._single_graph).advice
         raise AssumptionViolated("W_DISCONNECTED", f"{what} not strongly connected, got {lacking}; {advice}")

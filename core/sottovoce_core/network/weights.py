@@ -1,7 +1,7 @@
-"""The weights of one round, and the rules for weights, by the kind that a spec gives.
+"""Weights of one round, and weight rules, chosen by their kind in the spec.
 
-The mixing matrix A of a round has the receiver as its row: learner i gives `a_ij` to what it hears of j, and `a_ii` to its
-own value. Rows that sum to one keep a consensus, columns that sum to one keep the sum (push-sum), both keep the average.
+The mixing matrix A of a round has the recipient as its row: learner i gives `a_ij` to the message of j, and `a_ii` to its own
+value. Rows that sum to one preserve consensus, columns that sum to one preserve the sum (push-sum), both preserve the average.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from sottovoce_core.registry import Positive, Registry, Section
 # ---- mixing ----------------------------------------------------------------------------------------------------------
 
 WEIGHT_SUM_TOLERANCE = 1e-12
-"""How far sums of weights may be from what they must be, relative to the largest weight."""
+"""Tolerance of sums of weights, relative to the largest weight."""
 _DIGEST_RESOLUTION = 2.0**-24
-"""Weights that round to the same multiple of it are the same to a digest: machines may differ in the last bits of theirs."""
+"""Resolution of weights in a digest: machines may differ in the last bits of their weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixing:
-    """The weights of one round: what each learner (row) gives to what it hears of each other one (column), and to itself.
+    """Weights of one round: of each recipient (row) for the messages of each sender (column), and for its own value.
 
     Attributes:
-        neighbours: `(n, n)`, zero where nothing is heard, and on the diagonal.
-        own: `(n,)`.
+        neighbour_weights: `(n, n)`, zero without an edge, and on the diagonal.
+        own_weights: `(n,)`.
     """
 
     neighbour_weights: FloatArray
     own_weights: FloatArray
     _digests: list[bytes] = field(init=False, repr=False, default_factory=list)
     totals: Scalars = field(init=False, repr=False)
-    """What each learner gives to all others, as `broadcast_scalars`."""
+    """Total weight that each learner gives to all others, from `broadcast_scalars`."""
     own_scalars: Scalars = field(init=False, repr=False)
-    """`own`, as `broadcast_scalars`."""
+    """`own_weights`, from `broadcast_scalars`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "totals", broadcast_scalars(self.neighbour_weights.sum(axis=1).tolist()))
@@ -50,11 +50,11 @@ class Mixing:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of who hears whom with which weight: of all hearers, then of whom they hear, then of the weights."""
+        """SHA-256 of edges and weights: of all recipients, then of their senders, then of the weights."""
         if not self._digests:
-            hearers, heard = np.nonzero(self.neighbour_weights)
-            weights = np.rint(self.neighbour_weights[hearers, heard] / _DIGEST_RESOLUTION)
-            parts = (hearers.astype("<u4"), heard.astype("<u4"), weights.astype("<f8"))
+            recipients, senders = np.nonzero(self.neighbour_weights)
+            weights = np.rint(self.neighbour_weights[recipients, senders] / _DIGEST_RESOLUTION)
+            parts = (recipients.astype("<u4"), senders.astype("<u4"), weights.astype("<f8"))
             self._digests.append(sha256(b"".join(part.tobytes() for part in parts)).digest())
         return self._digests[0]
 
@@ -64,21 +64,21 @@ class Mixing:
         return self.neighbour_weights + np.diag(self.own_weights)
 
     def in_neighbour_weights(self, learner: int) -> dict[int, float]:
-        """Weight of each learner that `learner` hears, by ascending index."""
+        """Return the weight of each learner from which `learner` receives, by ascending index."""
         row = self.neighbour_weights[learner]
         return {int(j): float(row[j]) for j in np.flatnonzero(row)}
 
     def out_neighbours(self, learner: int) -> tuple[int, ...]:
-        """Who hears `learner`, ascending."""
+        """Return the recipients of `learner`, ascending."""
         return tuple(int(i) for i in np.flatnonzero(self.neighbour_weights[:, learner]))
 
     def all_neighbours(self, learner: int) -> frozenset[int]:
-        """Whom `learner` hears or tells."""
+        """Return all learners from which `learner` receives or to which it sends."""
         return frozenset((*self.in_neighbour_weights(learner), *self.out_neighbours(learner)))
 
 
 def combine_digests(rounds: Iterable[bytes]) -> bytes:
-    """SHA-256 of the digests of several rounds, one after the other: of who hears whom in all of them."""
+    """Return the SHA-256 of the concatenated digests of several rounds, which covers the edges and weights of all of them."""
     return sha256(b"".join(rounds)).digest()
 
 
@@ -86,39 +86,39 @@ def combine_digests(rounds: Iterable[bytes]) -> bytes:
 
 
 class WeightRule(Section, ABC):
-    """A rule for weights. `lazy` halves what is heard, and keeps the rest: (I + P) / 2 in place of the mixing matrix P."""
+    """A weight rule. `lazy` halves the weights of others, and keeps the rest: (I + P) / 2 instead of the mixing matrix P."""
 
     kind: str
     lazy: bool = False
 
     is_symmetric: ClassVar[bool] = True
-    """Does an undirected graph get symmetric weights?"""
+    """True if an undirected graph gets symmetric weights."""
     can_be_directed: ClassVar[bool] = True
-    """Has the rule a meaning for directed graphs?"""
+    """True if the rule is defined for directed graphs."""
     is_column_stochastic: ClassVar[bool] = False
-    """Is it the columns that sum to one, not the rows?"""
+    """True if the columns sum to one, not the rows."""
     has_unbounded_row_sums: ClassVar[bool] = False
-    """On one fixed undirected graph, may a learner give the others more than 1 in all (Chen & Wang 2025 allow it)?"""
+    """True if, on one fixed undirected graph, a learner may give the others more than 1 in all (allowed by Chen & Wang 2025)."""
 
     @abstractmethod
     def weigh(self, adjacency: FloatArray) -> FloatArray:
-        """What learners (rows) give to what they hear of others (columns), `(n, n)`, before `lazy`.
+        """Return the weights that learners (rows) give to messages of others (columns), `(n, n)`, before `lazy`.
 
         Args:
-            adjacency: `(n, n)`, 1 where the row hears the column.
+            adjacency: `(n, n)`, 1 if the row receives from the column.
         """
 
     def couplings(self, adjacency: FloatArray) -> FloatArray:
-        """What learners (rows) give to what they hear of others (columns), `(n, n)`."""
+        """Return the weights that learners (rows) give to messages of others (columns), `(n, n)`."""
         weights = self.weigh(adjacency)
         return weights / 2.0 if self.lazy else weights
 
     def mix(self, adjacency: FloatArray, *, is_directed: bool) -> Mixing:
-        """The mixing matrix of a graph.
+        """Return the mixing matrix of a graph.
 
         Args:
-            adjacency: `(n, n)`, 1 where the row hears the column.
-            one_way: whether the graph was meant to be directed.
+            adjacency: `(n, n)`, 1 if the row receives from the column.
+            is_directed: whether the graph is directed.
 
         Raises:
             AssumptionViolated: W_DIRECTED or W_OWN.
@@ -133,12 +133,12 @@ class WeightRule(Section, ABC):
         own = 1.0 - weights.sum(axis=0 if self.is_column_stochastic else 1)
         if (own <= 0).any():
             i = int(np.argmin(own))
-            heard = int(adjacency[i].sum())
-            limit = (2.0 if self.lazy else 1.0) / heard
+            in_degree = int(adjacency[i].sum())
+            limit = (2.0 if self.lazy else 1.0) / in_degree
             raise AssumptionViolated(
                 "W_OWN",
                 "every learner must keep a positive weight for its own value, "
-                f"got {float(own[i]):.6g} for a learner that hears {heard} others by {self.kind} weights; "
+                f"got {float(own[i]):.6g} for a learner with {in_degree} in-neighbours and {self.kind} weights; "
                 f"take weights below {limit:.6g}",
             )
         return Mixing(weights, own)
@@ -158,7 +158,7 @@ WEIGHTS: Registry[WeightRule] = Registry(
 )
 
 AnyWeights = Annotated[SerializeAsAny[WeightRule], WEIGHTS]
-"""A field of a spec: the rule of the kind that it names."""
+"""Field of a spec: the weight rule of the named kind."""
 
 
 class _ConstantWeights(WeightRule):
@@ -199,7 +199,7 @@ class _MaxDegreeWeights(WeightRule):
 
 
 class _LaplacianWeights(WeightRule):
-    """`w_ij = step` for every edge, below one over the largest number of heard neighbours: `I - step L`."""
+    """`w_ij = step` for every edge, below one over the largest number of in-neighbours: `I - step L`."""
 
     kind: Literal["laplacian"] = "laplacian"
     step: Positive
@@ -209,7 +209,7 @@ class _LaplacianWeights(WeightRule):
 
 
 class _OutDegreeWeights(WeightRule):
-    """`w_ij = 1 / (1 + number of those whom j tells)`: columns sum to one, as push-sum needs it."""
+    """`w_ij = 1 / (1 + number of out-neighbours of j)`: columns sum to one, as push-sum requires."""
 
     kind: Literal["out_degree"] = "out_degree"
 
@@ -217,17 +217,17 @@ class _OutDegreeWeights(WeightRule):
     is_column_stochastic: ClassVar[bool] = True
 
     def weigh(self, adjacency: FloatArray) -> FloatArray:
-        tells: FloatArray = adjacency.sum(axis=0)
-        return adjacency / (1.0 + tells)
+        out_degrees: FloatArray = adjacency.sum(axis=0)
+        return adjacency / (1.0 + out_degrees)
 
 
 class _InDegreeWeights(WeightRule):
-    """`w_ij = 1 / (1 + number of those whom i hears)`: rows sum to one."""
+    """`w_ij = 1 / (1 + number of in-neighbours of i)`: rows sum to one."""
 
     kind: Literal["in_degree"] = "in_degree"
 
     is_symmetric: ClassVar[bool] = False
 
     def weigh(self, adjacency: FloatArray) -> FloatArray:
-        hears: FloatArray = adjacency.sum(axis=1, keepdims=True)
-        return adjacency / (1.0 + hears)
+        in_degrees: FloatArray = adjacency.sum(axis=1, keepdims=True)
+        return adjacency / (1.0 + in_degrees)

@@ -1,1 +1,1 @@
-"""A run: built from its spec, simulated, replayed, measured, written down."""
+"""A run: built from its spec, simulated, replayed, measured and recorded."""

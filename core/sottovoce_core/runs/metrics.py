@@ -1,16 +1,16 @@
-"""How well a simulated run learned: losses, regrets, distance to the optimum, agreement, accuracy.
+"""Learning performance of a simulated run: losses, regrets, distance to the optimum, agreement, accuracy.
 
-For experiments alone: everything here looks at all records and at clean decisions, which no deployed learner shows.
+For experiments only: all records and clean decisions are examined here, which no deployed learner reveals.
 
-Round t, counted from 0, brings records to the learners, and finds learner i with the decision `theta_t^i` made before them.
+Round t, counted from 0, brings records to the learners; the decision `theta_t^i` of learner i was made before them.
 
 - `f_{t,j}` is the mean loss of learner j's records of round t, ridge included; a round without records has none. The network
-  loss of the round is their sum over j: every learner is measured by what its decision would have cost everybody.
+  loss of the round is their sum over j: every learner is measured by the cost of its decision to all learners.
 - `F_t` is the mean, over the learners that have records, of the mean loss of all their records of the rounds 0..t, and
   `theta_t*` its minimiser on the decision set (Chen & Wang 2025, section II).
-- Means over rounds are over those that brought records: before the first record they are not-a-number.
+- Means over rounds are over those with records: before the first record they are not-a-number.
 
-A learner that is away is not measured; in sums over rounds it counts then with the decision that it has.
+An offline learner is not measured; in sums over rounds its current decision counts.
 
 Losses are unclipped. All replicas learn from the same records, so a minimiser serves all of them.
 """
@@ -35,26 +35,25 @@ from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
 
 CHECKPOINTS = 25
-"""Rounds at which a run is measured by default."""
+"""Default number of rounds at which a run is measured."""
 
 MAX_CHUNK_ELEMENTS = 2**21
-"""Numbers (decisions times records) that are computed at a time, at most: 16 MiB."""
+"""Maximum number of numbers (decisions times records) that are computed at a time: 16 MiB."""
 
 MAX_OPTIMISER_STEPS = 5_000
 _TOLERANCE = 1e-9
-"""Where the search for a minimiser stops: the length of the projected gradient of a mean loss."""
+"""Tolerance of the search for a minimiser: the norm of the projected gradient of a mean loss."""
 
 
-def _checkpoints(rounds: int, most: int = CHECKPOINTS) -> IntArray:
-    """Numbers of rounds, evenly spread on a logarithmic scale; the first is 1 and the last `rounds`.
+def _checkpoints(rounds: int, max_count: int = CHECKPOINTS) -> IntArray:
+    """Return numbers of rounds, evenly spread on a logarithmic scale; the first is 1 and the last `rounds`.
 
-    At most so many, and at least four fifths of that where there are so many rounds: of those that fall on one another, there
-    are more in a short run.
+    At most `max_count`, and at least four fifths of that in runs with enough rounds: in a short run, some of them coincide.
     """
-    if rounds <= most:
+    if rounds <= max_count:
         return np.arange(1, rounds + 1)
-    tried = most
-    while len(found := np.unique(np.rint(np.geomspace(1, rounds, tried)).astype(np.int64))) < 4 * most // 5:
+    tried = max_count
+    while len(found := np.unique(np.rint(np.geomspace(1, rounds, tried)).astype(np.int64))) < 4 * max_count // 5:
         tried += 1
     return found
 
@@ -67,8 +66,8 @@ class _Objective:
     """`sum_k weight_k phi(theta; record_k) + (pull/2) ||theta||^2`, with phi the data part of the loss, unclipped.
 
     Attributes:
-        loss: of one record.
-        features: `(records, features)`, obeying the loss's bounds.
+        loss: loss of one record.
+        features: `(records, features)`, within the loss's bounds.
         labels: `(records,)`.
         weights: `(records,)`, positive.
         pull: coefficient of the ridge.
@@ -81,27 +80,27 @@ class _Objective:
     pull: float
 
     def values(self, thetas: FloatArray) -> FloatArray:
-        """`(vectors,)` for `thetas (vectors, dim)`."""
+        """Return the objective, `(vectors,)`, for `thetas (vectors, dim)`."""
         total: FloatArray = 0.5 * self.pull * np.vecdot(thetas, thetas)
         batch = Batch(self.features[None], self.labels[None])
-        for part in _parts(len(thetas), len(self.labels)):
+        for part in _slice_decisions(len(thetas), len(self.labels)):
             total[part] += self.loss.values(thetas[None, part], batch)[0] @ self.weights
         return total
 
     def minimiser(self, decision_set: DecisionSet, start: FloatArray) -> FloatArray:
-        """The point of the set `(dim,)` where this is smallest; approximate where the loss is not smooth.
+        """Find the point of the set `(dim,)` that minimises the objective; approximate if the loss is not smooth.
 
-        L-BFGS-B, in the bounds of a box. Where that ends outside the set, accelerated projected gradient steps follow.
+        L-BFGS-B, in the bounds of a box. If that ends outside the set, accelerated projected gradient steps follow.
 
         Args:
-            decision_set: where to look.
-            start: `(dim,)`, where to begin.
+            decision_set: set to search.
+            start: `(dim,)`, starting point.
 
         Raises:
             SpecError: the loss is not convex, or SciPy is missing.
         """
         if not self.loss.is_convex:
-            raise SpecError("the minimiser of a loss that is not convex cannot be computed")
+            raise SpecError("a minimiser needs a convex loss, got one that is not convex")
         minimize = import_optional("scipy.optimize", "SciPy", "regret or tracking error").minimize
         mean = _Mean(self)
         bounds = [(decision_set.low, decision_set.high)] * len(start) if isinstance(decision_set, Box) else None
@@ -120,13 +119,13 @@ class _Objective:
         return _descend(mean, decision_set, inside)
 
     def shares(self) -> FloatArray:
-        """`(records + 1,)`: weights and ridge in units of the sum of the weights. Equal shares have equal minimisers."""
+        """Return weights and ridge relative to the sum of the weights, `(records + 1,)`. Equal shares have equal minimisers."""
         shares: FloatArray = np.append(self.weights, self.pull) / self.weights.sum()
         return shares
 
 
 class _Mean:
-    """An objective over the sum of its weights, with its gradient."""
+    """An objective divided by the sum of its weights, with its gradient."""
 
     def __init__(self, objective: _Objective) -> None:
         self._objective, self._total = objective, float(objective.weights.sum())
@@ -153,7 +152,7 @@ class _Mean:
 
 
 def _descend(mean: _Mean, decision_set: DecisionSet, start: FloatArray) -> FloatArray:
-    """Accelerated projected gradient (FISTA) with backtracking, restarted where the momentum points uphill."""
+    """Minimise by accelerated projected gradient (FISTA) with backtracking, restarted if the momentum points uphill."""
     here, ahead, momentum, step = start, start, 1.0, 1.0
     for _ in range(MAX_OPTIMISER_STEPS):
         value, gradient = mean.value_and_gradient(ahead)
@@ -174,8 +173,8 @@ def _descend(mean: _Mean, decision_set: DecisionSet, start: FloatArray) -> Float
     return here
 
 
-def _parts(vectors: int, records: int) -> Iterator[slice]:
-    """Slices of the decisions such that decisions times records stay within `PART`."""
+def _slice_decisions(vectors: int, records: int) -> Iterator[slice]:
+    """Return slices of the decisions such that decisions times records stay within `MAX_CHUNK_ELEMENTS`."""
     size = max(MAX_CHUNK_ELEMENTS // max(records, 1), 1)
     return (slice(first, first + size) for first in range(0, vectors, size))
 
@@ -185,7 +184,7 @@ def _parts(vectors: int, records: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """One number over the rounds.
+    """A measured number over the rounds.
 
     Attributes:
         replicas: `(checkpoints, replicas)` means over the learners.
@@ -197,13 +196,13 @@ class Curve:
 
     @property
     def mean(self) -> FloatArray:
-        """`(checkpoints,)` mean over learners and replicas."""
+        """Mean over learners and replicas, `(checkpoints,)`."""
         mean: FloatArray = self.replicas.mean(axis=1)
         return mean
 
     @property
     def error(self) -> FloatArray:
-        """`(checkpoints,)` standard error of that mean, by the spread over the replicas; not-a-number for one."""
+        """Standard error of that mean, `(checkpoints,)`, by the spread over the replicas; not-a-number for one replica."""
         n = self.replicas.shape[1]
         if n < 2:
             return np.full(len(self.replicas), math.nan)
@@ -212,20 +211,20 @@ class Curve:
 
     @property
     def final_mean(self) -> float:
-        """Its last mean."""
+        """Mean at the last checkpoint."""
         return float(self.mean[-1])
 
     @property
     def final_error(self) -> float:
-        """The standard error of its last mean."""
+        """Standard error of the mean at the last checkpoint."""
         return float(self.error[-1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curves:
-    """What was measured: `curves` by name, each at the numbers of rounds `rounds (checkpoints,)`.
+    """Measurements of a run: `curves` by name, each at the numbers of rounds `rounds (checkpoints,)`.
 
-    `with_records (checkpoints,)` is how many of these rounds brought records, on average over the learners.
+    `rounds_with_records (checkpoints,)` is the number of rounds so far with records, on average over the learners.
     """
 
     rounds: IntArray
@@ -234,7 +233,7 @@ class Curves:
 
     @property
     def has_records_in_all_rounds(self) -> bool:
-        """Whether every measured round brought records to every learner."""
+        """True if every measured round brought records to every learner."""
         return bool(np.array_equal(self.rounds_with_records, self.rounds))
 
     def __getitem__(self, name: str) -> Curve:
@@ -245,15 +244,15 @@ class Curves:
 
 
 class Metrics:
-    """Measures a run while it is simulated: `take` every round, then read `curves`.
+    """Measures a run during its simulation: `add_round` every round, then read `curves`.
 
     Memory does not grow with the rounds: cumulative losses `(learners, replicas)`, and means at the checkpoints. The search
-    for minimisers and everything that looks at all records happens at checkpoints only.
+    for minimisers and all work on all records happen at checkpoints only.
 
     Args:
-        run: what is simulated.
+        run: simulated run.
         data: its records.
-        at: numbers of rounds after which to measure (default: `checkpoints(rounds)`).
+        checkpoints: numbers of rounds after which to measure (default: `_checkpoints(rounds)`).
         dynamic: also compute the dynamic regret, which needs a minimiser in every round.
     """
 
@@ -272,11 +271,11 @@ class Metrics:
         self._measured: list[tuple[int, float, dict[str, FloatArray]]] = []
 
     def add_round(self, step: SimulatedRound) -> None:
-        """Take in one round; rounds come in order, each once."""
+        """Add a round; rounds come in order, each once."""
         theirs = self._records.of_round(step.t)
         self._counted += self._records.having(step.t)
         if len(theirs.labels):
-            self._total = self._total + _each(theirs.values, step.decisions_before)
+            self._total = self._total + _evaluate(theirs.values, step.decisions_before)
             if self._dynamic and self._loss.is_convex:
                 best = theirs.minimiser(self._set, step.decisions_before.mean(axis=(0, 1)))
                 self._least += float(theirs.values(best[None])[0])
@@ -285,15 +284,15 @@ class Metrics:
 
     @property
     def curves(self) -> Curves:
-        """What was measured so far."""
+        """Measurements so far."""
         names = self._measured[0][2] if self._measured else {}
         rounds = np.array([rounds for rounds, _, _ in self._measured], dtype=np.int64)
         there = np.array([self._roster.participant_mask(t - 1) for t in rounds.tolist()])
-        curves = {name: _curve([values[name] for _, _, values in self._measured], there) for name in names}
+        curves = {name: _build_curve([values[name] for _, _, values in self._measured], there) for name in names}
         return Curves(rounds, curves, np.array([counted for _, counted, _ in self._measured]))
 
     def _measure(self, step: SimulatedRound) -> dict[str, FloatArray]:
-        """`(learners, replicas)` each, or `(replicas,)` for what is one number of the network, of those who are there."""
+        """Measure a round: `(learners, replicas)` each, or `(replicas,)` for a number of the network, over the participants."""
         there = self._roster.participant_mask(step.t)
         total = np.broadcast_to(self._total, step.decisions_before.shape[:2])
         apart = step.decisions_after - step.decisions_after[there].mean(axis=0)
@@ -319,7 +318,7 @@ class Metrics:
         else:
             start = step.decisions_before.mean(axis=(0, 1)) if self._best is None else self._best
             self._best = best = mean.minimiser(self._set, start)
-            now = _each(mean.values, step.decisions_before) - mean.values(best[None])[0]
+            now = _evaluate(mean.values, step.decisions_before) - mean.values(best[None])[0]
             shared = np.allclose(mean.shares(), whole.shares(), rtol=1e-9)
             comparator = best if shared else whole.minimiser(self._set, best)
             least = float(whole.values(comparator[None])[0])
@@ -334,13 +333,13 @@ class Metrics:
         return found
 
 
-def _each(function: Any, thetas: FloatArray) -> FloatArray:
-    """A function of `(vectors, dim)` at `(learners, replicas, dim)`: `(learners, replicas)`."""
+def _evaluate(function: Any, thetas: FloatArray) -> FloatArray:
+    """Evaluate a function of `(vectors, dim)` at `(learners, replicas, dim)`: `(learners, replicas)`."""
     values: FloatArray = function(thetas.reshape(-1, thetas.shape[-1]))
     return values.reshape(thetas.shape[:2])
 
 
-def _curve(values: list[FloatArray], there: Mask) -> Curve:
+def _build_curve(values: list[FloatArray], there: Mask) -> Curve:
     stack = np.stack(values)  # (checkpoints, learners, replicas), or without learners
     network = stack.mean(axis=1, where=there[:, :, None]) if stack.ndim == 3 else stack
     return Curve(network, stack.mean(axis=2) if stack.ndim == 3 else None)
@@ -351,7 +350,7 @@ def _curve(values: list[FloatArray], there: Mask) -> Curve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Records:
-    """All learners' records in one array, made to obey the bounds, and who learns which of them when.
+    """All learners' records in one array, within the loss's bounds, with their learning schedule.
 
     `order[i]` and `offsets[i]` are as in `LearnerData`, with rows of the one array.
     """
@@ -373,17 +372,17 @@ class _Records:
         return cls(loss, features, labels, order, tuple(each.offsets for each in data.learners))
 
     def of_round(self, t: int) -> _Objective:
-        """`sum_j f_{t,j}`."""
+        """Return `sum_j f_{t,j}`."""
         rows = [order[offsets[t] : offsets[t + 1]] for order, offsets in zip(self.order, self.offsets, strict=True)]
         weights = [np.full(len(mine), 1.0 / max(len(mine), 1)) for mine in rows]
         return self._objective(np.concatenate(rows), np.concatenate(weights), float(sum(map(bool, map(len, rows)))))
 
     def having(self, t: int) -> int:
-        """Number of learners to which round t brings records."""
+        """Return the number of learners with records in round t."""
         return sum(bool(offsets[t + 1] > offsets[t]) for offsets in self.offsets)
 
     def until(self, t: int) -> tuple[_Objective, _Objective]:
-        """`F_t`, and the sum of `f_{s,j}` over the rounds s = 0..t and the learners j."""
+        """Return `F_t`, and the sum of `f_{s,j}` over the rounds s = 0..t and the learners j."""
         n = sum(bool(offsets[t + 1]) for offsets in self.offsets)
         mean, whole, rounds = np.zeros(len(self.labels)), np.zeros(len(self.labels)), 0
         for order, offsets in zip(self.order, self.offsets, strict=True):
@@ -402,7 +401,7 @@ class _Records:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Test:
-    """The held-out records, and one column per class that occurs: 1 over its number of records where it is the label."""
+    """Held-out records, with one column per class that occurs: 1 over its number of records for those with the label."""
 
     loss: Loss
     features: FloatArray
@@ -411,7 +410,7 @@ class _Test:
 
     @classmethod
     def of(cls, loss: Loss, data: PlacedData) -> _Test | None:
-        """None without held-out records, or where labels are measurements and not classes."""
+        """Make it from the data; None without held-out records, or if labels are measurements and not classes."""
         labels = data.test_labels
         if not len(labels) or not np.array_equal(labels, np.rint(labels)):
             return None
@@ -419,11 +418,11 @@ class _Test:
         return cls(loss, data.test_features, labels, belongs / belongs.sum(axis=0))
 
     def scores(self, thetas: FloatArray) -> dict[str, FloatArray]:
-        """Accuracy, and its mean over the classes; `(learners, replicas)` each."""
+        """Return accuracy, and its mean over the classes; `(learners, replicas)` each."""
         flat = thetas.reshape(-1, thetas.shape[-1])
         recalls = np.empty((len(flat), self.classes.shape[1]))
         accuracy = np.empty(len(flat))
-        for part in _parts(len(flat), len(self.labels)):
+        for part in _slice_decisions(len(flat), len(self.labels)):
             predicted = self.loss.classify(self.loss.predict(flat[None, part], self.features[None]))[0]
             right = (predicted == self.labels).astype(np.float64)
             accuracy[part], recalls[part] = right.mean(axis=1), right @ self.classes

@@ -1,4 +1,4 @@
-"""Deals a dataset out: held-out part, scaling, learners, order, rounds."""
+"""Placement of a dataset: held-out part, scaling, learners, order, rounds."""
 
 from __future__ import annotations
 
@@ -22,76 +22,78 @@ from sottovoce_core.text import abbreviate_names
 
 
 def place_data(spec: RunSpec, dataset: Dataset) -> PlacedData:
-    """Hold a part out, scale by it, and give every learner its records round by round.
+    """Hold a part out, scale by it, and assign records to learners and rounds.
 
-    Placement that the dataset carries is kept exactly: a `learner` column replaces the partition, a `round` column
-    `batch_size` and `reuse`; the order then applies within a learner's round. Records so placed are never held out.
+    Placement in the dataset is kept exactly: a `learner` column replaces the partition, a `round` column `batch_size` and
+    `reuse`; the order then applies within a learner's round. Records placed by a column are never held out.
 
     Randomness: `data.seed`, with an independent generator each for the split, the partition and the order of every
     learner, so that changing one of these leaves the others as they were.
 
     Raises:
         SpecError: a learner gets no record, or there is no held-out part to scale by.
-        DataError: a record is placed with a learner or in a round that the run has not (the message names its row).
+        DataError: a record is placed with a learner or in a round outside the run (the message names its row).
     """
     data = spec.data
-    _require_room(spec, dataset)
+    _require_schedule_size(spec, dataset)
     split_rng, deal_rng, order_rng = np.random.default_rng(data.seed).spawn(3)
     rows, test = _hold_out(dataset, data.test_fraction, split_rng)
-    rounds = _rounds(spec, dataset)
-    prepare = _preparation(data, test.features)
+    rounds = _read_rounds(spec, dataset)
+    prepare = _build_transform(data, test.features)
 
-    def placed(mine: IntArray, rng: np.random.Generator, learner: int = 0) -> LearnerData:
+    def place_learner(mine: IntArray, rng: np.random.Generator, learner: int = 0) -> LearnerData:
         shuffled = rng.permutation(len(mine)) if data.order == "shuffled" else np.arange(len(mine))
         part = spec.participation.learner_participation(learner, spec.rounds).mask()
-        timetable = _fill(shuffled, data, part) if rounds is None else _keep(shuffled, rounds[mine], part)
+        timetable = (
+            _fill_rounds(shuffled, data, part) if rounds is None else _keep_file_rounds(shuffled, rounds[mine], part)
+        )
         return LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable)
 
     if dataset.learner is None and data.partition.is_shared:
-        if spec.absences:
+        if spec.offline_intervals:
             raise SpecError(
-                "absences: data.partition shared gives all learners the same records in all rounds: leave one out"
+                "offline_intervals must be empty with data.partition shared: all learners have the same records in all rounds"
             )
-        learners = [placed(rows, order_rng)] * spec.n_learners
+        learners = [place_learner(rows, order_rng)] * spec.n_learners
     else:
-        owners = _owners(spec, dataset, rows, deal_rng)
+        owners = _assign_owners(spec, dataset, rows, deal_rng)
         hands = [rows[owners == i] for i in range(spec.n_learners)]
         if empty := [i for i, mine in enumerate(hands) if not mine.size]:
-            raise SpecError(_nothing_for(spec, empty, dataset))
+            raise SpecError(_describe_missing_records(spec, empty, dataset))
         rngs = order_rng.spawn(spec.n_learners)
-        learners = [placed(mine, rng, i) for i, (mine, rng) in enumerate(zip(hands, rngs, strict=True))]
+        learners = [place_learner(mine, rng, i) for i, (mine, rng) in enumerate(zip(hands, rngs, strict=True))]
     return PlacedData(tuple(learners), prepare(test.features), test.labels)
 
 
 def create_empty_live_data(spec: RunSpec) -> PlacedData:
-    """The data of a run of live records, before there are any."""
-    nothing = np.broadcast_to(np.int64(0), spec.rounds + 1)  # however many rounds, in no memory
-    return _live(spec, [nothing] * spec.n_learners)
+    """Return the data of a live run before any records exist."""
+    nothing = np.broadcast_to(np.int64(0), spec.rounds + 1)  # needs no memory, for any number of rounds
+    return _place_live(spec, [nothing] * spec.n_learners)
 
 
 def estimate_live_data(spec: RunSpec, rate: float) -> PlacedData:
-    """The data of a run of live records, if they come evenly, each of them once. What they say nobody knows.
+    """Return the data of a live run whose records arrive evenly, each used once. Their content is unknown.
 
     Args:
-        spec: of the run.
-        rate: records a round on average; below 1, most rounds bring none. The first brings some.
+        spec: spec of the run.
+        rate: mean number of records a round; below 1, most rounds bring none. The first brings some.
 
     Raises:
-        SpecError: no such rate, or more records than there may be.
+        SpecError: an impossible rate, or too many records.
     """
-    most = spec.data.batch_size
-    if not 0.0 < rate <= (math.inf if most == "all" else most):
-        raise SpecError(f"records a round must be above 0 and at most data.batch_size, {most}, got {rate:g}")
+    max_batch_size = spec.data.batch_size
+    if not 0.0 < rate <= (math.inf if max_batch_size == "all" else max_batch_size):
+        raise SpecError(f"records a round must be above 0 and at most data.batch_size, {max_batch_size}, got {rate:g}")
     if spec.rounds * max(rate, 1.0) > MAX_ARRAY_ELEMENTS:
         raise SpecError(
-            f"rounds and records must be at most {MAX_ARRAY_ELEMENTS} each: look at fewer rounds, got {spec.rounds}"
+            f"rounds and records must be at most {MAX_ARRAY_ELEMENTS} each, got {spec.rounds} rounds: examine fewer rounds"
         )
     counts = np.diff(np.ceil(np.arange(spec.rounds + 1) * rate)).astype(np.int64)
     parts = [spec.participation.learner_participation(i, spec.rounds).mask() for i in range(spec.n_learners)]
-    return _live(spec, [np.concatenate([[0], np.cumsum(counts * part)]) for part in parts])
+    return _place_live(spec, [np.concatenate([[0], np.cumsum(counts * part)]) for part in parts])
 
 
-def _live(spec: RunSpec, offsets: Sequence[IntArray]) -> PlacedData:
+def _place_live(spec: RunSpec, offsets: Sequence[IntArray]) -> PlacedData:
     width, zero = spec.data.width or 0, np.zeros(())
 
     def of(ends: IntArray) -> LearnerData:
@@ -106,12 +108,12 @@ def _live(spec: RunSpec, offsets: Sequence[IntArray]) -> PlacedData:
 
 
 def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tuple[IntArray, Batch]:
-    """Rows to learn from, ascending, and the held-out part (empty where all rows are placed by the file)."""
+    """Return the rows to learn from, ascending, and the held-out part (empty if the file places all rows)."""
     n = len(dataset.labels)
     if dataset.test is not None:
         return np.arange(n), dataset.test
-    placed = dataset.learner is not None or dataset.round is not None
-    held = 0 if placed else min(max(round(fraction * n), 1), n - 1)
+    place_learner = dataset.learner is not None or dataset.round is not None
+    held = 0 if place_learner else min(max(round(fraction * n), 1), n - 1)
     rows = rng.permutation(n)
     test = np.sort(rows[:held])
     return np.sort(rows[held:]), Batch(dataset.features[test], dataset.labels[test])
@@ -119,11 +121,11 @@ def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureTransform:
-    """From feature rows of a source, `(records, m)`, to rows of a run, `(records, n)`: scaled, then with the intercept.
+    """Transform feature rows of a source, `(records, m)`, to rows of a run, `(records, n)`: scaled, then with the intercept.
 
     Attributes:
-        intercept: whether a last column of ones is appended.
-        shift, width: what is subtracted, and divided by then, `(m,)` each; None: nothing is scaled.
+        intercept: whether to append a column of ones.
+        shift, width: offset to subtract, then divisor, `(m,)` each; None: no scaling.
     """
 
     intercept: bool
@@ -136,25 +138,25 @@ class FeatureTransform:
                 features = (features - self.shift) / self.width
             if not (np.abs(features) <= MAX_MAGNITUDE).all():
                 raise DataError(
-                    f"scaled features must be between -{MAX_MAGNITUDE:g} and {MAX_MAGNITUDE:g}, got larger ones: some column has other "
-                    "sizes of numbers than its held-out part; rescale it first"
+                    f"scaled features must be between -{MAX_MAGNITUDE:g} and {MAX_MAGNITUDE:g}, got larger ones: a column has "
+                    "numbers of another size than its held-out part; rescale it first"
                 )
-        return _with_intercept(features) if self.intercept else np.asarray(features)
+        return _append_intercept(features) if self.intercept else np.asarray(features)
 
 
 def fit_feature_transform(data: DataSpec, dataset: Dataset) -> FeatureTransform:
-    """How rows of a source are made ready for a run of these records.
+    """Fit the transform of a run to its dataset.
 
     Raises:
         SpecError: there is no held-out part to scale by.
-        DataError: it cannot be scaled by.
+        DataError: the held-out part has an unusable range.
     """
     split_rng, *_ = np.random.default_rng(data.seed).spawn(3)
-    return _preparation(data, _hold_out(dataset, data.test_fraction, split_rng)[1].features)
+    return _build_transform(data, _hold_out(dataset, data.test_fraction, split_rng)[1].features)
 
 
-def _preparation(data: DataSpec, public: FloatArray) -> FeatureTransform:
-    """Scaling by constants of the held-out part, then the intercept."""
+def _build_transform(data: DataSpec, public: FloatArray) -> FeatureTransform:
+    """Build the transform: scaling by constants of the held-out part, then the intercept."""
     if data.scale == "none":
         return FeatureTransform(data.intercept)
     if not len(public):
@@ -162,11 +164,11 @@ def _preparation(data: DataSpec, public: FloatArray) -> FeatureTransform:
             f"data.scale {data.scale} takes its constants from held-out records, and this source has none: give the "
             "file X_test and y_test, or scale the features beforehand and set data.scale to none"
         )
-    return FeatureTransform(data.intercept, *_constants(data.scale, public))
+    return FeatureTransform(data.intercept, *_compute_constants(data.scale, public))
 
 
-def _constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """What to subtract and to divide by, `(features,)` each; 1 divides a column that is constant."""
+def _compute_constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return offset and divisor, `(features,)` each; 1 divides a constant column."""
     low, high = public.min(axis=0), public.max(axis=0)
     with np.errstate(over="ignore", invalid="ignore"):  # refused below
         shift, width = (low, high - low) if scale == "range" else (public.mean(axis=0), public.std(axis=0))
@@ -182,26 +184,26 @@ def _constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple
     return shift, width
 
 
-def _with_intercept(features: FloatArray) -> FloatArray:
-    """A last column of ones."""
+def _append_intercept(features: FloatArray) -> FloatArray:
+    """Append a column of ones."""
     return np.hstack([features, np.ones((len(features), 1))])
 
 
 # ---- learners --------------------------------------------------------------------------------------------
 
 
-def _owners(spec: RunSpec, dataset: Dataset, rows: IntArray, rng: np.random.Generator) -> IntArray:
-    """The learner of each of `rows`."""
+def _assign_owners(spec: RunSpec, dataset: Dataset, rows: IntArray, rng: np.random.Generator) -> IntArray:
+    """Return the learner of each of `rows`."""
     if dataset.learner is not None:
-        return _explicit_owners(spec, dataset, dataset.learner)[rows]
+        return _read_owners(spec, dataset, dataset.learner)[rows]
     classes = dataset.classes
     if classes is None:
         classes = np.unique(dataset.labels, return_inverse=True)[1].astype(np.int64)
     return spec.data.partition.owners(dataset.labels[rows], classes[rows], spec.n_learners, rng)
 
 
-def _explicit_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntArray:
-    """The learner column as indices of the run's learners."""
+def _read_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntArray:
+    """Convert the learner column to indices of the run's learners."""
     names = dataset.learner_names
     if names is None and any(map(str.isdecimal, spec.names)):  # then a number is a name
         known, learner = np.unique(learner, return_inverse=True)
@@ -216,13 +218,13 @@ def _explicit_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntA
     if outside.size:
         row = int(outside[0])
         near = [] if names is None else difflib.get_close_matches(names[learner[row]], spec.names, 1)
-        came = learner[row] if names is None else f"a name that is near {near[0]!r}" if near else "another name"
+        came = learner[row] if names is None else f"a name similar to {near[0]!r}" if near else "another name"
         raise DataError(f"{dataset.name}: row {row} (counted from 0), column 'learner' must be {allowed}, got {came}")
     return owners
 
 
-def _nothing_for(spec: RunSpec, learners: Sequence[int], dataset: Dataset) -> str:
-    """Which learners have no record, and what to do."""
+def _describe_missing_records(spec: RunSpec, learners: Sequence[int], dataset: Dataset) -> str:
+    """Describe the learners without records, and the remedy."""
     advice = (
         "give each rows in the column 'learner', or take it out of `learners`"
         if dataset.learner is not None
@@ -238,8 +240,8 @@ def _nothing_for(spec: RunSpec, learners: Sequence[int], dataset: Dataset) -> st
 # ---- rounds ----------------------------------------------------------------------------------------------
 
 
-def _rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:
-    """The round column, all of it inside the run."""
+def _read_rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:
+    """Return the round column, after checking that all rounds are in the run."""
     if dataset.round is None:
         return None
     outside = np.flatnonzero((dataset.round < 0) | (dataset.round >= spec.rounds))
@@ -252,8 +254,8 @@ def _rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:
     return dataset.round
 
 
-def _require_room(spec: RunSpec, dataset: Dataset) -> None:
-    """Refuse a timetable that has no room in memory; with `reuse` it names a record for every place of every round.
+def _require_schedule_size(spec: RunSpec, dataset: Dataset) -> None:
+    """Refuse a schedule that does not fit into memory; with `reuse` it has a record for every place of every round.
 
     Raises:
         SpecError: it has too many places.
@@ -268,27 +270,27 @@ def _require_room(spec: RunSpec, dataset: Dataset) -> None:
         )
 
 
-def _fill(shuffled: IntArray, data: DataSpec, part: Mask) -> tuple[IntArray, IntArray]:
-    """`batch_size` records a round in which the learner takes part, until they run out, or for ever with `reuse`.
+def _fill_rounds(shuffled: IntArray, data: DataSpec, part: Mask) -> tuple[IntArray, IntArray]:
+    """Assign `batch_size` records to each round of participation, until they run out, or without end with `reuse`.
 
     Args:
-        shuffled: rows, in the order in which they are learned.
-        data: of the spec.
-        part: `(rounds,)`: in which rounds it takes part.
+        shuffled: rows, in learning order.
+        data: section of the spec.
+        part: `(rounds,)`: True for rounds of participation.
 
     Returns:
         order, offsets: as in `LearnerData`.
     """
     size = len(shuffled) if data.batch_size == "all" else data.batch_size
     if not data.reuse:
-        size = min(size, len(shuffled))  # else the ends of late rounds pass the largest int64
+        size = min(size, len(shuffled))  # else the ends of late rounds exceed the largest int64
     ends = np.concatenate([[0], np.cumsum(part, dtype=np.int64)]) * size
     order = np.resize(shuffled, ends[-1]) if data.reuse else shuffled[: ends[-1]]
     return order, np.minimum(ends, len(order))
 
 
-def _keep(shuffled: IntArray, rounds_of_rows: IntArray, part: Mask) -> tuple[IntArray, IntArray]:
-    """Every record in the round that the file gives it, but for those in which the learner is away: as `_fill`."""
+def _keep_file_rounds(shuffled: IntArray, rounds_of_rows: IntArray, part: Mask) -> tuple[IntArray, IntArray]:
+    """Assign every record to its round in the file, except rounds in which the learner is offline: as `_fill_rounds`."""
     shuffled = shuffled[part[rounds_of_rows[shuffled]]]
     order = shuffled[np.argsort(rounds_of_rows[shuffled], kind="stable")]
     return order, np.searchsorted(rounds_of_rows[order], np.arange(len(part) + 1)).astype(np.int64)

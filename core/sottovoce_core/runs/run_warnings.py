@@ -1,4 +1,4 @@
-"""What the owner of a run should know before it begins: its budget or its records end early, or its labels tell little."""
+"""Warnings before a run begins: its budget or its records end early, or its labels reveal little."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import abbreviate_names
 
 _MAX_IDLE_SHARE = 0.01
-"""Share of the rounds that a learner may be without records at the end: so far records that are dealt evenly differ."""
+"""Share of the rounds that a learner may lack records at the end: evenly split records differ by so much."""
 MAX_ACCOUNTED_ROUNDS = 100_000
-"""Rounds of live records that are priced before they come."""
+"""Number of rounds of live records that are priced in advance."""
 BUDGET_ENDS = "BUDGET_ENDS"
-"""Code of the caution that a budget ends before the run."""
+"""Code of the warning that a budget ends before the run."""
 
 
 def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
-    """The learners that stop speaking before the last planned round, since `privacy.budget` allows no more.
+    """Warn about learners that stop sending before the last planned round, because `privacy.budget` allows no more.
 
     Args:
         run: the run as planned.
-        data: its records, of which only the numbers by round matter.
+        data: its records, of which only their numbers by round matter.
     """
     spec = run.spec
     if spec.privacy.budget is None or spec.is_unbounded:
         return
     budgets = [spec.get_budget(i) or math.inf for i in range(spec.n_learners)]
-    losses = [_losses(run, data, i) for i in range(spec.n_learners)]
+    losses = [_compute_losses(run, data, i) for i in range(spec.n_learners)]
     found = [find_first_round_above(each, limit) for each, limit in zip(losses, budgets, strict=True)]
     first = {i: t for i, t in enumerate(found) if t is not None}
     if not first:
@@ -46,27 +46,28 @@ def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
     largest = max(first, key=lambda i: math.fsum(losses[i]))
     rounds, totals = min(first.values()), [math.fsum(each) for each in losses]
     cost = format_above(totals[largest], budgets[largest])
-    fits = [f"rounds: {rounds}"] if _fits(run, data, rounds) else []
+    fits = [f"rounds: {rounds}"] if _is_within_budget(run, data, rounds) else []
     if all(map(math.isfinite, totals)):
-        fits.append(f"privacy.budget: {_budget_for(spec, totals)}")
+        fits.append(f"privacy.budget: {_suggest_budget(spec, totals)}")
     yield RunWarning(
         BUDGET_ENDS,
         f"privacy.budget {budgets[largest]:g} is below what {spec.rounds} rounds cost, epsilon {cost} at "
-        f"{spec.names[largest]}: {abbreviate_names(stops)} (rounds count from 0) would exceed it and sends no message; a run of services "
-        f"ends there, a simulation goes on; what fits: {', '.join([*fits, 'or more noise'])} (sottovoce budget --target)",
+        f"{spec.names[largest]}: {abbreviate_names(stops)} (rounds count from 0) would exceed it and sends no message; "
+        f"a run of services ends there, a simulation goes on; what fits: {', '.join([*fits, 'or more noise'])} "
+        "(sottovoce budget --target)",
     )
 
 
-def _losses(run: Run, data: PlacedData, learner: int) -> FloatArray:
-    """`(rounds,)` epsilon of each message until the learner's last round."""
+def _compute_losses(run: Run, data: PlacedData, learner: int) -> FloatArray:
+    """Return the epsilon of each message until the learner's last round, `(rounds,)`."""
     own = data.learners[learner]
-    if run.spec.data.is_live and not own.offsets[-1]:  # nobody knows yet how many come
+    if run.spec.data.is_live and not own.offsets[-1]:  # the number of records is still unknown
         return run.planned_losses(learner, MAX_ACCOUNTED_ROUNDS)
     return run.algorithm.accountant(learner).losses(np.diff(own.offsets))[: run.participation(learner).end]
 
 
-def _fits(run: Run, data: PlacedData, rounds: int) -> bool:
-    """Whether the first so many rounds alone keep the budget: noise may depend on the number of planned rounds."""
+def _is_within_budget(run: Run, data: PlacedData, rounds: int) -> bool:
+    """Return whether the first rounds alone keep the budget: noise may depend on the number of planned rounds."""
     if rounds < 1:
         return False
     try:
@@ -77,12 +78,14 @@ def _fits(run: Run, data: PlacedData, rounds: int) -> bool:
         data, learners=tuple(replace(own, order=own.order, offsets=own.offsets[: rounds + 1]) for own in data.learners)
     )
     budgets = [run.spec.get_budget(i) or math.inf for i in range(run.spec.n_learners)]
-    return all(find_first_round_above(_losses(shorter, cut, i), limit) is None for i, limit in enumerate(budgets))
+    return all(
+        find_first_round_above(_compute_losses(shorter, cut, i), limit) is None for i, limit in enumerate(budgets)
+    )
 
 
-def _budget_for(spec: RunSpec, totals: Sequence[float]) -> str:
-    """The least budgets of three digits that allow these totals, as the spec writes them."""
-    enough = [_rounded_up(total) for total in totals]
+def _suggest_budget(spec: RunSpec, totals: Sequence[float]) -> str:
+    """Return the smallest budgets of three digits that allow these totals, as the spec writes them."""
+    enough = [_round_up(total) for total in totals]
     if not isinstance(spec.privacy.budget, tuple):
         return f"{max(enough):g}"
     return (
@@ -90,8 +93,8 @@ def _budget_for(spec: RunSpec, totals: Sequence[float]) -> str:
     )
 
 
-def _rounded_up(value: float) -> float:
-    """A number of three significant digits, not below this one."""
+def _round_up(value: float) -> float:
+    """Round up to three significant digits."""
     if value <= 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
@@ -99,25 +102,25 @@ def _rounded_up(value: float) -> float:
 
 
 def find_data_warnings(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
-    """None of them makes a run unsafe, or costs anything.
+    """Warn about properties of the data that limit results; none makes a run unsafe, or costs privacy.
 
     Args:
-        spec: of the run.
-        dataset: its records, before anybody got any of them.
-        data: who learns what when.
+        spec: spec of the run.
+        dataset: records before placement.
+        data: records after placement.
     """
-    yield from _ended(spec, dataset, data)
-    yield from _classes(spec, dataset, data)
+    yield from _find_ended_records(spec, dataset, data)
+    yield from _find_label_problems(spec, dataset, data)
 
 
-def _ended(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
-    """Learners that are there after their last record has been learned."""
-    dealt = dataset.round is None  # by us: else the file says when, and who pauses may do so to the end
+def _find_ended_records(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
+    """Warn about learners that participate after their last record has been learned."""
+    dealt = dataset.round is None  # else the file sets the rounds, and a learner may pause to the end
     if dealt and spec.data.batch_size == "all":
-        return  # which says that they all come at first
+        return  # `all` places all records in the first round
     short = dict[int, int]()
     for i, own in enumerate(data.learners):
-        last = int(np.searchsorted(own.offsets, own.offsets[-1]))  # rounds until all are learned
+        last = int(np.searchsorted(own.offsets, own.offsets[-1]))  # rounds until all records are learned
         idle = np.count_nonzero(spec.participation.learner_participation(i, spec.rounds).mask()[last:])
         if idle > max(
             1, _MAX_IDLE_SHARE * spec.rounds
@@ -125,44 +128,47 @@ def _ended(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWar
             short[i] = last
     if not short or (not dealt and len(short) < spec.n_learners):
         return
-    least, most = min(short.values()), max(short.values())
-    if least == most and len(short) == spec.n_learners:
-        lasting, rounds = f"{least}", "at every learner"
+    shortest, longest = min(short.values()), max(short.values())
+    if shortest == longest and len(short) == spec.n_learners:
+        lasting, rounds = f"{shortest}", "at every learner"
     else:
-        told = [f"{spec.names[i]} ({last})" for i, last in sorted(short.items(), key=lambda each: each[1])]
-        lasting, rounds = f"{least}" if least == most else f"{least} to {most}", f"at {abbreviate_names(told)}"
+        short_texts = [f"{spec.names[i]} ({last})" for i, last in sorted(short.items(), key=lambda each: each[1])]
+        lasting, rounds = (
+            f"{shortest}" if shortest == longest else f"{shortest} to {longest}",
+            f"at {abbreviate_names(short_texts)}",
+        )
     instead = ", take a smaller data.batch_size, or data.reuse: true, which costs more epsilon" if dealt else ""
     yield RunWarning(
         "RECORDS_END",
         f"the records last {lasting} of {spec.rounds} rounds {rounds}: after that nothing more is learned from them, and "
-        f"average_loss is over the rounds that bring records: set rounds to at most {most}{instead}",
+        f"average_loss is over the rounds that bring records: set rounds to at most {longest}{instead}",
     )
 
 
-def _classes(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
-    """Labels that a loss of two classes puts together, and those that are all the same."""
+def _find_label_problems(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
+    """Warn about labels merged by a loss of two classes, and about labels that are all equal."""
     loss, texts = spec.loss, dataset.class_names
     if loss.n_classes is None or dataset.classes is None or not texts:
         return
-    if told := describe_similar_labels(texts):
-        yield RunWarning("LABELS_ALIKE", f"labels {told}")
+    if short_texts := describe_similar_labels(texts):
+        yield RunWarning("LABELS_ALIKE", f"labels {short_texts}")
     labels = np.concatenate([*(own.labels for own in data.learners), data.test_labels])
     if (labels == labels[0]).all():
         only = texts[int(dataset.classes[0])]
         yield RunWarning(
             "ONE_CLASS",
-            f"all records have the same class ({only}): there is nothing to tell apart, and an accuracy near 1 is no merit; "
+            f"all records have the same class ({only}): there is nothing to distinguish, and an accuracy near 1 means nothing; "
             "bring records of another class",
         )
     elif loss.has_binary_labels and spec.data.positive is None and len(texts) > 2:
         yield RunWarning(
             "CLASSES_JOINED",
-            f"{len(texts)} labels under the {loss.kind} loss, which has two classes: {_read_as(texts, dataset)}; take loss: "
-            f"{{kind: softmax, classes: {len(texts)}}}, or name in data.positive those that count as 1",
+            f"{len(texts)} labels under the {loss.kind} loss, which has two classes: {_describe_mapping(texts, dataset)}; take "
+            f"loss: {{kind: softmax, classes: {len(texts)}}}, or name in data.positive those that count as 1",
         )
 
 
-def _read_as(texts: Sequence[str], dataset: Dataset) -> str:
+def _describe_mapping(texts: Sequence[str], dataset: Dataset) -> str:
     found, first = np.unique(dataset.classes if dataset.classes is not None else (), return_index=True)
     read = [f"{texts[int(k)]} is {dataset.labels[at]:g}" for k, at in zip(found, first, strict=True)]
     if 2 * len(texts) > len(dataset.labels):

@@ -31,13 +31,13 @@ from sottovoce_core.runs.run import Run
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRound:
-    """What happened in one round.
+    """Messages and decisions of one round.
 
     Attributes:
         t: the round.
-        message: what every learner said; not-a-number of those who were away.
-        before: decisions in use when the round's records arrived, `(learners, replicas, dim)`.
-        after: decisions after the round.
+        message: message of every learner; not-a-number for offline ones.
+        decisions_before: decisions in use when the round's records arrived, `(learners, replicas, dim)`.
+        decisions_after: decisions after the round.
     """
 
     t: int
@@ -46,9 +46,9 @@ class SimulatedRound:
     decisions_after: FloatArray
 
     def split_by_sender(self) -> dict[int, Message]:
-        """The message of every learner, fields `(1, replicas, dim)`, as whoever overhears it gets it."""
-        said, senders = self.message.fields.items(), range(len(self.decisions_before))
-        return {i: Message({name: value[i : i + 1] for name, value in said}) for i in senders}
+        """Return the message of every learner, fields `(1, replicas, dim)`, as an eavesdropper receives it."""
+        history, senders = self.message.fields.items(), range(len(self.decisions_before))
+        return {i: Message({name: value[i : i + 1] for name, value in history}) for i in senders}
 
 
 def simulate_rounds(
@@ -57,20 +57,20 @@ def simulate_rounds(
     """Run all rounds of a spec, one yielded value per round.
 
     Args:
-        run: what to run.
-        data: who learns what when; the same for all replicas.
+        run: run to simulate.
+        data: placed records; the same for all replicas.
         noise: its draws are `(learners, replicas, dim)`.
         replicas: independent repetitions.
-        used: where a round may go on without late neighbours, `(rounds, learners, width)`: the rounds of the messages that the
-            update of a round uses, as they are said in the next one (`late.USED_ROUNDS_FIELD`). Default: nobody is late.
+        used_rounds: with bounded staleness, `(rounds, learners, width)`: the rounds of the messages that the update of a round
+            uses, as stated in the next message (`USED_ROUNDS_FIELD`). Default: no message is late.
 
     Raises:
-        DataError: a learner has records in a round in which it is away.
-        SpecError: it would take too much memory; or the algorithm's first message is not what it must be.
+        DataError: a learner has records in a round in which it is offline.
+        SpecError: it would need too much memory; or the algorithm's first message is invalid.
     """
     require_size(run, replicas)
-    _keep_what_is_freed()
-    roster, late, always = run.spec.participation, run.has_bounded_staleness, not run.spec.absences
+    _keep_freed_memory()
+    roster, late, always = run.spec.participation, run.has_bounded_staleness, not run.spec.offline_intervals
     require_no_records(data, roster, run.spec.rounds)
     algorithm = run.algorithm
     who = StateAxes(tuple(range(run.spec.n_learners)), replicas)
@@ -78,24 +78,24 @@ def simulate_rounds(
     earlier: dict[str, list[FloatArray]] = (
         {name: [] for name in algorithm.field_shapes()} if used_rounds is not None else {}
     )
-    for t, batch in enumerate(_batches(data, run.spec.rounds, run.loss)):
+    for t, batch in enumerate(_iterate_batches(data, run.spec.rounds, run.loss)):
         there = None if always else roster.participant_mask(t)
         if there is not None and there.all():
             there = None
-        spoken = algorithm.emit(state, noise if there is None else mask_offline_noise(noise, there))
+        emitted = algorithm.emit(state, noise if there is None else mask_offline_noise(noise, there))
         if t == 0:
-            require_emitted_message(algorithm, spoken, lead)
-        state, message = spoken
+            require_emitted_message(algorithm, emitted, lead)
+        state, message = emitted
         before = algorithm.decision(state)
         if t == 0:
             require_decision(algorithm, before, lead)
         mixing = run.network.mixing(t)
-        heard = StackedMessages(mixing, run.clipping.clip_all(t, message))
+        received = StackedMessages(mixing, run.clipping.clip_all(t, message))
         if used_rounds is not None:
-            for name, said in earlier.items():
-                said.append(message[name])
-            heard = StaleStackedMessages(mixing, message, used_rounds[t], earlier)
-        state = algorithm.update(state, heard, batch)
+            for name, history in earlier.items():
+                history.append(message[name])
+            received = StaleStackedMessages(mixing, message, used_rounds[t], earlier)
+        state = algorithm.update(state, received, batch)
         if late:
             last = encode_punctual_rounds(run.network, t) if used_rounds is None or t == 0 else used_rounds[t - 1]
             field = np.broadcast_to(last[:, None], (len(last), replicas, last.shape[1]))
@@ -106,39 +106,39 @@ def simulate_rounds(
 
 
 def require_size(run: Run, replicas: int) -> None:
-    """So many replicas of a run are no more than a simulation takes.
+    """Require that the replicas of a run fit into a simulation.
 
     Raises:
-        SpecError: they are.
+        SpecError: they do not.
     """
     if (numbers := run.spec.n_learners * replicas * run.algorithm.dim) > MAX_ARRAY_ELEMENTS:
         text = f"{run.spec.n_learners} learners in {replicas} replicas with {run.algorithm.dim} numbers each"
         raise SpecError(
-            f"a simulation holds at most {MAX_ARRAY_ELEMENTS} numbers, and {text} are {numbers}: take fewer replicas"
+            f"a simulation must hold at most {MAX_ARRAY_ELEMENTS} numbers, and {text} are {numbers}: take fewer replicas"
         )
 
 
-def _keep_what_is_freed() -> None:
-    """Make glibc's malloc keep what a round frees for the next one: given back to the system, every page comes with a fault.
+def _keep_freed_memory() -> None:
+    """Make glibc's malloc keep freed memory for the next round: if returned to the system, every page costs a fault.
 
-    It raises its threshold to twice the largest block of its own mapping that was freed, of up to 32 MiB; no page of this one is
-    touched. Other allocators take no notice.
+    malloc raises its threshold to twice the largest freed block with its own mapping, of up to 32 MiB; no page of this block is
+    touched. Other allocators ignore this.
     """
     np.empty(2**25 - 2**14, np.uint8)
 
 
 MAX_GATHERED_ELEMENTS = 2**17
-"""Numbers in the records that are gathered at a time (1 MiB), at least one round's."""
+"""Maximum size of the records that are gathered at a time (1 MiB), but at least one round's."""
 
 
-def _batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
-    """`data.stacked(t)` of every round, many gathered at once where all learners get equally many records in each."""
+def _iterate_batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
+    """Yield `data.stack_round(t)` of every round, many gathered at once if all learners have equally many records in each."""
     sizes = np.stack([np.diff(learner.offsets) for learner in data.learners])[:, :rounds]
     t = 0
     while t < rounds:
         size = int(sizes[0, t])
-        most = max(MAX_GATHERED_ELEMENTS // max(len(sizes) * size * data.n_features, 1), 1)
-        even = (sizes[:, t : t + most] == size).all(axis=0)
+        rounds_at_once = max(MAX_GATHERED_ELEMENTS // max(len(sizes) * size * data.n_features, 1), 1)
+        even = (sizes[:, t : t + rounds_at_once] == size).all(axis=0)
         many = len(even) if even.all() else int(even.argmin())
         if many < 2:
             yield data.stack_round(t)

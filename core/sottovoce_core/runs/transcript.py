@@ -1,10 +1,10 @@
-"""Transcripts: the messages of a run, with senders and rounds. Put together from recorded messages, in memory, and on disk.
+"""Transcripts: the messages of a run by sender and round, reassembled from captured messages, in memory, and on disk.
 
-Rounds put together from messages as they were overheard: in whatever order, and once for everybody who heard them.
+Captured messages are reassembled to rounds: in any order of arrival, and once for all recipients.
 
-A learner says one thing in a round, to all. Whoever says another one gives its noise away: two noisy copies of one state
-average the noise out, and one noise on two states shows their difference. So the bytes that were heard first stand, and all
-others are contradictions.
+A learner sends one message in a round, to all. A learner that sends different messages reveals its noise: the mean of two noisy
+copies of one state reduces the noise, and one noise on two states shows their difference. So the first captured bytes are kept,
+and all others are equivocations.
 
 Columns of the file: `run, world, replica, round, sender, field, value`; `value` is a list of float64, the tensor flattened.
 The same table holds decisions (field `decision`) and recorded noise (the noise in place of the value).
@@ -38,43 +38,43 @@ if TYPE_CHECKING:
 # ---- assembly --------------------------------------------------------------------------------------------------------
 
 MAX_REMEMBERED_MESSAGES = 65_536
-"""Messages that are remembered where memory must be bounded: of those said longest ago nothing is known any more, and
-nothing that contradicts them is seen."""
+"""Maximum number of remembered messages if memory must be bounded: of older messages nothing is known any more, and
+equivocation about them is not detected."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 class BoundedDict(OrderedDict[K, V], Generic[K, V]):
-    """A dictionary that forgets what was set longest ago.
+    """A dictionary that drops the entries that were set longest ago.
 
     Args:
-        most: entries that it keeps; None: all.
+        max_entries: maximum number of entries; None: unlimited.
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, max_entries: int | None = None) -> None:
         super().__init__()
-        self._most = most
+        self._max_entries = max_entries
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
-        if self._most is not None and len(self) > self._most:
+        if self._max_entries is not None and len(self) > self._max_entries:
             self.popitem(last=False)
 
 
 class RoundReassembler(Generic[V]):
-    """Rounds of one run.
+    """Reassembles the rounds of one run.
 
     Args:
-        learners, rounds: of the run.
-        network: who hears whom in which round; None: everybody is heard in every round.
-        kept: messages that are remembered after their round, to notice whoever says something else later; None: all.
-        names: of the learners, by index, for errors.
+        learners, rounds: numbers of learners and rounds of the run.
+        network: network of the run; None: every learner has a recipient in every round.
+        max_remembered: number of messages to remember after their round, to detect later equivocation; None: all.
+        names: names of the learners, by index, for errors.
 
     Attributes:
-        next: the first round that is not whole.
-        equivocations: who said two different things in which round, `(round, learner)`.
+        next_round: the first incomplete round.
+        equivocations: learners that sent two different messages in a round, `(round, learner)`.
     """
 
     def __init__(
@@ -94,22 +94,22 @@ class RoundReassembler(Generic[V]):
         self._last = -1
 
     def add_message(self, sender: int, claimed: int, t: int, digest: bytes, content: V) -> None:
-        """A message that was overheard.
+        """Add a captured message.
 
         Args:
-            sender: by the channel that it came on.
-            claimed: who it says is speaking.
-            t: the round that it says it is for.
-            digest: of its bytes.
-            content: what is wanted of it when its round is whole.
+            sender: sender by the channel of the message.
+            claimed: sender stated in the message.
+            t: round stated in the message.
+            digest: digest of its bytes.
+            content: value to keep until the round is complete.
 
         Raises:
             CaptureError: it is no message of this run.
         """
         if claimed != sender or sender >= self._learners or t >= self._rounds:
-            late = f"in one of {self._rounds} rounds" if t >= self._rounds else "and as nobody else"
+            late = f"in one of {self._rounds} rounds" if t >= self._rounds else "and not as another"
             raise CaptureError(
-                f"each of {self._learners} learners must speak as itself, {late}, "
+                f"each of {self._learners} learners must send as itself, {late}, "
                 f"got {format_learner_name(self._names, claimed)} in round {t} from {format_learner_name(self._names, sender)}"
             )
         if self._versions.setdefault((t, sender), digest) != digest:
@@ -119,7 +119,7 @@ class RoundReassembler(Generic[V]):
             self._last = max(self._last, t)
 
     def pop_complete_rounds(self) -> Iterator[tuple[int, Mapping[int, V]]]:
-        """The rounds in which all were overheard by now whom anybody hears, in order, each once."""
+        """Yield the rounds that are complete by now: all messages with a recipient are captured. In order, each once."""
         while self.next_round <= self._last and not self.missing_senders:
             t = self.next_round
             self.next_round += 1
@@ -127,45 +127,45 @@ class RoundReassembler(Generic[V]):
 
     @property
     def missing_senders(self) -> list[int]:
-        """Who has yet to be overheard in the next round."""
+        """Senders whose message of the next round is not captured yet."""
         here = self._pending.get(self.next_round, {})
-        return [i for i in self._heard() if i not in here]
+        return [i for i in self._senders_with_recipient() if i not in here]
 
-    def _heard(self) -> Iterable[int]:
-        """Those whose message of the next round somebody hears."""
+    def _senders_with_recipient(self) -> Iterable[int]:
+        """Return the senders of the next round that have a recipient."""
         if self._network is None:
             return range(self._learners)
-        heard: list[int] = np.flatnonzero(self._network.sender_mask(self.next_round)).tolist()
-        return heard
+        sender_indices: list[int] = np.flatnonzero(self._network.sender_mask(self.next_round)).tolist()
+        return sender_indices
 
 
 # ---- transcript ------------------------------------------------------------------------------------------------------
 
 _ROWS_PER_GROUP = 20_000
-"""Rows that are written together."""
+"""Number of rows that are written together."""
 COLUMNS = ("run", "world", "replica", "round", "sender", "field", "value")
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """All messages of a run: field name to `(rounds, learners, replicas, dim)`, not-a-number where nobody heard them."""
+    """All messages of a run: field name to `(rounds, learners, replicas, dim)`, not-a-number for messages not captured."""
 
     fields: Mapping[str, FloatArray]
 
     @classmethod
     def from_rounds(cls, messages: Iterable[Message]) -> Transcript:
-        """Of what all learners said, round after round, `(learners, replicas, dim)`."""
-        said = list(messages)
-        return cls({name: np.stack([message[name] for message in said]) for name in said[0].fields})
+        """Stack the messages of all learners, round by round, `(learners, replicas, dim)`."""
+        stacked = list(messages)
+        return cls({name: np.stack([message[name] for message in stacked]) for name in stacked[0].fields})
 
     @classmethod
     def concatenate(cls, parts: Sequence[Transcript]) -> Transcript:
-        """All replicas of the parts, in order."""
+        """Concatenate all replicas of the parts, in order."""
         return cls({name: np.concatenate([part.fields[name] for part in parts], axis=2) for name in parts[0].fields})
 
     @property
     def rounds(self) -> int:
-        """Number of rounds in which all messages are known that somebody heard."""
+        """Number of complete rounds."""
         return len(next(iter(self.fields.values())))
 
     @property
@@ -174,36 +174,36 @@ class Transcript:
         return int(next(iter(self.fields.values())).shape[2])
 
     def truncate(self, rounds: int) -> Transcript:
-        """The first rounds of it."""
+        """Return the first rounds of the transcript."""
         return Transcript({name: values[:rounds] for name, values in self.fields.items()})
 
     def count_complete_rounds(self, learner: int, attendance: Participation | None = None) -> int:
-        """Number of rounds before the first one in which nobody heard this learner: its noise is unknown from there on.
+        """Count the rounds before the first one in which this learner was not captured: later noise is unknown.
 
         Args:
-            learner: its index.
-            attendance: the rounds in which it takes part (default: all); in others there is nothing to hear.
+            learner: index of the learner.
+            attendance: participation of the learner (default: all rounds); in other rounds there is no message.
         """
         values = next(iter(self.fields.values()))[:, learner]
-        unheard: BoolArray = np.asarray(np.isnan(values.reshape(len(values), -1)).any(axis=1))
+        is_missing: BoolArray = np.asarray(np.isnan(values.reshape(len(values), -1)).any(axis=1))
         if attendance is not None:
-            unheard &= attendance.mask(len(unheard))
-        return int(unheard.argmax()) if unheard.any() else self.rounds
+            is_missing &= attendance.mask(len(is_missing))
+        return int(is_missing.argmax()) if is_missing.any() else self.rounds
 
     def message(self, t: int, sender: int) -> Message:
-        """What one learner said in round t, `(1, replicas, dim)`."""
+        """Return the message of one learner in round t, `(1, replicas, dim)`."""
         return Message({name: values[t, sender : sender + 1] for name, values in self.fields.items()})
 
     def messages(self, t: int, learner: int, concerned: Iterable[int]) -> dict[int, Message]:
-        """What a learner said in round t, and what it took in from others in that round, by sender.
+        """Return the message of a learner in round t, and the messages that it used in that round, by sender.
 
-        That is what they said in it; where rounds go on without late neighbours, what the learner's next message says that it
-        used. Not-a-number where nobody heard that; left out where nobody heard that next message.
+        Those are the messages of that round; with bounded staleness, those that the learner's next message states. Not-a-number
+        for a message not captured; left out if the next message was not captured.
 
         Args:
             t: the round.
-            learner: who said and took in.
-            concerned: whose messages are asked for, the learner's own among them.
+            learner: recipient.
+            concerned: senders to include, the learner itself among them.
         """
         if USED_ROUNDS_FIELD not in self.fields:
             return {sender: self.message(t, sender) for sender in concerned}
@@ -211,11 +211,11 @@ class Transcript:
         if t + 1 < self.rounds:
             used = self.fields[USED_ROUNDS_FIELD][t + 1, learner]
             others = (sender for sender in sorted(concerned) if sender != learner)
-            messages |= {sender: self._said_in(used[:, k], sender) for k, sender in enumerate(others)}
+            messages |= {sender: self._message_of_rounds(used[:, k], sender) for k, sender in enumerate(others)}
         return messages
 
-    def _said_in(self, rounds: FloatArray, sender: int) -> Message:
-        """What a learner said in a round of every replica, `(replicas,)`; not-a-number where there is no such round."""
+    def _message_of_rounds(self, rounds: FloatArray, sender: int) -> Message:
+        """Return a learner's message of a round given by replica, `(replicas,)`; not-a-number if there is no such round."""
         known = (rounds >= 0) & (rounds < self.rounds) & (rounds == np.rint(rounds))
         at, replicas = np.where(known, rounds, 0).astype(np.int64), np.arange(self.replicas)
         there = known.reshape(-1, 1)
@@ -225,7 +225,7 @@ class Transcript:
 
 
 def import_parquet() -> Any:
-    """The module `pyarrow.parquet`, or an error that says how to get it.
+    """Import `pyarrow.parquet`.
 
     Raises:
         SpecError: pyarrow is not installed.
@@ -236,7 +236,7 @@ def import_parquet() -> Any:
 class TranscriptWriter:
     """Writes rounds as they come, in row groups of bounded size. Use it in a `with` block: leaving it completes the file.
 
-    Until then, and for good where an error or Ctrl-C ends the block, the file is called NAME.partial.
+    Until then, and permanently if an error or Ctrl-C ends the block, the file is called NAME.partial.
     """
 
     def __init__(self, path: Path, run: str) -> None:
@@ -246,12 +246,12 @@ class TranscriptWriter:
         self._rows = 0
         self._path, self._partial = path, path.with_name(f"{path.name}.partial")
         self._partial.unlink(missing_ok=True)
-        self._partial.touch(mode=0o600)  # noise, and what learners keep to themselves, is their user's alone
-        self._writer = self._parquet.ParquetWriter(self._partial, _schema(), compression="zstd")
+        self._partial.touch(mode=0o600)  # noise and unpublished values are only for their user
+        self._writer = self._parquet.ParquetWriter(self._partial, _build_schema(), compression="zstd")
 
     def write(self, t: int, field: str, values: FloatArray) -> None:
         """Add one round of one field, `(learners, replicas, dim)`."""
-        self._pending.append(_table(self._run, t, field, values))
+        self._pending.append(_build_table(self._run, t, field, values))
         self._rows += values.shape[0] * values.shape[1]
         if self._rows >= _ROWS_PER_GROUP:
             self._flush()
@@ -275,14 +275,14 @@ class TranscriptWriter:
         self._pending, self._rows = [], 0
 
 
-def _schema() -> pa.Schema:
+def _build_schema() -> pa.Schema:
     import pyarrow as pa
 
     kinds = (pa.string(), pa.int8(), pa.int32(), pa.int32(), pa.int32(), pa.string(), pa.list_(pa.float64()))
     return pa.schema(list(zip(COLUMNS, kinds, strict=True)))
 
 
-def _table(run: str, t: int, field: str, values: FloatArray) -> pa.Table:
+def _build_table(run: str, t: int, field: str, values: FloatArray) -> pa.Table:
     import pyarrow as pa
 
     learners, replicas, dim = values.shape
@@ -297,18 +297,18 @@ def _table(run: str, t: int, field: str, values: FloatArray) -> pa.Table:
         pa.repeat(field, rows),
         pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(values).reshape(-1))),
     )
-    return pa.Table.from_arrays(list(columns), schema=_schema())
+    return pa.Table.from_arrays(list(columns), schema=_build_schema())
 
 
-def _read(path: Path) -> dict[str, FloatArray]:
-    """The fields of world 0 of a transcript file; every field must be there for all rounds, learners and replicas."""
+def _read_fields(path: Path) -> dict[str, FloatArray]:
+    """Read the fields of world 0 of a transcript file; every field must exist for all rounds, learners and replicas."""
     try:
         table = import_parquet().read_table(path)
     except (OSError, ValueError) as error:
         raise CaptureError(f"cannot read the transcript {path}: {error}") from None
     if missing := [name for name in COLUMNS if name not in table.column_names]:
         raise CaptureError(f"{path} is not a transcript: it must have columns {list(COLUMNS)}, and lacks {missing}")
-    table = _as_written(path, table)
+    table = _cast_columns(path, table)
     columns = {name: table.column(name).to_numpy() for name in COLUMNS if name != "value"}
     chosen = columns["world"] == 0
     fields = {}
@@ -316,19 +316,19 @@ def _read(path: Path) -> dict[str, FloatArray]:
         rows = np.flatnonzero(chosen & (columns["field"] == name))
         keys = tuple(columns[key][rows].astype(np.int64) for key in ("round", "sender", "replica"))
         values = table.column("value").take(rows).combine_chunks()
-        fields[str(name)] = _dense(path, str(name), keys, values)
+        fields[str(name)] = _arrange_rows(path, str(name), keys, values)
     return fields
 
 
-def _as_written(path: Path, table: pa.Table) -> pa.Table:
-    """Columns of the types that they are written with, from those that others write for the same, without holes."""
+def _cast_columns(path: Path, table: pa.Table) -> pa.Table:
+    """Cast columns to the types of our files, from equivalent types of other programs, without nulls."""
     import pyarrow as pa
 
     columns = {}
-    for expected in _schema():
+    for expected in _build_schema():
         column = table.column(expected.name)
         try:
-            if column.null_count or _family(column.type) != _family(expected.type):
+            if column.null_count or _get_type_family(column.type) != _get_type_family(expected.type):
                 raise pa.ArrowTypeError
             columns[expected.name] = column.cast(expected.type)
         except pa.ArrowException:
@@ -339,20 +339,20 @@ def _as_written(path: Path, table: pa.Table) -> pa.Table:
     return pa.table(columns)
 
 
-def _family(kind: pa.DataType) -> str:
-    """What is alike in all types of a text, a whole number, or numbers in a row: pandas and Polars have others than we."""
+def _get_type_family(kind: pa.DataType) -> str:
+    """Return a name common to all types of a text, an integer, or a list of numbers: pandas and Polars use other types."""
     from pyarrow import types
 
     if types.is_dictionary(kind):
-        return _family(kind.value_type)
+        return _get_type_family(kind.value_type)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return "row" if types.is_floating(kind.value_type) else str(kind)
     text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     return "text" if text else "whole" if types.is_integer(kind) else str(kind)
 
 
-def _dense(path: Path, name: str, keys: tuple[np.ndarray[Any, Any], ...], values: Any) -> FloatArray:
-    """Rows as one array `(rounds, learners, replicas, dim)`."""
+def _arrange_rows(path: Path, name: str, keys: tuple[np.ndarray[Any, Any], ...], values: Any) -> FloatArray:
+    """Arrange rows as one array `(rounds, learners, replicas, dim)`."""
     rows, shape = len(keys[0]), tuple(int(key.max()) + 1 for key in keys)
     flat = values.flatten().to_numpy(zero_copy_only=False)
     lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
@@ -368,17 +368,17 @@ def _dense(path: Path, name: str, keys: tuple[np.ndarray[Any, Any], ...], values
 
 
 def read_noise(path: Path) -> dict[str, FloatArray]:
-    """Recorded noise: field name to `(rounds, learners, replicas, dim)`, replicas 1 where the file has none.
+    """Read recorded noise: field name to `(rounds, learners, replicas, dim)`, replicas 1 if the file has none.
 
     A `.npz` file holds one array per field, `(rounds, learners, dim)` or `(rounds, learners, replicas, dim)`; a `.parquet`
-    file is a transcript with the noise as value, without rows where nothing was drawn.
+    file is a transcript with the noise as value, without rows for rounds without noise.
 
     Raises:
         CaptureError: unreadable, or of another shape.
     """
     if path.suffix not in (".npz", ".parquet") or not path.is_file():
         raise CaptureError(f"cannot read the noise file {path}: it must be a .npz or .parquet file that exists")
-    arrays = _arrays(path) if path.suffix == ".npz" else _read(path)
+    arrays = _read_arrays(path) if path.suffix == ".npz" else _read_fields(path)
     for name, array in arrays.items():
         if array.ndim not in (3, 4) or not np.isfinite(array).all():
             raise CaptureError(
@@ -388,13 +388,13 @@ def read_noise(path: Path) -> dict[str, FloatArray]:
     return {name: array[:, :, None] if array.ndim == 3 else array for name, array in arrays.items()}
 
 
-def _arrays(path: Path) -> dict[str, FloatArray]:
-    """The arrays of a `.npz` file."""
+def _read_arrays(path: Path) -> dict[str, FloatArray]:
+    """Read the arrays of a `.npz` file."""
     try:
         with path.open("rb") as file:
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, Mapping):
                 raise ValueError("it is not a .npz archive")
             return {name: np.asarray(archive[name], dtype=np.float64) for name in archive}
-    except (OSError, ValueError, EOFError, BadZipFile) as error:  # what NumPy raises for other files
+    except (OSError, ValueError, EOFError, BadZipFile) as error:  # errors of NumPy for other files
         raise CaptureError(f"cannot read the noise file {path}: {error}") from None

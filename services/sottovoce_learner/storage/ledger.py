@@ -172,7 +172,7 @@ class LedgerEntry:
     def fixed_spec(self) -> dict[str, Any]:
         """The spec without what may change in a run, and without what nobody set: another version may know more fields."""
         document: dict[str, Any] = _set(json.loads(self.spec))
-        return {key: value for key, value in document.items() if key != "absences"}
+        return {key: value for key, value in document.items() if key != "offline_intervals"}
 
     @property
     def participation(self) -> ParticipationSchedule:
@@ -278,7 +278,9 @@ class StoredState:
                 run_id = line.facts["run_id"]
                 known = about.get(run_id) or LedgerEntry.build_unknown(self.files.learner, run_id)
                 about[run_id] = replace(
-                    known, rounds_committed=line.facts["rounds_committed"], epsilon_spent=known.epsilon_spent + line.facts["epsilon_spent"]
+                    known,
+                    rounds_committed=line.facts["rounds_committed"],
+                    epsilon_spent=known.epsilon_spent + line.facts["epsilon_spent"],
                 )
         if (opened_now := self.open_entry) is not None and self.log is not None:
             about[opened_now.run_id] = replace(

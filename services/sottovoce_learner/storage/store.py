@@ -139,7 +139,14 @@ class LearnerStore:
     def _close(self, opened: LedgerEntry | None) -> None:
         if opened is not None:
             now = next(run for run in self.stored_state.iterate_entries() if run.run_id == opened.run_id)
-            self._note({"kind": CLOSED, "run_id": now.run_id, "rounds_committed": now.rounds_committed, "epsilon_spent": now.epsilon_spent})
+            self._note(
+                {
+                    "kind": CLOSED,
+                    "run_id": now.run_id,
+                    "rounds_committed": now.rounds_committed,
+                    "epsilon_spent": now.epsilon_spent,
+                }
+            )
 
     def _founded(self, standing: StoredState | None) -> StoredState:
         """A store of its own number. Its first line is there before the mark: until then nothing rests on it."""
@@ -179,7 +186,7 @@ def _amended(found: LedgerEntry, line: LedgerEntry, reading: LogContents | None,
     rounds = (0, 0) if reading is None else (reading.rounds_committed, reading.rounds_done)
     try:
         if (found.index, found.n_features, found.fixed_spec) != (line.index, line.n_features, line.fixed_spec):
-            raise SpecError("a run cannot change but for its absences: start a new run")
+            raise SpecError("a run cannot change but for its offline_intervals: start a new run")
         require_valid_reconfiguration(found.participation, line.participation, line.index, *rounds)
     except SpecError as error:
         raise CorruptStateError(

@@ -63,12 +63,12 @@ class DvpSpec(AdmmSpec):
     """Privacy loss of an iteration."""
     rule: ExtraRidgeRule = "balanced"
     jacobian: Literal[1, 2] = 1
-    scale: ScaleRule = "tight"
+    scale_rule: ScaleRule = "tight"
     output_noise: float = 1e-6
     """Laplace scale; 0: the minimiser is said as it is, and must be exact."""
 
     def build(self, context: RunContext) -> tuple[Admm, tuple[RunWarning, ...]]:
-        objective = DualCalibration(self.rule, self.jacobian, self.scale)
+        objective = DualCalibration(self.rule, self.jacobian, self.scale_rule)
         return _build(self, context, objective, self.alpha, self.alpha, self.output_noise)
 
     def scale_noise(self, factors: tuple[float, ...]) -> DvpSpec:
@@ -82,7 +82,7 @@ class PvpSpec(AdmmSpec):
     alpha: PerLearner = 0.1
     """Privacy loss of an iteration."""
     variant: CentreVariant = "public"
-    scale: ScaleRule = "tight"
+    scale_rule: ScaleRule = "tight"
     final: Literal["none", "dvp"] = "none"
     """Is the last iteration one of DVP?"""
     final_alpha: PerLearner | None = None
@@ -91,7 +91,9 @@ class PvpSpec(AdmmSpec):
     """Of the last iteration, if that is one of DVP."""
 
     def build(self, context: RunContext) -> tuple[Admm, tuple[RunWarning, ...]]:
-        calibration = PrimalCalibration(self.variant, self.scale, DualCalibration() if self.final == "dvp" else None)
+        calibration = PrimalCalibration(
+            self.variant, self.scale_rule, DualCalibration() if self.final == "dvp" else None
+        )
         final = self.alpha if self.final_alpha is None else self.final_alpha
         output_noise = self.output_noise if self.final == "dvp" else 0.0
         return _build(self, context, calibration, self.alpha, final, output_noise)

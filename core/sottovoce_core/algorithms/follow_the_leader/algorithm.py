@@ -268,5 +268,7 @@ class PdFtgl:
         }
         if not self.has_noise_before_gossip:
             reach = float(self.prefix_weights[:, learner].sum())
-            constants["reach"] = Constant(reach, "all learners, where they gossip as agreed: nothing enforces it")
+            constants["prefix_weight"] = Constant(
+                reach, "all learners, where they gossip as agreed: nothing enforces it"
+            )
         return constants

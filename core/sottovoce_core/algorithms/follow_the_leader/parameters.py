@@ -59,7 +59,7 @@ class RegretParameters:
         """Read off the setting.
 
         Raises:
-            AssumptionViolated: ORIGIN or ENDLESS.
+            AssumptionViolated: ORIGIN or FINITE_ROUNDS.
         """
         context.require_finite_rounds("an algorithm whose regularization follows from the number of rounds")
         if not context.decision_set.contains_origin:
@@ -321,7 +321,7 @@ class _BlockSpec(AlgorithmSpec):
         mixed = math.inf in targets and min(targets) < math.inf
         if mixed or (self.noise_placement == "after_gossip" and len(set(targets)) > 1):
             text = "epsilon must be one number for all where noise comes after gossip, and infinite for all or for none"
-            raise AssumptionViolated("EPSILON_ONE", f"{text}, got {epsilon}")
+            raise AssumptionViolated("EPSILON_UNIFORM", f"{text}, got {epsilon}")
         if self.scale_rule == "paper":
             return tuple(problem.paper_numerator(setting.dim) / target for target in targets)
         across, trees = (

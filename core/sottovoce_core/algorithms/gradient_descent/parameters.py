@@ -218,13 +218,13 @@ def _checked(
         doubly_stochastic: whether the method converges to the common optimum only if columns of weights sum to 1, too.
 
     Raises:
-        AssumptionViolated: NOISE_SOME, NOISE_SCALE, GRAD_CHANGE or ROW_SUM.
+        AssumptionViolated: NOISE_PARTIAL, NOISE_SCALE, GRAD_CHANGE or ROW_SUM.
     """
     last = algorithm.rounds - 1
     smallest = [min(noise(0), noise(last)) for noise in algorithm.noise]
     noisy = max(smallest) > 0
     text = "either every learner's noise scale is positive in every round, or all are 0"
-    require(not noisy or min(smallest) > 0, "NOISE_SOME", f"{text}, got smallest scales {smallest}")
+    require(not noisy or min(smallest) > 0, "NOISE_PARTIAL", f"{text}, got smallest scales {smallest}")
     some = [noise(0) for noise in algorithm.noise]
     require(noisy or max(some) == 0, "NOISE_SCALE", f"noise must not fade to 0, got {some} in the first round")
     # A schedule rises or falls throughout, but for the rescaled steps of DPSR, which calibrated noise follows.
