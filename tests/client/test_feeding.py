@@ -454,9 +454,9 @@ async def test_another_learner_that_comes_in_its_place_gets_nothing(tmp_path: Pa
     """At an address that two learners of one run have, one after the other: its receipts are not those of the first one."""
     async with ann(tmp_path) as (_, learner):
         sender = learner._sender
-        sender._at = replace(sender._at, name="ben")
+        sender._endpoint = replace(sender._endpoint, name="ben")
         with pytest.raises(FailedPrecondition, match="is the learner 'ann', not 'ben'"):
-            await sender._on_one_stream(None)
+            await sender._send_on_stream(None)
 
 
 async def test_a_learner_that_is_told_to_end_with_its_run_is_believed(tmp_path: Path) -> None:
@@ -466,7 +466,7 @@ async def test_a_learner_that_is_told_to_end_with_its_run_is_believed(tmp_path: 
         async with connect_learner(up.addresses["ann"], patience_s=10_000.0) as learner:
             account = FeedCounters()
             await learner.feed([RECORD])
-            async with up._to_coordinator() as to:
+            async with up._open_channel() as to:
                 stop = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason="enough")
                 await coordinator_pb2_grpc.CoordinatorStub(to).StopRun(stop)
             while learner.run_end is None:  # noqa: ASYNC110 - what a stream brings is no event here

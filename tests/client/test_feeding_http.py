@@ -38,7 +38,7 @@ async def endpoint(
     account, stop, told = FeedCounters(), asyncio.Event(), asyncio.get_running_loop().create_future()
     target = FeedTarget(up.addresses["ann"], "http", patience_s=patience_s)
     work = http.serve(
-        HTTP.parse_url(url, access=access or BrokerCredentials()),
+        HTTP.parse_url(url, credentials=access or BrokerCredentials()),
         target,
         terms or FeedOptions(),
         told.set_result,
@@ -214,7 +214,11 @@ async def test_a_learner_that_is_away_is_said_and_comes_back(tmp_path: Path) -> 
 def served(url: str, **more: Any) -> Any:
     own = {name: more.pop(name) for name in ("certificate", "key") if name in more}
     return http.serve(
-        HTTP.parse_url(url, access=BrokerCredentials(**own)), FeedTarget("127.0.0.1:1"), FeedOptions(), print, **more
+        HTTP.parse_url(url, credentials=BrokerCredentials(**own)),
+        FeedTarget("127.0.0.1:1"),
+        FeedOptions(),
+        print,
+        **more,
     )
 
 

@@ -158,7 +158,7 @@ async def test_who_is_not_known_is_told_so_at_once() -> None:
     async with await asyncio.start_server(answer, "127.0.0.1") as at:
         access = BrokerCredentials("ann", "wrong")
         with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
-            async with open_url(**options_of(at.sockets[0].getsockname()[1], access=access, sasl="PLAIN")):
+            async with open_url(**options_of(at.sockets[0].getsockname()[1], credentials=access, sasl="PLAIN")):
                 pass
         await asyncio.gather(*answering)
     assert "wrong" not in str(refused.value)

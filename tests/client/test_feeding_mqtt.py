@@ -256,14 +256,14 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     async with server(tmp_path, *own) as at:
         for access in (BrokerCredentials("ann", "wrong", ca=certificate), BrokerCredentials(ca=certificate)):
             with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
-                async with open_url(**options_of(at, access=access)):
+                async with open_url(**options_of(at, credentials=access)):
                     pass
             assert "right" not in str(refused.value)
         with pytest.raises(FailedPrecondition, match=r"(?i)certificate.verify.failed"):
-            async with open_url(**options_of(at, scheme="mqtts", access=BrokerCredentials("ann", "right"))):
+            async with open_url(**options_of(at, scheme="mqtts", credentials=BrokerCredentials("ann", "right"))):
                 pass
         ann = BrokerCredentials("ann", "right", ca=certificate)
-        async with open_url(**options_of(at, access=ann)) as (part,):
+        async with open_url(**options_of(at, credentials=ann)) as (part,):
             async with publishing(at, **ANN, tls=ssl.create_default_context(cafile=certificate)) as publish:
                 await publish(b"1")
             assert len(await take(part, 1)) == 1

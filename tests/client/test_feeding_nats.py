@@ -150,16 +150,16 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     async with server(tmp_path, "-c", str(tmp_path / "conf")) as at:
         for access in (BrokerCredentials("ann", "wrong"), BrokerCredentials(), BrokerCredentials("", "right")):
             with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
-                async with open_url(**options_of(at, access=access)):
+                async with open_url(**options_of(at, credentials=access)):
                     pass
             assert "right" not in str(refused.value)
-        async with open_url(**options_of(at, access=BrokerCredentials("ben", "right"))) as (part,):
+        async with open_url(**options_of(at, credentials=BrokerCredentials("ben", "right"))) as (part,):
             with pytest.raises(FailedPrecondition, match=r"[Pp]ermissions"):
                 await take(part, 1)
         async with jetstream(at, **ANN) as js:
             await js.add_stream(name="wards", subjects=["wards.>"])
             await publish(js, 0, 1)
-        async with open_url(**options_of(at, access=BrokerCredentials("ann", "right"))) as (part,):
+        async with open_url(**options_of(at, credentials=BrokerCredentials("ann", "right"))) as (part,):
             assert len(await take(part, 1)) == 1
     with pytest.raises(SpecError, match="no user or password") as misplaced:
         async with open_url("nats://ann:right@host/wards"):
@@ -175,10 +175,10 @@ async def test_through_tls_the_server_is_known_by_its_authority(tmp_path: Path) 
         async with jetstream(at, **ANN, tls=ssl.create_default_context(cafile=certificate)) as js:
             await js.add_stream(name="wards", subjects=["wards.>"])
             await publish(js, 0, 1)
-        async with open_url(**options_of(at, access=ann)) as (part,):
+        async with open_url(**options_of(at, credentials=ann)) as (part,):
             assert len(await take(part, 1)) == 1
         with pytest.raises(FailedPrecondition, match=r"(?i)certificate.verify.failed"):
-            async with open_url(**options_of(at, scheme="tls", access=BrokerCredentials("ann", "right"))):
+            async with open_url(**options_of(at, scheme="tls", credentials=BrokerCredentials("ann", "right"))):
                 pass
 
 
@@ -194,7 +194,7 @@ async def test_no_password_is_shown_in_the_clear_where_tls_was_asked_for(scheme:
     async with await asyncio.start_server(answer, "127.0.0.1") as at:
         server = f"{scheme}://127.0.0.1:{at.sockets[0].getsockname()[1]}"
         with pytest.raises(FailedPrecondition, match="the server speaks no TLS"):
-            async with open_url(f"{server}/wards", access=BrokerCredentials("ann", "right", ca)):
+            async with open_url(f"{server}/wards", credentials=BrokerCredentials("ann", "right", ca)):
                 pass
         await until(lambda: bool(said))
     assert said == [b""]

@@ -147,15 +147,15 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     async with server(tmp_path, "--aclfile", str(tmp_path / "users")) as at:
         for access in (BrokerCredentials("", "wrong"), BrokerCredentials(), BrokerCredentials("ann", "right")):
             with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
-                async with open_url(**options_of(at, access=access)):
+                async with open_url(**options_of(at, credentials=access)):
                     pass
             assert "right" not in str(refused.value)
         async with client(at, **ANN) as to:
             await add(to, 0, 1)
-        async with open_url(**options_of(at, access=BrokerCredentials("ben", "right"))) as (part,):
+        async with open_url(**options_of(at, credentials=BrokerCredentials("ben", "right"))) as (part,):
             with pytest.raises(FailedPrecondition, match="permissions"):
                 await take(part, 1)
-        async with open_url(**options_of(at, access=BrokerCredentials("", "right"))) as (part,):
+        async with open_url(**options_of(at, credentials=BrokerCredentials("", "right"))) as (part,):
             assert len(await take(part, 1)) == 1
 
 
@@ -166,7 +166,7 @@ async def test_through_tls_the_server_is_known_by_its_authority(tmp_path: Path) 
         ours = BrokerCredentials(ca=Path(certificate), certificate=Path(certificate), key=Path(key))
         async with client(at, ssl=True, ssl_ca_certs=certificate, ssl_certfile=certificate, ssl_keyfile=key) as to:
             await add(to, 0, 1)
-        async with open_url(**options_of(at, access=ours)) as (part,):
+        async with open_url(**options_of(at, credentials=ours)) as (part,):
             assert len(await take(part, 1)) == 1
         with pytest.raises(FailedPrecondition, match=r"(?i)certificate.verify.failed"):
             async with open_url(**options_of(at, scheme="rediss")):

@@ -214,7 +214,7 @@ WRONG = [
     ("ledger --state nowhere", "nowhere"),
     ("ledger --verify --state nowhere", "nowhere"),
     ("ledger --repair --state nowhere --learner a", "nowhere"),
-    ("ledger --moved --state nowhere --learner a", "nowhere"),
+    ("ledger --adopt-copy --state nowhere --learner a", "nowhere"),
     ("policy --policy spec.yaml", "spec.yaml: unknown field rounds"),
     ("policy spec.yaml --learner west", "west"),
     ("policy spec.yaml --learner north --policy nowhere.yaml", "cannot read the policy nowhere.yaml"),

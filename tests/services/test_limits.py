@@ -230,7 +230,7 @@ async def test_streams_of_records_are_so_many_of_a_caller(up: Network, monkeypat
     await up.start(spec, 3)
     await up.until("ann", LearnerState.RUNNING)
     (own,) = made_up(spec).learners
-    monkeypatch.setattr(up.learners["ann"].servicer._feeds, "_most", 1)
+    monkeypatch.setattr(up.learners["ann"].servicer._record_streams, "_most", 1)
     async with open_channel(up.addresses["ann"]) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         held = stub.Ingest(timeout=PATIENCE_S)
@@ -505,14 +505,14 @@ def test_a_batch_of_copies_fits_into_a_message() -> None:
     mirror = Mirror("run-1", 0, "127.0.0.1:1")
     for _ in range(5):
         mirror.copy(bytes(10_000_000), [1])
-    assert [len(mirror._batch()) for _ in range(6)] == [1, 1, 1, 1, 1, 0]
+    assert [len(mirror._take_batch()) for _ in range(6)] == [1, 1, 1, 1, 1, 0]
     mirror.copy(bytes(6_000_000), [1])
     mirror.copy(bytes(6_000_000), [1])
     mirror.copy(bytes(60_000_000), [1])
-    assert [len(mirror._batch()) for _ in range(3)] == [2, 1, 0]
+    assert [len(mirror._take_batch()) for _ in range(3)] == [2, 1, 0]
     for _ in range(100):
         mirror.copy(frame(0, 0), [1])
-    assert [len(mirror._batch()) for _ in range(3)] == [64, 36, 0]
+    assert [len(mirror._take_batch()) for _ in range(3)] == [64, 36, 0]
 
 
 def test_a_batch_of_records_fits_into_a_message() -> None:

@@ -212,7 +212,7 @@ def feed(
     else:
         password = os.environ.get(PASSWORD_VARIABLE, "") if password_file is None else read_secret(password_file)
         access = BrokerCredentials(user, password, tls_ca, tls_cert, tls_key)
-        own = {"access": access, "default_group": name or learner, "position": position, "patience_s": broker_patience}
+        own = {"credentials": access, "default_group": name or learner, "position": position, "patience_s": broker_patience}
         at = url_feed.parse_url(first, **own)
         if kind == "HTTP":
             work = _http_work(at, target, terms, token_file, insecure=shared.insecure)

@@ -398,7 +398,7 @@ class BrokerPartition(ABC):
 
     def __init__(self, link: Any, name: str, what: str) -> None:
         self._link, self.name, self._what = link, name, what
-        self._patience = _Patience(link.what, link.at.patience_s)
+        self._patience = _Patience(link.display_name, link.source.patience_s)
         self._gone = _Gone(what)
         self._due: int | None = None
         """A position that the broker should keep, and does not yet."""
@@ -414,13 +414,13 @@ class BrokerPartition(ABC):
                     async for messages in reading:
                         after = messages[-1].position
                         yield messages
-            except self._link.away as error:
+            except self._link.connection_errors as error:
                 await self._patience.wait_or_give_up(self._explain_error(error))
 
     async def acknowledge(self, position: int) -> None:
         """As of `Part`. A failure passes: a later position says more, and the learner's own is the one that counts."""
         self._due = position
-        with suppress(*self._link.away):
+        with suppress(*self._link.connection_errors):
             await self._commit(position)
             self._due = None
 
@@ -439,7 +439,7 @@ class BrokerPartition(ABC):
             committed: where the feeder before this one ended; None: there was none.
         """
         ends = {"committed": oldest if committed is None else committed, "start": oldest, "new": newest}
-        return ends[self._link.at.settings[START_SETTING.name]]
+        return ends[self._link.source.settings[START_SETTING.name]]
 
     @abstractmethod
     async def _begin(self, after: int) -> int:
@@ -454,7 +454,7 @@ class BrokerPartition(ABC):
         """Have the broker keep a position."""
 
     def _explain_error(self, error: BaseException) -> str:
-        return str(self._link.why(error))
+        return str(self._link.explain_error(error))
 
     def _build_replaced_error(self, why: str) -> DataError:
         return DataError(f"{self._what} is not the one it was: {why}. Feed what it has now under another --source")

@@ -150,7 +150,7 @@ async def feed(
         for part in parts:
             if isinstance(part, TabularPartition):
                 part.column_check = sieve.fields.find_column_misfit
-        once = any(getattr(part, "once", False) for part in parts)
+        once = any(getattr(part, "is_single_pass", False) for part in parts)
         works = [
             _Pump(part, learner, sieve, dead, account).run(stop) for part, learner in zip(parts, learners, strict=True)
         ]

@@ -368,11 +368,11 @@ class _Unacknowledged:
 
     @property
     def any(self) -> bool:
-        """Whether messages are known at all."""
+        """Return whether messages are known at all."""
         return bool(self._do("SELECT 1 FROM messages LIMIT 1"))
 
     def is_known(self, mid: int, digest: str) -> bool:
-        """Whether a message was the last one under its identifier."""
+        """Return whether a message was the last one under its identifier."""
         return bool(self._do("SELECT 1 FROM messages WHERE mid = ? AND digest = ?", mid, digest))
 
     def note(self, mid: int, digest: str, position: int) -> None:

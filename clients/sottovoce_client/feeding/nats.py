@@ -218,7 +218,7 @@ class _Stream(BrokerPartition):
         return info
 
     async def _look(self, after: int) -> None:
-        """Whether the stream is the one it was, and has what comes behind a position.
+        """Return whether the stream is the one it was, and has what comes behind a position.
 
         Raises:
             DataError: it is not.

@@ -172,7 +172,7 @@ class _Stream(BrokerPartition):
         return next((each for each in groups if each["name"] == self._group.encode()), None), info
 
     async def _look(self, after: int) -> None:
-        """Whether the stream is the one it was, and has what comes behind a position.
+        """Return whether the stream is the one it was, and has what comes behind a position.
 
         Raises:
             DataError: it is not.
