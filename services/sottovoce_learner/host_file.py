@@ -39,7 +39,7 @@ class _Settings(Section):
     keep_log: bool = False
 
     @property
-    def given(self) -> dict[str, Any]:
+    def set_fields(self) -> dict[str, Any]:
         """Fields that were set."""
         return {name: getattr(self, name) for name in self.model_fields_set if name in _Settings.model_fields}
 
@@ -102,7 +102,7 @@ def load_host_file(path: Path, options: Mapping[str, Any]) -> list[LearnerConfig
     """
     file, policy, configs = _read(path), cache(Policy.load), []  # few policies, of many learners
     for name, own in file.learners.items():
-        given = {**options, **file.given, **own.given}
+        given = {**options, **file.set_fields, **own.set_fields}
         identity = given["identity"]
         if identity is not None and own.identity is None:  # a shared identity folder has a subfolder for each
             identity = identity / f"learner-{name}"

@@ -36,13 +36,13 @@ class ToyPart(BrokerPartition):
         return after
 
     async def _read_on(self, after):
-        self._patience.log_subscription(self.name)
-        for position in range(after + 1, self._link.source.settings["records"]):
+        self._retry_timer.log_subscription(self.name)
+        for position in range(after + 1, self._connection.source.settings["records"]):
             yield [SourceMessage({RECORD!r}, position)]
         await asyncio.Event().wait()
 
     async def _commit(self, position):
-        print("kept", self.name, position, self._link.source.group, flush=True)
+        print("kept", self.name, position, self._connection.source.group, flush=True)
 
 TOY = Feed(
     name="Toy",

@@ -185,6 +185,6 @@ def test_repair_says_what_it_did(folder: Path) -> None:
     cut(folder / LOG)
     repair_ledger(folder, NAME, None, console)
     first, second = out.getvalue().splitlines()
-    assert first == "nothing is lost: ε 1.25 in total, as before"
+    assert first == "nothing is lost: ε 1.25 in all, as before"
     assert second.startswith("charged ε 1, which makes 1.5 in all; what was there is kept in ")
     assert "is cut or damaged at entry" in StoredState.read(LearnerPaths(folder, NAME)).lines[-1].facts["reason"]

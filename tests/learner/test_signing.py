@@ -64,20 +64,20 @@ def test_of_a_neighbour_that_hears_seldom_the_last_block_is_remembered_however_o
 def test_a_neighbour_signs_a_block_before_it_says_anything_of_another() -> None:
     unsigned = heard(range(5, ROUNDS_PER_BLOCK))
     with pytest.raises(
-        RemoteProtocolError, match=f"must sign what it said from round 5 on before it says round {ROUNDS_PER_BLOCK}"
+        RemoteProtocolError, match=f"must sign its messages from round 5 on before it sends round {ROUNDS_PER_BLOCK}"
     ):
         unsigned.require_signed(1, ROUNDS_PER_BLOCK)
     unsigned.require_signed(2, ROUNDS_PER_BLOCK)  # of whom nothing was heard
     assert unsigned.has_unsigned(1, 0) and unsigned.unsigned_neighbours == {1}
     unsigned.verify_statement(1, said(range(ROUNDS_PER_BLOCK)).build_statement("run", 1, 0))
     unsigned.require_signed(1, ROUNDS_PER_BLOCK)
-    assert not unsigned.has_unsigned(1, 0) and not unsigned.unsigned_neighbours  # what comes again, after a reconnect, is not looked at
+    assert not unsigned.has_unsigned(1, 0) and not unsigned.unsigned_neighbours  # repetitions are not checked
 
 
 def test_what_is_signed_is_what_was_said() -> None:
-    with pytest.raises(EquivocationError, match="signed another message of round 3 than came here"):
+    with pytest.raises(EquivocationError, match="signed another message of round 3 than arrived here"):
         heard(range(3, 9)).verify_statement(1, said(range(ROUNDS_PER_BLOCK), "otherwise").build_statement("run", 1, 0))
-    with pytest.raises(RemoteProtocolError, match="did not sign what it said in round 8"):
+    with pytest.raises(RemoteProtocolError, match="did not sign its message of round 8"):
         heard(range(9)).verify_statement(1, said(range(8)).build_statement("run", 1, 0))
     with pytest.raises(RemoteProtocolError, match="learner 1 signed in the name of learner 2"):
         heard(range(9)).verify_statement(1, Statement("run", 2, 0, said(range(9)).build_statement("run", 1, 0).digests))

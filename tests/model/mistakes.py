@@ -98,7 +98,7 @@ class TakesAgain(World):
 
 class _KeepsOne(NeighbourLink):
     def __init__(self, keep: int) -> None:
-        super().__init__(keep=1)
+        super().__init__(retained_rounds=1)
 
 
 class KeepsOne(World):

@@ -231,8 +231,8 @@ async def test_a_wrong_certificate_is_told_at_the_first_failure_that_shows_it(
         await learner.stop()
         await coordinator.stop()
     (told,) = (each for each in logs if each["event"] == "waiting for the coordinator")
-    assert told["why"].startswith("its certificate is of ") and told["at"] == at
-    assert status.detail == f"no coordinator has let it in yet: that at {at}: {told['why']}"
+    assert told["reason"].startswith("its certificate is of ") and told["address"] == at
+    assert status.detail == f"no coordinator has let it in yet: that at {at}: {told['reason']}"
 
 
 async def test_who_feeds_is_told_at_once_that_a_learner_is_another_one(
@@ -281,7 +281,7 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
 
     def noting(address: str, role: Role, name: str, **_: Any) -> None:
         asked.append((role, name))
-        session.life.silent = True
+        session.lifecycle.is_silent = True
         raise Unavailable("nobody is there")
 
     role = SimpleNamespace(spec=small_spec(5, NAMES, capture=capture))

@@ -157,9 +157,9 @@ STRANGERS: list[tuple[dict[str, Any], Code, str, str]] = [
     *(
         ({"fields": fields}, Code.INVALID_ARGUMENT, "RemoteProtocolError", text)
         for fields, text in (
-            ([], "ben must say the fields {'y': (3,)}, got {}"),
-            (to_fields({"z": (3,)}), "must say the fields {'y': (3,)}, got {'z': (3,)}"),
-            (to_fields({"y": (4,)}), "must say the fields {'y': (3,)}, got {'y': (4,)}"),
+            ([], "ben must send the fields {'y': (3,)}, got {}"),
+            (to_fields({"z": (3,)}), "must send the fields {'y': (3,)}, got {'z': (3,)}"),
+            (to_fields({"y": (4,)}), "must send the fields {'y': (3,)}, got {'y': (4,)}"),
             (to_fields({"y": (3,), "z": ()}), "got {'y': (3,), 'z': ()}"),
             (
                 [tensor_pb2.Field(name="y", shape=[3], dtype=9)],  # type: ignore[arg-type]
@@ -725,7 +725,9 @@ async def test_somebody_else_does_not_take_the_place_of_a_learner(tmp_path: Path
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
         ann = up.learners["ann"]._coordinator_client.identity
         other = await refused(join(several(introducing("ann")), timeout=PATIENCE_S))
-        again = await refused(join(several(introducing("ann", store_id=ann.store_id, incarnation=1)), timeout=PATIENCE_S))
+        again = await refused(
+            join(several(introducing("ann", store_id=ann.store_id, incarnation=1)), timeout=PATIENCE_S)
+        )
         older = await refused(join(several(introducing("ann", store_id=b"")), timeout=PATIENCE_S))
         hasty = await refused(join(several(introducing("zoe"), reporting("zoe", "")), timeout=PATIENCE_S))
         wrong = await refused(join(several(introducing("zoe"), confirming(7)), timeout=PATIENCE_S))

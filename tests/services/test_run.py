@@ -628,7 +628,7 @@ async def test_a_learner_that_is_started_again_on_a_full_disk_waits_for_room(
         await up.join("ben")
         async with asyncio.timeout(PATIENCE_S):
             ben = up.learners["ben"]
-            while (
+            while (  # noqa: ASYNC110 - no event says so
                 ben._session is None
                 or (wait := ben._session.wait_tracker.current_wait) is None
                 or wait.cause is not WaitCause.DISK
@@ -671,7 +671,7 @@ async def test_a_feeder_that_leaves_a_full_disk_is_not_waited_for(
         feeding = asyncio.ensure_future(up.feed(run_id, spec, made_up(spec)))
         async with asyncio.timeout(PATIENCE_S):
             ann = up.learners["ann"]
-            while (
+            while (  # noqa: ASYNC110 - no event says so
                 ann._session is None
                 or (wait := ann._session.wait_tracker.current_wait) is None
                 or wait.cause is not WaitCause.DISK

@@ -166,7 +166,7 @@ def _select_inputs(true_labels: list[Any], prediction: Prediction, metric: _Metr
         return true_labels, list(prediction.labels)
     if probabilities is None:
         raise DataError(f"{type(metric).__name__} must be given probabilities, and the loss of this run gives none")
-    if len(classes) == 2:  # River's metrics look for the chance of True, whatever the classes are called
+    if len(classes) == 2:  # River's metrics look for the chance of True, for any class names
         true_labels, classes = [label == classes[1] for label in true_labels], (False, True)
     return true_labels, [dict(zip(classes, row, strict=True)) for row in probabilities.tolist()]
 
