@@ -23,7 +23,7 @@ _MAX_RECORDS_BYTES = 64 * 1024 * 1024
 """Maximum size of the records of one round, which arrive in one message."""
 
 
-def max_message_bytes(policy: Policy) -> int:
+def compute_max_message_bytes(policy: Policy) -> int:
     """Return the maximum size of a received message: the records of a round, or a model as large as the policy allows."""
     if policy.most_parameters is None:
         return MAX_MESSAGE_BYTES

@@ -51,7 +51,7 @@ class Mirror:
         sender: index of the learner.
         address: address of the eavesdropper.
         credentials: credentials of the learner.
-        names: eavesdroppers that its owner accepts; an empty name: any.
+        accepted_names: eavesdroppers that its owner accepts; an empty name: any.
     """
 
     def __init__(

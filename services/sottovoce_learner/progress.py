@@ -257,8 +257,8 @@ class DiskFullWait:
 
     Args:
         learner: learner name.
-        waits: subject of the log line, such as "the round waits".
-        unwritten: error text for other failures.
+        waiting_text: subject of the log line, such as "the round waits".
+        error_text: text for other failures.
     """
 
     def __init__(self, learner: str, waiting_text: str, error_text: str) -> None:

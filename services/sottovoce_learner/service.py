@@ -16,7 +16,7 @@ from sottovoce_core.runs.policy import extract_identity_names
 from sottovoce_core.runs.transcript import read_noise
 from sottovoce_core.text import format_learner_name
 from sottovoce_learner.assignment import CachedRun, RunAssignment
-from sottovoce_learner.config import LearnerConfig, max_message_bytes
+from sottovoce_learner.config import LearnerConfig, compute_max_message_bytes
 from sottovoce_learner.coordinator_client import CoordinatorClient
 from sottovoce_learner.metrics import collect_metrics
 from sottovoce_learner.mirror import Mirror
@@ -113,7 +113,7 @@ class Learner:
                     self.servicer.register,
                     [SERVICE_NAME],
                     self.config.credentials,
-                    max_message_bytes(self.config.policy),
+                    compute_max_message_bytes(self.config.policy),
                 )
             except BaseException:
                 lock.close()

@@ -60,10 +60,10 @@ class LearnerServicer:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Exchange": grpc.stream_stream_rpc_method_handler(self.exchange),
             "Ingest": grpc.stream_stream_rpc_method_handler(self.ingest, pb.SampleBatch.FromString, write),
-            "GetIntake": grpc.unary_unary_rpc_method_handler(self.intake, pb.GetIntakeRequest.FromString, write),
+            "GetIntake": grpc.unary_unary_rpc_method_handler(self.get_intake, pb.GetIntakeRequest.FromString, write),
             "Predict": grpc.unary_unary_rpc_method_handler(self.predict, pb.PredictRequest.FromString, write),
-            "GetLedger": grpc.unary_unary_rpc_method_handler(self.ledger, pb.GetLedgerRequest.FromString, write),
-            "GetStatus": grpc.unary_unary_rpc_method_handler(self.status, pb.GetStatusRequest.FromString, write),
+            "GetLedger": grpc.unary_unary_rpc_method_handler(self.get_ledger, pb.GetLedgerRequest.FromString, write),
+            "GetStatus": grpc.unary_unary_rpc_method_handler(self.get_status, pb.GetStatusRequest.FromString, write),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
@@ -162,7 +162,9 @@ class LearnerServicer:
             if session.lifecycle.is_run_ended and session.assignment.spec.data.is_live:
                 raise await session.lifecycle.wait_run_ended()
 
-    async def intake(self, request: learner_pb2.GetIntakeRequest, context: Context) -> learner_pb2.GetIntakeResponse:
+    async def get_intake(
+        self, request: learner_pb2.GetIntakeRequest, context: Context
+    ) -> learner_pb2.GetIntakeResponse:
         """Return the spec of the run and the receipt of a source, before its first record."""
         async with abort_on_error(context):
             self._require_authorised(context, self._feeders)
@@ -185,7 +187,9 @@ class LearnerServicer:
             scores, labels, rounds = session.state_machine.predict(from_tensor(request.features))
             return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
 
-    async def ledger(self, request: learner_pb2.GetLedgerRequest, context: Context) -> learner_pb2.GetLedgerResponse:
+    async def get_ledger(
+        self, request: learner_pb2.GetLedgerRequest, context: Context
+    ) -> learner_pb2.GetLedgerResponse:
         """Return the ledger entries of all runs."""
         async with abort_on_error(context):
             self._require_authorised(context, self._owners)
@@ -195,7 +199,9 @@ class LearnerServicer:
                 owner_budget=self._config.own_budget,
             )
 
-    async def status(self, request: learner_pb2.GetStatusRequest, context: Context) -> learner_pb2.GetStatusResponse:
+    async def get_status(
+        self, request: learner_pb2.GetStatusRequest, context: Context
+    ) -> learner_pb2.GetStatusResponse:
         """Return the learner's status."""
         async with abort_on_error(context):
             self._require_authorised(context, self._feeders, principals.Role.OPERATOR, principals.Role.COORDINATOR)

@@ -12,7 +12,7 @@ from sottovoce_core.errors import FailedPrecondition, SpecError
 from sottovoce_core.noise import NoiseSource
 from sottovoce_core.runs.policy import DAYS_PER_MONTH, Policy
 from sottovoce_learner.assignment import CachedRun, RunAssignment
-from sottovoce_learner.config import max_message_bytes
+from sottovoce_learner.config import compute_max_message_bytes
 from sottovoce_learner.ingest.record_queue import RecordQueue
 from sottovoce_learner.peers.inbox import Inbox, MessageReceiver
 from sottovoce_learner.peers.neighbour_schedule import NeighbourSchedule
@@ -67,7 +67,7 @@ def open_session(
         spec, role.n_features, index, is_mirrored=mirrored, build=lambda *given: CachedRun.get_cached(*given).run
     )
     check_size(run.field_shapes)
-    length, max_bytes = RoundCodec(run.field_shapes).message_bytes, max_message_bytes(policy)
+    length, max_bytes = RoundCodec(run.field_shapes).message_bytes, compute_max_message_bytes(policy)
     if length > max_bytes:
         raise SpecError(
             f"this learner takes messages of at most {max_bytes} bytes, got a run whose messages have {length}: "

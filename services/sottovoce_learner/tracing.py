@@ -63,12 +63,10 @@ class Tracing:
                 parse_url(url, {"http": 4317, "https": 4317}, variable, allow_path=True)
         api, context, sdk, export, id_module, resources, otlp = map(_module, _MODULES)
         _forward_exporter_log()
-        self.interval_rounds, self._create_id_generator = interval_rounds, _create_id_generator(id_module)
+        self.interval_rounds, self._id_generator = interval_rounds, _create_id_generator(id_module)
         self._set_span_in_context, self._empty_context = api.set_span_in_context, context.Context()
         resource = resources.Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "sottovoce-learner")})
-        self._provider = sdk.TracerProvider(
-            id_generator=self._create_id_generator, resource=resource, shutdown_on_exit=False
-        )
+        self._provider = sdk.TracerProvider(id_generator=self._id_generator, resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("sottovoce")
 
@@ -86,7 +84,7 @@ class Tracing:
 
     def begin(self, learner: str, run_id: str, t: int, start_ns: int) -> Any:
         """Begin the span of a round."""
-        self._create_id_generator.trace = self.compute_trace_id(run_id, t)
+        self._id_generator.trace = self.compute_trace_id(run_id, t)
         attributes = {"sottovoce.learner": learner, "sottovoce.run": run_id, "sottovoce.round": t}
         return self._tracer.start_span(ROUND, self._empty_context, attributes=attributes, start_time=start_ns)
 

@@ -466,7 +466,7 @@ async def test_a_learner_that_is_told_to_end_with_its_run_is_believed(tmp_path: 
         async with connect_learner(up.addresses["ann"], patience_s=10_000.0) as learner:
             account = FeedCounters()
             await learner.feed([RECORD])
-            async with up._open_channel() as to:
+            async with up._to_coordinator() as to:
                 stop = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason="enough")
                 await coordinator_pb2_grpc.CoordinatorStub(to).StopRun(stop)
             while learner.run_end is None:  # noqa: ASYNC110 - what a stream brings is no event here

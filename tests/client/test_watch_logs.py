@@ -54,7 +54,7 @@ async def keeping(folder: Path) -> AsyncIterator[Network]:
 
 async def stopped(up: Network, run_id: str) -> None:
     """End a run that would go on, and wait until its capture is whole."""
-    async with up._open_channel() as to:
+    async with up._to_coordinator() as to:
         asked = coordinator_pb2.StopRunRequest(run_id=run_id)
         await coordinator_pb2_grpc.CoordinatorStub(to).StopRun(asked, timeout=PATIENCE_S)
     await up.end(run_id)

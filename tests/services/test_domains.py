@@ -144,7 +144,7 @@ async def test_an_owner_names_who_is_of_another_domain(tmp_path: Path, ids: Fede
             ):
                 folder = ids.at(caller)
                 denied = await called(up, folder, folder, "learner", method) is grpc.StatusCode.PERMISSION_DENIED
-                assert denied is (code and not (caller == "operator/bob" and method.endswith("/Status"))), (
+                assert denied is (code and not (caller == "operator/bob" and method.endswith("/GetStatus"))), (
                     method,
                     caller,
                 )

@@ -257,7 +257,7 @@ class Sender:
         """Send records until the stream breaks.
 
         Args:
-            refused: error for the first batch without a receipt, from the stream before.
+            refusal: error for the first batch without a receipt, from the stream before.
 
         Raises:
             SottovoceError: reason of the end.

@@ -182,7 +182,7 @@ class _BackgroundSender:
     later records must not be learned before the failed ones.
 
     Args:
-        send: sends records `(records, features)` and their labels, and returns when they are stored.
+        send_encoded: sends records `(records, features)` and their labels, and returns when they are stored.
         loop: event loop that it runs in.
     """
 

@@ -28,7 +28,7 @@ class RecordIngestor:
     Args:
         role: assignment of the learner.
         run_log: log of the run.
-        queue: queue of the records.
+        record_queue: queue of the records.
         lifecycle: state of the session.
         lease_tracker, wait_tracker: lease and waits of the rounds, which may need these records.
         t: round to begin with.
@@ -121,7 +121,7 @@ class _Receipts:
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
         self._streams = self._waiting = 0
-        self._commit: asyncio.Future[None] | None = None
+        self._pending_commit: asyncio.Future[None] | None = None
 
     @contextmanager
     def register_stream(self) -> Iterator[None]:
@@ -140,11 +140,11 @@ class _Receipts:
         """
         if self._log.is_durable:
             return
-        if self._commit is None:
+        if self._pending_commit is None:
             loop = asyncio.get_running_loop()
-            self._commit, self._waiting = loop.create_future(), 0
-            loop.call_later(GROUP_COMMIT_DELAY_S, self._commit_if_pending, self._commit)
-        commit = self._commit
+            self._pending_commit, self._waiting = loop.create_future(), 0
+            loop.call_later(GROUP_COMMIT_DELAY_S, self._commit_if_pending, self._pending_commit)
+        commit = self._pending_commit
         self._waiting += 1
         if self._waiting >= self._streams:
             self.commit_now()
@@ -152,7 +152,7 @@ class _Receipts:
 
     def commit_now(self) -> None:
         """Sync now, and wake all that wait."""
-        commit, self._commit = self._commit, None
+        commit, self._pending_commit = self._pending_commit, None
         if commit is None:
             return
         try:
@@ -165,5 +165,5 @@ class _Receipts:
             commit.set_result(None)
 
     def _commit_if_pending(self, commit: asyncio.Future[None]) -> None:
-        if self._commit is commit:
+        if self._pending_commit is commit:
             self.commit_now()

@@ -46,7 +46,7 @@ class InProcessStream:
     Unread messages are bounded like the queue of a link: a reader takes messages at once, and rejects more.
 
     Args:
-        turns: scheduler of all streams of the process.
+        scheduler: scheduler of all streams of the process.
     """
 
     def __init__(self, scheduler: _WakeScheduler) -> None:

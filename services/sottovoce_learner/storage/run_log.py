@@ -101,7 +101,7 @@ class HighWaterMark(NamedTuple):
             inode = path.stat().st_ino
         except OSError:
             return None
-        found = _newest(raw, path)
+        found = _find_newest_mark(raw, path)
         if found is not None and found.inode != inode and not allow_copy:
             raise CorruptStateError(
                 f"{path} was written elsewhere: this state folder is a copy, and two learners with one ledger would each "
@@ -126,7 +126,7 @@ class HighWaterMarkFile:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            found = _newest(os.pread(self._file, 2 * SLOT_BYTES, 0), path)
+            found = _find_newest_mark(os.pread(self._file, 2 * SLOT_BYTES, 0), path)
             self._inode = os.fstat(self._file).st_ino
             self._guard = FileGuard(path, self._file)
         except BaseException:
@@ -140,7 +140,7 @@ class HighWaterMarkFile:
         Raises:
             OSError: it could not be written.
         """
-        os.pwrite(self._file, _encode(mark, self._write_count, self._inode), self._write_count % 2 * SLOT_BYTES)
+        os.pwrite(self._file, _encode_mark(mark, self._write_count, self._inode), self._write_count % 2 * SLOT_BYTES)
         self._write_count += 1
 
     def write_both_slots(self, mark: HighWaterMark, *, sync: bool = True) -> None:
@@ -159,18 +159,18 @@ class HighWaterMarkFile:
         os.close(self._file)
 
 
-def _encode(mark: HighWaterMark, turn: int, inode: int) -> bytes:
+def _encode_mark(mark: HighWaterMark, turn: int, inode: int) -> bytes:
     *known, reserved, _, _ = mark
     raw = _SLOT.pack(_MAGIC, FORMAT, inode, turn, *known, *reserved)
     return raw + zlib.crc32(raw).to_bytes(4, "little")
 
 
-def _newest(raw: bytes, path: Path) -> HighWaterMark | None:
-    slots = (_decode(raw[k * SLOT_BYTES : (k + 1) * SLOT_BYTES], path) for k in range(2))
+def _find_newest_mark(raw: bytes, path: Path) -> HighWaterMark | None:
+    slots = (_decode_mark(raw[k * SLOT_BYTES : (k + 1) * SLOT_BYTES], path) for k in range(2))
     return max((mark for mark in slots if mark is not None), key=lambda mark: mark.write_count, default=None)
 
 
-def _decode(raw: bytes, path: Path) -> HighWaterMark | None:
+def _decode_mark(raw: bytes, path: Path) -> HighWaterMark | None:
     if len(raw) < _SLOT.size + 4 or not raw.startswith(_MAGIC):
         return None
     if zlib.crc32(raw[: _SLOT.size]) != int.from_bytes(raw[_SLOT.size : _SLOT.size + 4], "little"):

@@ -461,7 +461,7 @@ class WriteAheadLog:
         try:
             with _disk_space:
                 os.posix_fallocate(file, 0, PAGE_BYTES + PREALLOCATED_BYTES)
-                os.pwrite(file, _header(self._header, self.sequence, self.chain), 0)
+                os.pwrite(file, _encode_header(self._header, self.sequence, self.chain), 0)
             os.fsync(file)
             sync_folder(self.folder)
             guard = FileGuard(path, file)
@@ -496,7 +496,7 @@ def _segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.log"
 
 
-def _header(header: LogHeader, sequence: int, chain: bytes) -> bytes:
+def _encode_header(header: LogHeader, sequence: int, chain: bytes) -> bytes:
     facts = {"about": asdict(header), "sequence": sequence, "chain": chain.hex()}
     text = json.dumps(facts, separators=(",", ":")).encode()
     head = _MAGIC + FORMAT.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
