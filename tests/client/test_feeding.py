@@ -204,7 +204,7 @@ async def learned_some(learner: ConnectedLearner, least: int = 1) -> None:
 
 async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, _):
-        with pytest.raises(SpecError, match="two are called 'a/told'"):
+        with pytest.raises(SpecError, match="got two named 'a/told'"):
             await fed(up, Told(), Told(), source="a")
         paths = [tmp_path / f"{n}.csv" for n in range(257)]
         for each in paths:
@@ -307,7 +307,7 @@ async def test_who_is_waited_for_is_said_at_once_and_why() -> None:
         assert not feeding.done()
         feeding.cancel()
         await asyncio.wait([feeding])
-    assert [(each["event"], each["at"], each["why"]) for each in logs] == [
+    assert [(each["event"], each["address"], each["reason"]) for each in logs] == [
         ("waiting for the learner", "127.0.0.1:1", why)
     ]
     assert account.awaited_condition == f"the learner at 127.0.0.1:1 to be in a run: {why}"
