@@ -125,7 +125,7 @@ class CoordinatorClient:
         """
         names, at = deque(extract_identity_names(self._config.policy.coordinators)), self._config.coordinator
         for left in reversed(range(len(names))):
-            who = f"coordinator/{names[0]}, whom its owner trusts," if names[0] else "the coordinator"
+            who = f"coordinator/{names[0]}, trusted by its owner," if names[0] else "the coordinator"
             try:
                 async with self._open_channel(names[0]) as to, notify_if_slow(self._log_slow_start):
                     await wait_until_reachable(

@@ -150,7 +150,7 @@ def test_a_learner_is_sent_no_longer_messages_than_its_policy_has_models() -> No
 async def test_a_run_of_longer_messages_than_a_learner_takes_is_refused(
     up: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_factory, "max_message_bytes", lambda policy: 10)
+    monkeypatch.setattr(session_factory, "compute_max_message_bytes", lambda policy: 10)
     run = await up.start(small_spec(5, ["ann"]), 3)
     end = await up.end(run.run_id)
     assert end.state == coordinator_pb2.RUN_STATE_FAILED
