@@ -176,7 +176,7 @@ class _LeakingFace(LearnerServicer):
                 return
         await super().exchange(requests, context)
 
-    async def _open(self, context: Context) -> None:
+    async def _send_initial_metadata(self, context: Context) -> None:
         greets = self._broken.build_initial_metadata
         greeting = () if greets is None else greets(await self._learner.first)
         await context.send_initial_metadata(greeting)
