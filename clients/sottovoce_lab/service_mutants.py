@@ -96,8 +96,8 @@ class CustomNoiseLearner(Learner):
         self.world = 0  # of the run, as whoever makes it says
         self._other = noise
 
-    def _noise(self, role: RunAssignment) -> NoiseSource:
-        return super()._noise(role) if self._other is None else self._other(role.run_id, role.index)
+    def _build_noise(self, role: RunAssignment) -> NoiseSource:
+        return super()._build_noise(role) if self._other is None else self._other(role.run_id, role.index)
 
 
 class _Leaking(CustomNoiseLearner):
@@ -133,7 +133,7 @@ class _Leaking(CustomNoiseLearner):
 
     def _dial(self, times: int) -> None:
         """Open connections to the neighbours whose streams this learner opens, and say nothing on them."""
-        for address, _ in self._opened.values():
+        for address, _ in self._neighbour_tasks.values():
             host, _, port = address.rpartition(":")
             for _ in range(times):
                 socket.create_connection((host, int(port))).close()
@@ -176,7 +176,7 @@ class _LeakingFace(LearnerServicer):
                 return
         await super().exchange(requests, context)
 
-    async def _open(self, context: Context) -> None:
+    async def _send_initial_metadata(self, context: Context) -> None:
         greets = self._broken.build_initial_metadata
         greeting = () if greets is None else greets(await self._learner.first)
         await context.send_initial_metadata(greeting)

@@ -1,1 +1,1 @@
-"""The learner service: one learner of the graph, its neighbours, its owner's data, and its books."""
+"""Learner service: one learner of the graph, its connections to neighbours, its owner's records and its privacy ledger."""

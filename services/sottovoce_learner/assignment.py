@@ -1,4 +1,4 @@
-"""What a learner is told before a run, and what follows from it alone: that is made once for all learners of a process."""
+"""Assignment of a learner to a run, and objects derived from the spec that all learners of a process share."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from sottovoce_rpc import specs
 from sottovoce_wire.v1.coordinator_pb2 import Assignment
 
 _MAX_CACHED_RUNS = 4
-"""Runs at a time: learners of one process may be in several."""
+"""Maximum number of runs cached in a process: its learners may be in several."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunAssignment:
-    """What a learner is told before a run.
+    """Assignment of one learner to a run.
 
     Attributes:
-        run_id: the run.
-        spec: the run spec.
+        run_id: run id.
+        spec: run spec.
         n_features: features of a record.
         index: this learner's index.
-        name: the learner's own, by which its ledger counts.
-        incarnation: of the process.
+        name: this learner's name, under which its ledger counts.
+        incarnation: incarnation of the process.
 
     Raises:
-        RemoteProtocolError: the spec has no such learner, or calls it by another name: under that its budget would begin anew.
+        RemoteProtocolError: the spec has no learner with this index, or gives it another name: under that name its budget
+            would begin anew.
     """
 
     run_id: str
@@ -47,49 +48,51 @@ class RunAssignment:
     def __post_init__(self) -> None:
         if not self.index < self.spec.n_learners:
             raise RemoteProtocolError(f"an assignment needs an index below {self.spec.n_learners}, got {self.index}")
-        if (told := self.spec.names[self.index]) != self.name:
-            raise RemoteProtocolError(f"learner {self.name!r} must be assigned under its own name, got {told!r}")
+        if (assigned := self.spec.names[self.index]) != self.name:
+            raise RemoteProtocolError(f"learner {self.name!r} must be assigned under its own name, got {assigned!r}")
 
     @classmethod
-    def from_wire(cls, run_id: str, told: Assignment, own: StoreIdentity, config: LearnerConfig) -> RunAssignment:
-        """What the coordinator said, checked: its run id becomes part of a file name.
+    def from_wire(
+        cls, run_id: str, assignment: Assignment, identity: StoreIdentity, config: LearnerConfig
+    ) -> RunAssignment:
+        """Validate an assignment from the coordinator. Its run id becomes part of a file name.
 
         Raises:
-            RemoteProtocolError: it contradicts itself, or is another learner's.
+            RemoteProtocolError: it contradicts itself, or is for another learner.
             SpecError: the run spec is not valid, or names code that may not be imported.
         """
         specs.require_run_id(run_id)
-        config.policy.require_allowed_imports(_document_of(told.spec))
-        spec = _spec_of(told.spec, imports=config.allow_imports)
-        return cls(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
+        config.policy.require_allowed_imports(_parse_document(assignment.spec))
+        spec = _parse_spec(assignment.spec, imports=config.allow_imports)
+        return cls(run_id, spec, assignment.n_features, assignment.index, identity.learner, identity.incarnation)
 
     @property
     def budget(self) -> float | None:
-        """Epsilon that it may spend in the run; None: there is no limit."""
+        """Maximum epsilon that the learner may spend in the run; None: no limit."""
         return self.spec.get_budget(self.index)
 
     @property
     def cached_run(self) -> CachedRun:
-        """What it has in common with the other learners of its process."""
+        """Objects shared with the other learners of this process."""
         return CachedRun.get_cached(self.spec, self.n_features)
 
 
-# ---- what learners of one process have in common ---------------------------------------------------------------------
+# ---- objects shared by the learners of one process -------------------------------------------------------------------
 
-_document_of = lru_cache(_MAX_CACHED_RUNS)(specs.document_from_wire)
+_parse_document = lru_cache(_MAX_CACHED_RUNS)(specs.document_from_wire)
 
 
 @lru_cache(_MAX_CACHED_RUNS)
-def _spec_of(text: str, *, imports: bool) -> RunSpec:
-    """The spec of a document from the wire: all that are told the same have this very one."""
-    return parse_spec(_document_of(text), allow_imports=imports)
+def _parse_spec(text: str, *, imports: bool) -> RunSpec:
+    """Return the spec of a document from the wire; equal documents give the same object."""
+    return parse_spec(_parse_document(text), allow_imports=imports)
 
 
 class CachedRun:
-    """What follows from a spec alone, and nobody changes. Many learners would else hold as many copies of one network.
+    """Read-only objects derived from a spec. Learners of one process share them: each network is held once.
 
     Args:
-        spec: of a run.
+        spec: run spec.
         n_features: features of a record.
     """
 
@@ -100,8 +103,8 @@ class CachedRun:
 
     @classmethod
     def get_cached(cls, spec: RunSpec, n_features: int) -> CachedRun:
-        """That of this very spec, not of an equal one: comparing long ones would cost as much as reading them."""
-        for each in tuple(cls._known):  # another thread may ask, too
+        """Return the entry for this spec object. Equality is not tested: comparing long specs costs as much as reading them."""
+        for each in tuple(cls._known):  # another thread may use the cache
             if each._spec is spec and each._n_features == n_features:
                 return each
         cls._known.append(cls(spec, n_features))
@@ -109,20 +112,20 @@ class CachedRun:
 
     @cached_property
     def run(self) -> Run:
-        """As it is built; raises `SpecError` as `build_run`."""
+        """The run built from the spec; raises `SpecError` as `build_run` does."""
         return build_run(self._spec, self._n_features)
 
     @cached_property
     def plan_hash(self) -> bytes:
-        """As that of `sottovoce_rpc.specs`."""
+        """Plan hash, as computed by `sottovoce_rpc.specs`."""
         return specs.compute_plan_hash(self._spec, self._n_features)
 
     @cached_property
     def digests(self) -> NetworkDigests:
-        """Of the networks of its rounds, for a window and those that may be asked for again."""
+        """Digests of the networks of the run's rounds: enough for a window and for those that may be asked for again."""
         return NetworkDigests(self.run.network, 4 * min(self._spec.clock.window, self._spec.rounds))
 
     @cached_property
     def participation(self) -> ParticipationSchedule:
-        """Who takes part when."""
+        """Participation of all learners by round."""
         return self._spec.participation

@@ -1,4 +1,4 @@
-"""How a learner is deployed."""
+"""Deployment settings of a learner."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _Sampler = Literal["bitwise", "opendp"]
 
 
 _MAX_RECORDS_BYTES = 64 * 1024 * 1024
-"""Bytes of the records of one round, which come in one message."""
+"""Maximum size of the records of one round, which arrive in one message."""
 
 
-def max_message_bytes(policy: Policy) -> int:
-    """Bytes of the longest message that a learner takes: the records of a round, or a model as large as its policy allows."""
+def compute_max_message_bytes(policy: Policy) -> int:
+    """Return the maximum size of a received message: the records of a round, or a model as large as the policy allows."""
     if policy.max_parameters is None:
         return MAX_MESSAGE_BYTES
     return min(MAX_MESSAGE_BYTES, max(_MAX_RECORDS_BYTES, 8 * policy.max_parameters) + MAX_OVERHEAD_BYTES)
@@ -32,24 +32,24 @@ def max_message_bytes(policy: Policy) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LearnerConfig:
-    """How a learner is deployed.
+    """Deployment settings of one learner.
 
     Attributes:
-        name: its name, unique at its coordinator.
+        name: learner name, unique at its coordinator.
         coordinator: address of the coordinator.
-        listen: `host:port` to listen on; port 0 picks one.
-        advertise: address for others, where it differs from `listen`.
-        state_folder: where journals stand.
+        listen: `host:port` to listen on; port 0 picks a free port.
+        advertise: address given to others, where it differs from `listen`.
+        state_folder: folder of the ledger and the write-ahead logs.
         join_timeout_s: how long the coordinator may be unreachable at the start.
-        recorded_noise: a file of noise to use in place of the operating system's: for tests, on loopback only.
+        recorded_noise: file of noise used instead of the operating system's: for tests, on loopback only.
         allow_imports: whether a run spec may name code to import.
-        budget: epsilon that the owner allows in all runs together, by the ledger in `state_folder`; None: no limit.
-        noise: what draws the noise: `sottovoce_core.noise.SystemNoise`, or OpenDP (extra `opendp`).
-        noise_seed: a text that all noise follows from, with the name of the run: for tests and demos, on loopback only.
-        credentials: of this learner, whose name they must hold.
-        owners: who may see its ledger, ask for predictions, and bring records besides itself, as `role/name`.
-        feeders: who else may bring records besides `feeder/NAME`, as `role/name`.
-        policy: in which runs it takes part, and what they may cost.
+        budget: maximum epsilon over all runs, by the ledger in `state_folder`; None: no limit.
+        noise: noise source: `sottovoce_core.noise.SystemNoise`, or OpenDP (extra `opendp`).
+        noise_seed: text from which all noise is derived, with the name of the run: for tests and demos, on loopback only.
+        credentials: credentials of this learner; they must hold its name.
+        owners: principals besides itself that may read its ledger, request predictions and send records, as `role/name`.
+        feeders: principals besides `feeder/NAME` that may send records, as `role/name`.
+        policy: owner's policy: which runs the learner joins, and what they may cost.
         keep_log: whether the logs of its runs are kept, with the records in them, for `sottovoce watch --state`.
     """
 
@@ -72,20 +72,21 @@ class LearnerConfig:
 
     @property
     def own_budget(self) -> float | None:
-        """Epsilon that the owner allows in all runs together: the budget, or the policy's limit where that is smaller."""
+        """Maximum epsilon over all runs: the budget, or the policy's limit if that is smaller."""
         return min((each for each in (self.budget, self.policy.epsilon) if each is not None), default=None)
 
     @property
     def is_noise_private(self) -> bool:
-        """False where the noise could be known beforehand."""
+        """Return whether the noise is unpredictable: neither recorded nor seeded."""
         return self.recorded_noise is None and self.noise_seed is None
 
     def check(self) -> None:
-        """Refuse what would not protect anybody, or not be found.
+        """Reject settings that would give no protection or would leave the learner unreachable.
 
         Raises:
-            SpecError: recorded or seeded noise on an address that others can reach, more than one way to get noise, no
-                address to give to others, an owner or a feeder that is no identity, or a policy that needs an identity.
+            SpecError: recorded or seeded noise on an address that others can reach, more than one noise source, no
+                address to give to others, an owner or a feeder that is not an identity, or a policy that needs an
+                identity.
         """
         if re.fullmatch(LEARNER_NAME_PATTERN, self.name) is None:
             raise SpecError(
@@ -102,7 +103,7 @@ class LearnerConfig:
         addresses = [self.listen, *([self.advertise] if self.advertise else [])]
         if not self.is_noise_private and not all(map(is_loopback, addresses)):
             kind = "seeded noise" if self.recorded_noise is None else "recorded noise"
-            raise SpecError(f"{kind} protects nobody and is allowed on loopback addresses only, got {addresses}")
+            raise SpecError(f"{kind} gives no privacy and is allowed on loopback addresses only, got {addresses}")
         if self.noise_seed is not None and (self.recorded_noise is not None or self.noise != "bitwise"):
             raise SpecError("a noise seed goes with neither recorded noise nor OpenDP's, which takes no seed")
         for each in (*self.owners, *self.feeders):

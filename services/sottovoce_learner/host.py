@@ -1,4 +1,4 @@
-"""Learners of one process: one whose state folder cannot be used, or that ends later, takes no other one down."""
+"""Learners of one process. A learner that fails or ends does not stop the others."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ log = structlog.get_logger()
 
 _STOP_TIMEOUT_S = 3.0
 _FILES_PER_LEARNER, _FILES_PER_PROCESS = 16, 256
-"""Files and connections that a learner with a few neighbours has open, and the process beside them."""
+"""Open files and connections of a learner with a few neighbours, and of the process itself."""
 _MAX_NAMED_LEARNERS = 10
-"""Learners that an error names."""
+"""Maximum number of learners named in an error."""
 
 
 class Host:
     """The learners of one process.
 
     Args:
-        learners: that they are.
+        learners: learners to run.
     """
 
     def __init__(self, learners: Sequence[Learner]) -> None:
         self._learners, self._ended = learners, dict[str, BaseException]()
 
     async def start(self) -> dict[str, str]:
-        """Let all of them listen, and say where, or none; but for those whose state folders cannot be used.
+        """Let all learners listen, except those with an unusable state folder; return and announce their addresses.
 
         Raises:
-            SottovoceError: one of them cannot, or all state folders cannot be used; by its name, where there are several.
+            SottovoceError: one of them cannot start, or no state folder can be used; with the learner's name, where there
+                are several.
         """
         addresses = dict[str, str]()
-        if (many := len(self._learners)) > 1:
-            log.info("starting", learners=many)
-        _make_room(many)
+        if (count := len(self._learners)) > 1:
+            log.info("starting", learners=count)
+        _raise_file_limit(count)
         try:
             for learner in self._learners:
                 try:
-                    addresses[learner.config.name] = await self._started(learner)
+                    addresses[learner.config.name] = await self._start_learner(learner)
                 except CorruptStateError as error:
                     await self._end(learner, error)
             if not addresses:
@@ -60,14 +61,14 @@ class Host:
         except BaseException:
             await self.stop()
             raise
-        for learner in self._listening(addresses):
+        for learner in self._list_listening(addresses):
             config, address = learner.config, addresses[learner.config.name]
             announce("learner", name=config.name, address=address)
-            whose = {"learner": config.name, "coordinator": config.coordinator}
-            log_start("learner", config.credentials.principal, address=address, state=config.state_folder, **whose)
+            names = {"learner": config.name, "coordinator": config.coordinator}
+            log_start("learner", config.credentials.principal, address=address, state=config.state_folder, **names)
         return addresses
 
-    async def _started(self, learner: Learner) -> str:
+    async def _start_learner(self, learner: Learner) -> str:
         try:
             return await learner.start()
         except SottovoceError as error:
@@ -76,28 +77,28 @@ class Host:
             raise type(error)(f"learner {learner.config.name}: {error}") from None
 
     async def follow(self, addresses: dict[str, str]) -> None:
-        """Follow until all have ended: who does is told in a line, and lets its address and its state folder go.
+        """Run until all have ended. A learner that ends is logged and releases its address and state folder.
 
         Raises:
-            SottovoceError: what the last one failed with.
+            SottovoceError: the error of the last one.
         """
         async with Tasks() as tasks:
-            listening = self._listening(addresses)
-            works = [tasks.start(self._followed(each, addresses[each.config.name])) for each in listening]
-            await asyncio.wait(works)
+            listening = self._list_listening(addresses)
+            followers = [tasks.start(self._follow_learner(each, addresses[each.config.name])) for each in listening]
+            await asyncio.wait(followers)
         raise next(reversed(self._ended.values()))
 
-    def _listening(self, addresses: dict[str, str]) -> list[Learner]:
+    def _list_listening(self, addresses: dict[str, str]) -> list[Learner]:
         return [each for each in self._learners if each.config.name in addresses]
 
-    async def _followed(self, learner: Learner, address: str) -> None:
+    async def _follow_learner(self, learner: Learner, address: str) -> None:
         try:
             await learner.follow(address)
-        except Exception as error:  # noqa: BLE001 - a bug in the run of one learner is none of the others'
+        except Exception as error:  # noqa: BLE001 - a bug in one learner's run must not end the others
             await self._end(learner, error)
 
     async def _end(self, learner: Learner, error: Exception) -> None:
-        """Let its address and its state folder go, while others go on."""
+        """Release the learner's address and state folder, while others go on."""
         name = learner.config.name
         self._ended[name] = error
         if len(self._learners) > 1:
@@ -106,25 +107,25 @@ class Host:
             await run_cleanup(learner.stop(), _STOP_TIMEOUT_S)
 
     async def stop(self) -> None:
-        """End all of them."""
+        """End all learners."""
         await asyncio.gather(*(learner.stop() for learner in self._learners))
 
     def require_no_early_end(self) -> None:
-        """Whoever stopped the process learns whether all had gone on until then.
+        """Check that all learners ran until the process was stopped.
 
         Raises:
-            Unavailable: some had not.
+            Unavailable: some had ended earlier.
         """
         if self._ended:
             ended, names = len(self._ended), ", ".join([*self._ended][:_MAX_NAMED_LEARNERS])
             more = f" and {ended - _MAX_NAMED_LEARNERS} more" if ended > _MAX_NAMED_LEARNERS else ""
             raise Unavailable(
-                f"{ended} of {len(self._learners)} learners had ended before, the log says why: {names}{more}"
+                f"{ended} of {len(self._learners)} learners had ended before, see the log for the reasons: {names}{more}"
             )
 
 
 def collect_metrics(learners: Sequence[Learner], refused: Refusals) -> Iterator[MetricSample]:
-    """What learners of one process tell Prometheus; refused: who asked for it, and may not."""
+    """Yield the metrics of all learners; `refused` counts callers refused by the metrics endpoint."""
     services = (learner.service for learner in learners)
     refusals = [refused, *(service.refusals for service in services if service is not None)]
     yield from collect_common_metrics([learner.config.credentials for learner in learners], refusals)
@@ -139,20 +140,20 @@ async def serve(
     metrics: MetricsEndpoint | None = None,
     trace_interval_rounds: int | None = None,
 ) -> None:
-    """Run learners in this process until it is told to stop.
+    """Run learners in this process until it is stopped.
 
     Args:
-        configs: of the learners.
+        configs: settings of the learners.
         with_stdin: stop when standard input ends.
-        metrics: where all of them tell Prometheus how they are; None: nowhere.
-        trace_every: of so many rounds one is traced; None: none is.
+        metrics: endpoint of their Prometheus metrics; None: none.
+        trace_interval_rounds: trace one in this many rounds; None: no tracing.
 
     Raises:
         SottovoceError: one of them cannot start; or one has ended by itself, and the others were stopped later.
     """
     tracing = None if trace_interval_rounds is None else Tracing(trace_interval_rounds)
-    nearby, refused = InProcessTransport(), Refusals()
-    learners = [Learner(config, tracing, nearby) for config in configs]
+    transport, refused = InProcessTransport(), Refusals()
+    learners = [Learner(config, tracing, transport) for config in configs]
     host = Host(learners)
 
     async def stop(_: str) -> None:
@@ -166,16 +167,16 @@ async def serve(
     host.require_no_early_end()
 
 
-def _make_room(learners: int) -> None:
-    """As many open files as the system lets this process have, and a warning where that is little for so many learners."""
+def _raise_file_limit(learners: int) -> None:
+    """Raise the limit of open files to what these learners need; warn where the system allows less."""
     needed, (soft, hard) = (
         _FILES_PER_LEARNER * learners + _FILES_PER_PROCESS,
         resource.getrlimit(resource.RLIMIT_NOFILE),
     )
     if needed > soft != resource.RLIM_INFINITY:
-        most = needed if hard == resource.RLIM_INFINITY else hard
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        if needed > most:
+        allowed = needed if hard == resource.RLIM_INFINITY else hard
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if needed > allowed:
             log.warning(
-                "few open files are allowed", learners=learners, allowed=most, advised=needed, raise_it="ulimit -Hn"
+                "few open files are allowed", learners=learners, allowed=allowed, advised=needed, hint="ulimit -Hn"
             )

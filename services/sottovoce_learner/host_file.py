@@ -1,4 +1,4 @@
-"""Many learners of one process, as a file says who they are: each with a policy, an identity and settings of its own."""
+"""File of many learners in one process, each with its own policy, identity and settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sottovoce_rpc.credentials import Credentials
 
 
 class _Settings(Section):
-    """Of one learner, or of all of a file. Each is what the option of that name of `sottovoce learner` says."""
+    """Settings of one learner, or of all learners of a file; each is named like its option of `sottovoce learner`."""
 
     coordinator: str | None = None
     listen: str | None = None
@@ -39,78 +39,80 @@ class _Settings(Section):
     keep_log: bool = False
 
     @property
-    def said(self) -> dict[str, Any]:
-        """What it says, and nothing that it leaves open."""
+    def set_fields(self) -> dict[str, Any]:
+        """Fields that were set."""
         return {name: getattr(self, name) for name in self.model_fields_set if name in _Settings.model_fields}
 
 
-def _by_name(learners: object) -> object:
-    """Names alone are learners of which all is as for all; so is a name with nothing after it."""
+def _normalise_learners(learners: object) -> object:
+    """Convert a list of names, or names with empty settings, to a mapping of names to settings."""
     if isinstance(learners, list):
-        if twice := [each for k, each in enumerate(learners) if each in learners[:k]]:
-            raise ValueError(f"each must have a name of its own, got {twice[0]!r} twice")
+        if duplicates := [each for k, each in enumerate(learners) if each in learners[:k]]:
+            raise ValueError(f"each must have its own name, got {duplicates[0]!r} twice")
         learners = dict.fromkeys(learners)
     if not isinstance(learners, dict) or not learners:
-        raise ValueError(f"must be names, or say of each name what is its own, got {repr(learners)[:80]}")
+        raise ValueError(f"must be names, or map each name to its own settings, got {repr(learners)[:80]}")
     return {name: {} if own is None else own for name, own in learners.items()}
 
 
 class _HostFile(_Settings):
-    """The learners of a process: their names, or what is said of each of them, and before that what is said of all."""
+    """Content of the file: settings shared by all learners, and the learners' names or settings by name."""
 
-    learners: Annotated[dict[str, _Settings], BeforeValidator(_by_name)]
+    learners: Annotated[dict[str, _Settings], BeforeValidator(_normalise_learners)]
 
 
 _FIELDS = {"state": "state_folder", "join_timeout": "join_timeout_s", "owner": "owners", "feeder": "feeders"}
-"""Names of options in `LearnerConfig`, where they are other ones."""
+"""Fields of `LearnerConfig` whose names differ from their options."""
 _CONVERTED_OPTIONS = ("identity", "insecure", "policy")
 
 
 def build_configs(names: Sequence[str], options: Mapping[str, Any]) -> list[LearnerConfig]:
-    """Learners of which all but the name is as the options say. Of several, the identity's folder has one for each.
+    """Build the settings of learners that share all options but the name. With several, each has its own identity subfolder.
 
     Args:
-        names: of all of them.
-        options: of the command, by name.
+        names: learner names.
+        options: options of the command, by name.
 
     Raises:
-        SpecError: one of them cannot be as they say.
+        SpecError: the options of one of them are not valid.
     """
-    if twice := {each for each in names if names.count(each) > 1}:
-        raise SpecError(f"each learner needs a name of its own, got {sorted(twice)[0]!r} twice")
-    several, identity = len(names) > 1, options["identity"]
+    if duplicates := {each for each in names if names.count(each) > 1}:
+        raise SpecError(f"each learner needs its own name, got {sorted(duplicates)[0]!r} twice")
+    has_several, identity = len(names) > 1, options["identity"]
     allowed = Policy.load(options["policy"])
-    return _distinct(
+    return _require_distinct_addresses(
         [
-            _config(name, options, identity / f"learner-{name}" if several and identity else identity, allowed)
+            _build_config(
+                name, options, identity / f"learner-{name}" if has_several and identity else identity, allowed
+            )
             for name in names
         ]
     )
 
 
 def load_host_file(path: Path, options: Mapping[str, Any]) -> list[LearnerConfig]:
-    """The learners that a file names. What it says of one holds, else what it says of all, else the options.
+    """Load the learners of a file. A learner's own settings come before the file's shared settings, and these before the options.
 
     Args:
-        path: of the file.
-        options: of the command, by name.
+        path: path of the file.
+        options: options of the command, by name.
 
     Raises:
-        SpecError: it cannot be read, or says something that is not known; or one of them cannot be as it says.
+        SpecError: it cannot be read, or has an unknown field; or the settings of a learner are not valid.
     """
     file, policy, configs = _read(path), cache(Policy.load), []  # few policies, of many learners
     for name, own in file.learners.items():
-        said = {**options, **file.said, **own.said}
-        identity = said["identity"]
-        if identity is not None and own.identity is None:  # that of all has a folder for each
+        given = {**options, **file.set_fields, **own.set_fields}
+        identity = given["identity"]
+        if identity is not None and own.identity is None:  # a shared identity folder has a subfolder for each
             identity = identity / f"learner-{name}"
         try:
-            config = _config(name, said, identity, policy(said["policy"]))
+            config = _build_config(name, given, identity, policy(given["policy"]))
             config.check()
         except SottovoceError as error:
             raise SpecError(f"{path}: learner {name}: {error}") from None
         configs.append(config)
-    return _distinct(configs)
+    return _require_distinct_addresses(configs)
 
 
 def _read(path: Path) -> _HostFile:
@@ -119,44 +121,44 @@ def _read(path: Path) -> _HostFile:
     try:
         return _HostFile.model_validate(document)
     except ValidationError as error:
-        raise SpecError("\n".join(_explained(each, str(path)) for each in error.errors())) from None
+        raise SpecError("\n".join(_describe_problem(each, str(path)) for each in error.errors())) from None
 
 
-def _explained(problem: Any, source: str) -> str:
-    """One problem of a file as a line for a person."""
+def _describe_problem(problem: Any, source: str) -> str:
+    """Describe one validation error of a file on one line."""
     where = ".".join(map(str, problem["loc"]))
     match problem["type"]:
         case "extra_forbidden":
             known = ", ".join(_Settings.model_fields)
-            return f"{source}: unknown field {where}; of a learner, or of all, there are {known}"
+            return f"{source}: unknown field {where}; the fields of a learner, or of all, are {known}"
         case "missing":
-            return f"{source}: field {where} is required: names, or what is said of each name"
+            return f"{source}: field {where} is required: names, or a mapping of names to settings"
         case "value_error":
             return f"{source}: {where}: {problem['ctx']['error']}"
         case _:
             return f"{source}: {where}: {describe_requirement(problem)}, got {repr(problem.get('input'))[:80]}"
 
 
-def _config(name: str, said: Mapping[str, Any], identity: Path | None, policy: Policy) -> LearnerConfig:
-    if said["coordinator"] is None:
+def _build_config(name: str, given: Mapping[str, Any], identity: Path | None, policy: Policy) -> LearnerConfig:
+    if given["coordinator"] is None:
         raise SpecError("a learner needs the address of its coordinator: --coordinator HOST:PORT")
-    fields = {_FIELDS.get(option, option): value for option, value in said.items() if option not in _CONVERTED_OPTIONS}
-    return LearnerConfig(name, credentials=Credentials(identity, said["insecure"]), policy=policy, **fields)
+    fields = {_FIELDS.get(option, option): value for option, value in given.items() if option not in _CONVERTED_OPTIONS}
+    return LearnerConfig(name, credentials=Credentials(identity, given["insecure"]), policy=policy, **fields)
 
 
-def _distinct(configs: list[LearnerConfig]) -> list[LearnerConfig]:
-    """The same learners, where no two of them would listen in one place, or be found there.
+def _require_distinct_addresses(configs: list[LearnerConfig]) -> list[LearnerConfig]:
+    """Check that no two learners listen on or advertise the same address; return them.
 
     Raises:
-        SpecError: two would.
+        SpecError: two of them do.
     """
     seen = dict[tuple[str, str], str]()
     for each in configs:
-        places = {"listen": "" if each.listen.endswith(":0") else each.listen, "advertise": each.advertise or ""}
-        for option, place in places.items():
-            if place and (other := seen.setdefault((option, place), each.name)) != each.name:
+        addresses = {"listen": "" if each.listen.endswith(":0") else each.listen, "advertise": each.advertise or ""}
+        for option, address in addresses.items():
+            if address and (other := seen.setdefault((option, address), each.name)) != each.name:
                 raise SpecError(
-                    f"several learners in one process need an address each, got {option} {place} for both {other} and "
+                    f"several learners in one process need an address each, got {option} {address} for both {other} and "
                     f"{each.name}: let all listen on HOST:0, or give each its own"
                 )
     return configs

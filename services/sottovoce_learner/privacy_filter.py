@@ -1,4 +1,4 @@
-"""The budget of a learner: a message that would exceed it is refused before it is sent. No network, no file, no clock."""
+"""Privacy filter of a learner: rejects a message that would exceed the budget before it is sent. No network, file or clock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sottovoce_core.runs.run import format_above
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What a learner's owner allows, and what other runs have spent of it.
+    """Limits set by the learner's owner, and what other runs have spent of them.
 
     Attributes:
-        max_epsilon_per_run: epsilon of one run; None: no limit, here and below.
-        max_epsilon_per_month: of all runs of a month together.
-        in_all: of all runs together.
-        lately: spent in other runs of the last month.
-        elsewhere: spent in all other runs.
+        max_epsilon_per_run: maximum epsilon of one run; None: no limit, here and below.
+        max_epsilon_per_month: maximum epsilon of all runs of a month together.
+        max_epsilon_in_all_runs: maximum epsilon of all runs together.
+        other_runs_month_epsilon: epsilon spent in other runs of the last month.
+        other_runs_epsilon: epsilon spent in all other runs.
     """
 
     max_epsilon_per_run: float | None = None
@@ -34,12 +34,12 @@ _NO_LIMITS = Allowance()
 
 
 class PrivacyFilter:
-    """Spending of one learner.
+    """Epsilon spent by one learner in a run.
 
     Args:
-        accountant: meters the algorithm.
-        budget: epsilon that must not be exceeded in this run, as its spec says; None for no limit.
-        allowance: its owner's.
+        accountant: accountant of the algorithm.
+        budget: maximum epsilon of this run by its spec; None: no limit.
+        allowance: limits of the learner's owner.
     """
 
     def __init__(self, accountant: Accountant, budget: float | None, allowance: Allowance = _NO_LIMITS) -> None:
@@ -52,7 +52,7 @@ class PrivacyFilter:
                 f"epsilon spent in {DAYS_PER_MONTH} days",
                 allowance.other_runs_month_epsilon,
                 allowance.max_epsilon_per_month,
-                f"{allowed} in so many,",
+                f"{allowed} in that time,",
             ),
             (
                 "epsilon spent in all runs",
@@ -62,34 +62,34 @@ class PrivacyFilter:
             ),
         )
         self.budget = min((each for each in (budget, allowance.max_epsilon_per_run) if each is not None), default=None)
-        """Epsilon that is not exceeded in this run, whatever other runs have cost; None: there is no limit."""
+        """Maximum epsilon of this run, independent of other runs; None: no limit."""
         self.epsilon_spent = 0.0
         self.record_counts = array("I")
-        """Records of each round that is over: all that the meter has been told."""
+        """Number of records of each completed round: all that the accountant has received."""
 
     def admit_round(self, t: int) -> float:
-        """Epsilon spent once the message of round t is out.
+        """Return the epsilon spent once the message of round t is sent.
 
         Raises:
-            BudgetExhausted: that would be more than the budget, or what it would be cannot be told.
+            BudgetExhausted: it would exceed the budget, or cannot be computed.
         """
         loss = self._accountant.next_loss()
         if not loss >= 0.0:  # in this form, as below, not-a-number is refused, too
-            raise BudgetExhausted(f"the price of round {t} must be at least 0, got {loss}: nothing is said without one")
-        after = self.epsilon_spent + loss
-        for what, others, limit, whose in self._limits:
-            if limit is not None and not others + after <= limit:
+            raise BudgetExhausted(f"the privacy loss of round {t} must be at least 0, got {loss}: no message is sent")
+        total = self.epsilon_spent + loss
+        for subject, spent_elsewhere, limit, limit_text in self._limits:
+            if limit is not None and not spent_elsewhere + total <= limit:
                 raise BudgetExhausted(
-                    f"saying round {t} would bring the {what} from {others + self.epsilon_spent:.6g} to "
-                    f"{format_above(others + after, limit)}, above {whose} {limit:.6g}"
+                    f"sending round {t} would bring the {subject} from {spent_elsewhere + self.epsilon_spent:.6g} to "
+                    f"{format_above(spent_elsewhere + total, limit)}, above {limit_text} {limit:.6g}"
                 )
-        return after
+        return total
 
-    def charge(self, after: float) -> None:
-        """Book what the journal already says."""
-        self.epsilon_spent = after
+    def charge(self, total: float) -> None:
+        """Set the epsilon spent to what the log already holds."""
+        self.epsilon_spent = total
 
     def advance(self, records: int) -> None:
-        """The round brought so many records."""
+        """Complete a round with this number of records."""
         self._accountant.advance(records)
         self.record_counts.append(records)

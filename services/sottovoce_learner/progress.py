@@ -1,7 +1,7 @@
-"""Progress of a session: where it stands, which rounds it may run, what it waits for, since when, and how long it may.
+"""Progress of a session: its state, the rounds it may run, what it waits for and for how long.
 
-A wait begins when its cause begins in the round. What wakes the waiter in between, such as a grant that is not the last
-thing it needs, begins nothing.
+A wait begins when its cause begins in the round. A wake-up in between, such as by a lease that is not the last missing
+input, does not begin a new wait.
 """
 
 from __future__ import annotations
@@ -24,117 +24,117 @@ from sottovoce_rpc.specs import compute_next_report_round
 log = structlog.get_logger()
 
 REPORTABLE_WAIT_S = 1.0
-"""A wait that has lasted so long is told to the coordinator: shorter ones are part of every round."""
+"""Minimum duration of a wait that is reported to the coordinator; shorter ones are part of every round."""
 DISK_RETRY_INTERVAL_S = 1.0
-"""Between tries to write to a disk that is full."""
+"""Seconds between attempts to write to a full disk."""
 
 
 class Lifecycle:
-    """From connecting to the end of one session, and whether it is taken up again from there.
+    """State of one session from connecting to its end, and whether another session resumes the run.
 
     Args:
-        role: of the learner.
-        report: reports now where it stands.
+        role: assignment of the learner.
+        report: reports the state now.
     """
 
     def __init__(self, role: RunAssignment, report: Callable[[], None]) -> None:
         self._role, self._report = role, report
         self.state, self.detail = LearnerState.CONNECTING, ""
-        self._replaced, self._over = asyncio.Event(), asyncio.Event()
+        self._replaced, self._run_ended = asyncio.Event(), asyncio.Event()
 
     def set_state(self, state: LearnerState, t: int, detail: str = "") -> None:
-        """Another state, in this round."""
+        """Change the state in round t."""
         self.state, self.detail = state, detail
         log.info("state", learner=self._role.name, state=state.name.lower(), round=t, detail=detail)
         self._report()
 
     @property
     def has_ended(self) -> bool:
-        """True when nothing more will be said."""
+        """Return whether no further round will be run."""
         return not self.state.is_active
 
     @property
     def is_silent(self) -> bool:
-        """True when a neighbour has nothing to expect. After the last round it may still lack what was said in it."""
+        """Return whether neighbours need nothing more. After the last round they may still lack its message."""
         return self.has_ended and self.state is not LearnerState.FINISHED
 
     def mark_replaced(self) -> None:
-        """Another session takes the run up."""
+        """Note that a new session resumes the run."""
         self._replaced.set()
 
     async def wait_replaced(self) -> Unavailable:
-        """Wait until another session does; what whoever deals with this one is told then."""
+        """Wait until a new session replaces this one; return the error for callers of the old one."""
         await self._replaced.wait()
         return Unavailable("this learner takes the run up again")
 
     def mark_run_ended(self) -> None:
-        """The run is over for good: nobody will take it up again."""
-        self._over.set()
+        """Note that the run has ended for good and will not be resumed."""
+        self._run_ended.set()
 
     @property
     def is_run_ended(self) -> bool:
-        """Is the run over for good?"""
-        return self._over.is_set()
+        """Return whether the run has ended for good."""
+        return self._run_ended.is_set()
 
     async def wait_run_ended(self) -> RunEnded:
-        """Wait until it is dismissed; what whoever brings records is told then."""
-        await self._over.wait()
-        return RunEnded(self.end_message, self._word)
+        """Wait until the run has ended for good; return the error for senders of records."""
+        await self._run_ended.wait()
+        return RunEnded(self.end_message, self._state_text)
 
     @property
     def end_message(self) -> str:
-        """That the run is over, and how."""
-        return f"run {self._role.run_id} is over for this learner ({self._word})"
+        """Message that the run is over, with the final state."""
+        return f"run {self._role.run_id} is over for this learner ({self._state_text})"
 
     @property
-    def _word(self) -> str:
+    def _state_text(self) -> str:
         return self.state.name.lower().replace("_", " ")
 
 
 class LeaseTracker:
-    """The rounds that the coordinator's clock has granted, and what is reported because more of them, or a curve, hang on it.
+    """Rounds leased by the coordinator's clock, and reports needed for the next lease or a learning curve.
 
     Args:
-        clock: of the run.
-        learners: in it.
-        report: reports now how far the learner is.
+        clock: clock of the run.
+        learners: number of learners in the run.
+        report: reports the learner's progress now.
     """
 
     def __init__(self, clock: ClockSpec, learners: int, report: Callable[[], None]) -> None:
         self._clock, self._learners, self._report = clock, learners, report
         self.end_round = 0
-        """Rounds below this one may be run."""
-        self._asked = self._filled = self._look = 0
+        """End of the lease: rounds below this one may be run."""
+        self._reported_end_round = self._filled_rounds = self._next_report_round = 0
 
     def extend(self, until: int, filled: int) -> None:
-        """More rounds may be run; those below `filled` have their records."""
+        """Extend the lease to rounds below `until`; rounds below `filled` have their records."""
         self.end_round = max(self.end_round, until)
         self.set_filled_rounds(filled)
 
     def set_filled_rounds(self, filled: int) -> None:
-        """Rounds below this one have their records. The clock may wait for those of the first round that is not granted."""
-        if self._clock.mode == "data" and self._filled <= self.end_round and filled > self._filled:
-            self._filled = filled
+        """Note that rounds below `filled` have their records. The clock may wait for the first round after the lease."""
+        if self._clock.mode == "data" and self._filled_rounds <= self.end_round and filled > self._filled_rounds:
+            self._filled_rounds = filled
             self._report()
 
     def report_progress(self, rounds: int) -> None:
-        """So many rounds are over: once per grant it is time for the next one, and ever more seldom for a look."""
-        if rounds >= self._look:
-            self._look = compute_next_report_round(rounds, self._learners)
+        """Report when half of the lease's window is used, and at ever rarer rounds for the learning curve."""
+        if rounds >= self._next_report_round:
+            self._next_report_round = compute_next_report_round(rounds, self._learners)
             self._report()
-        if self._asked != self.end_round and 2 * (self.end_round - rounds) <= self._clock.window:
-            self._asked = self.end_round
+        if self._reported_end_round != self.end_round and 2 * (self.end_round - rounds) <= self._clock.window:
+            self._reported_end_round = self.end_round
             self._report()
 
 
-class TimedWait(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
+class TimedWait(NamedTuple):  # created in every round: a frozen dataclass takes four times as long
     """One wait.
 
     Attributes:
-        round: the learner's.
-        cause: what is missing.
-        alone: the coordinator is away: nobody brings grants to this learner, nor perhaps to those that it waits for.
-        since: when the cause began, in seconds of a monotonic clock.
+        round: round of the learner.
+        cause: missing input.
+        is_coordinator_away: whether the coordinator is unreachable: neither this learner nor its neighbours may get a lease.
+        started_at_s: when the cause began, in seconds of a monotonic clock.
     """
 
     round: int
@@ -143,60 +143,68 @@ class TimedWait(NamedTuple):  # made in every round: a frozen dataclass takes fo
     started_at_s: float
 
     def compute_limit_s(self, clock: ClockSpec) -> float:
-        """How long it may last, in seconds."""
+        """Return the maximum duration of this wait, in seconds."""
         if self.cause is WaitCause.DISK or (self.is_coordinator_away and self.cause is not WaitCause.RECORDS):
             return clock.coordinator_timeout_s
-        due = clock.period_s if self.cause is not WaitCause.NEIGHBOUR else None  # paced: not before the period is over
-        return clock.deadline_s + (due or 0.0)
+        period_s = (
+            clock.period_s if self.cause is not WaitCause.NEIGHBOUR else None
+        )  # a paced round waits for its period
+        return clock.deadline_s + (period_s or 0.0)
 
     def is_reportable(self, clock: ClockSpec, now: float) -> bool:
-        """True once it has lasted so long that the coordinator should know."""
+        """Return whether it has lasted long enough to be reported to the coordinator."""
         return now - self.started_at_s >= min(REPORTABLE_WAIT_S, clock.deadline_s / 4)
 
 
-def _in_words(wait: WaitReport, names: Sequence[str]) -> str:
-    """What is waited for, and of whom."""
-    of = f" ({abbreviate_names([format_learner_name(names, i) for i in wait.neighbours])})" if wait.neighbours else ""
-    return f"{wait.cause.value}{of} in round {wait.round}"
+def _describe_wait(wait: WaitReport, names: Sequence[str]) -> str:
+    """Describe the missing input and the neighbours it is expected from."""
+    senders = (
+        f" ({abbreviate_names([format_learner_name(names, i) for i in wait.neighbours])})" if wait.neighbours else ""
+    )
+    return f"{wait.cause.value}{senders} in round {wait.round}"
 
 
 class WaitTracker:
-    """The waits of a learner, one after the other.
+    """Waits of a learner, one after the other.
 
     Args:
-        clock: of the run.
-        unheard: neighbours that it waits for now.
-        names: of the run's learners.
+        clock: clock of the run.
+        get_missing: returns the neighbours waited for now.
+        names: names of the run's learners.
     """
 
-    def __init__(self, clock: ClockSpec, unheard: Callable[[], Iterable[int]], names: Sequence[str]) -> None:
-        self._clock, self._unheard, self._names = clock, unheard, names
+    def __init__(self, clock: ClockSpec, get_missing: Callable[[], Iterable[int]], names: Sequence[str]) -> None:
+        self._clock, self._get_missing, self._names = clock, get_missing, names
         self._waker: asyncio.Future[None] | None = None
-        self._alone = False
+        self._is_coordinator_away = False
         self.current_wait: TimedWait | None = None
-        """It may be over."""
+        """The latest wait; it may be over."""
 
     def begin(self, t: int, cause: WaitCause) -> None:
-        """Something is awaited that comes without `wake`, and is said to be `over`."""
-        if self.current_wait is None or self.current_wait[:3] != (t, cause, self._alone):  # else it goes on
-            self.current_wait = TimedWait(t, cause, self._alone, time.monotonic())
+        """Begin a wait that is not ended by `wake` but by `end`."""
+        if self.current_wait is None or self.current_wait[:3] != (
+            t,
+            cause,
+            self._is_coordinator_away,
+        ):  # else it goes on
+            self.current_wait = TimedWait(t, cause, self._is_coordinator_away, time.monotonic())
 
     def end(self) -> None:
-        """What was awaited is there."""
+        """End the wait: the missing input has arrived."""
         self.current_wait = None
 
     async def wait(self, t: int, cause: WaitCause) -> None:
-        """Until something comes that may be it.
+        """Wait until something arrives that may be the missing input.
 
         Raises:
-            Unavailable: nothing has for too long.
+            Unavailable: nothing has arrived for too long.
         """
         self.begin(t, cause)
         self._waker = asyncio.get_running_loop().create_future()
         await self._waker
 
     async def pause(self, t: int, cause: WaitCause, seconds: float) -> None:
-        """As `wait`, but only for a while."""
+        """Wait as `wait` does, but at most for some seconds."""
         again = asyncio.get_running_loop().call_later(seconds, self.wake)
         try:
             await self.wait(t, cause)
@@ -204,33 +212,35 @@ class WaitTracker:
             again.cancel()
 
     def wake(self) -> None:
-        """Something has come."""
+        """Wake the waiter."""
         if self._waker is not None and not self._waker.done():
             self._waker.set_result(None)
 
     def set_coordinator_away(self, *, is_away: bool) -> None:
-        """The coordinator is away, or back: what is waited for is waited for anew, with another patience."""
-        self._alone = is_away
+        """Note that the coordinator is unreachable or back: the wait begins anew, with another limit."""
+        self._is_coordinator_away = is_away
         self.wake()
 
     def get_reportable_wait(self, *, has_ended: bool) -> WaitReport | None:
-        """What it has waited for, for so long that its coordinator should know; where the run has ended, what it gave up on."""
+        """Return the current wait if it exceeds the reporting threshold, or the last wait if the run has ended."""
         wait, waker = self.current_wait, self._waker
-        over = waker is not None and waker.done() and (waker.cancelled() or waker.exception() is None)
-        if wait is None or over or (not has_ended and not wait.is_reportable(self._clock, time.monotonic())):
+        is_over = waker is not None and waker.done() and (waker.cancelled() or waker.exception() is None)
+        if wait is None or is_over or (not has_ended and not wait.is_reportable(self._clock, time.monotonic())):
             return None
-        return self._waiting(wait)
+        return self._build_report(wait)
 
-    def _waiting(self, wait: TimedWait) -> WaitReport:
-        return WaitReport(wait.round, wait.cause, tuple(self._unheard()) if wait.cause is WaitCause.NEIGHBOUR else ())
+    def _build_report(self, wait: TimedWait) -> WaitReport:
+        return WaitReport(
+            wait.round, wait.cause, tuple(self._get_missing()) if wait.cause is WaitCause.NEIGHBOUR else ()
+        )
 
     def describe(self) -> str:
-        """What it has waited for, as `told`; empty: nothing that need be told."""
+        """Describe the reportable wait; empty: there is none."""
         wait = self.get_reportable_wait(has_ended=False)
-        return "" if wait is None else _in_words(wait, self._names)
+        return "" if wait is None else _describe_wait(wait, self._names)
 
     async def run_watchdog(self) -> None:
-        """One watchdog instead of a timer per wait: rounds are too short for those."""
+        """Check the current wait periodically: rounds are too short for a timer per wait."""
         while True:
             await asyncio.sleep(min(REPORTABLE_WAIT_S, self._clock.deadline_s / 4))
             wait, waker = self.current_wait, self._waker
@@ -238,23 +248,23 @@ class WaitTracker:
                 continue
             limit_s = wait.compute_limit_s(self._clock)
             if time.monotonic() - wait.started_at_s > limit_s:
-                text = f"waited {limit_s:g} s for {_in_words(self._waiting(wait), self._names)}"
+                text = f"waited {limit_s:g} s for {_describe_wait(self._build_report(wait), self._names)}"
                 waker.set_exception(Unavailable(text))
 
 
 class DiskFullWait:
-    """Room for what a learner writes of one kind; in `with`, while it is written.
+    """Handling of a full disk for one kind of write; used with `with` around the write.
 
     Args:
-        learner: its name.
-        waits: what does, where there is none, in the log's words.
-        unwritten: what an error says of it.
+        learner: learner name.
+        waiting_text: subject of the log line, such as "the round waits".
+        error_text: text for other failures.
     """
 
-    def __init__(self, learner: str, waits: str, unwritten: str) -> None:
-        self._learner, self._waits, self._unwritten = learner, waits, unwritten
+    def __init__(self, learner: str, waiting_text: str, error_text: str) -> None:
+        self._learner, self._waiting_text, self._error_text = learner, waiting_text, error_text
         self.is_waiting = False
-        """Something waits for it."""
+        """True if something waits for disk space."""
 
     def __enter__(self) -> None: ...
 
@@ -262,13 +272,13 @@ class DiskFullWait:
         self.is_waiting = False
 
     def require_disk_full(self, error: OSError, t: int) -> None:
-        """After a write that did not succeed, in round t: the same may be tried again in `DISK_RETRY_INTERVAL_S`, where there was no room.
+        """Handle a failed write in round t: a full disk allows a retry after `DISK_RETRY_INTERVAL_S`.
 
         Raises:
             FailedPrecondition: it failed otherwise.
         """
         if not isinstance(error, DiskFull):
-            raise FailedPrecondition(f"{self._unwritten}: {error.strerror}") from None
+            raise FailedPrecondition(f"{self._error_text}: {error.strerror}") from None
         if not self.is_waiting:
-            log.warning(f"disk full: {self._waits} until there is room", learner=self._learner, round=t)
+            log.warning(f"disk full: {self._waiting_text} until there is room", learner=self._learner, round=t)
         self.is_waiting = True

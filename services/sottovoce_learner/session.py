@@ -1,8 +1,8 @@
 """One run of one learner: the round loop around the pure algorithm.
 
-A round: be granted it, form the message, journal and charge it, send it; take the round's records, hear all neighbours,
-update. What is decided is decided by the pure parts (algorithm, books, inbox, intake), and remembered by another (`memory.py`);
-this file awaits.
+A round: wait for its lease, form the message, log and charge it, send it; take the round's records, receive the messages
+of all neighbours, update. The pure parts decide (algorithm, privacy filter, inbox, record queue), and `state_machine.py`
+keeps the state; this file awaits.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _SIGNATURE_TIMEOUT_S = 2.0
-"""How long the last signatures are waited for at the most: they stand right behind the last messages, unless somebody is gone."""
+"""Time limit for the last signatures: they directly follow the last messages, unless a neighbour is lost."""
 
 
 class Session:
     """A learner in a run.
 
     Args:
-        role: what to do.
-        policy: of the learner's owner.
-        noise: where noise comes from.
-        memory: state and steps of a round; what the log says is in it already.
-        run_log: the log of the run, open for writing.
-        telling: messages to neighbours.
-        hearing: messages of neighbours.
-        private: False when the noise is not the operating system's.
-        changed: set when there is something to report.
+        role: assignment of the learner.
+        policy: policy of the learner's owner.
+        noise: noise source.
+        state_machine: state and steps of a round; already recovered from the log.
+        run_log: log of the run, open for writing.
+        outbox: messages to neighbours.
+        receiver: messages of neighbours.
+        is_noise_private: False when the noise is not the operating system's.
+        report_event: set when a report is due.
     """
 
     def __init__(
@@ -59,110 +59,125 @@ class Session:
         role: RunAssignment,
         policy: Policy,
         noise: NoiseSource,
-        memory: LearnerStateMachine,
+        state_machine: LearnerStateMachine,
         run_log: RunLog,
-        telling: Outbox,
-        hearing: MessageReceiver,
+        outbox: Outbox,
+        receiver: MessageReceiver,
         *,
         is_noise_private: bool,
         report_event: asyncio.Event | None,
     ) -> None:
         spec = role.spec
-        self.assignment, self.policy, self._noise, self._private = role, policy, noise, is_noise_private
-        self.state_machine, self.plan, self.record_queue, self.codec = memory, memory.plan, memory.intake, memory.codec
-        self.algorithm, self._late_s = memory.algorithm, spec.clock.staleness_timeout_s
-        self._log, self._snapshots = run_log, SnapshotWriter(role.name, run_log, memory.named_objects)
-        self.outbox, self.links, self.receiver, self.inbox = telling, telling.links, hearing, hearing.inbox
-        self._changed, self._heard = report_event or asyncio.Event(), asyncio.Event()
-        self.lifecycle = Lifecycle(role, self._changed.set)
-        self.lease_tracker = LeaseTracker(spec.clock, spec.n_learners, self._changed.set)
-        self.wait_tracker = WaitTracker(spec.clock, self._unheard, spec.names)
-        self.ingestor = RecordIngestor(
-            role, run_log, self.record_queue, self.lifecycle, self.lease_tracker, self.wait_tracker, memory.rounds_done
+        self.assignment, self.policy, self._noise, self._is_noise_private = role, policy, noise, is_noise_private
+        self.state_machine, self.plan, self.record_queue, self.codec = (
+            state_machine,
+            state_machine.plan,
+            state_machine.intake,
+            state_machine.codec,
         )
-        self._room = DiskFullWait(role.name, "the round waits", "the journal cannot be written")
+        self.algorithm, self._staleness_timeout_s = state_machine.algorithm, spec.clock.staleness_timeout_s
+        self._log, self._snapshots = run_log, SnapshotWriter(role.name, run_log, state_machine.named_objects)
+        self.outbox, self.links, self.receiver, self.inbox = outbox, outbox.links, receiver, receiver.inbox
+        self._report_event, self._received_event = report_event or asyncio.Event(), asyncio.Event()
+        self.lifecycle = Lifecycle(role, self._report_event.set)
+        self.lease_tracker = LeaseTracker(spec.clock, spec.n_learners, self._report_event.set)
+        self.wait_tracker = WaitTracker(spec.clock, self._list_missing_neighbours, spec.names)
+        self.ingestor = RecordIngestor(
+            role,
+            run_log,
+            self.record_queue,
+            self.lifecycle,
+            self.lease_tracker,
+            self.wait_tracker,
+            state_machine.rounds_done,
+        )
+        self._disk_full_wait = DiskFullWait(role.name, "the round waits", "the log cannot be written")
 
     @property
     def status(self) -> LearnerStatus:
-        """How far the learner is."""
-        memory, books = self.state_machine, self.state_machine.privacy_filter
+        """Status of the learner in the run."""
+        state_machine, privacy_filter = self.state_machine, self.state_machine.privacy_filter
         return LearnerStatus(
             learner=self.assignment.name,
             run_id=self.assignment.run_id,
             state=self.lifecycle.state,
             detail=self.lifecycle.detail,
-            rounds_done=memory.rounds_done,
-            rounds_committed=memory.rounds_committed,
+            rounds_done=state_machine.rounds_done,
+            rounds_committed=state_machine.rounds_committed,
             rounds_with_data=self.record_queue.filled_rounds,
-            messages_sent=memory.messages_sent,
-            bytes_sent=memory.messages_sent * self.codec.message_bytes,
-            epsilon_spent=books.epsilon_spent,
-            epsilon_budget=books.budget,
-            epsilon_other_runs=books.allowance.other_runs_epsilon,
-            epsilon_owner_budget=books.allowance.max_epsilon_in_all_runs,
-            noise_is_not_private=not self._private,
-            prequential_accuracy=memory.records_correct / memory.records_judged if memory.records_judged else None,
+            messages_sent=state_machine.messages_sent,
+            bytes_sent=state_machine.messages_sent * self.codec.message_bytes,
+            epsilon_spent=privacy_filter.epsilon_spent,
+            epsilon_budget=privacy_filter.budget,
+            epsilon_other_runs=privacy_filter.allowance.other_runs_epsilon,
+            epsilon_owner_budget=privacy_filter.allowance.max_epsilon_in_all_runs,
+            noise_is_not_private=not self._is_noise_private,
+            prequential_accuracy=state_machine.records_correct / state_machine.records_judged
+            if state_machine.records_judged
+            else None,
             violation_count=self.receiver.violation_count,
             records=self.record_queue.records,
             records_waiting=self.record_queue.queued_records,
         )
 
-    # ---- what the coordinator and the neighbours bring ----------------------------------------------------
+    # ---- input from the coordinator and the neighbours -----------------------------------------------------
 
-    def extend_lease(self, grant: RoundLease) -> None:
-        """More rounds may be run, as far as they are planned.
+    def extend_lease(self, lease: RoundLease) -> None:
+        """Extend the rounds that may be run, as far as their network is known.
 
         Raises:
-            RemoteProtocolError: an epoch of them is missing, or they are to be of another network.
+            RemoteProtocolError: an epoch of them is missing, or they have another network.
         """
-        until = min(grant.until_round, self.assignment.spec.rounds)
-        self.plan.accept_digest(grant.from_round, until, grant.network_hash)
+        until = min(lease.until_round, self.assignment.spec.rounds)
+        self.plan.accept_digest(lease.from_round, until, lease.network_hash)
         self.plan.require_epochs(until)
         self.lease_tracker.extend(until, self.record_queue.filled_rounds)
         self.wait_tracker.wake()
 
     def receive(self, neighbour: int, payload: bytes) -> None:
-        """A neighbour's message, or its signature of several, as it came.
+        """Accept a neighbour's message, or its signature of several, as received.
 
         Raises:
             RemoteProtocolError: it is not what is due from this neighbour.
         """
-        if self.receiver.take(neighbour, payload) or self._late_s is not None:
+        if self.receiver.take(neighbour, payload) or self._staleness_timeout_s is not None:
             self.wait_tracker.wake()
-        self._heard.set()
+        self._received_event.set()
 
     def request_report(self) -> None:
-        """Let the coordinator know at once what is new."""
-        self._changed.set()
+        """Request a report to the coordinator at once."""
+        self._report_event.set()
 
     def require_log_complete(self, neighbour: int, next_round: int) -> None:
-        """A neighbour cannot have heard what was never said: our log was set back, and those rounds must not be said again.
+        """Check that a neighbour has not received a message that the log lacks.
+
+        Else our log was set back, and those rounds must not be sent again.
 
         Raises:
             CorruptStateError: it has.
         """
-        # In lockstep, and where nobody waits for late ones, whoever hears this learner hears all that it says. Who is away, and
-        # may join, hears nothing, and asks for what it may be told at the earliest.
+        # In lockstep and with bounded staleness, an out-neighbour receives every message. An offline neighbour
+        # receives none, and asks for the earliest round that it may receive.
         if (
             next_round > self.state_machine.rounds_committed
-            and (self.plan.is_lockstep or self._late_s is not None)
+            and (self.plan.is_lockstep or self._staleness_timeout_s is not None)
             and neighbour in self.plan.get_round_part(0).out_neighbours
         ):
             raise CorruptStateError(
-                f"{format_learner_name(self.assignment.spec.names, neighbour)} has heard round {next_round - 1} of this learner, whose log has "
-                f"{self.state_machine.rounds_committed} rounds: "
-                "its state folder was set back, and nothing is said until it is put back"
+                f"{format_learner_name(self.assignment.spec.names, neighbour)} has received round {next_round - 1} of this "
+                f"learner, whose log has {self.state_machine.rounds_committed} rounds: "
+                "its state folder was set back, and nothing is sent until it is restored"
             )
 
-    # ---- what it waits for --------------------------------------------------------------------------------
+    # ---- waits --------------------------------------------------------------------------------------------
 
     @property
     def reportable_wait(self) -> WaitReport | None:
-        """What it has waited for, for so long that its coordinator should know, or gave up waiting for."""
+        """Wait that is long enough to be reported, or the one that ended the run."""
         return self.wait_tracker.get_reportable_wait(has_ended=self.lifecycle.has_ended)
 
-    def _unheard(self) -> list[int]:
-        """Neighbours that this learner waits for: before its first round, those that it is not connected with."""
+    def _list_missing_neighbours(self) -> list[int]:
+        """Return the neighbours that this learner waits for: before its first round, those not connected."""
         return (
             self.inbox.missing_neighbours
             if self.state_machine.rounds_committed
@@ -176,145 +191,148 @@ class Session:
     # ---- the rounds ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """All rounds, to whatever end; the status says which."""
+        """Run all rounds to any end; the status has the result."""
         try:
             async with run_in_background(self.wait_tracker.run_watchdog(), self._snapshots.run()):
-                await self._all_rounds()
+                await self._run_all_rounds()
         except asyncio.CancelledError:
-            self._become(LearnerState.STOPPED)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - own code may raise anything, and quote a record with it
+            self._set_state(LearnerState.STOPPED)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything, and quote a record in it
             self._fail(error)
         finally:
             self.ingestor.begin_round(self.state_machine.rounds_done)
-            with contextlib.suppress(FailedPrecondition):  # an identity that is gone: no reason to end otherwise
+            with contextlib.suppress(FailedPrecondition):  # a missing identity must not change how the run ends
                 self.outbox.end(self.state_machine.rounds_committed)
             self._close_log()
 
-    async def _all_rounds(self) -> None:
-        if not self.state_machine.is_finished:  # else the log is closed: only what neighbours lack is left to say
-            await self._connected()
-            self._become(LearnerState.RUNNING)
+    async def _run_all_rounds(self) -> None:
+        if not self.state_machine.is_finished:  # else the log is closed: only what neighbours lack remains to be sent
+            await self._wait_connected()
+            self._set_state(LearnerState.RUNNING)
         try:
             while not self.state_machine.is_finished:
-                await self._round(self.state_machine.rounds_done)
+                await self._run_round(self.state_machine.rounds_done)
         except BudgetExhausted as error:
             if not has_project_text(error):
                 raise
             await self.outbox.flush()
-            self._become(LearnerState.BUDGET_EXHAUSTED, str(error))
+            self._set_state(LearnerState.BUDGET_EXHAUSTED, str(error))
         else:
             await self.outbox.flush()
-            await self._all_signed()
-            self._become(LearnerState.FINISHED)
+            await self._wait_signed()
+            self._set_state(LearnerState.FINISHED)
 
-    async def _connected(self) -> None:
+    async def _wait_connected(self) -> None:
         self.wait_tracker.begin(0, WaitCause.NEIGHBOUR)
         for link in self.outbox.get_active_links(self.state_machine.rounds_done).values():
             try:
                 async with asyncio.timeout(self.assignment.spec.clock.deadline_s):
                     await link.attached_event.wait()
             except TimeoutError:
-                names = abbreviate_names([format_learner_name(self.assignment.spec.names, j) for j in self._unheard()])
+                names = abbreviate_names(
+                    [format_learner_name(self.assignment.spec.names, j) for j in self._list_missing_neighbours()]
+                )
                 raise Unavailable(f"no connection with {names} within the deadline") from None
         self.wait_tracker.end()
 
-    async def _round(self, t: int) -> None:
+    async def _run_round(self, t: int) -> None:
         while self.lease_tracker.end_round <= t:
             await self.wait_tracker.wait(t, WaitCause.LEASE)
-        if t >= self.state_machine.rounds_committed:  # else it was said before this learner died, and the links have it
+        if t >= self.state_machine.rounds_committed:  # else it was committed before a crash, and the links have it
             await self._send(t)
         while self.record_queue.filled_rounds <= t:
             await self.wait_tracker.wait(t, WaitCause.DISK if self.ingestor.is_disk_full else WaitCause.RECORDS)
-        await self._hear(t)
-        await self._learn(t)
+        await self._receive_round(t)
+        await self._update(t)
         self.ingestor.begin_round(self.state_machine.rounds_done)
         self.lease_tracker.report_progress(t + 1)
-        if not self.plan.is_lockstep or self._late_s is not None:
-            await asyncio.sleep(0)  # nobody may have been waited for: let others have the loop
+        if not self.plan.is_lockstep or self._staleness_timeout_s is not None:
+            await asyncio.sleep(0)  # the round may not have waited: yield to other tasks
 
     async def _send(self, t: int) -> None:
-        """Form the round's message, write it ahead, and hand it to everybody who is told."""
-        frame = await self._speak(t)
+        """Form the round's message, log it ahead, and queue it for all recipients."""
+        frame = await self._form_and_log(t)
         self.outbox.send_round(t, frame)
         if self._snapshots.is_due:
             self._snapshots.begin(self.state_machine.take_snapshot())
 
-    async def _speak(self, t: int) -> bytes:
-        """Draw the noise, once; write the message ahead, which charges it, whoever hears it; only then give it out.
+    async def _form_and_log(self, t: int) -> bytes:
+        """Draw the noise once and log the message, which charges it before any recipient gets it; then return it.
 
         Raises:
-            BudgetExhausted: it is too dear.
-            LocalProtocolError: it has a number that no neighbour would take; nothing was charged for it, and nothing said.
+            BudgetExhausted: it would exceed the budget.
+            LocalProtocolError: it has a number that neighbours would reject; nothing was charged or sent.
             FailedPrecondition: the log cannot be written.
         """
-        memory, noise = self.state_machine, NoiseRecorder(self._noise)
-        spent = memory.privacy_filter.admit_round(t)
-        state, message = await self._computed(self.algorithm.emit, memory.state, noise)
-        said = memory.form_message(t, message, noise)
-        await self._written(partial(self._log.write_ahead, t, spent, said))
-        self.ingestor.receipts.commit_now()  # the same sync was theirs
-        memory.commit_message(t, state, said.frame, spent)
-        return said.frame
+        state_machine, noise = self.state_machine, NoiseRecorder(self._noise)
+        spent = state_machine.privacy_filter.admit_round(t)
+        state, message = await self._compute(self.algorithm.emit, state_machine.state, noise)
+        payload = state_machine.form_message(t, message, noise)
+        await self._write_log(partial(self._log.write_ahead, t, spent, payload))
+        self.ingestor.receipts.commit_now()  # the same sync covers their records
+        state_machine.commit_message(t, state, payload.frame, spent)
+        return payload.frame
 
-    async def _hear(self, t: int) -> None:
-        """Wait for the neighbours' messages of the round; where it may go on without one that is late, only for a while.
+    async def _receive_round(self, t: int) -> None:
+        """Wait for the neighbours' messages of the round; with bounded staleness, only for a while.
 
-        The last round waits for everybody in any case: a run ends when the last learner does, and all that was said was heard.
+        The last round waits for all neighbours in any case: a run ends when its last learner does, and all messages are
+        received.
         """
-        if self._late_s is None or t == self.state_machine.learner_participation.end - 1:
-            await self._all_heard(t)
+        if self._staleness_timeout_s is None or t == self.state_machine.learner_participation.end - 1:
+            await self._receive_all(t)
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._late_s):
-                await self._all_heard(t)
+            async with asyncio.timeout(self._staleness_timeout_s):
+                await self._receive_all(t)
         while not self.inbox.has_enough:
             await self.wait_tracker.wait(t, WaitCause.NEIGHBOUR)
 
-    async def _all_heard(self, t: int) -> None:
+    async def _receive_all(self, t: int) -> None:
         while not self.inbox.is_complete:
             await self.wait_tracker.wait(t, WaitCause.NEIGHBOUR)
 
-    async def _all_signed(self) -> None:
-        """Wait for a moment for the signatures of what was heard last, but of those who are lost.
+    async def _wait_signed(self) -> None:
+        """Wait for a moment for the signatures of the last received messages, except those of lost neighbours.
 
-        When all have finished, channels are closed, and what is still on its way is cut off: here, and in a capture.
+        When all have finished, channels are closed, and what is still in transit is cut off: here, and in a capture.
         """
         lost = self.outbox.participation.lost_senders(self.assignment.index, self.state_machine.rounds_done)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(_SIGNATURE_TIMEOUT_S, self.assignment.spec.clock.deadline_s / 4)):
                 while not self.receiver.unsigned_neighbours <= lost:
-                    self._heard.clear()
-                    await self._heard.wait()
+                    self._received_event.clear()
+                    await self._received_event.wait()
 
-    async def _learn(self, t: int) -> None:
-        """Take in the round's records, and what was heard in it."""
-        memory = self.state_machine
-        heard, batch, inputs = memory.prepare_update(self.inbox.take())
-        state = await self._computed(self.algorithm.update, memory.state, heard, batch)
-        memory.commit_update(state, inputs)
-        if memory.rounds_done not in memory.learner_participation:
-            # What it heard lasts, so that a learner that dies now is told nothing again.
-            await self._written(partial(self._log.close_rounds, memory.rounds_done, inputs))
-            memory.skip_offline_rounds(memory.learner_participation.end)
-            while self.inbox.round < memory.rounds_done:
+    async def _update(self, t: int) -> None:
+        """Update with the round's records and received messages."""
+        state_machine = self.state_machine
+        received, batch, inputs = state_machine.prepare_update(self.inbox.take())
+        state = await self._compute(self.algorithm.update, state_machine.state, received, batch)
+        state_machine.commit_update(state, inputs)
+        if state_machine.rounds_done not in state_machine.learner_participation:
+            # Make the received messages durable: after a crash they would not be sent again.
+            await self._write_log(partial(self._log.close_rounds, state_machine.rounds_done, inputs))
+            state_machine.skip_offline_rounds(state_machine.learner_participation.end)
+            while self.inbox.round < state_machine.rounds_done:
                 self.inbox.take()
 
-    async def _written(self, write: Callable[[], None]) -> None:
-        """Write to the log, as soon as there is room.
+    async def _write_log(self, write: Callable[[], None]) -> None:
+        """Write to the log, as soon as the disk has space.
 
         Raises:
             FailedPrecondition: it cannot be written.
         """
-        with self._room:
+        with self._disk_full_wait:
             while True:
                 try:
                     return write()
                 except OSError as error:
-                    self._room.require_disk_full(error, self.state_machine.rounds_done)
+                    self._disk_full_wait.require_disk_full(error, self.state_machine.rounds_done)
                 await self.wait_tracker.pause(self.state_machine.rounds_done, WaitCause.DISK, DISK_RETRY_INTERVAL_S)
 
-    async def _computed(self, compute: Callable[..., T], *arguments: Any) -> T:
-        """What takes long is computed in a thread: the loop stays awake, and the round waits, so it is one at a time."""
+    async def _compute(self, compute: Callable[..., T], *arguments: Any) -> T:
+        """Run slow computations in a thread: the event loop stays responsive, and the round waits for the result."""
         return (
             await asyncio.to_thread(compute, *arguments)
             if self.state_machine.loss.has_slow_gradient
@@ -323,22 +341,22 @@ class Session:
 
     # ---- the end ------------------------------------------------------------------------------------------
 
-    def _become(self, state: LearnerState, detail: str = "") -> None:
+    def _set_state(self, state: LearnerState, detail: str = "") -> None:
         self.lifecycle.set_state(state, self.state_machine.rounds_done, detail)
 
     def _fail(self, error: BaseException) -> None:
-        """The run is over for this learner; the log has the error's kind and place, and nobody the text of one not ours."""
+        """End the run for this learner; log the error's kind and place, and hide texts that are not the project's own."""
         own = {type(part).__module__.partition(".")[0] for part in (self.algorithm, self.state_machine.loss)}
         log.error(
             "failed", learner=self.assignment.name, round=self.state_machine.rounds_done, **describe_failure(error, own)
         )
-        little = "too little memory (docs/scale.md says what a learner keeps)"
-        ours = little if isinstance(error, MemoryError) else "an internal error"
-        detail = str(error) if has_project_text(error) else f"{ours}; {SEE_LOG_TEXT}"
-        self._become(LearnerState.FAILED, detail)
+        out_of_memory = "too little memory (docs/scale.md lists what a learner keeps)"
+        cause = out_of_memory if isinstance(error, MemoryError) else "an internal error"
+        detail = str(error) if has_project_text(error) else f"{cause}; {SEE_LOG_TEXT}"
+        self._set_state(LearnerState.FAILED, detail)
 
     async def close(self) -> None:
-        """Say nothing more to anybody, and write nothing more."""
+        """Send and write nothing more."""
         await self.outbox.close()
         self._close_log()
 

@@ -1,4 +1,4 @@
-"""Opens a learner's session in a run: by its spec, the policy of the learner's owner, and what the log already holds."""
+"""Opening of a learner's session in a run, from its spec, the owner's policy and the contents of the log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sottovoce_core.errors import FailedPrecondition, SpecError
 from sottovoce_core.noise import NoiseSource
 from sottovoce_core.runs.policy import DAYS_PER_MONTH, Policy
 from sottovoce_learner.assignment import CachedRun, RunAssignment
-from sottovoce_learner.config import max_message_bytes
+from sottovoce_learner.config import compute_max_message_bytes
 from sottovoce_learner.ingest.record_queue import RecordQueue
 from sottovoce_learner.peers.inbox import Inbox, MessageReceiver
 from sottovoce_learner.peers.neighbour_schedule import NeighbourSchedule
@@ -42,23 +42,23 @@ def open_session(
     keep_log: bool = False,
     session_class: type[Session] = Session,
 ) -> Session:
-    """Open a session, which goes on where the log of its run ends.
+    """Open a session, which resumes where the log of its run ends.
 
     Args:
-        role: what to do.
-        noise: where noise comes from.
-        state_folder: where the ledger and the logs of runs stand.
-        mirror: is given every frame that was sent and who heard it, where the run is mirrored.
-        policy: of the learner's owner.
-        private: False when the noise is not the operating system's.
-        own_budget: epsilon that the owner allows in all runs together; None: no limit.
-        credentials: of the learner: with an identity it signs what it says, and so must its neighbours.
-        changed: set when there is something to report.
+        role: assignment of the learner.
+        noise: noise source.
+        state_folder: folder of the ledger and the logs of runs.
+        mirror: receives every sent frame and its recipients, where the run is mirrored.
+        policy: policy of the learner's owner.
+        is_noise_private: False when the noise is not the operating system's.
+        own_budget: maximum epsilon over all runs; None: no limit.
+        credentials: credentials of the learner: with an identity it signs its messages, and its neighbours must sign theirs.
+        report_event: set when a report is due.
         keep_log: whether the log is kept when the run is over.
-        kind: of session.
+        session_class: class of the session.
 
     Raises:
-        DataError: what stands in the state folder is damaged, so that what was spent is not known.
+        CorruptStateError: the state folder is damaged, so that the spent epsilon is not known.
         FailedPrecondition: this learner has been in another run since.
         SpecError: the owner's policy does not allow the run, the spec cannot be run, or its messages are too long.
     """
@@ -67,36 +67,47 @@ def open_session(
         spec, role.n_features, index, is_mirrored=mirrored, build=lambda *given: CachedRun.get_cached(*given).run
     )
     check_size(run.field_shapes)
-    length, most = RoundCodec(run.field_shapes).message_bytes, max_message_bytes(policy)
-    if length > most:
+    length, max_bytes = RoundCodec(run.field_shapes).message_bytes, compute_max_message_bytes(policy)
+    if length > max_bytes:
         raise SpecError(
-            f"this learner takes messages of at most {most} bytes, got a run whose messages have {length}: "
+            f"this learner takes messages of at most {max_bytes} bytes, got a run whose messages have {length}: "
             "its owner allows more with max_parameters in the policy"
         )
-    start, roster = run.algorithm.init(StateAxes(index)), role.cached_run.participation
-    attendance = roster.learner_participation(index, spec.rounds)
-    intake = RecordQueue.from_spec(spec, role.n_features, attendance)
-    plan = NeighbourSchedule(run.network, index, role.cached_run.digests, spec.names)
-    ahead, keep = plan.compute_buffer_rounds(min(spec.clock.window, spec.rounds), allows_late=run.has_bounded_staleness)
-    allowance, run_log = _open_log(role, state_folder, policy, own_budget, length, keep_log=keep_log)
-    books = PrivacyFilter(run.algorithm.accountant(index), role.budget, allowance)
-    memory = LearnerStateMachine(run, plan, attendance, books, intake, start, keep)
-    links = {j: NeighbourLink(keep) for j in sorted(plan.neighbours)}
-    telling = Outbox(role, plan, attendance, memory.sent_digests, links, credentials, mirror, roster)
-    _recover(memory, run_log, telling)
-    last = memory.get_late_messages()
-    inbox = Inbox(
-        plan.neighbours, plan.get_in_neighbours, ahead, memory.rounds_done, late_messages=last, names=spec.names
+    start, participation_schedule = run.algorithm.init(StateAxes(index)), role.cached_run.participation
+    participation = participation_schedule.learner_participation(index, spec.rounds)
+    record_queue = RecordQueue.from_spec(spec, role.n_features, participation)
+    schedule = NeighbourSchedule(run.network, index, role.cached_run.digests, spec.names)
+    buffer_rounds, retained_rounds = schedule.compute_buffer_rounds(
+        min(spec.clock.window, spec.rounds), allows_late=run.has_bounded_staleness
     )
-    hearing = MessageReceiver(role, memory.codec, inbox, credentials)
+    allowance, run_log = _open_log(role, state_folder, policy, own_budget, length, keep_log=keep_log)
+    privacy_filter = PrivacyFilter(run.algorithm.accountant(index), role.budget, allowance)
+    state_machine = LearnerStateMachine(
+        run, schedule, participation, privacy_filter, record_queue, start, retained_rounds
+    )
+    links = {j: NeighbourLink(retained_rounds) for j in sorted(schedule.neighbours)}
+    outbox = Outbox(
+        role, schedule, participation, state_machine.sent_digests, links, credentials, mirror, participation_schedule
+    )
+    _recover(state_machine, run_log, outbox)
+    late_messages = state_machine.get_late_messages()
+    inbox = Inbox(
+        schedule.neighbours,
+        schedule.get_in_neighbours,
+        buffer_rounds,
+        state_machine.rounds_done,
+        late_messages=late_messages,
+        names=spec.names,
+    )
+    receiver = MessageReceiver(role, state_machine.codec, inbox, credentials)
     return session_class(
         role,
         policy,
         noise,
-        memory,
+        state_machine,
         run_log,
-        telling,
-        hearing,
+        outbox,
+        receiver,
         is_noise_private=is_noise_private,
         report_event=report_event,
     )
@@ -111,27 +122,31 @@ def _open_log(
     *,
     keep_log: bool,
 ) -> tuple[Allowance, RunLog]:
-    """What the owner allows, with what all other runs have cost, and the log of this one."""
+    """Return the owner's limits with what other runs have spent, and the log of this run."""
     spec, store = role.spec, LearnerStore(state_folder, role.name, keep_log=keep_log)
-    terms = LogOptions(spec.durability, message_size, spec.clock.window, spec.rounds, role.budget)
-    elsewhere = store.stored_state.sum_epsilon(excluded_run_id=role.run_id)
-    lately = store.stored_state.sum_epsilon_since(datetime.now(UTC) - timedelta(days=DAYS_PER_MONTH), role.run_id)
-    line = LedgerEntry(role.name, role.run_id, role.index, role.n_features, spec.model_dump_json())
+    log_options = LogOptions(spec.durability, message_size, spec.clock.window, spec.rounds, role.budget)
+    other_runs_epsilon = store.stored_state.sum_epsilon(excluded_run_id=role.run_id)
+    month_epsilon = store.stored_state.sum_epsilon_since(
+        datetime.now(UTC) - timedelta(days=DAYS_PER_MONTH), role.run_id
+    )
+    entry = LedgerEntry(role.name, role.run_id, role.index, role.n_features, spec.model_dump_json())
     try:
-        run_log = store.open_run(line, terms, elsewhere)
+        run_log = store.open_run(entry, log_options, other_runs_epsilon)
     except OSError as error:
         raise FailedPrecondition(f"the log of the run cannot be written: {error.strerror}") from None
-    return Allowance(policy.epsilon_per_run, policy.epsilon_per_month, own_budget, lately, elsewhere), run_log
+    return Allowance(
+        policy.epsilon_per_run, policy.epsilon_per_month, own_budget, month_epsilon, other_runs_epsilon
+    ), run_log
 
 
-def _recover(memory: LearnerStateMachine, run_log: RunLog, telling: Outbox) -> None:
-    """Go on where the log ends: a message that it holds was sent, and none of its noise is drawn again."""
+def _recover(state_machine: LearnerStateMachine, run_log: RunLog, outbox: Outbox) -> None:
+    """Resume where the log ends: a message in it was sent, and none of its noise is drawn again."""
     if run_log.recovered_contents is not None:
         try:
-            memory.recover(run_log.recovered_contents)
+            state_machine.recover(run_log.recovered_contents)
         except BaseException:
             run_log.close()
             raise
         run_log.recovered_contents = None
-        telling.repeat(memory.frames, memory.rounds_committed)
-    memory.skip_offline_rounds(memory.learner_participation.end)
+        outbox.repeat(state_machine.frames, state_machine.rounds_committed)
+    state_machine.skip_offline_rounds(state_machine.learner_participation.end)

@@ -28,12 +28,12 @@ from sottovoce_client.feeding.feeder import (
     MAX_LEADING_REFUSALS,
     FeedOptions,
     FeedTarget,
-    _dead_letters,
+    _open_dead_letters,
     feed,
     watch_run,
 )
 from sottovoce_client.feeding.files import build_file_partitions
-from sottovoce_client.feeding.progress import FeedCounters, _facts_of, _picture, _summary, run_feeder
+from sottovoce_client.feeding.progress import FeedCounters, _build_facts, _render, _render_summary, run_feeder
 from sottovoce_client.feeding.records import SourceMessage, SourcePartition
 from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
@@ -204,7 +204,7 @@ async def learned_some(learner: ConnectedLearner, least: int = 1) -> None:
 
 async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, _):
-        with pytest.raises(SpecError, match="two are called 'a/told'"):
+        with pytest.raises(SpecError, match="got two named 'a/told'"):
             await fed(up, Told(), Told(), source="a")
         paths = [tmp_path / f"{n}.csv" for n in range(257)]
         for each in paths:
@@ -214,7 +214,7 @@ async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match="--map names a field"):
             await fed(up, Told(), terms=FeedOptions(maps=["weight=w"]))
         with (
-            _dead_letters(tmp_path / "dead"),
+            _open_dead_letters(tmp_path / "dead"),
             pytest.raises(FailedPrecondition, match="another feeder writes dead letters"),
         ):
             await fed(up, Told(), terms=FeedOptions(dead_letters=tmp_path / "dead"))
@@ -225,11 +225,11 @@ async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
 
 
 async def test_half_a_dead_letter_is_cut_off(tmp_path: Path) -> None:
-    with _dead_letters(tmp_path / "dead") as dead:
+    with _open_dead_letters(tmp_path / "dead") as dead:
         assert await dead.write("run", "a", [(SourceMessage(b"1", 3), "why"), (SourceMessage(b"2", 3), "why")]) == 0
     with (tmp_path / "dead").open("a") as file:
         file.write('{"run": "ru' + "n" * 100_000)
-    with _dead_letters(tmp_path / "dead") as dead:
+    with _open_dead_letters(tmp_path / "dead") as dead:
         for run, source, written in (("run", "b", 0), ("other", "a", 0), ("run", "a", 2), ("run", "a", 0)):
             assert (
                 await dead.write(run, source, [(SourceMessage(b"2", 3), "why"), (SourceMessage(b"1", 3), "why")])
@@ -245,7 +245,7 @@ async def test_what_waits_at_the_learner_is_said_in_the_end(tmp_path: Path) -> N
         await up.start(spec_of({"schema": SCHEMA, "batch_size": 1}, clock=clock), 4)
         account = await fed(up, Told(*good(1, 2, 3)))
     assert account.status is not None and account.status.records_waiting >= 2
-    lines = [line.plain for line in _summary(account, 1.0)]
+    lines = [line.plain for line in _render_summary(account, 1.0)]
     assert any(re.search(r"At ann \d records still wait for a round", line) for line in lines)
 
 
@@ -307,7 +307,7 @@ async def test_who_is_waited_for_is_said_at_once_and_why() -> None:
         assert not feeding.done()
         feeding.cancel()
         await asyncio.wait([feeding])
-    assert [(each["event"], each["at"], each["why"]) for each in logs] == [
+    assert [(each["event"], each["address"], each["reason"]) for each in logs] == [
         ("waiting for the learner", "127.0.0.1:1", why)
     ]
     assert account.awaited_condition == f"the learner at 127.0.0.1:1 to be in a run: {why}"
@@ -337,7 +337,7 @@ def test_what_was_fed_is_told_to_programs(capsys: pytest.CaptureFixture[str]) ->
     finally:
         structlog.reset_defaults()
     told = json.loads(capsys.readouterr().out)
-    assert (told["run"], told["fed"], told["again"], told["waiting"]) == ("run-1", 3, 1, 0)
+    assert (told["run"], told["records_delivered"], told["duplicates"], told["pending"]) == ("run-1", 3, 1, 0)
     assert told["refused"] == {"age: beyond its bounds": 2}
 
 
@@ -355,7 +355,7 @@ def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
 
     def seen() -> str:
         with console.capture() as shown:
-            console.print(_picture(account, 310.4))
+            console.print(_render(account, 310.4))
         return shown.get()
 
     assert "waiting for the learner" in seen()
@@ -367,7 +367,7 @@ def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
         LearnerStatus("ann", rounds_done=7, epsilon_budget=4.0),
     )
     assert "ann: round 7  ε 0 of 4  0 wait for their round\n12 messages refused, and written to d:\n" in seen()
-    assert _facts_of(account)["dropped"] == 0
+    assert _build_facts(account)["dropped"] == 0
 
 
 @pytest.mark.slow
@@ -454,9 +454,9 @@ async def test_another_learner_that_comes_in_its_place_gets_nothing(tmp_path: Pa
     """At an address that two learners of one run have, one after the other: its receipts are not those of the first one."""
     async with ann(tmp_path) as (_, learner):
         sender = learner._sender
-        sender._at = replace(sender._at, name="ben")
+        sender._endpoint = replace(sender._endpoint, name="ben")
         with pytest.raises(FailedPrecondition, match="is the learner 'ann', not 'ben'"):
-            await sender._on_one_stream(None)
+            await sender._send_on_stream(None)
 
 
 async def test_a_learner_that_is_told_to_end_with_its_run_is_believed(tmp_path: Path) -> None:
@@ -495,23 +495,23 @@ async def test_a_learner_that_is_gone_is_said_to_be_gone(tmp_path: Path) -> None
 def test_what_could_not_be_reached_is_named(kind: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINE, encoding="utf-8")
     what = {
-        "learner": [str(tmp_path / "a.jsonl"), "--patience", "0.2"],
-        "broker": ["nats://127.0.0.1:1/WARDS", "--broker-patience", "0.2"],
+        "learner": [str(tmp_path / "a.jsonl"), "--learner-timeout", "0.2"],
+        "broker": ["nats://127.0.0.1:1/WARDS", "--broker-timeout", "0.2"],
     }
     if kind == "broker":
         pytest.importorskip("nats")
     line = [sys.executable, "-m", "sottovoce_client", "feed", *what[kind], "--learner", "127.0.0.1:1"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
-    named = {"learner": "cannot reach the learner at 127.0.0.1:1", "broker": "127.0.0.1:1 was away for 0.2 s"}
+    named = {"learner": "cannot reach the learner at 127.0.0.1:1", "broker": "127.0.0.1:1 was unreachable for 0.2 s"}
     assert done.returncode == 2 and named[kind] in done.stderr.splitlines()[-1]
     assert done.stdout == "Nothing was fed.\n"
 
 
 def test_whoever_ends_a_feeder_that_waits_is_told_for_what() -> None:
     account = FeedCounters(awaited_condition="the learner at 127.0.0.1:1 to be in a run")
-    (line,) = _summary(account, 1.0)
-    assert line.plain == f"Nothing was fed: told to end while it waited for {account.awaited_condition}."
+    (line,) = _render_summary(account, 1.0)
+    assert line.plain == f"Nothing was fed: stopped while waiting for {account.awaited_condition}."
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(_picture(account, 0.0))
+        console.print(_render(account, 0.0))
     assert shown.get() == f"waiting for {account.awaited_condition}\n"

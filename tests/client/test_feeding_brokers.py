@@ -70,7 +70,7 @@ async def test_mqtt_is_fed_by_a_command_that_is_killed(tmp_path: Path) -> None:
         (("redis://host:x/wards",), "must be like redis://HOST:6379"),
         (("kafka://host/wards", "--password-file", "nowhere"), "no password in nowhere"),
         (("mqtt://host/w/#?client=a", "--tls-cert", "a.pem"), "a certificate and its key go together"),
-        (("nats://127.0.0.1:1/wards", "--broker-patience", "0.1"), "was away for 0.1 s"),
+        (("nats://127.0.0.1:1/wards", "--broker-timeout", "0.1"), "was unreachable for 0.1 s"),
     ],
 )
 async def test_what_cannot_be_is_refused_in_one_line(arguments: tuple[str, ...], text: str) -> None:

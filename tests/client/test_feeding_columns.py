@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget, _dead_letters, feed
+from sottovoce_client.feeding.feeder import FeedOptions, FeedTarget, _open_dead_letters, feed
 from sottovoce_client.feeding.files import _StandardInput, build_file_partitions
 from sottovoce_client.feeding.formats import Csv
 from sottovoce_client.feeding.progress import FeedCounters
@@ -128,7 +128,7 @@ def test_what_is_no_file_is_called_what_it_is(read: str, tmp_path: Path) -> None
 async def test_a_file_without_a_header_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").touch()
     (part,) = build_file_partitions([tmp_path / "a.csv"])
-    with pytest.raises(DataError, match=r"a\.csv must begin with a line of column names, and has none"):
+    with pytest.raises(DataError, match=r"a\.csv must begin with a line of column names, got none"):
         async for _ in part.read(-1):
             pass
 
@@ -136,7 +136,7 @@ async def test_a_file_without_a_header_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["nowhere/dead.jsonl", "."])
 async def test_dead_letters_that_cannot_be_written_are_refused_in_words(place: str, tmp_path: Path) -> None:
     words = r"dead letters cannot be written to .*: (there is no folder .*nowhere|Is a directory)$"
-    with pytest.raises(FailedPrecondition, match=words), _dead_letters(tmp_path / place):
+    with pytest.raises(FailedPrecondition, match=words), _open_dead_letters(tmp_path / place):
         pass
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_client.feeding.files import _place_of, _StandardInput, build_file_partitions
+from sottovoce_client.feeding.files import _decode_offset, _StandardInput, build_file_partitions
 from sottovoce_client.feeding.formats import JsonLines
 from sottovoce_client.feeding.records import SourceMessage, SourcePartition
 from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON
@@ -38,7 +38,7 @@ async def test_reading_goes_on_behind_any_record(tmp_path: Path) -> None:
     found = await read(part)
     assert part.name == "a.csv"
     assert [each.body for each in found] == [{"a": "1", "b": "x"}, {"a": "2", "b": "y\nz"}, b"3", {"a": "4", "b": "w"}]
-    assert [_place_of(each.position) for each in found] == [4, 8, 16, 19]
+    assert [_decode_offset(each.position) for each in found] == [4, 8, 16, 19]
     assert found[2].reason == WRONG_VALUE_COUNT_REASON
     for number, each in enumerate(found):
         if not each.reason:
@@ -91,7 +91,7 @@ async def test_another_file_of_that_name_is_refused(tmp_path: Path, change: Call
 async def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, words in {
-        "pipe": "is no file: what comes in a pipe",
+        "pipe": "is not a file: feed a pipe",
         "nowhere": "there is no file",
         ".": "is a folder",
     }.items():
@@ -159,7 +159,7 @@ async def test_a_file_that_is_cut_or_written_anew_is_noticed(tmp_path: Path, tex
     with path.open("r+b") as file:
         file.truncate(0)
         file.write(text)
-    with pytest.raises(DataError, match="was cut or written anew after byte 5 was read"):
+    with pytest.raises(DataError, match="was cut or rewritten after byte 5 was read"):
         await following.ended()
 
 
@@ -172,7 +172,7 @@ async def test_parquet_goes_on_behind_any_row(tmp_path: Path) -> None:
     (part,) = build_file_partitions([path])
     found = await read(part)
     assert [each.body for each in found] == [{"n": n, "in": {"a": n}} for n in range(2_500)]
-    assert [_place_of(each.position) for each in found] == list(range(2_500))
+    assert [_decode_offset(each.position) for each in found] == list(range(2_500))
     for row in (0, 999, 1_000, 1_700, 2_498, 2_499):
         assert await read(part, found[row].position) == found[row + 1 :]
     pq.write_table(pa.table({"n": range(1, 2_501)}), path)
@@ -187,7 +187,7 @@ async def test_what_is_no_parquet_is_said_with_what_takes_it(tmp_path: Path, con
     path = wrote(tmp_path / "a.parquet", content)
     with pytest.raises(DataError, match="must be a Parquet file, and cannot be read as one") as said:
         await read(build_file_partitions([path])[0])
-    assert str(path) in str(said.value) and "--format csv or jsonl takes the others" in str(said.value)
+    assert str(path) in str(said.value) and "use --format csv or jsonl for other files" in str(said.value)
     assert "71" not in str(said.value).replace(str(path), "")
 
 

@@ -194,7 +194,7 @@ def test_what_is_no_object_is_refused(body: bytes, reason: str) -> None:
         (["age=a..b"], "must be FIELD=PATH"),
         (["weight=w"], "fields? that the run's records do not have: 'weight'"),
         (["id=x"], "do not have: 'id'"),
-        (["age=a", "age=b"], "says twice where 'age' is"),
+        (["age=a", "age=b"], "must name 'age' once, got it twice"),
     ],
 )
 def test_a_map_that_does_not_fit_is_refused(maps: list[str], text: str) -> None:

@@ -38,7 +38,7 @@ async def endpoint(
     account, stop, told = FeedCounters(), asyncio.Event(), asyncio.get_running_loop().create_future()
     target = FeedTarget(up.addresses["ann"], "http", patience_s=patience_s)
     work = http.serve(
-        HTTP.parse_url(url, access=access or BrokerCredentials()),
+        HTTP.parse_url(url, credentials=access or BrokerCredentials()),
         target,
         terms or FeedOptions(),
         told.set_result,
@@ -201,7 +201,7 @@ async def test_a_learner_that_is_away_is_said_and_comes_back(tmp_path: Path) -> 
             while (answer := await client.post("/records", json=RECORD)).status_code == 200:  # noqa: ASYNC110 - asked anew
                 await asyncio.sleep(0.05)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-            assert "may have taken these records" in answer.json()["error"]
+            assert "may have stored these records" in answer.json()["error"]
             await up.start(spec_of({"schema": SCHEMA}), 4)
             while (answer := await client.post("/records", json=RECORD)).status_code == 503:  # noqa: ASYNC110 - asked anew
                 await asyncio.sleep(0.05)
@@ -214,7 +214,11 @@ async def test_a_learner_that_is_away_is_said_and_comes_back(tmp_path: Path) -> 
 def served(url: str, **more: Any) -> Any:
     own = {name: more.pop(name) for name in ("certificate", "key") if name in more}
     return http.serve(
-        HTTP.parse_url(url, access=BrokerCredentials(**own)), FeedTarget("127.0.0.1:1"), FeedOptions(), print, **more
+        HTTP.parse_url(url, credentials=BrokerCredentials(**own)),
+        FeedTarget("127.0.0.1:1"),
+        FeedOptions(),
+        print,
+        **more,
     )
 
 
@@ -242,7 +246,7 @@ def test_other_machines_are_not_listened_to_by_accident(
 
 def test_a_token_is_long_enough_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("short\n")
-    with pytest.raises(SpecError, match="must have 16 characters at least"):
+    with pytest.raises(SpecError, match="must have at least 16 characters"):
         served("http://127.0.0.1", token_file=tmp_path / "token")
     with pytest.raises(FailedPrecondition, match="no token in"):
         served("http://127.0.0.1", token_file=tmp_path / "none")

@@ -96,7 +96,7 @@ async def test_it_begins_where_it_is_told_to(brokers: Brokers) -> None:
     async with open_url(**options_of(brokers, from_="new")) as parts:
         messages: Any = parts[0].read(-1)
         following = asyncio.ensure_future(anext(messages))
-        while await parts[0]._link.consumer.committed(parts[0]._partition) is None:  # type: ignore[attr-defined]  # noqa: ASYNC110 - a server's state is no event
+        while await parts[0]._connection.consumer.committed(parts[0]._partition) is None:  # type: ignore[attr-defined]  # noqa: ASYNC110 - a server's state is no event
             await asyncio.sleep(0.01)
         brokers.write(10, 11)
         assert numbers(await following) == [10]
@@ -120,12 +120,12 @@ async def test_what_retention_took_away_is_counted(brokers: Brokers) -> None:
         async with open_url(**options_of(brokers)) as parts:
             found = await take(parts[0], 1, after=4)
     (told,) = troubles(logs)
-    assert told["event"] == "messages were gone before they were read"
+    assert told["event"] == "messages were deleted before they were read"
     assert int(told["messages"]) == found[0].position - 5 > 5
 
 
 async def test_patience_ends() -> None:
-    with pytest.raises(Unavailable, match=r"Kafka at 127.0.0.1.* was away for 0.1 s"):
+    with pytest.raises(Unavailable, match=r"Kafka at 127.0.0.1.* was unreachable for 0.1 s"):
         async with open_url(**options_of(free_port(), patience_s=0.1)):
             pass
 
@@ -158,7 +158,7 @@ async def test_who_is_not_known_is_told_so_at_once() -> None:
     async with await asyncio.start_server(answer, "127.0.0.1") as at:
         access = BrokerCredentials("ann", "wrong")
         with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
-            async with open_url(**options_of(at.sockets[0].getsockname()[1], access=access, sasl="PLAIN")):
+            async with open_url(**options_of(at.sockets[0].getsockname()[1], credentials=access, sasl="PLAIN")):
                 pass
         await asyncio.gather(*answering)
     assert "wrong" not in str(refused.value)
@@ -204,7 +204,7 @@ async def test_brokers_that_hang_and_come_back_are_waited_for(monkeypatch: pytes
         assert numbers(found) == list(range(11))
         assert [each["event"] for each in logs][:4] == [
             "subscribed",
-            "the broker is away",
+            "the broker is unreachable",
             "the broker is back",
             "subscribed",
         ]

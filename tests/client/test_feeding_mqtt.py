@@ -16,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from sottovoce_client.feeding.broker import BrokerCredentials
-from sottovoce_client.feeding.mqtt import _drive, _Unacknowledged
+from sottovoce_client.feeding.mqtt import _run_on_event_loop, _UnacknowledgedMessages
 from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
 from tests import brokers
 from tests.brokers import (
@@ -70,7 +70,7 @@ async def publishing(at: Server, **options: Any) -> AsyncIterator[Any]:
     if "tls" in options:
         found.tls_set_context(options["tls"])
     found.connect("127.0.0.1", at.port)
-    _drive(found)
+    _run_on_event_loop(found)
 
     async def publish(*bodies: bytes, topic: str = "wards/north", **more: Any) -> None:
         for each in bodies:
@@ -196,7 +196,7 @@ async def test_a_broker_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
         assert [each.body for each in found] == bodies(0, 11)
         assert [each["event"] for each in logs] == [
             "subscribed",
-            "the broker is away",
+            "the broker is unreachable",
             "the broker is back",
             "subscribed",
         ]
@@ -221,7 +221,7 @@ async def test_a_session_that_the_broker_forgot_is_told(tmp_path: Path) -> None:
                     await publish(b"new")
                 assert [each.body for each in await following][-1] == b"new"
                 await messages.aclose()
-        assert ("messages were gone before they were read", "nobody knows how many") in [
+        assert ("messages were deleted before they were read", "nobody knows how many") in [
             (each["event"], each.get("messages")) for each in troubles(logs)
         ]
 
@@ -229,14 +229,14 @@ async def test_a_session_that_the_broker_forgot_is_told(tmp_path: Path) -> None:
 async def test_patience_ends(tmp_path: Path) -> None:
     async with server(tmp_path) as at, open_url(**options_of(at, patience_s=0.1)) as (part,):
         at.kill()
-        with pytest.raises(Unavailable, match=r"MQTT at 127.0.0.1.* was away for 0.1 s"):
+        with pytest.raises(Unavailable, match=r"MQTT at 127.0.0.1.* was unreachable for 0.1 s"):
             await take(part, 1)
 
 
 async def test_a_server_that_hangs_up_at_once_is_away() -> None:
     async with await asyncio.start_server(lambda _, writer: writer.transport.abort(), "127.0.0.1", 0) as nobody:
         url = f"mqtt://127.0.0.1:{nobody.sockets[0].getsockname()[1]}/wards/#?client=a"
-        with pytest.raises(Unavailable, match=r"was away for 0.1 s"):
+        with pytest.raises(Unavailable, match=r"was unreachable for 0.1 s"):
             async with open_url(url, patience_s=0.1):
                 pass
 
@@ -256,21 +256,21 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     async with server(tmp_path, *own) as at:
         for access in (BrokerCredentials("ann", "wrong", ca=certificate), BrokerCredentials(ca=certificate)):
             with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
-                async with open_url(**options_of(at, access=access)):
+                async with open_url(**options_of(at, credentials=access)):
                     pass
             assert "right" not in str(refused.value)
         with pytest.raises(FailedPrecondition, match=r"(?i)certificate.verify.failed"):
-            async with open_url(**options_of(at, scheme="mqtts", access=BrokerCredentials("ann", "right"))):
+            async with open_url(**options_of(at, scheme="mqtts", credentials=BrokerCredentials("ann", "right"))):
                 pass
         ann = BrokerCredentials("ann", "right", ca=certificate)
-        async with open_url(**options_of(at, access=ann)) as (part,):
+        async with open_url(**options_of(at, credentials=ann)) as (part,):
             async with publishing(at, **ANN, tls=ssl.create_default_context(cafile=certificate)) as publish:
                 await publish(b"1")
             assert len(await take(part, 1)) == 1
 
 
 async def test_two_feeders_do_not_share_a_session(tmp_path: Path) -> None:
-    ann, other = (_Unacknowledged(tmp_path / "state", "ann") for _ in range(2))
+    ann, other = (_UnacknowledgedMessages(tmp_path / "state", "ann") for _ in range(2))
     ann.begin(-1)
     for _ in range(2):  # a refused one has not got it the second time either
         with pytest.raises(FailedPrecondition, match="another feeder has"):
@@ -282,10 +282,10 @@ async def test_two_feeders_do_not_share_a_session(tmp_path: Path) -> None:
 
 async def test_a_file_of_another_client_is_not_taken(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    ann = _Unacknowledged(state, "ann")
+    ann = _UnacknowledgedMessages(state, "ann")
     ann.begin(-1)
     ann.close()
-    ben = _Unacknowledged(state, "ben")
+    ben = _UnacknowledgedMessages(state, "ben")
     with pytest.raises(DataError, match="is of client 'ann', and this is 'ben'"):
         ben.begin(-1)
     state.write_text("no header\n")

@@ -113,7 +113,7 @@ async def test_a_server_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
         assert [each.body for each in found] == [b"%d" % k for k in range(101)]
         assert [each["event"] for each in logs] == [
             "subscribed",
-            "the broker is away",
+            "the broker is unreachable",
             "the broker is back",
             "subscribed",
         ]
@@ -128,9 +128,9 @@ async def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         async with open_url(**options_of(at, patience_s=0.1)) as (part,):
             at.kill()
             monkeypatch.setattr("sottovoce_client.feeding.nats._CALL_TIMEOUT_S", 0.5)  # nobody will answer
-            with pytest.raises(Unavailable, match=r"NATS at 127.0.0.1.* was away for 0.1 s"):
+            with pytest.raises(Unavailable, match=r"NATS at 127.0.0.1.* was unreachable for 0.1 s"):
                 await take(part, 1)
-        with pytest.raises(Unavailable, match=r"was away for 0.1 s"):
+        with pytest.raises(Unavailable, match=r"was unreachable for 0.1 s"):
             async with open_url(**options_of(at, patience_s=0.1)):
                 pass
 
@@ -150,16 +150,16 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     async with server(tmp_path, "-c", str(tmp_path / "conf")) as at:
         for access in (BrokerCredentials("ann", "wrong"), BrokerCredentials(), BrokerCredentials("", "right")):
             with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
-                async with open_url(**options_of(at, access=access)):
+                async with open_url(**options_of(at, credentials=access)):
                     pass
             assert "right" not in str(refused.value)
-        async with open_url(**options_of(at, access=BrokerCredentials("ben", "right"))) as (part,):
+        async with open_url(**options_of(at, credentials=BrokerCredentials("ben", "right"))) as (part,):
             with pytest.raises(FailedPrecondition, match=r"[Pp]ermissions"):
                 await take(part, 1)
         async with jetstream(at, **ANN) as js:
             await js.add_stream(name="wards", subjects=["wards.>"])
             await publish(js, 0, 1)
-        async with open_url(**options_of(at, access=BrokerCredentials("ann", "right"))) as (part,):
+        async with open_url(**options_of(at, credentials=BrokerCredentials("ann", "right"))) as (part,):
             assert len(await take(part, 1)) == 1
     with pytest.raises(SpecError, match="no user or password") as misplaced:
         async with open_url("nats://ann:right@host/wards"):
@@ -175,10 +175,10 @@ async def test_through_tls_the_server_is_known_by_its_authority(tmp_path: Path) 
         async with jetstream(at, **ANN, tls=ssl.create_default_context(cafile=certificate)) as js:
             await js.add_stream(name="wards", subjects=["wards.>"])
             await publish(js, 0, 1)
-        async with open_url(**options_of(at, access=ann)) as (part,):
+        async with open_url(**options_of(at, credentials=ann)) as (part,):
             assert len(await take(part, 1)) == 1
         with pytest.raises(FailedPrecondition, match=r"(?i)certificate.verify.failed"):
-            async with open_url(**options_of(at, scheme="tls", access=BrokerCredentials("ann", "right"))):
+            async with open_url(**options_of(at, scheme="tls", credentials=BrokerCredentials("ann", "right"))):
                 pass
 
 
@@ -193,8 +193,8 @@ async def test_no_password_is_shown_in_the_clear_where_tls_was_asked_for(scheme:
 
     async with await asyncio.start_server(answer, "127.0.0.1") as at:
         server = f"{scheme}://127.0.0.1:{at.sockets[0].getsockname()[1]}"
-        with pytest.raises(FailedPrecondition, match="the server speaks no TLS"):
-            async with open_url(f"{server}/wards", access=BrokerCredentials("ann", "right", ca)):
+        with pytest.raises(FailedPrecondition, match="the server has no TLS"):
+            async with open_url(f"{server}/wards", credentials=BrokerCredentials("ann", "right", ca)):
                 pass
         await until(lambda: bool(said))
     assert said == [b""]
@@ -251,7 +251,7 @@ async def test_what_retention_took_away_is_counted(tmp_path: Path, subject: str,
             async with open_url(**options_of(at, subject=subject)) as (part,):
                 assert [each.body for each in await take(part, 5, after=5)] == [b"%d" % k for k in range(20, 25)]
     assert [(each["event"], each["messages"]) for each in troubles(logs)] == [
-        ("messages were gone before they were read", said)
+        ("messages were deleted before they were read", said)
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from sottovoce_client.feeding.broker import BrokerCredentials
-from sottovoce_client.feeding.redis import _id_of, _position_of
+from sottovoce_client.feeding.redis import _format_entry_id, _parse_entry_id
 from sottovoce_core.errors import DataError, FailedPrecondition, Unavailable
 from tests import brokers
 from tests.brokers import (
@@ -70,7 +70,7 @@ async def test_entries_come_in_order_and_the_next_feeder_goes_on(tmp_path: Path)
         async with open_url(**options_of(at)) as (part,):
             found = await take(part, 1_000)
             assert numbers(found) == list(range(1_000))
-            assert _id_of(found[-1].position).encode() == (await to.xrevrange("wards", count=1))[0][0]
+            assert _format_entry_id(found[-1].position).encode() == (await to.xrevrange("wards", count=1))[0][0]
         (group,) = await to.xinfo_groups("wards")
         assert (group["entries-read"], group["lag"]) == (1_000, 0)  # as the broker's own tools show it
         await add(to, 1_000, 1_010)
@@ -123,7 +123,7 @@ async def test_a_server_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
         assert numbers(found) == list(range(101))
         assert [each["event"] for each in logs] == [
             "subscribed",
-            "the broker is away",
+            "the broker is unreachable",
             "the broker is back",
             "subscribed",
         ]
@@ -135,9 +135,9 @@ async def test_patience_ends(tmp_path: Path) -> None:
     async with server(tmp_path) as at:
         async with open_url(**options_of(at, patience_s=0.1)) as (part,):
             at.kill()
-            with pytest.raises(Unavailable, match=r"Redis at 127.0.0.1.* was away for 0.1 s"):
+            with pytest.raises(Unavailable, match=r"Redis at 127.0.0.1.* was unreachable for 0.1 s"):
                 await take(part, 1)
-        with pytest.raises(Unavailable, match=r"was away for 0.1 s"):
+        with pytest.raises(Unavailable, match=r"was unreachable for 0.1 s"):
             async with open_url(**options_of(at, patience_s=0.1)):
                 pass
 
@@ -147,15 +147,15 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     async with server(tmp_path, "--aclfile", str(tmp_path / "users")) as at:
         for access in (BrokerCredentials("", "wrong"), BrokerCredentials(), BrokerCredentials("ann", "right")):
             with pytest.raises(FailedPrecondition, match="refuses these credentials") as refused:
-                async with open_url(**options_of(at, access=access)):
+                async with open_url(**options_of(at, credentials=access)):
                     pass
             assert "right" not in str(refused.value)
         async with client(at, **ANN) as to:
             await add(to, 0, 1)
-        async with open_url(**options_of(at, access=BrokerCredentials("ben", "right"))) as (part,):
+        async with open_url(**options_of(at, credentials=BrokerCredentials("ben", "right"))) as (part,):
             with pytest.raises(FailedPrecondition, match="permissions"):
                 await take(part, 1)
-        async with open_url(**options_of(at, access=BrokerCredentials("", "right"))) as (part,):
+        async with open_url(**options_of(at, credentials=BrokerCredentials("", "right"))) as (part,):
             assert len(await take(part, 1)) == 1
 
 
@@ -166,7 +166,7 @@ async def test_through_tls_the_server_is_known_by_its_authority(tmp_path: Path) 
         ours = BrokerCredentials(ca=Path(certificate), certificate=Path(certificate), key=Path(key))
         async with client(at, ssl=True, ssl_ca_certs=certificate, ssl_certfile=certificate, ssl_keyfile=key) as to:
             await add(to, 0, 1)
-        async with open_url(**options_of(at, access=ours)) as (part,):
+        async with open_url(**options_of(at, credentials=ours)) as (part,):
             assert len(await take(part, 1)) == 1
         with pytest.raises(FailedPrecondition, match=r"(?i)certificate.verify.failed"):
             async with open_url(**options_of(at, scheme="rediss")):
@@ -187,7 +187,7 @@ async def test_a_stream_that_was_made_anew_is_refused(tmp_path: Path) -> None:
         async with open_url(**options_of(at)) as (part,):  # in another run
             assert numbers(await take(part, 20)) == list(range(20))
             with pytest.raises(DataError, match=r"it ends with entry .*, and the learner has 8000000000000-5"):
-                await take(part, 1, after=_position_of(b"8000000000000-5"))
+                await take(part, 1, after=_parse_entry_id(b"8000000000000-5"))
         await to.set("number", 1)
         async with open_url(**options_of(at, names="number")) as (part,):
             with pytest.raises(DataError, match="cannot give stream number"):
@@ -205,7 +205,7 @@ async def test_what_was_trimmed_is_counted(tmp_path: Path) -> None:
             async with open_url(**options_of(at)) as (part,):
                 assert numbers(await take(part, 5, after=found[-1].position)) == list(range(25, 30))
         assert [(each["event"], each["messages"]) for each in troubles(logs)] == [
-            ("messages were gone before they were read", "15")
+            ("messages were deleted before they were read", "15")
         ]
         await to.xadd("wards", {"k": 30})
         middle = await to.xadd("wards", {"k": 31})
@@ -245,9 +245,9 @@ async def test_it_begins_where_it_is_told_to(tmp_path: Path) -> None:
 
 def test_an_id_is_a_position() -> None:
     for each in (b"0-1", b"1700000000000-0", b"8796093022207-1048575"):
-        assert _id_of(_position_of(each)).encode() == each
-    assert 0 < _position_of(b"1-0") - _position_of(b"0-1048575") <= 1
-    assert _position_of(b"8796093022207-1048575") == 2**63 - 1
+        assert _format_entry_id(_parse_entry_id(each)).encode() == each
+    assert 0 < _parse_entry_id(b"1-0") - _parse_entry_id(b"0-1048575") <= 1
+    assert _parse_entry_id(b"8796093022207-1048575") == 2**63 - 1
     for each in (b"0-1048576", b"8796093022208-0"):
         with pytest.raises(DataError, match="sequence below 1,048,576"):
-            _position_of(each)
+            _parse_entry_id(each)

@@ -21,40 +21,40 @@ OWN = load_feeds()
 
 TOY = f"""
 import asyncio
-from sottovoce_client.feeding.broker import BrokerPart, Feed, Link, Setting
-from sottovoce_client.feeding.records import Message
+from sottovoce_client.feeding.broker import BrokerConnection, BrokerPartition, Feed, UrlSetting
+from sottovoce_client.feeding.records import SourceMessage
 
-class ToyLink(Link):
+class ToyLink(BrokerConnection):
     async def start(self):
-        return [ToyPart(self, name, f"toy {{name}}") for name in self.at.names]
+        return [ToyPart(self, name, f"toy {{name}}") for name in self.source.names]
 
     async def close(self):
         pass
 
-class ToyPart(BrokerPart):
+class ToyPart(BrokerPartition):
     async def _begin(self, after):
         return after
 
     async def _read_on(self, after):
-        self._patience.subscribed(self.name)
-        for position in range(after + 1, self._link.at.settings["records"]):
-            yield [Message({RECORD!r}, position)]
+        self._retry_timer.log_subscription(self.name)
+        for position in range(after + 1, self._connection.source.settings["records"]):
+            yield [SourceMessage({RECORD!r}, position)]
         await asyncio.Event().wait()
 
     async def _commit(self, position):
-        print("kept", self.name, position, self._link.at.group, flush=True)
+        print("kept", self.name, position, self._connection.source.group, flush=True)
 
 TOY = Feed(
     name="Toy",
     schemes={{"toy": 99, "toys": 98}},
-    tls=frozenset({{"toys"}}),
+    tls_schemes=frozenset({{"toys"}}),
     help="Records that are all the same.",
     examples=("toy://host/box?records=3",),
-    settings=(Setting("records", "How many there are.", 1), Setting("group", "Name of the position.")),
+    settings=(UrlSetting("records", "How many there are.", 1), UrlSetting("group", "Name of the position.")),
     modules=("a_module_that_is_not_installed",),
     extra="toy",
     path="BOX",
-    many=True,
+    allows_many_names=True,
     connect=ToyLink,
 )
 """
@@ -167,7 +167,8 @@ def test_a_setting_has_a_value_or_is_refused(setting: UrlSetting, text: str, val
 def test_names_and_values_are_as_a_url_writes_them() -> None:
     mqtt = next(each for each in load_feeds() if each.name == "MQTT")
     source = mqtt.parse_url(
-        "MQTTS://[::1]/wards/+/north/#,a%2Cb%3Fc?client=feeder%20north%26&session=9", access=BrokerCredentials("ann")
+        "MQTTS://[::1]/wards/+/north/#,a%2Cb%3Fc?client=feeder%20north%26&session=9",
+        credentials=BrokerCredentials("ann"),
     )
     assert (source.scheme, source.servers, source.addresses) == ("mqtts", [("::1", 8883)], ["[::1]:8883"])
     assert source.names == ("wards/+/north/#", "a,b?c")

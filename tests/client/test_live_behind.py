@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from sottovoce_client.live.sync_learner import MAX_PENDING_RECORDS, _Behind
+from sottovoce_client.live.sync_learner import MAX_PENDING_RECORDS, _BackgroundSender
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import FailedPrecondition, SottovoceError, Unavailable
 
@@ -36,7 +36,7 @@ def one(number: float) -> tuple[FloatArray, FloatArray]:
 
 async def test_what_waits_goes_together_and_in_order() -> None:
     learner = Learner()
-    behind = _Behind(learner.bring, asyncio.get_running_loop())
+    behind = _BackgroundSender(learner.bring, asyncio.get_running_loop())
     for k in range(100):
         behind.put(*one(k))
     learner.may.set()
@@ -50,7 +50,7 @@ async def test_what_waits_goes_together_and_in_order() -> None:
 
 async def test_who_hands_over_too_many_waits() -> None:
     learner, handed = Learner(), list[int]()
-    behind = _Behind(learner.bring, asyncio.get_running_loop())
+    behind = _BackgroundSender(learner.bring, asyncio.get_running_loop())
 
     def program() -> None:
         for k in range(3 * MAX_PENDING_RECORDS):
@@ -76,11 +76,11 @@ async def test_a_failure_is_raised_by_every_later_call_and_nothing_follows_it(
 ) -> None:
     learner = Learner(1, error)
     learner.may.set()
-    behind = _Behind(learner.bring, asyncio.get_running_loop())
+    behind = _BackgroundSender(learner.bring, asyncio.get_running_loop())
     behind.put(*one(0))
     await asyncio.to_thread(behind.flush)
     behind.put(*one(1))
-    text = f"of the last 1 records some are not kept: {error}"
+    text = f"some of the last 1 records are not stored: {error}"
     with pytest.raises(kind, match=text):
         await asyncio.to_thread(behind.flush)
     with pytest.raises(kind, match=text):
@@ -92,29 +92,29 @@ async def test_a_failure_is_raised_by_every_later_call_and_nothing_follows_it(
 async def test_a_failure_that_nobody_was_told_is_told_at_the_end() -> None:
     learner = Learner(0, Unavailable("it is away"))
     learner.may.set()
-    behind = _Behind(learner.bring, asyncio.get_running_loop())
+    behind = _BackgroundSender(learner.bring, asyncio.get_running_loop())
     behind.put(*one(0))
-    with pytest.raises(Unavailable, match="some are not kept: it is away"):
+    with pytest.raises(Unavailable, match="records are not stored: it is away"):
         await asyncio.to_thread(behind.end)
 
 
 async def test_who_waits_for_room_is_told_of_a_failure() -> None:
     learner = Learner(0, Unavailable("it is away"))
-    behind = _Behind(learner.bring, asyncio.get_running_loop())
+    behind = _BackgroundSender(learner.bring, asyncio.get_running_loop())
     behind.put(*one(0))
     while behind._waiting:  # noqa: ASYNC110 - until it is on its way
         await asyncio.sleep(0)
     behind.put(np.zeros((MAX_PENDING_RECORDS, 1)), np.zeros(MAX_PENDING_RECORDS))
     waiting = asyncio.ensure_future(asyncio.to_thread(behind.put, *one(1)))
     learner.may.set()
-    with pytest.raises(Unavailable, match="some are not kept"):
+    with pytest.raises(Unavailable, match="records are not stored"):
         await waiting
 
 
 async def test_many_threads_hand_over() -> None:
     learner = Learner()
     learner.may.set()
-    behind = _Behind(learner.bring, asyncio.get_running_loop())
+    behind = _BackgroundSender(learner.bring, asyncio.get_running_loop())
 
     def program(first: int) -> None:
         for k in range(first, first + 200):

@@ -182,11 +182,11 @@ async def test_records_that_have_no_stream_wait_and_say_why(tmp_path: Path, monk
     waits = asyncio.Queue[str]()
     async with ann_in(tmp_path, spec_of({"features": 2})) as (up, learner):
         await learner.feed(np.ones((1, 2)), [0])
-        monkeypatch.setattr(up.learners["ann"].servicer._feeds, "_most", 1)
+        monkeypatch.setattr(up.learners["ann"].servicer._record_streams, "_most", 1)
         async with connect_learner(up.addresses["ann"], source="other", notify=waits.put_nowait) as other:
             feeding = asyncio.ensure_future(other.feed(np.ones((2, 2)), [0, 1]))
             why = await waits.get()
-            monkeypatch.setattr(up.learners["ann"].servicer._feeds, "_most", 2)
+            monkeypatch.setattr(up.learners["ann"].servicer._record_streams, "_most", 2)
             assert await feeding == 2
     assert waits.empty()
     assert "at most 1 streams of records by callers without an identity" in why
@@ -268,19 +268,23 @@ def test_a_message_has_no_more_than_fits() -> None:
         return _Batch(np.zeros((records, width)), np.zeros(records), list(range(first, first + records)), kept)
 
     sender = object.__new__(Sender)
-    sender._batches, sender._apart = deque(batch(k, 1) for k in range(3_000)), False
-    assert [len(each) for each in sender._together(-1)] == [
+    sender._batches, sender._sends_single_batches = deque(batch(k, 1) for k in range(3_000)), False
+    assert [len(each) for each in sender._group_batches(-1)] == [
         MAX_BATCH_RECORDS,
         MAX_BATCH_RECORDS,
         3_000 - 2 * MAX_BATCH_RECORDS,
     ]
-    assert sum(len(each) for each in sender._together(999)) == 2_000
+    assert sum(len(each) for each in sender._group_batches(999)) == 2_000
     sender._batches = deque([batch(0, 600), batch(600, 600), batch(1_200, 424), batch(1_624, 1)])
-    assert [[each.positions[0] for each in group] for group in sender._together(-1)] == [[0], [600, 1_200], [1_624]]
+    assert [[each.positions[0] for each in group] for group in sender._group_batches(-1)] == [
+        [0],
+        [600, 1_200],
+        [1_624],
+    ]
     sender._batches = deque(batch(k, 1, 200_000) for k in range(5))  # 1.6 MB each
-    assert [len(each) for each in sender._together(-1)] == [2, 2, 1]
-    sender._apart = True
-    assert [len(each) for each in sender._together(-1)] == [1] * 5
+    assert [len(each) for each in sender._group_batches(-1)] == [2, 2, 1]
+    sender._sends_single_batches = True
+    assert [len(each) for each in sender._group_batches(-1)] == [1] * 5
 
 
 # ---- without await ---------------------------------------------------------------------------------------------------
@@ -323,8 +327,8 @@ async def test_who_is_not_there_is_said(tmp_path: Path) -> None:
                 pass
         spec = small_spec(2, NAMES)
         over = await up.run(spec, made_up(spec))
-        first = rf"no run is under way at {up.addresses['ann']}: {over.run_id} \(finished\) is over for this learner; "
-        with pytest.raises(SpecError, match=f"^{first}a run must have data.source live to take records, got"):
+        first = rf"no run is active at {up.addresses['ann']}: {over.run_id} \(finished\) is over for this learner; "
+        with pytest.raises(SpecError, match=f"^{first}the records of this run come from .*: only one with"):
             async with connect_learner(up.addresses["ann"]):
                 pass
         await up.start(small_spec(10, NAMES), 3)
@@ -365,6 +369,6 @@ async def test_only_whom_the_owner_has_named_brings_records(tmp_path: Path) -> N
         async with connect_learner(up.addresses["ann"], identity=ids.at(OPERATOR)) as learner:
             await learner.feed(np.ones((1, 2)), [0])
         own = ids.at("learner/ben")
-        with pytest.raises(Exception, match="is not one whom the owner of 'ann' has named"):
+        with pytest.raises(Exception, match="must be authorised for this by the owner of 'ann'"):
             async with connect_learner(up.addresses["ann"], identity=own):
                 pass

@@ -39,7 +39,7 @@ async def test_a_stream_is_asked_for_together_and_answered_in_order(
         return Prediction(features[:, 0].tolist(), features[:, 0], 3, None, features)
 
     async with ann_in(tmp_path, spec_of({"features": 2})) as (_, learner):
-        monkeypatch.setattr(learner, "_predicted", echoed)
+        monkeypatch.setattr(learner, "_predict_features", echoed)
         found = [each async for each in learner.predict_each(stream(*([float(k), 0.0] for k in range(3_000))))]
     assert [each.labels for each in found] == [[float(k)] for k in range(3_000)]
     assert [each.scores.tolist() for each in found] == [each.labels for each in found]

@@ -72,7 +72,7 @@ def test_who_does_not_outlast_a_pause_is_told_before(
 ) -> None:
     """By `spec check`, and by whatever starts the run, before it starts; nobody is hindered."""
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**document(), "clock": {"deadline_s": 7.0, **clock}}))
-    monkeypatch.setattr("sottovoce_client.runs.run_command.conduct", lambda *_, **__: 0)
+    monkeypatch.setattr("sottovoce_client.runs.run_command.run_and_report", lambda *_, **__: 0)
     checked, begun = (
         CliRunner().invoke(app, [*command, str(tmp_path / "spec.yaml"), *more])
         for command, more in ((["spec", "check"], []), (["up"], ["--out", str(tmp_path / "out")]))

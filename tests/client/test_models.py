@@ -150,7 +150,9 @@ async def test_a_model_and_what_it_says_leave_their_owner(tmp_path: Path, here: 
     assert found["classes"].tolist() == (scores > 0).tolist()
     assert again[0] == 2 and "there is a file" in again[2]
     assert other[0] == 2 and "'ben'" in other[2] if not tls else other[0] == 2
-    assert refused is None or (refused[0] == 2 and "operator/mallory is not one whom the owner" in refused[2])
+    assert refused is None or (
+        refused[0] == 2 and "operator/mallory must be authorised for this by the owner" in refused[2]
+    )
 
 
 async def test_a_model_that_no_epsilon_covers_stays_unless_its_owner_insists(tmp_path: Path, here: Here) -> None:

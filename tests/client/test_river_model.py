@@ -89,8 +89,8 @@ async def test_without_a_schema_the_numbers_have_names(tmp_path: Path) -> None:
         model: Any = learner.as_river(["b", "a"])
         model.learn_one({"a": 0.1, "b": 0.2}, True)
         model.learn_many(pandas.DataFrame({"a": [0.3], "c": [1], "b": [0.4]})[["a", "b"]], [0])
-        assert model._rows([{"a": 0.1, "b": 0.2}]) == [[0.2, 0.1]]
-        assert model._table(pandas.DataFrame({"a": [0.1], "b": [0.2]})).tolist() == [[0.2, 0.1]]
+        assert model._to_rows([{"a": 0.1, "b": 0.2}]) == [[0.2, 0.1]]
+        assert model._to_table(pandas.DataFrame({"a": [0.1], "b": [0.2]})).tolist() == [[0.2, 0.1]]
         assert model.predict_one({"a": 0.1, "b": 0.2}) in (False, True)
         assert set(model.predict_proba_one({"a": 0.1, "b": 0.2})) == {False, True}
         for wrong in ({"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}):

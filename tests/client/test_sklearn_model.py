@@ -62,17 +62,17 @@ async def test_what_was_sent_and_is_not_kept_is_said(tmp_path: Path) -> None:
                 learner.send(ROWS[:1], [0])
                 if told:
                     with pytest.raises(
-                        FailedPrecondition, match=r"of the last 1 records some are not kept: .* is over"
+                        FailedPrecondition, match=r"some of the last 1 records are not stored: .* is over"
                     ):
                         learner.flush()
-                    with pytest.raises(FailedPrecondition, match="some are not kept"):
+                    with pytest.raises(FailedPrecondition, match="records are not stored"):
                         learner.send(ROWS[:1], [0])
                 if fails is not None:
                     raise fails("of its own")
 
         await asyncio.to_thread(program, told=True)
         await up.start_another(spec_of({"features": 2}, rounds=30), 3)
-        with pytest.raises(FailedPrecondition, match="some are not kept"):
+        with pytest.raises(FailedPrecondition, match="records are not stored"):
             await asyncio.to_thread(program, told=False)
         await up.start_another(spec_of({"features": 2}, rounds=30), 3)
         with pytest.raises(OSError, match="of its own"):

@@ -84,8 +84,8 @@ def test_the_number_of_parameters_is_that_of_the_loss(spec: RunSpec, monkeypatch
     [
         (lambda spoken: spoken[0], "must return the state and a Message, got State"),
         (lambda spoken: (spoken[0], spoken[1]["y"]), r"must return the state and a Message, got \(State, ndarray\)"),
-        (lambda spoken: (spoken[0], Message({"x": spoken[1]["y"]})), "must say the fields of field_shapes, y, got x"),
-        (lambda spoken: (spoken[0], Message({})), "must say the fields of field_shapes, y, got none"),
+        (lambda spoken: (spoken[0], Message({"x": spoken[1]["y"]})), "must send the fields of field_shapes, y, got x"),
+        (lambda spoken: (spoken[0], Message({})), "must send the fields of field_shapes, y, got none"),
     ],
 )
 def test_what_is_said_first_is_a_message_of_the_fields(

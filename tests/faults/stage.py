@@ -211,9 +211,7 @@ class Stage:
                 self.refusals.append(f"exit {process.code}: {process.words.strip().splitlines()[-1]}")
                 self.stop.set()
                 return
-            if (
-                '"event": "state"' in process.words or '"directive refused"' in process.words
-            ):  # in the run, or out of it
+            if '"event": "state"' in process.words or '"command refused"' in process.words:  # in the run, or out of it
                 return
             await asyncio.sleep(_LOOK_S)
 

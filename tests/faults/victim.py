@@ -103,7 +103,7 @@ def _told_one(nth: int) -> None:
         if calls < nth:
             await true(self, t)
             return
-        frame = await self._speak(t)
+        frame = await self._form_and_log(t)
         first = min(self.plan.get_round_part(t).out_neighbours)
         self.links[first].queue(t, frame)
         await self.links[first].wait_flushed()
@@ -249,7 +249,7 @@ def _a_round(log: RunLog, kind: EntryKind, *more: Any) -> bool:
 
 
 def _confirmation(store: CoordinatorStore, name: str, known: Any) -> bool:
-    return bool(known.issued == known.confirmed)
+    return bool(known.issued_incarnation == known.confirmed_incarnation)
 
 
 def _written_grant(store: CoordinatorStore, run_id: str, until: int, *more: Any) -> bool:
@@ -261,9 +261,9 @@ POINTS: dict[str, Callable[[int], None]] = {
     "journaled": _dies(RunLog, "_append", after=True, when=_a_round),
     "marked": _dies(RunLog, "write_ahead", after=True),
     "told one": _told_one,
-    "heard": _dies(Session, "hear", after=True),
-    "learned": _dies(Session, "_learn", after=True),
-    "kept": _dies(RunLog, "keep", after=True),
+    "heard": _dies(Session, "receive", after=True),
+    "learned": _dies(Session, "_update", after=True),
+    "kept": _dies(RunLog, "append_records", after=True),
     "closed": _dies(RunLog, "close_rounds", after=True),
     "full": _full(math.inf),
     "no room for a while": _full(FULL_S),
@@ -272,18 +272,18 @@ POINTS: dict[str, Callable[[int], None]] = {
     "full in a change": _full_in_a_change,
     "full when all rest": _full_when_all_rest,
     "read-only": _read_only,
-    "before a grant": _dies(CoordinatorStore, "grant", after=False, when=_written_grant),
-    "after a grant": _dies(CoordinatorStore, "grant", after=True, when=_written_grant),
-    "before a confirmation": _dies(CoordinatorStore, "remember", after=False, when=_confirmation),
-    "after a confirmation": _dies(CoordinatorStore, "remember", after=True, when=_confirmation),
+    "before a grant": _dies(CoordinatorStore, "reserve_lease", after=False, when=_written_grant),
+    "after a grant": _dies(CoordinatorStore, "reserve_lease", after=True, when=_written_grant),
+    "before a confirmation": _dies(CoordinatorStore, "save_learner", after=False, when=_confirmation),
+    "after a confirmation": _dies(CoordinatorStore, "save_learner", after=True, when=_confirmation),
     "before all rest": _dies(RunController, "_rest", after=False),
     "one was told to rest": _tells_one("_rest"),
     "all rest": _dies(RunController, "_rest", after=True),
-    "a change is written": _dies(CoordinatorStore, "amend", after=True),
+    "a change is written": _dies(CoordinatorStore, "update_spec", after=True),
     "one was told a change": _tells_one("_begin_anew"),
     "told to rest": _dies(Learner, "_end_run", after=False),
     "rests": _dies(Learner, "_end_run", after=True),
-    "before a ledger's line": _dies(Ledgers, "_open", after=False),
-    "after a ledger's line": _dies(Ledgers, "_open", after=True),
+    "before a ledger's line": _dies(Ledgers, "_append_opened", after=False),
+    "after a ledger's line": _dies(Ledgers, "_append_opened", after=True),
     "prepared": _dies(Learner, "_prepare", after=True),
 }

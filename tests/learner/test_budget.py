@@ -88,7 +88,7 @@ def test_no_limit_of_the_owner_is_exceeded_and_none_stops_before(
         ),
         (
             Allowance(max_epsilon_per_month=5.0, other_runs_month_epsilon=3.0),
-            "spent in 30 days from 4 to 5.5, above what this learner's owner allows in so many, 5",
+            "spent in 30 days from 4 to 5.5, above what this learner's owner allows in that time, 5",
         ),
         (
             Allowance(max_epsilon_in_all_runs=5.0, other_runs_epsilon=3.0),
@@ -108,7 +108,7 @@ def test_the_refusal_says_what_would_be_spent() -> None:
     books = PrivacyFilter(Meter([1.0, 1.5]), 2.0)
     books.charge(books.admit_round(0))
     books.advance(3)
-    text = "saying round 1 would bring the spent epsilon from 1 to 2.5, above the budget of 2"
+    text = "sending round 1 would bring the spent epsilon from 1 to 2.5, above the budget of 2"
     with pytest.raises(BudgetExhausted, match=text):
         books.admit_round(1)
 
@@ -130,7 +130,7 @@ def test_what_has_no_price_is_not_said(price: float) -> None:
         PrivacyFilter(Meter([price]), 2.0),
         PrivacyFilter(Meter([price]), None, Allowance(max_epsilon_in_all_runs=2.0)),
     ):
-        with pytest.raises(BudgetExhausted, match="the price of round 0 must be at least 0"):
+        with pytest.raises(BudgetExhausted, match="the privacy loss of round 0 must be at least 0"):
             books.admit_round(0)
 
 

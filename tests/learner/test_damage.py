@@ -85,14 +85,18 @@ def noticed_or_whole(folder: Path, whole: list[object]) -> bool:
     try:
         assert holds(folder) == whole
     except CorruptStateError as error:
-        return any(way_out in str(error) for way_out in ("ledger --repair", "newer Sottovoce", "ledger --moved"))
+        return any(way_out in str(error) for way_out in ("ledger --repair", "newer Sottovoce", "ledger --adopt-copy"))
     return False
 
 
 def test_runs_add_up_and_the_open_one_is_the_last(folder: Path) -> None:
     found = [(run.run_id, run.rounds_committed, run.epsilon_spent) for run in Ledger(folder).list_entries()]
     assert found == [("run-a", 2, 2 * PRICE), ("run-b", ROUNDS, ROUNDS * PRICE)]
-    assert [path.name for path in files(folder)] == ["ann.mark", "ann.runs", "00000000.log"]  # one run's log is kept
+    assert [path.name for path in files(folder)] == [
+        "ann.high_water_mark",
+        "ann.runs",
+        "00000000.log",
+    ]  # one run's log is kept
 
 
 @contextmanager
@@ -133,7 +137,7 @@ def test_every_byte_flipped(folder: Path) -> None:
                 unnoticed[path.name] = unnoticed.get(path.name, 0) + (not noticed_or_whole(folder, whole))
     # One slot of the mark may be spoilt: the other one stands for the write before.
     assert unnoticed["ann.runs"] == 0
-    assert 0 < unnoticed["ann.mark"] <= 2 * SLOT_BYTES
+    assert 0 < unnoticed["ann.high_water_mark"] <= 2 * SLOT_BYTES
     assert unnoticed["00000000.log"] <= PAGE_BYTES
 
 
@@ -145,7 +149,7 @@ def test_every_cut(folder: Path) -> None:
         meant = len(raw.rstrip(b"\0"))
         for k in range(meant):
             with changed(path, raw[:k]):
-                assert noticed_or_whole(folder, whole) or path.suffix == ".mark", (path.name, k)
+                assert noticed_or_whole(folder, whole) or path.suffix == ".high_water_mark", (path.name, k)
         with changed(path, raw[:meant]):
             noticed_or_whole(folder, whole)
 
@@ -158,7 +162,7 @@ def test_every_file_emptied_or_overwritten(folder: Path, change: Change) -> None
             assert noticed_or_whole(folder, whole), path.name
 
 
-@pytest.mark.parametrize("lost", ["ann.mark", "ann.runs", "run-b@ann", "run-b@ann/00000000.log"])
+@pytest.mark.parametrize("lost", ["ann.high_water_mark", "ann.runs", "run-b@ann", "run-b@ann/00000000.log"])
 def test_every_file_lost(folder: Path, lost: str) -> None:
     path = folder / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -205,13 +209,13 @@ def test_a_learner_may_delete_what_is_being_read(tmp_path: Path, monkeypatch: py
     say(log, range(ROUNDS))
 
     def first_it_goes_on(path: Path, *_: int) -> bytes:
-        monkeypatch.setattr("sottovoce_learner.storage.wal.content", read_if_exists)
+        monkeypatch.setattr("sottovoce_learner.storage.wal.read_if_exists", read_if_exists)
         log.commit_snapshot(log.write_snapshot(log.begin_segment(), bytes(100)))
         assert not path.exists()
         say(log, range(ROUNDS, ROUNDS + 1))
         return read_if_exists(path)
 
-    monkeypatch.setattr("sottovoce_learner.storage.wal.content", first_it_goes_on)
+    monkeypatch.setattr("sottovoce_learner.storage.wal.read_if_exists", first_it_goes_on)
     standing = StoredState.read_verified(LearnerPaths(tmp_path, NAME))
     assert standing is not None and standing.log is not None and standing.log.snapshot is not None
     assert [run.rounds_committed for run in standing.iterate_entries()] == [ROUNDS + 1]
@@ -307,7 +311,11 @@ def test_a_folder_set_back_in_part_is_noticed(tmp_path: Path) -> None:
 def test_another_learners_files_are_noticed(folder: Path) -> None:
     lived(folder, "bob")
     whole = holds(folder)
-    for theirs, ours in (("bob.mark", "ann.mark"), ("bob.runs", "ann.runs"), ("run-b@bob", "run-b@ann")):
+    for theirs, ours in (
+        ("bob.high_water_mark", "ann.high_water_mark"),
+        ("bob.runs", "ann.runs"),
+        ("run-b@bob", "run-b@ann"),
+    ):
         path = folder / ours / "00000000.log" if "@" in ours else folder / ours
         other = folder / theirs / "00000000.log" if "@" in theirs else folder / theirs
         with changed(path, other.read_bytes()):
@@ -352,7 +360,7 @@ FOLDER_LOST: dict[str, Callable[[Path], object]] = {
     "moved": lambda folder: folder.rename(folder.with_name("elsewhere")),
     "put back": put_back,
 }
-FILES = [Path("run-a@ann", "00000000.log"), Path("ann.mark"), Path("ann.runs")]
+FILES = [Path("run-a@ann", "00000000.log"), Path("ann.high_water_mark"), Path("ann.runs")]
 FILE_LOST: dict[str, Callable[[Path], object]] = {
     "deleted": Path.unlink,
     "moved": lambda path: path.rename(path.with_name("elsewhere")),
@@ -403,7 +411,7 @@ def test_a_claim_holds_the_files_that_it_was_made_on(tmp_path: Path, harm: Calla
             held.require_in_place()
 
 
-@pytest.mark.parametrize("file", ["ann.runs", "ann.mark", "ann.lock"])
+@pytest.mark.parametrize("file", ["ann.runs", "ann.high_water_mark", "ann.lock"])
 @pytest.mark.parametrize("harm", ["deleted", "replaced"])
 def test_a_claim_holds_each_file(folder: Path, file: str, harm: str) -> None:
     with LearnerLock(folder, NAME) as held:
@@ -416,7 +424,8 @@ def test_a_claim_holds_each_file(folder: Path, file: str, harm: str) -> None:
 def test_a_newer_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_folder, "FORMAT", 0)
     with pytest.raises(
-        CorruptStateError, match=r"ann\.mark has format 1, and this version reads up to 0: take a newer Sottovoce"
+        CorruptStateError,
+        match=r"ann\.high_water_mark has format 1, and this version reads up to 0: take a newer Sottovoce",
     ):
         open_run(folder, "run-b")
 
@@ -431,7 +440,7 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
         died.setattr(RunLog, "make_durable", lambda self: None)
         log.write_ahead(2, 3 * PRICE, RoundPayload(b"x" * SIZE, (b"y" * SIZE,), 2, 1))
     log.close()
-    mark = tmp_path / "ann.mark"
+    mark = tmp_path / "ann.high_water_mark"
     new, marked = path.read_bytes(), mark.read_bytes()
     end = len(new.rstrip(b"\0"))
     for k in range(len(old.rstrip(b"\0")), end):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import CorruptStateError
 from sottovoce_learner.storage import wal
 from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.run_log import LogOptions, RunLog
@@ -172,7 +172,7 @@ def test_a_run_that_cannot_be_opened_leaves_no_file_open(
             opened(folder).close()
         for what in ways:
             change = at
-            with suppress(OSError, DataError):  # the latter of what the former has left
+            with suppress(OSError, CorruptStateError):  # the latter of what the former has left
                 what(folder)
             assert left_open(tmp_path) == []
             reached |= change <= 0

@@ -79,12 +79,12 @@ def test_names_alone_are_learners_of_which_all_is_the_same(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("learners: [a, b, a]", "learners: each must have a name of its own, got 'a' twice"),
+        ("learners: [a, b, a]", "learners: each must have its own name, got 'a' twice"),
         ("learners: {a: , b: , a: }", "twice"),
-        ("learners: []", "must be names, or say of each name what is its own, got {}"),
-        ("learners: 3", "must be names, or say of each name what is its own, got 3"),
+        ("learners: []", "must be names, or map each name to its own settings, got {}"),
+        ("learners: 3", "must be names, or map each name to its own settings, got 3"),
         ("state: there", "field learners is required"),
-        ("learners: {a: {polcy: x}}", "unknown field learners.a.polcy; of a learner, or of all, there are coordinator,"),
+        ("learners: {a: {polcy: x}}", "unknown field learners.a.polcy; the fields of a learner, or of all, are coordinator,"),
         ("name: a\nlearners: [a]", "unknown field name"),
         ("learners: {a: 3}", "learners.a: must be a mapping of fields, got 3"),
         ("learners: [a/b]", "learner a/b: a learner's name is part of file names"),
@@ -95,7 +95,7 @@ def test_names_alone_are_learners_of_which_all_is_the_same(tmp_path: Path) -> No
         ("learners: {a: , b: {owner: [bob]}}", "learner b: "),
         ("learners: [a, b]\nlisten: 127.0.0.1:7401", "an address each, got listen 127.0.0.1:7401 for both a and b"),
         ("learners: [a, b]\nadvertise: WARD:7401", "an address each, got advertise WARD:7401 for both a and b"),
-        ("learners: {a: {noise_seed: x, listen: '0.0.0.0:0', advertise: 'A:1'}}", "learner a: seeded noise protects nobody"),
+        ("learners: {a: {noise_seed: x, listen: '0.0.0.0:0', advertise: 'A:1'}}", "learner a: seeded noise gives no privacy"),
         ("[a, b]", "a file of learners must be a mapping"),
         ("learners: [a", "is not YAML"),
     ],
@@ -134,9 +134,9 @@ def test_many_learners_get_the_open_files_that_they_need(limits: tuple[int, int]
     low = min(hard, 1024)
     resource.setrlimit(resource.RLIMIT_NOFILE, (low // 2, hard))
     with capture_logs() as said:
-        host._make_room(1)
+        host._raise_file_limit(1)
         assert (resource.getrlimit(resource.RLIMIT_NOFILE)[0], said) == (low // 2, [])
-        host._make_room(hard)
+        host._raise_file_limit(hard)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     assert [(each["event"], each["allowed"]) for each in said] == [("few open files are allowed", hard)]
 

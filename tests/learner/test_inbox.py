@@ -88,7 +88,7 @@ class Neighbourhood(RuleBasedStateMachine):
         j = data.draw(st.sampled_from(sorted(self.due)))
         if t == self.due[j] and t < self.round + self.ahead:
             t += 1
-        text = f"learner {j} must say round {self.due[j]} next, got round {t}"
+        text = f"learner {j} must send round {self.due[j]} next, got round {t}"
         with pytest.raises(RemoteProtocolError, match=text) as refused:
             self.inbox.put(j, t, j, message(-1, -1))
         assert refused.value.violation is (None if t < self.due[j] else ViolationKind.ROUND)
@@ -182,7 +182,7 @@ class Latecomers(RuleBasedStateMachine):
         """Also who is told, and never heard."""
         for j, due in (*self.due.items(), (DEAF, -1)):
             if t != due or t >= self.round + AHEAD:
-                with pytest.raises(RemoteProtocolError, match=f"learner {j} must say round .* next, got round {t}"):
+                with pytest.raises(RemoteProtocolError, match=f"learner {j} must send round .* next, got round {t}"):
                     self.inbox.put(j, t, j, message(-1, -1))
 
     @invariant()

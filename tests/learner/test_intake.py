@@ -275,7 +275,7 @@ def test_bounds_of_records_that_came_together_are_enforced_once(monkeypatch: pyt
         seen.append(len(rows))
         return enforce(self, rows, labels)
 
-    monkeypatch.setattr(RidgeLoss, "enforce", counted)
+    monkeypatch.setattr(RidgeLoss, "enforce_bounds", counted)
     held = PlannedRecordQueue(2, loss, 20, Participation((range(20),), 20))
     held.put(batch(0, [[3.0, 4.0]] * 20, [0.0] * 20, counts=[1] * 20))
     assert not seen

@@ -44,7 +44,7 @@ def session(folder: Path, run_id: str, *, own_budget: float | None = None, name:
 async def spend(made: Session, rounds: int) -> float:
     """Say so many rounds; what they cost."""
     for t in range(rounds):
-        await made._speak(t)
+        await made._form_and_log(t)
         made.state_machine.privacy_filter.advance(1)
     return made.state_machine.privacy_filter.epsilon_spent
 
@@ -85,7 +85,7 @@ async def test_an_owners_budget_spans_all_runs(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from sottovoce_learner.privacy_filter import Books, Allowance
+from sottovoce_learner.privacy_filter import Allowance, PrivacyFilter
 from tests.learner.test_ledger import session, spend
 
 def die(self, after):
@@ -93,7 +93,7 @@ def die(self, after):
         print(repr(after), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-Books.charge = die
+PrivacyFilter.charge = die
 asyncio.run(spend(session(Path(sys.argv[1]), "run-a"), 9))
 """
 
@@ -178,8 +178,8 @@ def test_an_infinite_price_is_above_every_owners_budget() -> None:
 HOLDING = """
 import sys
 from pathlib import Path
-from sottovoce_learner.storage.state_folder import Claim
-held = Claim(Path(sys.argv[1]), "ann")
+from sottovoce_learner.storage.state_folder import LearnerLock
+held = LearnerLock(Path(sys.argv[1]), "ann")
 print("held", flush=True)
 sys.stdin.read()
 """

@@ -23,7 +23,7 @@ def config(**options: Any) -> LearnerConfig:
 def noise_of(index: int = 0, run_id: str = "r", **options: Any) -> Any:
     """What a learner draws from in a run."""
     spec = small_spec(name="demo")
-    return Learner(config(**options))._noise(RunAssignment(run_id, spec, 3, index, spec.names[index]))
+    return Learner(config(**options))._build_noise(RunAssignment(run_id, spec, 3, index, spec.names[index]))
 
 
 def test_by_default_the_bitwise_sampler_draws() -> None:
@@ -51,7 +51,7 @@ def test_a_seed_gives_the_same_noise_in_every_run_of_a_name_and_each_learner_its
 
 @pytest.mark.parametrize("where", [{"listen": "192.0.2.1:0"}, {"advertise": "ann.example:7000"}])
 def test_a_seed_is_for_loopback_alone(where: dict[str, str]) -> None:
-    with pytest.raises(SpecError, match="seeded noise protects nobody and is allowed on loopback addresses only"):
+    with pytest.raises(SpecError, match="seeded noise gives no privacy and is allowed on loopback addresses only"):
         config(noise_seed="7", **where).check()
 
 

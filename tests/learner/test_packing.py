@@ -86,7 +86,7 @@ def test_what_is_no_data_is_taken_from_the_run() -> None:
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, np.array([object()]), Leaf, 1j])
 def test_what_has_no_bytes_is_refused(value: Any) -> None:
-    with pytest.raises(UnpackableError, match="a state must be made of"):
+    with pytest.raises(UnpackableError, match="a state must consist of"):
         pack(Leaf(value), {})
 
 
@@ -100,19 +100,19 @@ def test_a_class_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for changed in (Other, int, None, "text"):
         monkeypatch.setattr(f"{__name__}.Leaf", changed)
         with pytest.raises(
-            CorruptStateError, match=r"test_packing:Leaf, which is another class here: it was written by another"
+            CorruptStateError, match=r"test_packing:Leaf, which differs from the class here: it was written by another"
         ):
             unpack(raw, {})
 
 
 def test_nothing_is_imported_to_read_it() -> None:
     raw = pack(Leaf(1), {}).replace(__name__.encode(), b"x" * len(__name__))
-    with pytest.raises(CorruptStateError, match="which is another class here"):
+    with pytest.raises(CorruptStateError, match="which differs from the class here"):
         unpack(raw, {})
 
 
 def test_other_bytes_and_newer_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CorruptStateError, match="must begin with its mark"):
+    with pytest.raises(CorruptStateError, match="must begin with its magic number"):
         unpack(b"something else", {})
     raw = pack(1, {})
     monkeypatch.setattr(state_folder, "FORMAT", 0)
@@ -127,11 +127,12 @@ def test_records_that_wait(sizes: list[int]) -> None:
     rounds = 3 * np.arange(len(sizes))
     taken = RecordQueueState({"a": 3}, 7, 4, waiting, rounds, np.array(sizes, np.int64), {}, 0)
     again = unpack(pack(taken, {}), {})
-    assert (again.next, again.filled, again.batches) == ({"a": 3}, 7, 4)
+    assert (again.next_sequences, again.filled_rounds, again.batch_count) == ({"a": 3}, 7, 4)
     assert (again.rounds.tolist(), again.sizes.tolist()) == (rounds.tolist(), sizes)
     for name in ("features", "labels"):
         said, heard = (
-            [value for each in part for value in getattr(each, name).tolist()] for part in (waiting, again.waiting)
+            [value for each in part for value in getattr(each, name).tolist()]
+            for part in (waiting, again.queued_batches)
         )
         assert heard == said
 

@@ -130,7 +130,7 @@ def test_old_rounds_are_forgotten() -> None:
     for t in range(50):
         assert mine.get_in_neighbours(t + 1) is mine.get_round_part(t + 1).in_neighbours
         mine.forget(t)
-    assert list(mine._parts) == [50]
+    assert list(mine._cached_parts) == [50]
 
 
 def digest(topology: dict[str, Any], n: int, first: int, until: int) -> bytes:
@@ -168,7 +168,9 @@ def test_a_digest_stands_for_the_epochs_of_its_rounds() -> None:
 )
 def test_a_digest_of_anything_else_is_found_out(first: int, until: int, of: dict[str, Any]) -> None:
     mine = introduced()
-    with pytest.raises(RemoteProtocolError, match="in rounds 1 to 6 everybody must hear whom the run spec says"):
+    with pytest.raises(
+        RemoteProtocolError, match="in rounds 1 to 6 the senders and weights must be those of the run spec"
+    ):
         mine.accept_digest(1, 7, digest(of, 3, first, until))
     assert mine.announced_rounds == 1
 

@@ -39,13 +39,13 @@ class Disk:
     def __init__(self, streams: int, *, error: Exception | None = None) -> None:
         self.events: list[str] = []
         self._error = error
-        self.settled = False
+        self.is_durable = False
         self.receipts = _Receipts(cast(Any, self))
         self.open = [ExitStack() for _ in range(streams)]
         for each in self.open:
             each.enter_context(self.receipts.register_stream())
 
-    def settle(self) -> None:
+    def make_durable(self) -> None:
         self.events.append("sync")
         if self._error is not None:
             raise self._error
@@ -129,9 +129,9 @@ async def test_a_stream_that_breaks_while_it_waits_takes_no_other_along() -> Non
 
 @pytest.mark.usefixtures("patient")
 async def test_a_sync_that_fails_is_told_to_all_who_rest_on_it() -> None:
-    disk = Disk(2, error=FailedPrecondition("records cannot be kept"))
+    disk = Disk(2, error=FailedPrecondition("records cannot be stored"))
     told = await asyncio.gather(*disk.begin("a", "b"), return_exceptions=True)
-    assert [str(each) for each in told] == ["records cannot be kept"] * 2
+    assert [str(each) for each in told] == ["records cannot be stored"] * 2
     assert disk.events == ["sync"]
 
 
@@ -202,7 +202,7 @@ async def test_no_receipt_for_what_a_closed_log_does_not_keep(tmp_path: Path) ->
     fed = session(tmp_path)
     fed._log.append_records(0, b"records")
     await fed.close()
-    with pytest.raises(FailedPrecondition, match="records cannot be kept: the log is closed"):
+    with pytest.raises(FailedPrecondition, match="records cannot be stored: the log is closed"):
         await fed.ingestor.receipts.wait_durable()
 
 
@@ -218,8 +218,8 @@ async def test_a_disk_that_failed_at_one_receipt_gives_no_other(
 
     with monkeypatch.context() as failing:
         failing.setattr(os, "fdatasync", fails)
-        with pytest.raises(FailedPrecondition, match="records cannot be kept: Input/output error"):
+        with pytest.raises(FailedPrecondition, match="records cannot be stored: Input/output error"):
             await fed.ingestor.receipts.wait_durable()
-    with pytest.raises(FailedPrecondition, match="records cannot be kept: an earlier sync failed"):
+    with pytest.raises(FailedPrecondition, match="records cannot be stored: an earlier sync failed"):
         await fed.ingestor.receipts.wait_durable()
     await fed.close()

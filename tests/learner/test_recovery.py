@@ -114,7 +114,7 @@ class Crew:
         for j in one.plan.get_in_neighbours(t):
             if one.inbox.get_due_round(j) == t:
                 one.receive(j, dict(self.learners[j].links[one.assignment.index]._frames)[t])
-        await one._learn(t)
+        await one._update(t)
 
     def die(self) -> None:
         """All of them."""
@@ -368,7 +368,8 @@ async def test_noise_that_was_not_written_down_is_missed(tmp_path: Path) -> None
     await crew.live(range(5))
     crew.learners[0]._log.close()
     with pytest.raises(
-        CorruptStateError, match=r"needs \d+ more numbers of noise, and its entry has 0: another version wrote it"
+        CorruptStateError,
+        match=r"needs \d+ more numbers of noise, got an entry with 0: it was written by another version",
     ):
         crew.born(0)
 
@@ -377,12 +378,12 @@ async def test_noise_that_is_left_over_was_drawn_for_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No message would show it."""
-    crew, drawn = Crew(tmp_path, hidden(), keyed=False), vars(NoiseRecorder)["drawn"].fget
+    crew, drawn = Crew(tmp_path, hidden(), keyed=False), vars(NoiseRecorder)["recorded_bytes"].fget
     monkeypatch.setattr(NoiseRecorder, "recorded_bytes", property(lambda kept: drawn(kept) + bytes(8)))
     await crew.live(range(1))
     crew.learners[0]._log.close()
     with pytest.raises(
-        CorruptStateError, match="and by the entries before it would be another one: it was written by another"
+        CorruptStateError, match="and by the entries before it must have another one: it was written by another"
     ):
         crew.born(0)
 
@@ -393,9 +394,9 @@ async def test_a_log_that_another_version_wrote_is_not_gone_on_with(
     crew = Crew(tmp_path, spec_of(), keyed=False)
     await crew.live(range(2))
     with monkeypatch.context() as patch:
-        patch.setattr("sottovoce_learner.state_machine.Books.price", lambda books, t: 1e-9)
+        patch.setattr("sottovoce_learner.state_machine.PrivacyFilter.admit_round", lambda books, t: 1e-9)
         with pytest.raises(
-            CorruptStateError, match=r"entry \d+ of the log says round 0 at epsilon .* by another version"
+            CorruptStateError, match=r"entry \d+ of the log has round 0 at epsilon .* by another version"
         ):
             crew.born(0)
     assert crew.born(0).status.rounds_committed == 2

@@ -40,8 +40,8 @@ HARMS: list[tuple[str, Callable[[Path], object], float]] = [
     ("log cut", lambda folder: cut(folder / LOG), 2 * PRICE + RESERVED),
     ("log lost", lambda folder: shutil.rmtree(folder / "run-b@ann"), 2 * PRICE + RESERVED),
     ("log zeroed", lambda folder: (folder / LOG).write_bytes(bytes(9000)), 2 * PRICE + RESERVED),
-    ("mark lost", lambda folder: (folder / "ann.mark").unlink(), 2 * PRICE + RESERVED),
-    ("mark zeroed", lambda folder: (folder / "ann.mark").write_bytes(bytes(1024)), 2 * PRICE + RESERVED),
+    ("mark lost", lambda folder: (folder / "ann.high_water_mark").unlink(), 2 * PRICE + RESERVED),
+    ("mark zeroed", lambda folder: (folder / "ann.high_water_mark").write_bytes(bytes(1024)), 2 * PRICE + RESERVED),
     ("ledger cut", lambda folder: cut(folder / "ann.runs"), 2 * PRICE + RESERVED),
     ("ledger lost", lambda folder: (folder / "ann.runs").unlink(), 2 * PRICE + RESERVED),
 ]
@@ -52,7 +52,7 @@ def test_what_may_have_been_spent_is_charged_for_ever(
     folder: Path, harm: Callable[[Path], object], most: float
 ) -> None:
     harm(folder)
-    with pytest.raises(CorruptStateError, match=f"at most {most:.6g} in all"):
+    with pytest.raises(CorruptStateError, match=f"at most {most:.6g} in total"):
         open_run(folder, "run-b")
     done = Ledger(folder).repair(NAME)
     assert (done.total_epsilon_spent, Ledger(folder).sum_epsilon(NAME)) == (most, most)
@@ -72,7 +72,7 @@ def test_the_run_is_over_where_it_is_still_known(folder: Path) -> None:
 def test_every_byte_of_the_log_cut_is_charged_enough(folder: Path) -> None:
     """Whatever is left of it, and with the mark or without."""
     raw = (folder / LOG).read_bytes()
-    files = {path: path.read_bytes() for path in (folder / "ann.runs", folder / "ann.mark")}
+    files = {path: path.read_bytes() for path in (folder / "ann.runs", folder / "ann.high_water_mark")}
     for k in range(wal.PAGE_BYTES, len(raw.rstrip(b"\0")), 16):
         (folder / LOG).write_bytes(raw[:k])
         assert Ledger(folder).repair(NAME).total_epsilon_spent == 2 * PRICE + RESERVED
@@ -85,9 +85,9 @@ def test_every_byte_of_the_log_cut_is_charged_enough(folder: Path) -> None:
 
 
 def test_what_cannot_be_known_must_be_given(folder: Path) -> None:
-    for path in (folder / "ann.runs", folder / "ann.mark"):
+    for path in (folder / "ann.runs", folder / "ann.high_water_mark"):
         path.unlink()
-    with pytest.raises(CorruptStateError, match=r"cannot be known .* say what it was at most with --charge EPSILON"):
+    with pytest.raises(CorruptStateError, match=r"cannot be known .* give its maximum with --charge EPSILON"):
         Ledger(folder).repair(NAME)
     assert Ledger(folder).repair(NAME, 7.0).total_epsilon_spent == 7.0 == Ledger(folder).sum_epsilon(NAME)
 
@@ -171,7 +171,7 @@ async def test_every_charge_is_computed_again(tmp_path: Path) -> None:
 async def test_a_charge_that_the_spec_does_not_ask_for_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sottovoce_learner.state_machine.Books.price", lambda books, t: 0.001 * (t + 1))
+    monkeypatch.setattr("sottovoce_learner.state_machine.PrivacyFilter.admit_round", lambda books, t: 0.001 * (t + 1))
     crew = Crew(tmp_path, spec_of(), keyed=False)
     await crew.live(range(3))
     with pytest.raises(CorruptStateError, match=r"charges 0\.\d+ by round \d, and its spec asks for"):
@@ -187,4 +187,4 @@ def test_repair_says_what_it_did(folder: Path) -> None:
     first, second = out.getvalue().splitlines()
     assert first == "nothing is lost: ε 1.25 in all, as before"
     assert second.startswith("charged ε 1, which makes 1.5 in all; what was there is kept in ")
-    assert "is cut or damaged at entry" in StoredState.read(LearnerPaths(folder, NAME)).lines[-1].facts["why"]
+    assert "is cut or damaged at entry" in StoredState.read(LearnerPaths(folder, NAME)).lines[-1].facts["reason"]

@@ -48,8 +48,8 @@ class Fed:
     @property
     def reported(self) -> bool:
         """Was there anything to report since this was asked last?"""
-        changed = self.session._changed.is_set()
-        self.session._changed.clear()
+        changed = self.session._report_event.is_set()
+        self.session._report_event.clear()
         return changed
 
 

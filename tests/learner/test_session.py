@@ -40,7 +40,7 @@ def session(folder: Path, run_id: str = "run-1") -> Session:
 async def test_a_restarted_learner_says_the_last_round_of_its_run_as_it_was(tmp_path: Path) -> None:
     before = session(tmp_path)
     before.plan.accept_epoch(0, {1: 0.5}, [1])
-    frame = await before._speak(0)
+    frame = await before._form_and_log(0)
     again = session(tmp_path)
     assert (again.status.rounds_committed, again.status.rounds_done) == (1, 0)
     assert list(again.links[1]._frames) == [(0, frame)]
@@ -62,7 +62,9 @@ def test_who_is_away_has_heard_nothing_that_was_not_said(tmp_path: Path) -> None
         RunAssignment("run-1", own.assignment.spec, 3, 2, "learner-2"), SystemNoise(), tmp_path, policy=ALLOWING
     )
     own.require_log_complete(2, away.inbox.get_due_round(0))
-    with pytest.raises(CorruptStateError, match="learner-1 has heard round 0 of this learner, whose log has 0 rounds"):
+    with pytest.raises(
+        CorruptStateError, match="learner-1 has received round 0 of this learner, whose log has 0 rounds"
+    ):
         own.require_log_complete(1, 1)
 
 
@@ -79,7 +81,7 @@ def test_a_learner_is_assigned_under_its_own_name(tmp_path: Path) -> None:
 async def test_another_run_begins_afresh_and_closes_the_one_before(tmp_path: Path) -> None:
     before = session(tmp_path)
     before.plan.accept_epoch(0, {1: 0.5}, [1])
-    await before._speak(0)
+    await before._form_and_log(0)
     assert session(tmp_path, "run-2")._log.recovered_contents is None
     with pytest.raises(FailedPrecondition, match="has been in another run since run 'run-1', which is closed for it"):
         session(tmp_path)
@@ -103,11 +105,11 @@ async def test_the_status_counts_what_was_said_and_what_was_done(tmp_path: Path)
 @pytest.mark.parametrize("number", [math.nan, math.inf, -1e101])
 async def test_what_no_neighbour_would_take_is_neither_said_nor_charged(tmp_path: Path, number: float) -> None:
     one: Any = session(tmp_path)
-    one.plan.announce(0, {1: 0.5}, [1])
+    one.plan.accept_epoch(0, {1: 0.5}, [1])
     one._noise = lambda draw: np.array([0.0, number, 0.0])
     with pytest.raises(LocalProtocolError, match="field 'y' of a message must be finite and within 1e\\+100"):
-        await one._speak(0)
-    assert one._log.spent == 0.0 and one.status.rounds_said == 0
+        await one._form_and_log(0)
+    assert one._log.epsilon_spent == 0.0 and one.status.rounds_committed == 0
     assert said_rounds(tmp_path, "learner-0") == []
 
 
@@ -133,6 +135,6 @@ async def test_a_feeder_waits_while_more_bytes_wait_than_a_learner_holds(
 
 async def test_what_takes_long_is_computed_beside_the_loop(tmp_path: Path) -> None:
     one: Any = session(tmp_path)
-    assert await one._computed(threading.get_ident) == threading.get_ident()
-    one.memory.loss = SimpleNamespace(heavy=True)
-    assert await one._computed(threading.get_ident) != threading.get_ident()
+    assert await one._compute(threading.get_ident) == threading.get_ident()
+    one.state_machine.loss = SimpleNamespace(has_slow_gradient=True)
+    assert await one._compute(threading.get_ident) != threading.get_ident()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_core.errors import EquivocationError, RemoteProtocolError
-from sottovoce_learner.peers.inbox import _Unsigned
+from sottovoce_learner.peers.inbox import _UnsignedMessages
 from sottovoce_learner.peers.outbox import NeighbourLink, SentDigests
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, Statement, compute_frame_digest
@@ -25,11 +25,11 @@ def said(rounds: range, what: str = "") -> SentDigests:
     return own
 
 
-def heard(rounds: range) -> _Unsigned:
-    unsigned = _Unsigned()
+def heard(rounds: range) -> _UnsignedMessages:
+    unsigned = _UnsignedMessages()
     for t in rounds:
         unsigned.require_signed(1, t)
-        unsigned.heard(1, t, compute_frame_digest(frame(t)))
+        unsigned.add(1, t, compute_frame_digest(frame(t)))
     return unsigned
 
 
@@ -49,8 +49,8 @@ def test_what_was_said_long_ago_is_forgotten_and_what_is_remembered_comes_back()
     own = said(range(10 * ROUNDS_PER_BLOCK))
     again = unpack(pack(own.copy(), {}), {})
     assert sorted(own.digests) == [6, 7, 8, 9]
-    assert again.statement("run", 1, 9) == own.build_statement("run", 1, 9)
-    assert again == own and again.told(9) == [2, 5]
+    assert again.build_statement("run", 1, 9) == own.build_statement("run", 1, 9)
+    assert again == own and again.list_recipients(9) == [2, 5]
 
 
 def test_of_a_neighbour_that_hears_seldom_the_last_block_is_remembered_however_old() -> None:
@@ -64,39 +64,39 @@ def test_of_a_neighbour_that_hears_seldom_the_last_block_is_remembered_however_o
 def test_a_neighbour_signs_a_block_before_it_says_anything_of_another() -> None:
     unsigned = heard(range(5, ROUNDS_PER_BLOCK))
     with pytest.raises(
-        RemoteProtocolError, match=f"must sign what it said from round 5 on before it says round {ROUNDS_PER_BLOCK}"
+        RemoteProtocolError, match=f"must sign its messages from round 5 on before it sends round {ROUNDS_PER_BLOCK}"
     ):
         unsigned.require_signed(1, ROUNDS_PER_BLOCK)
     unsigned.require_signed(2, ROUNDS_PER_BLOCK)  # of whom nothing was heard
-    assert unsigned.waits(1, 0) and unsigned.owing == {1}
-    unsigned.signed(1, said(range(ROUNDS_PER_BLOCK)).build_statement("run", 1, 0))
+    assert unsigned.has_unsigned(1, 0) and unsigned.unsigned_neighbours == {1}
+    unsigned.verify_statement(1, said(range(ROUNDS_PER_BLOCK)).build_statement("run", 1, 0))
     unsigned.require_signed(1, ROUNDS_PER_BLOCK)
-    assert not unsigned.waits(1, 0) and not unsigned.owing  # what comes again, after a reconnect, is not looked at
+    assert not unsigned.has_unsigned(1, 0) and not unsigned.unsigned_neighbours  # repetitions are not checked
 
 
 def test_what_is_signed_is_what_was_said() -> None:
-    with pytest.raises(EquivocationError, match="signed another message of round 3 than came here"):
-        heard(range(3, 9)).signed(1, said(range(ROUNDS_PER_BLOCK), "otherwise").build_statement("run", 1, 0))
-    with pytest.raises(RemoteProtocolError, match="did not sign what it said in round 8"):
-        heard(range(9)).signed(1, said(range(8)).build_statement("run", 1, 0))
+    with pytest.raises(EquivocationError, match="signed another message of round 3 than arrived here"):
+        heard(range(3, 9)).verify_statement(1, said(range(ROUNDS_PER_BLOCK), "otherwise").build_statement("run", 1, 0))
+    with pytest.raises(RemoteProtocolError, match="did not sign its message of round 8"):
+        heard(range(9)).verify_statement(1, said(range(8)).build_statement("run", 1, 0))
     with pytest.raises(RemoteProtocolError, match="learner 1 signed in the name of learner 2"):
-        heard(range(9)).signed(1, Statement("run", 2, 0, said(range(9)).build_statement("run", 1, 0).digests))
+        heard(range(9)).verify_statement(1, Statement("run", 2, 0, said(range(9)).build_statement("run", 1, 0).digests))
 
 
 def test_who_heard_some_rounds_checks_these() -> None:
     unsigned = heard(range(7, 8))
-    unsigned.signed(1, said(range(ROUNDS_PER_BLOCK)).build_statement("run", 1, 0))
+    unsigned.verify_statement(1, said(range(ROUNDS_PER_BLOCK)).build_statement("run", 1, 0))
     unsigned.require_signed(1, 5 * ROUNDS_PER_BLOCK)
 
 
 def test_a_block_that_was_signed_in_part_is_signed_again() -> None:
     """Its learner was away for some rounds of it."""
     unsigned = heard(range(4))
-    unsigned.signed(1, said(range(4)).build_statement("run", 1, 0))
+    unsigned.verify_statement(1, said(range(4)).build_statement("run", 1, 0))
     for t in range(20, ROUNDS_PER_BLOCK):
         unsigned.require_signed(1, t)
-        unsigned.heard(1, t, compute_frame_digest(frame(t)))
-    unsigned.signed(1, said(range(ROUNDS_PER_BLOCK)).build_statement("run", 1, 0))
+        unsigned.add(1, t, compute_frame_digest(frame(t)))
+    unsigned.verify_statement(1, said(range(ROUNDS_PER_BLOCK)).build_statement("run", 1, 0))
     unsigned.require_signed(1, ROUNDS_PER_BLOCK)
 
 
@@ -105,7 +105,7 @@ def test_a_block_that_was_signed_in_part_is_signed_again() -> None:
 )
 async def test_on_a_new_stream_signatures_stand_where_they_did(rounds: int, lacking: int, told: int) -> None:
     """Behind the rounds that they sign; the last one before what is lacking comes again, for nobody knows whether it came."""
-    link, first, second = NeighbourLink(keep=3 * ROUNDS_PER_BLOCK), Stream(), Stream()
+    link, first, second = NeighbourLink(retained_rounds=3 * ROUNDS_PER_BLOCK), Stream(), Stream()
     due = list[tuple[int, bytes]]()
     link.attach(first, 0)
     for t in range(0, rounds):

@@ -1,4 +1,4 @@
-"""A run under way that learners leave or join, or that goes on without one (`coordinator/sottovoce_coordinator/run_controller.py`).
+"""A run that learners leave or join, or that goes on without one (`coordinator/sottovoce_coordinator/run_controller.py`).
 
 All rest; the spec that follows is written down; then it is told. Between these the coordinator awaits, so anything may happen.
 """
@@ -90,7 +90,7 @@ class Changing(Coordinating):
         return books.busy(self.shape, state.coordinator.book, away)
 
     def _written(self, state: State, change: Change) -> Step:
-        """`RunController._amend`: the changed spec, durable before it is told. One that cannot be changes nothing, or ends a run."""
+        """`RunController._amend`: the changed spec, durable before it is sent. An invalid one changes nothing or ends a run."""
         coordinator = state.coordinator
         offline_intervals = self._absences(coordinator.book, change)
         if offline_intervals is not None:

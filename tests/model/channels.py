@@ -69,7 +69,7 @@ def due(
     """What a link says on a new stream to a neighbour; it was told what is for that one alone."""
     told = tuple((t, message) for t, message in before if neighbour in told_in(shape, learner, t))
     attached = _link(link, shape, learner, told)
-    attached._kick = lambda: None  # type: ignore[method-assign] # the model says when it is written
+    attached._start_writing = lambda: None  # type: ignore[method-assign] # the model says when it is written
     attached.attach(_Unwritten(), next_round)
     return tuple(attached._due)
 
@@ -120,12 +120,12 @@ def _inbox(kind: Boxes, shape: Shape, learner: int, box: Box) -> Inbox[bytes]:
 
 
 def _value(shape: Shape, learner: int, inbox: Inbox[bytes]) -> Box:
-    others, rounds = neighbours(shape, learner), sorted(inbox._heard)
-    heard = tuple(tuple(inbox._heard[t][j] for t in rounds if j in inbox._heard[t]) for j in others)
+    others, rounds = neighbours(shape, learner), sorted(inbox._received)
+    heard = tuple(tuple(inbox._received[t][j] for t in rounds if j in inbox._received[t]) for j in others)
     return Box(
         inbox.round,
         heard,
-        tuple(inbox._last.get(j, b"") for j in others) if run_of(shape).has_bounded_staleness else (),
+        tuple(inbox._last_messages.get(j, b"") for j in others) if run_of(shape).has_bounded_staleness else (),
     )
 
 
@@ -155,7 +155,7 @@ def enough(kind: Boxes, shape: Shape, learner: int, box: Box) -> bool:
 
 @cache
 def taken(kind: Boxes, shape: Shape, learner: int, box: Box) -> tuple[tuple[bytes, ...], Box]:
-    """The messages that the round uses, by sender, and the inbox then (`Session._learn`)."""
+    """The messages that the round uses, by sender, and the inbox then (`Session._update`)."""
     inbox = _inbox(kind, shape, learner, box)
     here = inbox.take()
     return tuple(here[j] for j in heard_in(shape, learner, box.round)), _value(shape, learner, inbox)
@@ -185,7 +185,7 @@ class Greeting(NamedTuple):
 @cache
 def hello(shape: Shape, own: Greeting, neighbour: int) -> bytes:
     """What a side says of itself when a stream is opened."""
-    return connection._hello(_session(shape, own, neighbour), neighbour)
+    return connection._build_hello(_session(shape, own, neighbour), neighbour)
 
 
 @cache
@@ -193,7 +193,7 @@ def greeted(shape: Shape, own: Greeting, neighbour: int, payload: bytes) -> tupl
     """The first round that the neighbour has not heard, and its incarnation; None: it is refused."""
     session = _session(shape, own, neighbour)
     try:
-        _, asked = connection._greeted(session, payload)
+        _, asked = connection._verify_hello(session, payload)
     except SottovoceError:
         return None
     return asked, session.links[neighbour].incarnation

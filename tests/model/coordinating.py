@@ -50,7 +50,7 @@ class Coordinating(Learners):
             yield machine.Step("reported before", text, state._replace(coordinator=coordinator._replace(book=rests)))
 
     def _tells(self, coordinator: Coordinator, process: Process, i: int, session: Session) -> bool:
-        """`Session._round`: when its state changes, or in time for the next grant. Chatty learners may at any time.
+        """`Session._run_round`: when its state changes, or in time for the next grant. Chatty learners may at any time.
 
         Where all are to rest, each tells when it does; one that has nothing to do before. Who is there again tells in any case,
         which matters where it is waited for, or the last one that is.

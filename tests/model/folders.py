@@ -311,7 +311,7 @@ def filled(intake: Callable[..., PlannedRecordQueue], shape: Shape, learner: int
 
 @cache
 def fresh_folder(shape: Shape, learner: int, *, fed: bool) -> Folder:
-    """Of a learner that has opened the run (`store.Store._opened`); without a feeder it has all its records already."""
+    """Of a learner that has opened the run (`store.LearnerStore._open_log`); without a feeder it has all its records already."""
     offline_intervals = (shape.offline_intervals,)
     lines, spec = _lines(shape, learner, offline_intervals), run_of(shape).spec
     opening, chain = LogEntry(EntryKind.OPEN, 0, 0, 0.0, 0.0, spec.model_dump_json().encode()).encode(bytes(16))

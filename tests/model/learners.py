@@ -42,7 +42,7 @@ class Learners(Streams):
     def _introduces(self, state: State, f: int) -> Iterator[Step]:
         """`Coordinator._admit` up to the issue, which is durable, and `Learner._join`, which writes it."""
         i, coordinator, who = self.shape.owner(f), state.coordinator, self.shape.called(f)
-        if not folders.stands(self.shape, i, state.folders[f]):  # `Learner._require_whole`, before it joins
+        if not folders.stands(self.shape, i, state.folders[f]):  # `Learner._verify_state`, before it joins
             yield self._refused(state._replace(damaged=True), f)
             return
         said = coordinator.book.statuses[i][2]
@@ -98,7 +98,7 @@ class Learners(Streams):
         yield machine.Step("returned", f"{self.shape.called(f)} comes back to the coordinator", after)
 
     def _welcomed(self, state: State, f: int) -> State:
-        """`Coordinator._welcome`, and `Learner._obey`, which follows what it is told before anything else happens to it."""
+        """`Coordinator._welcome`, and `Learner._execute`, which follows what it is told before anything else happens to it."""
         state, told = self._taken_back(state, f)
         return state if told is None else self._obeys(state, f, told)
 
@@ -142,7 +142,7 @@ class Learners(Streams):
             yield machine.Step("rested", f"{who} rests", self._obeys(before, f, told))
 
     def _obeys(self, state: State, f: int, told: Directive) -> State:
-        """`Learner._obey`."""
+        """`Learner._execute`."""
         process = state.processes[f]
         session = process.session
         if isinstance(told, Begin):
@@ -199,7 +199,7 @@ class Learners(Streams):
         if session is None:
             return
         if session.state is LearnerState.CONNECTING:
-            # `Session._connected`. It waits for one neighbour after the other; that each has greeted is a little less.
+            # `Session._wait_connected`. It waits for one neighbour after the other; that each has greeted is a little less.
             known = {j for j, number in zip(runs.neighbours(shape, i), session.known, strict=True) if number}
             if runs.met(shape, i, session.done) <= known:
                 running = self._live(state, f, session._replace(state=LearnerState.RUNNING))
@@ -276,7 +276,7 @@ class Learners(Streams):
         return after._replace(streams=streams, left=state.left | {message})
 
     def _learns(self, state: State, f: int, session: Session, kind: str, what: str) -> Iterator[Step]:
-        """`Session._learn`: where an absence follows, its inputs are written down; behind its last round it has finished."""
+        """`Session._update`: where an absence follows, its inputs are written down; behind its last round it has finished."""
         i, shape, who = self.shape.owner(f), self._own(state, f), self.shape.called(f)
         heard, box = channels.taken(self.inbox, shape, i, session.box)
         batches = len(folders.records(self.shape, i, state.folders[f].log))

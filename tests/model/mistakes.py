@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sottovoce_coordinator.store import Claim, LearnerBinding
-from sottovoce_learner.ingest.record_queue import PlannedRecordQueue, _New
+from sottovoce_learner.ingest.record_queue import PlannedRecordQueue, _NewRecords
 from sottovoce_learner.peers.outbox import NeighbourLink, _Stream
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.wal import RoundPayload
@@ -82,8 +82,8 @@ class ReceiptFirst(World):
 
 
 class _TakesAgain(PlannedRecordQueue):
-    def prepare(self, batch: learner_pb2.SampleBatch) -> _New | None:
-        self._next[batch.source] = min(batch.sequence, self.get_next_sequence(batch.source))
+    def prepare(self, batch: learner_pb2.SampleBatch) -> _NewRecords | None:
+        self._next_sequences[batch.source] = min(batch.sequence, self.get_next_sequence(batch.source))
         return super().prepare(batch)
 
 
@@ -98,7 +98,7 @@ class TakesAgain(World):
 
 class _KeepsOne(NeighbourLink):
     def __init__(self, keep: int) -> None:
-        super().__init__(keep=1)
+        super().__init__(retained_rounds=1)
 
 
 class KeepsOne(World):

@@ -28,7 +28,7 @@ class StatesWhatWasDue(World):
 
 class _Newest(Inbox[bytes]):
     def take(self) -> dict[int, bytes]:
-        newest = {j: content for _, heard in sorted(self._heard.items()) for j, content in heard.items()}
+        newest = {j: content for _, heard in sorted(self._received.items()) for j, content in heard.items()}
         return {**super().take(), **newest}
 
 
@@ -41,7 +41,7 @@ class UsesTheNewest(World):
 class _AnyAge(Inbox[bytes]):
     @property
     def has_enough(self) -> bool:
-        return all(self._next[j] > 0 for j in self._heard_in(self.round))
+        return all(self._next[j] > 0 for j in self._get_senders(self.round))
 
 
 class UsesAnyAge(World):

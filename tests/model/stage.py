@@ -37,7 +37,7 @@ class Stage:
     intake: Callable[..., PlannedRecordQueue] = PlannedRecordQueue
     link: Callable[[int], NeighbourLink] = NeighbourLink
     inbox: Callable[..., Inbox[bytes]] = Inbox
-    amended: Amended = staticmethod(store._amended)
+    amended: Amended = staticmethod(store._is_reconfigured)
 
     def __init__(
         self,

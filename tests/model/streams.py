@@ -76,7 +76,7 @@ class Streams(Stage):
                 yield machine.Step("stream lost", f"a stream breaks, as {who} notices first", gone, fault=True)
 
     def _attaches(self, state: State, number: int, end: int) -> Iterator[Step]:
-        """`exchange._hold`: the stream takes the place of others of this neighbour; what that one lacks is sent."""
+        """`exchange._use_stream`: the stream takes the place of others of this neighbour; what that one lacks is sent."""
         stream = state.streams[number]
         f, other = (stream.caller, stream.callee)[:: 1 if end == CALLER else -1]
         asked, after = stream.asked, state

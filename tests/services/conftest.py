@@ -27,10 +27,10 @@ def _nobody_is_accused(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     notice, noticed = MessageReceiver.record_violation, []
 
     def noted(
-        hearing: MessageReceiver, neighbour: int, rule: ViolationKind, known_by: Attribution, *, ended: bool
+        hearing: MessageReceiver, neighbour: int, rule: ViolationKind, known_by: Attribution, *, has_ended: bool
     ) -> bool:
         noticed.append((hearing._role.name, neighbour, rule))
-        return notice(hearing, neighbour, rule, known_by, has_ended=ended)
+        return notice(hearing, neighbour, rule, known_by, has_ended=has_ended)
 
     monkeypatch.setattr(MessageReceiver, "record_violation", noted)
     yield

@@ -23,7 +23,7 @@ from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
-from sottovoce_learner.peers.connection import _hello
+from sottovoce_learner.peers.connection import _build_hello
 from sottovoce_learner.peers.in_process import InProcessTransport
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
@@ -157,7 +157,7 @@ async def test_a_neighbour_speaks_as_itself(tmp_path: Path) -> None:
         session = up.learners["ann"]._session
         while session is None or not session.plan.announced_rounds:
             session = await _later(up)
-        hello = _hello(session, 1)
+        hello = _build_hello(session, 1)
         for caller in ("learner/cleo", "eavesdropper/ear"):
             async with raw_channel(
                 ids.at(caller), ids.at(caller), up.addresses["ben"], "ben.learner.ward.example"
@@ -165,7 +165,7 @@ async def test_a_neighbour_speaks_as_itself(tmp_path: Path) -> None:
                 call: Any = to.stream_stream(f"{LEARNER}/Exchange")
                 failure = await refused(call(iter([hello]), timeout=PATIENCE_S))
             assert failure.code() is grpc.StatusCode.PERMISSION_DENIED
-            assert failure.details() == f"{caller} must not speak for ann"
+            assert failure.details() == f"{caller} must not send in the name of ann"
         assert started.run_id
 
 
@@ -225,14 +225,14 @@ async def test_a_wrong_certificate_is_told_at_the_first_failure_that_shows_it(
             while not any(each["event"] == "waiting for the coordinator" for each in logs):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not following.done()
-        status = learner._told()
+        status = learner._build_public_status()
         following.cancel()
         await asyncio.wait([following])
         await learner.stop()
         await coordinator.stop()
     (told,) = (each for each in logs if each["event"] == "waiting for the coordinator")
-    assert told["why"].startswith("its certificate is of ") and told["at"] == at
-    assert status.detail == f"no coordinator has let it in yet: that at {at}: {told['why']}"
+    assert told["reason"].startswith("its certificate is of ") and told["address"] == at
+    assert status.detail == f"no coordinator has let it in yet: that at {at}: {told['reason']}"
 
 
 async def test_who_feeds_is_told_at_once_that_a_learner_is_another_one(
@@ -281,12 +281,12 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
 
     def noting(address: str, role: Role, name: str, **_: Any) -> None:
         asked.append((role, name))
-        session.life.silent = True
+        session.lifecycle.is_silent = True
         raise Unavailable("nobody is there")
 
     role = SimpleNamespace(spec=small_spec(5, NAMES, capture=capture))
-    session = SimpleNamespace(role=role, life=SimpleNamespace(silent=False), policy=Policy())
-    session.codec = SimpleNamespace(length=100)
+    session = SimpleNamespace(assignment=role, lifecycle=SimpleNamespace(is_silent=False), policy=Policy())
+    session.codec = SimpleNamespace(message_bytes=100)
     monkeypatch.setattr(connection, "open_channel", noting)
     await connection.keep_open(
         cast(Session, session),

@@ -479,7 +479,7 @@ async def test_a_message_of_another_kind_is_named(tmp_path: Path, payload: bytes
 
 
 async def test_two_different_messages_of_one_round(tmp_path: Path) -> None:
-    with pytest.raises(EquivocationError, match="learner 0 said two different things in round 1"):
+    with pytest.raises(EquivocationError, match="learner 0 sent two different messages of round 1"):
         await transcript_of(tmp_path, [*conversation(2), row(frame(1, 0, 7.0))])
 
 

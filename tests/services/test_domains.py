@@ -25,7 +25,7 @@ from sottovoce_core.runs.policy import Policy
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_learner import session
-from sottovoce_learner.peers.connection import _hello, _require_itself
+from sottovoce_learner.peers.connection import _build_hello, _require_authentic
 from sottovoce_learner.session import Session
 from sottovoce_rpc.access import ACCESS_RULES, CONDITION, ROLE, UNTRUSTED
 from sottovoce_rpc.certificates import (
@@ -144,7 +144,7 @@ async def test_an_owner_names_who_is_of_another_domain(tmp_path: Path, ids: Fede
             ):
                 folder = ids.at(caller)
                 denied = await called(up, folder, folder, "learner", method) is grpc.StatusCode.PERMISSION_DENIED
-                assert denied is (code and not (caller == "operator/bob" and method.endswith("/Status"))), (
+                assert denied is (code and not (caller == "operator/bob" and method.endswith("/GetStatus"))), (
                     method,
                     caller,
                 )
@@ -175,9 +175,9 @@ async def test_a_learner_joins_speaks_and_copies_as_itself_alone(tmp_path: Path,
         for caller in (f"learner/ann@{EAST}", f"learner/{CLEO}", f"eavesdropper/ear@{SOUTH}"):
             async with raw_channel(ids.at(caller), ids.at(caller), up.addresses[BEN], own_host) as to:
                 call = to.stream_stream(f"{LEARNER}/Exchange")
-                failure = await refused(call(iter([_hello(own, 1)]), timeout=PATIENCE_S))
+                failure = await refused(call(iter([_build_hello(own, 1)]), timeout=PATIENCE_S))
             assert failure.code() is grpc.StatusCode.PERMISSION_DENIED
-            assert f"must not speak for {ANN}" in str(failure.details())
+            assert f"must not send in the name of {ANN}" in str(failure.details())
         copy = eavesdropper_pb2.MirrorRequest(run_id=started.run_id, sender=0).SerializeToString()
         async with raw_channel(impostor, impostor, up.eavesdropper, host("eavesdropper")) as to:
             mirror: Any = to.stream_unary(f"{EAVESDROPPER}/Mirror")
@@ -199,10 +199,10 @@ def test_a_foreign_eavesdropper_is_accepted_by_its_name_alone(
 ) -> None:
     """Where the policy names none, any of one's own domain is."""
     role, policy = SimpleNamespace(spec=spec_of(NAMES, 5, "relay"), name=ANN), Policy(eavesdroppers=named)
-    own = cast(Session, SimpleNamespace(role=role, policy=policy))
+    own = cast(Session, SimpleNamespace(assignment=role, policy=policy))
     for each in ("eavesdropper/ear", f"eavesdropper/ear@{EAST}", f"eavesdropper/ear@{SOUTH}"):
-        with nullcontext() if each in accepted else pytest.raises(PermissionDenied, match="accepts no recording by"):
-            _require_itself(own, 1, Principal.parse(DOMAIN, each))
+        with nullcontext() if each in accepted else pytest.raises(PermissionDenied, match="does not accept"):
+            _require_authentic(own, 1, Principal.parse(DOMAIN, each))
 
 
 # ---- impostors -------------------------------------------------------------------------------------------------------
@@ -366,9 +366,7 @@ async def test_a_ledger_by_the_other_name_is_not_passed_over(tmp_path: Path, ids
         spec = spec_of(["ann"], 5)
         await up.run(spec, made_up(spec))
         await up.leave("ann")
-        with pytest.raises(
-            FailedPrecondition, match="must have no ledger of 'ann', who is this learner by another name"
-        ):
+        with pytest.raises(FailedPrecondition, match="must have no ledger of 'ann', another name of this learner"):
             await up.join(ANN)
         await up.join(BEN)
         await up.join("ann")

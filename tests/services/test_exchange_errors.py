@@ -121,7 +121,7 @@ async def exchange(address: str, *payloads: bytes) -> grpc.aio.AioRpcError:
         return await refused(method(said(), timeout=PATIENCE_S))
 
 
-DISPLACED = "another stream of ben took the place of this one"
+DISPLACED = "another stream of ben replaced this one"
 
 
 async def spoken(address: str, *payloads: bytes) -> grpc.aio.AioRpcError:
@@ -146,20 +146,20 @@ STRANGERS: list[tuple[dict[str, Any], Code, str, str]] = [
     ),
     ({"learner": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
     ({"next_round": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
-    ({"incarnation": 0}, Code.PERMISSION_DENIED, "PermissionDenied", "ben has greeted as incarnation 1, got 0"),
+    ({"incarnation": 0}, Code.PERMISSION_DENIED, "PermissionDenied", "ben has connected as incarnation 1, got 0"),
     ({"plan_hash": b""}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "ben must have the plan "),
     (
         {"plan_hash": bytes(32)},
         Code.INVALID_ARGUMENT,
         "RemoteProtocolError",
-        ", got 0000000000000000: it was told another",
+        ", got 0000000000000000: it has another spec",
     ),
     *(
         ({"fields": fields}, Code.INVALID_ARGUMENT, "RemoteProtocolError", text)
         for fields, text in (
-            ([], "ben must say the fields {'y': (3,)}, got {}"),
-            (to_fields({"z": (3,)}), "must say the fields {'y': (3,)}, got {'z': (3,)}"),
-            (to_fields({"y": (4,)}), "must say the fields {'y': (3,)}, got {'y': (4,)}"),
+            ([], "ben must send the fields {'y': (3,)}, got {}"),
+            (to_fields({"z": (3,)}), "must send the fields {'y': (3,)}, got {'z': (3,)}"),
+            (to_fields({"y": (4,)}), "must send the fields {'y': (3,)}, got {'y': (4,)}"),
             (to_fields({"y": (3,), "z": ()}), "got {'y': (3,), 'z': ()}"),
             (
                 [tensor_pb2.Field(name="y", shape=[3], dtype=9)],  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ async def test_whoever_does_not_greet_is_turned_away(tmp_path: Path, monkeypatch
 
 
 async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ben was told another spec than his neighbours: none of them says a round to him, nor he to them."""
+    """Ben has another spec than his neighbours: none of them says a round to him, nor he to them."""
     true = RunStateMachine.build_assignment
 
     def altered(book: RunStateMachine, index: int) -> coordinator_pb2.Assignment:
@@ -225,7 +225,7 @@ WRONG = [
     (b"\xff\xff\xff", "expected a round of 42 bytes, for the fields {'y': (3,)}, got 3 bytes that are none"),
     (b"", "expected a round of 42 bytes, for the fields {'y': (3,)}, got another message"),
     (hello(1, 0), "expected a round of 42 bytes, for the fields {'y': (3,)}, got another message"),
-    (said(7, 1, np.zeros(3)), "ben must say round "),
+    (said(7, 1, np.zeros(3)), "ben must send round "),
     (said(2**63, 1, np.zeros(3)), "next, got round 9223372036854775808"),
     (said(0, 3, np.zeros(3)), "ben sent a message in the name of dan"),
     (said(0, 1, np.zeros(4)), "for the fields {'y': (3,)}, got one of 50 bytes or in another encoding"),
@@ -257,8 +257,8 @@ async def test_another_version_of_a_round_is_called_what_it_is(tmp_path: Path) -
                 await asyncio.sleep(0.01)
         again = next(said.frame for t, said in said_rounds(tmp_path / "journals", "ben") if t == 0)
         for payload, kind, text in (
-            (said(0, 1, np.zeros(3)), "EquivocationError", "ben said two different things in round 0"),
-            (again, "RemoteProtocolError", "ben must say round "),
+            (said(0, 1, np.zeros(3)), "EquivocationError", "ben sent two different messages of round 0"),
+            (again, "RemoteProtocolError", "ben must send round "),
         ):
             failure = await spoken(up.addresses["cleo"], introduced(up), payload)
             assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, kind)
@@ -290,9 +290,9 @@ async def test_a_stream_that_ends_as_it_opens_is_told_so(tmp_path: Path, monkeyp
                 session.lifecycle.mark_replaced()
             return say(session, neighbour)
 
-        say = connection._hello
+        say = connection._build_hello
         with monkeypatch.context() as patched:
-            patched.setattr(connection, "_hello", greeting)
+            patched.setattr(connection, "_build_hello", greeting)
             failure = await spoken(up.addresses["cleo"], introduced(up))
         cleo.lifecycle._replaced.clear()
         assert (failure.code(), failure.details()) == (Code.UNAVAILABLE, "this learner takes the run up again")
@@ -665,7 +665,7 @@ async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
             coordinator_pb2.LearnerMessage(),
         )
         told = [each.WhichOneof("command") async for each in join(several(*outside), timeout=PATIENCE_S)]
-        assert told == ["issued", "confirmed"]  # and nothing of the run
+        assert told == ["incarnation_issued", "incarnation_confirmed"]  # and nothing of the run
         for first in (reporting("ann", run_id), introducing(""), coordinator_pb2.LearnerMessage()):
             failure = await refused(join(several(first), timeout=PATIENCE_S))
             assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
@@ -700,7 +700,7 @@ async def test_no_coordinator_has_had_more_terms_than_can_be_outranked(tmp_path:
 async def test_no_learner_was_started_more_often_than_its_coordinator_can_count(tmp_path: Path, rejoins: bool) -> None:
     async with network(tmp_path, []) as up, open_channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
-        said = introducing("ann", incarnation=2**64 - 1, rejoins=rejoins)
+        said = introducing("ann", incarnation=2**64 - 1, is_reconnect=rejoins)
         failure = await refused(join(several(said), timeout=PATIENCE_S))
     assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
     assert "an incarnation is one more at each start of a learner" in (failure.details() or "")
@@ -723,10 +723,12 @@ async def test_somebody_else_does_not_take_the_place_of_a_learner(tmp_path: Path
     """With another state folder, without one, or without a word of confirmation: refused, and the run goes on."""
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _), open_channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
-        ann = up.learners["ann"]._following.identity
+        ann = up.learners["ann"]._coordinator_client.identity
         other = await refused(join(several(introducing("ann")), timeout=PATIENCE_S))
-        again = await refused(join(several(introducing("ann", store=ann.store_id, incarnation=1)), timeout=PATIENCE_S))
-        older = await refused(join(several(introducing("ann", store=b"")), timeout=PATIENCE_S))
+        again = await refused(
+            join(several(introducing("ann", store_id=ann.store_id, incarnation=1)), timeout=PATIENCE_S)
+        )
+        older = await refused(join(several(introducing("ann", store_id=b"")), timeout=PATIENCE_S))
         hasty = await refused(join(several(introducing("zoe"), reporting("zoe", "")), timeout=PATIENCE_S))
         wrong = await refused(join(several(introducing("zoe"), confirming(7)), timeout=PATIENCE_S))
     assert (other.code(), reason(other)) == (Code.PERMISSION_DENIED, "PermissionDenied")
@@ -757,7 +759,7 @@ async def test_a_learner_that_could_not_be_welcomed_is_not_taken_for_one_that_is
         again = join(several(introducing("zoe", incarnation=1), confirming(2)), timeout=PATIENCE_S)
         told = [each.WhichOneof("command") async for each in again]
     assert failure.details() == "full"
-    assert told == ["issued", "confirmed"]
+    assert told == ["incarnation_issued", "incarnation_confirmed"]
 
 
 async def test_a_learner_outlives_a_bug_of_its_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -898,7 +900,7 @@ async def test_a_coordinator_that_is_not_there_is_named(tmp_path: Path) -> None:
     [{"listen": "0.0.0.0:0", "advertise": "hospital:7"}, {"advertise": "10.0.0.7:7"}, {"advertise": "127.evil:7"}],
 )
 def test_recorded_noise_is_for_loopback_alone(tmp_path: Path, where: dict[str, str]) -> None:
-    with pytest.raises(SpecError, match="recorded noise protects nobody"):
+    with pytest.raises(SpecError, match="recorded noise gives no privacy"):
         Learner(LearnerConfig("ann", "127.0.0.1:1", recorded_noise=tmp_path / "n.npz", **where))  # type: ignore[arg-type]
 
 

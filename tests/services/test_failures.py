@@ -134,10 +134,10 @@ async def test_a_directive_that_this_machine_cannot_follow_fails_the_run_and_lea
             outcome = await up.run(spec, made_up(spec))
             statuses = [await up.status(name) for name in NAMES]
             again = await up.run(well := small_spec(5, NAMES), made_up(well))
-    refused = [event for event in logs if event["event"] == "directive refused"]
+    refused = [event for event in logs if event["event"] == "command refused"]
 
     assert outcome.state == "failed"
-    assert outcome.detail.endswith(" failed: an internal error, MemoryError; the learner's log says where")
+    assert outcome.detail.endswith(" failed: an internal error, MemoryError; see the learner's log")
     assert [status.state for status in statuses] == [LearnerState.FAILED] * 2
     assert {event["kind"] for event in refused} == {"MemoryError"}
     assert all("test_failures.py" in event["where"] for event in refused)

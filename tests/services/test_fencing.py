@@ -103,7 +103,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: next(folder.glob("*@ann/*.log")).write_bytes(b""),
         "is lost, or its first segment is damaged",
     ),
-    "mark lost": (lambda folder: (folder / "ann.mark").unlink(), r"the mark .* is lost or damaged"),
+    "mark lost": (lambda folder: (folder / "ann.high_water_mark").unlink(), r"the mark .* is lost or damaged"),
     "ledger lost": (lambda folder: (folder / "ann.runs").unlink(), r"the ledger .* is lost, cut or damaged"),
     "identity damaged": (lambda folder: (folder / "ann.identity").write_text("{}"), "is damaged"),
 }
@@ -150,7 +150,7 @@ async def test_a_copy_is_refused_before_it_joins_and_goes_on_where_its_owner_say
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 5)
         await moved_away(up, "ann", copy)
-        way_out = f"`sottovoce ledger --moved --state {copy} --learner ann`"
+        way_out = f"`sottovoce ledger --adopt-copy --state {copy} --learner ann`"
         with pytest.raises(CorruptStateError, match=f"this state folder is a copy.* {re.escape(way_out)}"):
             await follows(up, "ann", copy)
         Ledger(copy).accept_moved_folder("ann")
@@ -182,7 +182,7 @@ async def test_a_folder_of_before_the_run_is_refused_before_it_joins(tmp_path: P
         for path, content in before.items():
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
-        if (state / "ann.mark").exists():
+        if (state / "ann.high_water_mark").exists():
             Ledger(state).accept_moved_folder("ann")
         with pytest.raises(
             FailedPrecondition, match=r"has no log of the run that this learner is in, and \d+ rounds were said in it"

@@ -276,7 +276,7 @@ async def test_a_learner_is_moved_and_restored_as_the_page_says(tmp_path: Path) 
             charged = await asyncio.to_thread(commanded, *charge)
             restored = await asyncio.to_thread(commanded, "ledger", "--state", str(old), "--json")
     assert copied[0] == 2 and "this state folder is a copy" in copied[1]
-    assert f"`sottovoce ledger --moved --state {new} --learner ann`" in copied[1]
+    assert f"`sottovoce ledger --adopt-copy --state {new} --learner ann`" in copied[1]
     assert told[0] == 0 and f"ann goes on from {new}: 1 run," in told[1]
     assert before == after and before[0] == 0
     assert (outcome.state, outcome.detail) == ("finished", "")

@@ -42,14 +42,14 @@ MORE = {"rounds": 30, "learners": NAMES, "clock": ASYNC, "capture": "mirror"}
 
 def slow(monkeypatch: pytest.MonkeyPatch, index: int, seconds: float) -> None:
     """Every third round of a learner takes so long."""
-    learn = Session._learn
+    learn = Session._update
 
     async def slowly(self: Session, t: int) -> None:
         if self.assignment.index == index and t % 3 == 1:
             await asyncio.sleep(seconds)
         await learn(self, t)
 
-    monkeypatch.setattr(Session, "_learn", slowly)
+    monkeypatch.setattr(Session, "_update", slowly)
 
 
 def transcript_of(outcome: Outcome, run: Run) -> Transcript:

@@ -29,7 +29,7 @@ from sottovoce_eavesdropper import capture_registry
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
 from sottovoce_learner import session_factory
-from sottovoce_learner.config import max_message_bytes
+from sottovoce_learner.config import compute_max_message_bytes
 from sottovoce_learner.mirror import Mirror
 from sottovoce_rpc import access, server
 from sottovoce_rpc.commands import Origin
@@ -135,7 +135,7 @@ async def test_nobody_reads_what_is_longer_than_any_message(up: Network) -> None
     for method in ("OpenCapture", "Mirror"):
         failures = await asyncio.gather(*(raw(up.eavesdropper, f"{EAVESDROPPER}/{method}", long) for _ in range(3)))
         assert {failure.code() for failure in failures} == {Code.RESOURCE_EXHAUSTED}
-    long = bytes(max_message_bytes(up.learners["ann"].config.policy) + 1)
+    long = bytes(compute_max_message_bytes(up.learners["ann"].config.policy) + 1)
     failure = await raw(up.addresses["ann"], "/sottovoce_wire.v1.Learner/GetStatus", long)
     assert failure.code() is Code.RESOURCE_EXHAUSTED
 
@@ -146,15 +146,15 @@ def test_a_learner_is_sent_no_longer_messages_than_its_policy_has_models() -> No
         (10**9, MAX_MESSAGE_BYTES),
         (10**7, 8 * 10**7 + MAX_OVERHEAD_BYTES),
     ):
-        assert max_message_bytes(Policy(max_parameters=parameters)) == most
-    small = max_message_bytes(Policy(max_parameters=100))
-    assert small == max_message_bytes(Policy(max_parameters=1)) < MAX_MESSAGE_BYTES // 3
+        assert compute_max_message_bytes(Policy(max_parameters=parameters)) == most
+    small = compute_max_message_bytes(Policy(max_parameters=100))
+    assert small == compute_max_message_bytes(Policy(max_parameters=1)) < MAX_MESSAGE_BYTES // 3
 
 
 async def test_a_run_of_longer_messages_than_a_learner_takes_is_refused(
     up: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_factory, "max_message_bytes", lambda policy: 10)
+    monkeypatch.setattr(session_factory, "compute_max_message_bytes", lambda policy: 10)
     run = await up.start(small_spec(5, ["ann"]), 3)
     end = await up.end(run.run_id)
     assert end.state == coordinator_pb2.RUN_STATE_FAILED
@@ -165,7 +165,7 @@ async def test_a_run_of_longer_messages_than_a_learner_takes_is_refused(
 async def test_unread_messages_of_one_caller_are_as_many_as_have_a_turn(up: Network) -> None:
     """Further calls wait, and are answered when one is over; a health check has a turn of its own."""
     assert up.learners["ann"].service is not None
-    turns = max(1, access.MAX_UNREAD_BYTES // max_message_bytes(up.learners["ann"].config.policy))
+    turns = max(1, access.MAX_UNREAD_BYTES // compute_max_message_bytes(up.learners["ann"].config.policy))
     async with open_channel(up.addresses["ann"]) as to:
         held: list[Any] = [to.stream_stream("/sottovoce_wire.v1.Learner/Predict")() for _ in range(turns)]
         health: Any = health_pb2_grpc.HealthStub(to)
@@ -234,7 +234,7 @@ async def test_streams_of_records_are_so_many_of_a_caller(up: Network, monkeypat
     await up.start(spec, 3)
     await up.until("ann", LearnerState.RUNNING)
     (own,) = made_up(spec).learners
-    monkeypatch.setattr(up.learners["ann"].servicer._feeds, "_most", 1)
+    monkeypatch.setattr(up.learners["ann"].servicer._record_streams, "_most", 1)
     async with open_channel(up.addresses["ann"]) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         held = stub.Ingest(timeout=PATIENCE_S)
@@ -509,14 +509,14 @@ def test_a_batch_of_copies_fits_into_a_message() -> None:
     mirror = Mirror("run-1", 0, "127.0.0.1:1")
     for _ in range(5):
         mirror.copy(bytes(10_000_000), [1])
-    assert [len(mirror._batch()) for _ in range(6)] == [1, 1, 1, 1, 1, 0]
+    assert [len(mirror._take_batch()) for _ in range(6)] == [1, 1, 1, 1, 1, 0]
     mirror.copy(bytes(6_000_000), [1])
     mirror.copy(bytes(6_000_000), [1])
     mirror.copy(bytes(60_000_000), [1])
-    assert [len(mirror._batch()) for _ in range(3)] == [2, 1, 0]
+    assert [len(mirror._take_batch()) for _ in range(3)] == [2, 1, 0]
     for _ in range(100):
         mirror.copy(frame(0, 0), [1])
-    assert [len(mirror._batch()) for _ in range(3)] == [64, 36, 0]
+    assert [len(mirror._take_batch()) for _ in range(3)] == [64, 36, 0]
 
 
 def test_a_batch_of_records_fits_into_a_message() -> None:
@@ -525,7 +525,7 @@ def test_a_batch_of_records_fits_into_a_message() -> None:
         offsets = np.arange(200, dtype=np.int64) * each
         features, order = np.broadcast_to(np.zeros(1), (1, n_features)), np.zeros(0, np.int64)
         assert choose_rounds_per_batch(LearnerData(features, np.zeros(1), order, offsets)) == rounds
-        assert rounds == 1 or 8 * (n_features + 1) * each * rounds < max_message_bytes(Policy()) // 4
+        assert rounds == 1 or 8 * (n_features + 1) * each * rounds < compute_max_message_bytes(Policy()) // 4
 
 
 # ---- what is said around calls ---------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def numbered(first: int, count: int) -> tuple[FloatArray, FloatArray]:
 def learned(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, list[int]]]:
     """Numbers of the records that each round of each learner took; of a round that is learned again, the last."""
     found: dict[str, dict[int, list[int]]] = {name: {} for name in NAMES}
-    learn = Session._learn
+    learn = Session._update
 
     async def noting(session: Session, t: int) -> None:
         take = session.record_queue.take
@@ -54,7 +54,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, list[int]]]:
             patched.setattr(session.record_queue, "take", taking)
             await learn(session, t)
 
-    monkeypatch.setattr(Session, "_learn", noting)
+    monkeypatch.setattr(Session, "_update", noting)
     return found
 
 

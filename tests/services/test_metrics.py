@@ -110,11 +110,15 @@ async def test_a_run_in_numbers(tmp_path: Path) -> None:
     for name, neighbours in (("ann", 1), ("ben", 2), ("cleo", 1)):
         length = outcome.statuses[NAMES.index(name)].bytes_sent / outcome.statuses[NAMES.index(name)].messages_sent
         assert found[of("run_info", name, run=outcome.run_id)] == 1
-        assert found[of("rounds_total", name)] == found[of("rounds_said_total", name)] == ROUNDS
-        assert (found[of("granted_rounds", name)], found[of("lag_rounds", name)]) == (ROUNDS, 0)
-        assert found[of("messages_said_total", name)] == found[of("messages_heard_total", name)] == ROUNDS * neighbours
+        assert found[of("rounds_total", name)] == found[of("rounds_committed_total", name)] == ROUNDS
+        assert (found[of("leased_rounds", name)], found[of("lag_rounds", name)]) == (ROUNDS, 0)
         assert (
-            found[of("said_bytes_total", name)] == found[of("heard_bytes_total", name)] == ROUNDS * neighbours * length
+            found[of("messages_sent_total", name)] == found[of("messages_received_total", name)] == ROUNDS * neighbours
+        )
+        assert (
+            found[of("sent_bytes_total", name)]
+            == found[of("received_bytes_total", name)]
+            == ROUNDS * neighbours * length
         )
         assert found[of("records_total", name)] == found[of("records_learned_total", name)] == ROUNDS
         waiting = ("records_waiting", "records_waiting_bytes", "link_queue_messages", "mirror_queue_messages")
@@ -140,15 +144,15 @@ async def test_who_is_away_is_told_and_who_comes_back(tmp_path: Path) -> None:
         await up.start(spec, 3)
         await up.until("ann", LearnerState.RUNNING)
         here = await all_of(at)
-        assert here["sottovoce_coordinator_learners_away"] == here[of("neighbours_away", "ann")] == 0
+        assert here["sottovoce_coordinator_learners_away"] == here[of("neighbours_disconnected", "ann")] == 0
         await up.leave("ben")
-        away = await until(at, lambda found: found[of("neighbours_away", "ann")] == 1)
+        away = await until(at, lambda found: found[of("neighbours_disconnected", "ann")] == 1)
         await up.until_gone("ben")
         away = await all_of(at)
         assert away["sottovoce_coordinator_learners_away"] == 1
         assert away['sottovoce_coordinator_learner_away{learner="ben"}'] == 1
         await up.join("ben")
-        back = await until(at, lambda found: found[of("neighbours_away", "ann")] == 0)
+        back = await until(at, lambda found: found[of("neighbours_disconnected", "ann")] == 0)
         assert back[of("reconnects_total", "ann", to="neighbour")] >= 1
         await up.restart_coordinator()
         await until(at, lambda found: found[of("reconnects_total", "ann", to="coordinator")] >= 1)
@@ -276,7 +280,7 @@ async def fed(up: Network, name: str, own: LearnerData, half: int) -> None:
 def rests(found: dict[str, float], done: int) -> bool:
     """Nothing moves any more: all rounds are done that have records, the next one is said, and everybody knows."""
     said = min(done + 1, ROUNDS)
-    learners = [[found.get(of(each, name)) for each in ("rounds_total", "messages_heard_total")] for name in NAMES]
+    learners = [[found.get(of(each, name)) for each in ("rounds_total", "messages_received_total")] for name in NAMES]
     known = [value for name, value in found.items() if re.match("sottovoce_coordinator_(run_rounds|learner_lag)", name)]
     state = "running" if done < ROUNDS else "finished"
     return (

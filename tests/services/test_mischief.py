@@ -17,7 +17,7 @@ import pytest
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.capture_reader import open_capture
-from sottovoce_learner.peers.connection import _hello
+from sottovoce_learner.peers.connection import _build_hello
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
@@ -50,8 +50,8 @@ def in_the_name_of_others(
     route = eaves.Route(caller=0, callee=1, target="127.0.0.1:9")
     may_not = "learner/eve may not call "
     return [
-        (f"{LEARNER}/Exchange", "ben", [greeting, frame(0, 0, 1e99)], "learner/eve must not speak for ann"),
-        (f"{LEARNER}/Ingest", "ann", [learner_pb2.SampleBatch(source="eve")], "is not one whom the owner"),
+        (f"{LEARNER}/Exchange", "ben", [greeting, frame(0, 0, 1e99)], "learner/eve must not send in the name of ann"),
+        (f"{LEARNER}/Ingest", "ann", [learner_pb2.SampleBatch(source="eve")], "must be authorised for this by the owner"),
         (f"{COORDINATOR}/Join", "", [introducing("ben")], "learner/eve must join as itself, got 'ben'"),
         (
             f"{COORDINATOR}/Join",
@@ -90,7 +90,7 @@ async def test_a_learner_that_is_not_in_a_run_cannot_harm_it(tmp_path: Path) -> 
         run = await up.start(spec, 3)
         for name in NAMES:
             await up.until(name, LearnerState.RUNNING)
-        greeting = _hello(up.learners["ann"].require_session(), 1)
+        greeting = _build_hello(up.learners["ann"].require_session(), 1)
         for before in range(2):
             for method, name, requests, text in in_the_name_of_others(run, spec, greeting, before):
                 address, host = house_of(up, method, name)

@@ -46,11 +46,11 @@ def shorter_once_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     notice = MessageReceiver.record_violation
 
     def first(
-        self: MessageReceiver, neighbour: int, rule: ViolationKind, known_by: Attribution, *, ended: bool
+        self: MessageReceiver, neighbour: int, rule: ViolationKind, known_by: Attribution, *, has_ended: bool
     ) -> bool:
         monkeypatch.setattr(MessageReceiver, "record_violation", notice)
         given_up_soon(monkeypatch)
-        return notice(self, neighbour, rule, known_by, has_ended=ended)
+        return notice(self, neighbour, rule, known_by, has_ended=has_ended)
 
     monkeypatch.setattr(MessageReceiver, "record_violation", first)
 

@@ -16,7 +16,7 @@ from sottovoce_core.errors import FailedPrecondition, Unavailable
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_learner.peers import connection
-from sottovoce_learner.peers.in_process import InProcessStream, InProcessTransport, _Turns
+from sottovoce_learner.peers.in_process import InProcessStream, InProcessTransport, _WakeScheduler
 from sottovoce_learner.service import Learner
 from sottovoce_learner.state_machine import LearnerStateMachine
 from sottovoce_rpc.learner_status import LearnerState
@@ -122,7 +122,7 @@ async def test_a_learner_that_leaves_and_comes_back_goes_on(tmp_path: Path) -> N
 
 
 async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
-    ours, theirs = InProcessStream.create_pair(_Turns())
+    ours, theirs = InProcessStream.create_pair(_WakeScheduler())
     await ours.write(b"one")
     await ours.write(b"two")
     theirs.end()
@@ -134,7 +134,7 @@ async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
 
 async def test_one_reader_a_turn_is_told_that_something_has_come() -> None:
     """Else whoever asks a learner of a large host waits until all others have taken their rounds."""
-    turns, told = _Turns(), list[int]()
+    turns, told = _WakeScheduler(), list[int]()
     pairs = [InProcessStream.create_pair(turns) for _ in range(20)]
 
     async def reading(k: int) -> None:
@@ -167,7 +167,7 @@ async def test_an_error_of_the_other_side_is_told_and_a_bugs_text_is_not(
         def broken(_: Learner) -> None:
             raise ValueError("the record of Mrs Miller")
 
-        monkeypatch.setattr(up.learners["ann"].servicer, "_in_run", broken.__get__(up.learners["ann"]))
+        monkeypatch.setattr(up.learners["ann"].servicer, "_get_session", broken.__get__(up.learners["ann"]))
         with pytest.raises(Unavailable, match="internal error") as told:
             async with nearby.open_stream(up.addresses["ann"]) as stream:
                 await stream.read()

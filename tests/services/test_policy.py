@@ -162,7 +162,7 @@ async def test_a_learner_joins_the_coordinators_that_its_owner_trusts(
             following.cancel()
         else:
             with pytest.raises(
-                Unavailable, match=r"coordinator/other, whom its owner trusts, at .* somebody else is there"
+                Unavailable, match=r"coordinator/other, trusted by its owner, at .* somebody else is there"
             ):
                 await following
         await ann.stop()
@@ -341,9 +341,9 @@ async def test_code_of_a_run_before_is_not_imported_once_its_owner_forbids_it(tm
         await up.start(spec, 3)
         await up.until("ann", LearnerState.RUNNING)
         await restarted(up, "ann", ALLOWING)
-        known = up.learners["ann"]._left_open()
+        known = up.learners["ann"]._read_open_run()
         await restarted(up, "ann", ALLOWING.model_copy(update={"imports": ()}))
-        forbidden = up.learners["ann"]._left_open()
+        forbidden = up.learners["ann"]._read_open_run()
     assert known["run_id"] == forbidden["run_id"]
     assert "plan_hash" in known and "plan_hash" not in forbidden
 

@@ -70,7 +70,7 @@ async def failed(up: Network, each: Work) -> coordinator_pb2.Run:
     (run_id,) = await begun(up, each)
     (end,) = await fed_to_their_ends(up, [run_id], each)
     assert end.state == coordinator_pb2.RUN_STATE_FAILED
-    assert "the journal cannot be written: Input/output error" in end.detail
+    assert "the log cannot be written: Input/output error" in end.detail
     return end
 
 

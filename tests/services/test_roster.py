@@ -260,7 +260,7 @@ async def test_a_run_goes_on_without_a_learner_that_is_gone(
 async def test_who_is_gone_when_all_others_have_finished_is_lost_in_the_end(tmp_path: Path) -> None:
     """It has said all that it had to say: the others need nothing of it."""
     spec = LOSABLE["ldp-dol"]
-    learn = Session._learn
+    learn = Session._update
 
     async with network(tmp_path, NAMES) as up:
         with pytest.MonkeyPatch.context() as patch:
@@ -270,7 +270,7 @@ async def test_who_is_gone_when_all_others_have_finished_is_lost_in_the_end(tmp_
                     await asyncio.sleep(PATIENCE_S)
                 await learn(self, t)
 
-            patch.setattr(Session, "_learn", slowly)
+            patch.setattr(Session, "_update", slowly)
             missed_soon(patch)
             running = asyncio.ensure_future(up.run(spec, made_up(spec)))
             await up.until("ann", LearnerState.FINISHED, 60)
@@ -659,7 +659,7 @@ async def test_nobody_leaves_by_what_those_who_do_not_rest_have_told_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may have said more than that: first they are lost."""
-    obey, learn = Learner._obey, Session._learn
+    obey, learn = Learner._execute, Session._update
 
     async def slowly(self: Session, t: int) -> None:
         await asyncio.sleep(0.03)
@@ -670,8 +670,8 @@ async def test_nobody_leaves_by_what_those_who_do_not_rest_have_told_last(
             await asyncio.sleep(PATIENCE_S)
         await obey(self, run_id, told)
 
-    monkeypatch.setattr(Session, "_learn", slowly)
-    monkeypatch.setattr(Learner, "_obey", deaf)
+    monkeypatch.setattr(Session, "_update", slowly)
+    monkeypatch.setattr(Learner, "_execute", deaf)
     spec = small_spec(**{**PLACE, **OPEN, "clock": {"window": 60, "staleness": "drop", "deadline_s": 6.0}})
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -705,7 +705,7 @@ async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
 async def test_the_last_one_is_lost_when_all_others_have_finished_and_gone(tmp_path: Path) -> None:
     """Nobody is there to say that the run is over."""
     spec = LOSABLE["ldp-dol"]
-    learn = Session._learn
+    learn = Session._update
 
     async with network(tmp_path, NAMES) as up:
         with pytest.MonkeyPatch.context() as patch:
@@ -715,7 +715,7 @@ async def test_the_last_one_is_lost_when_all_others_have_finished_and_gone(tmp_p
                     await asyncio.sleep(PATIENCE_S)
                 await learn(self, t)
 
-            patch.setattr(Session, "_learn", slowly)
+            patch.setattr(Session, "_update", slowly)
             missed_soon(patch)
             running = asyncio.ensure_future(up.run(spec, made_up(spec)))
             for name in NAMES[:3]:

@@ -558,7 +558,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     assert failing[0] not in table["payload"].to_pylist()
     assert (outcome.state, outcome.detail) == (
         "failed",
-        "cleo failed: the journal cannot be written: Input/output error",
+        "cleo failed: the log cannot be written: Input/output error",
     )
     spent = build_run(spec, 3).guarantee(2).cumulative_epsilon
     assert outcome.statuses[2].epsilon_spent == pytest.approx(spent[8])
@@ -571,7 +571,7 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     append, room, tried = RunLog._append, asyncio.Event(), list[bytes]()
 
     def appended(own: RunLog, asked: EntryKind, t: int, spent: float, body: bytes) -> None:
-        about = own._log._about
+        about = own._log._header
         if asked is kind and about.learner == "cleo" and (kind is not EntryKind.ROUND or t == 9):
             tried.append(body)
             if not room.is_set():
@@ -628,7 +628,7 @@ async def test_a_learner_that_is_started_again_on_a_full_disk_waits_for_room(
         await up.join("ben")
         async with asyncio.timeout(PATIENCE_S):
             ben = up.learners["ben"]
-            while (
+            while (  # noqa: ASYNC110 - no event says so
                 ben._session is None
                 or (wait := ben._session.wait_tracker.current_wait) is None
                 or wait.cause is not WaitCause.DISK
@@ -671,7 +671,7 @@ async def test_a_feeder_that_leaves_a_full_disk_is_not_waited_for(
         feeding = asyncio.ensure_future(up.feed(run_id, spec, made_up(spec)))
         async with asyncio.timeout(PATIENCE_S):
             ann = up.learners["ann"]
-            while (
+            while (  # noqa: ASYNC110 - no event says so
                 ann._session is None
                 or (wait := ann._session.wait_tracker.current_wait) is None
                 or wait.cause is not WaitCause.DISK

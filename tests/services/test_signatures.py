@@ -246,7 +246,7 @@ async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, mon
     code, text = shown(outcome, ids)
 
     assert outcome.state != "finished"
-    assert "signed another message of round 3 than came here in its name" in refusals[0]
+    assert "signed another message of round 3 than arrived here in its name" in refusals[0]
     assert code == 1 and "has signed another message of round 3 than passed here: a forgery" in text
 
 

@@ -91,7 +91,7 @@ async def test_a_round_is_one_trace_with_spans_of_all_learners(tmp_path: Path, m
         own = facts(span)
         seen[span.compute_trace_id].add((own["sottovoce.learner"], own["sottovoce.run"], own["sottovoce.round"]))
         assert set(own) == {"sottovoce.learner", "sottovoce.run", "sottovoce.round"} and not span.parent_span_id
-        assert set(steps) == {*STEPS, "written"}
+        assert set(steps) == {*STEPS, "write_log"}
         assert {each.compute_trace_id for each in steps.values()} == {span.compute_trace_id}
         assert not any(each.events or each.links or each.status.message for each in (span, *steps.values()))
         assert not any(each.attributes for each in steps.values())
@@ -99,7 +99,7 @@ async def test_a_round_is_one_trace_with_spans_of_all_learners(tmp_path: Path, m
         assert times == sorted(times)
         assert all(steps[a].end_time_unix_nano == steps[b].start_time_unix_nano for a, b in pairwise(STEPS))
         assert span.start_time_unix_nano == times[0] and times[-1] <= span.end_time_unix_nano
-        said, written = steps["said"], steps["written"]
+        said, written = steps["emit"], steps["write_log"]
         assert said.start_time_unix_nano <= written.start_time_unix_nano
         assert written.end_time_unix_nano <= said.end_time_unix_nano
     assert seen == {

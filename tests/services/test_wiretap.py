@@ -291,13 +291,13 @@ async def test_learners_insist_on_each_other_and_nothing_is_decrypted(
 ) -> None:
     """No relay stands there: everybody shows a learner's certificate, and is asked for it."""
     spec, seen = small_spec(10, NAMES, capture="wiretap", topology={"graph": {"kind": "complete"}}), list[str]()
-    true = connection._require_itself
+    true = connection._require_authentic
 
     def require(told: Any, learner: int, caller: Any) -> None:
         seen.append(str(caller))
         true(told, learner, caller)
 
-    monkeypatch.setattr(connection, "_require_itself", require)
+    monkeypatch.setattr(connection, "_require_authentic", require)
     async with network(tmp_path, NAMES, identities=Identities(tmp_path / "ids")) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished" and not outcome.capture_error
@@ -324,9 +324,9 @@ def test_a_learner_takes_no_relays_word_in_a_run_that_is_tapped(tmp_path: Path) 
         role = SimpleNamespace(spec=small_spec(2, NAMES, capture=capture), name="ben")
         return cast(Session, SimpleNamespace(role=role, policy=Policy()))
 
-    with pytest.raises(PermissionDenied, match="must not speak for ann"):
-        connection._require_itself(session("wiretap"), 0, eavesdropper)
-    connection._require_itself(session("relay"), 0, eavesdropper)
+    with pytest.raises(PermissionDenied, match="must not send in the name of ann"):
+        connection._require_authentic(session("wiretap"), 0, eavesdropper)
+    connection._require_authentic(session("relay"), 0, eavesdropper)
 
 
 @pytest.mark.parametrize("killed", [True, False])

@@ -1,1 +1,1 @@
-"""Feeders: from files that grow, brokers and HTTP into a learner, each record once."""
+"""Feeders: from growing files, brokers and HTTP into a learner, each record once."""

@@ -1,7 +1,7 @@
-"""Records from topics, by Kafka's protocol: each partition is a part, and offsets are positions.
+"""Records from topics of Kafka's protocol: each partition is a `BrokerPartition`, and offsets are positions.
 
-Partitions are assigned by hand, so that no rebalance takes one away, and read behind the learner's position. The offset of a
-consumer group is written when records are in the learner's keeping; it is where the next run's feeder begins.
+Partitions are assigned explicitly, so that no rebalance takes one away, and read after the learner's position. The offset
+of a consumer group is committed when the learner has stored the records; the feeder of the next run begins there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sottovoce_core.errors import DataError, FailedPrecondition
 _MAX_BATCH_MESSAGES, _POLL_TIMEOUT_MS, _CALL_TIMEOUT_S, _CHECK_INTERVAL_S = 512, 500, 10.0, 5.0
 
 
-class _Heard(logging.Handler):
-    """What the library logs of failed connections, for it raises less than it knows."""
+class _LogRecorder(logging.Handler):
+    """Log handler that keeps the library's last warning: the library raises less than it logs."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -39,11 +39,11 @@ class _Heard(logging.Handler):
         self.last = record.getMessage()
 
 
-class _Link(BrokerConnection):
-    """A consumer, which connects again by itself."""
+class _KafkaConnection(BrokerConnection):
+    """Consumer, which reconnects by itself."""
 
-    def __init__(self, at: SourceConfig) -> None:
-        super().__init__(at)
+    def __init__(self, source: SourceConfig) -> None:
+        super().__init__(source)
         self.kafka, self._admin = KAFKA.import_module("aiokafka"), KAFKA.import_module("aiokafka.admin")
         self.errors = KAFKA.import_module("aiokafka.errors")
         self.connection_errors = (self.errors.KafkaError, OSError, TimeoutError)
@@ -53,31 +53,31 @@ class _Link(BrokerConnection):
             self.errors.TopicAuthorizationFailedError,
             self.errors.GroupAuthorizationFailedError,
         )
-        context, access = at.build_tls_context(), at.credentials
+        context, credentials = source.build_tls_context(), source.credentials
         self._options: dict[str, Any] = {
-            "bootstrap_servers": at.addresses,
+            "bootstrap_servers": source.addresses,
             "client_id": "sottovoce feed",
             "request_timeout_ms": int(1_000 * _CALL_TIMEOUT_S),
             "ssl_context": context,
-            "security_protocol": ("SASL_" if access.user else "") + ("PLAINTEXT" if context is None else "SSL"),
+            "security_protocol": ("SASL_" if credentials.user else "") + ("PLAINTEXT" if context is None else "SSL"),
         }
-        if access.user:
+        if credentials.user:
             self._options |= {
-                "sasl_mechanism": at.settings["sasl"],
-                "sasl_plain_username": access.user,
-                "sasl_plain_password": access.password,
+                "sasl_mechanism": source.settings["sasl"],
+                "sasl_plain_username": credentials.user,
+                "sasl_plain_password": credentials.password,
             }
         self.consumer: Any = None
-        self._heard = _Heard()
+        self._log_recorder = _LogRecorder()
 
     def list_reported_errors(self) -> Sequence[object]:
-        told, self._heard.last = self._heard.last, ""
-        return [told] if told else []
+        last_warning, self._log_recorder.last = self._log_recorder.last, ""
+        return [last_warning] if last_warning else []
 
     async def start(self) -> list[BrokerPartition]:
         await self.close()
         log = logging.getLogger("aiokafka")
-        log.addHandler(self._heard)
+        log.addHandler(self._log_recorder)
         log.propagate = False
         admin = self._admin.AIOKafkaAdminClient(**self._options)
         try:
@@ -85,7 +85,7 @@ class _Link(BrokerConnection):
             described = await admin.describe_topics(list(self.source.names))
         finally:
             await admin.close()
-        found = list[Any]()
+        partitions = list[Any]()
         for topic in sorted(described, key=lambda each: self.source.names.index(each["topic"])):
             if topic["error_code"]:
                 kind = self.errors.for_code(topic["error_code"])
@@ -93,7 +93,7 @@ class _Link(BrokerConnection):
                     raise DataError(f"{self.display_name} has no topic {topic['topic']}")
                 raise kind
             numbers = sorted(each["partition"] for each in topic["partitions"])
-            found += [self.kafka.TopicPartition(topic["topic"], number) for number in numbers]
+            partitions += [self.kafka.TopicPartition(topic["topic"], number) for number in numbers]
         self.consumer = self.kafka.AIOKafkaConsumer(
             group_id=self.source.group,
             enable_auto_commit=False,
@@ -102,89 +102,89 @@ class _Link(BrokerConnection):
             **self._options,
         )
         await self.consumer.start()
-        self.consumer.assign(found)
-        return [_Partition(self, each) for each in found]
+        self.consumer.assign(partitions)
+        return [_KafkaPartition(self, each) for each in partitions]
 
-    async def asked(self, call: Any) -> Any:
-        """An answer within bounds."""
+    async def await_answer(self, call: Any) -> Any:
+        """Await an answer with a timeout."""
         async with asyncio.timeout(_CALL_TIMEOUT_S):
             return await call
 
     async def close(self) -> None:
-        """Nothing is said or heard any more."""
+        """Stop the consumer and the log handler."""
         if self.consumer is not None:
             with contextlib.suppress(*self.connection_errors):
-                await self.asked(self.consumer.stop())
-        logging.getLogger("aiokafka").removeHandler(self._heard)
+                await self.await_answer(self.consumer.stop())
+        logging.getLogger("aiokafka").removeHandler(self._log_recorder)
 
 
-class _Partition(BrokerPartition):
-    """A partition of a topic."""
+class _KafkaPartition(BrokerPartition):
+    """Partition of a topic."""
 
-    _link: _Link
+    _connection: _KafkaConnection
 
-    def __init__(self, link: _Link, partition: Any) -> None:
+    def __init__(self, connection: _KafkaConnection, partition: Any) -> None:
         name = f"{partition.topic}/{partition.partition}"
-        super().__init__(link, name, f"partition {name}")
+        super().__init__(connection, name, f"partition {name}")
         self._partition = partition
 
     async def _read_on(self, after: int) -> AsyncGenerator[Sequence[SourceMessage], None]:
         try:
-            after = await self._look(after)
-            self._link.consumer.seek(self._partition, after + 1)
-            self._patience.log_subscription(self.name)
-            while messages := await self._next():
+            after = await self._check_bounds(after)
+            self._connection.consumer.seek(self._partition, after + 1)
+            self._retry_timer.log_subscription(self.name)
+            while messages := await self._fetch_messages():
                 after = messages[-1].position
                 yield messages
-        except self._link.errors.OffsetOutOfRangeError:
-            return  # retention was faster
-        except (self._link.errors.CorruptRecordException, self._link.errors.UnsupportedCodecError) as error:
+        except self._connection.errors.OffsetOutOfRangeError:
+            return  # retention deleted them meanwhile
+        except (self._connection.errors.CorruptRecordException, self._connection.errors.UnsupportedCodecError) as error:
             raise DataError(f"{self.name} cannot be read behind offset {after}: {shorten_error(error)}") from None
 
     async def _begin(self, after: int) -> int:
         if after >= 0:
             return after
-        oldest, end = await self._bounds()
-        committed = await self._link.asked(self._link.consumer.committed(self._partition))
+        oldest, end = await self._fetch_bounds()
+        committed = await self._connection.await_answer(self._connection.consumer.committed(self._partition))
         after = self._choose_start(oldest - 1, end - 1, None if committed is None else int(committed) - 1)
         await self._commit(after)
         return after
 
-    async def _bounds(self) -> tuple[int, int]:
-        """The first offset that is there, and the next one that comes."""
-        one, consumer = self._partition, self._link.consumer
-        first = await self._link.asked(consumer.beginning_offsets([one]))
-        return int(first[one]), int((await self._link.asked(consumer.end_offsets([one])))[one])
+    async def _fetch_bounds(self) -> tuple[int, int]:
+        """Return the first available offset, and the next one to come."""
+        partition, consumer = self._partition, self._connection.consumer
+        first = await self._connection.await_answer(consumer.beginning_offsets([partition]))
+        return int(first[partition]), int(
+            (await self._connection.await_answer(consumer.end_offsets([partition])))[partition]
+        )
 
     async def _commit(self, position: int) -> None:
         try:
-            await self._link.asked(self._link.consumer.commit({self._partition: position + 1}))
-        except (self._link.errors.CommitFailedError, self._link.errors.UnknownMemberIdError):
-            raise FailedPrecondition(
-                "the consumer group has other members: a feeder needs a ?group= of its own"
-            ) from None
+            await self._connection.await_answer(self._connection.consumer.commit({self._partition: position + 1}))
+        except (self._connection.errors.CommitFailedError, self._connection.errors.UnknownMemberIdError):
+            raise FailedPrecondition("the consumer group has other members: a feeder needs its own ?group=") from None
 
-    async def _look(self, after: int) -> int:
-        """Offset behind which something can be read, in a partition that is the one it was.
+    async def _check_bounds(self, after: int) -> int:
+        """Return the offset after which messages are available, in an unchanged partition.
 
         Raises:
-            DataError: it ends before it.
+            DataError: it ends before `after`.
         """
-        oldest, end = await self._bounds()
+        oldest, end = await self._fetch_bounds()
         if end <= after:
             raise self._build_replaced_error(f"it ends before offset {end}, and the learner has {after}")
         if oldest > after + 1:
-            self._gone.add(oldest - after - 1)
+            self._lost_messages.add(oldest - after - 1)
         return max(after, oldest - 1)
 
-    async def _next(self) -> list[SourceMessage]:
-        """A few messages; none where none has come for a while, which may have a reason."""
+    async def _fetch_messages(self) -> list[SourceMessage]:
+        """Return a few messages; none after a while without messages, which may have a reason."""
         until = asyncio.get_running_loop().time() + _CHECK_INTERVAL_S
         while asyncio.get_running_loop().time() < until:
-            found = await self._link.consumer.getmany(
+            partitions = await self._connection.consumer.getmany(
                 self._partition, timeout_ms=_POLL_TIMEOUT_MS, max_records=_MAX_BATCH_MESSAGES
             )
-            if records := found.get(self._partition):
+            if records := partitions.get(self._partition):
                 return [SourceMessage(each.value or b"", each.offset) for each in records]
         return []
 
@@ -199,13 +199,16 @@ KAFKA = Feed(
         START_SETTING,
         GROUP_SETTING,
         UrlSetting(
-            "sasl", "How the password of --user is shown.", "SCRAM-SHA-512", ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+            "sasl",
+            "SASL mechanism for the password of --user.",
+            "SCRAM-SHA-512",
+            ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"),
         ),
     ),
     modules=("aiokafka",),
-    connect=_Link,
+    connect=_KafkaConnection,
     path="TOPIC",
     allows_many_names=True,
     allows_many_hosts=True,
 )
-"""Offered by an entry point."""
+"""Feed of Kafka, offered by an entry point."""

@@ -1,4 +1,4 @@
-"""A feeder at work: counts of messages, the display and the log of them, signals and the exit code.
+"""Running feeder: counts of messages, their display and log, signals and the exit code.
 
 Counts and reasons are shown, and never the contents of a record.
 """
@@ -32,19 +32,19 @@ _MAX_REASONS = 8
 
 @dataclass(slots=True)
 class FeedCounters:
-    """Counts of a feeder, since it began.
+    """Counts of a feeder since its start.
 
     Attributes:
         sources: names under which the learner counts its records.
-        fed: records that the learner has in keeping.
-        again: messages that came a second time, and were passed over.
-        waiting: messages that were read and are neither fed nor refused yet.
-        refused: messages that are no records of the run, by reason.
-        written: how many of those were in the dead-letter file before.
-        run_id: that is fed; empty: no learner has been reached yet.
-        status: of the learner, when it was last asked; None: it does not answer.
-        awaited: what must be there before anything is fed.
-        kept: what becomes of refused messages, as "written to a file"; empty: they are dropped.
+        records_fed: records that the learner has stored.
+        duplicate_count: repeated messages, which were skipped.
+        messages_waiting: messages that were read and are neither fed nor refused yet.
+        refusals: messages that are not records of the run, by reason.
+        already_written_count: refused messages that an earlier feeder had written to the dead-letter file.
+        run_id: run id; empty: no learner has been reached yet.
+        status: last status of the learner; None: it does not answer.
+        awaited_condition: condition for the start.
+        refusal_destination: what happens to refused messages, such as "written to a file"; empty: they are dropped.
     """
 
     sources: set[str] = field(default_factory=set)
@@ -60,67 +60,67 @@ class FeedCounters:
 
     @property
     def dropped_count(self) -> int:
-        """Refused messages that are kept nowhere."""
+        """Number of refused messages that are not kept."""
         return 0 if self.refusal_destination else self.refusals.total()
 
 
 FeedTask = Callable[[FeedCounters, asyncio.Event], Coroutine[Any, Any, None]]
-"""Feeds, and counts in the account, until it is done or the event is set."""
+"""Coroutine function that feeds and updates the counters, until it is done or the event is set."""
 
 
-async def _show(account: FeedCounters, console: Console) -> None:
-    """Show it until it is cancelled: a display on a terminal, else a line of the log every so often."""
-    looks = deque([(time.monotonic(), account.records_fed)], maxlen=20)
+async def _show_progress(counters: FeedCounters, console: Console) -> None:
+    """Show the counters until cancelled: a display on a terminal, else periodic log lines."""
+    samples = deque([(time.monotonic(), counters.records_fed)], maxlen=20)
 
-    def speed() -> float:
-        """Records per second over the last looks."""
-        looks.append((time.monotonic(), account.records_fed))
-        (since, before), (now, done) = looks[0], looks[-1]
+    def records_per_second() -> float:
+        """Return the records per second over the last calls."""
+        samples.append((time.monotonic(), counters.records_fed))
+        (since, before), (now, done) = samples[0], samples[-1]
         return (done - before) / (now - since) if now > since else 0.0
 
     if not console.is_terminal:
         while True:
             await asyncio.sleep(_LOG_INTERVAL_S)
-            say = log.warning if account.dropped_count else log.info
-            say("feeding", records_per_second=round(speed(), 1), **_facts_of(account))
+            write = log.warning if counters.dropped_count else log.info
+            write("feeding", records_per_second=round(records_per_second(), 1), **_build_facts(counters))
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            live.update(_picture(account, speed()), refresh=True)
+            live.update(_render(counters, records_per_second()), refresh=True)
             await asyncio.sleep(_REFRESH_INTERVAL_S)
 
 
-def _facts_of(account: FeedCounters) -> dict[str, object]:
-    """For a log."""
+def _build_facts(counters: FeedCounters) -> dict[str, object]:
+    """Return the fields of a log line or of `--json`."""
     facts: dict[str, object] = {
-        "run": account.run_id,
-        "fed": account.records_fed,
-        "waiting": account.messages_waiting,
-        "again": account.duplicate_count,
-        "refused": dict(account.refusals.most_common(_MAX_REASONS)),
-        "dropped": account.dropped_count,
+        "run": counters.run_id,
+        "records_delivered": counters.records_fed,
+        "pending": counters.messages_waiting,
+        "duplicates": counters.duplicate_count,
+        "refused": dict(counters.refusals.most_common(_MAX_REASONS)),
+        "dropped": counters.dropped_count,
     }
-    if (status := account.status) is not None:
+    if (status := counters.status) is not None:
         facts |= {"round": status.rounds_done, "epsilon": status.epsilon_spent, "epsilon_limit": status.epsilon_limit}
-        facts |= {"learner_waiting": status.records_waiting}
+        facts |= {"records_waiting": status.records_waiting}
     return facts
 
 
-def _picture(account: FeedCounters, speed: float) -> RenderableType:
-    """For a terminal: two lines, and one for each reason."""
-    if not account.run_id:
-        return Text(f"waiting for {account.awaited_condition}", style="cyan")
+def _render(counters: FeedCounters, records_per_second: float) -> RenderableType:
+    """Render the display for a terminal: two lines, and one for each reason."""
+    if not counters.run_id:
+        return Text(f"waiting for {counters.awaited_condition}", style="cyan")
     head = Text.assemble(
-        (format_count(account.records_fed), "bold green"),
+        (format_count(counters.records_fed), "bold green"),
         " fed  ",
-        f"{format_number(speed, 3)} records/s  {format_count(account.messages_waiting)} waiting",
+        f"{format_number(records_per_second, 3)} records/s  {format_count(counters.messages_waiting)} waiting",
     )
-    if account.duplicate_count:
-        head.append(f"  {format_count(account.duplicate_count)} came again")
-    return Group(head, _learner_line(account), *_reasons(account))
+    if counters.duplicate_count:
+        head.append(f"  {format_count(counters.duplicate_count)} came again")
+    return Group(head, _render_learner(counters), *_render_reasons(counters))
 
 
-def _learner_line(account: FeedCounters) -> Text:
-    status = account.status
+def _render_learner(counters: FeedCounters) -> Text:
+    status = counters.status
     if status is None:
         return Text("the learner does not answer", style="yellow")
     limit = "" if status.epsilon_limit is None else f" of {format_number(status.epsilon_limit)}"
@@ -128,14 +128,14 @@ def _learner_line(account: FeedCounters) -> Text:
     return Text(f"{line}  {format_count(status.records_waiting)} wait for their round", style="dim")
 
 
-def _reasons(account: FeedCounters) -> Iterator[Text]:
-    """Why messages were refused, the commonest first, and what became of them."""
-    refused = account.refusals
+def _render_reasons(counters: FeedCounters) -> Iterator[Text]:
+    """Yield the reasons of refusals, the most frequent first, and what happened to the messages."""
+    refused = counters.refusals
     if not refused:
         return
-    if account.refusal_destination:
+    if counters.refusal_destination:
         yield Text(
-            f"{pluralize(refused.total(), 'message')} refused, and {account.refusal_destination}:", style="yellow"
+            f"{pluralize(refused.total(), 'message')} refused, and {counters.refusal_destination}:", style="yellow"
         )
     else:
         yield Text(f"{pluralize(refused.total(), 'message')} refused and DROPPED:", style="bold red")
@@ -145,59 +145,62 @@ def _reasons(account: FeedCounters) -> Iterator[Text]:
         yield Text(f"  … {pluralize(len(refused) - _MAX_REASONS, 'other reason')}")
 
 
-def _summary(account: FeedCounters, seconds: float, *, failed: bool = False) -> Iterator[Text]:
-    """What feeding came to; where it failed, an error says why."""
-    if not account.run_id:
-        stop = "" if account.awaited_condition.endswith("?") else "."
-        told = f"Nothing was fed: told to end while it waited for {account.awaited_condition}{stop}"
-        yield Text("Nothing was fed." if failed else told)
+def _render_summary(counters: FeedCounters, seconds: float, *, failed: bool = False) -> Iterator[Text]:
+    """Yield the lines of the summary; after a failure, an error gives the reason."""
+    if not counters.run_id:
+        stop = "" if counters.awaited_condition.endswith("?") else "."
+        text = f"Nothing was fed: stopped while waiting for {counters.awaited_condition}{stop}"
+        yield Text("Nothing was fed." if failed else text)
         return
-    speed = format_number(account.records_fed / seconds if seconds else 0.0, 3)
-    fed, sources = pluralize(account.records_fed, "record"), pluralize(len(account.sources), "source")
-    yield Text(f"Fed {fed} of {sources} to run {account.run_id} in {format_duration(seconds)}, {speed} records/s.")
-    if (status := account.status) is not None and status.records_waiting:
+    records_per_second = format_number(counters.records_fed / seconds if seconds else 0.0, 3)
+    fed, sources = pluralize(counters.records_fed, "record"), pluralize(len(counters.sources), "source")
+    yield Text(
+        f"Fed {fed} of {sources} to run {counters.run_id} in {format_duration(seconds)}, {records_per_second} records/s."
+    )
+    if (status := counters.status) is not None and status.records_waiting:
         waiting, verb = pluralize(status.records_waiting, "record"), "waits" if status.records_waiting == 1 else "wait"
         yield Text(
-            f"At {status.learner} {waiting} still {verb} for a round: what waits when its run ends is learned by none."
+            f"At {status.learner} {waiting} still {verb} for a round: records that wait when its run ends are not learned."
         )
-    if account.duplicate_count:
+    if counters.duplicate_count:
         yield Text(
-            f"{pluralize(account.duplicate_count, 'message')} came a second time, and {_were(account.duplicate_count)} passed over."
+            f"{pluralize(counters.duplicate_count, 'message')} came again, and {_was_or_were(counters.duplicate_count)} skipped."
         )
-    yield from _reasons(account)
-    if account.dropped_count:
-        yield Text("What was dropped is kept nowhere by this feeder: --dead-letters FILE keeps it.", style="bold red")
-    elif account.already_written_count:
-        yield Text(f"{format_count(account.already_written_count)} of them had been written before.")
-    if account.messages_waiting:
+    yield from _render_reasons(counters)
+    if counters.dropped_count:
+        yield Text("Dropped messages are not kept: use --dead-letters FILE to keep them.", style="bold red")
+    elif counters.already_written_count:
+        yield Text(f"{format_count(counters.already_written_count)} of them had been written earlier.")
+    if counters.messages_waiting:
         yield Text(
-            f"{pluralize(account.messages_waiting, 'message')} had been read and {_were(account.messages_waiting)} not fed.",
+            f"{pluralize(counters.messages_waiting, 'message')} had been read and not fed.",
             style="yellow",
         )
 
 
-def _were(value: int) -> str:
+def _was_or_were(value: int) -> str:
     return "was" if value == 1 else "were"
 
 
 def run_feeder(work: FeedTask, log_level: str = "info") -> int:
-    """Feed, show, summarise; returns the exit code.
+    """Feed, show progress and a summary; return the exit code.
 
-    The first Ctrl-C or SIGTERM sets the event that the work was given, the second one cancels it.
+    The first Ctrl-C or SIGTERM sets the task's event, the second one cancels it.
 
     Args:
-        work: feeds, and counts in an account, until it is done or the event is set.
-        log_level: of what is logged where there is no terminal.
+        work: feeds and updates the counters, until it is done or the event is set.
+        log_level: level of the log where there is no terminal.
 
     Returns:
-        0: it ended, and all that was read was fed or written down. 1: some messages were dropped. 2: a bug. 130: it was forced.
+        0: it ended, and all messages read were fed or written down. 1: some messages were dropped. 2: a bug. 130: it was
+            forced.
 
     Raises:
-        SottovoceError, OSError: what it failed of.
+        SottovoceError, OSError: reason of a failure.
     """
     configure_logs(log_level)
     try:
-        return asyncio.run(_conducted(work))
+        return asyncio.run(_run_with_display(work))
     except (SottovoceError, OSError):
         raise
     except Exception as error:  # noqa: BLE001 - a traceback ends with the error's text, and that may quote a record
@@ -205,30 +208,30 @@ def run_feeder(work: FeedTask, log_level: str = "info") -> int:
         return 2
 
 
-async def _conducted(work: FeedTask) -> int:
-    account, console, begun = FeedCounters(), terminal.create_console(), time.monotonic()
+async def _run_with_display(work: FeedTask) -> int:
+    counters, console, start_time = FeedCounters(), terminal.create_console(), time.monotonic()
     stop, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
     hide_error_texts(loop)
 
-    def tell() -> None:
+    def handle_signal() -> None:
         if stop.is_set() and task is not None:
             task.cancel()
         stop.set()
 
     for each in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(each, tell)
+        loop.add_signal_handler(each, handle_signal)
     failed = True  # in a line that follows
     try:
-        async with run_in_background(_show(account, console)):
-            await work(account, stop)
+        async with run_in_background(_show_progress(counters, console)):
+            await work(counters, stop)
         failed = False
     except asyncio.CancelledError:
         return 130
     finally:
-        for line in _summary(account, time.monotonic() - begun, failed=failed):
+        for line in _render_summary(counters, time.monotonic() - start_time, failed=failed):
             console.print(line, soft_wrap=True)
         if not failed:
-            terminal.print_json_if_requested(lambda: _facts_of(account))
-        if not console.is_terminal and account.run_id:
-            log.info("fed", **_facts_of(account))
-    return 1 if account.dropped_count else 0
+            terminal.print_json_if_requested(lambda: _build_facts(counters))
+        if not console.is_terminal and counters.run_id:
+            log.info("fed", **_build_facts(counters))
+    return 1 if counters.dropped_count else 0

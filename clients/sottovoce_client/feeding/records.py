@@ -1,4 +1,4 @@
-"""Messages of a source, the records of a run in them, and why the others are none."""
+"""Messages of a source, their conversion to records of a run, and reasons for refusals."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NO_NUMBERS = "features and label: not a list of as many numbers as the run has f
 
 @dataclass(frozen=True, slots=True)
 class SourceMessage:
-    """One record, as it came.
+    """One received message.
 
     Attributes:
         body: fields and their values, or the bytes of a JSON object.
-        position: where it stands in its part, 0 or above.
-        reason: why it cannot be read, in words that quote nothing of it; empty: it can.
+        position: position in its partition, 0 or above.
+        reason: why it cannot be read, without quoting it; empty: it can.
     """
 
     body: Mapping[str, Any] | bytes
@@ -40,61 +40,61 @@ class SourceMessage:
 
 
 ColumnCheck = Callable[[Sequence[str]], str]
-"""Why names of columns are not those of a run's records; empty: they are."""
+"""Function that returns why column names do not fit a run's records; empty: they do."""
 
 
 def accept_any_columns(names: Sequence[str]) -> str:
-    """Columns may be any."""
+    """Accept any columns."""
     return ""
 
 
 class SourcePartition(Protocol):
-    """Messages in order: a file, a stream, one partition of a topic. A learner counts each under a name of its own.
+    """Ordered messages: a file, a stream, one partition of a topic. A learner counts each under its own name.
 
     Attributes:
-        name: that tells it from the other parts of what is fed; the same whenever the same is fed.
+        name: identifies it among the fed partitions; constant for the same content.
     """
 
     @property
     def name(self) -> str: ...
 
     def read(self, after: int) -> AsyncIterator[Sequence[SourceMessage]]:
-        """Messages, positions ascending, a few at a time, as they come; it ends where nothing more can come.
+        """Yield messages, positions ascending, a few at a time, as they arrive; return where none can follow.
 
         Args:
-            after: position of the last one that the learner has; -1: it has none in this run.
+            after: position of the last message that the learner has; -1: none in this run.
 
         Raises:
-            Unavailable: the source is away for too long.
-            DataError: what was there is not there any more, or is another.
+            Unavailable: the source is unreachable for too long.
+            DataError: its content was deleted or replaced.
         """
         ...
 
     async def acknowledge(self, position: int) -> None:
-        """Everything up to a position is in the learner's keeping: the source may forget it."""
+        """Acknowledge all messages up to a position: the learner has stored them, and the source may delete them."""
         ...
 
 
 @runtime_checkable
 class TabularPartition(Protocol):
-    """A part whose messages all have the same fields, its columns: they are known before the first message.
+    """Partition whose messages all have the same fields, its columns, known before the first message.
 
     Attributes:
-        misfit: says why columns are not those of records; `read` raises that as a `DataError`.
+        column_check: returns why columns do not fit records; `read` raises that as a `DataError`.
     """
 
     column_check: ColumnCheck
 
 
 class UnfitRecordError(Exception):
-    """A message is no record; its text says why, and quotes nothing."""
+    """Message that is not a record; the text gives the reason, and quotes nothing."""
 
 
 def parse_field_map(text: str) -> tuple[str, tuple[str, ...]]:
-    """A field, and where it stands, of `FIELD=PATH`.
+    """Parse `FIELD=PATH` to a field and its path.
 
     Raises:
-        SpecError: it is no such text.
+        SpecError: the text has another form.
     """
     name, equals, path = text.partition("=")
     steps = tuple(map(normalise_text, path.split(".")))
@@ -104,16 +104,16 @@ def parse_field_map(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 class FieldMap:
-    """Which field of a record stands where in a message.
+    """Mapping of record fields to places in a message.
 
     Args:
-        schema: of the run; None: a record is a list of `features` and a `label`.
-        maps: `FIELD=PATH`, where a path's names have dots between them.
-        ignore_unknown: leave out fields that nobody knows, in place of refusing the message.
-        position: field that says where a message stands in its source, and is no field of the record; empty: there is none.
+        schema: schema of the run; None: a record is a list of `features` and a `label`.
+        maps: `FIELD=PATH`, with dots between the names of a path.
+        ignore_unknown: leave out unknown fields, instead of refusing the message.
+        position: field with a message's position, which is not a field of the record; empty: none.
 
     Raises:
-        SpecError: a map is none, names a field that records do not have, or one twice.
+        SpecError: a map is not valid, names an unknown field, or one twice.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class FieldMap:
                     f"--map names a field that the run's records do not have: {name!r}; they have {list(own)}"
                 )
             if name in paths:
-                raise SpecError(f"--map says twice where {name!r} is: once is enough")
+                raise SpecError(f"--map must name {name!r} once, got it twice")
             paths[name] = steps
         self._own, self._paths, self._ignore_unknown, self._position = (
             own,
@@ -136,62 +136,67 @@ class FieldMap:
             ignore_unknown,
             normalise_text(position),
         )
-        self._known = frozenset((*own, *(() if schema is None else schema.ignored))) - paths.keys()
-        """Fields that may stand in a message under their own names."""
-        self._places = dict[tuple[str, ...], list[str]]()
-        """Fields that a map names, by where they may stand: nested, or under the whole path as a name."""
+        self._own_name_fields = frozenset((*own, *(() if schema is None else schema.ignored))) - paths.keys()
+        """Fields that may be in a message under their own names."""
+        self._fields_by_place = dict[tuple[str, ...], list[str]]()
+        """Mapped fields by their possible places: nested, or with the full path as a name."""
         for name, steps in paths.items():
             for place in {steps, (".".join(steps),)}:
-                self._places.setdefault(place, []).append(name)
-        self._reached = {steps[:n] for steps in paths.values() for n in range(1, len(steps))}
-        """Objects into which a map leads."""
+                self._fields_by_place.setdefault(place, []).append(name)
+        self._traversed_paths = {steps[:n] for steps in paths.values() for n in range(1, len(steps))}
+        """Objects on the path of a map."""
 
     def find_column_misfit(self, columns: Sequence[str]) -> str:
-        """Why messages with these columns, by their names as they are compared, are no records; empty: they may be."""
-        there = set(columns)
+        """Return why messages with these normalised column names are not records; empty: they may be."""
+        present = set(columns)
         places = {name: {name} for name in self._own if name not in self._paths}
-        for name, steps in self._paths.items():  # a column of the whole path, or an object that has the field
+        for name, steps in self._paths.items():  # a column with the full path as its name, or an object with the field
             places[f"{name}={'.'.join(steps)}"] = {".".join(steps), steps[0]}
-        wanted = {name: bool(there & here) for name, here in places.items()}
-        if self._own == SCHEMALESS_FIELDS and not all(wanted.values()):
-            return "must have the columns features, lists of numbers, and label: this run has no schema, so it knows no others"
-        allowed = {*self._known, self._position}.union(*places.values(), there if self._ignore_unknown else ())
+        is_present = {name: bool(present & here) for name, here in places.items()}
+        if self._own == SCHEMALESS_FIELDS and not all(is_present.values()):
+            return "must have the columns features, lists of numbers, and label: this run has no schema"
+        allowed = {*self._own_name_fields, self._position}.union(
+            *places.values(), present if self._ignore_unknown else ()
+        )
         return describe_column_mismatch(
-            there, wanted, allowed, "--map FIELD=COLUMN says where a field stands, --ignore-unknown leaves others out"
+            present,
+            is_present,
+            allowed,
+            "--map FIELD=COLUMN gives the place of a field, --ignore-unknown leaves others out",
         )
 
     def extract_record(self, body: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
-        """A message's record, by the fields' own names; what a map does not find is left out.
+        """Return the record of a message, by the fields' own names; missing mapped fields are left out.
 
         Raises:
-            Unfit: it is no object, or has a field that nobody knows, or one twice.
+            UnfitRecordError: it is not an object, or has an unknown field, or one twice.
         """
-        message = _object_of(body) if isinstance(body, bytes) else body
+        message = _parse_object(body) if isinstance(body, bytes) else body
         if not (self._paths or self._ignore_unknown or self._position):
-            return message  # the schema's encoder says the same of it, faster
+            return message  # the schema's encoder does the same check, faster
         found = dict[str, Any]()
-        self._take(message, (), found)
+        self._collect(message, (), found)
         return found
 
-    def _take(self, message: Mapping[Any, Any], at: tuple[str, ...], found: dict[str, Any]) -> None:
-        """What stands in an object, and in those below it into which a map leads."""
+    def _collect(self, message: Mapping[Any, Any], at: tuple[str, ...], found: dict[str, Any]) -> None:
+        """Collect the fields of an object, and of the nested ones on the path of a map."""
         for given, value in message.items():
             here = (*at, normalise_text(given) if isinstance(given, str) else "")
-            names = self._places.get(here, [])
-            into = here in self._reached and isinstance(value, Mapping | None)
-            if into and value is not None:
-                self._take(value, here, found)
-            if not names and not at and here[0] in self._known:
+            names = self._fields_by_place.get(here, [])
+            is_traversed = here in self._traversed_paths and isinstance(value, Mapping | None)
+            if is_traversed and value is not None:
+                self._collect(value, here, found)
+            if not names and not at and here[0] in self._own_name_fields:
                 names = list(here)
             if found.keys() & set(names):
                 raise UnfitRecordError(DUPLICATE_FIELD)
-            if not (names or into or self._ignore_unknown or here == (self._position,)):
+            if not (names or is_traversed or self._ignore_unknown or here == (self._position,)):
                 raise UnfitRecordError(UNDECLARED_FIELD_REASON)
             found |= dict.fromkeys(names, value)
 
 
-def _whole_number(record: Mapping[str, Any], name: str) -> int | None:
-    """What a field says, as a number or its digits; None: it says no position."""
+def _parse_position(record: Mapping[str, Any], name: str) -> int | None:
+    """Return a field's value as a non-negative integer, from a number or its digits; None: it is not a position."""
     value = next((value for given, value in record.items() if normalise_text(given) == name), None)
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
         value = int(value)
@@ -201,12 +206,12 @@ def _whole_number(record: Mapping[str, Any], name: str) -> int | None:
 
 @dataclass(slots=True)
 class PositionCounter:
-    """Positions of messages that come in a stream.
+    """Positions of messages that arrive in a stream.
 
     Attributes:
-        field: that has the position; empty: positions are counted on.
-        last: the highest so far; where they are counted on, it begins with the learner's.
-        rising: whether a position at or below the last one is refused.
+        position_field: field with the position; empty: numbered consecutively.
+        last_position: highest position so far; for consecutive numbers it begins with the learner's.
+        requires_ascending: whether a position at or below the last one is refused.
     """
 
     position_field: str
@@ -218,10 +223,10 @@ class PositionCounter:
         self.last_position = -1 if self.position_field and self.requires_ascending else self.last_position
 
     def number_message(self, body: Mapping[str, Any] | bytes, reason: str = "") -> SourceMessage:
-        """A message with its position. One whose field has none is no record, and stands where the one before it does.
+        """Return a message with its position. One without a valid position is refused, at the position before it.
 
         Args:
-            body: of the message.
+            body: body of the message.
             reason: why it cannot be read; empty: it can.
         """
         if not self.position_field:
@@ -230,20 +235,22 @@ class PositionCounter:
         position = None
         if not reason:
             try:
-                position = _whole_number(_object_of(body) if isinstance(body, bytes) else body, self.position_field)
-            except UnfitRecordError as why:
-                reason = str(why)
+                position = _parse_position(
+                    _parse_object(body) if isinstance(body, bytes) else body, self.position_field
+                )
+            except UnfitRecordError as error:
+                reason = str(error)
         if position is None or (self.requires_ascending and position <= self.last_position):
             return SourceMessage(body, self.last_position, reason or NO_POSITION)
         self.last_position = max(self.last_position, position)
         return SourceMessage(body, position)
 
 
-def _object_of(body: bytes) -> Mapping[str, Any]:
-    """A JSON object.
+def _parse_object(body: bytes) -> Mapping[str, Any]:
+    """Parse a JSON object.
 
     Raises:
-        Unfit: it is none, or has a name twice, so that nobody knows which is meant.
+        UnfitRecordError: it is not one, or has a name twice, which is ambiguous.
     """
     found = parse_json(body)
     if not isinstance(found, dict):
@@ -252,22 +259,22 @@ def _object_of(body: bytes) -> Mapping[str, Any]:
 
 
 def parse_json(body: bytes) -> Any:
-    """What JSON says.
+    """Parse JSON.
 
     Raises:
-        Unfit: it is none, or an object in it has a name twice.
+        UnfitRecordError: it is not valid, or an object in it has a name twice.
     """
     if not body:
         raise UnfitRecordError(EMPTY_MESSAGE)
     try:
-        return json.loads(body.decode("utf-8"), object_pairs_hook=_once)
+        return json.loads(body.decode("utf-8"), object_pairs_hook=_reject_duplicates)
     except UnicodeDecodeError:
         raise UnfitRecordError(NOT_UTF8) from None
     except (ValueError, RecursionError):
         raise UnfitRecordError(NO_OBJECT) from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise UnfitRecordError(DUPLICATE_FIELD)
@@ -275,14 +282,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sifted:
-    """What came of some messages.
+class ConvertedMessages:
+    """Result of a conversion.
 
     Attributes:
-        fitting: records that can be learned, and the positions of those; None: there is none.
-        refused: messages that cannot, by their place among all, each with a reason that quotes nothing of it.
-        again: how many came a second time, and are passed over.
-        last: the highest position so far.
+        fitting_records: records to learn, and their positions; None: none.
+        refusals: refused messages by their index, each with a reason that quotes nothing.
+        duplicate_count: number of repeated messages, which are skipped.
+        last_position: highest position so far.
     """
 
     fitting_records: tuple[EncodedRecords, list[int]] | None
@@ -293,61 +300,63 @@ class _Sifted:
 
 @dataclass(frozen=True, slots=True)
 class RecordConverter:
-    """What a message must be in a run.
+    """Converter of messages to records of a run.
 
     Attributes:
-        records: of the run.
-        fields: where they stand in a message.
+        records: encoder of the run's records.
+        fields: places of the fields in a message.
     """
 
     records: LiveRecordEncoder
     fields: FieldMap
 
-    def convert(self, messages: Sequence[SourceMessage], after: int) -> _Sifted:
-        """Tell records from what is none.
+    def convert(self, messages: Sequence[SourceMessage], after: int) -> ConvertedMessages:
+        """Convert messages to records, or refuse them.
 
         Args:
-            messages: in their order.
-            after: the highest position so far; a message at or below it came before.
+            messages: messages in order.
+            after: highest position so far; a message at or below it is a duplicate.
         """
-        records, refused, again = dict[int, Mapping[str, Any]](), dict[int, str](), 0
+        records, refusals, duplicate_count = dict[int, Mapping[str, Any]](), dict[int, str](), 0
         for place, message in enumerate(messages):
             if message.reason:
-                refused[place] = message.reason
+                refusals[place] = message.reason
             elif message.position <= after:
-                again += 1
+                duplicate_count += 1
             else:
                 try:
-                    records[place] = self._record(message)
-                except UnfitRecordError as why:
-                    refused[place] = str(why)
+                    records[place] = self._extract_record(message)
+                except UnfitRecordError as error:
+                    refusals[place] = str(error)
             after = max(after, message.position)
-        fitting = None
+        fitting_records = None
         if records:
             encoded = self._encode(list(records.values()))
-            refused |= {place: encoded.refusals[row] for row, place in enumerate(records) if row in encoded.refusals}
+            refusals |= {place: encoded.refusals[row] for row, place in enumerate(records) if row in encoded.refusals}
             if len(encoded.labels):
-                fitting = (encoded, [messages[place].position for place in records if place not in refused])
-        return _Sifted(fitting, dict(sorted(refused.items())), again, after)
+                fitting_records = (encoded, [messages[place].position for place in records if place not in refusals])
+        return ConvertedMessages(fitting_records, dict(sorted(refusals.items())), duplicate_count, after)
 
-    def _record(self, message: SourceMessage) -> Mapping[str, Any]:
-        """A message's record.
+    def _extract_record(self, message: SourceMessage) -> Mapping[str, Any]:
+        """Return a message's record.
 
         Raises:
-            Unfit: it has none.
+            UnfitRecordError: it has none.
         """
         record = self.fields.extract_record(message.body)
         if self.records.encoder is None:
             features, label = record.get("features"), record.get("label")
-            whole = isinstance(features, list) and len(features) == self.records.data.features
+            has_features = isinstance(features, list) and len(features) == self.records.data.features
             if not (
-                whole and record.keys() == set(SCHEMALESS_FIELDS) and all(map(_is_number, [*(features or ()), label]))
+                has_features
+                and record.keys() == set(SCHEMALESS_FIELDS)
+                and all(map(_is_number, [*(features or ()), label]))
             ):
                 raise UnfitRecordError(NO_NUMBERS)
         return record
 
     def _encode(self, records: Sequence[Mapping[str, Any]]) -> EncodedRecords:
-        """Records as they are learned; `EncodedRecords.refused` has what does not fit."""
+        """Encode records; `EncodedRecords.refusals` has those that do not fit."""
         if self.records.encoder is not None:
             return self.records.encode(records)
         features = np.array([record["features"] for record in records], dtype=np.float64)

@@ -1,1 +1,1 @@
-"""Live records into a learner, and its predictions out: from Python, files and brokers."""
+"""Live records into a learner and its predictions back, from Python programs."""

@@ -1,4 +1,4 @@
-"""A learner, from its owner's programs: records in, predictions out."""
+"""Connection of an owner's program to a learner: records in, predictions out."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from sottovoce_wire.v1 import learner_pb2
 
 _STATUS_INTERVAL_S = 0.5
 _MAX_CALLS, _MAX_RECORDS_AHEAD = 64, 1_024
-"""Predictions asked for at a time, and records read ahead of them."""
+"""Maximum number of concurrent predictions, and of records read ahead of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the model in use says of records.
+    """Prediction of the current model for some records.
 
     Attributes:
-        labels: `(records,)`: classes, as the records have them where the schema has a label for each, else by number; or
-            numbers, in the unit of the records.
-        scores: `(records, ...)`, as the loss scores.
-        rounds_done: that the model has learned from.
-        classes: that there are; None: labels are numbers.
+        labels: `(records,)`: classes, as in the records if the schema has a label for each, else by number; or numbers,
+            in the unit of the records.
+        scores: `(records, ...)`, scores of the loss.
+        rounds_done: rounds that the model has learned from.
+        classes: all classes; None: labels are numbers.
         probabilities: `(records, classes)`; None: the loss gives none.
     """
 
@@ -46,95 +46,98 @@ class Prediction:
 
 
 class ConnectedLearner:
-    """A learner in a run of live records. `connect_learner` makes it.
+    """Learner in a run of live records, created by `connect_learner`.
 
     Attributes:
-        run_id: of the run.
-        spec: of the run.
-        records: what a record is in it, and why one does not fit.
-        source: under which records are counted.
+        run_id: run id.
+        spec: run spec.
+        records: encoder of the run's records; reports why one does not fit.
+        source: name under which records are counted.
     """
 
     def __init__(
         self,
-        at: LearnerEndpoint,
+        endpoint: LearnerEndpoint,
         stub: Any,
-        told: learner_pb2.GetIntakeResponse,
+        intake: learner_pb2.GetIntakeResponse,
         source: str,
         patience_s: float,
         tasks: Tasks,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         *,
         allow_imports: bool,
     ) -> None:
-        self._at, self._stub = at, stub
-        self.run_id, self.source = told.run_id, source
-        self.spec: RunSpec = spec_from_wire(told.spec, imports=allow_imports)
+        self._endpoint, self._stub = endpoint, stub
+        self.run_id, self.source = intake.run_id, source
+        self.spec: RunSpec = spec_from_wire(intake.spec, imports=allow_imports)
         self.records = LiveRecordEncoder.from_spec(self.spec.data, self.spec.loss)
-        self._sender = Sender(at, source, told, patience_s, tasks, tell)
-        self._tasks, self._turn, self._calls = tasks, asyncio.Lock(), asyncio.Semaphore(_MAX_CALLS)
+        self._sender = Sender(endpoint, source, intake, patience_s, tasks, notify)
+        self._tasks, self._send_lock, self._call_slots = tasks, asyncio.Lock(), asyncio.Semaphore(_MAX_CALLS)
 
     @property
     def position(self) -> int:
-        """Of the last record of this source that was fed; -1: there is none. Whoever goes on begins with the next."""
+        """Position of the last record of this source that was fed; -1: none. The next feeder continues after it."""
         return self._sender.last_position
 
     @property
     def run_end(self) -> RunEnded | None:
-        """How the learner said that the run is over for it; None: it has not."""
+        """Error with which the learner reported the end of the run; None: it has not."""
         return self._sender.run_end
 
     async def feed(self, records: Any, labels: Any = None, *, positions: Sequence[int] | None = None) -> int:
-        """Bring records. It comes back when they are in the learner's keeping, and survive its death: each is learned once.
+        """Send records; return when the learner has stored them durably. Each record is learned once.
 
         Args:
             records: with a schema, mappings of fields to values, or a table (of pandas, polars or Arrow, or a mapping of
-                fields to columns); without, numbers `(records, features)`. Or what `records.encode` gave: of that, what fits.
+                fields to columns); without, numbers `(records, features)`. Or the result of `records.encode`: its fitting
+                records.
             labels: `(records,)`; None: they are a field of the records.
-            positions: where each record stands in its source, ascending: one at or below `position` is passed over. None: they
-                are counted on.
+            positions: position of each record in its source, ascending: one at or below `position` is skipped. None: they
+                are numbered consecutively.
 
         Returns:
-            How many were new.
+            Number of new records.
 
         Raises:
-            DataError: one of them does not fit, by its number and a reason; none of them was sent.
+            DataError: a record does not fit, with its number and a reason; none was sent.
             FailedPrecondition: the run is over.
-            Unavailable: the learner is away for too long.
+            Unavailable: the learner is unreachable for too long.
         """
         found = records if isinstance(records, EncodedRecords) else self.records.encode_strictly(records, labels)
         features, labels, n = found.features, found.labels, len(found.labels)
-        given = None if positions is None else _rising(positions, n)
-        async with self._turn:  # who came first is sent first
+        given_positions = None if positions is None else _parse_positions(positions, n)
+        async with self._send_lock:  # calls are served in order
             first = self._sender.last_position + 1
-            places = np.arange(first, first + n) if given is None else given
-            old = int(np.searchsorted(places, first))
-            again = self._sender.find_pending(int(places[old - 1])) if old else []
-            kept = again + await self._sender.put(features[old:], labels[old:], places[old:])
-        await asyncio.gather(*map(asyncio.shield, kept))
-        return n - old
+            all_positions = np.arange(first, first + n) if given_positions is None else given_positions
+            known_count = int(np.searchsorted(all_positions, first))
+            pending = self._sender.find_pending(int(all_positions[known_count - 1])) if known_count else []
+            waits = pending + await self._sender.put(
+                features[known_count:], labels[known_count:], all_positions[known_count:]
+            )
+        await asyncio.gather(*map(asyncio.shield, waits))
+        return n - known_count
 
     def build_away_error(self, seconds: float, error: SottovoceError) -> SottovoceError:
-        """Why it is given up after so many seconds; the error is that of the last call."""
-        return self._at.build_away_error(self.run_id, seconds, error)
+        """Build the error for giving up after so many seconds, from the error of the last call."""
+        return self._endpoint.build_away_error(self.run_id, seconds, error)
 
     async def predict(self, records: Any) -> Prediction:
-        """What the model in use says of records, where the run opted in (`telemetry.predict`).
+        """Predict with the current model, where the run opted in (`telemetry.predict`).
 
         Args:
-            records: as for `feed`; a label in them is not looked at.
+            records: as for `feed`; a label in them is ignored.
 
         Raises:
-            DataError: one of them does not fit.
+            DataError: a record does not fit.
             FailedPrecondition: the run did not opt in.
             Unavailable: the learner does not answer.
         """
-        return await self._predicted(self.records.encode_strictly(records, has_labels=False).features)
+        return await self._predict_features(self.records.encode_strictly(records, has_labels=False).features)
 
     async def predict_each(self, records: AsyncIterable[Any]) -> AsyncGenerator[Prediction, None]:
-        """What the model in use says of each record of a stream, in order, however fast they come.
+        """Predict each record of a stream with the current model, in order, at any rate of arrival.
 
-        One call at a time is under way; what came meanwhile is asked for together in the next one.
+        One call is in progress at a time; records that arrive meanwhile share the next one.
 
         Args:
             records: each a mapping of fields to values, or numbers `(features,)`.
@@ -143,52 +146,54 @@ class ConnectedLearner:
             A prediction of one record for each of them.
 
         Raises:
-            DataError: one of them does not fit, by its number and a reason; those before it are answered.
-            FailedPrecondition, Unavailable: as `predict`.
+            DataError: a record does not fit, with its number and a reason; those before it are answered.
+            FailedPrecondition, Unavailable: as of `predict`.
         """
-        coming: asyncio.Queue[Any] = asyncio.Queue(_MAX_RECORDS_AHEAD)
-        reading = self._tasks.start(_read(records, coming))
+        queue: asyncio.Queue[Any] = asyncio.Queue(_MAX_RECORDS_AHEAD)
+        read_task = self._tasks.start(_read_into(records, queue))
         try:
-            at, over = 0, False
-            while not over:
-                together = [await coming.get()]
-                while not coming.empty():
-                    together.append(coming.get_nowait())
-                if over := together[-1] is _END:
-                    together.pop()
-                if not together:
+            offset, is_over = 0, False
+            while not is_over:
+                batch = [await queue.get()]
+                while not queue.empty():
+                    batch.append(queue.get_nowait())
+                if is_over := batch[-1] is _END:
+                    batch.pop()
+                if not batch:
                     break
-                found = self.records.encode(together, has_labels=False)
-                fitting = min(found.refusals, default=len(together))
-                if fitting:
-                    for each in _apart(await self._predicted(found.features[:fitting])):
+                found = self.records.encode(batch, has_labels=False)
+                fitting_count = min(found.refusals, default=len(batch))
+                if fitting_count:
+                    for each in _split_prediction(await self._predict_features(found.features[:fitting_count])):
                         yield each
                 if found.refusals:
-                    raise DataError(f"record {at + fitting} (counted from 0) does not fit: {found.refusals[fitting]}")
-                at += len(together)
-            await reading  # it may have failed
+                    raise DataError(
+                        f"record {offset + fitting_count} (counted from 0) does not fit: {found.refusals[fitting_count]}"
+                    )
+                offset += len(batch)
+            await read_task  # raises its error
         finally:
-            reading.cancel()
+            read_task.cancel()
 
-    async def _predicted(self, features: FloatArray) -> Prediction:
-        async with self._calls:  # of which a connection has few, and more would be refused
-            scores, labels, rounds = await self._at.predict(self._stub, features)
-        classes, chances = self.records.class_names, self.spec.loss.probabilities(scores)
-        return Prediction(self.records.decode_predictions(scores, labels), scores, rounds, classes, chances)
+    async def _predict_features(self, features: FloatArray) -> Prediction:
+        async with self._call_slots:  # a connection allows few, and more would be refused
+            scores, labels, rounds = await self._endpoint.predict(self._stub, features)
+        classes, probabilities = self.records.class_names, self.spec.loss.probabilities(scores)
+        return Prediction(self.records.decode_predictions(scores, labels), scores, rounds, classes, probabilities)
 
     async def fetch_status(self) -> LearnerStatus:
-        """How far the learner is, and what it has spent.
+        """Return the learner's progress and spent epsilon.
 
         Raises:
             Unavailable: it does not answer.
         """
-        return await self._at.fetch_status(self._stub)
+        return await self._endpoint.fetch_status(self._stub)
 
     async def watch(self, interval_s: float = _STATUS_INTERVAL_S) -> AsyncIterator[LearnerStatus]:
-        """`status` again and again, until the run is over.
+        """Yield the status periodically, until the run is over.
 
         Args:
-            interval_s: seconds between two looks.
+            interval_s: seconds between two calls.
         """
         while (status := await self.fetch_status()).run_id == self.run_id:
             yield status
@@ -200,34 +205,34 @@ class ConnectedLearner:
 _END = object()
 
 
-async def _read(records: AsyncIterable[Any], into: asyncio.Queue[Any]) -> None:
-    """Read a stream, not much faster than it is taken, and say when it is over."""
-    reading = asyncio.current_task()
+async def _read_into(records: AsyncIterable[Any], into: asyncio.Queue[Any]) -> None:
+    """Read a stream into a queue, little faster than it is consumed, and mark its end."""
+    read_task = asyncio.current_task()
     try:
         async for each in records:
             await into.put(each)
     finally:
-        if reading is None or not reading.cancelling():  # else nobody takes anything more
+        if read_task is None or not read_task.cancelling():  # else the queue is not read any more
             await into.put(_END)
 
 
-def _apart(found: Prediction) -> Iterator[Prediction]:
-    """Each record's own."""
+def _split_prediction(found: Prediction) -> Iterator[Prediction]:
+    """Yield each record's own prediction."""
     for row, label in enumerate(found.labels):
-        chances = None if found.probabilities is None else found.probabilities[row : row + 1]
-        yield Prediction([label], found.scores[row : row + 1], found.rounds_done, found.classes, chances)
+        probabilities = None if found.probabilities is None else found.probabilities[row : row + 1]
+        yield Prediction([label], found.scores[row : row + 1], found.rounds_done, found.classes, probabilities)
 
 
-def _rising(positions: Sequence[int], records: int) -> IntArray:
-    """Positions as they may be.
+def _parse_positions(positions: Sequence[int], records: int) -> IntArray:
+    """Return valid positions as an array.
 
     Raises:
-        DataError: they are not.
+        DataError: they are not valid.
     """
     try:
-        given = np.asarray(positions, dtype=np.int64)
+        given_positions = np.asarray(positions, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
-        given = np.empty(0, np.int64)
-    if given.shape != (records,) or (np.diff(given, prepend=-1) <= 0).any():
+        given_positions = np.empty(0, np.int64)
+    if given_positions.shape != (records,) or (np.diff(given_positions, prepend=-1) <= 0).any():
         raise DataError(f"positions must be whole numbers, one for each of {records} records, ascending from 0")
-    return given
+    return given_positions

@@ -1,4 +1,7 @@
-"""A learner as a model of River (https://riverml.xyz), to end a pipeline with. It is an extra: import this where it is used."""
+"""River model of a learner (https://riverml.xyz), for the end of a pipeline.
+
+River is an optional dependency: import this module where it is used.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from sottovoce_core.errors import DataError, SpecError
 
 
 class _Model:
-    """What both have.
+    """Base class of both models.
 
     Args:
-        learner: a `SyncLearner`, that learns and predicts.
-        features: what the numbers of a record are called, where its run has no schema.
+        learner: `SyncLearner` that learns and predicts.
+        features: names of the numbers of a record, where its run has no schema.
 
     Raises:
         SpecError: the names do not fit the run.
     """
 
-    _learns = True
+    _can_learn = True
 
     def __init__(self, learner: Any, features: Sequence[str] | None = None) -> None:
         self.learner, self.features = learner, features
@@ -38,77 +41,71 @@ class _Model:
             raise SpecError(f"features must be {data.features} different names, for this run has no schema, got {got}")
 
     def learn_one(self, x: dict[Any, Any], y: Any) -> None:
-        """Send a record to the learner, as `SyncLearner.send`: it is not waited for.
+        """Send a record to the learner without waiting, as `SyncLearner.send` does.
 
         Raises:
             DataError: it does not fit.
-            FailedPrecondition, Unavailable: one that was sent before is not kept.
+            FailedPrecondition, Unavailable: an earlier record is not stored.
         """
-        self._learner_of().send(self._rows([x]), [y])
+        self._get_learning_learner().send(self._to_rows([x]), [y])
 
     def learn_many(self, X: Any, y: Any) -> None:
-        """The same of a data frame and its labels."""
-        self._learner_of().send(self._table(X), list(y))
+        """Send a data frame and its labels, as `learn_one` does."""
+        self._get_learning_learner().send(self._to_table(X), list(y))
 
-    def predict_one(self, x: dict[Any, Any], **more: Any) -> Any:
-        """What the model in use says of a record: one call, which is waited for."""
-        return self.learner.predict(self._rows([x])).labels[0]
+    def predict_one(self, x: dict[Any, Any], **options: Any) -> Any:
+        """Predict a record with the current model: one call, which is waited for."""
+        return self.learner.predict(self._to_rows([x])).labels[0]
 
     def predict_many(self, X: Any) -> Any:
-        """The same of a data frame, in one call."""
+        """Predict a data frame in one call."""
         import pandas as pd
 
-        return pd.Series(self.learner.predict(self._table(X)).labels, index=X.index)
+        return pd.Series(self.learner.predict(self._to_table(X)).labels, index=X.index)
 
     def flush(self) -> None:
-        """Wait until all that was sent is in the learner's keeping, as `SyncLearner.flush`."""
+        """Wait until the learner has stored all sent records, as `SyncLearner.flush` does."""
         self.learner.flush()
 
     def clone(self, new_params: dict[str, Any] | None = None, include_attributes: bool = False) -> Self:
-        """One that predicts with the same learner, and does not learn: a record that two bring would be learned twice."""
-        made = copy.copy(self)
-        made._learns = False
-        return made
+        """Return a model that predicts with the same learner and does not learn: a record sent by two would be learned twice."""
+        model = copy.copy(self)
+        model._can_learn = False
+        return model
 
     def __deepcopy__(self, memo: object) -> Self:
         return self.clone()
 
-    def _learner_of(self) -> Any:
-        if not self._learns:
-            raise SpecError(
-                "a clone must only predict: a record that several clones bring would be learned by each of them"
-            )
+    def _get_learning_learner(self) -> Any:
+        if not self._can_learn:
+            raise SpecError("a clone must only predict: a record sent by several clones would be learned several times")
         return self.learner
 
-    def _rows(self, records: list[dict[Any, Any]]) -> Any:
-        """Records as `feed` takes them."""
+    def _to_rows(self, records: list[dict[Any, Any]]) -> Any:
+        """Convert records to the input of `feed`."""
         if self.features is None:
             return records
         if any(set(each) != set(self.features) for each in records):
-            raise DataError(
-                f"a record must have the {len(self.features)} features that as_river was told, and no others"
-            )
+            raise DataError(f"a record must have the {len(self.features)} features given to as_river, and no others")
         return [[each[name] for name in self.features] for each in records]
 
-    def _table(self, X: Any) -> Any:
-        """A data frame as `feed` takes it."""
+    def _to_table(self, X: Any) -> Any:
+        """Convert a data frame to the input of `feed`."""
         if self.features is None:
             return X
         if set(X.columns) != set(self.features):
-            raise DataError(
-                f"records must have the {len(self.features)} features that as_river was told, and no others"
-            )
+            raise DataError(f"records must have the {len(self.features)} features given to as_river, and no others")
         return X[list(self.features)].to_numpy()
 
 
-class RiverClassifier(_Model, base.MiniBatchClassifier):  # type: ignore[misc]  # as if River had no types
-    """A learner of classes, as River has it. `SyncLearner.as_river` makes it.
+class RiverClassifier(_Model, base.MiniBatchClassifier):  # type: ignore[misc]  # River is untyped here
+    """River classifier of a learner, created by `SyncLearner.as_river`.
 
-    Labels are as the records have them where the run has a schema, else 0, 1, ....
+    Labels are those of the records where the run has a schema, else 0, 1, ....
     """
 
-    def _chances(self, found: Prediction) -> FloatArray:
-        """Probabilities, `(records, classes)`.
+    def _require_probabilities(self, found: Prediction) -> FloatArray:
+        """Return the probabilities, `(records, classes)`.
 
         Raises:
             SpecError: there are none.
@@ -122,24 +119,24 @@ class RiverClassifier(_Model, base.MiniBatchClassifier):  # type: ignore[misc]  
 
     @property
     def _multiclass(self) -> bool:
-        return len(self.learner.records.classes or ()) > 2
+        return len(self.learner.records.class_names or ()) > 2
 
-    def predict_proba_one(self, x: dict[Any, Any], **more: Any) -> dict[Any, float]:
-        """Each class's chance.
+    def predict_proba_one(self, x: dict[Any, Any], **options: Any) -> dict[Any, float]:
+        """Predict each class's probability.
 
         Raises:
             SpecError: the run's loss gives none.
         """
-        found = self.learner.predict(self._rows([x]))
-        return dict(zip(found.classes or (), self._chances(found)[0].tolist(), strict=True))
+        found = self.learner.predict(self._to_rows([x]))
+        return dict(zip(found.classes or (), self._require_probabilities(found)[0].tolist(), strict=True))
 
     def predict_proba_many(self, X: Any) -> Any:
-        """The same of a data frame, a column for each class."""
+        """Predict the probabilities of a data frame, a column for each class."""
         import pandas as pd
 
-        found = self.learner.predict(self._table(X))
-        return pd.DataFrame(self._chances(found), index=X.index, columns=found.classes)
+        found = self.learner.predict(self._to_table(X))
+        return pd.DataFrame(self._require_probabilities(found), index=X.index, columns=found.classes)
 
 
 class RiverRegressor(_Model, base.MiniBatchRegressor):  # type: ignore[misc]
-    """A learner of numbers, as River has it. `SyncLearner.as_river` makes it."""
+    """River regressor of a learner, created by `SyncLearner.as_river`."""

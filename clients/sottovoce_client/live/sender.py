@@ -1,4 +1,4 @@
-"""Sending: live records into a learner, each exactly once, whatever happens to the connection, the learner or its neighbours."""
+"""Sender of live records to a learner, each exactly once, through failures of the connection, the learner or its neighbours."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from sottovoce_rpc.tasks import Tasks, run_in_background
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 MAX_BATCH_RECORDS, _MAX_BATCH_BYTES = 1_024, 4 * 1024 * 1024
-"""Of a batch: records, and bytes unless one record has more."""
+"""Maximum records of a batch, and maximum bytes unless one record has more."""
 MAX_PENDING_RECORDS = 32 * MAX_BATCH_RECORDS
-"""Records that may wait for their receipts before more are taken."""
+"""Maximum number of records without a receipt, before more have to wait."""
 _CALL_TIMEOUT_S, _PREDICT_TIMEOUT_S, _RETRY_INTERVAL_S = 30.0, 60.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerEndpoint:
-    """Where a learner is, and who asks it.
+    """Address of a learner, and the credentials of its caller.
 
     Attributes:
         address: `host:port`.
-        name: of the learner, which its certificate must hold; empty: any.
-        credentials: of who asks.
+        name: name of the learner, which its certificate must hold; empty: any.
+        credentials: credentials of the caller.
     """
 
     address: str
@@ -58,20 +58,20 @@ class LearnerEndpoint:
         require_address(self.address, "the address of a learner")
 
     def open_channel(self) -> Any:
-        """A channel of its own for each try: the identity may have been renewed."""
+        """Open a new channel for each attempt: the identity may have been renewed."""
         return open_channel(self.address, Role.LEARNER, self.name, credentials=self.credentials)
 
     def convert_error(self, failure: grpc.aio.AioRpcError) -> SottovoceError:
-        """A failed call, as ours."""
+        """Convert a failed call to an error of this project."""
         return convert_status_error(failure, f"the learner at {self.address}")
 
     def build_away_error(self, run_id: str, seconds: float, error: SottovoceError) -> SottovoceError:
-        """Why nothing more is sent, where it was away for longer than it may be.
+        """Build the error for a learner that was unreachable for too long.
 
         Args:
-            run_id: that it was in before.
-            seconds: that it may be away.
-            error: of the last try.
+            run_id: its last run.
+            seconds: how long it may be unreachable.
+            error: error of the last attempt.
         """
         if not isinstance(error, Unavailable):
             return error
@@ -81,10 +81,10 @@ class LearnerEndpoint:
         )
 
     async def await_answer(self, call: Any) -> Any:
-        """The answer of a call.
+        """Return the answer of a call.
 
         Raises:
-            SottovoceError: why there is none.
+            SottovoceError: the call failed.
         """
         try:
             return await call
@@ -92,12 +92,12 @@ class LearnerEndpoint:
             raise self.convert_error(error) from None
 
     async def fetch_status(self, stub: Any) -> LearnerStatus:
-        """How far the learner is; errors as of `asked`."""
+        """Return the learner's status; errors as of `await_answer`."""
         answer = await self.await_answer(stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S))
         return LearnerStatus.from_wire(answer.status)
 
     async def fetch_intake(self, stub: Any, source: str) -> learner_pb2.GetIntakeResponse:
-        """What the learner says to whoever brings records under a source; errors as of `asked`."""
+        """Return the spec of the run and the receipt of a source; errors as of `await_answer`."""
         request = learner_pb2.GetIntakeRequest(source=source)
         answer: learner_pb2.GetIntakeResponse = await self.await_answer(
             stub.GetIntake(request, wait_for_ready=True, timeout=_CALL_TIMEOUT_S)
@@ -105,13 +105,13 @@ class LearnerEndpoint:
         return answer
 
     async def predict(self, stub: Any, rows: FloatArray) -> tuple[FloatArray, FloatArray, int]:
-        """Scores and labels of rows by the model in use, and the rounds that it has learned from; errors as of `asked`."""
+        """Return scores and labels of rows by the current model, and its learned rounds; errors as of `await_answer`."""
         request = learner_pb2.PredictRequest(features=to_tensor(rows))
         answer = await self.await_answer(stub.Predict(request, timeout=_PREDICT_TIMEOUT_S))
         return from_tensor(answer.scores), from_tensor(answer.labels), answer.rounds_done
 
     def require_name(self, status: LearnerStatus) -> None:
-        """Refuse another learner than the one that is named; where it has a certificate, that was looked at before.
+        """Reject another learner than the named one; a certificate was checked before.
 
         Raises:
             FailedPrecondition: it is another one.
@@ -122,69 +122,70 @@ class LearnerEndpoint:
             )
 
 
-def _position_of(receipt: learner_pb2.IngestReceipt) -> int:
-    """Of the last record that is in keeping; -1: there is none."""
+def _get_position(receipt: learner_pb2.IngestReceipt) -> int:
+    """Return the position of the last stored record; -1: none."""
     return receipt.position if receipt.HasField("position") else -1
 
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """Records on their way."""
+    """Records that wait for a receipt."""
 
     features: FloatArray
     labels: FloatArray
     positions: list[int]
-    kept: asyncio.Future[None]
+    stored: asyncio.Future[None]
 
 
-def _most(features: FloatArray) -> int:
-    """Records of a message."""
+def _compute_batch_size(features: FloatArray) -> int:
+    """Return the maximum number of records of a message."""
     return max(1, min(MAX_BATCH_RECORDS, _MAX_BATCH_BYTES // (8 * (int(features.shape[1]) + 1))))
 
 
 class Sender:
-    """Sends records under one source, in one run. It reconnects and sends again what has no receipt, in a task of its own.
+    """Sender of records of one source, in one run. It reconnects and resends records without a receipt, in its own task.
 
-    What waits goes together: a message costs about as much with one record as with a hundred.
+    Waiting batches share a message: one with a hundred records costs about as much as with one.
 
     Args:
-        at: where the learner is.
-        source: under which records are counted.
-        told: what the learner said of its run, and of the last record that is in keeping.
-        patience_s: how long the learner may be away, or take nothing in.
-        tasks: that own the sending.
-        tell: called with why records wait, where the learner has no place for this stream (default: nobody is told).
+        endpoint: address of the learner.
+        source: name under which records are counted.
+        intake: the learner's run, and the receipt of its last stored record.
+        patience_s: how long the learner may be unreachable, or accept nothing.
+        tasks: owner of the sending task.
+        notify: called with the reason for which records wait, where the learner has no capacity for this stream (default:
+            not reported).
     """
 
     def __init__(
         self,
-        at: LearnerEndpoint,
+        endpoint: LearnerEndpoint,
         source: str,
-        told: learner_pb2.GetIntakeResponse,
+        intake: learner_pb2.GetIntakeResponse,
         patience_s: float,
         tasks: Tasks,
-        tell: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._tell = tell
-        self._at, self._source, self._run_id, self._patience_s = at, source, told.run_id, patience_s
-        self._kept = self._last = _position_of(told.receipt)
+        self._notify = notify
+        self._endpoint, self._source, self._run_id, self._patience_s = endpoint, source, intake.run_id, patience_s
+        self._stored_position = self._last_position = _get_position(intake.receipt)
         self._batches: deque[_Batch] = deque()
         self._records = 0
-        self._more, self._less = asyncio.Event(), asyncio.Event()
+        self._more_event, self._space_event = asyncio.Event(), asyncio.Event()
         self._failing_since: float | None = None
         self.run_end: RunEnded | None = None
-        """How the learner said that the run is over; None: it has not."""
-        self._over: SottovoceError | None = None
-        self._apart = False  # each batch is a message, so that the one that is refused is known
+        """Error with which the learner reported the end of the run; None: it has not."""
+        self._error: SottovoceError | None = None
+        self._sends_single_batches = False  # one batch a message, so that the refused one is identified
         tasks.start(self._run(), "records are not sent")
 
     @property
     def last_position(self) -> int:
-        """Position of the last record that was given to it; -1: there is none."""
-        return self._last
+        """Position of the last record given to it; -1: none."""
+        return self._last_position
 
     async def put(self, features: FloatArray, labels: FloatArray, positions: IntArray) -> list[asyncio.Future[None]]:
-        """Take records on, as soon as there is room; one call at a time.
+        """Accept records, as soon as there is space; one call at a time.
 
         Args:
             features: `(records, features)`, as they are learned.
@@ -192,57 +193,59 @@ class Sender:
             positions: `(records,)`, ascending, above all before.
 
         Returns:
-            What is done when they are in the learner's keeping, or raises why they are not.
+            Futures that are done when the learner has stored the records, or raise the reason why not.
 
         Raises:
             FailedPrecondition: the run is over, or another one.
-            Unavailable: the learner was away for too long.
+            Unavailable: the learner was unreachable for too long.
         """
-        rows, waits = _most(features), []
+        rows, futures = _compute_batch_size(features), []
         for at in range(0, len(labels), rows):
-            while self._records >= MAX_PENDING_RECORDS and self._over is None:
-                self._less.clear()
-                await self._less.wait()
-            if self._over is not None:
-                raise self._over
-            kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            kept.add_done_callback(
-                lambda kept: kept.cancelled() or kept.exception()
-            )  # whoever waited may wait no longer
+            while self._records >= MAX_PENDING_RECORDS and self._error is None:
+                self._space_event.clear()
+                await self._space_event.wait()
+            if self._error is not None:
+                raise self._error
+            stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            stored.add_done_callback(
+                lambda stored: stored.cancelled() or stored.exception()
+            )  # the caller may have been cancelled
             end = at + rows
-            waits.append(kept)
-            self._batches.append(_Batch(features[at:end], labels[at:end], positions[at:end].tolist(), kept))
+            futures.append(stored)
+            self._batches.append(_Batch(features[at:end], labels[at:end], positions[at:end].tolist(), stored))
             self._records += len(labels[at:end])
-            self._last = int(positions[at:end][-1])
-            self._more.set()
-        return waits
+            self._last_position = int(positions[at:end][-1])
+            self._more_event.set()
+        return futures
 
     def find_pending(self, position: int) -> list[asyncio.Future[None]]:
-        """As `put` gives them, of records up to a position that were put before."""
-        return [batch.kept for batch in self._batches if batch.positions[0] <= position]
+        """Return the futures, as of `put`, of earlier records up to a position."""
+        return [batch.stored for batch in self._batches if batch.positions[0] <= position]
 
     async def _run(self) -> None:
-        """Send what there is, on one stream after the other, until it has to be given up."""
+        """Send records, on one stream after the other, until it gives up."""
         now = asyncio.get_running_loop().time
-        refused: SottovoceError | None = None
+        refusal: SottovoceError | None = None
         try:
             while True:
                 try:
-                    await self._on_one_stream(refused)
+                    await self._send_on_stream(refusal)
                 except (DataError, RemoteProtocolError) as error:
-                    refused = error if self._apart else None  # of the first that has no receipt then
-                    self._apart = True
+                    refusal = (
+                        error if self._sends_single_batches else None
+                    )  # then for the first batch without a receipt
+                    self._sends_single_batches = True
                     continue
                 except (Unavailable, FailedPrecondition) as error:
                     if isinstance(error, RunEnded):
                         self.run_end = error
                         raise
-                    refused = None
+                    refusal = None
                     if isinstance(error, LimitReached):
-                        self._tell(str(error))
+                        self._notify(str(error))
                     self._failing_since = self._failing_since or now()
-                    if self._over is not None or (self._batches and now() - self._failing_since > self._patience_s):
-                        self._give_up(self._at.build_away_error(self._run_id, self._patience_s, error))
+                    if self._error is not None or (self._batches and now() - self._failing_since > self._patience_s):
+                        self._give_up(self._endpoint.build_away_error(self._run_id, self._patience_s, error))
                         return
                 await asyncio.sleep(_RETRY_INTERVAL_S)
         except SottovoceError as error:
@@ -250,100 +253,102 @@ class Sender:
         finally:
             self._give_up(Unavailable("the sending of records was ended"))
 
-    async def _on_one_stream(self, refused: SottovoceError | None) -> None:
-        """Until it breaks.
+    async def _send_on_stream(self, refusal: SottovoceError | None) -> None:
+        """Send records until the stream breaks.
 
         Args:
-            refused: why the learner did not take the first batch that it has not, on the stream before.
+            refusal: error for the first batch without a receipt, from the stream before.
 
         Raises:
-            SottovoceError: why.
+            SottovoceError: reason of the end.
         """
-        async with self._at.open_channel() as to:
+        async with self._endpoint.open_channel() as to:
             stub = learner_pb2_grpc.LearnerStub(to)
             try:
-                told = await self._at.fetch_intake(stub, self._source)
-                if told.run_id != self._run_id:
-                    self._over = FailedPrecondition(
-                        f"run {self._run_id} is over for this learner; it is in run {told.run_id} now"
+                intake = await self._endpoint.fetch_intake(stub, self._source)
+                if intake.run_id != self._run_id:
+                    self._error = FailedPrecondition(
+                        f"run {self._run_id} is over for this learner; it is in run {intake.run_id} now"
                     )
-                    raise self._over
-                if self._at.name:
-                    self._at.require_name(await self._at.fetch_status(stub))
-                self._receive(told.receipt)
-                if refused is not None and self._batches:
-                    self._done(refused)
-                    self._apart = False
+                    raise self._error
+                if self._endpoint.name:
+                    self._endpoint.require_name(await self._endpoint.fetch_status(stub))
+                self._receive(intake.receipt)
+                if refusal is not None and self._batches:
+                    self._finish_first(refusal)
+                    self._sends_single_batches = False
                 call = stub.Ingest()
                 ending = CallOutcome(call)
-                async with run_in_background(self._said(call)):
+                async with run_in_background(self._write_batches(call)):
                     try:
                         async for receipt in call:
                             self._receive(receipt)
                     except grpc.aio.AioRpcError:
                         await ending.require_ok()
             except grpc.aio.AioRpcError as error:
-                raise self._at.convert_error(error) from None
-        raise Unavailable(f"the learner at {self._at.address} ended the stream of records")
+                raise self._endpoint.convert_error(error) from None
+        raise Unavailable(f"the learner at {self._endpoint.address} ended the stream of records")
 
-    async def _said(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
-        """Whoever reads the receipts is told why a stream ended."""
+    async def _write_batches(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        """Write batches; the reader of the receipts gets the reason why a stream ended."""
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
-            async for batch in self._unsent():
+            async for batch in self._list_unsent():
                 await call.write(batch)
 
-    async def _unsent(self) -> AsyncIterator[learner_pb2.SampleBatch]:
-        """Every batch, once on a stream."""
-        sent = self._kept
+    async def _list_unsent(self) -> AsyncIterator[learner_pb2.SampleBatch]:
+        """Yield every batch, once on a stream."""
+        sent_position = self._stored_position
         while True:
-            self._more.clear()
-            for together in self._together(sent):
-                sent = together[-1].positions[-1]
+            self._more_event.clear()
+            for group in self._group_batches(sent_position):
+                sent_position = group[-1].positions[-1]
                 yield learner_pb2.SampleBatch(
                     source=self._source,
-                    features=to_tensor(np.concatenate([each.features for each in together])),
-                    labels=to_tensor(np.concatenate([each.labels for each in together])),
-                    positions=[position for each in together for position in each.positions],
+                    features=to_tensor(np.concatenate([each.features for each in group])),
+                    labels=to_tensor(np.concatenate([each.labels for each in group])),
+                    positions=[position for each in group for position in each.positions],
                 )
-            await self._more.wait()
+            await self._more_event.wait()
 
-    def _together(self, sent: int) -> Iterator[list[_Batch]]:
-        """Batches behind a position, in their order, as many at a time as go into a message."""
-        found: list[_Batch] = []
-        room = 0
-        for batch in [each for each in self._batches if each.positions[-1] > sent]:
-            room -= len(batch.labels)
-            if found and (self._apart or room < 0 or batch.positions[0] <= found[-1].positions[-1]):
-                yield found
-                found = []
-            if not found:
-                room = _most(batch.features) - len(batch.labels)
-            found.append(batch)
-        if found:
-            yield found
+    def _group_batches(self, sent_position: int) -> Iterator[list[_Batch]]:
+        """Yield the batches after a position, in order, in groups that fit into a message."""
+        batch_group: list[_Batch] = []
+        space = 0
+        for batch in [each for each in self._batches if each.positions[-1] > sent_position]:
+            space -= len(batch.labels)
+            if batch_group and (
+                self._sends_single_batches or space < 0 or batch.positions[0] <= batch_group[-1].positions[-1]
+            ):
+                yield batch_group
+                batch_group = []
+            if not batch_group:
+                space = _compute_batch_size(batch.features) - len(batch.labels)
+            batch_group.append(batch)
+        if batch_group:
+            yield batch_group
 
     def _receive(self, receipt: learner_pb2.IngestReceipt) -> None:
-        """So much is in keeping."""
-        if _position_of(receipt) > self._kept:
+        """Process a receipt."""
+        if _get_position(receipt) > self._stored_position:
             self._failing_since = None
-        self._kept = max(self._kept, _position_of(receipt))
-        while self._batches and self._batches[0].positions[-1] <= self._kept:
-            self._done(None)
+        self._stored_position = max(self._stored_position, _get_position(receipt))
+        while self._batches and self._batches[0].positions[-1] <= self._stored_position:
+            self._finish_first(None)
 
-    def _give_up(self, why: SottovoceError) -> None:
-        """Nothing more is sent."""
-        self._over = self._over or why
+    def _give_up(self, error: SottovoceError) -> None:
+        """Send nothing more, and fail all waiting records."""
+        self._error = self._error or error
         while self._batches:
-            self._done(self._over)
-        self._less.set()
+            self._finish_first(self._error)
+        self._space_event.set()
 
-    def _done(self, why: SottovoceError | None) -> None:
+    def _finish_first(self, error: SottovoceError | None) -> None:
         batch = self._batches.popleft()
         self._records -= len(batch.labels)
-        self._less.set()
-        if batch.kept.done():  # nobody waits any more
+        self._space_event.set()
+        if batch.stored.done():  # its caller was cancelled
             return
-        if why is None:
-            batch.kept.set_result(None)
+        if error is None:
+            batch.stored.set_result(None)
         else:
-            batch.kept.set_exception(why)
+            batch.stored.set_exception(error)

@@ -1,4 +1,4 @@
-"""A learner, from programs without `await`: scripts, notebooks, threads, and libraries that learn record by record."""
+"""Connection to a learner for programs without `await`: scripts, notebooks, threads, and libraries that learn single records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _END = object()
 
 
 class SyncLearner:
-    """A `ConnectedLearner` without `await`, on a thread of its own. `with connect_learner(...)` makes it.
+    """`ConnectedLearner` without `await`, on its own thread, created by `with connect_learner(...)`.
 
     Attributes:
         run_id, spec, records, source: as of `ConnectedLearner`.
@@ -38,10 +38,10 @@ class SyncLearner:
     def __init__(self, learner: ConnectedLearner, loop: asyncio.AbstractEventLoop) -> None:
         self._learner, self._loop = learner, loop
 
-        async def bring(features: FloatArray, labels: FloatArray) -> int:
+        async def send_encoded(features: FloatArray, labels: FloatArray) -> int:
             return await learner.feed(EncodedRecords(features, labels, None, np.ones(len(labels), dtype=bool), {}))
 
-        self._behind = _Behind(bring, loop)
+        self._background_sender = _BackgroundSender(send_encoded, loop)
         self.run_id, self.spec, self.records, self.source = (
             learner.run_id,
             learner.spec,
@@ -50,211 +50,211 @@ class SyncLearner:
         )
 
     def __deepcopy__(self, memo: object) -> Self:
-        """A connection is one, whoever copies what holds it."""
+        """Return this connection: copies of its holder share it."""
         return self
 
     @property
     def position(self) -> int:
-        """As of `ConnectedLearner`."""
+        """Position of the last fed record, as of `ConnectedLearner`."""
         return self._learner.position
 
     def feed(self, records: Any, labels: Any = None, *, positions: Sequence[int] | None = None) -> int:
-        """As of `ConnectedLearner`; behind all that was sent before.
+        """Send records after all that were sent before, as `ConnectedLearner.feed` does.
 
         Raises:
-            FailedPrecondition, Unavailable: also as `send`.
+            FailedPrecondition, Unavailable: also as of `send`.
         """
-        self._behind.flush()
+        self._background_sender.flush()
         return self._wait(self._learner.feed(records, labels, positions=positions))
 
     def send(self, records: Any, labels: Any = None) -> None:
-        """As `feed`, but it comes back before they are in the learner's keeping: for loops that bring them one by one.
+        """Send records as `feed` does, but return before the learner has stored them: for loops over single records.
 
-        They are learned in the order in which they were sent. A few thousand may be on their way; then it waits.
+        They are learned in the order in which they were sent. A few thousand may be pending; then the call waits.
 
         Raises:
-            DataError: one of them does not fit; none of them was sent.
-            FailedPrecondition, Unavailable: some that were sent before are not kept, and nothing more is sent. Connect again, and go on
-                behind `position`.
+            DataError: a record does not fit; none was sent.
+            FailedPrecondition, Unavailable: earlier records are not stored, and nothing more is sent. Connect again, and
+                continue after `position`.
         """
         found = self.records.encode_strictly(records, labels)
-        self._behind.put(found.features, found.labels)
+        self._background_sender.put(found.features, found.labels)
 
     def flush(self) -> None:
-        """Wait until all that was sent is in the learner's keeping; the end of the `with` block does.
+        """Wait until the learner has stored all sent records; the end of the `with` block does this, too.
 
         Raises:
-            FailedPrecondition, Unavailable: as `send`.
+            FailedPrecondition, Unavailable: as of `send`.
         """
-        self._behind.flush()
+        self._background_sender.flush()
 
     def predict(self, records: Any) -> Prediction:
-        """As of `ConnectedLearner`."""
+        """Predict as `ConnectedLearner.predict` does."""
         return self._wait(self._learner.predict(records))
 
     def predict_each(self, records: Iterable[Any]) -> Iterator[Prediction]:
-        """As of `ConnectedLearner`; the records are read in another thread."""
-        found = self._learner.predict_each(_read(iter(records)))
+        """Predict as `ConnectedLearner.predict_each` does; the records are read in another thread."""
+        found = self._learner.predict_each(_read_in_thread(iter(records)))
         try:
-            yield from self._each(found)
+            yield from self._iterate(found)
         finally:
             self._wait(found.aclose())
 
     def fetch_status(self) -> LearnerStatus:
-        """As of `ConnectedLearner`."""
+        """Return the status, as `ConnectedLearner.fetch_status` does."""
         return self._wait(self._learner.fetch_status())
 
     def watch(self, interval_s: float = _STATUS_INTERVAL_S) -> Iterator[LearnerStatus]:
-        """As of `ConnectedLearner`."""
-        return self._each(self._learner.watch(interval_s))
+        """Yield the status, as `ConnectedLearner.watch` does."""
+        return self._iterate(self._learner.watch(interval_s))
 
     def end(self, kind: type[BaseException] | None = None) -> None:
-        """The end of the block: wait for what was sent.
+        """End the block: wait for the sent records.
 
         Args:
-            kind: of what ends it, which is told rather than why something is not kept; who interrupts does not wait.
+            kind: type of the exception that ends it, which hides errors of pending records; an interrupt does not wait.
         """
         if kind is None:
-            self._behind.end()
+            self._background_sender.end()
         elif issubclass(kind, Exception):
             with contextlib.suppress(SottovoceError):
-                self._behind.end()
+                self._background_sender.end()
 
     def as_river(self, features: Sequence[str] | None = None) -> RiverClassifier | RiverRegressor:
-        """A model of River that learns and predicts here: `learn_one`, `predict_one`. Needs the extra `river`.
+        """Return a River model that learns and predicts with this learner: `learn_one`, `predict_one`. Needs the extra `river`.
 
         Args:
-            features: what the numbers of a record are called, where the run has no schema.
+            features: names of the numbers of a record, where the run has no schema.
 
         Raises:
             SpecError: River is not installed, the names do not fit the run, or several labels are one class in it.
         """
         import_optional("river", "river", "as_river", "river")
-        self._require_apart("as_river")
+        self._require_distinct_labels("as_river")
         from sottovoce_client.live.river_model import RiverClassifier, RiverRegressor
 
         return (RiverRegressor if self.records.class_names is None else RiverClassifier)(self, features)
 
     def as_sklearn(self) -> SklearnClassifier | SklearnRegressor:
-        """An estimator of scikit-learn that learns and predicts here: `partial_fit`, `predict`. Needs the extra `audit`.
+        """Return a scikit-learn estimator that learns and predicts with this learner. Needs the extra `audit`.
 
         Raises:
             SpecError: scikit-learn is not installed, or several labels are one class in the run.
         """
         import_optional("sklearn", "scikit-learn", "as_sklearn")
-        self._require_apart("as_sklearn")
+        self._require_distinct_labels("as_sklearn")
         from sottovoce_client.live.sklearn_model import SklearnClassifier, SklearnRegressor
 
         return (SklearnRegressor if self.records.class_names is None else SklearnClassifier)(self)
 
-    def _require_apart(self, what: str) -> None:
+    def _require_distinct_labels(self, caller: str) -> None:
         if self.records.has_merged_labels:
-            raise SpecError(f"{what} needs a class for each label: in this run several labels count as one")
+            raise SpecError(f"{caller} needs a class for each label: in this run several labels count as one")
 
-    def _each(self, found: AsyncIterator[T]) -> Iterator[T]:
-        async def one() -> T | object:
+    def _iterate(self, found: AsyncIterator[T]) -> Iterator[T]:
+        async def read_next() -> T | object:
             return await anext(found, _END)
 
-        while (each := self._wait(one())) is not _END:
-            yield each  # type: ignore[misc]  # it is none of ours
+        while (each := self._wait(read_next())) is not _END:
+            yield each  # type: ignore[misc]  # the end marker never gets here
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-async def _read(records: Iterator[Any]) -> AsyncIterator[Any]:
-    """Each as it comes, while others may be waited for."""
+async def _read_in_thread(records: Iterator[Any]) -> AsyncIterator[Any]:
+    """Yield each item from a thread, so that the event loop stays free."""
     while (each := await asyncio.to_thread(next, records, _END)) is not _END:
         yield each
 
 
-# ---- records that are not waited for -----------------------------------------------------------------------------------
+# ---- background sending ------------------------------------------------------------------------------------------------
 
 MAX_PENDING_RECORDS = 4_096
-"""Records that were handed over and are not on their way yet."""
+"""Maximum number of records that were handed over and are not being sent yet."""
 
 
-class _Behind:
-    """Records on their way behind a program's back.
+class _BackgroundSender:
+    """Background sender of records.
 
-    What is handed over while others are on their way goes next, all together: so there are few messages where records come
-    faster than receipts, and none waits where they come seldom. Once something fails, nothing more is brought, and every
-    call says why: what follows must not be learned before it.
+    Records handed over during a call share the next one: so there are few messages where records come faster than
+    receipts, and no delay where they come rarely. After a failure nothing more is sent, and every call raises the reason:
+    later records must not be learned before the failed ones.
 
     Args:
-        bring: brings records `(records, features)` and their labels, and comes back when they are kept.
-        loop: where it does.
+        send_encoded: sends records `(records, features)` and their labels, and returns when they are stored.
+        loop: event loop that it runs in.
     """
 
     def __init__(
-        self, bring: Callable[[FloatArray, FloatArray], Awaitable[object]], loop: asyncio.AbstractEventLoop
+        self, send_encoded: Callable[[FloatArray, FloatArray], Awaitable[object]], loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._bring, self._loop = bring, loop
+        self._send, self._loop = send_encoded, loop
         self._changed = threading.Condition()
         self._waiting: list[tuple[FloatArray, FloatArray]] = []
-        self._records, self._bringing = 0, False
+        self._records, self._is_sending = 0, False
         self._error: SottovoceError | None = None
-        self._told = False
-        self._task: Future[None] | None = None  # its owner
+        self._is_error_raised = False
+        self._task: Future[None] | None = None  # keeps a reference to the task
 
     def put(self, features: FloatArray, labels: FloatArray) -> None:
-        """Hand records over, as soon as there is room.
+        """Hand over records, as soon as there is space.
 
         Raises:
-            SottovoceError: why some that were handed over before are not kept.
+            SottovoceError: the reason why earlier records are not stored.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._records < MAX_PENDING_RECORDS or self._error is not None)
-            self._require_well()
+            self._raise_error()
             self._waiting.append((features, labels))
             self._records += len(labels)
-            begins, self._bringing = not self._bringing, True
-        if begins:
-            self._task = asyncio.run_coroutine_threadsafe(self._bring_all(), self._loop)
+            starts_task, self._is_sending = not self._is_sending, True
+        if starts_task:
+            self._task = asyncio.run_coroutine_threadsafe(self._send_all(), self._loop)
 
     def flush(self) -> None:
-        """Wait until all that was handed over is kept.
+        """Wait until all records are stored.
 
         Raises:
-            SottovoceError: why some of it is not.
+            SottovoceError: the reason why some are not.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._bringing)
-            self._require_well()
+            self._changed.wait_for(lambda: not self._is_sending)
+            self._raise_error()
 
     def end(self) -> None:
-        """As `flush`, but what was said before is not said again."""
-        if not self._told:
+        """Flush, but do not raise an error a second time."""
+        if not self._is_error_raised:
             self.flush()
 
-    def _require_well(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
-            self._told = True
+            self._is_error_raised = True
             raise self._error.with_traceback(None)
 
-    def _taken(self) -> list[tuple[FloatArray, FloatArray]]:
-        """All that waits."""
+    def _take_waiting(self) -> list[tuple[FloatArray, FloatArray]]:
+        """Take all waiting records."""
         with self._changed:
-            taken, self._waiting, self._records = self._waiting, [], 0
-            self._bringing = bool(taken)
+            batches, self._waiting, self._records = self._waiting, [], 0
+            self._is_sending = bool(batches)
             self._changed.notify_all()
-            return taken
+            return batches
 
-    async def _bring_all(self) -> None:
+    async def _send_all(self) -> None:
         error: SottovoceError = Unavailable("the sending of records was ended")
-        taken: list[tuple[FloatArray, FloatArray]] = []
+        batches: list[tuple[FloatArray, FloatArray]] = []
         try:
-            while taken := self._taken():
-                await self._bring(*map(np.concatenate, zip(*taken, strict=True)))
+            while batches := self._take_waiting():
+                await self._send(*map(np.concatenate, zip(*batches, strict=True)))
         except SottovoceError as failure:
             error = failure
         finally:
-            if taken:
-                self._fail(error, sum(len(labels) for _, labels in taken))
+            if batches:
+                self._fail(error, sum(len(labels) for _, labels in batches))
 
-    def _fail(self, why: SottovoceError, under_way: int) -> None:
+    def _fail(self, cause: SottovoceError, sending_count: int) -> None:
         with self._changed:
-            kind = Unavailable if isinstance(why, Unavailable) else FailedPrecondition
-            self._error = kind(f"of the last {under_way + self._records} records some are not kept: {why}")
-            self._waiting, self._records, self._bringing = [], 0, False
+            kind = Unavailable if isinstance(cause, Unavailable) else FailedPrecondition
+            self._error = kind(f"some of the last {sending_count + self._records} records are not stored: {cause}")
+            self._waiting, self._records, self._is_sending = [], 0, False
             self._changed.notify_all()

@@ -186,6 +186,30 @@ def _read_table(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     )
 
 
+def _read_shipped(name: str) -> tuple[FloatArray, FloatArray]:
+    """Read features and labels of a data set that scikit-learn ships.
+
+    The file is read directly, because importing scikit-learn takes two seconds of every command. Its loader is imported
+    only where a version keeps the file elsewhere.
+
+    Raises:
+        SpecError: scikit-learn is not installed.
+    """
+    package, (file, heading_lines) = find_spec("sklearn"), _SHIPPED_FILES[name]
+    if package is not None and package.origin is not None:
+        path = Path(package.origin).parent / "datasets" / "data" / file
+        if path.is_file():
+            rows = np.loadtxt(path, delimiter=",", skiprows=heading_lines)
+            return rows[:, :-1].copy(), rows[:, -1].copy()
+    loaders = import_optional("sklearn.datasets", "scikit-learn", f"data.source {name}")
+    features, labels = getattr(loaders, f"load_{name}")(return_X_y=True)
+    return as_floats(features), as_floats(labels)
+
+
+_SHIPPED_FILES = {"breast_cancer": ("breast_cancer.csv", 1), "digits": ("digits.csv.gz", 0)}
+"""Files of scikit-learn, and the number of lines before the first record."""
+
+
 def _load_by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
     """Read all records of a file by a schema."""
     path = Path(data.source)

@@ -1,1 +1,1 @@
-"""Records from the learner's owner: written down, receipted, and held for their rounds."""
+"""Ingest of records from the learner's owner: logged, acknowledged, and queued for their rounds."""

@@ -1,6 +1,6 @@
-"""Group commit of records: written down before they count, and streams that wait for a receipt share a sync.
+"""Group commit: concurrent ingest streams share one fsync; no record is acknowledged before it.
 
-A feeder waits where there are enough records, or no room on the disk.
+A feeder waits while the queue is full, or the disk is.
 """
 
 from __future__ import annotations
@@ -17,108 +17,115 @@ from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_wire.v1 import learner_pb2
 
 GROUP_COMMIT_DELAY_S = 0.01
-"""How long one waits for others that need a sync, too: about as long as a slow disk takes for it."""
+"""Maximum wait for other streams before a sync: about the duration of a sync on a slow disk."""
 MAX_ROUNDS_AHEAD, MAX_QUEUED_BYTES = 4096, 64 * 1024 * 1024
-"""Rounds of records, and their bytes, that a learner takes in before it lets the feeder wait."""
+"""Maximum number of rounds of records, and of their bytes, queued before a feeder has to wait."""
 
 
 class RecordIngestor:
-    """What comes of records, until a round takes them.
+    """Path of records from a feeder into the log and the queue.
 
     Args:
-        role: of the learner.
-        run_log: where they are written down.
-        intake: takes them in.
-        life: of the session.
-        grants, waits: of its rounds, which may need these records.
-        t: the round that it begins with.
+        role: assignment of the learner.
+        run_log: log of the run.
+        record_queue: queue of the records.
+        lifecycle: state of the session.
+        lease_tracker, wait_tracker: lease and waits of the rounds, which may need these records.
+        t: round to begin with.
     """
 
     def __init__(
         self,
         role: RunAssignment,
         run_log: RunLog,
-        intake: RecordQueue,
-        life: Lifecycle,
-        grants: LeaseTracker,
-        waits: WaitTracker,
+        record_queue: RecordQueue,
+        lifecycle: Lifecycle,
+        lease_tracker: LeaseTracker,
+        wait_tracker: WaitTracker,
         t: int,
     ) -> None:
-        self._live, self._log, self._intake, self._life, self._round = role.spec.data.is_live, run_log, intake, life, t
-        self._grants, self._waits = grants, waits
-        self._room = DiskFullWait(role.name, "records wait", "records cannot be kept")
-        self._hungry = asyncio.Event()  # there may be room: a feeder that waits looks again
+        self._is_live, self._log, self._record_queue, self._lifecycle, self._round = (
+            role.spec.data.is_live,
+            run_log,
+            record_queue,
+            lifecycle,
+            t,
+        )
+        self._lease_tracker, self._wait_tracker = lease_tracker, wait_tracker
+        self._disk_full_wait = DiskFullWait(role.name, "records wait", "records cannot be stored")
+        self._space_event = asyncio.Event()  # set when the queue may have space
         self.receipts = _Receipts(run_log)
 
     async def feed(self, batch: learner_pb2.SampleBatch) -> None:
-        """Records from the owner; waits while the learner has more than enough, and once it takes no more.
+        """Accept a batch of the owner; wait while the queue is full, and while the session takes no more records.
 
         Raises:
-            DataError: they do not fit the run.
-            Unavailable: the run is taken up again: its next session takes them.
-            FailedPrecondition: the run is over, and what is live comes to none of its rounds; or they cannot be kept.
+            DataError: the records do not fit the run.
+            Unavailable: the run is resumed: its next session takes them.
+            FailedPrecondition: the run is over, so that none of its rounds takes live records; or they cannot be stored.
         """
-        while self.has_enough and not self._life.has_ended:
-            self._hungry.clear()
-            await self._hungry.wait()
-        if self._life.has_ended and not self._intake.has_batch(batch):
-            if self._live:
-                raise FailedPrecondition(self._life.end_message)
-            # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
-            raise await self._life.wait_replaced()
+        while self.has_enough and not self._lifecycle.has_ended:
+            self._space_event.clear()
+            await self._space_event.wait()
+        if self._lifecycle.has_ended and not self._record_queue.has_batch(batch):
+            if self._is_live:
+                raise FailedPrecondition(self._lifecycle.end_message)
+            # No receipt for what is not stored. The coordinator reports the end of the run, which ends the feeder, too.
+            raise await self._lifecycle.wait_replaced()
         try:
-            with self._room:
-                # What is new is written down and held in one step: it may be another after a pause.
-                while (new := self._intake.prepare(batch)) is not None:
+            with self._disk_full_wait:
+                # New records are logged and queued in one step: after a pause other records may be new.
+                while (new := self._record_queue.prepare(batch)) is not None:
                     try:
                         self._log.append_records(new.first_round, batch.SerializeToString(deterministic=True))
                     except OSError as error:
-                        self._room.require_disk_full(error, self._round)
+                        self._disk_full_wait.require_disk_full(error, self._round)
                     else:
-                        self._intake.add(new)
+                        self._record_queue.add(new)
                         break
-                    self._waits.wake()
+                    self._wait_tracker.wake()
                     await asyncio.sleep(DISK_RETRY_INTERVAL_S)
         finally:
-            self._grants.set_filled_rounds(self._intake.filled_rounds)
-            self._waits.wake()
+            self._lease_tracker.set_filled_rounds(self._record_queue.filled_rounds)
+            self._wait_tracker.wake()
 
     @property
     def is_disk_full(self) -> bool:
-        """Are records held up by a full disk?"""
-        return self._room.is_waiting
+        """Return whether records wait for disk space."""
+        return self._disk_full_wait.is_waiting
 
     @property
     def has_enough(self) -> bool:
-        """Are there as many as it takes in beforehand?"""
+        """Return whether the queue is full."""
         return (
-            self._intake.filled_rounds > self._round + MAX_ROUNDS_AHEAD or self._intake.queued_bytes > MAX_QUEUED_BYTES
+            self._record_queue.filled_rounds > self._round + MAX_ROUNDS_AHEAD
+            or self._record_queue.queued_bytes > MAX_QUEUED_BYTES
         )
 
     def begin_round(self, t: int) -> None:
-        """Round t is next to take its records; or no other one is."""
+        """Note that round t is next to take its records; or that no other round is."""
         self._round = t
-        if self._life.has_ended or not self.has_enough:
-            self._hungry.set()
+        if self._lifecycle.has_ended or not self.has_enough:
+            self._space_event.set()
 
 
 class _Receipts:
-    """Lets what several streams have written down last, all at once.
+    """Shared sync of the last writes of several streams.
 
-    A stream waits until all others do, but at most `GROUP_COMMIT_DELAY_S`; so one that is alone waits for nobody.
+    A stream waits until all others do, but at most `GROUP_COMMIT_DELAY_S`; a single stream does not wait.
 
     Args:
-        run_log: where it was written down.
+        run_log: log of the run.
     """
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
         self._streams = self._waiting = 0
-        self._settled: asyncio.Future[None] | None = None
+        self._pending_commit: asyncio.Future[None] | None = None
 
     @contextmanager
     def register_stream(self) -> Iterator[None]:
-        """While a stream is open, it may be company."""
+        """Count a stream among those to wait for, while the block lasts."""
         self._streams += 1
         try:
             yield
@@ -126,37 +133,37 @@ class _Receipts:
             self._streams -= 1
 
     async def wait_durable(self) -> None:
-        """Wait until what was written down by now lasts; then receipts may go out.
+        """Wait until all that was written by now is durable; then receipts may be sent.
 
         Raises:
-            FailedPrecondition: it cannot be kept; or whatever else making it last raises, to all who wait.
+            FailedPrecondition: it cannot be stored; any other error of the sync is raised to all that wait, too.
         """
         if self._log.is_durable:
             return
-        if self._settled is None:
+        if self._pending_commit is None:
             loop = asyncio.get_running_loop()
-            self._settled, self._waiting = loop.create_future(), 0
-            loop.call_later(GROUP_COMMIT_DELAY_S, self._over, self._settled)
-        settled = self._settled
+            self._pending_commit, self._waiting = loop.create_future(), 0
+            loop.call_later(GROUP_COMMIT_DELAY_S, self._commit_if_pending, self._pending_commit)
+        commit = self._pending_commit
         self._waiting += 1
         if self._waiting >= self._streams:
             self.commit_now()
-        await asyncio.shield(settled)
+        await asyncio.shield(commit)
 
     def commit_now(self) -> None:
-        """Whoever waits need wait no longer for company."""
-        settled, self._settled = self._settled, None
-        if settled is None:
+        """Sync now, and wake all that wait."""
+        commit, self._pending_commit = self._pending_commit, None
+        if commit is None:
             return
         try:
             self._log.make_durable()
         except OSError as error:
-            settled.set_exception(FailedPrecondition(f"records cannot be kept: {error.strerror}"))
-        except Exception as error:  # noqa: BLE001 -- whoever waits is told, whatever it is
-            settled.set_exception(error)
+            commit.set_exception(FailedPrecondition(f"records cannot be stored: {error.strerror}"))
+        except Exception as error:  # noqa: BLE001 -- every error reaches all that wait
+            commit.set_exception(error)
         else:
-            settled.set_result(None)
+            commit.set_result(None)
 
-    def _over(self, settled: asyncio.Future[None]) -> None:
-        if self._settled is settled:
+    def _commit_if_pending(self, commit: asyncio.Future[None]) -> None:
+        if self._pending_commit is commit:
             self.commit_now()

@@ -1,1 +1,1 @@
-"""Messages between a learner and its neighbours: connections, outbox, inbox, signatures, and who hears whom."""
+"""Messages between a learner and its neighbours: connections, outbox, inbox, signatures, and the neighbours of each round."""

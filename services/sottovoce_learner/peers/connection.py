@@ -1,8 +1,8 @@
-"""The channels between neighbours: who opens them, what both agree on first, and what comes in.
+"""Streams between neighbours: opening, handshake and received messages.
 
-The learner with the lower index opens the stream and opens it again when it breaks; the other one accepts. The first message
+The learner with the lower index opens the stream and reopens it when it breaks; the other one accepts. The first message
 in each direction is a Hello (learner.proto), the caller's first. An error of the other side ends its stream with a status
-that says why; nothing of ours changes.
+that gives the reason; nothing of ours changes.
 """
 
 from __future__ import annotations
@@ -34,62 +34,64 @@ _METHOD = "/sottovoce_wire.v1.Learner/Exchange"
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-def _hello(session: Session, neighbour: int) -> bytes:
-    """What this side says of itself when a stream is opened."""
-    told = session.assignment
-    said = learner_pb2.Hello(
-        run_id=told.run_id,
-        plan_hash=told.cached_run.plan_hash,
-        learner=told.index,
+def _build_hello(session: Session, neighbour: int) -> bytes:
+    """Build the Hello of this side."""
+    assignment = session.assignment
+    hello = learner_pb2.Hello(
+        run_id=assignment.run_id,
+        plan_hash=assignment.cached_run.plan_hash,
+        learner=assignment.index,
         next_round=session.inbox.get_due_round(neighbour),
         fields=to_fields(session.codec.shapes),
-        incarnation=told.incarnation,
+        incarnation=assignment.incarnation,
     )
-    return learner_pb2.ExchangeMessage(hello=said).SerializeToString()
+    return learner_pb2.ExchangeMessage(hello=hello).SerializeToString()
 
 
-def _greeted(session: Session, payload: bytes, caller: Principal | None = None) -> tuple[int, int]:
-    """Index of the other side, and the first round that it has not heard.
+def _verify_hello(session: Session, payload: bytes, caller: Principal | None = None) -> tuple[int, int]:
+    """Verify the Hello of the other side; return its index and the first round that it has not received.
 
     Args:
-        session: of the run.
+        session: session of the run.
         payload: its Hello.
-        caller: who has opened the stream, where that is known.
+        caller: principal that opened the stream, where known.
 
     Raises:
-        PermissionDenied: of another run, not a neighbour, or an older process of one; or it speaks in another one's name.
-        DataError: it has heard rounds that this learner's log does not have.
-        RemoteProtocolError: no Hello, or of another plan or other fields: the same words would mean something else.
+        PermissionDenied: it is of another run, not a neighbour, an older process of one, or uses another learner's name.
+        CorruptStateError: it has received rounds that this learner's log does not have.
+        RemoteProtocolError: no Hello, or of another plan or other fields: the same bytes would mean something else.
     """
-    said, told = read_hello(payload), session.assignment
-    if said.run_id != told.run_id:
-        raise PermissionDenied(f"this learner is in another run than {said.run_id!r}")
-    session.inbox.get_due_round(said.learner)
-    _require_itself(session, said.learner, caller)
-    name = told.spec.names[said.learner]
-    if said.plan_hash != (ours := told.cached_run.plan_hash):
+    hello, assignment = read_hello(payload), session.assignment
+    if hello.run_id != assignment.run_id:
+        raise PermissionDenied(f"this learner is in another run than {hello.run_id!r}")
+    session.inbox.get_due_round(hello.learner)
+    _require_authentic(session, hello.learner, caller)
+    name = assignment.spec.names[hello.learner]
+    if hello.plan_hash != (plan_hash := assignment.cached_run.plan_hash):
         raise RemoteProtocolError(
-            f"{name} must have the plan {ours.hex()[:16]}, got {said.plan_hash.hex()[:16]}: it was told "
-            "another spec, or reads it in another way"
+            f"{name} must have the plan {plan_hash.hex()[:16]}, got {hello.plan_hash.hex()[:16]}: it has "
+            "another spec, or parses it differently"
         )
-    if list(said.fields) != to_fields(session.codec.shapes):  # in their order, too: it is that of the numbers
-        raise RemoteProtocolError(f"{name} must say the fields {session.codec.shapes}, got {from_fields(said.fields)}")
-    link = session.links[said.learner]
-    if said.incarnation < link.incarnation:
+    if list(hello.fields) != to_fields(session.codec.shapes):  # in order, too: it is the order of the numbers
+        raise RemoteProtocolError(
+            f"{name} must send the fields {session.codec.shapes}, got {from_fields(hello.fields)}"
+        )
+    link = session.links[hello.learner]
+    if hello.incarnation < link.incarnation:
         raise PermissionDenied(
-            f"{name} has greeted as incarnation {link.incarnation}, got {said.incarnation}: that is an older "
+            f"{name} has connected as incarnation {link.incarnation}, got {hello.incarnation}: that is an older "
             "process, or runs on a copy of its state"
         )
-    link.incarnation = said.incarnation
-    session.require_log_complete(said.learner, said.next_round)
-    return said.learner, said.next_round
+    link.incarnation = hello.incarnation
+    session.require_log_complete(hello.learner, hello.next_round)
+    return hello.learner, hello.next_round
 
 
-def _require_itself(session: Session, learner: int, caller: Principal | None) -> None:
-    """A neighbour speaks for itself; a relay that the owner accepts for whoever speaks through it, where the run is overheard so.
+def _require_authentic(session: Session, learner: int, caller: Principal | None) -> None:
+    """Require that the caller is the neighbour itself, or a relay accepted by the owner where the run is captured by a relay.
 
     Raises:
-        PermissionDenied: somebody else does.
+        PermissionDenied: it is not.
     """
     if caller is None:
         return
@@ -97,10 +99,10 @@ def _require_itself(session: Session, learner: int, caller: Principal | None) ->
     if caller.role is Role.EAVESDROPPER and spec.capture == "relay":
         is_accepted = not caller.is_foreign if accepts is None else caller.is_one_of(*accepts)
         if not is_accepted:
-            raise PermissionDenied(f"the owner of {session.assignment.name!r} accepts no recording by {caller}")
+            raise PermissionDenied(f"the owner of {session.assignment.name!r} does not accept {caller} as a relay")
         return
     if not caller.is_one_of(f"{Role.LEARNER}/{spec.names[learner]}"):
-        raise PermissionDenied(f"{caller} must not speak for {spec.names[learner]}")
+        raise PermissionDenied(f"{caller} must not send in the name of {spec.names[learner]}")
 
 
 async def accept(
@@ -109,45 +111,46 @@ async def accept(
     """Serve a stream that a neighbour opened, until it ends.
 
     Args:
-        session: of the run.
+        session: session of the run.
         stream: our end of it.
-        caller: who has opened it, where that is known.
+        caller: principal that opened it, where known.
 
     Raises:
-        SottovoceError: the other side erred; the caller makes a status of it.
+        SottovoceError: the other side erred; the caller converts it to a status.
     """
-    neighbour, next_round = _greeted(session, await _first(stream), caller)
+    neighbour, next_round = _verify_hello(session, await _read_first(stream), caller)
     if neighbour > session.assignment.index:
         raise RemoteProtocolError(
-            f"the earlier of two in the spec opens their stream: {format_learner_name(session.assignment.spec.names, neighbour)} must wait for us"
+            "the earlier of two in the spec opens their stream: "
+            f"{format_learner_name(session.assignment.spec.names, neighbour)} must wait for us"
         )
     release_read_slot()
-    await stream.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
-    await _hold(session, neighbour, stream, next_round, _known_by(None if caller is None else caller.role))
+    await stream.write(_build_hello(session, neighbour))  # before the link's first write: one operation at a time
+    await _use_stream(
+        session, neighbour, stream, next_round, _find_attribution(None if caller is None else caller.role)
+    )
 
 
 async def keep_open(
     session: Session, neighbour: Neighbour, credentials: Credentials, in_process: InProcessTransport
 ) -> None:
-    """Hold the stream to a neighbour open until cancelled.
+    """Keep the stream to a neighbour open until cancelled.
 
     Args:
-        session: of the run.
-        neighbour: whom to meet.
-        credentials: of the learner.
-        nearby: learners of this process that show no identity, as this one: they are met without a channel.
+        session: session of the run.
+        neighbour: neighbour to connect to.
+        credentials: credentials of the learner.
+        in_process: learners of this process without an identity, as this one: they need no channel.
     """
     index, attempt = neighbour.index, 0
     spec = session.assignment.spec
-    overheard = (
-        neighbour.relayed and spec.capture == "relay"
-    )  # else whoever is there must be the neighbour, whatever we are told
+    is_relayed = neighbour.relayed and spec.capture == "relay"  # else the other side must be the neighbour itself
     role, names = (
         (Role.EAVESDROPPER, extract_identity_names(session.policy.eavesdroppers))
-        if overheard
+        if is_relayed
         else (Role.LEARNER, (spec.names[index],))
     )
-    most = session.codec.message_bytes + MAX_OVERHEAD_BYTES
+    max_bytes = session.codec.message_bytes + MAX_OVERHEAD_BYTES
     while not session.lifecycle.is_silent:
         name = names[attempt % len(names)]
         try:
@@ -155,10 +158,10 @@ async def keep_open(
                 async with in_process.open_stream(neighbour.address) as stream:
                     await _greet(session, index, stream, Attribution.CLAIM)
             else:
-                async with open_channel(  # a new one: it may be renewed
-                    neighbour.address, role, name, credentials=credentials, max_message_bytes=most
+                async with open_channel(  # a new channel: the identity may have been renewed
+                    neighbour.address, role, name, credentials=credentials, max_message_bytes=max_bytes
                 ) as to:
-                    await _converse(session, index, to, _known_by(role if credentials.principal else None))
+                    await _call(session, index, to, _find_attribution(role if credentials.principal else None))
             attempt = 0
         except SottovoceError as error:
             attempt += 1
@@ -168,52 +171,52 @@ async def keep_open(
         await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
 
 
-def _known_by(role: Role | None) -> Attribution:
-    """How it is known that a neighbour speaks: by the role in the certificate of whoever is there; None: it showed none."""
+def _find_attribution(role: Role | None) -> Attribution:
+    """Return how the neighbour is identified: by the role in the certificate of the other side; None: no certificate."""
     if role is None:
         return Attribution.CLAIM
     return Attribution.RELAY if role is Role.EAVESDROPPER else Attribution.CERTIFICATE
 
 
-async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel, known_by: Attribution) -> None:
-    """One call, from hello to end.
+async def _call(session: Session, neighbour: int, to: grpc.aio.Channel, attribution: Attribution) -> None:
+    """Make one call, from Hello to end.
 
     Raises:
         SottovoceError: it broke, or the other side erred.
     """
-    # No serialisers: bytes as they were journaled.
+    # No serialisers: the bytes of the log.
     method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(_METHOD)
     call = method()
     ending = CallOutcome(call)
     try:
-        await _greet(session, neighbour, call, known_by)
+        await _greet(session, neighbour, call, attribution)
     except grpc.aio.AioRpcError:
         raise Unavailable((await ending.wait_for_status()).details() or "the stream broke") from None
     finally:
         call.cancel()
 
 
-async def _greet(session: Session, neighbour: int, stream: Any, known_by: Attribution) -> None:
-    """A stream that was opened, from hello to end.
+async def _greet(session: Session, neighbour: int, stream: Any, attribution: Attribution) -> None:
+    """Use an opened stream, from Hello to end.
 
     Raises:
         SottovoceError: the other side erred.
     """
-    await stream.write(_hello(session, neighbour))
-    peer, next_round = _greeted(session, await _first(stream))
+    await stream.write(_build_hello(session, neighbour))
+    peer, next_round = _verify_hello(session, await _read_first(stream))
     if peer != neighbour:
         names = session.assignment.spec.names
         raise PermissionDenied(
             f"expected {format_learner_name(names, neighbour)} at its address, found {format_learner_name(names, peer)}"
         )
-    await _hold(session, neighbour, stream, next_round, known_by)
+    await _use_stream(session, neighbour, stream, next_round, attribution)
 
 
-async def _first(stream: Any) -> bytes:
-    """The first message that comes.
+async def _read_first(stream: Any) -> bytes:
+    """Return the first message.
 
     Raises:
-        RemoteProtocolError: none does.
+        RemoteProtocolError: there is none.
     """
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -226,27 +229,27 @@ async def _first(stream: Any) -> bytes:
     return first
 
 
-async def _hold(session: Session, neighbour: int, stream: Any, next_round: int, known_by: Attribution) -> None:
+async def _use_stream(session: Session, neighbour: int, stream: Any, next_round: int, attribution: Attribution) -> None:
     """Use a stream until it ends.
 
-    Another stream in this neighbour's name takes its place, and it must end then: the neighbour would wait on it for ever
-    for what is said on the other one. If that was an impostor's, the true neighbour opens a third.
+    Another stream in this neighbour's name replaces it, and this one must end then: the neighbour would wait on it
+    forever for messages of the other one. If that stream was an impostor's, the true neighbour opens a third.
 
     Raises:
-        Unavailable: another stream took its place.
-        RemoteProtocolError: what came is not what is due.
+        Unavailable: another stream replaced it.
+        RemoteProtocolError: it received a message that is not due.
     """
     link, now = session.links[neighbour], asyncio.get_running_loop().time
     try:
-        async with asyncio.timeout(None) as held:  # no deadline, unless displaced
-            link.attach(stream, next_round, lambda: held.reschedule(now()))
+        async with asyncio.timeout(None) as deadline:  # no deadline, unless displaced
+            link.attach(stream, next_round, lambda: deadline.reschedule(now()))
             try:
                 while (payload := await stream.read()) is not grpc.aio.EOF:
                     session.receive(neighbour, payload)
             except RemoteProtocolError as error:
                 ended = session.lifecycle.has_ended
                 if error.violation is not None and session.receiver.record_violation(
-                    neighbour, error.violation, known_by, has_ended=ended
+                    neighbour, error.violation, attribution, has_ended=ended
                 ):
                     session.request_report()
                 raise
@@ -255,4 +258,4 @@ async def _hold(session: Session, neighbour: int, stream: Any, next_round: int, 
                 await link.wait_idle()
     except TimeoutError:
         name = format_learner_name(session.assignment.spec.names, neighbour)
-        raise Unavailable(f"another stream of {name} took the place of this one") from None
+        raise Unavailable(f"another stream of {name} replaced this one") from None

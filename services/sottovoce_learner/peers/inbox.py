@@ -1,12 +1,12 @@
-"""The inbox: what comes from neighbours is taken in, or the rule that it broke is noticed. No network, no clock.
+"""Inbox: accepts messages of neighbours, or records the violated rule. No network or clock.
 
-The rules. A neighbour says each round in which we hear it once, in order. It may be so many rounds ahead of us, never more:
-one where it needs our message of every round to go on, else what the round clock grants beyond the slowest learner.
-Whatever else comes is its error, and changes nothing here. A round that was said before is no misconduct: streams that break and
-are opened again may bring it twice.
+The rules. A neighbour sends each round in which we receive from it once, in order. It may be ahead of us by a bounded
+number of rounds: one where it needs our message of every round, else the rounds that the clock leases beyond the slowest
+learner. Any other message is its error, and changes nothing here. A round that was sent before is no violation: streams
+that break and are reopened may bring it twice.
 
-Where rounds go on without a neighbour that is late, its messages of rounds that are over still come, in order. The last one that
-is here may stand for the one that is missing, as long as it is not older than the clock lets anybody be ahead.
+With bounded staleness, a late neighbour's messages of completed rounds still arrive, in order. Its last message may
+replace the missing one, as long as it is not older than the clock lets a learner be ahead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sottovoce_wire.v1.coordinator_pb2 import Violation
 from sottovoce_wire.v1.coordinator_pb2 import ViolationKind as RuleNumber
 
 MAX_REMEMBERED_ROUNDS = 1_024
-"""Rounds of a neighbour after which it is still noticed that it says another thing of one."""
+"""Number of rounds of a neighbour for which a second, different message is detected."""
 
 log = structlog.get_logger()
 
@@ -41,19 +41,19 @@ class Inbox(Generic[V]):
     """Messages of the current round and the next ones.
 
     Args:
-        neighbours: indices of those whose messages may come.
-        heard: round to those whose messages it needs, some of `neighbours`.
-        ahead: rounds, the current one included, whose messages may come.
-        first_round: the round to begin with.
-        last: where rounds may go on without who is late: of each neighbour the last message that is here already, and its
-            round. None: they may not.
-        names: of the learners, by index, for errors.
+        neighbours: indices of the neighbours that may send.
+        get_senders: returns the senders that a round needs, some of `neighbours`.
+        ahead: rounds, the current one included, whose messages are accepted.
+        first_round: round to begin with.
+        late_messages: with bounded staleness, the last received message of each neighbour, and its round. None: no
+            bounded staleness.
+        names: names of the learners, by index, for errors.
     """
 
     def __init__(
         self,
         neighbours: Iterable[int],
-        heard: Callable[[int], Collection[int]],
+        get_senders: Callable[[int], Collection[int]],
         ahead: int = 2,
         first_round: int = 0,
         *,
@@ -61,16 +61,21 @@ class Inbox(Generic[V]):
         names: Sequence[str] = (),
     ) -> None:
         self._names = names
-        self.round, self._heard_in, self._ahead, self._late = first_round, heard, ahead, late_messages is not None
-        self._next = dict.fromkeys(neighbours, 0 if self._late else first_round)
-        self._heard: dict[int, dict[int, V]] = {}
-        self._last: dict[int, V] = {}
-        for j, (t, content) in (late_messages or {}).items():
-            self._next[j], self._last[j] = t + 1, content
-        self._needed = len(heard(first_round))
+        self.round, self._get_senders, self._ahead, self._has_bounded_staleness = (
+            first_round,
+            get_senders,
+            ahead,
+            late_messages is not None,
+        )
+        self._next = dict.fromkeys(neighbours, 0 if self._has_bounded_staleness else first_round)
+        self._received: dict[int, dict[int, V]] = {}
+        self._last_messages: dict[int, V] = {}
+        for j, (t, message) in (late_messages or {}).items():
+            self._next[j], self._last_messages[j] = t + 1, message
+        self._needed_count = len(get_senders(first_round))
 
     def get_due_round(self, neighbour: int) -> int:
-        """The first round whose message of this neighbour is due, as far as it may be ahead.
+        """Return the first round whose message of this neighbour is due, within the rounds it may be ahead.
 
         Raises:
             PermissionDenied: not a neighbour.
@@ -78,135 +83,139 @@ class Inbox(Generic[V]):
         if neighbour not in self._next:
             raise PermissionDenied(f"{format_learner_name(self._names, neighbour)} is not a neighbour")
         due, beyond = self._next[neighbour], self.round + self._ahead
-        if self._late:
-            return due if neighbour in self._heard_in(self.round) else beyond
+        if self._has_bounded_staleness:
+            return due if neighbour in self._get_senders(self.round) else beyond
         due = max(due, self.round)
-        while due < beyond and neighbour not in self._heard_in(due):
+        while due < beyond and neighbour not in self._get_senders(due):
             due += 1
         return due
 
-    def put(self, neighbour: int, t: int, sender: int, content: V) -> bool:
-        """Take what a message says in; True when the current round is now complete.
+    def put(self, neighbour: int, t: int, sender: int, message: V) -> bool:
+        """Accept a message; return True when the current round is complete.
 
         Raises:
-            RemoteProtocolError: sent in somebody else's name, or out of turn.
+            RemoteProtocolError: sent in another learner's name, or in the wrong round.
         """
         due = self.get_due_round(neighbour)
         if sender != neighbour:
-            text = f"{format_learner_name(self._names, neighbour)} sent a message in the name of {format_learner_name(self._names, sender)}"
+            text = f"{self._name(neighbour)} sent a message in the name of {self._name(sender)}"
             raise RemoteProtocolError(text, ViolationKind.SENDER)
         if t != due or t >= self.round + self._ahead:
             raise RemoteProtocolError(
-                f"{format_learner_name(self._names, neighbour)} must say round {due} next, got round {t} (we are in round {self.round})",
+                f"{self._name(neighbour)} must send round {due} next, got round {t} (we are in round {self.round})",
                 None if t < due else ViolationKind.ROUND,
             )
         self._next[neighbour] = t + 1
         if t < self.round:
-            self._last[neighbour] = content
+            self._last_messages[neighbour] = message
         else:
-            self._heard.setdefault(t, {})[neighbour] = content
+            self._received.setdefault(t, {})[neighbour] = message
         return self.is_complete
+
+    def _name(self, learner: int) -> str:
+        return format_learner_name(self._names, learner)
 
     @property
     def is_complete(self) -> bool:
-        """True when everybody was heard whom the current round needs."""
-        return len(self._heard.get(self.round, ())) == self._needed
+        """Return whether all messages of the current round have arrived."""
+        return len(self._received.get(self.round, ())) == self._needed_count
 
     @property
     def missing_neighbours(self) -> list[int]:
-        """Neighbours not heard yet in the current round."""
-        return [j for j in self._heard_in(self.round) if self._next[j] <= self.round]
+        """Neighbours whose message of the current round is missing."""
+        return [j for j in self._get_senders(self.round) if self._next[j] <= self.round]
 
     @property
     def has_enough(self) -> bool:
-        """True when of everybody whom the current round needs a message is here, of this round or one not too long before."""
-        if not self._late:
+        """Return whether the current round has, from each sender, its message or one that is not too old."""
+        if not self._has_bounded_staleness:
             return self.is_complete
         oldest = max(self.round - self._ahead + 1, 0)
-        return all(self._next[j] > oldest for j in self._heard_in(self.round))
+        return all(self._next[j] > oldest for j in self._get_senders(self.round))
 
     def take(self) -> dict[int, V]:
-        """The messages of the current round, where that is complete; the next round becomes the current one.
+        """Return the messages of the current round, and begin the next one.
 
-        Else the last ones before it stand for those that are missing; there must be enough.
+        Missing messages are replaced by the senders' last ones; `has_enough` must hold.
         """
-        heard = self._heard.pop(self.round, {})
-        if self._late:
-            self._last.update(heard)
-            heard = {j: self._last[j] for j in self._heard_in(self.round)}
+        messages = self._received.pop(self.round, {})
+        if self._has_bounded_staleness:
+            self._last_messages.update(messages)
+            messages = {j: self._last_messages[j] for j in self._get_senders(self.round)}
         self.round += 1
-        self._needed = len(self._heard_in(self.round))
-        return heard
+        self._needed_count = len(self._get_senders(self.round))
+        return messages
 
 
-class _Unsigned:
-    """What neighbours said and have not signed yet, as far as this process has heard it.
+class _UnsignedMessages:
+    """Messages of neighbours that are not signed yet, as far as this process has received them.
 
-    A neighbour signs a block before it says anything of another one, so of each no more than a block is remembered.
+    A neighbour signs a block before it sends a message of another one, so at most one block of each is kept.
 
     Args:
-        names: of the learners, by index, for errors.
+        names: names of the learners, by index, for errors.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._names = names
-        self._heard: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
+        self._received: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
 
     def require_signed(self, neighbour: int, t: int) -> None:
-        """Before a message of round t is taken in.
+        """Check before a message of round t is accepted.
 
         Raises:
-            RemoteProtocolError: the neighbour has not signed what it said in the blocks before.
+            RemoteProtocolError: the neighbour has not signed its messages of earlier blocks.
         """
-        waiting = self._heard[neighbour]
+        waiting = self._received[neighbour]
         if waiting and (first := next(iter(waiting))) // ROUNDS_PER_BLOCK < t // ROUNDS_PER_BLOCK:
             raise RemoteProtocolError(
-                f"{format_learner_name(self._names, neighbour)} must sign what it said from round {first} on before it says round {t}: is it "
+                f"{format_learner_name(self._names, neighbour)} must sign its messages from round {first} on before it "
+                f"sends round {t}: is it "
                 "older than this learner?",
                 ViolationKind.SIGNATURE,
             )
 
-    def heard(self, neighbour: int, t: int, digest: bytes) -> None:
-        """A message was taken in."""
-        self._heard[neighbour][t] = digest
+    def add(self, neighbour: int, t: int, digest: bytes) -> None:
+        """Note an accepted message."""
+        self._received[neighbour][t] = digest
 
-    def waits(self, neighbour: int, block: int) -> bool:
-        """Was anything of a block heard that is not signed yet? Else its signature says nothing new, and need not be checked."""
-        return any(t // ROUNDS_PER_BLOCK == block for t in self._heard[neighbour])
+    def has_unsigned(self, neighbour: int, block: int) -> bool:
+        """Return whether a message of a block is unsigned. Else its signature adds nothing and is not checked."""
+        return any(t // ROUNDS_PER_BLOCK == block for t in self._received[neighbour])
 
     @property
-    def owing(self) -> set[int]:
-        """Neighbours that have not signed all that was heard of them."""
-        return {neighbour for neighbour, waiting in self._heard.items() if waiting}
+    def unsigned_neighbours(self) -> set[int]:
+        """Neighbours that have not signed all received messages."""
+        return {neighbour for neighbour, waiting in self._received.items() if waiting}
 
-    def signed(self, neighbour: int, statement: Statement) -> None:
-        """A neighbour has signed; its signature is right.
+    def verify_statement(self, neighbour: int, statement: Statement) -> None:
+        """Compare a valid signature with the received messages.
 
         Raises:
-            RemoteProtocolError: it signs in another one's name, or not all that it said.
-            EquivocationError: it has said one thing here, and signed another one.
+            RemoteProtocolError: it is in another learner's name, or lacks a message.
+            EquivocationError: it is of another message than the received one.
         """
         name = format_learner_name(self._names, neighbour)
         if statement.sender != neighbour:
             text = f"{name} signed in the name of {format_learner_name(self._names, statement.sender)}"
             raise RemoteProtocolError(text, ViolationKind.SENDER)
-        waiting = self._heard[neighbour]
-        of_block = {t: own for t, own in waiting.items() if t // ROUNDS_PER_BLOCK == statement.block}
-        for t, own in of_block.items():
-            if (said := statement[t]) is None:
-                text = f"{name} did not sign what it said in round {t}"
+        waiting = self._received[neighbour]
+        block_digests = {t: own for t, own in waiting.items() if t // ROUNDS_PER_BLOCK == statement.block}
+        for t, own in block_digests.items():
+            if (payload_hash := statement[t]) is None:
+                text = f"{name} did not sign its message of round {t}"
                 raise RemoteProtocolError(text, ViolationKind.SIGNATURE)
-            if said != own:
+            if payload_hash != own:
                 raise EquivocationError(
-                    f"{name} signed another message of round {t} than came here in its name: it, or whoever is in "
-                    "between, says two things"
+                    f"{name} signed another message of round {t} than arrived here in its name: it, or a relay in "
+                    "between, sends two messages"
                 )
-        for t in of_block:
+        for t in block_digests:
             del waiting[t]
 
 
 class DecodedFrame(NamedTuple):
-    """A neighbour's message: of which round, as it came, and what it says."""
+    """Message of a neighbour: its round, the bytes as received, and the decoded message."""
 
     round: int
     frame: bytes
@@ -214,100 +223,102 @@ class DecodedFrame(NamedTuple):
 
 
 class MessageReceiver:
-    """What a learner hears in a run.
+    """Receiver of all messages of a learner in a run.
 
     Args:
-        role: of the learner.
-        codec: of the run.
-        inbox: which messages may come next.
-        credentials: of the learner: with an identity its neighbours must sign what they say.
+        role: assignment of the learner.
+        codec: codec of the run.
+        inbox: messages that may come next.
+        credentials: credentials of the learner: with an identity its neighbours must sign their messages.
     """
 
     def __init__(
         self, role: RunAssignment, codec: RoundCodec, inbox: Inbox[DecodedFrame], credentials: Credentials
     ) -> None:
         self._role, self._codec, self.inbox, self._credentials = role, codec, inbox, credentials
-        self._said = dict[tuple[int, int], tuple[int, int]]()
-        self._unsigned = None if credentials.principal is None else _Unsigned(role.spec.names)
-        self._misconduct = dict[int, Violation]()
+        self._payload_hashes = dict[tuple[int, int], tuple[int, int]]()
+        self._unsigned = None if credentials.principal is None else _UnsignedMessages(role.spec.names)
+        self._violations = dict[int, Violation]()
         self.violation_count = 0
-        """Messages that broke one, of whomever."""
+        """Number of messages that violated a rule, of all neighbours."""
         self.messages_received = 0
-        """Messages that were taken in."""
+        """Number of accepted messages."""
 
     def take(self, neighbour: int, payload: bytes) -> bool:
-        """Take a neighbour's message in, or its signature of several; True when by it the current round is complete.
+        """Accept a neighbour's message, or its signature of several; return True if the current round is now complete.
 
         Args:
-            neighbour: whose channel it is.
-            payload: as it came.
+            neighbour: neighbour of the channel.
+            payload: bytes as received.
 
         Raises:
-            EquivocationError: the neighbour has said something else in this round: two noisy copies of one state.
+            EquivocationError: the neighbour has sent another message of this round: two noisy copies of one state.
             RemoteProtocolError: it is not what is due from this neighbour.
-            PermissionDenied: it is signed by somebody else.
+            PermissionDenied: it is signed by another principal.
         """
         if self._unsigned is not None and is_signature(payload):
-            self._check(self._unsigned, neighbour, SignedStatement.decode(self._role.run_id, payload))
+            self._verify_signature(self._unsigned, neighbour, SignedStatement.decode(self._role.run_id, payload))
             return False
         t, sender, message = self._codec.decode(payload)
         if self._unsigned is not None:
             self._unsigned.require_signed(neighbour, t)
-        said = hash(payload)  # by a key of this process
+        payload_hash = hash(payload)  # by a key of this process
         try:
             complete = self.inbox.put(neighbour, t, sender, DecodedFrame(t, payload, message))
         except RemoteProtocolError:
-            before = self._said.get((neighbour, t % MAX_REMEMBERED_ROUNDS))
-            if sender == neighbour and before is not None and before[0] == t and before[1] != said:
+            before = self._payload_hashes.get((neighbour, t % MAX_REMEMBERED_ROUNDS))
+            if sender == neighbour and before is not None and before[0] == t and before[1] != payload_hash:
                 name = format_learner_name(self._role.spec.names, neighbour)
-                raise EquivocationError(f"{name} said two different things in round {t}") from None
+                raise EquivocationError(f"{name} sent two different messages of round {t}") from None
             raise
-        self._said[neighbour, t % MAX_REMEMBERED_ROUNDS] = t, said
+        self._payload_hashes[neighbour, t % MAX_REMEMBERED_ROUNDS] = t, payload_hash
         self.messages_received += 1
         if self._unsigned is not None:
-            self._unsigned.heard(neighbour, t, compute_frame_digest(payload))
+            self._unsigned.add(neighbour, t, compute_frame_digest(payload))
         return complete
 
-    def _check(self, unsigned: _Unsigned, neighbour: int, signed: SignedStatement) -> None:
-        """A neighbour signs for itself, and what it said.
+    def _verify_signature(self, unsigned: _UnsignedMessages, neighbour: int, signed: SignedStatement) -> None:
+        """Verify that a neighbour signs for itself, and its own messages.
 
         Raises:
-            PermissionDenied: somebody else does.
+            PermissionDenied: another principal signed.
             RemoteProtocolError: it signs something else.
         """
-        if not unsigned.waits(neighbour, signed.statement.block):
+        if not unsigned.has_unsigned(neighbour, signed.statement.block):
             return
         signer, name = self._credentials.verify_statement(signed), self._role.spec.names[neighbour]
         if not signer.is_one_of(f"{principals.Role.LEARNER}/{name}"):
-            text = f"what {name} says must be signed by itself, got a signature of {signer}"
+            text = f"messages of {name} must be signed by itself, got a signature of {signer}"
             raise PermissionDenied(text, ViolationKind.SENDER)
-        unsigned.signed(neighbour, signed.statement)
+        unsigned.verify_statement(neighbour, signed.statement)
 
     @property
     def unsigned_neighbours(self) -> set[int]:
-        """Neighbours that have not signed all that was heard of them; where nothing is signed, nobody."""
-        return set() if self._unsigned is None else self._unsigned.owing
+        """Neighbours that have not signed all received messages; empty without signatures."""
+        return set() if self._unsigned is None else self._unsigned.unsigned_neighbours
 
-    def record_violation(self, neighbour: int, rule: ViolationKind, known_by: Attribution, *, has_ended: bool) -> bool:
-        """A neighbour broke a rule; True the first time, as long as the run goes on: what it says later tells nothing new."""
+    def record_violation(
+        self, neighbour: int, kind: ViolationKind, attribution: Attribution, *, has_ended: bool
+    ) -> bool:
+        """Record a violation; return True for a neighbour's first one while the run goes on: later ones add nothing."""
         self.violation_count += 1
-        if has_ended or neighbour in self._misconduct:
+        if has_ended or neighbour in self._violations:
             return False
-        number = RuleNumber.Value(f"VIOLATION_KIND_{rule.name}")
+        number = RuleNumber.Value(f"VIOLATION_KIND_{kind.name}")
         found = Violation(
-            learner=neighbour, round=self.inbox.get_due_round(neighbour), kind=number, attribution=known_by.value
+            learner=neighbour, round=self.inbox.get_due_round(neighbour), kind=number, attribution=attribution.value
         )
-        self._misconduct[neighbour] = found
-        told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
+        self._violations[neighbour] = found
+        details = {"round": found.round, "kind": kind.name.lower(), "attribution": attribution.name.lower()}
         log.warning(
-            "misconduct",
+            "violation",
             learner=self._role.name,
             neighbour=format_learner_name(self._role.spec.names, neighbour),
-            **told,
+            **details,
         )
         return True
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """What was noticed: of each neighbour the first rule that it broke."""
-        return tuple(self._misconduct.values())
+        """First violation of each neighbour."""
+        return tuple(self._violations.values())

@@ -1,7 +1,7 @@
-"""The plan: whom a learner hears and tells, round by round. No network, no clock.
+"""Neighbours of a learner by round. No network or clock.
 
-The learner computes it from the run spec, since its guarantee rests on it. What the coordinator says, an epoch wherever
-something changes, must agree: else the two work on different networks, and the run must not go on.
+The learner computes the schedule from the run spec, since its guarantee rests on it. The coordinator's epochs, sent
+wherever something changes, must agree: else the two work on different networks, and the run must not continue.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from sottovoce_core.network.network import Network, NetworkDigests
 from sottovoce_core.text import format_learner_name
 
 _WEIGHT_TOLERANCE = 1e-9
-"""How far an announced weight may be from ours."""
+"""Maximum difference between an announced weight and ours."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RoundPart:
     """A learner's part in a round.
 
     Attributes:
-        heard: weight of everybody whose message it waits for.
-        told: who gets its message.
-        own: weight of its own value.
+        in_neighbours: weight of each sender.
+        out_neighbours: recipients of its message.
+        own_weight: weight of its own value.
     """
 
     in_neighbours: Mapping[int, float]
@@ -33,132 +33,139 @@ class _Part:
 
 
 class NeighbourSchedule:
-    """The parts of one learner.
+    """Parts of one learner in all rounds.
 
     Args:
-        network: of the run.
-        index: the learner.
-        digests: of the network.
-        names: of the learners, by index, for errors.
+        network: network of the run.
+        index: index of the learner.
+        digests: digests of the network.
+        names: names of the learners, by index, for errors.
     """
 
     def __init__(self, network: Network, index: int, digests: NetworkDigests, names: Sequence[str] = ()) -> None:
         self._network, self.index, self._digests, self._names = network, index, digests, names
         self.neighbours = network.neighbours(index)
-        """Everybody whom the learner hears or tells in some round."""
+        """All in-neighbours and out-neighbours, over all rounds."""
         self.announced_rounds = 0
-        """Rounds below this one are as the coordinator says."""
-        self._over = 0
-        self._parts: dict[int, _Part] = {}
-        self._last = self._part(0)
-        self._always = self._last if network.horizon == 1 else None
-        fixed = self._always
+        """Rounds below this one are confirmed by the coordinator."""
+        self._rounds_done = 0
+        self._cached_parts: dict[int, _RoundPart] = {}
+        self._last_part = self._compute_part(0)
+        self._constant_part = self._last_part if network.horizon == 1 else None
+        constant_part = self._constant_part
         self.is_lockstep = (
-            fixed is not None and bool(fixed.out_neighbours) and fixed.out_neighbours == tuple(fixed.in_neighbours)
+            constant_part is not None
+            and bool(constant_part.out_neighbours)
+            and constant_part.out_neighbours == tuple(constant_part.in_neighbours)
         )
-        """Everybody who is told is heard in every round: no neighbour can be more than one round ahead or behind."""
+        """True if in- and out-neighbours are equal in every round: no neighbour can be more than one round ahead or behind."""
 
-    def get_round_part(self, t: int) -> _Part:
-        """The part in round t."""
-        if self._always is not None:
-            return self._always
-        if t not in self._parts:
-            self._parts[t] = self._part(t)
-        return self._parts[t]
+    def get_round_part(self, t: int) -> _RoundPart:
+        """Return the part in round t."""
+        if self._constant_part is not None:
+            return self._constant_part
+        if t not in self._cached_parts:
+            self._cached_parts[t] = self._compute_part(t)
+        return self._cached_parts[t]
 
     def get_in_neighbours(self, t: int) -> Mapping[int, float]:
-        """Whose messages round t needs."""
+        """Return the senders, with weights, that round t needs."""
         return self.get_round_part(t).in_neighbours
 
     def compute_buffer_rounds(self, window: int, *, allows_late: bool) -> tuple[int, int]:
-        """How many rounds' messages of a neighbour may come, the current one's included, and how many of ours it may lack.
+        """Return how many rounds of a neighbour are accepted, the current one included, and how many of ours it may lack.
 
-        In lockstep nobody is more than a round apart. Elsewhere a neighbour goes as far as the clock lets it: a window beyond the
-        slowest learner, which may die, and stand a round before what it has reported. Where nobody waits for late ones, it may be
-        as far behind in what it has heard of us.
+        In lockstep two neighbours are at most a round apart. Else a neighbour runs as far as the clock leases: a window
+        beyond the slowest learner, which may crash and resume a round before its last report. With bounded staleness, it
+        may be as far behind in receiving our messages.
 
         Args:
-            window: rounds that are granted beyond the slowest learner.
-            late: whether a round may go on without who is late.
+            window: rounds leased beyond the slowest learner.
+            allows_late: whether the run has bounded staleness.
         """
         ahead = 2 if self.is_lockstep and not allows_late else window + 1
         return ahead, 2 * ahead + 1 if allows_late else ahead
 
     def accept_epoch(self, first_round: int, weights: Mapping[int, float], out_neighbours: Collection[int]) -> None:
-        """An epoch of the coordinator's; one that is known already is passed over.
+        """Check an epoch of the coordinator; a known one is skipped.
 
         Args:
-            first_round: that it is for.
-            weights: of everybody that it names; 0 for those who are not heard.
-            told: those of them who are told.
+            first_round: its first round.
+            weights: weights of all learners that it names; 0: not an in-neighbour.
+            out_neighbours: recipients among them.
 
         Raises:
-            RemoteProtocolError: it is not what the run spec says.
+            RemoteProtocolError: it contradicts the run spec.
         """
         if first_round < self.announced_rounds:
             return
         self.require_epochs(first_round)
-        part, heard = self.get_round_part(first_round), {j: weight for j, weight in weights.items() if weight != 0}
-        same = heard.keys() == part.in_neighbours.keys() and all(
-            abs(heard[j] - part.in_neighbours[j]) <= _WEIGHT_TOLERANCE for j in heard
+        part, in_weights = self.get_round_part(first_round), {j: weight for j, weight in weights.items() if weight != 0}
+        has_same_neighbours = in_weights.keys() == part.in_neighbours.keys() and all(
+            abs(in_weights[j] - part.in_neighbours[j]) <= _WEIGHT_TOLERANCE for j in in_weights
         )
-        if not same or set(out_neighbours) != set(part.out_neighbours):  # not-a-number is refused, too
+        if not has_same_neighbours or set(out_neighbours) != set(part.out_neighbours):  # NaN is rejected, too
             raise RemoteProtocolError(
-                f"in round {first_round} neighbours and their weights must be {self._weighed(part.in_neighbours)}, and those who are "
-                f"told {self._called(part.out_neighbours)}, got {self._weighed(heard)} and {self._called(out_neighbours)}"
+                f"in round {first_round} in-neighbours and their weights must be {self._format_weights(part.in_neighbours)}, "
+                "and the recipients "
+                f"{self._format_names(part.out_neighbours)}, got {self._format_weights(in_weights)} and "
+                f"{self._format_names(out_neighbours)}"
             )
         if first_round == 0 and weights.keys() != self.neighbours:
             raise RemoteProtocolError(
-                f"the first epoch must name the neighbours of all rounds, {self._called(self.neighbours)}, got "
-                f"{self._called(weights)}"
+                f"the first epoch must name the neighbours of all rounds, {self._format_names(self.neighbours)}, got "
+                f"{self._format_names(weights)}"
             )
-        # What a learner did before it died was announced then, and needs no epochs again, but for the first, with the addresses.
-        self.announced_rounds = max(first_round + 1, self._over)
-        self._last = self.get_round_part(self.announced_rounds - 1)
+        # Rounds before a crash were announced then; only the first epoch, with the addresses, is needed again.
+        self.announced_rounds = max(first_round + 1, self._rounds_done)
+        self._last_part = self.get_round_part(self.announced_rounds - 1)
 
     def accept_digest(self, since: int, until: int, network_hash: bytes) -> None:
-        """A digest of the coordinator's, in place of epochs for rounds `since` to `until - 1`; empty: epochs say it.
+        """Check a digest of the coordinator, sent instead of epochs for rounds `since` to `until - 1`; empty: epochs follow.
 
         Raises:
-            RemoteProtocolError: it is not of what the run spec says, or rounds before them are missing.
+            RemoteProtocolError: it contradicts the run spec, or rounds before them are missing.
         """
-        if not network_hash or until <= self.announced_rounds:  # known already
+        if not network_hash or until <= self.announced_rounds:  # confirmed before
             return
         self.require_epochs(max(since, 1))
         if self._digests.combined_digest(since, until) != network_hash:
             raise RemoteProtocolError(
-                f"in rounds {since} to {until - 1} everybody must hear whom the run spec says, with its weights, and the "
+                f"in rounds {since} to {until - 1} the senders and weights must be those of the run spec, and the "
                 "coordinator's digest of them is another one: do both run the same version, with the same code of your own?"
             )
         self.announced_rounds = until
-        self._last = self.get_round_part(until - 1)
+        self._last_part = self.get_round_part(until - 1)
 
     def require_epochs(self, until: int) -> None:
-        """Rounds below `until` need no further epoch.
+        """Check that rounds below `until` need no further epoch.
 
         Raises:
             RemoteProtocolError: something changes in one of them.
         """
-        if self._always is not None and self.announced_rounds:
+        if self._constant_part is not None and self.announced_rounds:
             self.announced_rounds = max(self.announced_rounds, until)
-        looked_at = min(until, self.announced_rounds + self._network.horizon)  # later rounds repeat these
-        while self.announced_rounds < looked_at:
-            if self.announced_rounds == 0 or self.get_round_part(self.announced_rounds) != self._last:
-                raise RemoteProtocolError(f"an epoch for round {self.announced_rounds} must come first, and it did not")
+        checked_until = min(until, self.announced_rounds + self._network.horizon)  # later rounds repeat these
+        while self.announced_rounds < checked_until:
+            if self.announced_rounds == 0 or self.get_round_part(self.announced_rounds) != self._last_part:
+                raise RemoteProtocolError(f"an epoch for round {self.announced_rounds} must come first, got none")
             self.announced_rounds += 1
         self.announced_rounds = max(self.announced_rounds, until)
 
     def forget(self, t: int) -> None:
-        """Round t is over."""
-        self._parts.pop(t, None)
-        self._over = t + 1
+        """Forget round t, which is over."""
+        self._cached_parts.pop(t, None)
+        self._rounds_done = t + 1
 
-    def _called(self, learners: Iterable[int]) -> str:
-        return ", ".join(format_learner_name(self._names, j) for j in sorted(learners)) or "nobody"
+    def _format_names(self, learners: Iterable[int]) -> str:
+        return ", ".join(format_learner_name(self._names, j) for j in sorted(learners)) or "none"
 
-    def _weighed(self, heard: Mapping[int, float]) -> str:
-        return ", ".join(f"{format_learner_name(self._names, j)} {heard[j]:.6g}" for j in sorted(heard)) or "nobody"
+    def _format_weights(self, in_weights: Mapping[int, float]) -> str:
+        return (
+            ", ".join(f"{format_learner_name(self._names, j)} {in_weights[j]:.6g}" for j in sorted(in_weights))
+            or "none"
+        )
 
-    def _part(self, t: int) -> _Part:
+    def _compute_part(self, t: int) -> _RoundPart:
         mixing, i = self._network.mixing(t), self.index
-        return _Part(mixing.in_neighbour_weights(i), mixing.out_neighbours(i), float(mixing.own_weights[i]))
+        return _RoundPart(mixing.in_neighbour_weights(i), mixing.out_neighbours(i), float(mixing.own_weights[i]))

@@ -1,10 +1,10 @@
-"""The outbox: messages to neighbours, handed to a link each, copied where the run is mirrored, signed block by block.
+"""Outbox: messages to neighbours, queued on one link each, mirrored where the run is, and signed block by block.
 
-A message is in the log, durable, before it comes here (`storage/run_log.py`). A link is the stream to one neighbour, whichever
-side opened it. It keeps the bytes of as many rounds as the neighbour may lack, exactly as they stand in the log, and their
-signatures. When a stream is opened (again), the neighbour names the first round it has not heard, and the link goes on from there
-with the same bytes; the signature before that may not have come, and is said again in any case. What comes from neighbours is in
-`inbox.py`.
+A message is durable in the log before it comes here (`storage/run_log.py`). A link is the stream to one neighbour, opened
+by either side. It keeps the bytes of as many rounds as the neighbour may lack, exactly as logged, and their signatures.
+When a stream is (re)opened, the neighbour names the first round it has not received, and the link continues from there
+with the same bytes; the signature before that round may be lost, and is always sent again. Messages from neighbours are
+in `inbox.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sottovoce_rpc.signatures import DIGEST_BYTES, EMPTY_DIGESTS, ROUNDS_PER_BLO
 from sottovoce_rpc.tasks import Tasks
 
 _IDLE_TIMEOUT_S = 1.0
-"""How long a write to a stream that has ended is waited for."""
+"""Time limit for a write on a stream that has ended."""
 _STREAM_END_ERRORS = (
     grpc.RpcError,
     grpc.aio.BaseError,
@@ -36,56 +36,56 @@ _STREAM_END_ERRORS = (
     asyncio.InvalidStateError,
     asyncio.CancelledError,
 )
-"""How a write ends whose call is over."""
+"""Errors of a write whose call is over."""
 
 
 @dataclass(slots=True)
 class SentDigests:
-    """What this learner said last, as its signatures say it.
+    """Digests of the last sent messages, for signatures.
 
-    Of each neighbour it remembers the blocks whose signature may not have come, however long ago it was told anything.
+    Of each neighbour it keeps the blocks whose signature may be lost, however old they are.
 
     Attributes:
-        keep: rounds whose messages a neighbour may lack.
-        digests: of what was said, by block.
-        recipients: of each neighbour the last blocks in which it was told anything.
+        retained_rounds: number of rounds whose messages a neighbour may lack.
+        digests: digests of sent messages, by block.
+        recipients: last blocks of messages sent to each neighbour.
     """
 
     retained_rounds: int
     digests: dict[int, bytes] = field(default_factory=dict)
     recipients: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def add_round(self, t: int, digest: bytes, told: Iterable[int]) -> None:
-        """A round was said, to some neighbours."""
+    def add_round(self, t: int, digest: bytes, recipients: Iterable[int]) -> None:
+        """Add the message of a round and its recipients."""
         block, k = divmod(t, ROUNDS_PER_BLOCK)
-        for j in told:
+        for j in recipients:
             if block not in (before := self.recipients.get(j, ())):
-                self.recipients[j] = (*before, block)[-_signatures_kept(self.retained_rounds) :]
+                self.recipients[j] = (*before, block)[-_count_retained_signatures(self.retained_rounds) :]
         if block not in self.digests:
             needed = set(chain.from_iterable(self.recipients.values()))
-            self.digests = {each: known for each, known in self.digests.items() if each in needed}
-        known = self.digests.get(block, EMPTY_DIGESTS)
-        self.digests[block] = known[: DIGEST_BYTES * k] + digest + known[DIGEST_BYTES * (k + 1) :]
+            self.digests = {each: digests for each, digests in self.digests.items() if each in needed}
+        digests = self.digests.get(block, EMPTY_DIGESTS)
+        self.digests[block] = digests[: DIGEST_BYTES * k] + digest + digests[DIGEST_BYTES * (k + 1) :]
 
     def build_statement(self, run_id: str, sender: int, block: int) -> Statement:
-        """What is signed of a block."""
+        """Return the statement to sign for a block."""
         return Statement(run_id, sender, block, self.digests[block])
 
     def list_recipients(self, block: int) -> list[int]:
-        """Neighbours that were told anything of a block."""
-        return [j for j, own in self.recipients.items() if block in own]
+        """Return the neighbours that were sent a message of a block."""
+        return [j for j, sent_digests in self.recipients.items() if block in sent_digests]
 
     def copy(self) -> SentDigests:
-        """What it remembers now, which does not change."""
+        """Return a copy, which does not change."""
         return SentDigests(self.retained_rounds, dict(self.digests), dict(self.recipients))
 
     def restore(self, copy: SentDigests) -> None:
-        """Remember what a copy does."""
+        """Restore the content of a copy."""
         self.digests, self.recipients = dict(copy.digests), dict(copy.recipients)
 
 
 class _Stream(Protocol):
-    """The writing half of a stream: a client call and a server context look alike here."""
+    """Writing half of a stream: a client call or a server context."""
 
     async def write(self, message: bytes) -> None:
         """Send one message."""
@@ -93,65 +93,69 @@ class _Stream(Protocol):
 
 
 class NeighbourLink:
-    """Everything that is said to one neighbour, in order, over whichever stream is there.
+    """Ordered messages to one neighbour, over its current stream.
 
     Args:
-        keep: how many messages the neighbour may lack.
+        retained_rounds: number of messages that the neighbour may lack.
     """
 
-    def __init__(self, keep: int = 2) -> None:
-        self._frames: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self._signatures: deque[tuple[int, Callable[[], bytes]]] = deque(maxlen=_signatures_kept(keep))
-        self._due: deque[bytes] = deque(maxlen=2 * keep)
+    def __init__(self, retained_rounds: int = 2) -> None:
+        self._frames: deque[tuple[int, bytes]] = deque(maxlen=retained_rounds)
+        self._signatures: deque[tuple[int, Callable[[], bytes]]] = deque(
+            maxlen=_count_retained_signatures(retained_rounds)
+        )
+        self._due: deque[bytes] = deque(maxlen=2 * retained_rounds)
         self._stream: _Stream | None = None
-        self._displaced: Callable[[], object] = lambda: None
+        self._on_displaced: Callable[[], object] = lambda: None
         self._tasks = Tasks()
         self._writing: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self._woken: asyncio.Future[None] | None = None  # an event would make one for each wait, too, and more
+        self._waiter: asyncio.Future[None] | None = (
+            None  # cheaper than an event, which creates a future for each wait, too
+        )
         self.attached_event = asyncio.Event()
         self.stream_count = 0
-        """That were attached."""
+        """Number of streams attached so far."""
         self.incarnation = 0
-        """The highest that the neighbour has greeted with: a lower one is an old process, or a copy."""
+        """Highest incarnation in a Hello of the neighbour: a lower one is an old process, or a copy."""
 
     def queue(self, t: int, frame: bytes) -> None:
         """Send a round's bytes as soon as the stream allows; never waits."""
         self._frames.append((t, frame))
         self._due.append(frame)
-        self._kick()
+        self._start_writing()
 
     def queue_signature(self, t: int, signature: Callable[[], bytes]) -> None:
-        """Send a signature behind round t, of a block in which the neighbour was told anything.
+        """Send a signature after round t, of a block of which the neighbour got a message.
 
         Args:
-            t: the round.
-            signature: makes it; again where it is said again, for the signer's certificate may have been renewed.
+            t: round.
+            signature: creates it; again for a repetition, because the signer's certificate may have been renewed.
         """
         self._signatures.append((t, signature))
         self._due.append(signature())
-        self._kick()
+        self._start_writing()
 
     def attach(self, stream: _Stream, next_round: int, displaced: Callable[[], object] = lambda: None) -> None:
-        """A stream is there, and its other end has heard everything below `next_round`.
+        """Attach a stream whose other end has received all rounds below `next_round`.
 
         Args:
-            stream: takes the place of the one that was there.
-            next_round: the round to go on with.
-            displaced: called when another stream takes this one's place.
+            stream: replaces the current one.
+            next_round: round to continue with.
+            displaced: called when another stream replaces this one.
         """
         if self.has_stream(self._stream):
-            self._displaced()
-        self._stream, self._displaced = stream, displaced
+            self._on_displaced()
+        self._stream, self._on_displaced = stream, displaced
         self.stream_count += 1
         self._due.clear()
-        self._due.extend(self._from(next_round))
+        self._due.extend(self._list_missing(next_round))
         self.attached_event.set()
-        self._kick()
+        self._start_writing()
 
-    def _from(self, next_round: int) -> list[bytes]:
-        """What a neighbour may lack that has heard everything below a round: a signature stands behind its round."""
+    def _list_missing(self, next_round: int) -> list[bytes]:
+        """Return what a neighbour lacks that has all rounds below `next_round`: a signature follows its round."""
         before = [signature() for t, signature in self._signatures if t < next_round][-1:]
         due = [(t, 0, frame) for t, frame in self._frames if t >= next_round]
         due += [(t, 1, signature()) for t, signature in self._signatures if t >= next_round]
@@ -159,26 +163,26 @@ class NeighbourLink:
 
     @property
     def queue_size(self) -> int:
-        """Messages and signatures that are yet to be written."""
+        """Number of messages and signatures not written yet."""
         return len(self._due)
 
     def has_stream(self, stream: _Stream | None) -> bool:
-        """True when this is the stream that the link writes to."""
+        """Return whether the link writes to this stream."""
         return stream is not None and self._stream is stream
 
     def detach(self, stream: _Stream) -> None:
-        """A stream has ended."""
+        """Detach a stream that has ended."""
         if self.has_stream(stream):
             self._stream = None
             self.attached_event.clear()
             self._wake()
 
     async def wait_flushed(self) -> None:
-        """Wait until all that was said is written, or the stream is gone."""
+        """Wait until all messages are written, or the stream has ended."""
         await self._idle.wait()
 
     async def wait_idle(self) -> None:
-        """Wait for a moment until nothing is being written: a call that ends meanwhile does not end on the other side."""
+        """Wait briefly until no write is in progress: a call that ends during a write does not end on the other side."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
                 await self._idle.wait()
@@ -188,7 +192,7 @@ class NeighbourLink:
         self._stream = None
         await self._tasks.end()
 
-    def _kick(self) -> None:
+    def _start_writing(self) -> None:
         if self._stream is not None:
             self._idle.clear()
             self._wake()
@@ -196,11 +200,11 @@ class NeighbourLink:
                 self._writing = self._tasks.start(self._write(), "a channel cannot be written")
 
     def _wake(self) -> None:
-        if self._woken is not None and not self._woken.done():
-            self._woken.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def _write(self) -> None:
-        """As long as there is a stream, write what is due, one message at a time: two writes in flight on one are an error."""
+        """Write due messages while there is a stream, one at a time: two concurrent writes on one stream are an error."""
         try:
             while (stream := self._stream) is not None:
                 if self._due:
@@ -210,65 +214,71 @@ class NeighbourLink:
                         self.detach(stream)
                 else:
                     self._idle.set()
-                    self._woken = asyncio.get_running_loop().create_future()
-                    await self._woken
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
         finally:
             self._idle.set()
 
 
 class Outbox:
-    """What is said in a run, and to whom.
+    """Sent messages of a learner in a run.
 
     Args:
-        role: of the learner.
-        plan: who is told in which round.
-        attendance: the rounds in which it takes part.
-        own: what it said last, as its signatures say it.
-        links: to all neighbours.
-        credentials: of the learner: with an identity it signs what it says.
-        mirror: is given every frame that was said and who was told it; None: the run is not mirrored.
-        roster: who takes part in which round.
+        role: assignment of the learner.
+        plan: recipients of each round.
+        learner_participation: rounds in which it participates.
+        sent_digests: digests of its last messages.
+        links: links to all neighbours.
+        credentials: credentials of the learner: with an identity it signs its messages.
+        mirror: receives every sent frame and its recipients; None: the run is not mirrored.
+        participation: participation of all learners by round.
     """
 
     def __init__(
         self,
         role: RunAssignment,
         plan: NeighbourSchedule,
-        attendance: Participation,
-        own: SentDigests,
+        learner_participation: Participation,
+        sent_digests: SentDigests,
         links: Mapping[int, NeighbourLink],
         credentials: Credentials,
         mirror: Callable[[bytes, list[int]], None] | None,
-        roster: ParticipationSchedule,
+        participation: ParticipationSchedule,
     ) -> None:
-        self._role, self._plan, self._attendance, self._own, self.participation = role, plan, attendance, own, roster
+        self._role, self._plan, self._learner_participation, self._sent_digests, self.participation = (
+            role,
+            plan,
+            learner_participation,
+            sent_digests,
+            participation,
+        )
         self.links, self._credentials, self._mirror = links, credentials, mirror
 
     def get_active_links(self, t: int) -> dict[int, NeighbourLink]:
-        """The links to those who are there in a round, and not lost."""
-        there, lost = self.participation.participant_mask(t), self.participation.lost_senders(self._role.index, t)
-        return {j: link for j, link in self.links.items() if there[j] and j not in lost}
+        """Return the links to neighbours that participate in a round and are not lost."""
+        mask, lost = self.participation.participant_mask(t), self.participation.lost_senders(self._role.index, t)
+        return {j: link for j, link in self.links.items() if mask[j] and j not in lost}
 
     def send_round(self, t: int, frame: bytes) -> None:
-        """Hand a round's message to everybody who is told.
+        """Queue a round's message for all recipients.
 
         Raises:
             FailedPrecondition: a signature is due, and the identity cannot sign.
         """
-        told = self._plan.get_round_part(t).out_neighbours
-        for j in told:
+        recipients = self._plan.get_round_part(t).out_neighbours
+        for j in recipients:
             self.links[j].queue(t, frame)
         if self._mirror is not None:
-            self._mirror(frame, list(told))
+            self._mirror(frame, list(recipients))
         if self._ends_block(t):
             self._sign(t)
 
-    def repeat(self, frames: Iterable[tuple[int, bytes]], said: int) -> None:
-        """After a death: what neighbours may lack, with its signatures.
+    def repeat(self, frames: Iterable[tuple[int, bytes]], committed: int) -> None:
+        """Queue again what neighbours may lack after a crash, with its signatures.
 
         Args:
-            frames: by round.
-            said: rounds that were said.
+            frames: messages by round.
+            committed: number of committed rounds.
 
         Raises:
             FailedPrecondition: the identity cannot sign.
@@ -276,61 +286,61 @@ class Outbox:
         for t, frame in frames:
             for j in self._plan.get_round_part(t).out_neighbours:
                 self.links[j].queue(t, frame)
-        for block in sorted(self._own.digests):
-            t = min(ROUNDS_PER_BLOCK * (block + 1), said) - 1
+        for block in sorted(self._sent_digests.digests):
+            t = min(ROUNDS_PER_BLOCK * (block + 1), committed) - 1
             if self._ends_block(t):
                 self._sign(t)
 
-    def end(self, said: int) -> None:
-        """Sign what was said last: nothing more follows.
+    def end(self, committed: int) -> None:
+        """Sign the last messages: nothing more follows.
 
         Raises:
             FailedPrecondition: the identity cannot sign.
         """
-        if said and not self._ends_block(said - 1):
-            self._sign(said - 1)
+        if committed and not self._ends_block(committed - 1):
+            self._sign(committed - 1)
 
     async def flush(self) -> None:
-        """Wait until all that was said is written, or the channels are broken."""
+        """Wait until all messages are written, or the channels are broken."""
         await asyncio.gather(*(link.wait_flushed() for link in self.links.values()))
 
     async def close(self) -> None:
-        """Say nothing more to anybody."""
+        """Send nothing more."""
         for link in self.links.values():
             await link.close()
 
     def _ends_block(self, t: int) -> bool:
-        """Is a round followed by a signature, once it was said?"""
-        return t % ROUNDS_PER_BLOCK == ROUNDS_PER_BLOCK - 1 or t + 1 not in self._attendance
+        """Return whether the message of a round is followed by a signature."""
+        return t % ROUNDS_PER_BLOCK == ROUNDS_PER_BLOCK - 1 or t + 1 not in self._learner_participation
 
     def _sign(self, t: int) -> None:
-        """Tell whoever was told anything of the block of round t what was said in it, signed."""
+        """Send the signature of the block of round t to all recipients of its messages."""
         if self._credentials.principal is None:
             return
         block = t // ROUNDS_PER_BLOCK
-        statement, told = (
-            self._own.build_statement(self._role.run_id, self._role.index, block),
-            self._own.list_recipients(block),
+        statement, recipients = (
+            self._sent_digests.build_statement(self._role.run_id, self._role.index, block),
+            self._sent_digests.list_recipients(block),
         )
-        signature = _signature_of(statement, self._credentials)
-        for j in told:
+        signature = _build_signer(statement, self._credentials)
+        for j in recipients:
             self.links[j].queue_signature(t, signature)
-        if self._mirror is not None and told:
-            self._mirror(signature(), told)
+        if self._mirror is not None and recipients:
+            self._mirror(signature(), recipients)
 
 
-def _signatures_kept(keep: int) -> int:
-    """Signatures that a neighbour may lack which may lack so many rounds."""
-    return keep // ROUNDS_PER_BLOCK + 2
+def _count_retained_signatures(retained_rounds: int) -> int:
+    """Return the number of signatures that a neighbour may lack that may lack `retained_rounds` rounds."""
+    return retained_rounds // ROUNDS_PER_BLOCK + 2
 
 
-def _signature_of(statement: Statement, credentials: Credentials) -> Callable[[], bytes]:
-    """Makes a signature, once for all neighbours, and anew where the identity was renewed since."""
-    made = dict[datetime | None, bytes]()
+def _build_signer(statement: Statement, credentials: Credentials) -> Callable[[], bytes]:
+    """Return a function that signs once for all neighbours, and again after the identity was renewed."""
+    signatures = dict[datetime | None, bytes]()
 
-    def make() -> bytes:
-        if (until := credentials.expiry) not in made:
-            made[until] = credentials.sign_statement(statement).encode()
-        return made[until]
+    def sign() -> bytes:
+        if (expiry := credentials.expiry) not in signatures:
+            signatures[expiry] = credentials.sign_statement(statement).encode()
+        return signatures[expiry]
 
-    return make
+    return sign

@@ -1,11 +1,11 @@
-"""The privacy ledger of one learner, read: whether its files in the state folder fit together, and what may have been spent.
+"""Privacy ledger of one learner, for reading: whether its files in the state folder agree, and what may have been spent.
 
-The ledger is a file of chained lines that only grows. A line is `CHAIN JSON`: 16 bytes in hexadecimal, which are
-`SHA-256(chain of the line before | JSON)[:16]`. The first one is the ledger's own number and the learner's name.
+The ledger is an append-only file of chained lines. A line is `CHAIN JSON`: 16 bytes in hexadecimal, which are
+`SHA-256(chain of the line before | JSON)[:16]`. The first line has the id of the ledger and the learner's name.
 
-Log, ledger, mark and snapshot are held against each other: whatever is cut, lost, set back or another learner's does not fit,
-and then nothing is said. Nothing is booked twice: what the open run has cost is in its log, charged before the message was
-sent; what closed runs have cost stands in the ledger's lines. A state folder that is lost is a ledger that is lost: keep it.
+Log, ledger, high-water mark and snapshot are compared: a file that is cut, lost, set back or another learner's does not
+fit, and then no message is sent. Nothing is counted twice: what the open run has cost is in its log, charged before the
+message was sent; what closed runs have cost is in the ledger. A lost state folder is a lost ledger: keep it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChainedLine:
-    """One line, its chain, and the first byte behind it."""
+    """One line, its chain, and the offset of its end."""
 
     facts: Facts
     chain: bytes
@@ -56,30 +56,30 @@ class ChainedLine:
 
     @property
     def kind(self) -> str:
-        """store, opened, closed or repaired."""
+        """Kind of the line: store, opened, closed or repaired."""
         return str(self.facts.get("kind"))
 
     @property
     def written_at(self) -> datetime:
-        """When it was written."""
-        return datetime.fromisoformat(self.facts["at"])
+        """Time at which it was written."""
+        return datetime.fromisoformat(self.facts["time"])
 
     @classmethod
     def parse_all(cls, raw: bytes) -> tuple[ChainedLine, ...]:
-        """All lines, up to the first that is not right."""
+        """Parse all lines, up to the first that is not valid."""
         found: list[ChainedLine] = []
-        at, chain = 0, bytes(_CHAIN_BYTES)
-        while (end := raw.find(b"\n", at) + 1) > 0:
-            text = raw[at + 2 * _CHAIN_BYTES + 1 : end - 1]
+        start, chain = 0, bytes(_CHAIN_BYTES)
+        while (end := raw.find(b"\n", start) + 1) > 0:
+            text = raw[start + 2 * _CHAIN_BYTES + 1 : end - 1]
             chain = extend_chain(chain, text)
-            if raw[at : at + 2 * _CHAIN_BYTES + 1] != chain.hex().encode() + b" ":
+            if raw[start : start + 2 * _CHAIN_BYTES + 1] != chain.hex().encode() + b" ":
                 break
             found.append(cls(json.loads(text), chain, end))
-            at = end
+            start = end
         return tuple(found)
 
     def require_readable(self, learner: str, path: Path) -> None:
-        """Of the first one: it is this learner's, and of a format that is known.
+        """Check of the first line that it is this learner's, and of a known format.
 
         Raises:
             CorruptStateError: it is not.
@@ -87,20 +87,20 @@ class ChainedLine:
         require_format(path, self.facts.get("format", 0))
         if self.facts.get("learner") != learner:
             raise CorruptStateError(
-                f"{path} must be the ledger of {learner!r}, and is that of {self.facts.get('learner')!r}: put back the right "
-                "one, or leave it to `sottovoce ledger --repair`"
+                f"{path} must be the ledger of {learner!r}, got that of {self.facts.get('learner')!r}: restore the right "
+                "one, or use `sottovoce ledger --repair`"
             )
 
     @staticmethod
     def encode(facts: Facts, chain: bytes = bytes(_CHAIN_BYTES)) -> bytes:
-        """A line behind `chain`, with the time, by which it is known what was spent lately."""
-        now = {"at": datetime.now(UTC).isoformat(timespec="seconds")}
+        """Encode a line after `chain`, with the time: recent spending is found by it."""
+        now = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
         text = json.dumps({**facts, **now}, separators=(",", ":")).encode()
         return extend_chain(chain, text).hex().encode() + b" " + text + b"\n"
 
     @classmethod
     def encode_first(cls, learner: str, store: str = "") -> bytes:
-        """The first line of a ledger: its own number, drawn where it has none yet, and whose it is."""
+        """Encode the first line of a ledger: its id, drawn if it is new, and the learner's name."""
         facts = {"kind": "store", "format": FORMAT, "store": store or secrets.token_hex(16), "learner": learner}
         return cls.encode(facts)
 
@@ -110,13 +110,13 @@ class LedgerEntry:
     """One run of one learner.
 
     Attributes:
-        learner: its name.
-        run_id: the run.
-        index: the learner's, in the run.
+        learner: learner name.
+        run_id: run id.
+        index: index of the learner in the run.
         n_features: features of a record.
-        spec: the whole run spec, JSON: with the two before it says by which guarantee the learner was charged.
-        said: messages journaled.
-        spent: epsilon charged for them; infinite where nothing was promised.
+        spec: full run spec, JSON: with the two fields above it determines the guarantee by which the learner was charged.
+        rounds_committed: logged messages.
+        epsilon_spent: epsilon charged for them; infinite without a guarantee.
     """
 
     learner: str
@@ -129,11 +129,11 @@ class LedgerEntry:
 
     @property
     def algorithm(self) -> str:
-        """Its name."""
+        """Name of the algorithm."""
         return str(json.loads(self.spec)["algorithm"]["name"])
 
     def build_guarantee(self, *, imports: bool) -> Guarantee:
-        """What was promised.
+        """Build the guarantee of the run.
 
         Args:
             imports: whether the spec may name code to import: it came from the run's coordinator.
@@ -144,57 +144,57 @@ class LedgerEntry:
         return self.build_run(imports=imports).guarantee(self.index)
 
     def build_run(self, *, imports: bool) -> Run:
-        """What was run; arguments and errors as of `guarantee`."""
+        """Build the run; arguments and errors as of `build_guarantee`."""
         return build_run(self.parse_spec(imports=imports), self.n_features)
 
     def parse_spec(self, *, imports: bool) -> RunSpec:
-        """The run spec; arguments and errors as of `guarantee`."""
+        """Parse the run spec; arguments and errors as of `build_guarantee`."""
         return parse_spec(json.loads(self.spec), allow_imports=imports)
 
     @property
     def budget(self) -> float | None:
-        """What it must not exceed in this run; None: there is none."""
+        """Maximum epsilon of this run; None: no limit."""
         document = json.loads(self.spec)
         budget = document.get("privacy", {}).get("budget")
-        mine: float | None = budget[self.index] if isinstance(budget, list) else budget
-        return mine
+        own_budget: float | None = budget[self.index] if isinstance(budget, list) else budget
+        return own_budget
 
     @property
     def planned_epsilon(self) -> float:
-        """Epsilon of all its planned rounds; its budget, where that is less."""
+        """Epsilon of all planned rounds, or the budget, if that is less."""
         try:
-            price = self.build_guarantee(imports=False).epsilon()
+            epsilon = self.build_guarantee(imports=False).epsilon()
         except SpecError:  # of code that is not imported here
-            price = math.inf
-        return price if self.budget is None else min(price, self.budget)
+            epsilon = math.inf
+        return epsilon if self.budget is None else min(epsilon, self.budget)
 
     @property
     def fixed_spec(self) -> dict[str, Any]:
-        """The spec without what may change in a run, and without what nobody set: another version may know more fields."""
-        document: dict[str, Any] = _set(json.loads(self.spec))
+        """Spec without fields that may change in a run, and without unset fields: another version may know more fields."""
+        document: dict[str, Any] = _drop_unset(json.loads(self.spec))
         return {key: value for key, value in document.items() if key != "offline_intervals"}
 
     @property
     def participation(self) -> ParticipationSchedule:
-        """Who takes part in which round."""
+        """Participation of all learners by round."""
         return ParticipationSchedule.from_spec(json.loads(self.spec))
 
     @classmethod
     def from_facts(cls, facts: Facts, learner: str) -> LedgerEntry:
-        """A run that a line has opened."""
+        """Return the entry of a line that opened a run."""
         return cls(learner, facts["run_id"], facts["index"], facts["n_features"], facts["spec"])
 
     @classmethod
     def build_unknown(cls, learner: str, run_id: str) -> LedgerEntry:
-        """A run of which only its price is known."""
+        """Return an entry for a run of which only the epsilon is known."""
         return cls(learner, run_id or "repaired", 0, 1, json.dumps({"learners": 1, "algorithm": {"name": "unknown"}}))
 
 
-def _set(section: Any) -> Any:
-    """A document without fields that are None, as `plan_hash` takes it."""
+def _drop_unset(section: Any) -> Any:
+    """Remove fields that are None, as `plan_hash` does."""
     if not isinstance(section, dict):
         return section
-    return {key: _set(value) for key, value in section.items() if value is not None}
+    return {key: _drop_unset(value) for key, value in section.items() if value is not None}
 
 
 # ---- all files of a learner ------------------------------------------------------------------------------------------
@@ -202,13 +202,13 @@ def _set(section: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """What stands in a learner's files.
+    """Content of a learner's files.
 
     Attributes:
-        files: where.
-        mark: the newest; None: there is none.
-        lines: of the ledger, those that are right.
-        log: of the open run, or None.
+        files: paths of the files.
+        high_water_mark: newest mark; None: there is none.
+        lines: valid lines of the ledger.
+        log: log of the open run, or None.
     """
 
     files: LearnerPaths
@@ -218,79 +218,79 @@ class StoredState:
 
     @classmethod
     def read(cls, files: LearnerPaths, *, allow_copy: bool = False) -> StoredState:
-        """What stands there, whole or not.
+        """Read the files without comparing them.
 
         Raises:
-            CorruptStateError: it is of a newer format, or a copy.
+            CorruptStateError: one has a newer format, or is a copy.
         """
         mark = HighWaterMark.read(
             files.high_water_mark, allow_copy=allow_copy
-        )  # before the rest: whatever it says must be in them by then
-        standing = cls(files, mark, ChainedLine.parse_all(read_if_exists(files.ledger)), None)
-        if (opened := standing.open_entry) is None:
-            return standing
-        return replace(standing, log=read_log(files.get_log_folder(opened.run_id)))
+        )  # before the rest: what it covers must be in them by then
+        stored_state = cls(files, mark, ChainedLine.parse_all(read_if_exists(files.ledger)), None)
+        if (open_entry := stored_state.open_entry) is None:
+            return stored_state
+        return replace(stored_state, log=read_log(files.get_log_folder(open_entry.run_id)))
 
     @classmethod
     def read_verified(cls, files: LearnerPaths, *, allow_copy: bool = False) -> StoredState | None:
-        """What stands there, every part held against the others; None where this learner was never here.
+        """Read the state folder and verify that its files agree; None if the learner is new.
 
         Args:
-            files: where.
-            copied: they may be a copy.
+            files: paths of the files.
+            allow_copy: whether they may be a copy.
 
         Raises:
             CorruptStateError: something was lost, cut, changed, or is another learner's.
         """
         while True:
-            standing = cls.read(files, allow_copy=allow_copy)
+            stored_state = cls.read(files, allow_copy=allow_copy)
             try:
-                return standing.verify()
+                return stored_state.verify()
             except CorruptStateError:
-                # Its learner may be writing while we read: damage is what a second look shows unchanged.
-                if cls.read(files, allow_copy=allow_copy) == standing:
+                # Its learner may be writing meanwhile: damage is what a second read shows unchanged.
+                if cls.read(files, allow_copy=allow_copy) == stored_state:
                     raise
 
     @property
     def open_entry(self) -> LedgerEntry | None:
-        """The run that was opened last, where it was not closed."""
+        """The last opened run, if it was not closed."""
         last = self.lines[-1].facts if self.lines else {}
         return LedgerEntry.from_facts(last, self.files.learner) if last.get("kind") == OPENED else None
 
     @property
     def has_open_run_log(self) -> bool:
-        """Was the log of the open run made? Before, nothing can have been said in it."""
-        opened, mark = self.open_entry, self.high_water_mark
-        return opened is not None and mark is not None and mark.run_hash == hash_text(opened.run_id)
+        """Return whether the log of the open run was created. Before that, no message of it can have been sent."""
+        open_entry, mark = self.open_entry, self.high_water_mark
+        return open_entry is not None and mark is not None and mark.run_hash == hash_text(open_entry.run_id)
 
     @property
     def closed_runs_epsilon(self) -> float:
-        """Epsilon of all runs that are closed."""
+        """Epsilon of all closed runs."""
         return math.fsum(line.facts["epsilon_spent"] for line in self.lines if line.kind in (CLOSED, REPAIRED))
 
     def iterate_entries(self) -> Iterator[LedgerEntry]:
-        """Every run, with what it has cost."""
-        about: dict[str, LedgerEntry] = {}
+        """Yield every run, with what it has cost."""
+        entries: dict[str, LedgerEntry] = {}
         for line in self.lines:
             if line.kind == OPENED:
-                about[line.facts["run_id"]] = LedgerEntry.from_facts(line.facts, self.files.learner)
+                entries[line.facts["run_id"]] = LedgerEntry.from_facts(line.facts, self.files.learner)
             elif line.kind in (CLOSED, REPAIRED):
                 run_id = line.facts["run_id"]
-                known = about.get(run_id) or LedgerEntry.build_unknown(self.files.learner, run_id)
-                about[run_id] = replace(
+                known = entries.get(run_id) or LedgerEntry.build_unknown(self.files.learner, run_id)
+                entries[run_id] = replace(
                     known,
                     rounds_committed=line.facts["rounds_committed"],
                     epsilon_spent=known.epsilon_spent + line.facts["epsilon_spent"],
                 )
-        if (opened_now := self.open_entry) is not None and self.log is not None:
-            about[opened_now.run_id] = replace(
-                opened_now, rounds_committed=self.log.rounds_committed, epsilon_spent=self.log.epsilon_spent
+        if (open_now := self.open_entry) is not None and self.log is not None:
+            entries[open_now.run_id] = replace(
+                open_now, rounds_committed=self.log.rounds_committed, epsilon_spent=self.log.epsilon_spent
             )
-        yield from about.values()
+        yield from entries.values()
 
     @property
     def open_run_progress(self) -> tuple[LedgerEntry, bool] | None:
-        """The run that is open, with what was said in it, and whether all of that was learned, too; None: there is none."""
+        """The open run with its committed rounds, and whether all of them were learned; None: there is none."""
         if self.open_entry is None or self.log is None:
             return None
         return replace(
@@ -298,19 +298,19 @@ class StoredState:
         ), 0 < self.log.rounds_committed == self.log.rounds_done
 
     def sum_epsilon(self, excluded_run_id: str = "") -> float:
-        """Epsilon of all runs but one."""
+        """Sum the epsilon of all runs but one."""
         return math.fsum(run.epsilon_spent for run in self.iterate_entries() if run.run_id != excluded_run_id)
 
     def sum_epsilon_since(self, moment: datetime, but: str) -> float:
-        """Epsilon of all runs but one that were charged since a moment: a run counts whole, as of its end."""
-        opened, log = self.open_entry, self.log
-        charges = [log.epsilon_spent] if opened is not None and opened.run_id != but and log is not None else []
+        """Sum the epsilon charged since a moment, of all runs but one: a run counts as a whole, at its end."""
+        open_entry, log = self.open_entry, self.log
+        charges = [log.epsilon_spent] if open_entry is not None and open_entry.run_id != but and log is not None else []
         lines = (each for each in self.lines if each.kind in (CLOSED, REPAIRED) and each.written_at >= moment)
         return math.fsum([*charges, *(each.facts["epsilon_spent"] for each in lines if each.facts["run_id"] != but)])
 
     @property
     def max_epsilon_spent(self) -> float | None:
-        """The most epsilon that all runs can have cost, whatever one part of the files has lost; None: that cannot be known."""
+        """Maximum epsilon that all runs can have cost, for any damage of the files; None: it cannot be known."""
         mark, lines, log = self.high_water_mark, self.lines, self.log
         known = self.closed_runs_epsilon
         if mark is not None:
@@ -326,68 +326,74 @@ class StoredState:
         return known + (self.open_entry.planned_epsilon if self.open_entry is not None else 0.0)
 
     def verify(self) -> StoredState | None:
-        """What `of` returns, of what one look has shown; errors as there."""
+        """Compare the files after one read; result and errors as of `read_verified`."""
         files, mark, lines = self.files, self.high_water_mark, self.lines
         if mark is None:
-            # Before there is a mark, nothing can have been said.
+            # Before there is a mark, no message can have been sent.
             if files.high_water_mark.exists() or len(lines) > 1 or files.list_log_folders():
-                self._damaged(f"the mark {files.high_water_mark} is lost or damaged")
+                self._raise_damaged(f"the mark {files.high_water_mark} is lost or damaged")
             return self if lines else None
         if len(lines) < mark.line_count:
-            self._damaged(f"the ledger {files.ledger} is lost, cut or damaged from line {len(lines) + 1} on")
+            self._raise_damaged(f"the ledger {files.ledger} is lost, cut or damaged from line {len(lines) + 1} on")
         lines[0].require_readable(files.learner, files.ledger)
         if lines[mark.line_count - 1].chain != mark.lines_chain or lines[0].facts["store"] != mark.store_id.hex():
-            self._damaged(f"the ledger {files.ledger} and the mark {files.high_water_mark} are not of one learner")
+            self._raise_damaged(
+                f"the ledger {files.ledger} and the mark {files.high_water_mark} are not of one learner"
+            )
         if self.open_entry is not None and len(lines) <= mark.line_count and not self.has_open_run_log:
-            self._damaged(
+            self._raise_damaged(
                 f"the mark {files.high_water_mark} is not of the run that is open, {self.open_entry.run_id!r}"
             )
         if self.log is not None and self.open_entry is not None and self.has_open_run_log:
             self._require_log(mark, self.log, self.open_entry)
         return self
 
-    def _require_log(self, mark: HighWaterMark, log: LogContents, opened: LedgerEntry) -> None:
-        """The log holds all that the mark says, of this run and learner."""
-        folder = self.files.get_log_folder(opened.run_id)
+    def _require_log(self, mark: HighWaterMark, log: LogContents, open_entry: LedgerEntry) -> None:
+        """Check that the log holds all that the mark has, for this run and learner."""
+        folder = self.files.get_log_folder(open_entry.run_id)
         if log.header is None:
-            self._damaged(f"the log {folder} is lost, or its first segment is damaged")
-        of = (log.header.store_id, log.header.learner, log.header.run_id)
-        if of != (mark.store_id.hex(), self.files.learner, opened.run_id):
-            self._damaged(
+            self._raise_damaged(f"the log {folder} is lost, or its first segment is damaged")
+        owner = (log.header.store_id, log.header.learner, log.header.run_id)
+        if owner != (mark.store_id.hex(), self.files.learner, open_entry.run_id):
+            self._raise_damaged(
                 f"the log {folder} is of run {log.header.run_id!r} of {log.header.learner!r}, of another ledger"
             )
         if log.next_sequence <= mark.sequence:
-            self._damaged(f"the log {log.path} is cut or damaged at entry {log.next_sequence} (byte {log.end_offset})")
+            self._raise_damaged(
+                f"the log {log.path} is cut or damaged at entry {log.next_sequence} (byte {log.end_offset})"
+            )
         if log.get_chain(mark.sequence) != mark.chain:
-            self._damaged(f"the log {folder} is not the one that was written, from entry {mark.sequence} back")
+            self._raise_damaged(f"the log {folder} is not the one that was written, from entry {mark.sequence} back")
         self._require_snapshot(log)
         if log.header.durability == "process" and mark.boot_id_hash != hash_boot_id():
-            self._damaged(
+            self._raise_damaged(
                 f"the log {folder} was written with durability 'process' before this machine was started again"
             )
 
     def _require_snapshot(self, log: LogContents) -> None:
-        """What was deleted of a log stands in a snapshot."""
+        """Check that deleted entries of a log are covered by a snapshot."""
         snapshot = log.snapshot
         if snapshot is None:
             if log.first_sequence:
-                self._damaged(f"the log {log.folder} is lost up to entry {log.first_sequence}")
+                self._raise_damaged(f"the log {log.folder} is lost up to entry {log.first_sequence}")
             return
         if log.get_chain(snapshot.last_sequence) != snapshot.chain:
-            self._damaged(
+            self._raise_damaged(
                 f"the log {log.folder} is lost between entry {snapshot.last_sequence} and entry {log.first_sequence}"
             )
         path = log.folder / snapshot.file_name
         raw = read_if_exists(path)
         if len(raw) != snapshot.size or hashlib.sha256(raw).digest() != snapshot.digest:
-            self._damaged(f"the snapshot {path} is lost or damaged")
+            self._raise_damaged(f"the snapshot {path} is lost or damaged")
 
-    def _damaged(self, what: str) -> NoReturn:
+    def _raise_damaged(self, damage: str) -> NoReturn:
         name = self.files.learner
-        most = self.max_epsilon_spent
-        figure = "at most what its owner allows in all" if most is None else f"at most {most:.6g} in all"
+        max_epsilon = self.max_epsilon_spent
+        figure = (
+            "at most what its owner allows in total" if max_epsilon is None else f"at most {max_epsilon:.6g} in total"
+        )
         raise CorruptStateError(
-            f"{what}: nothing is said. Put the state folder of {name!r} back as it was after its last message; where that is "
+            f"{damage}: no message is sent. Restore the state folder of {name!r} as it was after its last message; where that is "
             f"lost, `sottovoce ledger --repair --state {self.files.folder} --learner {name!r}` charges what may have been spent, "
             f"{figure}"
         )

@@ -1,12 +1,12 @@
-"""A learner's state folder: where its files stand, who may use them, and how a file is made to last.
+"""State folder of a learner: its files, their exclusive use, and durable writes.
 
-NAME.lock            held for the life of the process
-NAME.identity        number of the folder, and the learner's incarnation
-NAME.runs            the privacy ledger: chained lines, each run opened, closed, or repaired (`ledger.py`)
-NAME.mark            high-water mark: how far something visible rests on the others (`run_log.py`)
-RUN@NAME/K.log       write-ahead log of the open run, and of the last one until another is opened (`wal.py`)
-RUN@NAME/K.snapshot  what takes the place of the log's beginning (`snapshot.py`)
-kept/RUN@NAME/K.log  what was put away of logs, where they are kept (`recovery.py`)
+NAME.lock             held for the life of the process
+NAME.identity         id of the folder, and the learner's incarnation
+NAME.runs             privacy ledger: chained lines, each run opened, closed, or repaired (`ledger.py`)
+NAME.high_water_mark  how far visible effects depend on the others (`run_log.py`)
+RUN@NAME/K.log        write-ahead log of the open run, and of the last one until another is opened (`wal.py`)
+RUN@NAME/K.snapshot   replaces the beginning of the log (`snapshot.py`)
+kept/RUN@NAME/K.log   retired segments of logs, where they are kept (`store.py`)
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from pathlib import Path
 from sottovoce_core.errors import CorruptStateError, FailedPrecondition
 
 FORMAT = 1
-"""Format of all files of a state folder."""
+"""Format version of all files of a state folder."""
 KEPT_LOGS_FOLDER = "kept"
 _STORE_BYTES = 16
 _MAX_WRITE_BYTES = 64 * 1024 * 1024
-"""Bytes of a file that are written at a time."""
+"""Maximum number of bytes of one write."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerPaths:
-    """Where a learner's files stand.
+    """Paths of a learner's files.
 
     Attributes:
-        folder: the state folder.
-        learner: its name.
-        keep_log: logs of runs are kept when they are over.
+        folder: state folder.
+        learner: learner name.
+        keep_log: whether logs of runs are kept after the run.
     """
 
     folder: Path
@@ -46,20 +46,20 @@ class LearnerPaths:
 
     @property
     def ledger(self) -> Path:
-        """The ledger."""
+        """Path of the ledger."""
         return self.folder / f"{self.learner}.runs"
 
     @property
     def high_water_mark(self) -> Path:
-        """The mark."""
-        return self.folder / f"{self.learner}.mark"
+        """Path of the high-water mark."""
+        return self.folder / f"{self.learner}.high_water_mark"
 
     def get_log_folder(self, run_id: str) -> Path:
-        """The folder of a run's log. A run's id has no @, so no two share one."""
+        """Return the folder of a run's log. A run id has no @, so folders are distinct."""
         return self.folder / f"{run_id}@{self.learner}"
 
     def retire_segment(self, segment: Path) -> None:
-        """Of a log delete what is no longer needed to go on, or keep it in a folder of the same disk."""
+        """Delete a segment that is no longer needed, or keep it in a folder on the same disk."""
         if not self.keep_log:
             segment.unlink()
             return
@@ -68,65 +68,65 @@ class LearnerPaths:
         segment.replace(kept / segment.name)
 
     def list_log_folders(self) -> list[Path]:
-        """Folders of all logs that are there."""
-        own = (
+        """List the folders of all existing logs."""
+        paths = (
             each
             for each in list_with_suffix(self.folder, f"@{self.learner}")
             if each.name.partition("@")[2] == self.learner
         )
-        return [each for each in own if each.is_dir()]
+        return [each for each in paths if each.is_dir()]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
 class DiskFull(OSError):
-    """What was written found no room, and does not count; nothing of what stands there is in doubt, and it may be tried again."""
+    """Write that found no disk space, and does not count; existing content is intact, and the write may be retried."""
 
     def __init__(self) -> None:
         super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class FileGuard:
-    """A file that this process relies on, and where it must stay.
+    """File that this process relies on, and that must stay in place.
 
     Args:
-        path: its place.
-        descriptor: of the open file; None: whatever stands there now.
+        path: its path.
+        descriptor: descriptor of the open file; None: the file that is there now.
     """
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
-        found = path.stat() if descriptor is None else os.fstat(descriptor)
-        self._path, self._file, self._size = os.fspath(path), (found.st_dev, found.st_ino), found.st_size
+        status = path.stat() if descriptor is None else os.fstat(descriptor)
+        self._path, self._file, self._size = os.fspath(path), (status.st_dev, status.st_ino), status.st_size
 
     def require_in_place(self, size: int | None = None) -> None:
-        """Raise an error unless the same file is still there, with its content: one or two microseconds.
+        """Raise an error unless the same file is still there, with its content; takes one or two microseconds.
 
         Args:
-            size: least number of bytes that it must have; None: as many as it had.
+            size: minimum size in bytes; None: the size at the beginning.
 
         Raises:
             CorruptStateError: it was deleted, moved, replaced or cut.
         """
         try:
-            found = os.stat(self._path)
+            status = os.stat(self._path)
         except OSError:
-            found = None
+            status = None
         if (
-            found is None
-            or (found.st_dev, found.st_ino) != self._file
-            or found.st_size < (self._size if size is None else size)
+            status is None
+            or (status.st_dev, status.st_ino) != self._file
+            or status.st_size < (self._size if size is None else size)
         ):
             raise CorruptStateError(
                 f"the state folder must stay where it is while its learner runs, and {self._path} was deleted, moved, replaced "
-                "or cut: nothing more is sent. Stop the learner, and start it again when the folder is back as it was; where "
-                "it is lost, charge what `sottovoce runs show` says to a new one "
+                "or cut: nothing more is sent. Stop the learner, and start it again when the folder is restored; where it "
+                "is lost, charge what `sottovoce runs show` reports to a new one "
                 "(docs/deploy.md#backup-restore-and-move-of-a-learner)"
             )
 
 
 def list_with_suffix(folder: Path, suffix: str) -> list[Path]:
-    """What stands in a folder under a name with this end, by name: a folder of many learners is looked through often."""
+    """List the files of a folder whose names have a suffix, sorted; called often on folders of many learners."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -134,29 +134,29 @@ def list_with_suffix(folder: Path, suffix: str) -> list[Path]:
     return [folder / name for name in sorted(names) if name.endswith(suffix)]
 
 
-def read_if_exists(path: Path, at: int = 0, size: int = -1) -> bytes:
-    """Of a file, from a byte on, so many or all; nothing where it is not, or was deleted just now."""
+def read_if_exists(path: Path, offset: int = 0, size: int = -1) -> bytes:
+    """Read a file from a byte on; empty if it does not exist, or was just deleted."""
     try:
         with path.open("rb") as file:
-            file.seek(at)
+            file.seek(offset)
             return file.read(size)
     except FileNotFoundError:
         return b""
 
 
-def require_format(what: object, form: int) -> None:
-    """Raise `CorruptStateError` unless a file's format is one that this version reads."""
-    if form > FORMAT:
+def require_format(subject: object, format_version: int) -> None:
+    """Raise `CorruptStateError` unless this version reads a file's format."""
+    if format_version > FORMAT:
         raise CorruptStateError(
-            f"{what} has format {form}, and this version reads up to {FORMAT}: take a newer Sottovoce"
+            f"{subject} has format {format_version}, and this version reads up to {FORMAT}: take a newer Sottovoce"
         )
 
 
 def replace_file(path: Path, raw: bytes) -> None:
-    """Write a file, whole or not at all, and make it last.
+    """Write a file atomically and durably.
 
     Raises:
-        OSError: it could not be written; what was there before is still there.
+        OSError: it could not be written; the earlier file is intact.
     """
     draft = path.with_name(f"{path.name}.draft")
     try:
@@ -168,18 +168,18 @@ def replace_file(path: Path, raw: bytes) -> None:
     sync_folder(path.parent)
 
 
-def write_at(path: Path, raw: bytes, at: int) -> None:
-    """Write bytes at a place of a file, as its end, and sync them; the file is made where it is not there.
+def write_at(path: Path, raw: bytes, offset: int) -> None:
+    """Write bytes durably at an offset, as the new end of the file, which is created if missing.
 
     Raises:
-        OSError: they could not be written whole, and the file ends before them.
+        OSError: they could not be written in full, and the file ends before them.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(file, at)
+        os.ftruncate(file, offset)
         for k in range(0, len(raw), _MAX_WRITE_BYTES):
-            if os.pwrite(file, piece := raw[k : k + _MAX_WRITE_BYTES], at + k) != len(piece):
-                os.ftruncate(file, at)
+            if os.pwrite(file, chunk := raw[k : k + _MAX_WRITE_BYTES], offset + k) != len(chunk):
+                os.ftruncate(file, offset)
                 raise DiskFull
         os.fsync(file)
     finally:
@@ -187,7 +187,7 @@ def write_at(path: Path, raw: bytes, at: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last."""
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -196,31 +196,31 @@ def sync_folder(folder: Path) -> None:
 
 
 def extend_chain(chain: bytes, raw: bytes) -> bytes:
-    """The chain behind an entry, or a line of the ledger: `SHA-256(chain before it | its bytes)[:16]`."""
+    """Return the chain after an entry, or a line of the ledger: `SHA-256(chain before it | its bytes)[:16]`."""
     return hashlib.sha256(chain + raw).digest()[:16]
 
 
 def hash_text(text: str) -> bytes:
-    """16 bytes that stand for a text."""
+    """Return a 16-byte hash of a text."""
     return extend_chain(b"", text.encode())
 
 
 def hash_boot_id() -> bytes:
-    """The machine since its start: what was written without a sync is there as long as it is the same."""
+    """Return a hash of the machine's boot id: unsynced writes survive as long as it is the same."""
     return hash_text(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
 
 
-# ---- who may use it --------------------------------------------------------------------------------------------------
+# ---- exclusive use ---------------------------------------------------------------------------------------------------
 
 
 class LearnerLock:
-    """Exclusive use of a learner's files, until it is closed, or this process dies, however it does.
+    """Exclusive use of a learner's files until it is closed, or this process ends in any way.
 
-    Two processes that were this learner on one folder would each spend the whole budget.
+    Two processes of one learner on one folder would each spend the full budget.
 
     Args:
-        folder: the state folder.
-        learner: its name.
+        folder: state folder.
+        learner: learner name.
 
     Raises:
         FailedPrecondition: another process is this learner.
@@ -239,7 +239,7 @@ class LearnerLock:
                 f"another process is learner {learner!r} on the state folder {folder}: stop it, or take another name or folder"
             ) from None
         self._lock = FileGuard(Path(self._file.name), self._file.fileno())
-        self._held = [self._lock]
+        self._guards = [self._lock]
 
     def __enter__(self) -> LearnerLock:
         return self
@@ -248,9 +248,9 @@ class LearnerLock:
         self.close()
 
     def refresh_guards(self) -> None:
-        """Note which files stand there now: from now on they must stay."""
-        there = [path for path in (self._files.ledger, self._files.high_water_mark) if path.exists()]
-        self._held = [self._lock, *map(FileGuard, there)]
+        """Guard the files that exist now: from now on they must stay."""
+        paths = [path for path in (self._files.ledger, self._files.high_water_mark) if path.exists()]
+        self._guards = [self._lock, *map(FileGuard, paths)]
 
     def require_in_place(self) -> None:
         """Raise an error unless the files are still there: another folder in their place is another ledger.
@@ -258,29 +258,29 @@ class LearnerLock:
         Raises:
             CorruptStateError: one was deleted, moved, replaced or cut.
         """
-        for each in self._held:
+        for each in self._guards:
             each.require_in_place()
 
     def close(self) -> None:
-        """Let another process be this learner."""
+        """Release the lock."""
         self._file.close()
 
 
-# ---- who the learner is ----------------------------------------------------------------------------------------------
+# ---- identity --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """One learner of a state folder.
+    """Identity of one learner of a state folder.
 
-    The folder's number is drawn once, when it is first used: another folder is another store. The incarnation is issued by the
-    coordinator at each start and written here before it is used, so that of two processes, one on a copy or an old state of
-    this folder, only one can be the learner.
+    The folder's id is drawn at its first use: another folder is another store. The incarnation is issued by the
+    coordinator at each start and written here before it is used, so that of two processes, one on a copy or an old state
+    of this folder, only one can be the learner.
 
     Attributes:
-        learner: its name.
-        store: the folder's number for it, 128 random bits.
-        incarnation: the highest that was issued to it; 0: none.
+        learner: learner name.
+        store_id: id of the folder for this learner, 128 random bits.
+        incarnation: highest issued incarnation; 0: none.
     """
 
     learner: str
@@ -289,7 +289,7 @@ class StoreIdentity:
 
     @classmethod
     def load_or_create(cls, folder: Path, learner: str) -> StoreIdentity:
-        """As its file has it; drawn and written where there is none.
+        """Load the identity of a folder; draw and write it if there is none.
 
         Raises:
             CorruptStateError: the file is damaged, another learner's, or of a newer version.
@@ -300,13 +300,13 @@ class StoreIdentity:
             version, name, incarnation = facts["format"], facts["learner"], facts["incarnation"]
             store = bytes.fromhex(facts["store_id"])
             if len(store) != _STORE_BYTES or type(incarnation) is not int or incarnation < 0:
-                raise ValueError("a store of 16 bytes and an incarnation from 0 are due")
+                raise ValueError("must have a store of 16 bytes and an incarnation from 0")
         except FileNotFoundError:
             return cls(learner, secrets.token_bytes(_STORE_BYTES)).write_incarnation(0, folder)
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise CorruptStateError(
-                f"the identity {path} is damaged: {error}; restore it from where it is whole, or take another state folder and "
-                "let the coordinator know (sottovoce rebind)"
+                f"the identity {path} is damaged: {error}; restore an intact copy, or take another state folder and "
+                "inform the coordinator (sottovoce rebind)"
             ) from None
         if version != FORMAT:
             raise CorruptStateError(
@@ -319,10 +319,10 @@ class StoreIdentity:
         return cls(learner, store, incarnation)
 
     def write_incarnation(self, incarnation: int, folder: Path) -> StoreIdentity:
-        """This learner with a new incarnation, written.
+        """Write a new incarnation; return the new identity.
 
         Raises:
-            OSError: it could not be written; what was there before is still there.
+            OSError: it could not be written; the earlier file is intact.
         """
         new = replace(self, incarnation=incarnation)
         facts = {"format": FORMAT, **asdict(new), "store_id": self.store_id.hex()}

@@ -1,6 +1,6 @@
-"""A learner's files in its state folder, written: its ledger, whose runs open and close, and what its owner can do about damage.
+"""Writing of a learner's files in its state folder: opening and closing runs in the ledger, and repairs by the owner.
 
-Written first is what others rest on: a line of the ledger before the log that it announces. What is read is in `ledger.py`.
+Dependencies are written first: a line of the ledger before the log that it announces. Reading is in `ledger.py`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from sottovoce_learner.storage.wal import EntryKind, LogContents, LogHeader, Rou
 from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
 
 _SECOND = timedelta(seconds=1)
-"""To which the moments of lines are written down."""
+"""Resolution of the times of lines."""
 
 
 class LearnerStore:
-    """The state of one learner. Only who has the claim on it may open it.
+    """State of one learner. Only the holder of its lock may open it.
 
     Args:
-        folder: the state folder.
-        learner: its name.
-        keep_log: whether logs of runs are kept when they are over.
+        folder: state folder.
+        learner: learner name.
+        keep_log: whether logs of runs are kept after the run.
 
     Raises:
         CorruptStateError: something was lost, cut, changed, or is another learner's.
@@ -59,99 +59,113 @@ class LearnerStore:
 
     def __init__(self, folder: Path, learner: str, *, keep_log: bool = False) -> None:
         self._files = LearnerPaths(folder, learner, keep_log)
-        standing = StoredState.read_verified(self._files)
+        stored_state = StoredState.read_verified(self._files)
         self.stored_state = (
-            self._founded(standing) if standing is None or standing.high_water_mark is None else standing
+            self._create_store(stored_state)
+            if stored_state is None or stored_state.high_water_mark is None
+            else stored_state
         )
 
-    def open_run(self, line: LedgerEntry, terms: LogOptions, elsewhere: float) -> RunLog:
-        """The log of a run: a new one, or the one that this learner was in. Any other run is closed by this.
+    def open_run(self, ledger_entry: LedgerEntry, options: LogOptions, other_runs_epsilon: float) -> RunLog:
+        """Open the log of a new run, or of the current one. Any other open run is closed.
 
         Args:
-            line: about the run.
-            terms: what its log is kept by.
-            elsewhere: epsilon of all other runs.
+            ledger_entry: ledger entry of the run.
+            options: options of its log.
+            other_runs_epsilon: epsilon of all other runs.
 
         Raises:
             FailedPrecondition: the run was closed: this learner has been in another one since.
-            CorruptStateError: what stands there is about another spec.
+            CorruptStateError: the open run has another spec.
         """
-        standing, opened = self.stored_state, self.stored_state.open_entry
-        if opened is not None and opened.run_id == line.run_id:
-            reading = standing.log if standing.has_open_run_log else None
-            if _amended(opened, line, reading, self._files.ledger):
-                self._open(line)
+        stored_state, open_entry = self.stored_state, self.stored_state.open_entry
+        if open_entry is not None and open_entry.run_id == ledger_entry.run_id:
+            contents = stored_state.log if stored_state.has_open_run_log else None
+            if _is_reconfigured(open_entry, ledger_entry, contents, self._files.ledger):
+                self._append_opened(ledger_entry)
         else:
-            if any(run.run_id == line.run_id for run in standing.iterate_entries()):
+            if any(run.run_id == ledger_entry.run_id for run in stored_state.iterate_entries()):
                 raise FailedPrecondition(
-                    f"learner {line.learner!r} has been in another run since run {line.run_id!r}, which is closed for it: "
-                    "start a new run"
+                    f"learner {ledger_entry.learner!r} has been in another run since run {ledger_entry.run_id!r}, "
+                    "which is closed for it: start a new run"
                 )
-            self._close(opened)
-            self._open(line)
-            reading = None
-        return self._opened(line, terms, elsewhere, reading)
+            self._append_closed(open_entry)
+            self._append_opened(ledger_entry)
+            contents = None
+        return self._open_log(ledger_entry, options, other_runs_epsilon, contents)
 
-    def _open(self, line: LedgerEntry) -> None:
-        facts = {"kind": OPENED, "run_id": line.run_id, "index": line.index, "n_features": line.n_features}
-        self._note({**facts, "spec": line.spec})
+    def _append_opened(self, ledger_entry: LedgerEntry) -> None:
+        facts = {
+            "kind": OPENED,
+            "run_id": ledger_entry.run_id,
+            "index": ledger_entry.index,
+            "n_features": ledger_entry.n_features,
+        }
+        self._append_line({**facts, "spec": ledger_entry.spec})
 
-    def _opened(self, line: LedgerEntry, terms: LogOptions, elsewhere: float, reading: LogContents | None) -> RunLog:
-        folder, standing = self._files.get_log_folder(line.run_id), self.stored_state
-        if reading is None:
-            shutil.rmtree(folder, ignore_errors=True)  # begun, and nothing said in it
+    def _open_log(
+        self, ledger_entry: LedgerEntry, options: LogOptions, other_runs_epsilon: float, contents: LogContents | None
+    ) -> RunLog:
+        folder, stored_state = self._files.get_log_folder(ledger_entry.run_id), self.stored_state
+        if contents is None:
+            shutil.rmtree(folder, ignore_errors=True)  # begun, and no message committed in it
             folder.mkdir(mode=0o700)
-        about = LogHeader(standing.lines[0].facts["store"], line.learner, line.run_id, terms.durability)
-        with ExitStack() as opened:
-            log = opened.enter_context(closing(WriteAheadLog(self._files, about, reading)))
-            if reading is None:
-                log.append(EntryKind.OPEN, 0, 0.0, elsewhere, line.spec.encode())
+        header = LogHeader(
+            stored_state.lines[0].facts["store"], ledger_entry.learner, ledger_entry.run_id, options.durability
+        )
+        with ExitStack() as stack:
+            log = stack.enter_context(closing(WriteAheadLog(self._files, header, contents)))
+            if contents is None:
+                log.append(EntryKind.OPEN, 0, 0.0, other_runs_epsilon, ledger_entry.spec.encode())
                 log.sync()
                 sync_folder(self._files.folder)
-            else:  # what a snapshot that was under way has left
-                log.retire_segments(-1 if reading.snapshot is None else reading.snapshot.last_sequence)
-            mark = self._base()._replace(run_hash=hash_text(line.run_id), sequence=log.sequence - 1, chain=log.chain)
-            if reading is not None and standing.high_water_mark is not None:
+            else:  # remains of an unfinished snapshot
+                log.retire_segments(-1 if contents.snapshot is None else contents.snapshot.last_sequence)
+            mark = self._build_mark()._replace(
+                run_hash=hash_text(ledger_entry.run_id), sequence=log.sequence - 1, chain=log.chain
+            )
+            if contents is not None and stored_state.high_water_mark is not None:
                 mark = mark._replace(
-                    epsilon_spent=reading.entries[-1].epsilon_spent, reservation=standing.high_water_mark.reservation
+                    epsilon_spent=contents.entries[-1].epsilon_spent,
+                    reservation=stored_state.high_water_mark.reservation,
                 )
-            mark_file = opened.enter_context(closing(HighWaterMarkFile(self._files.high_water_mark)))
+            mark_file = stack.enter_context(closing(HighWaterMarkFile(self._files.high_water_mark)))
             mark_file.write_both_slots(mark)
-            self._forget_logs(but=folder)
+            self._forget_logs(excluded=folder)
             ledger = FileGuard(self._files.ledger)
-            opened.pop_all()
-        return RunLog(log, mark_file, mark, elsewhere, terms, reading, ledger)
+            stack.pop_all()
+        return RunLog(log, mark_file, mark, other_runs_epsilon, options, contents, ledger)
 
     def end(self) -> None:
-        """The open run is over for good: its line says what it has cost, and its log, with the records in it, is put away."""
-        self._close(self.stored_state.open_entry)
-        self._base().write(self._files.high_water_mark)
+        """Close the open run for good: its line gets the cost, and its log, with the records in it, is retired."""
+        self._append_closed(self.stored_state.open_entry)
+        self._build_mark().write(self._files.high_water_mark)
         self._forget_logs()
 
-    def _forget_logs(self, but: Path | None = None) -> None:
+    def _forget_logs(self, excluded: Path | None = None) -> None:
         for other in self._files.list_log_folders():
-            if other != but:
+            if other != excluded:
                 if self._files.keep_log:
                     for segment in sorted(other.glob("*.log")):
                         self._files.retire_segment(segment)
                 shutil.rmtree(other)
 
-    def _close(self, opened: LedgerEntry | None) -> None:
-        if opened is not None:
-            now = next(run for run in self.stored_state.iterate_entries() if run.run_id == opened.run_id)
-            self._note(
+    def _append_closed(self, open_entry: LedgerEntry | None) -> None:
+        if open_entry is not None:
+            ended_run = next(run for run in self.stored_state.iterate_entries() if run.run_id == open_entry.run_id)
+            self._append_line(
                 {
                     "kind": CLOSED,
-                    "run_id": now.run_id,
-                    "rounds_committed": now.rounds_committed,
-                    "epsilon_spent": now.epsilon_spent,
+                    "run_id": ended_run.run_id,
+                    "rounds_committed": ended_run.rounds_committed,
+                    "epsilon_spent": ended_run.epsilon_spent,
                 }
             )
 
-    def _founded(self, standing: StoredState | None) -> StoredState:
-        """A store of its own number. Its first line is there before the mark: until then nothing rests on it."""
+    def _create_store(self, stored_state: StoredState | None) -> StoredState:
+        """Create a store. Its first line is written before the mark: until then nothing depends on it."""
         self._files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if standing is None:
+        if stored_state is None:
             write_at(self._files.ledger, ChainedLine.encode_first(self._files.learner), 0)
         lines = ChainedLine.parse_all(self._files.ledger.read_bytes())
         lines[0].require_readable(self._files.learner, self._files.ledger)
@@ -160,14 +174,14 @@ class LearnerStore:
         sync_folder(self._files.folder)
         return StoredState(self._files, mark, lines, None)
 
-    def _note(self, facts: Facts) -> None:
-        """One more line, which lasts; the mark follows when the run is open. What a torn one left behind the last goes."""
+    def _append_line(self, facts: Facts) -> None:
+        """Append a durable line; the mark follows when the run is open. A torn line after the last valid one is overwritten."""
         last = self.stored_state.lines[-1]
         write_at(self._files.ledger, ChainedLine.encode(facts, last.chain), last.end_offset)
         self.stored_state = replace(self.stored_state, lines=ChainedLine.parse_all(self._files.ledger.read_bytes()))
 
-    def _base(self) -> HighWaterMark:
-        """A mark of the ledger as it is, without a run."""
+    def _build_mark(self) -> HighWaterMark:
+        """Return a mark of the current ledger, without a run."""
         lines = self.stored_state.lines
         store = bytes.fromhex(lines[0].facts["store"])
         return HighWaterMark(
@@ -175,60 +189,65 @@ class LearnerStore:
         )
 
 
-def _amended(found: LedgerEntry, line: LedgerEntry, reading: LogContents | None, path: Path) -> bool:
-    """Whether learners of the run have left or joined since.
+def _is_reconfigured(found: LedgerEntry, ledger_entry: LedgerEntry, contents: LogContents | None, path: Path) -> bool:
+    """Return whether learners of the run have left or joined since.
 
     Raises:
-        CorruptStateError: the run was another one by now.
+        CorruptStateError: the run differs in another way.
     """
-    if found == replace(line, rounds_committed=found.rounds_committed, epsilon_spent=found.epsilon_spent):
+    if found == replace(ledger_entry, rounds_committed=found.rounds_committed, epsilon_spent=found.epsilon_spent):
         return False
-    rounds = (0, 0) if reading is None else (reading.rounds_committed, reading.rounds_done)
+    rounds = (0, 0) if contents is None else (contents.rounds_committed, contents.rounds_done)
     try:
-        if (found.index, found.n_features, found.fixed_spec) != (line.index, line.n_features, line.fixed_spec):
-            raise SpecError("a run cannot change but for its offline_intervals: start a new run")
-        require_valid_reconfiguration(found.participation, line.participation, line.index, *rounds)
+        if (found.index, found.n_features, found.fixed_spec) != (
+            ledger_entry.index,
+            ledger_entry.n_features,
+            ledger_entry.fixed_spec,
+        ):
+            raise SpecError("a run cannot change except for its offline intervals: start a new run")
+        require_valid_reconfiguration(found.participation, ledger_entry.participation, ledger_entry.index, *rounds)
     except SpecError as error:
         raise CorruptStateError(
-            f"the ledger {path} has run {line.run_id!r} with another spec, index or number of features than was told now: {error}"
+            f"the ledger {path} has run {ledger_entry.run_id!r} with another spec, index or number of features than "
+            f"assigned now: {error}"
         ) from None
     return True
 
 
 def end_run(folder: Path, learner: str, run_id: str = "", *, keep_log: bool = False) -> None:
-    """A run is over for all who were in it: its log is put away, the ledger keeps what it has cost. Only for who has the claim.
+    """Close a run that is over for all: retire its log; the ledger keeps its cost. Needs the learner's lock.
 
     Args:
-        folder: the state folder.
-        learner: its name.
-        run_id: the run; nothing is done where another one is open. Empty: one that was over, and whose log a death has left.
+        folder: state folder.
+        learner: learner name.
+        run_id: run to close, if it is open. Empty: a closed run whose log remained after a crash.
         keep_log: whether its log is kept; else it is deleted.
 
     Raises:
-        CorruptStateError: as `Store`.
+        CorruptStateError: as of `LearnerStore`.
         OSError: it could not be written or deleted.
     """
     files = LearnerPaths(folder, learner)
-    standing = StoredState.read_verified(files)
+    stored_state = StoredState.read_verified(files)
     if (
-        standing is not None
+        stored_state is not None
         and files.list_log_folders()
-        and (standing.open_entry is None or standing.open_entry.run_id == run_id)
+        and (stored_state.open_entry is None or stored_state.open_entry.run_id == run_id)
     ):
         LearnerStore(folder, learner, keep_log=keep_log).end()
 
 
-# ---- what was spent, and what may have been --------------------------------------------------------------------------
+# ---- spent epsilon ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What a repair has done.
+    """Result of a repair.
 
     Attributes:
-        charged: epsilon that was added to what is known; 0: nothing was damaged.
-        in_all: epsilon of all runs now.
-        aside: where what was damaged lies; None: nothing was.
+        epsilon_charged: epsilon added to what is known; 0: nothing was damaged.
+        total_epsilon_spent: epsilon of all runs now.
+        backup_folder: folder with the damaged files; None: none.
     """
 
     epsilon_charged: float
@@ -240,70 +259,76 @@ class Ledger:
     """All runs of the learners of one state folder.
 
     Args:
-        folder: the state folder.
+        folder: state folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def list_entries(self, learner: str | None = None) -> list[LedgerEntry]:
-        """Every run (of one learner), by run id.
+        """List every run (of one learner), by run id.
 
         Raises:
-            CorruptStateError: something of it is lost or damaged: what was spent cannot be known, so nothing more may be.
+            CorruptStateError: something is lost or damaged: the spent epsilon is not known, so nothing more may be spent.
         """
         names = self.list_learners() if learner is None else [learner]
-        standings = map(self._standing, names)
-        found = [line for standing in standings if standing is not None for line in standing.iterate_entries()]
-        return sorted(found, key=lambda line: line.run_id)
+        standings = map(self._read_verified, names)
+        found = [
+            ledger_entry
+            for stored_state in standings
+            if stored_state is not None
+            for ledger_entry in stored_state.iterate_entries()
+        ]
+        return sorted(found, key=lambda ledger_entry: ledger_entry.run_id)
 
     def sum_epsilon(self, learner: str) -> float:
-        """Epsilon of all runs of a learner: what a record pays that was used in each of them.
+        """Sum the epsilon of all runs of a learner: the loss of a record that was used in each of them.
 
         Raises:
-            CorruptStateError: as `lines`.
+            CorruptStateError: as of `list_entries`.
         """
-        return math.fsum(line.epsilon_spent for line in self.list_entries(learner))
+        return math.fsum(ledger_entry.epsilon_spent for ledger_entry in self.list_entries(learner))
 
     def require_sent_rounds(self, learner: str, sent: Sequence[SentRounds]) -> None:
-        """Hold the ledger against what is known elsewhere: one that was set back, or begun anew, has forgotten what was spent.
+        """Compare the ledger with rounds known elsewhere: one that was set back, or recreated, lacks spent epsilon.
 
-        What its owner charged (`sottovoce ledger --repair --charge`) stands for all that was sent before.
+        An owner's charge (`sottovoce ledger --repair --charge`) covers all that was sent before.
 
         Raises:
-            CorruptStateError: as `lines`; or the ledger knows less of a run than was sent in it.
+            CorruptStateError: as of `list_entries`; or the ledger has fewer rounds of a run than were sent in it.
         """
         if not sent:
             return
-        standing = self._standing(learner)
-        runs, lines = ([], ()) if standing is None else ([*standing.iterate_entries()], standing.lines)
-        known = {line.run_id: line.rounds_committed for line in runs}
-        charged = [line.written_at for line in lines if line.facts.get("charge") is not None]
+        stored_state = self._read_verified(learner)
+        runs, lines = ([], ()) if stored_state is None else ([*stored_state.iterate_entries()], stored_state.lines)
+        known = {ledger_entry.run_id: ledger_entry.rounds_committed for ledger_entry in runs}
+        charged = [line.written_at for line in lines if line.facts.get("charged_epsilon") is not None]
         for each in sent:
-            covered = any(each.last_at.ToDatetime(UTC) < moment + _SECOND for moment in charged)
-            if (has := known.get(each.run_id, 0)) < each.rounds and not covered:
+            is_covered = any(each.last_at.ToDatetime(UTC) < moment + _SECOND for moment in charged)
+            if (known_rounds := known.get(each.run_id, 0)) < each.rounds and not is_covered:
                 raise CorruptStateError(
-                    f"the ledger of {learner!r} in {self.folder} must know all rounds that were sent, got {has} of {each.rounds} "
-                    f"in run {each.run_id}: the state folder was set back or is a new one, and has forgotten what was spent. Put "
-                    "the newest folder back; where it is lost, charge what was spent since: stop the learner, `sottovoce ledger "
+                    f"the ledger of {learner!r} in {self.folder} must know all rounds that were sent, "
+                    f"got {known_rounds} of {each.rounds} "
+                    f"in run {each.run_id}: the state folder was set back or is a new one, and lacks spent epsilon. Restore the "
+                    "newest folder; where it is lost, charge what was spent since: stop the learner, `sottovoce ledger "
                     f"repair {self.folder} --learner {learner} --charge EPSILON`, start it"
                 )
 
     def list_learners(self) -> list[str]:
-        """Names of all learners that have a ledger here, or had one."""
+        """List all learners that have a ledger here, or had one."""
         files = {path.stem for kind in ("runs", "mark") for path in self.folder.glob(f"*.{kind}")}
         return sorted(files | {path.name.partition("@")[2] for path in self.folder.glob("*@*") if path.is_dir()})
 
-    def _standing(self, learner: str) -> StoredState | None:
+    def _read_verified(self, learner: str) -> StoredState | None:
         return StoredState.read_verified(LearnerPaths(self.folder, learner))
 
-    # ---- what its owner can do about it -----------------------------------------------------------------------
+    # ---- checks and repairs by the owner ------------------------------------------------------------------------
 
     def verify(self, learner: str, *, imports: bool) -> list[LedgerEntry]:
-        """Hold every line and entry against the others, and every charge of the open run against its spec.
+        """Compare all lines and entries with each other, and every charge of the open run with its spec.
 
         Args:
-            learner: its name.
+            learner: learner name.
             imports: whether a spec may name code to import.
 
         Returns:
@@ -312,21 +337,21 @@ class Ledger:
         Raises:
             CorruptStateError: something does not fit.
         """
-        standing = self._standing(learner)
-        if standing is None:
+        stored_state = self._read_verified(learner)
+        if stored_state is None:
             return []
-        if standing.open_entry is not None and standing.log is not None:
-            _require_charges(standing.open_entry, standing.log, imports=imports)
-        return list(standing.iterate_entries())
+        if stored_state.open_entry is not None and stored_state.log is not None:
+            _require_charges(stored_state.open_entry, stored_state.log, imports=imports)
+        return list(stored_state.iterate_entries())
 
     def repair(self, learner: str, charge: float | None = None) -> Repair:
-        """Where something is lost or damaged, charge the most that may have been spent, and say so in the ledger for ever.
+        """Charge the maximum that may have been spent where files are lost or damaged, and record it in the ledger.
 
-        Never lowers a figure. The run that was open is over for this learner. What was damaged is kept aside.
+        Never lowers a figure. The run that was open is over for this learner. Damaged files are backed up.
 
         Args:
-            learner: its name.
-            charge: epsilon that is charged at least, beside what the ledger still knows; needed where the most cannot be known.
+            learner: learner name.
+            charge: minimum epsilon charged in addition to what the ledger knows; required where the maximum cannot be known.
 
         Raises:
             FailedPrecondition: the learner is running.
@@ -335,35 +360,37 @@ class Ledger:
         files = LearnerPaths(self.folder, learner)
         with LearnerLock(self.folder, learner):
             try:
-                whole = StoredState.read_verified(files)
+                stored_state = StoredState.read_verified(files)
             except CorruptStateError as error:
-                return _repaired(files, StoredState.read(files, allow_copy=True), str(error).partition(":")[0], charge)
+                return _repair_files(
+                    files, StoredState.read(files, allow_copy=True), str(error).partition(":")[0], charge
+                )
             if charge is not None:
-                return _repaired(files, whole or StoredState.read(files), "charged by the owner", charge)
-            return Repair(0.0, whole.sum_epsilon() if whole else 0.0, None)
+                return _repair_files(files, stored_state or StoredState.read(files), "charged by the owner", charge)
+            return Repair(0.0, stored_state.sum_epsilon() if stored_state else 0.0, None)
 
     def accept_moved_folder(self, learner: str) -> None:
-        """This copy of a state folder is whole, and the only one that is left in use.
+        """Accept this copy of a state folder as the only one in use.
 
         Raises:
             FailedPrecondition: the learner is running.
-            CorruptStateError: it is not whole.
+            CorruptStateError: its files do not agree.
         """
         files = LearnerPaths(self.folder, learner)
         with LearnerLock(self.folder, learner):
-            standing = StoredState.read_verified(files, allow_copy=True)
-            if standing is None or standing.high_water_mark is None:
+            stored_state = StoredState.read_verified(files, allow_copy=True)
+            if stored_state is None or stored_state.high_water_mark is None:
                 raise CorruptStateError(f"there is no ledger of {learner!r} in the state folder {self.folder}")
-            standing.high_water_mark.write(files.high_water_mark)
+            stored_state.high_water_mark.write(files.high_water_mark)
 
 
-def _require_charges(line: LedgerEntry, log: LogContents, *, imports: bool) -> None:
-    """Raises `CorruptStateError` where a round was charged another price than its spec asks for."""
+def _require_charges(ledger_entry: LedgerEntry, log: LogContents, *, imports: bool) -> None:
+    """Raise `CorruptStateError` where the charge of a round differs from its spec."""
     try:
-        run = line.build_run(imports=imports)
+        run = ledger_entry.build_run(imports=imports)
     except SpecError:  # of an algorithm that is not installed here, or may not be imported
         return
-    accountant = run.algorithm.accountant(line.index)
+    accountant = run.algorithm.accountant(ledger_entry.index)
     image, spent = LearnerSnapshot.read_from_log(log, LearnerSnapshot.collect_named_objects(run)), 0.0
     if image is not None:
         for records in array("I", image.record_counts):
@@ -377,37 +404,40 @@ def _require_charges(line: LedgerEntry, log: LogContents, *, imports: bool) -> N
             spent += accountant.next_loss()
             if entry.epsilon_spent != spent:
                 raise CorruptStateError(
-                    f"entry {entry.sequence} of the log of run {line.run_id!r} charges {entry.epsilon_spent:.6g} by round {entry.round}, "
-                    f"and its spec asks for {spent:.6g}: it was written by another version, or is not the one that was written"
+                    f"entry {entry.sequence} of the log of run {ledger_entry.run_id!r} charges "
+                    f"{entry.epsilon_spent:.6g} by round {entry.round}, "
+                    f"and its spec asks for {spent:.6g}: it was written by another version, or was changed"
                 )
 
 
-def _repaired(files: LearnerPaths, standing: StoredState, why: str, charge: float | None) -> Repair:
-    most = standing.max_epsilon_spent
-    if most is None and charge is None:
+def _repair_files(files: LearnerPaths, stored_state: StoredState, reason: str, charge: float | None) -> Repair:
+    max_epsilon = stored_state.max_epsilon_spent
+    if max_epsilon is None and charge is None:
         raise CorruptStateError(
-            f"what {files.learner!r} has spent cannot be known from {files.folder}: say what it was at most with --charge "
+            f"what {files.learner!r} has spent cannot be known from {files.folder}: give its maximum with --charge "
             "EPSILON, such as its owner's --budget in full"
         )
-    known = standing.closed_runs_epsilon
-    still = 0.0 if standing.log is None else standing.log.epsilon_spent  # beside it stands what the owner charges
-    added = max(0.0 if most is None else most - known, still + (charge or 0.0))
-    opened, mark = standing.open_entry, standing.high_water_mark
+    known = stored_state.closed_runs_epsilon
+    log_epsilon = (
+        0.0 if stored_state.log is None else stored_state.log.epsilon_spent
+    )  # the owner's charge is added to it
+    added = max(0.0 if max_epsilon is None else max_epsilon - known, log_epsilon + (charge or 0.0))
+    open_entry, mark = stored_state.open_entry, stored_state.high_water_mark
     facts = {
         "kind": REPAIRED,
-        "run_id": "" if opened is None else opened.run_id,
+        "run_id": "" if open_entry is None else open_entry.run_id,
         "rounds_committed": 0 if mark is None else mark.reservation.end_round,
         "epsilon_spent": added,
-        "why": why,
-        "charge": charge,
+        "reason": reason,
+        "charged_epsilon": charge,
     }
-    aside = _set_aside(files)
-    if standing.lines and standing.lines[0].facts.get("learner") == files.learner:
-        raw = files.ledger.read_bytes()[: standing.lines[-1].end_offset]
+    backup_folder = _back_up(files)
+    if stored_state.lines and stored_state.lines[0].facts.get("learner") == files.learner:
+        raw = files.ledger.read_bytes()[: stored_state.lines[-1].end_offset]
     else:
         raw = ChainedLine.encode_first(files.learner, "" if mark is None else mark.store_id.hex())
     raw += ChainedLine.encode(facts, ChainedLine.parse_all(raw)[-1].chain)
-    replace_file(files.ledger, raw)  # the ledger first: from then on the charge stands, whatever dies
+    replace_file(files.ledger, raw)  # the ledger first: from then on the charge survives a crash
     lines = ChainedLine.parse_all(raw)
     draft = files.high_water_mark.with_name(f"{files.high_water_mark.name}.draft")
     draft.unlink(missing_ok=True)
@@ -417,16 +447,16 @@ def _repaired(files: LearnerPaths, standing: StoredState, why: str, charge: floa
     for log in files.list_log_folders():
         shutil.rmtree(log)
     sync_folder(files.folder)
-    return Repair(added, known + added, aside)
+    return Repair(added, known + added, backup_folder)
 
 
-def _set_aside(files: LearnerPaths) -> Path:
-    """Keep a copy of everything, before anything is changed."""
-    aside = files.folder / "damaged" / f"{files.learner}-{secrets.token_hex(4)}"
-    aside.mkdir(mode=0o700, parents=True)
+def _back_up(files: LearnerPaths) -> Path:
+    """Back up all files before anything is changed."""
+    backup_folder = files.folder / "damaged" / f"{files.learner}-{secrets.token_hex(4)}"
+    backup_folder.mkdir(mode=0o700, parents=True)
     for path in (files.ledger, files.high_water_mark):
         if path.exists():
-            shutil.copy2(path, aside)
+            shutil.copy2(path, backup_folder)
     for log in files.list_log_folders():
-        shutil.copytree(log, aside / log.name)
-    return aside
+        shutil.copytree(log, backup_folder / log.name)
+    return backup_folder
