@@ -201,7 +201,7 @@ async def test_metrics_that_are_not_told_are_said_with_why(tmp_path: Path) -> No
     nobody = await run_checks(CheckTargets(Credentials(), metrics_addresses=["127.0.0.1:1", "nonsense"]))
     silent, stranger = (of(each, f"metrics {address}") for each in found)
     assert (silent.state, "--identity" in silent.text) == ("wrong", True)
-    assert (stranger.state, "no authority that this process believes" in stranger.text) == ("wrong", True)
+    assert (stranger.state, "no authority that this process trusts" in stranger.text) == ("wrong", True)
     assert "is it running with --metrics" in of(nobody, "metrics 127.0.0.1:1").text
     assert "HOST:PORT" in of(nobody, "metrics nonsense").text
 

@@ -114,7 +114,7 @@ WRONG = [
     ("learner --name a --coordinator 127.0.0.1:1 --owner bob", "must be ROLE/NAME"),
     ("learner --host host.yaml", "host.yaml: learner a: --listen must be HOST:PORT"),
     ("eavesdropper --advertise-host host:7500", "--advertise-host must be the name or address of a machine"),
-    ("eavesdropper --listen 127.0.0.1:0 --folder text.txt", "captures must be kept in a folder, and text.txt is a file"),
+    ("eavesdropper --listen 127.0.0.1:0 --folder text.txt", "captures must be stored in a folder, and text.txt is a file"),
     ("eavesdropper relay --to host", f"--to {ADDRESS} 1 to 65535, got 'host'"),
     (f"eavesdropper relay --to {NOBODY} --tls-cert a.pem", "--tls-cert and --tls-key belong together"),
     ("eavesdropper audit nowhere", "nowhere has no captures"),

@@ -171,7 +171,7 @@ HELLO = learner_pb2.ExchangeMessage(
 @pytest.mark.parametrize(
     ("payload", "text"),
     [
-        (b"\xff\xff\xff", "expected a round of 42 bytes, .* got 3 bytes that are none"),
+        (b"\xff\xff\xff", "expected a round of 42 bytes, .* got 3 bytes that cannot be decoded"),
         (b"", "expected a round of 42 bytes, .* got another message"),
         (HELLO, "got another message"),
         (
@@ -260,7 +260,7 @@ def test_a_hello_comes_back() -> None:
 @pytest.mark.parametrize(
     ("payload", "text"),
     [
-        (b"\xff\xff\xff", "expected a Hello first, got 3 bytes that are none"),
+        (b"\xff\xff\xff", "expected a Hello first, got 3 bytes that cannot be decoded"),
         (b"", "expected a Hello first, got another message"),
         (said(), "expected a Hello first, got another message"),
         (learner_pb2.ExchangeMessage(hello=learner_pb2.Hello(learner=1)).SerializeToString(), "learner and next_round"),

@@ -104,7 +104,7 @@ async def test_a_learner_that_is_not_in_a_run_cannot_harm_it(tmp_path: Path) -> 
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
     assert [each.status.rounds_done for each in end.learners] == [ROUNDS] * 2
     capture = open_capture(end.capture_location)
-    assert (capture.is_complete, capture.metadata["noticed_count"]) == (True, 0)
+    assert (capture.is_complete, capture.metadata["detection_count"]) == (True, 0)
 
 
 # ---- neighbours that break their word --------------------------------------------------------------------------------
