@@ -73,7 +73,7 @@ async def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path, monkeypatch
         found = await run_checks(CheckTargets(up.operator, services, [journals, tmp_path / "nowhere"]))
     wrong = {each.subject: each.text for each in found if each.state == "wrong"}
     assert "set both by NTP" in wrong[f"coordinator {up.coordinator}: clock"]
-    assert "somebody else is there" in wrong[f"learner {up.eavesdropper}"]
+    assert "another service is there" in wrong[f"learner {up.eavesdropper}"]
     assert "is it running" in wrong["learner 127.0.0.1:1"]
     assert "no such folder" in wrong[f"state {tmp_path / 'nowhere'}"]
     assert "ann.runs" in wrong[f"state {journals}: ann"]

@@ -116,7 +116,7 @@ WRONG = [
     ("eavesdropper --advertise-host host:7500", "--advertise-host must be the name or address of a machine"),
     ("eavesdropper --listen 127.0.0.1:0 --folder text.txt", "captures must be stored in a folder, and text.txt is a file"),
     ("eavesdropper relay --to host", f"--to {ADDRESS} 1 to 65535, got 'host'"),
-    (f"eavesdropper relay --to {NOBODY} --tls-cert a.pem", "--tls-cert and --tls-key belong together"),
+    (f"eavesdropper relay --to {NOBODY} --tls-cert a.pem", "--tls-cert and --tls-key must be given together"),
     ("eavesdropper audit nowhere", "nowhere has no captures"),
     ("eavesdropper audit folder --run-is dance", "--run-is must be connection, stream or metadata:KEY, got dance"),
     ("eavesdropper audit folder --decoder codec", "--decoder must be module:function, got 'codec'"),

@@ -49,7 +49,7 @@ def test_a_death_between_issue_and_confirmation_is_harmless(disk: int) -> None:
             claim(3),
             False,
             FailedPrecondition,
-            "has no log of the run that this learner is in, and 9 rounds were said in it",
+            "has no log of the run that this learner is in, and 9 rounds were sent in it",
         ),
         (
             claim(3, journaled=8),

@@ -153,7 +153,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 9")
     db.close()
-    with pytest.raises(CorruptStateError, match="must be of format 1, got 9: use the version that wrote it"):
+    with pytest.raises(CorruptStateError, match="must be of format 2, got 9: use the version that wrote it"):
         CoordinatorStore(tmp_path)
 
 
@@ -183,7 +183,7 @@ def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> 
     [
         (Origin(3, b"a"), Origin(2, b"b"), "outdated: a newer one, of term 3, leads the run, got term 2"),
         (Origin(3, b"a"), Origin(3, b"b"), "two coordinators lead the run in term 3"),
-        (Origin(3, b"a"), Origin(0, b"b"), "an old one"),
+        (Origin(3, b"a"), Origin(0, b"b"), "is outdated"),
     ],
 )
 def test_a_learner_obeys_no_older_coordinator_and_no_copy(before: Origin, now: Origin, text: str) -> None:

@@ -37,7 +37,9 @@ def test_what_is_not_json_is_refused(text: str) -> None:
 
 def test_messages_have_room_in_a_channel_or_are_refused() -> None:
     check_size({"y": (MAX_MESSAGE_BYTES // 8,)})
-    with pytest.raises(SpecError, match=f"a message may have {MAX_MESSAGE_BYTES} bytes, got {MAX_MESSAGE_BYTES + 8}"):
+    with pytest.raises(
+        SpecError, match=f"a message may have at most {MAX_MESSAGE_BYTES} bytes, got {MAX_MESSAGE_BYTES + 8}"
+    ):
         check_size({"y": (MAX_MESSAGE_BYTES // 16, 2), "weight": (1,)})
 
 

@@ -206,7 +206,7 @@ async def test_a_copy_is_of_whoever_sends_it(tmp_path: Path) -> None:
             ids.at("learner/ann"), ids.at("learner/ann"), up.eavesdropper, host("eavesdropper")
         ) as to:
             call: Any = to.stream_unary(f"{EAVESDROPPER}/Mirror")
-            with pytest.raises(grpc.aio.AioRpcError, match="learner/ann must not speak for ben"):
+            with pytest.raises(grpc.aio.AioRpcError, match="learner/ann must not send copies for ben"):
                 await call(iter([copy]), timeout=PATIENCE_S)
 
 

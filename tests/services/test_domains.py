@@ -181,7 +181,7 @@ async def test_a_learner_joins_speaks_and_copies_as_itself_alone(tmp_path: Path,
         copy = eavesdropper_pb2.MirrorRequest(run_id=started.run_id, sender=0).SerializeToString()
         async with raw_channel(impostor, impostor, up.eavesdropper, host("eavesdropper")) as to:
             mirror: Any = to.stream_unary(f"{EAVESDROPPER}/Mirror")
-            with pytest.raises(grpc.aio.AioRpcError, match=f"learner/ann@{EAST} must not speak for {ANN}"):
+            with pytest.raises(grpc.aio.AioRpcError, match=f"learner/ann@{EAST} must not send copies for {ANN}"):
                 await mirror(iter([copy]), timeout=PATIENCE_S)
 
 

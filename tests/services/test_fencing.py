@@ -183,7 +183,7 @@ async def test_a_folder_of_before_the_run_is_refused_before_it_joins(tmp_path: P
         if (state / "ann.mark").exists():
             Ledger(state).accept_moved_folder("ann")
         with pytest.raises(
-            FailedPrecondition, match=r"has no log of the run that this learner is in, and \d+ rounds were said in it"
+            FailedPrecondition, match=r"has no log of the run that this learner is in, and \d+ rounds were sent in it"
         ):
             await follows(up, "ann", state)
         shutil.rmtree(state / next(state.glob("*@ann"), Path("none")).name, ignore_errors=True)

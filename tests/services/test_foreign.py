@@ -557,7 +557,7 @@ async def test_a_server_that_nobody_vouches_for_is_not_talked_to(
     [
         ({"server_address": "localhost"}, "--to must be HOST:PORT with a port from 1 to 65535"),
         ({"server_address": "a:1", "listen": "b"}, "--listen must be HOST:PORT with a port from 0 to 65535"),
-        ({"server_address": "a:1", "tls_cert": Path("x")}, "belong together"),
+        ({"server_address": "a:1", "tls_cert": Path("x")}, "must be given together"),
         ({"server_address": "a:1", "server_ca": Path("x")}, "--to-ca needs --to-tls"),
     ],
 )

@@ -123,7 +123,7 @@ async def test_a_client_finds_out_that_somebody_else_is_there(tmp_path: Path) ->
     """A learner's certificate is no coordinator's, and ann's none of ben's; nor is a service in the clear any of these."""
     ids = Identities(tmp_path / "ids")
     async with network(tmp_path, ["ann"], identities=ids) as up:
-        with pytest.raises(Unavailable, match="somebody else"):
+        with pytest.raises(Unavailable, match="another service is there"):
             await coordinator_commands.list_runs(up.addresses["ann"], credentials=up.operator)
         right = raw_channel(
             ids.at("operator/alice"), ids.at("operator/alice"), up.addresses["ann"], "ann.learner.ward.example"

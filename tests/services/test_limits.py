@@ -280,7 +280,7 @@ async def test_a_tensor_has_few_axes(up: Network) -> None:
     ):
         failure = await raw(address, method, request.SerializeToString())
         assert failure.code() is Code.INVALID_ARGUMENT
-        assert "may have 8 axes, got 20000" in (failure.details() or "")
+        assert "may have at most 8 axes, got 20000" in (failure.details() or "")
     await stop_all(up)
 
 

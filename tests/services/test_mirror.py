@@ -84,7 +84,7 @@ async def test_a_relay_hears_for_itself_and_takes_no_copies(tmp_path: Path) -> N
         refusal = await mirror(up, run.run_id, 0, copy(frame(0, 0, 1.0)))
         await up.feed(run.run_id, spec, made_up(spec))
         end = await up.end(run.run_id)
-    assert isinstance(refusal, RemoteProtocolError) and "`mirror`" in str(refusal)
+    assert isinstance(refusal, RemoteProtocolError) and "`capture: mirror`" in str(refusal)
     assert open_capture(end.capture_location).metadata["detection_count"] == 0
 
 

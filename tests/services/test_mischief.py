@@ -61,7 +61,7 @@ def in_the_name_of_others(
         ),
         (f"{COORDINATOR}/StartRun", "", [pb.StartRunRequest(spec=spec_to_wire(spec), n_features=3)], f"{may_not}StartRun"),
         (f"{COORDINATOR}/StopRun", "", [pb.StopRunRequest(run_id=run.run_id)], f"{may_not}StopRun"),
-        (f"{EAVESDROPPER}/Mirror", "", [copy], "learner/eve must not speak for ann"),
+        (f"{EAVESDROPPER}/Mirror", "", [copy], "learner/eve must not send copies for ann"),
         (f"{EAVESDROPPER}/CloseCapture", "", [eaves.CloseCaptureRequest(capture_id=run.capture_id)], f"{may_not}CloseCapture"),
         (f"{EAVESDROPPER}/OpenCapture", "", [eaves.OpenCaptureRequest(run_id="x", routes=[route])], f"{may_not}OpenCapture"),
     ]  # fmt: skip

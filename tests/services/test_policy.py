@@ -158,7 +158,7 @@ async def test_a_learner_joins_the_coordinators_that_its_owner_trusts(
             following.cancel()
         else:
             with pytest.raises(
-                Unavailable, match=r"coordinator/other, whom its owner trusts, at .* somebody else is there"
+                Unavailable, match=r"coordinator/other, whom its owner trusts, at .* another service is there"
             ):
                 await following
         await ann.stop()
