@@ -52,7 +52,7 @@ def test_a_death_between_issue_and_confirmation_is_harmless(disk: int) -> None:
             "has no log of the run that this learner is in, and 9 rounds were sent in it",
         ),
         (
-            claim(3, journaled=8),
+            claim(3, rounds_committed=8),
             False,
             FailedPrecondition,
             "it has incarnation 3 and 8 rounds, and must have 3 and 9",

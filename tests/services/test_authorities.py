@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Request, Callable[[Path], None], str]] = {
     "open to all": (
         Request(),
         lambda at: (at / KEY_FILE).chmod(0o644),
-        "chmod 600 it, or .* secret of Kubernetes.* defaultMode 0440",
+        "chmod 600 it, or .* Kubernetes secret.* defaultMode 0440",
     ),
     "torn list": (
         Request(),

@@ -260,7 +260,7 @@ MUTILATED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another type of a mark": (
         lambda folder: rewritten(folder, replaced("is_repeat", lambda t: t["is_repeat"].cast(pa.int8()))),
-        "column.s. again missing or of another type",
+        "column.s. is_repeat missing or of another type",
     ),
     "null": (
         lambda folder: rewritten(folder, replaced("payload", pa.array([None] * 10, pa.binary()))),

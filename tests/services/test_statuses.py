@@ -73,7 +73,7 @@ def of_coordinator(run_id: str, spec: str) -> list[Case]:
         ("WatchRun", pb.WatchRunRequest(), INVALID, no_id),
         ("RebindLearner", pb.RebindLearnerRequest(learner="zoe"), NOT_FOUND, "those that have are ann, ben, cleo"),
         ("RebindLearner", pb.RebindLearnerRequest(), INVALID, no_name),
-        ("RebindLearner", pb.RebindLearnerRequest(learner="ann"), STATE, "learner 'ann' is here"),
+        ("RebindLearner", pb.RebindLearnerRequest(learner="ann"), STATE, "learner 'ann' is connected"),
     ]
 
 
