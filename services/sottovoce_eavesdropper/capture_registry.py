@@ -204,7 +204,7 @@ class CaptureRegistry:
     def _build_proxy(
         self, route: eavesdropper_pb2.Route, file: CaptureWriter, participants: Participants, before: int = 0
     ) -> GrpcProxy | TcpProxy:
-        """Build the proxy of an edge of which `before` streams (wiretap: connections) were recorded before."""
+        """Build the proxy of an edge with `before` streams (wiretap: connections) recorded before."""
         if file.ciphertext is not None:
             return TcpProxy(route, file, connection_count=before, credentials=self._credentials)
         ends, refused = participants.get_end_names(route), self.refusals

@@ -21,7 +21,7 @@ _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "os
 """fsspec protocols that write an object in one piece; all others are treated as file systems."""
 _S3 = frozenset({"s3", "s3a"})
 _S3_TIMEOUTS_S = {"connect_timeout": 5, "read_timeout": 20}
-"""Timeouts of S3 calls, each of which botocore retries: capture writers retry by themselves, and a start must fail soon."""
+"""Timeouts of S3 calls, each tried a few times: capture writers retry by themselves, and a start must fail soon."""
 _PROBE = ".sottovoce-may-write"
 
 

@@ -282,7 +282,7 @@ async def test_a_false_accusation_stops_a_run_as_silence_does_and_names_who_said
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "failed"
-    assert outcome.detail.startswith(f"ann said {ViolationKind.VALUE.value} when round ")
+    assert outcome.detail.startswith(f"ann sent {ViolationKind.VALUE.value} when round ")
     assert outcome.detail.endswith(", as dora reported")
 
 
