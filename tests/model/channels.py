@@ -112,7 +112,7 @@ def _inbox(kind: Boxes, shape: Shape, learner: int, box: Box) -> Inbox[bytes]:
         if run_of(shape).has_bounded_staleness
         else None
     )
-    new = kind(plan.neighbours, plan.get_in_neighbours, reach(shape, learner).ahead, box.round, last=last)
+    new = kind(plan.neighbours, plan.get_in_neighbours, reach(shape, learner).ahead, box.round, late_messages=last)
     for j, messages in zip(others, box.heard, strict=True):
         for message in messages:
             new.put(j, about(shape, message)[1], j, message)
@@ -204,13 +204,13 @@ def _session(shape: Shape, own: Greeting, neighbour: int) -> Session:
     run, link = run_of(shape), NeighbourLink()
     link.incarnation = own.known
     bare: Any = SimpleNamespace(
-        role=RunAssignment(RUN, run.spec, FEATURES, own.learner, run.spec.names[own.learner], own.incarnation),
+        assignment=RunAssignment(RUN, run.spec, FEATURES, own.learner, run.spec.names[own.learner], own.incarnation),
         inbox=_inbox(Inbox, shape, own.learner, own.box),
         codec=codec_of(shape),
         links={neighbour: link},
         plan=plan_of(shape, own.learner),
         _late_s=run.spec.clock.staleness_timeout_s,
-        memory=SimpleNamespace(said=own.said, done=own.done),
+        state_machine=SimpleNamespace(rounds_committed=own.said, rounds_done=own.done),
     )
     bare.require_log_complete = lambda j, asked: Session.require_log_complete(bare, j, asked)
     return cast(Session, bare)

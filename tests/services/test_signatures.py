@@ -14,7 +14,7 @@ from rich.console import Console
 
 from sottovoce_client.runs.run_client import Outcome
 from sottovoce_client.transcripts.verify import EXIT_NOT_ALL_SIGNED, read_signatures, verify
-from sottovoce_core.errors import CaptureError, FailedPrecondition, ViolationKind
+from sottovoce_core.errors import CaptureError, NotFound, ViolationKind
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import grpc_proxy
 from sottovoce_eavesdropper.capture_reader import open_capture
@@ -59,7 +59,7 @@ async def test_a_capture_proves_what_was_said(tmp_path: Path, capture: str) -> N
     assert outcome.state == "finished", outcome.detail
     found = open_capture(outcome.capture_location or "")
     words = read_signatures(found, (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
-    assert found.metadata["noticed_count"] == 0 and found.is_complete
+    assert found.metadata["detection_count"] == 0 and found.is_complete
     assert {name: own.message_rounds_count for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
     assert {name: own.signed_rounds_count for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
     assert not any(own.equivocated_rounds or own.mismatched_rounds or own.refusals for own in words.values())
@@ -77,9 +77,9 @@ async def test_without_identities_nothing_is_signed(tmp_path: Path) -> None:
         outcome = await up.run(spec, made_up(spec))
     code, text = shown(outcome, ids)
     assert code == EXIT_NOT_ALL_SIGNED and "no signatures here: never made, or removed" in text
-    with pytest.raises(FailedPrecondition, match="no authorities in"):
+    with pytest.raises(NotFound, match="no authorities in"):
         verify(outcome.capture_location or "", tmp_path / "none.crt")
-    with pytest.raises(FailedPrecondition, match="it holds no certificates"):
+    with pytest.raises(NotFound, match="it holds no certificates"):
         verify(outcome.capture_location or "", Path(__file__))
     with pytest.raises(CaptureError, match="has neither captures nor"):
         verify(str(ids.folder), ids.authority.folder / AUTHORITIES_FILE)
@@ -267,7 +267,7 @@ async def test_who_does_not_sign_is_not_heard(tmp_path: Path, monkeypatch: pytes
         f"ben must sign what it said from round 0 on before it says round {ROUNDS_PER_BLOCK}: is it older than this learner?"
     }
     said = (
-        f"ben, or the relay in between, said {ViolationKind.SIGNATURE.value} when round {ROUNDS_PER_BLOCK} was due, as "
+        f"ben, or the relay in between, sent {ViolationKind.SIGNATURE.value} when round {ROUNDS_PER_BLOCK} was due, as "
     )
     assert outcome.state == "failed" and outcome.detail.startswith(said)
 

@@ -128,7 +128,7 @@ async def test_bytes_pass_as_they_are_and_are_not_kept(tmp_path: Path) -> None:
     assert told is not None and (told.connections, told.records, told.bytes) == (1, 120, 2 * len(said))
     assert file.channel_traffic == {(0, 1): (60, len(said)), (1, 0): (60, len(said))}
     assert capture.is_complete and capture.count_messages() == (0, 0)
-    assert capture.metadata["not_checked"] == "anything: a wiretap reads no messages"
+    assert capture.metadata["unchecked_reason"] == "anything: a wiretap reads no messages"
 
 
 async def test_a_connection_on_which_nothing_passes_is_seen(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_learner_takes_no_relays_word_in_a_run_that_is_tapped(tmp_path: Path) 
 
     def session(capture: str) -> Session:
         role = SimpleNamespace(spec=small_spec(2, NAMES, capture=capture), name="ben")
-        return cast(Session, SimpleNamespace(role=role, policy=Policy()))
+        return cast(Session, SimpleNamespace(assignment=role, policy=Policy()))
 
     with pytest.raises(PermissionDenied, match="must not send in the name of ann"):
         connection._require_authentic(session("wiretap"), 0, eavesdropper)
@@ -357,7 +357,7 @@ async def test_an_eavesdropper_that_is_started_again_taps_on_and_says_that_somet
     ways = {(gap["sender"], gap["receiver"], gap["from"], gap["to"]) for gap in taken.metadata["gaps"]}
     edges = {(each["caller"], each["callee"]) for each in taken.metadata["routes"]}
     assert ways == {(*way, 0, None) for i, j in edges for way in ((i, j), (j, i))}
-    assert not taken.is_complete and "must be whole (capture_gap: fail)" in outcome.capture_error
+    assert not taken.is_complete and "must be complete (capture_gap: fail)" in outcome.capture_error
     assert "The wiretap was started again in the run: the last that it noted before may be missing" in list(
         describe_missing_traffic(outcome)
     )

@@ -116,7 +116,7 @@ def _count(picture: _Picture, batch: pa.RecordBatch, *, tapped: bool) -> None:
     for kind in set(kinds.tolist()):
         picture.kinds[kind] = picture.kinds.get(kind, 0) + int(np.count_nonzero(kinds == kind))
     said = kinds == ("ciphertext" if tapped else "message")
-    picture.again += int(np.count_nonzero(_numbers(batch, "again")))
+    picture.again += int(np.count_nonzero(_numbers(batch, "is_repeat")))
     ends, sizes, streams, walls = (
         _ends(batch)[said],
         *(_numbers(batch, name)[said] for name in ("size", "connection" if tapped else "stream", "wall_ns")),
@@ -193,7 +193,7 @@ def show(place: str, *, sender: int | str = 0, max_messages: int = 3, console: C
 def _document(capture: Capture) -> dict[str, Any]:
     """What a capture says of itself, for programs."""
     facts = capture.metadata
-    names = ("run_id", "world", "replica", "messages", "bytes", "noticed", "noticed_count", "gaps", "not_checked")
+    names = ("run_id", "world", "replica", "messages", "bytes", "detections", "detection_count", "gaps", "unchecked_reason")
     return {"capture": capture.name, "complete": capture.is_complete, **{name: facts.get(name) for name in names}}
 
 
@@ -211,7 +211,7 @@ def _many(captures: Sequence[Capture], console: Console) -> None:
             if capture.is_complete
             else Text("gaps" if facts.get("gaps") else "cut short", style="yellow")
         )
-        found = facts.get("noticed_count", 0)
+        found = facts.get("detection_count", 0)
         table.add_row(
             Text(names[k]),
             *([Text(runs[k])] if apart else []),
@@ -304,16 +304,16 @@ def _facts(capture: Capture, picture: _Picture) -> Iterator[tuple[str, Text | st
 
 
 def _noticed(facts: Any) -> Iterator[tuple[str, Text | str]]:
-    found = [each for each in facts.get("noticed", ()) if isinstance(each, dict)]
+    found = [each for each in facts.get("detections", ()) if isinstance(each, dict)]
     texts = ["".join(c for c in str(each.get("text")) if c.isprintable()) for each in found]
-    if line := describe_detections(facts.get("noticed_count", 0), texts):
+    if line := describe_detections(facts.get("detection_count", 0), texts):
         yield "noticed", Text(line, style="bold red")
         for text in texts[1:_MAX_SHOWN_DETECTIONS]:
             yield "", Text(text, style="red")
-    elif "noticed_count" in facts and facts.get("ciphertext") is None:
+    elif "detection_count" in facts and facts.get("ciphertext") is None:
         yield "noticed", "nothing that must never happen"
-    if facts.get("not_checked"):
-        yield "not checked", Text(str(facts["not_checked"])[:300])
+    if facts.get("unchecked_reason"):
+        yield "not checked", Text(str(facts["unchecked_reason"])[:300])
 
 
 def _channels(picture: _Picture, names: Sequence[str], *, tapped: bool) -> Table:

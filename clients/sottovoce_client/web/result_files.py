@@ -253,7 +253,7 @@ def _open(name: str) -> bool:
 
 def _of_capture(facts: Mapping[str, Any]) -> tuple[str, str, int, int]:
     """Its run, how it is, messages and bytes."""
-    noticed = int(facts.get("noticed_count") or 0)
+    noticed = int(facts.get("detection_count") or 0)
     state = "complete" if facts.get("complete") else "not complete"
     told = f"{state}; noticed what must never happen: {noticed}" if noticed else state
     tapped = facts.get("ciphertext") or {}
