@@ -75,7 +75,7 @@ def totals(bets: Sequence[_Bet], watched: Watched, rounds: FloatArray) -> list[F
     each: list[list[FloatArray]] = []
     for values in rounds:
         seen = watched.observe(values)
-        each.append([bet.sums(seen) for bet in bets])
+        each.append([bet.compute_sums(seen) for bet in bets])
     return [np.sum(sums, axis=0) for sums in zip(*each, strict=True)]
 
 
@@ -97,15 +97,15 @@ def test_e_values_are_those_of_the_formulas() -> None:
     mixed, _ = integrate.quad(
         lambda rate: stats.gamma.pdf(rate, 20, scale=1 / 20) * rate**40 * math.exp((1 - rate) * sizes), 0, 10
     )
-    assert _Histogram().e(histogram)[0] == pytest.approx(math.log(np.mean(products)))
-    assert _Scale().e(scale)[0] == pytest.approx(math.log(mixed))
+    assert _Histogram().compute_log_e_value(histogram)[0] == pytest.approx(math.log(np.mean(products)))
+    assert _Scale().compute_log_e_value(scale)[0] == pytest.approx(math.log(mixed))
 
 
 def test_e_values_of_worked_examples() -> None:
     """Computed by hand, from the formulas."""
     fair = np.array([0.5, 0.5])
     assert _bet_on_signs(np.array(50.0), np.array(400.0), 0.01) == pytest.approx(1.695, abs=1e-3)
-    assert _Scale().e(np.array([900.0, 1000.0])) == pytest.approx(3.278, abs=1e-3)
+    assert _Scale().compute_log_e_value(np.array([900.0, 1000.0])) == pytest.approx(3.278, abs=1e-3)
     assert _krichevsky_trofimov(np.array([60.0, 0.0]), fair) == pytest.approx(38.967, abs=1e-3)
     assert _krichevsky_trofimov(np.array([30.0, 30.0]), fair) == pytest.approx(-2.277, abs=1e-3)
     assert _krichevsky_trofimov(85.0 * np.eye(16)[3], np.full(16, 1 / 16)) == pytest.approx(209.98, abs=5e-3)
@@ -158,7 +158,7 @@ def test_bets_on_far_lags_are_fair() -> None:
     """400 runs of twice as many rounds as are near, five standard errors: failure probability below 1e-4."""
     generator, bet = np.random.default_rng(7), _FarLag()
     rounds = (generator.laplace(size=(2 * LAGS, 1, 4)) for _ in range(400))
-    found = np.exp([bet.e(totals((bet,), Watched(1, 4), values)[0])[0] for values in rounds])
+    found = np.exp([bet.compute_log_e_value(totals((bet,), Watched(1, 4), values)[0])[0] for values in rounds])
     assert np.ptp(found) > 0.01 and found.mean() <= 1.0 + 5.0 * found.std() / 20.0
 
 
@@ -181,7 +181,10 @@ def test_e_values_are_at_most_one_on_average() -> None:
         stakes, watched = EProcesses(2), Watched(2, 4, seed)
         for values in rounds:
             stakes.add(watched.observe(values))
-        each = [bet.e(sums) for bet, sums in zip(bets, totals(bets, Watched(2, 4, seed), rounds), strict=True)]
+        each = [
+            bet.compute_log_e_value(sums)
+            for bet, sums in zip(bets, totals(bets, Watched(2, 4, seed), rounds), strict=True)
+        ]
         found.append(np.concatenate([*each, stakes.log_e_values]))
     e_values = np.exp(found)
     assert np.all(e_values.mean(axis=0) <= 1.0 + 5.0 * e_values.std(axis=0) / math.sqrt(len(e_values)))
@@ -211,11 +214,11 @@ def test_what_is_not_a_number_counts_for_nothing() -> None:
     bets = (_Scale(), _Histogram(), _Repeats())  # the others know of centres, which are random, or of shifts
     sparse, dense = totals(bets, Watched(3, 6), padded), totals(bets, Watched(2, 5), values)
     for bet, some, all_of_them in zip(bets, sparse, dense, strict=True):
-        assert bet.e(some)[:2] == pytest.approx(bet.e(all_of_them), abs=1e-9)
+        assert bet.compute_log_e_value(some)[:2] == pytest.approx(bet.compute_log_e_value(all_of_them), abs=1e-9)
     every, watched = [bet for bet, _ in (*_LEARNER_BETS, *_POOLED_BETS, *_SAME_ROUND_BETS)], Watched(3, 6)
     watched.observe(padded[0])
     for bet, sums in zip(every, totals(every, watched, padded[6:]), strict=True):
-        assert bet.e(sums) == pytest.approx(0.0, abs=1e-9)
+        assert bet.compute_log_e_value(sums) == pytest.approx(0.0, abs=1e-9)
 
 
 # ---- what is new -----------------------------------------------------------------------------------------------------

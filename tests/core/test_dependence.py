@@ -28,9 +28,9 @@ from sottovoce_core.auditing.conformance.correlations import (
     _compute_tracy_widom_p,
     _Gram,
 )
-from sottovoce_core.auditing.conformance.lags import Lags, _log_products
+from sottovoce_core.auditing.conformance.lags import Lags, _compute_product_log_p
 from sottovoce_core.auditing.conformance.p_values import compute_log_sign_p_values
-from sottovoce_core.auditing.conformance.regressors import MAX_RELATIVE_SIZE, _clip, _log_sizes
+from sottovoce_core.auditing.conformance.regressors import MAX_RELATIVE_SIZE, _clip, _compute_size_log_p
 from sottovoce_core.noise import KeyedNoise, NoiseRequest, lattice_spacing
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
@@ -77,8 +77,8 @@ def noise_of(z: FloatArray) -> IntArray:
 
 def test_p_values_of_products_correlations_and_spectra() -> None:
     rho = np.array(0.1 * 5440)
-    assert math.exp(_log_products(rho, np.array(5440.0))) == pytest.approx(3.52e-12, rel=1e-3)
-    assert math.exp(_log_products(rho, np.array(5440.0), shared=True)) < 3.6e-11
+    assert math.exp(_compute_product_log_p(rho, np.array(5440.0))) == pytest.approx(3.52e-12, rel=1e-3)
+    assert math.exp(_compute_product_log_p(rho, np.array(5440.0), shared=True)) < 3.6e-11
     assert _compute_correlation_p_values(np.array(0.99), np.array(20)) == pytest.approx(1.259e-17, rel=1e-3)
     assert _approximate_largest(1000, 10) == pytest.approx((1203.887, 24.593), abs=1e-3)
     assert _compute_tracy_widom_p(0.9793) == pytest.approx(0.05, abs=1e-4)
@@ -94,7 +94,7 @@ def test_bounds_hold_for_few_products() -> None:
     x = rng.normal(size=(2, 200_000, 21))
     sums = {False: (x[0, :, :20] * x[1, :, :20]).sum(axis=1), True: (x[0, :, :20] * x[0, :, 1:]).sum(axis=1)}
     for shared, total in sums.items():
-        p_values = np.exp(_log_products(total, np.full(len(total), 20.0), shared=shared))
+        p_values = np.exp(_compute_product_log_p(total, np.full(len(total), 20.0), shared=shared))
         for a in (0.1, 0.01, 1e-3, 1e-4):
             assert np.mean(p_values <= a) <= 1.1 * a + 5e-5
     assert np.mean(np.abs(sums[False]) > 5.0 * math.sqrt(20.0)) > 5 * 5.7e-7
@@ -108,12 +108,12 @@ def test_bounds_on_regressors_hold() -> None:
     signs = rng.choice([-1.0, 1.0], size=excess.shape)
     square = float(x @ x)
     of_signs = np.exp(compute_log_sign_p_values(signs @ x, square))
-    of_sizes = np.array([math.exp(_log_sizes(float(total), square, 5.0)) for total in excess @ x])
+    of_sizes = np.array([math.exp(_compute_size_log_p(float(total), square, 5.0)) for total in excess @ x])
     for a in (0.1, 0.01, 1e-3):
         assert np.mean(of_signs <= a) <= 1.1 * a
         assert np.mean(of_sizes <= a) <= 1.1 * a
     assert compute_log_sign_p_values(8.0, 4.0) == pytest.approx(math.log(2.0) - 8.0)
-    assert _log_sizes(60.0, 100.0, 1.0) == pytest.approx(math.log(2.0) - 100.0 * (1.6 - math.sqrt(2.2)))
+    assert _compute_size_log_p(60.0, 100.0, 1.0) == pytest.approx(math.log(2.0) - 100.0 * (1.6 - math.sqrt(2.2)))
 
 
 def test_all_pairs_have_the_mean_and_the_variance_that_are_stated() -> None:

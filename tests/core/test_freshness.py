@@ -170,8 +170,8 @@ def test_ties_expected_of_numbers_pairs_and_streams() -> None:
 def test_ties_are_judged_on_one_side_or_on_both() -> None:
     assert _Ties(1, 1e-10, (0, 1)).p_value == pytest.approx(1e-10)
     assert _Ties(0, 30.0, None).p_value == 1.0
-    assert _Ties(0, 30.0, None).two_sided == pytest.approx(2.0 * np.exp(-30.0))
-    assert _Ties(30, 30.0, (0, 1)).two_sided > 0.9
+    assert _Ties(0, 30.0, None).two_sided_p_value == pytest.approx(2.0 * np.exp(-30.0))
+    assert _Ties(30, 30.0, (0, 1)).two_sided_p_value > 0.9
 
 
 # ---- runs add up -----------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_the_detector_finds_what_breaks_in_the_middle() -> None:
     generator, detector, bet, alarm = np.random.default_rng(5), np.array(-np.inf), _Scale(), None
     for t in range(310):
         sizes = np.abs(generator.laplace(size=100)) * (0.5 if t >= 300 else 1.0)
-        detector = _update_detector(detector, bet.e(np.array([sizes.sum(), 100.0])))
+        detector = _update_detector(detector, bet.compute_log_e_value(np.array([sizes.sum(), 100.0])))
         if alarm is None and detector >= math.log(1e6):
             alarm = t
     assert alarm is not None

@@ -464,10 +464,8 @@ def _run_tests(
         if plan.has_both_worlds
         else ()
     )
-    location, coin_tests = (
-        plan.run.spec.names[plan.worlds.learner],
-        _run_coin_tests(plan, pairs, run_outcomes, attacks) if plan.has_both_worlds else (),
-    )
+    location = plan.run.spec.names[plan.worlds.learner]
+    coin_tests = _run_coin_tests(plan, pairs, run_outcomes, attacks) if plan.has_both_worlds else ()
     started_runs = ((pair.started, each.claim) for pair, each in zip(pairs, plan.pairs, strict=False))
     excesses = (started.find_excess(claim) for started, claim in started_runs if started is not None)
     findings = Findings(

@@ -255,19 +255,19 @@ def compute_min_runs(epsilon: float, alpha: float, guessed_fraction: float = 1.0
 def _find_min_runs_at_delta(epsilon: float, alpha: float, guessed_fraction: float, delta: float) -> float:
     """Find the minimum runs by bisection: more correct guesses raise the bound, except for the steps of the free ones."""
 
-    def exceeds(runs: int) -> bool:
+    def is_above(runs: int) -> bool:
         guesses = int(2 * runs * guessed_fraction)
         return compute_epsilon_lower_bound(guesses, guesses, alpha, delta, guesses) > epsilon
 
     high = 1
-    while not exceeds(high):
+    while not is_above(high):
         high *= 2
         if high > MAX_RUNS:
             return math.inf
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if exceeds(middle) else (middle, high)
+        low, high = (low, middle) if is_above(middle) else (middle, high)
     return high
 
 

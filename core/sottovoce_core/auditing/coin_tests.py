@@ -74,46 +74,27 @@ def run_calibration_tests(pairs: Iterable[RunLosses]) -> tuple[Test, ...]:
     total = np.concatenate([each.total for each in losses])
     segments = np.concatenate([each.segment_losses for each in losses])
     sign, finite = np.sign(total), np.nan_to_num(total, posinf=0.0, neginf=0.0)
-    round_statistic, round_p = _test_worst_instrument(total, coins, segments)
-    bin_statistic, bin_p = _test_worst_instrument(total, coins, _bin_by_strength(total))
+    of_rounds = _test_worst_instrument(total, coins, segments)
+    of_bins = _test_worst_instrument(total, coins, _bin_by_strength(total))
+    test = partial(_compute_coin_test, total, coins)
     results = [
-        (
-            "right guesses",
-            "the sign of the loss is correct as often as the loss implies",
-            _compute_coin_test(total, coins, sign),
-            True,
-        ),
-        (
-            "slope",
-            "larger losses are correct more often, as the loss implies",
-            _compute_coin_test(total, coins, finite),
-            True,
-        ),
+        ("right guesses", "the sign of the loss is correct as often as the loss implies", test(sign), True),
+        ("slope", "larger losses are correct more often, as the loss implies", test(finite), True),
         (
             "surest wrong guess",
             "no guess that is nearly certain is wrong",
             _find_surest_wrong_guess(total, coins),
             True,
         ),
-        (
-            "coins",
-            "both worlds are as frequent as the losses imply",
-            _compute_coin_test(total, coins, np.ones(len(total))),
-            False,
-        ),
+        ("coins", "both worlds are as frequent as the losses imply", test(np.ones(len(total))), False),
         (
             "slope of small losses",
             "small losses are correct as often as the loss implies",
-            _compute_coin_test(total, coins, np.clip(total, -1.0, 1.0)),
+            test(np.clip(total, -1.0, 1.0)),
             False,
         ),
-        ("losses of rounds", "the loss of every round agrees with the coin", (round_statistic, round_p), False),
-        (
-            "guesses by strength",
-            "guesses of every strength are correct as often as it implies",
-            (bin_statistic, bin_p),
-            False,
-        ),
+        ("losses of rounds", "the loss of every round agrees with the coin", of_rounds, False),
+        ("guesses by strength", "guesses of every strength are correct as often as it implies", of_bins, False),
     ]
     return tuple(
         Test(name, description, statistic, p, is_primary=primary)
@@ -158,7 +139,7 @@ def _minimize_exponent(losses: FloatArray, y: FloatArray, reached: float) -> flo
     """Minimise the convex `sum log(1 - q + q e^{theta y}) - theta reached`; the result may be slightly too large."""
     baseline = np.logaddexp(0.0, losses)
 
-    def exponent(theta: float) -> float:
+    def compute_exponent(theta: float) -> float:
         return float((np.logaddexp(0.0, losses + theta * y) - baseline).sum() - theta * reached)
 
     theta, least = 0.0, 0.0
@@ -168,7 +149,7 @@ def _minimize_exponent(losses: FloatArray, y: FloatArray, reached: float) -> flo
         curvature = float((y * y * chances * (1.0 - chances)).sum())
         step = -slope / max(curvature, 1e-300)
         step = math.copysign(min(abs(step), 4.0), step)  # far from the minimum the curvature is a poor guide
-        while (value := exponent(theta + step)) > least and abs(step) > 1e-9:
+        while (value := compute_exponent(theta + step)) > least and abs(step) > 1e-9:
             step /= 2.0
         if least - value < 1e-9 * max(1.0, -least):
             break
@@ -257,7 +238,7 @@ class RunOutcomes:
     def test(self) -> Test:
         """Test whether runs end alike in both worlds: the outcome that differs most, times the number of outcomes compared."""
         exact = import_optional("scipy.stats", "scipy", "an audit").fisher_exact
-        tables = dict(self._tables())
+        tables = dict(self._iterate_tables())
         p_values = {name: float(exact(table).pvalue) for name, table in tables.items()}
         name = min(p_values, key=p_values.__getitem__, default="")
         (first, _), (second, _) = tables.get(name, ((0, 0), (0, 0)))
@@ -272,17 +253,17 @@ class RunOutcomes:
             family="black box",
         )
 
-    def _tables(self) -> Iterator[tuple[str, tuple[tuple[int, int], tuple[int, int]]]]:
+    def _iterate_tables(self) -> Iterator[tuple[str, tuple[tuple[int, int], tuple[int, int]]]]:
         """Iterate over the outcomes: number of runs of world 0 and of world 1 with the outcome, and without it."""
         counts = Counter(zip(self.outcomes, self.worlds.tolist(), strict=True))
         names = sorted(set(self.outcomes) - {COMPLETE_OUTCOME})
         for name in names:
-            yield name, self._table(counts[name, 0], counts[name, 1])
+            yield name, self._build_table(counts[name, 0], counts[name, 1])
         if len(names) > 1:
             first, second = (total - counts[COMPLETE_OUTCOME, world] for world, total in enumerate(self.counts))
-            yield "not complete", self._table(first, second)
+            yield "not complete", self._build_table(first, second)
 
-    def _table(self, first: int, second: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _build_table(self, first: int, second: int) -> tuple[tuple[int, int], tuple[int, int]]:
         return (first, self.counts[0] - first), (second, self.counts[1] - second)
 
 
@@ -322,7 +303,7 @@ def run_channel_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
     found = defaultdict[str, list[tuple[float, float, int]]](list)
     for runs in pairs:
         for name, view in runs.views.items():
-            if (worst := _worst_feature(runs, view, _ranks_and_squares)) is not None:
+            if (worst := _find_worst_feature(runs, view, _build_rank_instruments)) is not None:
                 found[name].append(worst)
     description = "given the messages, the rank of no feature depends on the world"
     return tuple(_test(name, description, each) for name, each in found.items())
@@ -343,15 +324,12 @@ def run_private_quantity_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
     for runs in pairs:
         quantities = np.empty((len(runs.coins), 0)) if runs.private_differences is None else runs.private_differences
         quantities = quantities[:, (quantities != quantities[:1]).any(axis=0)]
-        for name, view in runs.views.items() if quantities.shape[1] else ():
-            worst = (
-                None
-                if name in NUMBER_VIEWS
-                else _worst_feature(
-                    runs, view, partial(_multiply_by_quantities, quantities / np.abs(quantities).max(axis=0))
-                )
-            )
-            found += [] if worst is None else [worst]
+        if not quantities.shape[1]:
+            continue
+        multiply = partial(_multiply_by_quantities, quantities / np.abs(quantities).max(axis=0))
+        for name, view in runs.views.items():
+            if name not in NUMBER_VIEWS and (worst := _find_worst_feature(runs, view, multiply)) is not None:
+                found.append(worst)
     description = "given the messages, no feature follows a private quantity of the learner"
     return (_test("private quantities", description, found),) if found else ()
 
@@ -370,12 +348,10 @@ def run_classifier_tests(runs: PairRuns, attacks: Iterable[Attack]) -> tuple[Tes
 
 
 def _test_classifier(runs: PairRuns, attack: Attack) -> Test:
-    (ranks,) = _ranks(attack.scores[:, None]).T
+    (ranks,) = _rank_features(attack.scores[:, None]).T
     statistic, p = _compute_coin_test(runs.losses[attack.guessed_runs], runs.coins[attack.guessed_runs], ranks)
-    name, description = (
-        attack.bound.guesser,
-        "given the messages, what was learned from other runs does not reveal the world",
-    )
+    name = attack.bound.guesser
+    description = "given the messages, what was learned from other runs does not reveal the world"
     return Test(name, description, statistic, p, is_primary=attack.bound.view not in NUMBER_VIEWS, family="black box")
 
 
@@ -387,7 +363,7 @@ def _test(name: str, description: str, found: list[tuple[float, float, int]]) ->
     )
 
 
-def _worst_feature(
+def _find_worst_feature(
     runs: PairRuns, view: FloatArray, build_instruments: Callable[[FloatArray], FloatArray]
 ) -> tuple[float, float, int] | None:
     """Return statistic and p-value of the instrument with the smallest bound, and the number of instruments.
@@ -405,7 +381,7 @@ def _worst_feature(
         return None
     least_bound, instrument, tried = np.inf, np.zeros(len(view)), 0
     for start in range(0, len(varying), FEATURES_PER_CHUNK):
-        instruments = build_instruments(_ranks(view[:, varying[start : start + FEATURES_PER_CHUNK]]))
+        instruments = build_instruments(_rank_features(view[:, varying[start : start + FEATURES_PER_CHUNK]]))
         bounds = _approximate_log_bounds(runs, instruments)
         k = int(np.argmin(bounds))
         tried += len(bounds)
@@ -414,7 +390,7 @@ def _worst_feature(
     return *_compute_coin_test(runs.losses, runs.coins, instrument), tried
 
 
-def _ranks_and_squares(ranks: FloatArray) -> FloatArray:
+def _build_rank_instruments(ranks: FloatArray) -> FloatArray:
     squares = ranks**2
     return np.concatenate([ranks, squares - squares.mean(axis=0)], axis=1)
 
@@ -424,7 +400,7 @@ def _multiply_by_quantities(quantities: FloatArray, ranks: FloatArray) -> FloatA
     return (ranks[:, :, None] * quantities[:, None, :]).reshape(len(ranks), -1)
 
 
-def _ranks(features: FloatArray) -> FloatArray:
+def _rank_features(features: FloatArray) -> FloatArray:
     """Rank features `(runs, count)` and scale the ranks to [-1, 1]; equal numbers share one."""
     rank = import_optional("scipy.stats", "scipy", "an audit").rankdata
     ranks: FloatArray = 2.0 * (rank(features, axis=0) - 0.5) / len(features) - 1.0

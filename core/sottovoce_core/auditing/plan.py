@@ -83,11 +83,8 @@ def _build_adversary(
     Raises:
         SpecError: the learner has no out-neighbour, or the adversary holds the record itself.
     """
-    costly = (
-        np.flatnonzero(guarantee.round_losses > 0)
-        if threat is not ThreatModel.OUTPUT
-        else _select_published_rounds(guarantee)
-    )
+    is_output = threat is ThreatModel.OUTPUT
+    costly = _select_published_rounds(guarantee) if is_output else np.flatnonzero(guarantee.round_losses > 0)
     rounds = costly[:MAX_ROUNDS] if len(costly) else np.arange(min(MAX_ROUNDS, run.spec.rounds))
     if threat is not ThreatModel.NEIGHBOUR:
         return _Adversary(threat, None, threat is ThreatModel.WIRE, rounds)

@@ -230,7 +230,9 @@ def build_views(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
 
 def build_timing_views(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
     """Build the view `gaps`, the times between consecutive frames, and `paces`, of ciphertext."""
-    return build_tables([build_features_by_view(run, {"gaps": _gaps, "paces": _ciphertext_paces}) for run in runs])
+    return build_tables(
+        [build_features_by_view(run, {"gaps": _extract_gaps, "paces": _extract_ciphertext_paces}) for run in runs]
+    )
 
 
 # ---- decoded numbers -------------------------------------------------------------------------------------------------
@@ -305,11 +307,11 @@ def _parse_number(text: str) -> float:
     return min(max(value, -1e100), 1e100) if math.isfinite(value) else 0.0
 
 
-def _sizes(run: RunTraffic) -> Iterator[_Item]:
+def _extract_sizes(run: RunTraffic) -> Iterator[_Item]:
     return (((each.kind, each.place), (each.size,)) for each in run.frames)
 
 
-def _counts(run: RunTraffic) -> Iterator[_Item]:
+def _extract_counts(run: RunTraffic) -> Iterator[_Item]:
     """Count streams; items and bytes of every kind; entries of metadata."""
     yield "streams", (len({each.stream for each in run.frames}),)
     items = Counter((each.kind, each.place) for each in run.frames)
@@ -322,7 +324,7 @@ def _counts(run: RunTraffic) -> Iterator[_Item]:
         yield kind, (count, volume[kind], entries[kind])
 
 
-def _order(run: RunTraffic) -> Iterator[_Item]:
+def _extract_order(run: RunTraffic) -> Iterator[_Item]:
     """Hash the frames of each direction separately: the order across the two directions is a matter of timing."""
     return (
         ((each.role, each.direction), _hash_to_bits(f"{each.stream} {each.kind} {each.method}"))
@@ -330,26 +332,26 @@ def _order(run: RunTraffic) -> Iterator[_Item]:
     )
 
 
-def _metadata(run: RunTraffic) -> Iterator[_Item]:
+def _extract_metadata(run: RunTraffic) -> Iterator[_Item]:
     for each in run.audited_frames:
         for key, value in each.entries:
             yield (each.kind, each.place, key), (len(value), _parse_number(value), *_hash_to_bits(value))
 
 
-def _status(run: RunTraffic) -> Iterator[_Item]:
+def _extract_status(run: RunTraffic) -> Iterator[_Item]:
     for each in run.audited_frames:
         if each.kind == "trailers":
             code, text = each.status
             yield each.method, (len(text), *_hash_to_bits(code), *_hash_to_bits(text))
 
 
-def _bytes(run: RunTraffic) -> Iterator[_Item]:
+def _extract_bytes(run: RunTraffic) -> Iterator[_Item]:
     """Return the first bytes of messages whose content was read."""
     messages = (each for each in run.messages if each.head or not each.size)
     return ((each.place, list(each.head.ljust(MAX_HEAD_BYTES, b"\0"))) for each in messages)
 
 
-def _repeats(run: RunTraffic) -> Iterator[_Item]:
+def _extract_repeats(run: RunTraffic) -> Iterator[_Item]:
     """Mark whether a message was sent before in this run."""
     digests: set[bytes] = set()
     for each in run.messages:
@@ -358,13 +360,13 @@ def _repeats(run: RunTraffic) -> Iterator[_Item]:
 
 
 CHANNEL_VIEWS: Mapping[str, _View] = {
-    "sizes": _sizes,
-    "counts": _counts,
-    "order": _order,
-    "metadata": _metadata,
-    "status": _status,
-    "bytes": _bytes,
-    "repeated messages": _repeats,
+    "sizes": _extract_sizes,
+    "counts": _extract_counts,
+    "order": _extract_order,
+    "metadata": _extract_metadata,
+    "status": _extract_status,
+    "bytes": _extract_bytes,
+    "repeated messages": _extract_repeats,
 }
 """Views of the channel other than decoded numbers."""
 
@@ -372,26 +374,26 @@ CHANNEL_VIEWS: Mapping[str, _View] = {
 # ---- ciphertext ------------------------------------------------------------------------------------------------------
 
 
-def _ciphertext(run: RunTraffic) -> Iterator[CapturedFrame]:
+def _iterate_ciphertext(run: RunTraffic) -> Iterator[CapturedFrame]:
     return (each for each in run.frames if each.kind == "ciphertext")
 
 
-def _sizes_in_order(run: RunTraffic) -> Iterator[_Item]:
+def _extract_sizes_in_order(run: RunTraffic) -> Iterator[_Item]:
     """Return sizes of the first records of every direction of an edge, in order, across all connections."""
     sizes: dict[str, list[float]] = {}
-    for each in _ciphertext(run):
+    for each in _iterate_ciphertext(run):
         sizes.setdefault(each.place, []).append(float(each.size))
     for place, own in sizes.items():
         yield place, [*own[:MAX_FIELD_NUMBERS], *[-1.0] * (MAX_FIELD_NUMBERS - len(own))]
 
 
-def _size_counts(run: RunTraffic) -> Iterator[_Item]:
+def _extract_size_counts(run: RunTraffic) -> Iterator[_Item]:
     """Count the records of each size: one additional record is visible at any position."""
-    for (place, size), count in Counter((each.place, each.size) for each in _ciphertext(run)).items():
+    for (place, size), count in Counter((each.place, each.size) for each in _iterate_ciphertext(run)).items():
         yield (place, size), (count,)
 
 
-def _connections(run: RunTraffic) -> Iterator[_Item]:
+def _extract_connections(run: RunTraffic) -> Iterator[_Item]:
     """Return, for every connection of an edge, records and bytes of either direction, and the side that ends first."""
     connections: dict[tuple[str, int], list[float]] = {}
     for each in run.frames:
@@ -406,11 +408,11 @@ def _connections(run: RunTraffic) -> Iterator[_Item]:
         yield edge, own
 
 
-def _bursts(run: RunTraffic) -> Iterator[_Item]:
+def _extract_bursts(run: RunTraffic) -> Iterator[_Item]:
     """Count how often one side of a connection sends a given number of records before the other side sends."""
     open_bursts: dict[tuple[str, int], tuple[str, int]] = {}
     ended = Counter[tuple[str, int]]()
-    for each in _ciphertext(run):
+    for each in _iterate_ciphertext(run):
         key = each.method, each.stream
         place, records = open_bursts.get(key, (each.place, 0))
         if place != each.place:
@@ -422,10 +424,10 @@ def _bursts(run: RunTraffic) -> Iterator[_Item]:
 
 
 CIPHERTEXT_VIEWS: Mapping[str, _View] = {
-    "connections": _connections,
-    "records of each size": _size_counts,
-    "sizes in order": _sizes_in_order,
-    "bursts": _bursts,
+    "connections": _extract_connections,
+    "records of each size": _extract_size_counts,
+    "sizes in order": _extract_sizes_in_order,
+    "bursts": _extract_bursts,
 }
 """Views of ciphertext; empty if there is none."""
 
@@ -433,7 +435,7 @@ CIPHERTEXT_VIEWS: Mapping[str, _View] = {
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def _gaps(run: RunTraffic) -> Iterator[_Item]:
+def _extract_gaps(run: RunTraffic) -> Iterator[_Item]:
     """Return the logarithm of the time since the previous frame."""
     previous = run.frames[0].seconds if run.frames else 0.0
     for each in run.frames:
@@ -441,21 +443,21 @@ def _gaps(run: RunTraffic) -> Iterator[_Item]:
         previous = each.seconds
 
 
-def _paces(run: RunTraffic) -> Iterator[_Item]:
+def _extract_paces(run: RunTraffic) -> Iterator[_Item]:
     """Return times between the messages of one place: the first ones, and quantiles of all."""
-    for place, sent in _times_by_place(run).items():
+    for place, sent in _group_times_by_place(run).items():
         yield place, _summarize_log_times(np.diff(sent))
 
 
-def _replies(run: RunTraffic) -> Iterator[_Item]:
+def _extract_replies(run: RunTraffic) -> Iterator[_Item]:
     """Return times from the latest received message to the next sent one, in every place."""
     received = np.sort([each.seconds for each in run.frames if each.kind == "message" and each.role == "received"])
-    for place, sent in _times_by_place(run).items():
+    for place, sent in _group_times_by_place(run).items():
         before = np.searchsorted(received, sent) - 1
         yield place, _summarize_log_times((sent - received[before])[before >= 0] if len(received) else np.empty(0))
 
 
-def _ciphertext_paces(run: RunTraffic) -> Iterator[_Item]:
+def _extract_ciphertext_paces(run: RunTraffic) -> Iterator[_Item]:
     """Return times between records of a direction, and the duration of every connection."""
     seconds: dict[str, list[float]] = {}
     spans: dict[tuple[str, int], tuple[float, float]] = {}
@@ -471,7 +473,7 @@ def _ciphertext_paces(run: RunTraffic) -> Iterator[_Item]:
         yield edge, (math.log(last - first + 1e-6),)
 
 
-def _times_by_place(run: RunTraffic) -> dict[str, FloatArray]:
+def _group_times_by_place(run: RunTraffic) -> dict[str, FloatArray]:
     places = dict.fromkeys(each.place for each in run.messages)
     return {place: np.array([each.seconds for each in run.messages if each.place == place]) for place in places}
 
@@ -485,5 +487,5 @@ def _summarize_log_times(spans: FloatArray) -> list[float]:
     return [*first.tolist(), *map(float, distribution)]
 
 
-TIMING_VIEWS: Mapping[str, _View] = {"gaps": _paces, "replies": _replies}
+TIMING_VIEWS: Mapping[str, _View] = {"gaps": _extract_paces, "replies": _extract_replies}
 """Timing views of a sender whose clock, machine and neighbours are the same in both worlds."""

@@ -41,13 +41,13 @@ _Measure = Callable[[PrivacyLosses], FloatArray]
 """Measure of the difference between worlds for several replacements, `(replacements,)`."""
 
 
-def _mean_loss(losses: PrivacyLosses) -> FloatArray:
+def _compute_mean_loss(losses: PrivacyLosses) -> FloatArray:
     """Return the mean absolute loss of whole runs."""
     strengths: FloatArray = np.nan_to_num(np.abs(losses.total), nan=0.0, posinf=np.inf).mean(axis=1)
     return strengths
 
 
-def _max_possible_loss(losses: PrivacyLosses) -> FloatArray:
+def _compute_max_possible_loss(losses: PrivacyLosses) -> FloatArray:
     """Return the largest possible loss of the first round's noise, given the messages."""
     return losses.supremum[:, 0]
 
@@ -207,10 +207,8 @@ def find_worst_worlds(
     Raises:
         DataError: the learner has no record, or there is no different one.
     """
-    own, common = (
-        data.learners[learner],
-        list_replacements(data, learner, schema=run.spec.data.schema, names=run.spec.names),
-    )
+    own = data.learners[learner]
+    common = list_replacements(data, learner, schema=run.spec.data.schema, names=run.spec.names)
     extremes = [(first, [replacement]) for first, replacement in _list_extreme_replacements(run, data, learner)]
     if not common and (keep_first_world or not extremes):
         raise DataError(
@@ -225,7 +223,7 @@ def find_worst_worlds(
             run, data, worlds, RunChunk(0, PILOT_RUNS, child), SeededNoise, rounds=rounds
         ).transcript
         replacement, score = find_worst_replacement(
-            run, transcript, worlds.list_holders(run), first, candidates, _mean_loss
+            run, transcript, worlds.list_holders(run), first, candidates, _compute_mean_loss
         )
         scored.append((score, Worlds(learner, first, *replacement, shared)))
     return max(scored, key=lambda each: each[0])[1]
@@ -251,10 +249,8 @@ def build_other_worlds(run: Run, data: PlacedData, learner: int, known: Worlds) 
         max_norm, min_norm = _find_max_norm(run, own) * np.eye(data.n_features)[0], np.zeros(data.n_features)
         description = "a first record on the bound, against one without features"
     else:
-        max_norm, min_norm = (
-            add_intercept(run, schema.make_max_norm_record()),
-            add_intercept(run, schema.make_min_norm_record()),
-        )
+        max_norm = add_intercept(run, schema.make_max_norm_record())
+        min_norm = add_intercept(run, schema.make_min_norm_record())
         description = "a first record at the ends of its schema, against one in the middle"
     pairs = [(own.with_use(0, max_norm, label), own.with_use(0, min_norm, label), description)]
     if len(different):
@@ -295,6 +291,11 @@ def compute_worst_losses(
     if not candidates:
         return None
     (second, _), _ = find_worst_replacement(
-        run, transcript.truncate(_count_screening_rounds(run, learner)), (learner,), own, candidates, _max_possible_loss
+        run,
+        transcript.truncate(_count_screening_rounds(run, learner)),
+        (learner,),
+        own,
+        candidates,
+        _compute_max_possible_loss,
     )
     return replay_losses(run, transcript, (learner,), [own, second])

@@ -54,7 +54,7 @@ class Dependence(ConformanceTest):
         for own, theirs in zip(self._parts, other._parts, strict=True):
             own.merge(theirs)
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         return (test for each in self._parts for test in each.compute_tests())
 
 

@@ -301,8 +301,8 @@ class ConformanceTest(ABC):
 
     def compute_tests(self) -> list[Test]:
         """Compute the tests over all runs; levels are not assigned yet."""
-        return list(self._every())
+        return list(self._iterate_tests())
 
     @abstractmethod
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         """Iterate over all tests."""

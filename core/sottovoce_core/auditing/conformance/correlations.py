@@ -201,19 +201,19 @@ class _Columns:
         return _Gram(scores, self.arrange(layout, block.is_known).astype(np.bool_))
 
 
-def _learner_coordinate(layout: Layout, at: int) -> str:
+def _name_learner_coordinate(layout: Layout, at: int) -> str:
     i, k = divmod(at, layout.numbers_per_message)
     return f"{layout.learners[i]}, {layout.name_coordinate(k)}"
 
 
-def _learner_round(layout: Layout, at: int) -> str:
+def _name_learner_round(layout: Layout, at: int) -> str:
     i, t = divmod(at, layout.rounds)
     return f"{layout.learners[i]}, round {t}"
 
 
 _LEARNERS = _Columns("learners", (1, 2, 3), lambda layout, at: layout.name_sequence(at), by_sequence=True)
-_COORDINATES = _Columns("coordinates of learners", (1, 2), _learner_coordinate)
-_ROUNDS = _Columns("rounds of learners", (2, 3), _learner_round)
+_COORDINATES = _Columns("coordinates of learners", (1, 2), _name_learner_coordinate)
+_ROUNDS = _Columns("rounds of learners", (2, 3), _name_learner_round)
 _PLACES = _Columns("places", (2,), lambda layout, at: layout.name_place(at))
 _RUNS = _Columns("runs", (0, 1, 3), lambda layout, at: f"run {at} of a block")
 
@@ -247,7 +247,7 @@ class Correlations(ConformanceTest):
         for title, gram in grams.items():
             self._grams[title] = self._grams[title] + gram if title in self._grams else gram
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         """Test the worst pair, all pairs, and the spectrum, of every matrix."""
         for columns in _select_columns(self._layout) if self._grams else ():
             yield from _create_tests(columns.title, _evaluate_gram(self._grams[columns.title], columns, self._layout))
@@ -282,10 +282,8 @@ def _create_tests(title: str, results: Mapping[str, list[_Result]]) -> Iterator[
         if each:
             least = _select_least(each)
             p_value = min(1.0, least.p_value * len(each))
-            description, is_primary = (
-                _DESCRIPTIONS[statistic].format(title),
-                title == _COORDINATES.title and statistic == _SIZES,
-            )
+            description = _DESCRIPTIONS[statistic].format(title)
+            is_primary = title == _COORDINATES.title and statistic == _SIZES
             yield Test(f"{statistic} {title}", description, least.statistic, p_value, least.where, is_primary)
 
 

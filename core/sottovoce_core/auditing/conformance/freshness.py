@@ -81,7 +81,7 @@ class _Ties:
         return float(special.pdtrc(self.count - 1, self.expected)) if self.count else 1.0
 
     @property
-    def two_sided(self) -> float:
+    def two_sided_p_value(self) -> float:
         """Two-sided p-value: twice the smaller tail."""
         return min(1.0, 2.0 * min(self.p_value, float(special.pdtr(self.count, self.expected))))
 
@@ -137,12 +137,12 @@ class _Keys:
         words = keys[index] & ~_ONE
         if bit is not None:
             words |= bit[index].astype(np.uint64)
-        self._keep(words, places[index])
+        self._store(words, places[index])
 
     def add_pairs(self, first: Words, second: Words, places: _Places, known: BoolArray | None = None) -> None:
         """Add keys of pairs, in order, by the hashes of both; otherwise as `add`."""
         index = self._choose(first, known)
-        self._keep(_hash_pairs(first[index], second[index]) & ~_ONE, places[index])
+        self._store(_hash_pairs(first[index], second[index]) & ~_ONE, places[index])
 
     def _choose(self, keys: Words, known: BoolArray | None) -> tuple[IntArray, ...]:
         """Return the index of the keys to keep."""
@@ -158,7 +158,7 @@ class _Keys:
             index = half
         return np.unravel_index(index, keys.shape)
 
-    def _keep(self, words: Words, places: _Places) -> None:
+    def _store(self, words: Words, places: _Places) -> None:
         self._kept.append(words)
         self._places.append(places)
         self._count += len(words)
@@ -349,7 +349,7 @@ class Freshness(ConformanceTest):
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         if not self._message_count:
             return
         numbers, unscaled, words = (self._keys[kind] for kind in _SINGLES)
@@ -384,7 +384,9 @@ class Freshness(ConformanceTest):
     ) -> Iterator[Test]:
         """Test the least likely of these, times their number; empty if there are no keys."""
         counted = [
-            (kind, each, each.two_sided if two_sided else each.p_value) for kind, each in ties if each.expected > 0.0
+            (kind, each, each.two_sided_p_value if two_sided else each.p_value)
+            for kind, each in ties
+            if each.expected > 0.0
         ]
         if not counted:
             return

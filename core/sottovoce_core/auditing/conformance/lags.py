@@ -74,7 +74,7 @@ class Lags(ConformanceTest):
 
     # ---- tests -------------------------------------------------------------------------------------------------------
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         """Test near and far lags of values, sizes and signs; of signs and sizes together."""
         tau, kappa = self._list_lags()
         is_near = (np.abs(tau) + np.abs(kappa) <= 1) | ((np.abs(tau) <= 2) & (kappa == 0))
@@ -83,9 +83,9 @@ class Lags(ConformanceTest):
         is_ahead = (tau > 0) | ((tau == 0) & (kappa > 0))
         is_counted = (self._counts > 0) & (~is_same_sequence[:, None, None] | is_ahead)
         for kind, description, log_p in (
-            (_VALUES, "values", _log_products),
-            (_SIZES, "sizes", _log_products),
-            (_SIGNS, "signs", _log_signs),
+            (_VALUES, "values", _compute_product_log_p),
+            (_SIZES, "sizes", _compute_product_log_p),
+            (_SIGNS, "signs", _compute_sign_log_p),
         ):
             for distance, mask in (("near", is_near), ("far", ~is_near)):
                 yield from self._test_worst_lag(
@@ -96,7 +96,7 @@ class Lags(ConformanceTest):
                     is_same_sequence,
                     is_primary=distance == "near",
                 )
-        kinds = ((_SIGN_SIZE, _log_sign_sizes), (_SIZE_SIGN, _log_sign_sizes))
+        kinds = ((_SIGN_SIZE, _compute_sign_size_log_p), (_SIZE_SIGN, _compute_sign_size_log_p))
         description = "signs of the noise and sizes elsewhere are independent"
         yield from self._test_worst_lag(
             "signs and sizes", description, kinds, is_counted, is_same_sequence, is_primary=False
@@ -157,7 +157,7 @@ def _choose_max_lags(layout: Layout) -> tuple[int, int]:
     return rounds, numbers
 
 
-def _log_products(total: FloatArray, count: FloatArray, shared: bool = False) -> FloatArray:
+def _compute_product_log_p(total: FloatArray, count: FloatArray, shared: bool = False) -> FloatArray:
     """Compute the log p-value of a sum of `count` products of independent normal numbers (Chernoff's bound).
 
     Args:
@@ -177,12 +177,12 @@ def _log_products(total: FloatArray, count: FloatArray, shared: bool = False) ->
     return logs
 
 
-def _log_signs(total: FloatArray, count: FloatArray, shared: bool) -> FloatArray:
+def _compute_sign_log_p(total: FloatArray, count: FloatArray, shared: bool) -> FloatArray:
     """Compute the log p-value of a sum of products of fair signs, which are independent fair signs, for one sequence or two."""
     return compute_log_sign_p_values(total, count)
 
 
-def _log_sign_sizes(total: FloatArray, count: FloatArray, shared: bool) -> FloatArray:
+def _compute_sign_size_log_p(total: FloatArray, count: FloatArray, shared: bool) -> FloatArray:
     """Compute the exact log p-value of sign times normal size: independent, so normal of variance one, each in one product."""
     deviations = np.abs(total) / np.sqrt(np.maximum(count, 1e-300))
     logs: FloatArray = np.minimum(0.0, LOG_2 + special.log_ndtr(-deviations))

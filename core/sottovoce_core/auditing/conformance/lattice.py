@@ -160,10 +160,8 @@ def _count_combined_field_bits(own: IntArray, is_tested: BoolArray | None) -> In
     """Count combined bits of one field in some runs; `is_tested` is a mask, None: all."""
     counts = np.zeros((len(_COMBINATIONS), len(_BYTE_STARTS), 256), np.int64)
     for kind, axis in enumerate((3, 1, 0)):  # sums of neighbours along a chain are independent of each other
-        moved, is_moved_tested = (
-            np.moveaxis(own, axis, 0),
-            None if is_tested is None else np.moveaxis(is_tested, axis, 0),
-        )
+        moved = np.moveaxis(own, axis, 0)
+        is_moved_tested = None if is_tested is None else np.moveaxis(is_tested, axis, 0)
         sums = moved[1:] ^ moved[:-1]
         counts[kind] = _count_bytes(
             sums.reshape(-1) if is_moved_tested is None else sums[is_moved_tested[1:] & is_moved_tested[:-1]]
@@ -267,7 +265,7 @@ class Lattice(ConformanceTest):
         self._steps.merge(other._steps)
         self._messages.merge(other._messages)
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         if not self._block_count:
             return
         off_count, place = int(self._off_counts.sum()), self._layout.sequence_names[int(self._off_counts.argmax())]
@@ -289,10 +287,11 @@ class Lattice(ConformanceTest):
         self, prefix: str, subject: str, words: _Words, judge_bits: Callable[[IntArray], StatisticsAndPValues]
     ) -> Iterator[Test]:
         """Test that the whole lattice is used, by K' or by a."""
-        judge_zeros, name_zeros = (
-            partial(judge_dyadic_counts, max_level=_MAX_TRAILING_ZEROS),
-            lambda k: f"{k + 1} zeros or more",
-        )
+        judge_zeros = partial(judge_dyadic_counts, max_level=_MAX_TRAILING_ZEROS)
+
+        def name_zeros(k: int) -> str:
+            return f"{k + 1} zeros or more"
+
         tests: tuple[
             tuple[str, str, Callable[[IntArray], StatisticsAndPValues], IntArray, Callable[[int], str], bool], ...
         ] = (
@@ -325,11 +324,11 @@ def _test_combined_bits(counts: IntArray) -> list[Test]:
     """Test that bits added modulo two are as fair as single bits."""
     fraction, p_values = (each[:, : _SIGN_BIT + 1] for each in _judge_bits(counts))
 
-    def where(index: tuple[int, ...]) -> str:
+    def name_location(index: tuple[int, ...]) -> str:
         return f"{'signs' if index[1] == _SIGN_BIT else f'bit {index[1]}'} of {_COMBINATIONS[index[0]]}"
 
     return select_worst_test(
-        "bits together", "bits of the noise are independent from number to number", (fraction, p_values), where
+        "bits together", "bits of the noise are independent from number to number", (fraction, p_values), name_location
     )
 
 
@@ -359,9 +358,9 @@ def _test_coarse_messages(name: str, description: str, words: _Words) -> list[Te
     numbers, levels = np.arange(1, len(words.messages)), np.arange(1, _MAX_TRAILING_ZEROS + 1)
     expected = words.messages[1:].sum(axis=1) @ np.exp2(-np.outer(numbers, levels))
     counts = words.messages[1:].sum(axis=0)[::-1].cumsum()[::-1][levels]
-    where = words.coarsest[1]
+    location = words.coarsest[1]
     return select_worst_test(
-        name, description, (counts[None], _compute_upper_tail(counts, expected)[None]), lambda _: where
+        name, description, (counts[None], _compute_upper_tail(counts, expected)[None]), lambda _: location
     )
 
 

@@ -82,10 +82,8 @@ class Marginal(ConformanceTest):
         """Counts of numbers closer to zero than `_NEAR`."""
         self._largest = np.zeros(places)
         """Largest size."""
-        self._sums, self._counts = (
-            np.zeros((learners, layout.numbers_per_message)),
-            np.zeros((learners, layout.numbers_per_message), np.int64),
-        )
+        self._sums = np.zeros((learners, layout.numbers_per_message))
+        self._counts = np.zeros((learners, layout.numbers_per_message), np.int64)
         """Sums of sizes, and their counts; by learner and coordinate, and by learner and round."""
         self._round_sums = np.zeros((learners, layout.rounds))
         self._round_counts = np.zeros((learners, layout.rounds), np.int64)
@@ -153,7 +151,7 @@ class Marginal(ConformanceTest):
         self._by_message = self._by_message.merge(by_message, (0, 0, self._runs))
         self._runs += runs
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         if self._runs:
             yield from self._test_scales()
             yield from self._test_signs()

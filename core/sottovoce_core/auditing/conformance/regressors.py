@@ -74,7 +74,7 @@ class Relations(ConformanceTest):
                 self._rounds[k] += int(zeros)
                 self._sum_count += int(known)
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         """Test sums over all learners; sums and differences of rounds."""
         zeros, total_known = (int(each) for each in self._learners)
         if total_known:
@@ -174,7 +174,7 @@ class Regressors(ConformanceTest):
     def _add_sums(self, key: tuple[str, int], sums: _Sums) -> None:
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         """Test signs against every regressor; the worst learner or coordinate; the worst of sizes."""
         own = {name: sums for (name, j), sums in self._sums.items() if j == _OWN and sums.square.any()}
         for name, sums in own.items():
@@ -242,7 +242,7 @@ def _test_by_place(own: Mapping[str, _Sums], layout: Layout) -> Test:
     )
 
 
-def _log_sizes(total: float, square: float, largest: float) -> float:
+def _compute_size_log_p(total: float, square: float, largest: float) -> float:
     """Compute the log p-value of a sum of known numbers times `e - 1`, e exponential.
 
     It is a sub-gamma sum (Boucheron, Lugosi, Massart 2013, section 2.4).
@@ -262,7 +262,7 @@ def _test_sizes(own: Mapping[str, _Sums]) -> Test:
     candidates = []
     for name, sums in own.items():
         square = float(sums.square.sum())
-        candidates.append((_log_sizes(sums.sized, square, sums.largest), sums.sized / square**0.5, name))
+        candidates.append((_compute_size_log_p(sums.sized, square, sums.largest), sums.sized / square**0.5, name))
     least, deviations, location = min(candidates)
     description = "sizes of the noise depend on no past value"
     return Test(

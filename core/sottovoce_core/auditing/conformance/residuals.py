@@ -311,19 +311,11 @@ def _fill_residuals(
     """Fill the residuals of a round: the message minus its centre, where there is noise."""
     residuals.scale[:] = field_noise.scale
     if field_noise.distribution == "spherical":
-        (
-            residuals.steps[:],
-            residuals.message_steps[:],
-            residuals.lost_bits[:],
-            residuals.is_off_lattice[:],
-            residuals.grid[:],
-        ) = (
-            0,
-            0,
-            ALL_BITS,
-            False,
-            np.nan,
-        )
+        residuals.steps[:] = 0
+        residuals.message_steps[:] = 0
+        residuals.lost_bits[:] = ALL_BITS
+        residuals.is_off_lattice[:] = False
+        residuals.grid[:] = np.nan
         residuals.values[:] = np.where(
             field_noise.where,
             convert_to_laplace(field_noise.distribution, (values - centre) / field_noise.scale),
@@ -332,10 +324,9 @@ def _fill_residuals(
         return
     spacing = float(lattice_spacing(field_noise.scale * (1.0 - _TIE)))  # the finer spacing where both are possible
     residuals.grid[:] = spacing
-    message_steps, centre_steps = (
-        values * (1.0 / spacing),
-        centre * (1.0 / spacing),
-    )  # exact, for spacings are powers of two
+    # exact, for spacings are powers of two
+    message_steps = values * (1.0 / spacing)
+    centre_steps = centre * (1.0 / spacing)
     # The learner rounds its centre, too, and never the sum: both are integers.
     np.rint(centre_steps, out=centre_steps)
     steps = message_steps - centre_steps
@@ -358,29 +349,23 @@ def _fill_residuals(
     exact = bool(
         max(message_steps.max(), -message_steps.min(), centre_steps.max(), -centre_steps.min()) < _MAX_EXACT_INTEGER
     )
-    is_tested = (
-        field_noise.where
-        if exact
-        else field_noise.where
-        & (np.abs(message_steps) < _MAX_EXACT_INTEGER)
-        & (np.abs(centre_steps) < _MAX_EXACT_INTEGER)
-    )
+    is_tested = field_noise.where
+    if not exact:
+        is_tested = (
+            is_tested & (np.abs(message_steps) < _MAX_EXACT_INTEGER) & (np.abs(centre_steps) < _MAX_EXACT_INTEGER)
+        )
     is_on_lattice = np.rint(message_steps) == message_steps
     ambiguous_bits = int(float(lattice_spacing(field_noise.scale * (1.0 + _TIE))) != spacing)
     if is_tested.all() and is_on_lattice.all():
-        residuals.steps[:], residuals.message_steps[:], residuals.lost_bits[:], residuals.is_off_lattice[:] = (
-            steps,
-            message_steps,
-            np.maximum(unresolved_bits, ambiguous_bits),
-            False,
-        )
+        residuals.steps[:] = steps
+        residuals.message_steps[:] = message_steps
+        residuals.lost_bits[:] = np.maximum(unresolved_bits, ambiguous_bits)
+        residuals.is_off_lattice[:] = False
         return
     residuals.is_off_lattice[:] = field_noise.where & ~is_on_lattice & ~np.isnan(message_steps)
     is_tested = is_tested & is_on_lattice
-    residuals.steps[:], residuals.message_steps[:] = (
-        np.where(is_tested, steps, 0.0),
-        np.where(is_tested, message_steps, 0.0),
-    )
+    residuals.steps[:] = np.where(is_tested, steps, 0.0)
+    residuals.message_steps[:] = np.where(is_tested, message_steps, 0.0)
     residuals.lost_bits[:] = np.where(is_tested, np.maximum(unresolved_bits, ambiguous_bits), ALL_BITS)
 
 

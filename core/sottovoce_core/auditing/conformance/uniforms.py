@@ -96,13 +96,13 @@ class Uniforms(ConformanceTest):
         self._pairs[0] += _multiply_bits(bits, bits)
         for k, (_, axis) in enumerate(_NEIGHBOURS):
             ends = [(*(slice(None),) * axis, part) for part in (slice(None, -1), slice(1, None))]
-            first, second = map(words.at, ends)
+            first, second = map(words.select, ends)
             self._neighbour_signs[k] += _count_unequal_signs(first, second)
             self._neighbour_signs[k + len(_NEIGHBOURS)] += _count_unequal_signs(second, first)
             self._unequal[k] += _count_unequal_bits(first, second)
             self._pairs[k + 1] += _multiply_bits(*(bits[end] for end in ends))
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         """Test the worst bit of each kind, and the worst pair of bits."""
 
         def name_signed_bit(at: tuple[int, ...]) -> str:
@@ -178,7 +178,7 @@ class _Words:
         known, negative = -judged.astype(np.int64), -(block.values[at] < 0.0).astype(np.int64)
         return cls((u * 2.0**_BITS).astype(np.int64), known << unresolved, known, negative)
 
-    def at(self, index: tuple[slice, ...]) -> _Words:
+    def select(self, index: tuple[slice, ...]) -> _Words:
         """Select words by an index."""
         return _Words(self.bits[index], self.resolved[index], self.judged[index], self.negative[index])
 

@@ -308,11 +308,8 @@ def _find_equivocations(runs: Sequence[RunTraffic]) -> list[Anomaly]:
     if not equivocations:
         return []
     run, each = equivocations[0]
-    sender = (
-        ""
-        if each.decoded_message is None or each.decoded_message.sender is None
-        else f"{each.decoded_message.sender} sends "
-    )
-    t = None if each.decoded_message is None else each.decoded_message.round
-    text = f"{sender or 'one sender sends '}different messages in one round, {len(equivocations):,} times"
+    message = each.decoded_message
+    sender = "one sender" if message is None or message.sender is None else message.sender
+    t = None if message is None else message.round
+    text = f"{sender} sends different messages in one round, {len(equivocations):,} times"
     return [Anomaly("equivocation", text, len(equivocations), f"{run.name}, {each.place}, round {t}")]

@@ -75,11 +75,11 @@ class _Bet(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         """Compute the addends of a round, `(learners, width)`."""
 
     @abstractmethod
-    def e(self, sums: FloatArray) -> FloatArray:
+    def compute_log_e_value(self, sums: FloatArray) -> FloatArray:
         """Compute the logarithm of the e-value `(...)` of sums `(..., width)`."""
 
 
@@ -126,10 +126,10 @@ class _Scale(_Bet):
     name = "scale"
     shape = 20.0
 
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         return np.stack([observation.sizes.sum(axis=1), observation.known_mask.sum(axis=1)], axis=-1)
 
-    def e(self, sums: FloatArray) -> FloatArray:
+    def compute_log_e_value(self, sums: FloatArray) -> FloatArray:
         a, total, n = self.shape, sums[..., 0], sums[..., 1]
         e: FloatArray = special.gammaln(a + n) - math.lgamma(a) + a * math.log(a) - (a + n) * np.log(a + total) + total
         return e
@@ -148,12 +148,12 @@ class _Histogram(_Bet):
     name = "histogram"
     cells = 16
 
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         cumulative = np.where(observation.signs > 0, 1.0 - 0.5 * observation.tail, 0.5 * observation.tail)
         cell = np.minimum((cumulative * self.cells).astype(np.int64), self.cells - 1)
         return _count_cells(len(cell), self.cells, cell, observation.known_mask)
 
-    def e(self, sums: FloatArray) -> FloatArray:
+    def compute_log_e_value(self, sums: FloatArray) -> FloatArray:
         half = self.cells // 2
         folded = sums[..., half:] + sums[..., half - 1 :: -1]
         both = [_krichevsky_trofimov(each, np.full(each.shape[-1], 1.0 / each.shape[-1])) for each in (sums, folded)]
@@ -174,11 +174,9 @@ class _LowBits(_Bet):
     uniform_bits = 34
     """Number of low bits that are uniform, to 1e-8 (`(2^uniform_bits h)^4/720`, h = 2^-40)."""
 
-    def sums(self, observation: RoundObservation) -> FloatArray:
-        rows, lost_bits = (
-            len(observation.lost_bits),
-            np.minimum(observation.lost_bits, self.uniform_bits).astype(np.int64)[:, None],
-        )
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
+        rows = len(observation.lost_bits)
+        lost_bits = np.minimum(observation.lost_bits, self.uniform_bits).astype(np.int64)[:, None]
         steps = np.stack([observation.steps, observation.message_steps], axis=1) >> lost_bits  # learners, 2, numbers
         offsets = 4 * np.arange(self.nibbles)
         is_resolved = np.broadcast_to(
@@ -197,7 +195,7 @@ class _LowBits(_Bet):
         expected = np.where(resolved_count > 0, 2.0**-resolved_count, 0.0)
         return np.concatenate([nibbles, zeros, is_coarse, expected], axis=1)
 
-    def e(self, sums: FloatArray) -> FloatArray:
+    def compute_log_e_value(self, sums: FloatArray) -> FloatArray:
         split = 32 * self.nibbles
         nibbles = sums[..., :split].reshape(*sums.shape[:-1], 2 * self.nibbles, 16)
         zeros = sums[..., split:-4].reshape(*sums.shape[:-1], 2, self.zeros)
@@ -226,7 +224,7 @@ class _Repeats(_Bet):
 
     name = "repeats"
 
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         keys, sums = observation.key_repeats, observation.sum_repeats
         return np.stack(
             [
@@ -241,7 +239,7 @@ class _Repeats(_Bet):
             axis=-1,
         )
 
-    def e(self, sums: FloatArray) -> FloatArray:
+    def compute_log_e_value(self, sums: FloatArray) -> FloatArray:
         near, exact, followed, repeated, expected, sum_count, sum_expected = np.moveaxis(sums, -1, 0)
         near_bet = _bet_on_hits(near, exact, (1 + 2 * LAGS) * EQUALITY_TOLERANCE)
         key_bets = _bet_on_hits(followed, repeated, KEY_MATCH_PROBABILITY), _bet_on_excess(repeated, expected)
@@ -253,7 +251,7 @@ class _Shared(_Bet):
 
     name = "copies"
 
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         keys, sums = observation.key_repeats, observation.sum_repeats
         return np.stack(
             [
@@ -267,7 +265,7 @@ class _Shared(_Bet):
             axis=-1,
         ).astype(np.float64)
 
-    def e(self, sums: FloatArray) -> FloatArray:
+    def compute_log_e_value(self, sums: FloatArray) -> FloatArray:
         followed, repeated, cancelled, exact, sum_count, sum_expected = np.moveaxis(sums, -1, 0)
         hit_bets = (
             _bet_on_hits(followed, repeated, KEY_MATCH_PROBABILITY),
@@ -306,10 +304,10 @@ class _Dependence(_Bet):
     """Fractions of the stake on signs, and on sizes."""
 
     @abstractmethod
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         """Compute S and V of signs, S and V of sizes: each `(learners, X)`, concatenated."""
 
-    def e(self, sums: FloatArray) -> FloatArray:
+    def compute_log_e_value(self, sums: FloatArray) -> FloatArray:
         s, v, size, spread = np.split(sums, 4, axis=-1)
         signs = [_bet_on_signs(s, v, variance) for variance in self.variances]
         sizes = [_bet_on_sizes(size, spread, rate) for rate in self.rates]
@@ -322,7 +320,7 @@ class _Lag(_Dependence):
 
     name = "lag"
 
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         products = (observation.bet_targets @ observation.earlier_noise.swapaxes(1, 2)).swapaxes(0, 1)
         return products.reshape(len(products), 4, LAGS, -1)[:, :, observation.lag_slots].reshape(len(products), -1)
 
@@ -333,13 +331,13 @@ class _FarLag(_Bet):
     name = "lag"
     variance = 0.03
 
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         return np.concatenate(
             [observation.signs @ observation.far_noise.T, np.abs(observation.signs) @ (observation.far_noise**2).T],
             axis=1,
         )
 
-    def e(self, sums: FloatArray) -> FloatArray:
+    def compute_log_e_value(self, sums: FloatArray) -> FloatArray:
         s, v = np.split(sums, 2, axis=-1)
         return mix_e_values(_bet_on_signs(s, v, self.variance))
 
@@ -349,7 +347,7 @@ class _OwnLag(_Dependence):
 
     name = "lag"
 
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         earlier = observation.earlier_noise.reshape(4, LAGS, len(SHIFTS), *observation.known_mask.shape)
         products: FloatArray = np.einsum("klsid,kid->ikls", earlier, observation.bet_targets)[
             :, :, observation.lag_slots
@@ -362,7 +360,7 @@ class _Past(_Dependence):
 
     name = "past"
 
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         products = (observation.past @ observation.bet_targets[..., None])[..., 0].swapaxes(0, 1)
         return products.reshape(len(products), -1)
 
@@ -372,7 +370,7 @@ class _Copies(_Dependence):
 
     name = "copies"
 
-    def sums(self, observation: RoundObservation) -> FloatArray:
+    def compute_sums(self, observation: RoundObservation) -> FloatArray:
         products = (observation.bet_targets @ observation.same_round_noise.swapaxes(1, 2)).swapaxes(0, 1)
         earlier = np.tile(np.tri(len(products), k=-1), len(SHIFTS))
         return (products * earlier[:, None]).reshape(len(products), -1)
@@ -433,23 +431,19 @@ class EProcesses:
         """Add one round."""
         self._begin_blocks()
         for bet in self._bets:
-            addends = bet.sums(observation)
+            addends = bet.compute_sums(observation)
             sums = self._sums.setdefault(type(bet), np.zeros((1 + len(_BLOCKS), *addends.shape)))
             sums += addends
         self._rounds += 1
-        by_learner = [bet.e(self._sums[type(bet)]) for bet, _ in _LEARNER_BETS]
-        pooled = [bet.e(self._sums[type(bet)].sum(axis=1)) for bet, _ in _POOLED_BETS]
-        shared = [mix_e_values(bet.e(self._sums[type(bet)])) for bet, _ in _SAME_ROUND_BETS]
+        by_learner = [bet.compute_log_e_value(self._sums[type(bet)]) for bet, _ in _LEARNER_BETS]
+        pooled = [bet.compute_log_e_value(self._sums[type(bet)].sum(axis=1)) for bet, _ in _POOLED_BETS]
+        shared = [mix_e_values(bet.compute_log_e_value(self._sums[type(bet)])) for bet, _ in _SAME_ROUND_BETS]
         all_bets, learner_bets = np.stack([*pooled, *shared], axis=-1), np.stack(by_learner, axis=-1)
-        all_mixed, learners_mixed = (
-            mix_e_values(all_bets, _list_weights(*_POOLED_BETS, *_SAME_ROUND_BETS)),
-            mix_e_values(learner_bets, _list_weights(*_LEARNER_BETS)),
-        )
+        all_mixed = mix_e_values(all_bets, _list_weights(*_POOLED_BETS, *_SAME_ROUND_BETS))
+        learners_mixed = mix_e_values(learner_bets, _list_weights(*_LEARNER_BETS))
         self._now = np.concatenate([all_mixed[:, None], learners_mixed], axis=1)
-        self.log_e_values, self.change_log_e_values = (
-            self._now[0],
-            mix_e_values(_update_detector(self._before, self._now[1:]).T),
-        )
+        self.log_e_values = self._now[0]
+        self.change_log_e_values = mix_e_values(_update_detector(self._before, self._now[1:]).T)
         self.tests = self._find_strongest_bets(all_bets[0], learner_bets[0])
         self.change_tests = self._find_strongest_bets(all_bets[1:].max(axis=0), learner_bets[1:].max(axis=0))
 

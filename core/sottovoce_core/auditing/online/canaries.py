@@ -124,7 +124,7 @@ def draw_canaries(run: Run, data: PlacedData, count: int, generator: np.random.G
             f"the number of canaries must be 1 to {len(available)}, one per learner and round with a record, got {count}"
         )
     positions = tuple(sorted(available[k] for k in generator.choice(len(available), count, replace=False)))
-    claim = max(_claim(run, data, position, window) for position in positions)
+    claim = max(_compute_claim(run, data, position, window) for position in positions)
     if not 0.0 < claim < math.inf:
         raise SpecError(f"canaries need a finite epsilon claimed by {run.spec.algorithm.name}, got {claim:g}")
     blank = Canaries(
@@ -160,7 +160,7 @@ def _list_positions(run: Run, data: PlacedData, window: int) -> list[CanaryPosit
     return [CanaryPosition(t, i) for i, own in enumerate(data.learners) for t in rounds if len(own.rows(t))]
 
 
-def _claim(run: Run, data: PlacedData, place: CanaryPosition, window: int) -> float:
+def _compute_claim(run: Run, data: PlacedData, place: CanaryPosition, window: int) -> float:
     """Compute the claimed epsilon of this replacement for all messages up to the end of its window."""
     replaced = np.zeros(run.spec.rounds, dtype=np.int64)
     replaced[place.round] = 1
@@ -245,7 +245,7 @@ class _Scorer:
             or neither world could have produced them.
         """
         for trial in self._trials:
-            batch = self._batch(trial, t)
+            batch = self._get_batch(trial, t)
             trial.take(messages, (batch, batch))
         self._start_trials(t, messages)
         for i, replay in list(self._replays.items()):
@@ -263,11 +263,11 @@ class _Scorer:
             self._started_count += 1
             if i in self._replays:
                 trial = _Trial(k, self._replays[i])
-                batch = self._batch(trial, t)
+                batch = self._get_batch(trial, t)
                 trial.take(messages, (self._insert_canary(batch, k, 0), self._insert_canary(batch, k, 1)))
                 self._trials.append(trial)
 
-    def _batch(self, trial: _Trial, t: int) -> Batch:
+    def _get_batch(self, trial: _Trial, t: int) -> Batch:
         return self._data.learners[self._canaries.positions[trial.k].learner].batch(t)
 
     def _insert_canary(self, batch: Batch, k: int, coin: int) -> Batch:

@@ -307,11 +307,9 @@ class RoundNoise:
         scale, centre = float(noise.scale[0]), noise.past["centre"][0, 0]
         self.resolution[place] = np.spacing(np.maximum(np.abs(message[0, 0]), np.abs(centre))) / scale
         self.values[place] = np.where(self.resolution[place] < _MAX_KNOWN_RESOLUTION, noise.values[0, 0], np.nan)
-        self.steps[place], self.message_steps[place], self.lost_bits[place] = (
-            noise.steps[0, 0],
-            noise.message_steps[0, 0],
-            noise.lost_bits[0, 0],
-        )
+        self.steps[place] = noise.steps[0, 0]
+        self.message_steps[place] = noise.message_steps[0, 0]
+        self.lost_bits[place] = noise.lost_bits[0, 0]
         self.scale[place] = scale
         self.past[row, 0, start : start + width] = 1.0
         for k, name in enumerate(_PAST[1:], 1):
@@ -422,10 +420,8 @@ class NoiseHistory:
         values = np.where(known, noise.values, 0.0)
         sizes, signs = np.abs(values), np.sign(values)
         tail = np.exp(-sizes)
-        normal_scores, past = (
-            np.minimum(-special.ndtri(0.5 * tail), MAX_NORMAL_SCORE) * signs,
-            self._normalize_past(noise.past),
-        )
+        normal_scores = np.minimum(-special.ndtri(0.5 * tail), MAX_NORMAL_SCORE) * signs
+        past = self._normalize_past(noise.past)
         exact = known & (noise.resolution < _MAX_EXACT_RESOLUTION)
         self._last = observation = RoundObservation(
             known_mask=known.astype(np.float64),

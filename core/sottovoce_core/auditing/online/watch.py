@@ -190,19 +190,19 @@ class Watch:
     @property
     def log_e_value(self) -> float:
         """Logarithm of the e-value since round 0: half that of all together, or half the learners' mean, if larger."""
-        return max(self.pooled_bets.log_e_value, self._mean("log_e_value")) - math.log(2.0)
+        return max(self.pooled_bets.log_e_value, self._mix_learners("log_e_value")) - math.log(2.0)
 
     @property
     def change_log_e_value(self) -> float:
         """Logarithm of the e-value of all detectors, combined in the same way."""
-        return max(self.pooled_bets.change_log_e_value, self._mean("change_log_e_value")) - math.log(2.0)
+        return max(self.pooled_bets.change_log_e_value, self._mix_learners("change_log_e_value")) - math.log(2.0)
 
     @property
     def learner_margin(self) -> float:
         """Logarithmic margin above a threshold at which one learner's e-value alone makes the combined one exceed it."""
         return math.log(2.0 * len(self.learners))
 
-    def _mean(self, attribute: str) -> float:
+    def _mix_learners(self, attribute: str) -> float:
         return float(mix_e_values(np.array([getattr(each, attribute) for each in self.learners])))
 
     def take(self, t: int, messages: Mapping[int, Message]) -> list[Alarm]:
@@ -295,7 +295,7 @@ class Watch:
 
     def _find_strongest(self, attribute: str) -> _EProcess:
         """Find the process that raised the combined e-value over its threshold."""
-        if getattr(self.pooled_bets, attribute) >= self._mean(attribute):
+        if getattr(self.pooled_bets, attribute) >= self._mix_learners(attribute):
             return self.pooled_bets
         worst: _EProcess = max(self.learners, key=lambda watched: getattr(watched, attribute))
         return worst
