@@ -86,7 +86,7 @@ def test_what_must_never_happen_is_noticed(more: list[CaptureRow], wanted: list[
 
 
 def test_the_lattice_is_that_of_the_round() -> None:
-    spacing = RUN.algorithm.lattice(0, 0)["y"]  # type: ignore[attr-defined]
+    spacing = RUN.algorithm.lattice_spacings(0, 0)["y"]  # type: ignore[attr-defined]
     assert kinds([row(clean(0, 0, spacing), 0, 1)]) == []
     found = looking([row(clean(0, 0, spacing / 2), 0, 1), row(clean(0, 0, spacing / 2), 0, 2)])
     assert [each.kind for each in found.first_detections] == ["lattice"]
@@ -207,7 +207,7 @@ async def test_the_capture_says_what_was_noticed(tmp_path: Path) -> None:
         "sender": 0,
         "receiver": 2,
         "round": 0,
-        "text": "learner-0 to learner-2, round 0: other bytes than learner-1 heard",
+        "text": "learner-0 to learner-2, round 0: other bytes than learner-1 received",
     }
 
 
