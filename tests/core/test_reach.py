@@ -34,7 +34,7 @@ def within_reach(plan: AuditPlan, numbers: int, losses: FloatArray = NOTHING, *,
 
 def least(plan: AuditPlan, numbers: int) -> dict[str, float]:
     return {
-        each.text.split(" by ")[0].split(" up ")[0]: each.size
+        each.text.split(" by ")[0].split(" up ")[0]: each.min_effect
         for each in within_reach(plan, numbers).detectable_effects
     }
 
@@ -52,7 +52,7 @@ def test_more_numbers_show_smaller_errors() -> None:
 def test_deeper_bits_of_signs_take_more_numbers() -> None:
     """One bit for twice the numbers; none of noise that is on no lattice, or of too few numbers."""
     bits = [
-        least(planned(), numbers).get(f"signs that are any of the first {k} bits behind their sizes")
+        least(planned(), numbers).get(f"signs that equal any of the first {k} bits after their sizes")
         for k, numbers in ((45, 2_000), (46, 4_000))
     ]
     assert bits == [45, 46]
@@ -74,7 +74,7 @@ def test_an_error_of_the_scale_of_that_size_is_found() -> None:
             from sottovoce_core.noise import SeededNoise
 
             source = SeededNoise(own)
-            return lambda draw: draw.rounded(factor * source(draw))
+            return lambda draw: draw.round_to_lattice(factor * source(draw))
 
         done = audit_simulated(plan, noise=wrong)
         assert done.noise_count == numbers

@@ -42,7 +42,7 @@ from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel
 
-_COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
+_COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "no-claim": "yellow"}
 _MIN_TABLE_COLUMNS = 80
 """Columns of a terminal that the table of an audit needs."""
 _MAX_SHOWN_EVIDENCE = 6

@@ -72,7 +72,7 @@ _MAX_CHANNELS = 64
 _Line = tuple[int, int, str]
 """A direction of an edge: caller, callee, `out` or `back`."""
 
-_Whose = Literal["said", "told", "others"]
+_Whose = Literal["sent", "received", "others"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,14 @@ def select_channels(plan: AuditPlan) -> ObservedChannels:
     edges.sort(key=lambda edge: learner not in edge)
     every = [(*edge, direction) for edge in edges for direction in ("out", "back")][:_MAX_CHANNELS]
     whose = {line: _whose(line, learner) for line in every}
-    return ObservedChannels(whose, next((line for line in every if whose[line] == "said"), None))
+    return ObservedChannels(whose, next((line for line in every if whose[line] == "sent"), None))
 
 
 def _whose(line: _Line, learner: int) -> _Whose:
     caller, callee, direction = line
     if learner not in (caller, callee):
         return "others"
-    return "said" if learner == (caller if direction == "out" else callee) else "told"
+    return "sent" if learner == (caller if direction == "out" else callee) else "received"
 
 
 def read_conversation(
@@ -138,7 +138,7 @@ def _heard(table: pa.Table, lines: ObservedChannels, run_id: bytes) -> Iterator[
             heard = replace(heard, entries=tuple(_greeting(payloads[k].as_py(), run_id)))
         elif whose != "others" and kind in ("metadata", "trailers"):
             heard = parse_metadata(heard, payloads[k].as_py().replace(run_id, b""))
-        elif whose == "said" and kind == "message":
+        elif whose == "sent" and kind == "message":
             payload = payloads[k].as_py()
             heard = replace(
                 heard, head=payload[:MAX_HEAD_BYTES] if line == lines.inspected_channel else b"", digest=digest(payload)

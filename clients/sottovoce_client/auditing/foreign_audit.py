@@ -46,7 +46,7 @@ from sottovoce_core.yaml_files import parse_document, read_text_file, require_ma
 
 # ---- noise file ------------------------------------------------------------------------------------------------------
 
-_KEYS = {"law", "scale", "centre"}
+_KEYS = {"distribution", "scale", "centre"}
 _WHAT = "a file of noise claims"
 
 
@@ -68,17 +68,17 @@ def _load_noise(path: Path) -> dict[str, NoiseClaim]:
 
 def _claim(fields: Mapping[Any, Any], where: str) -> NoiseClaim:
     if extra := sorted(map(str, fields.keys() - _KEYS)):
-        raise SpecError(f"{where}: a noise claim has law, scale and centre, got {extra[0]}")
-    law = fields.get("law")
-    if law not in ("laplace", "gaussian"):
-        raise SpecError(f"{where}: law must be laplace or gaussian, got {law}")
+        raise SpecError(f"{where}: a noise claim has distribution, scale and centre, got {extra[0]}")
+    distribution = fields.get("distribution")
+    if distribution not in ("laplace", "gaussian"):
+        raise SpecError(f"{where}: distribution must be laplace or gaussian, got {distribution}")
     scale = fields.get("scale")
     scales = [float(each) for each in (scale if isinstance(scale, list) else [scale]) if _is_number(each)]
     if not scales or min(scales) <= 0.0 or (isinstance(scale, list) and len(scales) < len(scale)):
         raise SpecError(
             f"{where}: scale must be a number above 0, or a list of them, one for each message, got {scale}"
         )
-    return NoiseClaim(law, tuple(scales), _centre(fields.get("centre"), f"{where}: centre"))
+    return NoiseClaim(distribution, tuple(scales), _centre(fields.get("centre"), f"{where}: centre"))
 
 
 def _centre(given: Any, where: str) -> Centre | None:
@@ -126,7 +126,7 @@ def _foreign_page(done: ForeignAudit, reading: ForeignRuns, asked: ForeignReques
     """
     found = done.findings
     kinds = {
-        test: [str(sign) for sign in done.anomalies if sign.test == test] for test in ("said again", "equivocation")
+        test: [str(sign) for sign in done.anomalies if sign.test == test] for test in ("repetition", "equivocation")
     }
     values: dict[str, Any] = {
         "done": done,
@@ -319,7 +319,7 @@ def _rows(done: ForeignAudit, reading: ForeignRuns, asked: ForeignRequest) -> It
         for bound in bounds:
             _, seen, result, least, claimed = format_guess_row(bound)
             yield family, seen, result, least, claimed if math.isfinite(bound.claim) else MISSING_VALUE
-    tests = {"said again": "numbers or messages repeated", "equivocation": "one sender, one round, other bytes"}
+    tests = {"repetition": "numbers or messages repeated", "equivocation": "one sender, one round, other bytes"}
     for test, what in tests.items():
         yield (
             test,
