@@ -53,7 +53,9 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, An
 
 
 def test_every_command_has_it_or_a_reason() -> None:
-    lacking = {name for name, command in commands(typer.main.get_command(app)) if "as_json" not in command.uses}
+    lacking = {
+        name for name, command in commands(typer.main.get_command(app)) if "as_json" not in command.common_options
+    }
     assert lacking == WITHOUT.keys()
 
 
