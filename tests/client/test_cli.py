@@ -132,18 +132,18 @@ COMMANDS = {
     "compare": "compare.html",
     "coordinator": "--eavesdropper",
     "learner": "--join-timeout",
-    "status": "epsilon spent",
-    "policy": "which of its learners",
+    "status": "Show the current status",
+    "policy": "learner to check",
     "eavesdropper": "--advertise-host",
     "watch": "The chance of a false alarm",
     "predict": "(telemetry.predict)",
-    "models": "what handing it out costs",
+    "models": "cost of publishing it",
     "models export": "--unprotected",
     "spec": "values",
     "spec check": "without running anything",
     "spec values": "for the Helm chart",
     "init": "--schema-only",
-    "data describe": "how many records fit it",
+    "data describe": "Show the content of a data set",
 }
 
 

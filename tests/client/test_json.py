@@ -95,7 +95,7 @@ RESULTS: dict[str, tuple[str, set[str]]] = {
     "spec values small.yaml": ("learners", set()),
     "data describe records.npz": ("records", {"features", "classes", "file"}),
     "init wards.csv --schema-only --label ill": ("schema", {"out"}),
-    "doctor": ("findings", {"well"}),
+    "doctor": ("findings", {"ok"}),
     "pki init --domain ward.example --authority a": ("authority", {"domain"}),
     "demo --print-spec": ("algorithm", {"data"}),
 }
