@@ -273,7 +273,7 @@ def test_what_goes_wrong_is_said_in_a_line_and_exits_with_2(
         ),
         (["simulate", str(tmp_path / "none.yaml"), *out], "cannot read the run spec"),
         (["simulate", tiny, "--out", f"{tiny}/x"], "cannot write to the folder"),
-        (["run", tiny, "--resume", "a", "--recover", "a", *out], "give one of the two"),
+        (["run", tiny, "--resume", "a", "--recover", "a", *out], "exclude each other"),
         (["coordinator", "--log-level", "loud"], "debug, info, warning"),
         (["coordinator", "--config", written(tmp_path, "f.yaml")], "must map options of this command"),
     ]

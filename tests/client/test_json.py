@@ -292,7 +292,7 @@ def test_a_run_that_failed_names_the_log_of_its_learner(folder: Path, monkeypatc
     [
         ("run", "running", ("the coordinator",), "running", "continues, and was in round 3 when last seen"),
         ("run", "running", ("learner-1",), "running", "was stopped in round 3"),
-        ("run", "finished", (), "finished", "finished in round 3: this command was told to end before"),
+        ("run", "finished", (), "finished", "finished in round 3: this command was stopped before"),
         ("up", "running", (), "stopped", "stopped in round 3: stopped twice, its services ended at once"),
     ],
 )
