@@ -44,7 +44,10 @@ def test_a_check_shows_what_is_read_as_what(folder: Path) -> None:
     text = check(folder)
     assert "records.csv: 8 records, as they are read:" in text
     assert "features: 2 (age, dose), and a constant one, the intercept" in text
-    assert "label, column 'outcome': sick is 0 (3 records), well is 1 (5 records); to make another one the positive class" in text
+    assert (
+        "label, column 'outcome': sick is 0 (3 records), well is 1 (5 records); to make another one the positive class"
+        in text
+    )
     assert [line for line in text.splitlines() if line.startswith("  ")] == [
         "  1, 2, sick", "  2, 3, well", "  4, 5, well", "  2, 2, sick", "  4, 3, well",
     ]  # fmt: skip
@@ -90,9 +93,7 @@ def test_rows_that_a_loss_cuts_to_almost_nothing_are_told(folder: Path, times: i
     scaled = "".join(f"{times * int(age)},{dose},{outcome}\n" for age, dose, outcome in rows)
     (folder / "records.csv").write_text("age,dose,outcome\n" + scaled, encoding="utf-8")
     write(folder, more)
-    warned = (
-        "warning: more than half of the records are over 10 times as long as loss.feature_bound, 1, and are clipped to it"
-    )
+    warned = "warning: more than half of the records are over 10 times as long as loss.feature_bound, 1, and are clipped to it"
     assert (warned in check(folder)) == (times == 100 and not more)
 
 

@@ -121,7 +121,7 @@ def test_a_learner_of_whom_nothing_is_there_is_not_said_to_have_lost_nothing(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, what: str
 ) -> None:
     empty = tmp_path_factory.mktemp("empty")
-    for there, names in ((folder, NAME), (empty, "nobody")):
+    for there, names in ((folder, NAME), (empty, "none")):
         with pytest.raises(SpecError, match=rf"no (ledger|runs) of 'bo' in the state folder .* of: {names}$"):
             COMMANDS[what](there, "bo")
     assert not list(empty.iterdir())
