@@ -55,7 +55,7 @@ def test_no_command_declares_them_again() -> None:
     flags = {flag for each in COMMON.values() for flag in each.opts}
     again = {name for name, command in commands(ROOT) for each in command.params if flags & {*each.opts}}
     assert again - {""} == set()
-    assert all(command.uses <= COMMON.keys() for _, command in commands(ROOT))
+    assert all(command.common_options <= COMMON.keys() for _, command in commands(ROOT))
 
 
 def test_those_with_a_value_are_known_before_anything_is_imported() -> None:
@@ -118,7 +118,7 @@ def test_a_profile_is_weaker_than_environment_and_command_line(asked: list[tuple
     ("name", "text", "words"),
     [
         ("none", None, "cannot read a profile|cannot read the profile"),
-        ("../ward", None, "--profile must be a name"),
+        ("../ward", None, "--profile must be the NAME"),
         ("odd", "listen: a:1\n", r"unknown: \['listen'\]"),
         ("odd", "coordinator: nowhere\n", "--coordinator must be HOST:PORT"),
     ],

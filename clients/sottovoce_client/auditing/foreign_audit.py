@@ -203,10 +203,10 @@ def _command(asked: ForeignRequest) -> str:
     words = ["sottovoce", "eavesdropper", "audit", str(asked.folder)]
     given = {
         "--decoder": asked.decoder,
-        "--run-is": asked.run_is,
+        "--run-boundary": asked.run_is,
         "--claim": None if math.isinf(asked.claim) else f"{asked.claim:g}",
         "--delta": f"{asked.delta:g}" if asked.delta else None,
-        "--noise-law": asked.noise_claims_file,
+        "--noise-distribution": asked.noise_claims_file,
         "--confidence": f"{asked.confidence:g}",
         "--seed": asked.seed,
     }
@@ -352,7 +352,7 @@ def _notes(done: ForeignAudit, reading: ForeignRuns, asked: ForeignRequest) -> I
     if reading.ambiguous_connections:
         yield (
             f"{pluralize(reading.ambiguous_connections, 'connection')} left out: silent for a second between calls, so each may be two that came "
-            "from one port. Let clients name their runs, and use --run-is metadata:KEY."
+            "from one port. Let clients name their runs, and use --run-boundary metadata:KEY."
         )
     if reading.unnamed_streams:
         yield f"{pluralize(reading.unnamed_streams, 'stream')} left out: no metadata name their run."

@@ -121,7 +121,7 @@ def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunGrouping)
         SpecError: nobody knows what a run is.
     """
     if run_is not in ("connection", "stream") and not (run_is.startswith("metadata:") and run_is != "metadata:"):
-        raise SpecError(f"--run-is must be connection, stream or metadata:KEY, got {run_is}")
+        raise SpecError(f"--run-boundary must be connection, stream or metadata:KEY, got {run_is}")
     place = open_folder(folder)
     captures = list(find_captures(place))
     if not captures:
