@@ -327,7 +327,7 @@ def test_summary_says_everything() -> None:
         assert words in text
     for sentence in (
         "the eavesdropper recorded 5,000 messages (1.43 MB, mode relay).",
-        "ε = 7.312 per use of a record, 23.4 per record in all its uses, against an observer of every message.",
+        "ε = 7.312 per record use, 23.4 per record in all its uses, against an observer of every message.",
         "can become at most 99.9 % sure",
     ):
         assert sentence in " ".join(text.split())
@@ -395,7 +395,7 @@ def test_accuracies_that_were_measured_here_say_so_and_what_publishing_them_cost
 
 def test_a_refuted_claim_is_red() -> None:
     console = terminal()
-    print_summary(summary_of(learner("a", swap_event=ObservedPrivacyLoss(9.0, 9.0, 3.0, np.zeros(500)))), console)
+    print_summary(summary_of(learner("a", record_use_loss=ObservedPrivacyLoss(9.0, 9.0, 3.0, np.zeros(500)))), console)
 
     assert re.search(r"\x1b\[1;31m *9 of 3", written(console))
     assert "Refuted" in written(console)

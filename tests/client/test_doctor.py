@@ -49,7 +49,7 @@ async def test_all_is_well(tmp_path: Path) -> None:
         found = await run_checks(CheckTargets(up.operator, services, [tmp_path / "journals"]))
     assert {each.subject: each.text for each in found if each.state != "ok"} == {}
     state = f"state {tmp_path / 'journals'}"
-    assert of(found, f"{state}: ann").text == "1 runs in its ledger: nothing is lost"
+    assert of(found, f"{state}: ann").text == "1 runs in its ledger: the ledger is complete"
     assert of(found, f"coordinator {up.coordinator}: clock").text == "as this machine's"
     assert print_findings(found, Console(quiet=True)) == 0
 
@@ -108,7 +108,7 @@ def test_authorities_of_several_domains_are_told(tmp_path: Path) -> None:
     ids = Federation(tmp_path, ("ward.example", "east.example"))
     folder = ids.at("operator/alice")
     found = list(doctor._check_identity(Credentials(folder)))
-    assert of(found, "authorities").text.startswith("1 of ward.example, 1 of east.example: each is believed")
+    assert of(found, "authorities").text.startswith("1 of ward.example, 1 of east.example: each is trusted")
     with (folder / AUTHORITIES_FILE).open("ab") as file:
         file.write(Signer.of("no domain").certificate.public_bytes(Encoding.PEM))
     wrong = [each for each in doctor._check_identity(Credentials(folder)) if each.subject == "authorities"]
@@ -131,7 +131,7 @@ async def test_an_identity_that_was_revoked_is_wrong(tmp_path: Path) -> None:
     refused = of(unlisted, f"coordinator {up.coordinator}")
     assert (refused.state, "this identity was revoked, or is of another" in refused.text) == ("error", True)
     found = of(listed, "identity")
-    assert (found.state, "was revoked, by crl.pem" in found.text) == ("error", True)
+    assert (found.state, "was revoked by crl.pem" in found.text) == ("error", True)
     assert print_findings(listed, Console(quiet=True)) == 1
 
 
@@ -188,7 +188,7 @@ async def test_metrics_in_the_clear_are_warned_of_where_others_can_read_them(
     assert not any(each.subject.endswith("channel") for each in here)
     for found in there:
         channel = of(found, f"metrics {address}: channel")
-        assert (channel.state, channel.text.startswith("in the clear")) == ("warning", True)
+        assert (channel.state, channel.text.startswith("not encrypted")) == ("warning", True)
 
 
 async def test_metrics_that_are_not_told_are_said_with_why(tmp_path: Path) -> None:

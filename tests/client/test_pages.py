@@ -51,7 +51,7 @@ def of_a_run(name: str) -> Page:
         "run_id": name,
         "detail": name,
         "away": (name,),
-        "not_captured": (name,),
+        "missing_traffic": (name,),
         "noticed": DetectionSummary(1, (name,), name),
         "name": name,
         "data": name,

@@ -58,7 +58,7 @@ SECTIONS = (
     "Warnings",
     "Spec",
 )
-PLOTS = ("graph", "learning", "budget", "loss-event", "loss-record", "heard")
+PLOTS = ("graph", "learning", "budget", "loss-record_use", "loss-record", "messages")
 HOSTILE = '<img src=x onerror="alert(1)">&\'</script>{0}'
 
 
@@ -190,7 +190,7 @@ def test_no_script_runs_but_the_pages_own() -> None:
         replace(summary(), learners=(learner(HOSTILE), *summary().learners[1:])),
         replace(summary(), name=HOSTILE, run_id=HOSTILE, data=HOSTILE, version=HOSTILE, started_at=HOSTILE),
         replace(summary(), state="failed", detail=HOSTILE, spec_yaml=HOSTILE, warnings=((HOSTILE, HOSTILE),)),
-        replace(summary(), capture=capture(messages_of=HOSTILE, location=HOSTILE, mode=HOSTILE)),
+        replace(summary(), capture=capture(sender=HOSTILE, location=HOSTILE, mode=HOSTILE)),
     ],
     ids=["learner", "names", "texts", "capture"],
 )
@@ -274,7 +274,7 @@ def test_losses_that_would_lie_on_zero_are_shown_from_close_by() -> None:
     made = summary(1)
     small = ObservedPrivacyLoss(0.01, 0.02, 7.0, np.linspace(0, 0.01, 500))
     large = ObservedPrivacyLoss(6.0, 6.5, 7.0, np.linspace(0, -6.0, 500))
-    views = [[view.name for view in figure(with_swap(made, swap), "loss-event").views] for swap in (small, large)]
+    views = [[view.name for view in figure(with_swap(made, swap), "loss-record_use").views] for swap in (small, large)]
     assert views == [["closer", "whole budget"], ["whole budget"]]
     text = build_run_page(with_swap(made, small)).to_html()
     assert text.index("<span>closer</span>") < text.index("<span>whole budget</span>")
@@ -406,7 +406,7 @@ def test_odd_runs_leave_no_trace_of_nothing(make: Callable[[], RunSummary]) -> N
 def test_what_is_missing_is_not_drawn() -> None:
     made = summary(2, 10)
     heard = np.full((10, 4), math.nan)
-    shown = page(replace(made, capture=capture(10, heard=heard), progress=looks(2, 10, 1.0, 5)))
+    shown = page(replace(made, capture=capture(10, sender_values=heard), progress=looks(2, 10, 1.0, 5)))
 
     assert not any("nan" in place for place in shown.drawn)
     assert ["1", "–", "–", "–"] in shown.rows
@@ -475,7 +475,7 @@ def test_heatmap_is_small_and_clipped() -> None:
     heard = np.random.default_rng(3).laplace(0, 1, (1_200, 450))
     heard[7, 7] = 1e9
 
-    made = figure(summary(2, capture=capture(heard=heard)), "heard")
+    made = figure(summary(2, capture=capture(sender_values=heard)), "messages")
     picture, below, above = made.marks
     assert picture.image is not None and picture.image.shape == (*MAX_HEATMAP_SHAPE[::-1], 4)
     assert (made.views[0].x.low, made.views[0].x.high) == (0.5, 1_200.5)
@@ -486,7 +486,7 @@ def test_heatmap_is_small_and_clipped() -> None:
 def test_what_grows_beyond_its_noise_is_not_called_noise() -> None:
     noise = np.random.default_rng(3).laplace(0, 1, (200, 4))
     for heard, loud in ((noise, False), (noise + np.arange(200.0)[:, None], True)):
-        text = page(summary(2, capture=replace(capture(heard=heard), first_scale=1.0, last_scale=1.0))).text
+        text = page(summary(2, capture=replace(capture(sender_values=heard), first_scale=1.0, last_scale=1.0))).text
         assert ("Most of it is noise" in text) is not loud
         assert ("lasting bands show what was learned from many records together" in text) is loud
 
@@ -546,7 +546,7 @@ def test_the_promise_names_its_observer_and_its_meaning() -> None:
     for run, says in (
         (
             made,
-            "ε = 7.312 per use of a record, 23.4 per record in all its uses, against an observer of every message. An",
+            "ε = 7.312 per record use, 23.4 per record in all its uses, against an observer of every message. An",
         ),
         (
             at_neighbour,

@@ -21,7 +21,7 @@ from tests.client.consoles import COOKIE, TOKEN, Told, a_page
 
 GUARD_S = 100.0
 HERE = "http://127.0.0.1:7480"
-FACTS = {"run_id": "run-1", "complete": True, "messages": 12, "bytes": 1200, "noticed_count": 0}
+FACTS = {"run_id": "run-1", "complete": True, "messages": 12, "bytes": 1200, "detection_count": 0}
 
 
 class Browser:
@@ -131,7 +131,7 @@ def test_every_answer_is_locked_up() -> None:
 
 def test_no_more_pages_than_it_can_feed() -> None:
     told = Told(a_page())
-    told.full = True
+    told.is_full = True
     assert console(told=told).get("/events").status_code == 503
 
 
@@ -227,9 +227,9 @@ def test_files_of_others_that_say_nonsense_are_left_out(results: Path, text: str
 def test_what_the_eavesdropper_noticed_is_told(results: Path) -> None:
     place, files = results / "captures" / "run-1-ab" / "capture.json", ResultFiles(results)
     files.list_results()
-    place.write_text(json.dumps({**FACTS, "complete": False, "noticed_count": 2}))
+    place.write_text(json.dumps({**FACTS, "complete": False, "detection_count": 2}))
     (capture,) = files.list_results().captures
-    assert capture.state == "not complete; noticed what must never happen: 2"
+    assert capture.state == "not complete; protocol violations detected: 2"
 
 
 # ---- where it listens, and its token ---------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_what_the_eavesdropper_noticed_is_told(results: Path) -> None:
 
 def test_it_listens_on_this_machine_alone() -> None:
     for listen in ("0.0.0.0:7480", "10.1.2.3:7480", "example.org:80"):
-        with pytest.raises(SpecError, match="on this machine alone"):
+        with pytest.raises(SpecError, match="must listen on a loopback address"):
             _open_socket(listen)
     for listen in ("7480", "127.0.0.1:port", "127.0.0.1:70000"):
         with pytest.raises(SpecError, match="must be HOST:PORT"):
@@ -262,7 +262,7 @@ def test_a_token_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     place = tmp_path / "token"
     place.write_text(text)
     place.chmod(0o600)
-    with pytest.raises(SpecError, match="a token has 20 to 200 letters"):
+    with pytest.raises(SpecError, match="a token must have 20 to 200 letters"):
         _load_token(place)
     with pytest.raises(SpecError, match="cannot be used"):
         _load_token(tmp_path / "no" / "folder")
