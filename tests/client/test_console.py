@@ -382,14 +382,16 @@ def test_where_no_accuracy_is_known_it_is_said_what_opts_in() -> None:
 def test_where_no_record_is_held_out_no_telemetry_is_advised() -> None:
     unknown = replace(summary_of(replace(learner("a"), test_accuracy=None)), test_records=0, central_accuracy=None)
     for text in (" ".join(printed(unknown).split()), build_run_page(unknown).to_html()):
-        assert "not known: no record is held out to measure it on" in text
+        assert "not known: no record is held out to measure it" in text
         assert "telemetry: {predict: true}" not in text
 
 
 def test_accuracies_that_were_measured_here_say_so_and_what_publishing_them_costs() -> None:
     made = replace(summary(), publication_cost="the model follows from messages: it costs nothing more")
     for text in (" ".join(printed(made).split()), build_run_page(made).to_html()):
-        assert "no learner was asked; to publish it: the model follows from messages: it costs nothing more" in text
+        assert (
+            "without queries to learners; to publish it: the model follows from messages: it costs nothing more" in text
+        )
     assert "no learner was asked" not in printed(summary())
 
 
@@ -408,6 +410,6 @@ def test_infinite_claims_are_shown() -> None:
 
 
 def test_the_summary_says_who_misbehaved() -> None:
-    text = " ".join(printed(summary(misconduct=NOTICED[:1]), width=160).split())
+    text = " ".join(printed(summary(violations=NOTICED[:1]), width=160).split())
     assert f"misconduct {NOTICED[0]}" in text
     assert "misconduct" not in printed(summary())

@@ -113,7 +113,7 @@ def test_authorities_of_several_domains_are_told(tmp_path: Path) -> None:
         file.write(Signer.of("no domain").certificate.public_bytes(Encoding.PEM))
     wrong = [each for each in doctor._check_identity(Credentials(folder)) if each.subject == "authorities"]
     assert [each.state for each in wrong] == ["ok", "warning"]
-    assert "1 that name no trust domain" in wrong[1].text
+    assert "1 without a trust domain" in wrong[1].text
 
 
 async def test_an_identity_that_was_revoked_is_wrong(tmp_path: Path) -> None:

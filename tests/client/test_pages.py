@@ -50,9 +50,9 @@ def of_a_run(name: str) -> Page:
     told: dict[str, Any] = {
         "run_id": name,
         "detail": name,
-        "away": (name,),
+        "offline_intervals": (name,),
         "missing_traffic": (name,),
-        "noticed": DetectionSummary(1, (name,), name),
+        "detections": DetectionSummary(1, (name,), name),
         "name": name,
         "data": name,
         "learners": learners,

@@ -137,7 +137,7 @@ def test_no_more_pages_than_it_can_feed() -> None:
 
 async def test_events_are_pages_as_json() -> None:
     told = Told(a_page())
-    pages = told.pages("run-1")
+    pages = told.stream_states("run-1")
     page = json.loads(await anext(pages))
     assert page["run"]["learners"][0]["name"] == "learner-0"
     assert told.asked == ["run-1"]

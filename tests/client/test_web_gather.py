@@ -231,7 +231,12 @@ async def test_a_run_that_is_over_is_shown_when_its_services_are_gone(tmp_path: 
     async with looking(asked) as until:
         page = await until(lambda page: page["run"])
     run = page["run"]
-    assert (run["run_id"], run["state"], run["rounds_done"], run["rounds"]) == ("demo-1", "finished", over.rounds_done, 20)
+    assert (run["run_id"], run["state"], run["rounds_done"], run["rounds"]) == (
+        "demo-1",
+        "finished",
+        over.rounds_done,
+        20,
+    )
     assert [each["name"] for each in run["learners"]] == NAMES
     assert [each["epsilon"] for each in run["learners"]] == [each.epsilon_spent for each in over.learners]
     assert len(run["edges"]) == 3 and sum(each["messages"] for each in run["edges"]) > 0
