@@ -123,14 +123,14 @@ class Authority:
         _write(folder / AUTHORITY_KEY, _to_pem(key), 0o600)
         revocations, trusted = _build_revocation_list((), name, key), [certificate]
         if replaced_authority is not None:
-            trusted += replaced_authority._trusted()
+            trusted += replaced_authority._list_trusted()
             revocations += _join_pem(_read_lists(replaced_authority.folder / REVOCATION_FILE))
             _make_folder(folder / _ISSUED)
             for path in (replaced_authority.folder / _ISSUED).glob("*.crt"):
                 _write(folder / _ISSUED / path.name, path.read_bytes())
             _write(
                 replaced_authority.folder / AUTHORITIES_FILE,
-                _join_pem(_keep_newest([*replaced_authority._trusted(), certificate])),
+                _join_pem(_keep_newest([*replaced_authority._list_trusted(), certificate])),
             )
         _write(folder / REVOCATION_FILE, revocations)
         _write(folder / AUTHORITIES_FILE, _join_pem(trusted))
@@ -217,7 +217,7 @@ class Authority:
                 "(`sottovoce pki issue --csr`)"
             )
         principal = read_principal(before)
-        roots = [each for each in self._trusted() if read_trust_domain(each) == self.domain]
+        roots = [each for each in self._list_trusted() if read_trust_domain(each) == self.domain]
         if principal is None or principal.domain != self.domain or not has_chain_to_root(before, (), roots):
             raise FailedPrecondition(
                 f"the identity in {folder} must be issued by this authority, or by one of its domain in its {AUTHORITIES_FILE}"
@@ -267,7 +267,7 @@ class Authority:
     def other_authorities(self) -> list[x509.Certificate]:
         """Other authorities of its domain in its `ca.crt` whose issued certificates are not recorded here."""
         issued = self.list_issued()
-        own = [each for each in self._trusted() if read_trust_domain(each) == self.domain and not self._is_own(each)]
+        own = [each for each in self._list_trusted() if read_trust_domain(each) == self.domain and not self._is_own(each)]
         return [each for each in own if not any(has_chain_to_root(one, (), [each]) for one in issued)]
 
     def distribute_revocations(
@@ -332,7 +332,7 @@ class Authority:
         certified = key.public_key() if key is not None else public
         certificate = _build_certificate(subject, certified, ends, self._certificate.subject, self._key, extensions)
         content = certificate.public_bytes(serialization.Encoding.PEM)
-        trusted = _keep_newest([*_read_certificates(folder / AUTHORITIES_FILE), *self._trusted()])
+        trusted = _keep_newest([*_read_certificates(folder / AUTHORITIES_FILE), *self._list_trusted()])
         lists = self._merge_lists(folder, trusted)
         _make_folder(self.folder / _ISSUED)
         _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.crt", content)
@@ -359,7 +359,7 @@ class Authority:
     def _has_signed(self, revocations: x509.CertificateRevocationList) -> bool:
         return has_signed_list(self._certificate, revocations)
 
-    def _trusted(self) -> list[x509.Certificate]:
+    def _list_trusted(self) -> list[x509.Certificate]:
         """Return the authorities that every identity gets: its own certificate and the others in its folder."""
         return _read_certificates(self.folder / AUTHORITIES_FILE)
 

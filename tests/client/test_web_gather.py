@@ -167,7 +167,7 @@ async def test_nobody_is_asked_while_nobody_looks() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
         assert looks == []
-        with gathering._connected(""):
+        with gathering._register_browser(""):
             while not looks:  # noqa: ASYNC110 - it is another task's turn
                 await asyncio.sleep(0)
         assert not gathering._has_browsers.is_set()
@@ -178,7 +178,7 @@ async def test_so_many_may_look_and_no_more() -> None:
     with ExitStack() as stack:
         for _ in range(MAX_BROWSERS):
             assert not gathering.is_full
-            stack.enter_context(gathering._connected(""))
+            stack.enter_context(gathering._register_browser(""))
         assert gathering.is_full
     assert not gathering.is_full
 

@@ -122,7 +122,7 @@ class RiverClassifier(_Model, base.MiniBatchClassifier):  # type: ignore[misc]  
 
     @property
     def _multiclass(self) -> bool:
-        return len(self.learner.records.classes or ()) > 2
+        return len(self.learner.records.class_names or ()) > 2
 
     def predict_proba_one(self, x: dict[Any, Any], **more: Any) -> dict[Any, float]:
         """Each class's chance.

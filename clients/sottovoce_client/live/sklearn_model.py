@@ -96,12 +96,12 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     @property
     def classes_(self) -> Any:
         """All that there are, `(classes,)`: the run has declared them."""
-        return np.asarray(self.learner.records.classes)
+        return np.asarray(self.learner.records.class_names)
 
     @property
     def _tail(self) -> tuple[int, ...]:
         """Shape of one record's scores."""
-        n = len(self.learner.records.classes or ())
+        n = len(self.learner.records.class_names or ())
         return () if self.learner.spec.loss.binary else (n,)
 
     def partial_fit(self, X: Any, y: Any, classes: Sequence[Any] | None = None) -> Self:

@@ -208,7 +208,7 @@ def determine_verdict(summary: RunSummary) -> _Verdict:
     """Compare the exact privacy losses of the capture with the claims."""
     worst = find_worst_case(summary)
     if worst is None:
-        return _not_computed(summary, "") if summary.failed_parts else _untested(summary)
+        return _make_incomplete_verdict(summary, "") if summary.failed_parts else _make_untested_verdict(summary)
     learner, level, observed = worst
     if is_single_use(summary):
         when = f"when one record of {learner.name} is replaced"
@@ -238,7 +238,7 @@ def determine_verdict(summary: RunSummary) -> _Verdict:
     if math.isinf(observed.claimed_epsilon):
         return _Verdict("open", "Nothing finite was promised", f"Every claimed ε is infinite. {found}.")
     if summary.failed_parts:
-        return _not_computed(summary, f" {found}; the promise allows {format_number(observed.claimed_epsilon)}.")
+        return _make_incomplete_verdict(summary, f" {found}; the promise allows {format_number(observed.claimed_epsilon)}.")
     # A learner that left sent nothing afterwards: its later rounds are not missing from the capture.
     examined = min(
         (len(loss.cumulative_loss) for learner, _, loss in _cases(summary) if not learner.has_left),
@@ -259,13 +259,13 @@ def determine_verdict(summary: RunSummary) -> _Verdict:
     return _Verdict("consistent", "Consistent with the promise", text)
 
 
-def _not_computed(summary: RunSummary, found: str) -> _Verdict:
+def _make_incomplete_verdict(summary: RunSummary, found: str) -> _Verdict:
     """Return the verdict on a run whose summary is incomplete."""
     lines = "; ".join(summary.failed_parts)
     return _Verdict("open", "Not all could be computed", f"{lines[:1].upper()}{lines[1:]}.{found}")
 
 
-def _untested(summary: RunSummary) -> _Verdict:
+def _make_untested_verdict(summary: RunSummary) -> _Verdict:
     """Return the verdict on a run whose losses are not known."""
     if summary.wiretap is not None:
         text = "A wiretap reads no messages, so the promise was not tested. Whether sizes and times of ciphertext depend on "

@@ -122,7 +122,7 @@ class Poller:
         Args:
             run_id: The run to show; empty: the newest active run, else the newest run.
         """
-        with self._connected(run_id):
+        with self._register_browser(run_id):
             seen = 0
             while await self._wait_for_poll(seen, run_id):
                 seen = self._poll_count
@@ -135,7 +135,7 @@ class Poller:
         return not self._ended
 
     @contextmanager
-    def _connected(self, run_id: str) -> Iterator[None]:
+    def _register_browser(self, run_id: str) -> Iterator[None]:
         self._browsers[run_id] += 1
         self._has_browsers.set()
         try:
@@ -172,7 +172,7 @@ class Poller:
         await self._every(_FILE_SCAN_PERIOD_S, "files", self._scan_files)
         if self._options.watch:
             await self._every(2 * POLL_PERIOD_S, "watch", self._watch)
-        selected = {requested: requested or choose_run(self._listed) for requested in tuple(self._browsers)}
+        selected = {requested: requested or choose_run(self._run_list) for requested in tuple(self._browsers)}
         listed = {each.run_id for each in self._runs}
         ended = {
             run_id for run_id in self._results.run_views if run_id not in listed
@@ -248,7 +248,7 @@ class Poller:
             self._polled.pop(next(iter(self._polled)))
 
     @property
-    def _listed(self) -> tuple[RunListItem, ...]:
+    def _run_list(self) -> tuple[RunListItem, ...]:
         """Runs that the coordinator lists, then runs that only the results folder holds, each the newest first."""
         listed = {each.run_id for each in self._runs}
         found = [_make_list_item(run) for run in self._results.run_views.values() if run.run_id not in listed]
@@ -272,7 +272,7 @@ class Poller:
             time=time.time(),
             version=version("sottovoce"),
             run=view,
-            runs=tuple(_set_end(each, ended.get(each.run_id)) for each in self._listed),
+            runs=tuple(_set_end(each, ended.get(each.run_id)) for each in self._run_list),
             captures=_merge_captures(self._captures, self._results.captures, is_stale=is_stale),
             reports=self._results.reports,
             watch=watched[0] if watched else None,

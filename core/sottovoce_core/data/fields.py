@@ -406,7 +406,7 @@ class Label(_Typed):
 class NumberLabel(_Number, Label):
     """A number within declared bounds, which are scaled onto [-1, 1]."""
 
-    def unscaled(self, labels: FloatArray) -> FloatArray:
+    def unscale(self, labels: FloatArray) -> FloatArray:
         low, high = self.bounds
         return low + (labels + 1.0) * ((high - low) / 2.0)
 
