@@ -223,7 +223,7 @@ def test_an_arrow_leads_from_who_speaks_to_who_only_listens() -> None:
     lines = [next(mark for mark in figure(made, "graph").marks if mark.kind == "line") for made in (mutual, directed)]
     assert [len(each.x) for each in lines] == [9, 3]  # two ends and a gap for every channel that leads both ways
     text = build_run_page(directed).to_html()
-    assert "An arrow leads from" in text and "Who sends to whom: 3 learners, 3 channels" in text
+    assert "An arrow leads from" in text and "Who sends to whom: 3 learners, 3 edges" in text
     rows = {row[0]: row[2:] for row in Page(text).rows[1:4]}
     assert rows == {
         "Aarhus": ["Bergen, Cork", "Cork"],
@@ -249,7 +249,7 @@ def test_points_of_short_curves_are_marked(points: int, marked: bool) -> None:
 def test_a_curve_of_what_was_measured_here_stands_where_no_learner_told_its_own() -> None:
     curve = tuple((k, 0.5 + 0.05 * k) for k in range(1, 9))
     silent = [replace(each, accuracy=(None,) * 2) for each in looks(2, 8, 1.0, 4)]
-    made = summary(2, progress=tuple(silent), measured="it costs nothing more")
+    made = summary(2, progress=tuple(silent), publication_cost="it costs nothing more")
     measured = replace(made, learners=tuple(replace(each, test_curve=curve) for each in made.learners))
     page, told = (
         build_run_page(measured).to_html(),
@@ -488,7 +488,7 @@ def test_what_grows_beyond_its_noise_is_not_called_noise() -> None:
     for heard, loud in ((noise, False), (noise + np.arange(200.0)[:, None], True)):
         text = page(summary(2, capture=replace(capture(sender_values=heard), first_scale=1.0, last_scale=1.0))).text
         assert ("Most of it is noise" in text) is not loud
-        assert ("lasting bands show what was learned from many records together" in text) is loud
+        assert ("persistent bands show what was learned from many records together" in text) is loud
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
