@@ -314,7 +314,7 @@ def test_key_figures() -> None:
         "93.1–94.7 %",
         "96.5 % for one model of all records, without privacy",
         "ε = 7.312",
-        "The paper’s formula (23.34), published with the algorithm, bounds the same ε per event, but loosely",
+        "The paper’s formula (23.34), published with the algorithm, bounds the same ε per record use, but loosely",
     ):
         assert figure in text
     assert "Recorded messages 5,000 1.43 MB" in text
