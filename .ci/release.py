@@ -20,12 +20,12 @@ HEADING = re.compile(r"^## (\d+\.\d+\.\d+) - (unreleased|\d{4}-\d\d-\d\d)$", re.
 
 
 def git(*arguments: str) -> str:
-    """What git answers."""
+    """Run git and return its output."""
     return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def replaced(path: str, pattern: str, by: str) -> None:
-    """Replace what stands exactly once in a file.
+def replace_line(path: str, pattern: str, by: str) -> None:
+    """Replace a line that occurs exactly once in a file.
 
     Raises:
         SystemExit: it does not.
@@ -38,7 +38,7 @@ def replaced(path: str, pattern: str, by: str) -> None:
 
 
 def topmost() -> tuple[str, str, str]:
-    """Version, date and text of the newest section of the changelog."""
+    """Return version, date and text of the newest section of the changelog."""
     text = Path("CHANGELOG.md").read_text(encoding="utf-8")
     found = HEADING.search(text)
     if found is None:
@@ -48,7 +48,7 @@ def topmost() -> tuple[str, str, str]:
 
 
 def last_release() -> str | None:
-    """The newest release tag that leads here."""
+    """Return the newest release tag in the history of this commit."""
     return next(iter(git("tag", "--merged", "HEAD", "--list", "v*", "--sort=-v:refname").splitlines()), None)
 
 
@@ -65,7 +65,7 @@ def last() -> None:
 
 
 def prepare() -> None:
-    """Write version and date, if everything is in order.
+    """Write version and date, if all checks pass.
 
     Raises:
         SystemExit: it is not.
@@ -82,17 +82,17 @@ def prepare() -> None:
         if subprocess.run(["buf", "breaking", "proto", "--against", against], check=False).returncode:
             sys.exit(f"the wire breaks what {before} can read")
     today = datetime.now(UTC).date().isoformat()
-    replaced("CHANGELOG.md", rf"^## {re.escape(version)} - unreleased$", f"## {version} - {today}")
-    replaced("pyproject.toml", r'^version = ".*"$', f'version = "{version}"')
-    replaced("CITATION.cff", r"^version: .*$", f"version: {version}")
-    replaced("deploy/.env", r"^SOTTOVOCE_VERSION=.*$", f"SOTTOVOCE_VERSION={version}")
-    replaced("deploy/helm/sottovoce/Chart.yaml", r"^version: .*$", f"version: {version}")
-    replaced("deploy/helm/sottovoce/Chart.yaml", r"^appVersion: .*$", f'appVersion: "{version}"')
+    replace_line("CHANGELOG.md", rf"^## {re.escape(version)} - unreleased$", f"## {version} - {today}")
+    replace_line("pyproject.toml", r'^version = ".*"$', f'version = "{version}"')
+    replace_line("CITATION.cff", r"^version: .*$", f"version: {version}")
+    replace_line("deploy/.env", r"^SOTTOVOCE_VERSION=.*$", f"SOTTOVOCE_VERSION={version}")
+    replace_line("deploy/helm/sottovoce/Chart.yaml", r"^version: .*$", f"version: {version}")
+    replace_line("deploy/helm/sottovoce/Chart.yaml", r"^appVersion: .*$", f'appVersion: "{version}"')
     print(version)
 
 
 def tag() -> None:
-    """Commit and tag what `prepare` wrote; both are signed off, and the tag carries the changelog's section."""
+    """Commit and tag the changes of `prepare`, both signed off; the tag has the text of the changelog's section."""
     version, _, text = topmost()
     signed = f"Signed-off-by: {git('config', 'user.name')} <{git('config', 'user.email')}>"
     git("commit", "--all", "--signoff", "--message", f"Release {version}")

@@ -1,10 +1,10 @@
-"""Gathers what an image holds: a Python, the packages of a virtual environment, and the libraries that both load.
+"""Gather the content of an image: a Python, the packages of a virtual environment, and the libraries that both load.
 
     python gather.py VENV OUT
 
-Run by deploy/packages.sh in a build stage. There is no shell in OUT, no package manager, and nothing that nobody imports. Of
-others' modules only the compiled form is there, for size; of ours the source, too. Every file has the time SOURCE_DATE_EPOCH, so
-that the same inputs give the same image.
+Run by deploy/packages.sh in a build stage. OUT has no shell, no package manager, and no unused module. Third-party
+modules are included only in compiled form, to save space; the project's own modules also as source. Every file has the time
+SOURCE_DATE_EPOCH, so that the same inputs give the same image.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-# No service imports them; `config-*` is for whoever links Python.
+# No service imports them; `config-*` is for linking Python.
 UNUSED = ("__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "pydoc_data")
 NOWHERE = ("*.pyc", "*.pyi", "*.pyx", "*.pxd", "*.c", "*.h", "*.a", "config-*", "activate*", "Activate*")
 TOOLS = ("pip*", "setuptools", "setuptools-*", "pkg_resources", "_distutils_hack", "distutils-precedence.pth")
@@ -36,18 +36,18 @@ UNWANTED = (
     "ossaudiodev.*",
     "_tkinter.*",
 )
-# Of the base: who users are, where names are looked up, whom TLS to others believes, where libraries lie.
+# Files of the base image: users, name resolution, trusted TLS authorities, library paths.
 ETC = ("passwd", "group", "nsswitch.conf", "ssl/certs/ca-certificates.crt", "ld.so.conf", "ld.so.conf.d")
 
 
 def main(venv: Path, out: Path) -> None:
-    """Gather into a new folder."""
+    """Gather the files into a new folder."""
     keep = shutil.ignore_patterns(*UNUSED, *NOWHERE, *TOOLS, "include")
     shutil.copytree(venv, _inside(out, venv), symlinks=True, ignore=keep)
     stdlib = Path(sysconfig.get_path("stdlib"))
     unused = shutil.ignore_patterns(*UNUSED, *NOWHERE, *SYSTEM, *UNWANTED)
     shutil.copytree(stdlib, _inside(out, stdlib), symlinks=True, ignore=unused)
-    _links_of_base(out)
+    _copy_base_links(out)
     for link in _chain(venv / "bin" / "python"):
         _copy(link, out)
     for library in sorted(_libraries(out)):
@@ -66,10 +66,10 @@ def main(venv: Path, out: Path) -> None:
 
 
 def _compile(folder: Path, out: Path) -> None:
-    """Ours beside their sources, others' in place of them; debugging symbols are left out, too."""
+    """Compile modules: the project's next to their sources, others in their place; strip debugging symbols."""
     for path in [*folder.rglob("*.py")]:
         own = any(part == "sottovoce" or part.startswith("sottovoce_") for part in path.relative_to(out).parts[4:])
-        # Never compared with a source, whose time says nothing.
+        # Never compared with the source, whose time is meaningless.
         mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
         name = "/" + str(path.relative_to(out))
         to = None if own else str(path.with_suffix(".pyc"))
@@ -88,8 +88,8 @@ def _inside(out: Path, path: Path) -> Path:
     return out / path.relative_to("/")
 
 
-def _links_of_base(out: Path) -> None:
-    """Where /lib is /usr/lib, it is so here."""
+def _copy_base_links(out: Path) -> None:
+    """Copy links of the base image, such as /lib to /usr/lib."""
     for name in ("bin", "lib", "lib64"):
         if (path := Path("/", name)).is_symlink() and not (out / name).exists():
             (out / name).symlink_to(os.readlink(path))
@@ -97,7 +97,7 @@ def _links_of_base(out: Path) -> None:
 
 
 def _chain(path: Path) -> Iterator[Path]:
-    """A path and those that it leads to, each in a folder that is no link."""
+    """Yield a path and the targets of its links, each in a folder that is no link."""
     while True:
         path = path.parent.resolve() / path.name
         yield path
@@ -116,12 +116,12 @@ def _copy(path: Path, out: Path) -> None:
 
 
 def _libraries(out: Path) -> set[Path]:
-    """What Python and its modules load, by the loader's own word."""
+    """Return the libraries that Python and its modules load, according to ldd."""
     found = set[Path]()
     for path in [Path(sys.executable).resolve(), *out.rglob("*.so"), *out.rglob("*.so.*")]:
-        # Where a module is a script or a link that leads nowhere, ldd says so and fails: it loads nothing.
-        said = subprocess.run(["/usr/bin/ldd", str(path)], capture_output=True, text=True, check=False)  # noqa: S603
-        words = [word for line in said.stdout.splitlines() for word in line.split() if word.startswith("/")]
+        # ldd fails for scripts and broken links, which load nothing.
+        result = subprocess.run(["/usr/bin/ldd", str(path)], capture_output=True, text=True, check=False)  # noqa: S603
+        words = [word for line in result.stdout.splitlines() for word in line.split() if word.startswith("/")]
         found |= {Path(word) for word in words if not Path(word).is_relative_to(out)}
     return found
 

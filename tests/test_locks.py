@@ -94,20 +94,20 @@ VULNERABLE = {"id": "PYSEC-1", "fix_versions": ["3.1.3"], "aliases": ["CVE-1"]}
 
 
 def test_every_locked_version_is_looked_up(advisories: ModuleType) -> None:
-    versions = advisories.pinned(FOLDER / f"{name}.txt" for name in LOCKS)
+    versions = advisories.parse_locks(FOLDER / f"{name}.txt" for name in LOCKS)
     assert {(name, each) for name, own in versions.items() for each in own} == {
         (each.name, str(each.specifier).removeprefix("==")) for name in LOCKS for each, _ in locked(name)
     }
-    assert list(advisories.lists(VERSIONS)) == ["numpy==2.4.6\njinja2==3.1.2\n", "numpy==2.5.5\n"]
+    assert list(advisories.split_requirements(VERSIONS)) == ["numpy==2.4.6\njinja2==3.1.2\n", "numpy==2.5.5\n"]
 
 
 def test_what_is_known_and_what_is_not_is_told_apart(advisories: ModuleType) -> None:
-    assert advisories.told(VERSIONS, FINE, "pypi") == (["0 advisories for 3 of 3 locked versions, by pypi"], 0)
+    assert advisories.format_report(VERSIONS, FINE, "pypi") == (["0 advisories for 3 of 3 locked versions, by pypi"], 0)
     found = [*FINE[:2], {"name": "jinja2", "version": "3.1.2", "vulns": [VULNERABLE]}]
-    lines, code = advisories.told(VERSIONS, found, "pypi")
-    assert (lines[0], code) == ("jinja2 3.1.2: PYSEC-1, CVE-1; mended in 3.1.3", advisories.FOUND)
+    lines, code = advisories.format_report(VERSIONS, found, "pypi")
+    assert (lines[0], code) == ("jinja2 3.1.2: PYSEC-1, CVE-1; fixed in 3.1.3", advisories.FOUND)
     skipped = [*FINE[:2], {"name": "jinja2", "skip_reason": "Dependency not found on PyPI and could not be audited"}]
-    lines, code = advisories.told(VERSIONS, skipped, "pypi")
+    lines, code = advisories.format_report(VERSIONS, skipped, "pypi")
     assert (lines[-1].startswith("UNREACHABLE"), lines[-1].endswith("for jinja2 3.1.2"), code) == (True, True, 2)
-    lines, code = advisories.told(VERSIONS, [], "pypi")
-    assert lines[-1].endswith("nothing is known, for any of them") and code == advisories.UNKNOWN
+    lines, code = advisories.format_report(VERSIONS, [], "pypi")
+    assert lines[-1].endswith("did not answer for any of them") and code == advisories.UNKNOWN

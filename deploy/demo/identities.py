@@ -1,9 +1,9 @@
-"""The demo's authority: gives every service of deploy/compose.yaml an identity, into a volume of its own.
+"""Issue identities for the demo: one for every service of deploy/compose.yaml, into a volume of its own.
 
     python identities.py DOMAIN ROLE/NAME[@USER]...
 
-May run again at any time: who has an identity keeps it, and gets a new one when half of its time is over. Runs as root, with the
-one capability that it takes to give a new volume to its owner.
+May run again at any time: an existing identity is kept, and renewed after half of its validity. Runs as root, with the one
+capability that changes the owner of a new volume.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from sottovoce_core.errors import SottovoceError
 
 AUTHORITY, IDENTITIES = Path("/authority"), Path("/identities")
 USER = 65532
-"""As which all services of ours run."""
+"""User id of all services in the images."""
 
 
-def main(domain: str, *everybody: str) -> None:
-    """Issue what is not there, and renew what is old."""
-    there = (AUTHORITY / AUTHORITY_KEY).exists()
-    authority = Authority(AUTHORITY) if there else Authority.init(AUTHORITY, domain)
-    for each in everybody:
-        whom, _, user = each.partition("@")
-        folder = IDENTITIES / whom.replace("/", "-")
-        _give(folder, 0)
+def main(domain: str, *principals: str) -> None:
+    """Issue missing identities, and renew old ones."""
+    exists = (AUTHORITY / AUTHORITY_KEY).exists()
+    authority = Authority(AUTHORITY) if exists else Authority.init(AUTHORITY, domain)
+    for each in principals:
+        name, _, user = each.partition("@")
+        folder = IDENTITIES / name.replace("/", "-")
+        _change_owner(folder, 0)
         if not (folder / "tls.crt").exists():
-            ends = authority.issue(whom, folder).not_valid_after_utc
+            ends = authority.issue(name, folder).not_valid_after_utc
         elif (ends := read_certificate(folder).not_valid_after_utc) < datetime.now(UTC) + timedelta(
             days=DEFAULT_VALIDITY_DAYS / 2
         ):
             ends = authority.renew(folder).not_valid_after_utc
-        _give(folder, int(user or USER))
-        print(f"{whom}: until {ends:%Y-%m-%d}", flush=True)
+        _change_owner(folder, int(user or USER))
+        print(f"{name}: until {ends:%Y-%m-%d}", flush=True)
 
 
-def _give(folder: Path, user: int) -> None:
-    """Owner may look inside: so the folder is taken first, and given last."""
+def _change_owner(folder: Path, user: int) -> None:
+    """Change the owner of a folder and its files; the folder is the last, because only its owner may list it."""
     if user == 0:
         os.chown(folder, 0, 0)
         folder.chmod(0o700)

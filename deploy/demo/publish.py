@@ -1,8 +1,8 @@
-"""Publishes the demo's records to NATS: 569 tumours, each at one of five hospitals.
+"""Publish the demo's records to NATS: 569 tumours, each at one of five hospitals.
 
     python publish.py nats://HOST:4222 NAME...
 
-Each time it is run they come once more, as new records.
+Every start publishes them again, as new records.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIELDS = ("radius", "texture", "smoothness", "compactness", "concavity", "symmet
 
 
 async def main(server: str, *names: str) -> None:
-    """Publish one record after another, to the hospitals by turns."""
+    """Publish the records one after the other, to the hospitals in turn."""
     found = load_breast_cancer()
     columns = [list(found.feature_names).index(f"mean {field}") for field in FIELDS]
     client = await nats.connect(server, connect_timeout=5, max_reconnect_attempts=30)

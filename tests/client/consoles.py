@@ -102,7 +102,7 @@ class Told:
     """What a console knows: as tests say."""
 
     def __init__(self, page: ConsoleState, folder: Path | None = None) -> None:
-        self.files, self.full, self.asked = ResultFiles(folder), False, list[str]()
+        self.files, self.is_full, self.asked = ResultFiles(folder), False, list[str]()
         self._page, self._turn, self._changed, self._ended = page, 0, asyncio.Condition(), False
 
     async def put(self, page: ConsoleState) -> None:
@@ -117,7 +117,7 @@ class Told:
             self._ended = True
             self._changed.notify_all()
 
-    async def pages(self, run_id: str) -> AsyncIterator[bytes]:
+    async def stream_states(self, run_id: str) -> AsyncIterator[bytes]:
         self.asked.append(run_id)
         turn = -1
         while not self._ended:

@@ -44,7 +44,7 @@ SECTIONS = [
     "Round by round",
     "What more runs add",
     "The noise in the messages",
-    "What the swap does",
+    "The effect of the replacement",
     "Learner by learner",
     "All comparisons",
     "What this does not show",
@@ -169,7 +169,7 @@ def test_who_is_refuted_by_the_noise_of_another_is_that_other_one(done: Audit, t
     assert np.mean(np.abs(other.noise)) == pytest.approx(0.5, rel=0.05)
     assert done.verdict_learner == 1 and np.mean(np.abs(done.noise)) == pytest.approx(1.0, rel=0.05)
     html = build_audit_page(other, "learner-1", 7).to_html()
-    assert "<span>learner learner-2</span><span>record of learner-1 swapped</span>" in html
+    assert "<span>learner learner-2</span><span>record of learner-1 replaced</span>" in html
     assert "Refuted: the claim for learner-2 does not hold" in html and "of learner learner-2." in html
     console = Console(file=io.StringIO(), width=1000)
     report_audit(other, 7, tmp_path, console)
@@ -233,15 +233,17 @@ def test_a_page_says_what_its_epsilon_lets_somebody_guess(done: Audit) -> None:
     promised = done.plan.guarantee
     small = replace(promised, round_losses=promised.round_losses / done.plan.epsilon)
     text = page_of(replace(done, plan=replace(done.plan, guarantee=small))).text
-    assert "in the worst case 73.1 of 100 guesses between the two are right" in text and "in name only" not in text
-    assert done.plan.epsilon > 10 and "it is a promise in name only" in page_of(done).text
+    assert (
+        "in the worst case 73.1 of 100 guesses between the two are right" in text and "almost no protection" not in text
+    )
+    assert done.plan.epsilon > 10 and "it gives almost no protection" in page_of(done).text
 
 
 def test_the_audited_learner_has_two_losses_and_each_is_named(done: Audit) -> None:
     page = page_of(done)
     (own,) = [each for each in done.learner_losses if each.learner == done.plan.worlds.learner]
     assert own.replacement.startswith("the first record against") and own.replacement in page.text
-    assert "after any round, for the swap of this audit" in page.text
+    assert "after any round, for the replacement of this audit" in page.text
     assert "so the loss of learner-1 here is not the one above" in page.text
 
 
@@ -249,7 +251,7 @@ def test_runs_of_one_world_are_called_what_the_terminal_calls_them(done: Audit) 
     found = replace(done.findings, has_both_worlds=False, bounds=(), round_bounds=None, runs=1)
     text = page_of(replace(done, findings=found, verdict=Verdict("consistent", "so"))).text
     assert "Consistent: nothing was found in the noise, and nothing was guessed" in text
-    assert "It compared" not in text and "1 run of a training was overheard" in text
+    assert "It compared" not in text and "1 run of a training was recorded" in text
 
 
 # ---- what is missing or infinite -------------------------------------------------------------------------------------
@@ -269,7 +271,7 @@ def test_who_hears_no_message_has_nothing_to_replay(published: Audit) -> None:
     page = page_of(published)
     assert published.run_losses is None
     assert set(page.plots) <= {"twins", "twins-close", "said"}
-    assert page.text.count("hears no message") >= 3
+    assert page.text.count("sees no message") >= 3
     assert "Exact losses" in page.headings and "Learner by learner" not in page.headings
 
 

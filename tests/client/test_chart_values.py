@@ -103,7 +103,7 @@ def test_the_coordinators_release_knows_all(own: list[str]) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(SpecError, match="must be of the run spec, got 'emil'; there are anna, ben, cleo, dora"):
         derive_chart_values([spec_of()], ["emil"])
-    with pytest.raises(SpecError, match="captured in one way, got relay and mirror"):
+    with pytest.raises(SpecError, match="have one capture mode, got relay and mirror"):
         derive_chart_values([spec_of(capture="relay"), spec_of(capture="mirror")])
     with pytest.raises(AssumptionViolated, match="not connected"):
         derive_chart_values([spec_of(topology={"graph": edges((0, 1), directed=False)})])

@@ -327,7 +327,7 @@ def test_summary_says_everything() -> None:
         assert words in text
     for sentence in (
         "the eavesdropper recorded 5,000 messages (1.43 MB, mode relay).",
-        "ε = 7.312 per use of a record, 23.4 per record in all its uses, against an observer of every message.",
+        "ε = 7.312 per record use, 23.4 per record in all its uses, against an observer of every message.",
         "can become at most 99.9 % sure",
     ):
         assert sentence in " ".join(text.split())
@@ -382,14 +382,16 @@ def test_where_no_accuracy_is_known_it_is_said_what_opts_in() -> None:
 def test_where_no_record_is_held_out_no_telemetry_is_advised() -> None:
     unknown = replace(summary_of(replace(learner("a"), test_accuracy=None)), test_records=0, central_accuracy=None)
     for text in (" ".join(printed(unknown).split()), build_run_page(unknown).to_html()):
-        assert "not known: no record is held out to measure it on" in text
+        assert "not known: no record is held out to measure it" in text
         assert "telemetry: {predict: true}" not in text
 
 
 def test_accuracies_that_were_measured_here_say_so_and_what_publishing_them_costs() -> None:
     made = replace(summary(), publication_cost="the model follows from messages: it costs nothing more")
     for text in (" ".join(printed(made).split()), build_run_page(made).to_html()):
-        assert "no learner was asked; to publish it: the model follows from messages: it costs nothing more" in text
+        assert (
+            "without queries to learners; to publish it: the model follows from messages: it costs nothing more" in text
+        )
     assert "no learner was asked" not in printed(summary())
 
 

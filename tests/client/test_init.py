@@ -136,7 +136,9 @@ def test_it_says_where_nothing_scales_the_features(tmp_path: Path, here: Here, k
     path, options = _written(tmp_path, kind)
     spec = tmp_path / "own.yaml"
     code, out, _ = here("init", str(path), *options, "--out", str(spec))
-    said = "no record is held out, so features are not scaled; rows are cut to norm 1: scale them, or declare a schema"
+    said = (
+        "no record is held out, so features are not scaled; rows are clipped to norm 1: scale them, or declare a schema"
+    )
     text = spec.read_text(encoding="utf-8")
     assert code == 0
     assert (said in out) == (f"  # {said}" in text) == ("scale: none" in text) == (kind in PLACED)
@@ -177,7 +179,7 @@ def test_its_comments_say_what_was_chosen_and_what_comes_next(
     assert code == 0
     for command in ("spec check", "budget", "simulate", "up"):
         assert f"sottovoce {command} text.yaml" in out and f"#   sottovoce {command} " in text
-    for said in ("PD-OGD", "Nothing protects these", "of 2 that were wished", "at any other delta"):
+    for said in ("PD-OGD", "not protected", "of the requested 2", "at any other delta"):
         assert said in text
     (tmp_path / "specs").mkdir()
     here("init", "text.csv", *options, "--out", "specs/own.yaml")
@@ -261,11 +263,11 @@ def test_a_spelling_that_means_no_class_is_refused_with_those_there_are(tmp_path
         ({"positive": ("ill",)}, "--positive must name labels that occur, sick, well, got 'ill'"),
         ({"positive": ("sick", "well")}, "not all"),
         ({"label": "zip"}, "--label must be one of the columns, got 'zip' \\('outcome', 'age', 'stay', 'weight'\\)"),
-        ({"learners": "0"}, "--learners must be how many"),
+        ({"learners": "0"}, "--learners must be a number"),
         ({"learners": "1000"}, "at most one for each of 240 records"),
         ({"epsilon": float("nan")}, "--epsilon must be a finite number above 0"),
         ({"epsilon": 1e-15}, "noise.epsilon must be finite and above"),
-        ({"label_bound": 2.0}, "--label-bound must be left out where labels are classes"),
+        ({"label_bound": 2.0}, "--label-bound must be left out if labels are classes"),
         ({"scale": "log"}, "--scale must be one of standard, range, none, got 'log'"),
     ],
 )
@@ -279,7 +281,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], s
     ("kind", "options", "said"),
     [
         ("number", {}, "--label-bound must be a finite number above 0, got ''; add --label-bound NUMBER"),
-        ("number", {"label_bound": 1.0, "positive": ("1",)}, "--positive must be left out where labels are numbers"),
+        ("number", {"label_bound": 1.0, "positive": ("1",)}, "--positive must be left out if labels are numbers"),
         ("own learners", {"partition": "iid"}, "--partition must be left out: the column learner"),
         ("own learners", {"label": "outcome", "scale": "range"}, "no record of this file is held out"),
         ("schema", {"scale": "range"}, "a schema scales by its bounds"),
@@ -308,4 +310,4 @@ def test_records_that_a_large_learner_never_says_are_told(
     code, out, err = here("init", str(tmp_path / "sites.csv"), *options)
     assert code == 0, err
     assert ("are not learned" in out) is left
-    assert ("are not learned" in (tmp_path / "sites.yaml").read_text(encoding="utf-8")) is left
+    assert ("are not used" in (tmp_path / "sites.yaml").read_text(encoding="utf-8")) is left

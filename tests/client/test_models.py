@@ -140,7 +140,7 @@ async def test_a_model_and_what_it_says_leave_their_owner(tmp_path: Path, here: 
     assert [each["score"] for each in document["predictions"]] == [float(row["score"]) for row in rows]
     assert pq.read_table(tmp_path / "said.parquet").column("score").to_pylist() == [float(r["score"]) for r in rows]
     assert document["privacy"]["epsilon"] == about["privacy"]["epsilon"] == spent > 0
-    assert (about["learner"], about["rounds_done"], about["privacy"]["covered_by"]) == ("ann", 5, "messages")
+    assert (about["learner"], about["rounds_done"], about["privacy"]["protected_by"]) == ("ann", 5, "messages")
     assert (about["columns"], about["label"]["classes"]) == (["age", "pulse", "weight"], ["home", "died"])
     assert "to publish them: the model of pd-ogd follows from messages" in said[2]
     assert "held-out records, which nothing protects" in shown[1] and "yes, epsilon" in shown[1]
@@ -167,7 +167,7 @@ async def test_a_model_that_no_epsilon_covers_stays_unless_its_owner_insists(tmp
         predicted = await ran(here, "predict", up.addresses["ann"], tmp_path / "new.npz", "--spec", file)
     assert code == 0 and "NO, no epsilon" in said
     with np.load(out) as model:
-        assert json.loads(str(model["about"]))["privacy"]["epsilon"] is None
+        assert json.loads(str(model["metadata"]))["privacy"]["epsilon"] is None
     assert predicted[0] == 0 and "no epsilon covers it" in predicted[2]
 
 

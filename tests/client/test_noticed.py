@@ -23,7 +23,7 @@ from tests.client.summaries import capture, summary
 from tests.examples import made_up, small_spec
 from tests.services.capturing import captured, frame, row
 
-LINE = "The eavesdropper noticed 2 things that must never happen: learner 0 to learner 1, round 3: <b>bytes</b> …"
+LINE = "The eavesdropper detected 2 protocol violations: learner 0 to learner 1, round 3: <b>bytes</b> …"
 TWO = DetectionSummary(
     2, ("learner 0 to learner 1, round 3: <b>bytes</b>", "learner 2 to learner 1, round 3: other bytes"), None
 )
@@ -47,8 +47,8 @@ def test_the_terminal_and_the_report_say_it_in_one_line() -> None:
 def test_nothing_noticed_is_not_worth_a_line() -> None:
     for noticed in (None, DetectionSummary(0, (), None)):
         made = replace(summary(), detections=noticed)
-        assert "noticed" not in printed(made)
-        assert "must never happen" not in build_run_page(made).to_html()
+        assert "detected" not in printed(made)
+        assert "protocol violation" not in build_run_page(made).to_html()
 
 
 @pytest.mark.parametrize(("noticed", "code"), [(None, 0), (DetectionSummary(0, (), None), 0), (TWO, 1)])

@@ -58,7 +58,7 @@ SECTIONS = (
     "Warnings",
     "Spec",
 )
-PLOTS = ("graph", "learning", "budget", "loss-event", "loss-record", "heard")
+PLOTS = ("graph", "learning", "budget", "loss-record_use", "loss-record", "messages")
 HOSTILE = '<img src=x onerror="alert(1)">&\'</script>{0}'
 
 
@@ -223,7 +223,7 @@ def test_an_arrow_leads_from_who_speaks_to_who_only_listens() -> None:
     lines = [next(mark for mark in figure(made, "graph").marks if mark.kind == "line") for made in (mutual, directed)]
     assert [len(each.x) for each in lines] == [9, 3]  # two ends and a gap for every channel that leads both ways
     text = build_run_page(directed).to_html()
-    assert "An arrow leads from" in text and "Who sends to whom: 3 learners, 3 channels" in text
+    assert "An arrow leads from" in text and "Who sends to whom: 3 learners, 3 edges" in text
     rows = {row[0]: row[2:] for row in Page(text).rows[1:4]}
     assert rows == {
         "Aarhus": ["Bergen, Cork", "Cork"],
@@ -249,7 +249,7 @@ def test_points_of_short_curves_are_marked(points: int, marked: bool) -> None:
 def test_a_curve_of_what_was_measured_here_stands_where_no_learner_told_its_own() -> None:
     curve = tuple((k, 0.5 + 0.05 * k) for k in range(1, 9))
     silent = [replace(each, accuracy=(None,) * 2) for each in looks(2, 8, 1.0, 4)]
-    made = summary(2, progress=tuple(silent), measured="it costs nothing more")
+    made = summary(2, progress=tuple(silent), publication_cost="it costs nothing more")
     measured = replace(made, learners=tuple(replace(each, test_curve=curve) for each in made.learners))
     page, told = (
         build_run_page(measured).to_html(),
@@ -274,7 +274,7 @@ def test_losses_that_would_lie_on_zero_are_shown_from_close_by() -> None:
     made = summary(1)
     small = ObservedPrivacyLoss(0.01, 0.02, 7.0, np.linspace(0, 0.01, 500))
     large = ObservedPrivacyLoss(6.0, 6.5, 7.0, np.linspace(0, -6.0, 500))
-    views = [[view.name for view in figure(with_swap(made, swap), "loss-event").views] for swap in (small, large)]
+    views = [[view.name for view in figure(with_swap(made, swap), "loss-record_use").views] for swap in (small, large)]
     assert views == [["closer", "whole budget"], ["whole budget"]]
     text = build_run_page(with_swap(made, small)).to_html()
     assert text.index("<span>closer</span>") < text.index("<span>whole budget</span>")
@@ -314,7 +314,7 @@ def test_key_figures() -> None:
         "93.1–94.7 %",
         "96.5 % for one model of all records, without privacy",
         "ε = 7.312",
-        "The paper’s formula (23.34), published with the algorithm, bounds the same ε per event, but loosely",
+        "The paper’s formula (23.34), published with the algorithm, bounds the same ε per record use, but loosely",
     ):
         assert figure in text
     assert "Recorded messages 5,000 1.43 MB" in text
@@ -406,7 +406,7 @@ def test_odd_runs_leave_no_trace_of_nothing(make: Callable[[], RunSummary]) -> N
 def test_what_is_missing_is_not_drawn() -> None:
     made = summary(2, 10)
     heard = np.full((10, 4), math.nan)
-    shown = page(replace(made, capture=capture(10, heard=heard), progress=looks(2, 10, 1.0, 5)))
+    shown = page(replace(made, capture=capture(10, sender_values=heard), progress=looks(2, 10, 1.0, 5)))
 
     assert not any("nan" in place for place in shown.drawn)
     assert ["1", "–", "–", "–"] in shown.rows
@@ -475,7 +475,7 @@ def test_heatmap_is_small_and_clipped() -> None:
     heard = np.random.default_rng(3).laplace(0, 1, (1_200, 450))
     heard[7, 7] = 1e9
 
-    made = figure(summary(2, capture=capture(heard=heard)), "heard")
+    made = figure(summary(2, capture=capture(sender_values=heard)), "messages")
     picture, below, above = made.marks
     assert picture.image is not None and picture.image.shape == (*MAX_HEATMAP_SHAPE[::-1], 4)
     assert (made.views[0].x.low, made.views[0].x.high) == (0.5, 1_200.5)
@@ -486,9 +486,9 @@ def test_heatmap_is_small_and_clipped() -> None:
 def test_what_grows_beyond_its_noise_is_not_called_noise() -> None:
     noise = np.random.default_rng(3).laplace(0, 1, (200, 4))
     for heard, loud in ((noise, False), (noise + np.arange(200.0)[:, None], True)):
-        text = page(summary(2, capture=replace(capture(heard=heard), first_scale=1.0, last_scale=1.0))).text
+        text = page(summary(2, capture=replace(capture(sender_values=heard), first_scale=1.0, last_scale=1.0))).text
         assert ("Most of it is noise" in text) is not loud
-        assert ("lasting bands show what was learned from many records together" in text) is loud
+        assert ("persistent bands show what was learned from many records together" in text) is loud
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +546,7 @@ def test_the_promise_names_its_observer_and_its_meaning() -> None:
     for run, says in (
         (
             made,
-            "ε = 7.312 per use of a record, 23.4 per record in all its uses, against an observer of every message. An",
+            "ε = 7.312 per record use, 23.4 per record in all its uses, against an observer of every message. An",
         ),
         (
             at_neighbour,

@@ -240,7 +240,7 @@ def test_learners_are_shown_by_their_names(tmp_path: Path) -> None:
 def test_what_was_noticed_is_shown(tmp_path: Path) -> None:
     spec = json.dumps(small_run(4, 2, topology={"graph": "path"}).spec.model_dump(mode="json"))
     text = shown(capture(tmp_path, [row(frame(0, 1), 0, 1)], spec=spec, n_features=3))
-    assert "The eavesdropper noticed 1 thing that must never happen: learner-0 to learner-1" in " ".join(text.split())
+    assert "The eavesdropper detected 1 protocol violation: learner-0 to learner-1" in " ".join(text.split())
 
 
 def test_nothing_said_can_paint_the_terminal(tmp_path: Path) -> None:

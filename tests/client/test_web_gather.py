@@ -15,9 +15,9 @@ import pytest
 from sottovoce_client.runs.monitoring import CaptureListItem, ServiceAddresses
 from sottovoce_client.watching.display import Gauges
 from sottovoce_client.web import poller
-from sottovoce_client.web.poller import MAX_BROWSERS, Poller, _merged
+from sottovoce_client.web.poller import MAX_BROWSERS, Poller, _merge_captures
 from sottovoce_client.web.service_clients import ConsoleOptions
-from sottovoce_core.errors import FailedPrecondition
+from sottovoce_core.errors import NotFound
 from sottovoce_core.spec import dump_spec
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.tasks import Tasks
@@ -70,24 +70,24 @@ async def test_a_run_is_seen_from_its_beginning_to_its_end(tmp_path: Path) -> No
             assert (nothing["run"], nothing["runs"], nothing["problems"]) == (None, [], [])
             stop = asyncio.Event()
             running = asyncio.ensure_future(up.run(spec, made_up(spec), stop))
-            page = await until(lambda page: page["run"] and page["run"]["rate"] and page["captures"])
+            page = await until(lambda page: page["run"] and page["run"]["rounds_per_second"] and page["captures"])
             run, (capture, *_) = page["run"], page["captures"]
             assert (run["state"], run["rounds"], run["traffic_source"]) == ("running", 1000, "eavesdropper")
             assert [each["name"] for each in run["learners"]] == NAMES
-            assert {each["limit"] for each in run["learners"]} == {1e6}
-            assert all(each["records"] > 0 and each["arrival"] is not None for each in run["learners"])
+            assert {each["epsilon_limit"] for each in run["learners"]} == {1e6}
+            assert all(each["records"] > 0 and each["records_per_second"] is not None for each in run["learners"])
             assert all(each["messages"] > 0 for each in run["edges"]) and len(run["edges"]) == 3
             assert (capture["run_id"], capture["state"]) == (run["run_id"], "open")
             page = await until(lambda page: any(each["path"] for each in page["captures"]))
             metrics.update(a_sight())  # of another run
             await up.leave("ben")
             page = await until(lambda page: page["run"]["learners"][1]["state"] == "disconnected")
-            assert page["run"]["learners"][1]["disconnected_since"] > page["run"]["started"]
+            assert page["run"]["learners"][1]["disconnected_since"] > page["run"]["started_at"]
             assert page["watch"] is None
             stop.set()
             outcome = await running
             page = await until(lambda page: page["run"]["state"] == outcome.state == "stopped")
-            assert page["run"]["detail"] == "stopped by the operator" and page["run"]["ended"]
+            assert page["run"]["detail"] == "stopped by the operator" and page["run"]["ended_at"]
 
 
 async def test_a_run_that_nobody_knows_is_a_problem(tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ async def test_services_that_go_are_told_and_what_was_known_stays(tmp_path: Path
         await up.coordinating.stop()
         page = await until(lambda page: page["problems"])
         assert up.coordinator in page["problems"][0]["text"]
-        assert page["run"]["name"] == spec.name and page["gone"]
+        assert page["run"]["name"] == spec.name and page["is_stale"]
         later = await until(lambda page: page["problems"])
-        assert later["problems"][0]["since"] == page["problems"][0]["since"]
+        assert later["problems"][0]["first_seen"] == page["problems"][0]["first_seen"]
         running.cancel()
         await asyncio.wait([running])
 
@@ -127,7 +127,7 @@ async def test_results_say_how_a_run_ended_whose_services_are_gone(tmp_path: Pat
         assert up.coordinating is not None
         await up.coordinating.stop()
         page = await until(lambda page: page["problems"] and page["run"]["state"] == "finished")
-        assert page["runs"][0]["state"] == "finished" and page["run"]["ended"] == page["runs"][0]["ended"]
+        assert page["runs"][0]["state"] == "finished" and page["run"]["ended_at"] == page["runs"][0]["ended_at"]
         running.cancel()
         await asyncio.wait([running])
 
@@ -136,9 +136,9 @@ def test_of_a_capture_whose_eavesdropper_is_gone_the_folder_says_how_it_ended() 
     told = CaptureListItem("a", "run-1", "/far/a", "open", 5, 500)
     found = CaptureListItem("a", "run-1", "/far/a", "complete", 7, 700, "captures/a/capture.json", 1.0)
     older = CaptureListItem("b", "run-0", "/far/b", "complete", 7, 700, "captures/b/capture.json", 0.5)
-    assert _merged((told,), (found, older)) == (replace(told, path=found.path), older)
-    assert _merged((told,), (found, older), gone=True) == (found, older)
-    assert _merged((told,), ()) == (told,)
+    assert _merge_captures((told,), (found, older)) == (replace(told, path=found.path), older)
+    assert _merge_captures((told,), (found, older), is_stale=True) == (found, older)
+    assert _merge_captures((told,), ()) == (told,)
 
 
 async def test_services_are_found_where_up_says_that_they_are(tmp_path: Path) -> None:
@@ -161,16 +161,16 @@ async def test_nobody_is_asked_while_nobody_looks() -> None:
     async def look(_: object) -> None:
         looks.append(1)
 
-    gathering._look = look  # type: ignore[method-assign, assignment]
+    gathering._poll = look  # type: ignore[method-assign, assignment]
     async with Tasks() as tasks:
         tasks.start(gathering.run(), "the console")
         for _ in range(5):
             await asyncio.sleep(0)
         assert looks == []
-        with gathering._looking(""):
+        with gathering._register_browser(""):
             while not looks:  # noqa: ASYNC110 - it is another task's turn
                 await asyncio.sleep(0)
-        assert not gathering._wanted.is_set()
+        assert not gathering._has_browsers.is_set()
 
 
 async def test_so_many_may_look_and_no_more() -> None:
@@ -178,7 +178,7 @@ async def test_so_many_may_look_and_no_more() -> None:
     with ExitStack() as stack:
         for _ in range(MAX_BROWSERS):
             assert not gathering.is_full
-            stack.enter_context(gathering._looking(""))
+            stack.enter_context(gathering._register_browser(""))
         assert gathering.is_full
     assert not gathering.is_full
 
@@ -207,7 +207,7 @@ def test_addresses_given_by_hand_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["[]", "1", '{"coordinator": null}', ""])
 def test_services_of_nowhere(tmp_path: Path, text: str) -> None:
     (tmp_path / "services.json").write_text(text)
-    with pytest.raises(FailedPrecondition, match="no run is up in"):
+    with pytest.raises(NotFound, match="no run is up in"):
         ConsoleOptions(tmp_path).resolve_addresses()
 
 
@@ -231,7 +231,12 @@ async def test_a_run_that_is_over_is_shown_when_its_services_are_gone(tmp_path: 
     async with looking(asked) as until:
         page = await until(lambda page: page["run"])
     run = page["run"]
-    assert (run["run_id"], run["state"], run["round"], run["rounds"]) == ("demo-1", "finished", over.rounds_done, 20)
+    assert (run["run_id"], run["state"], run["rounds_done"], run["rounds"]) == (
+        "demo-1",
+        "finished",
+        over.rounds_done,
+        20,
+    )
     assert [each["name"] for each in run["learners"]] == NAMES
     assert [each["epsilon"] for each in run["learners"]] == [each.epsilon_spent for each in over.learners]
     assert len(run["edges"]) == 3 and sum(each["messages"] for each in run["edges"]) > 0

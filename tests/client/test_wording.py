@@ -88,7 +88,7 @@ def test_counts() -> None:
 
 
 def test_what_so_many_runs_cannot_show() -> None:
-    assert describe_max_epsilon(0.8, 0, 2.0) == "At best so many runs show ε 0.8."
+    assert describe_max_epsilon(0.8, 0, 2.0) == "With this number of runs, the largest provable ε is 0.8."
     few, never = describe_max_epsilon(0.8, 1_234, 2.0), describe_max_epsilon(0.8, math.inf, 955.0)
     assert "fewer than 1,234 runs of each world" in few and "ε 2 could not" in few
-    assert never.endswith("No number of runs that anybody makes could refute ε 955.")
+    assert never.endswith("No feasible number of runs could refute ε 955.")

@@ -11,8 +11,8 @@ _HEAD = """\
 # What a run survives
 
 By `{command}`; this page is written by that command. What is promised rests on
-[what a learner writes down](architecture.md#what-a-learner-writes-down) and on
-[what a coordinator keeps](architecture.md#when-the-coordinator-is-away).
+[what a learner writes down](internals.md#the-learners-files) and on
+[what a coordinator keeps](internals.md#when-the-coordinator-is-offline).
 
 Each try is a run of three learners, a coordinator with `--state` and an eavesdropper that relays, in a process each, which lasts
 about {seconds:g} s by itself. One thing goes wrong in it, at a moment and to a victim by chance. Half of the tries have a free
