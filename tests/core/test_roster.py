@@ -520,7 +520,7 @@ def test_who_leaves_costs_no_more_by_record_or_at_a_delta(name: str) -> None:
 @pytest.mark.parametrize("name", ["pd-ftgl", "pd-ocg", "dvp", "pvp", "admm", "d-ftgl"])
 def test_algorithms_for_all_learners_in_all_rounds_refuse_absences(name: str) -> None:
     with pytest.raises(
-        AssumptionViolated, match=r"needs all learners in all rounds, got absences: leave them out"
+        AssumptionViolated, match=r"needs all learners in all rounds, got absences: remove them"
     ) as failure:
         build_run(of_algorithm(name), 3)
     assert failure.value.code == "TOPOLOGY_FIXED"
@@ -748,7 +748,9 @@ def test_a_watch_accuses_nobody_who_is_away() -> None:
             messages = step.split_by_sender()
             there = {i: said for i, said in messages.items() if spec.participation.is_participating(i, step.t)}
             assert not whole.take(step.t, messages) and not heard_only.take(step.t, there)
-        assert whole.log_e_value == heard_only.log_e_value and all(each.is_replayable and each.rounds == 40 for each in whole.learners)
+        assert whole.log_e_value == heard_only.log_e_value and all(
+            each.is_replayable and each.rounds == 40 for each in whole.learners
+        )
 
 
 def test_a_watch_sees_too_little_noise_of_who_joined_late() -> None:
