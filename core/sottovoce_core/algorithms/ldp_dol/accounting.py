@@ -85,7 +85,7 @@ def require_mode(mode: AccountingMode, regularity: Regularity) -> None:
         AssumptionViolated: SMOOTHNESS, NOT_CONVEX or CONVEX_CLIPPED.
     """
     if mode in ("smooth", "convex") and regularity.smoothness == math.inf:
-        text = 'this accounting mode needs a regularity smoothness constant; use mode "clip"'
+        text = 'this accounting mode needs a known smoothness constant; use mode "clip"'
         raise AssumptionViolated("SMOOTHNESS", f'{text}, got mode "{mode}" with smoothness inf')
     if mode == "convex" and not regularity.is_convex:
         raise AssumptionViolated("NOT_CONVEX", 'this loss is not convex; mode "convex" does not apply')
@@ -98,9 +98,9 @@ class _SensitivityRecursion:
     """Recursion of `Phi_t`: O(1) a round.
 
     Args:
-        mode: of the recursion.
-        regularity: of the loss.
-        schedules: of all learners.
+        mode: mode of the recursion.
+        regularity: constants of the loss.
+        schedules: schedules of all learners.
         own_weight: `a = |w_ii|`; by round, if it changes.
 
     Raises:
@@ -172,9 +172,9 @@ class LdpDolAccountant(FirstRecordAccountant):
     """Privacy accountant of one learner: O(1) a round.
 
     Args:
-        mode: of the recursion.
-        regularity: of the loss.
-        schedules: of all learners.
+        mode: mode of the recursion.
+        regularity: constants of the loss.
+        schedules: schedules of all learners.
         learner: parameters of the learner.
         min_own_weight: `min_j |w_jj|` over all learners, for the paper's formula (default: the own weight).
         own_weight_schedule: `|w_ii|` by round, if it changes (default: always the learner's own weight).
