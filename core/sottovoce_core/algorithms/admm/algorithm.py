@@ -57,7 +57,7 @@ class _LocalProblem:
     Attributes:
         loss: phi.
         records: `a_i, b_i`.
-        weight: of a record's loss.
+        weight: weight of a record's loss.
         smoothness: bound on the norm of the Hessian.
         stiffness: positive.
         linear: `(..., dim)`.
