@@ -233,7 +233,7 @@ def test_bitwise_and_opendp_agree_point_by_point(law: Distribution, scale: float
 @needs_opendp
 def test_opendp_is_for_one_learner_and_keeps_the_shape() -> None:
     assert OpenDpNoise()(NoiseRequest("laplace", "y", 0, 1.0, lattice_spacing(1.0), (2, 3))).shape == (2, 3)
-    with pytest.raises(TypeError, match="scale must be one number"):
+    with pytest.raises(TypeError, match="scale and spacing must be one number each"):
         OpenDpNoise()(NoiseRequest("gaussian", "y", 0, np.ones(2), np.ones(2), (2, 3)))
 
 
@@ -387,12 +387,12 @@ def test_system_noise_asks_the_operating_system_by_default() -> None:
 
 def test_system_noise_is_for_one_learner() -> None:
     scales = np.ones((2, 1, 1))
-    with pytest.raises(TypeError, match="scale must be one number"):
+    with pytest.raises(TypeError, match="scale and spacing must be one number each"):
         SystemNoise()(NoiseRequest("laplace", "y", 0, scales, lattice_spacing(scales), (2, 1, 3)))
 
 
 def test_system_noise_of_a_lattice_law_needs_a_lattice() -> None:
-    with pytest.raises(TypeError, match="and grid another one"):
+    with pytest.raises(TypeError, match="scale and spacing must be one number each"):
         SystemNoise()(NoiseRequest("laplace", "y", 0, 1.0, None, (3,)))
 
 
