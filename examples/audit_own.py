@@ -1,4 +1,4 @@
-"""An audit of one's own algorithm, and of one that says less than it should: `python audit_own.py` (extra `audit`)."""
+"""Audit of your own algorithm, and of a copy with too little noise: `python audit_own.py` (extra `audit`)."""
 
 from dataclasses import dataclass, replace
 
@@ -9,21 +9,21 @@ import sottovoce as sv
 
 @dataclass(frozen=True)
 class Stingy(Gossip):
-    """Draws a twentieth of the noise that its meter counts on: the kind of mistake that an audit is for."""
+    """Gossip with a twentieth of the noise that its accountant assumes: a mistake that an audit finds."""
 
     def emit(self, state, noise):
         return Gossip.emit(replace(self, scale=self.scale / 20), state, noise)
 
 
 class StingySpec(GossipSpec):
-    """Its parameters: the same."""
+    """The same parameters, for the broken algorithm."""
 
     def build(self, context):
         return Stingy(self.name, context.dim, context, self.step, self.scale), ()
 
 
 def main():
-    """Both verdicts."""
+    """Print both verdicts."""
     for name in ("gossip:GossipSpec", "audit_own:StingySpec"):
         experiment = sv.Experiment(
             rounds=5,

@@ -1,4 +1,4 @@
-"""Two algorithms on the same records, under one promise, with error bars: `python compare.py`."""
+"""Comparison of two algorithms on the same records with the same guarantee, with error bars: `python compare.py`."""
 
 import sottovoce as sv
 
@@ -17,8 +17,8 @@ for title, algorithm in ALGORITHMS.items():
         decision_set={"kind": "l2_ball", "radius": 10.0},
         data={"source": "breast_cancer", "scale": "standard", "reuse": True, "batch_size": 8},
     )
-    experiment = sv.calibrate(plain, EPSILON)  # accuracies may be compared only under the same promise
-    # The same seed: as far as they draw alike, both get the same noise.
+    experiment = sv.calibrate(plain, EPSILON)  # accuracies are comparable only with the same guarantee
+    # With the same seed, equal noise requests of both get equal noise.
     final = sv.simulate(experiment, REPLICAS, seed=1, metrics=[ROUNDS]).results.summary()
     print(f"\n{title}, epsilon {experiment.epsilon():.4g}")
     for metric, mean, error in zip(final["metric"], final["mean"], final["standard_error"], strict=True):

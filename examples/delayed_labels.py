@@ -1,6 +1,6 @@
-"""Features now, labels later: `python delayed_labels.py HOST:PORT`.
+"""Records whose labels arrive later than their features: `python delayed_labels.py HOST:PORT`.
 
-Start the run of docs/live.md in another terminal: `sottovoce up wards.yaml` says where each learner takes records.
+Start the run of docs/live.md in another terminal: `sottovoce up wards.yaml` prints where each learner takes records.
 """
 
 import asyncio
@@ -15,31 +15,31 @@ DAY_S = 86_400
 
 
 def events(n):
-    """Admissions, and outcomes some days later; of some patients nobody ever hears: time, kind, patient, and what is told."""
-    rng, told = np.random.default_rng(1), []
+    """Yield admissions, and outcomes of most patients some days later: time, kind, patient and value."""
+    rng, queue = np.random.default_rng(1), []
     for patient in range(n):
-        at, age = patient * 600.0, int(rng.integers(0, 121))
-        heapq.heappush(told, (at, "admitted", patient, {"age": age, "ward": str(rng.choice(["icu", "surgery"]))}))
+        time, age = patient * 600.0, int(rng.integers(0, 121))
+        heapq.heappush(queue, (time, "admitted", patient, {"age": age, "ward": str(rng.choice(["icu", "surgery"]))}))
         if rng.random() < 0.9:
-            later = at + rng.exponential(3 * DAY_S)
-            heapq.heappush(told, (later, "outcome", patient, "died" if age > 70 else "home"))
-    while told:
-        yield heapq.heappop(told)
+            later = time + rng.exponential(3 * DAY_S)
+            heapq.heappush(queue, (later, "outcome", patient, "died" if age > 70 else "home"))
+    while queue:
+        yield heapq.heappop(queue)
 
 
 async def main(address):
     join = sv.LabelJoin(window_s=7 * DAY_S, max_waiting=10_000)
-    judged = sv.PrequentialEvaluation()
+    evaluation = sv.PrequentialEvaluation()
     async with sv.connect_learner(address, source="outcomes") as learner:
-        for position, (now, kind, patient, told) in enumerate(events(40)):
+        for position, (now, kind, patient, value) in enumerate(events(40)):
             if kind == "admitted":
-                join.add_event(patient, (told, await learner.predict([told])), now)
-            elif (known := join.label(patient, now)) is not None:
-                record, prediction = known
-                if await learner.feed([record], [told], positions=[position]):  # 0: it was fed before
-                    judged.update([told], prediction)
+                join.add_event(patient, (value, await learner.predict([value])), now)
+            elif (joined := join.label(patient, now)) is not None:
+                record, prediction = joined
+                if await learner.feed([record], [value], positions=[position]):  # 0: it was fed before
+                    evaluation.update([value], prediction)
     print(join.counts)
-    print(f"{judged.records} predictions judged, calibration error {judged.calibration.error:.2f}")
+    print(f"{evaluation.records} predictions evaluated, calibration error {evaluation.calibration.error:.2f}")
 
 
 if __name__ == "__main__":

@@ -29,14 +29,14 @@ class GossipSpec(AlgorithmSpec):
 class State:
     t: int
     x: np.ndarray
-    said: np.ndarray  # the own noised model
+    message: np.ndarray  # the own noised model
 
 
 @dataclass(frozen=True)
 class Gossip:
     name: str
     dim: int
-    setting: RunContext
+    context: RunContext
     step: float
     scale: float
 
@@ -44,30 +44,30 @@ class Gossip:
         return {"y": (self.dim,)}
 
     def init(self, axes):
-        return State(0, np.zeros((*axes.lead, self.dim)), np.zeros((*axes.lead, self.dim)))
+        return State(0, np.zeros((*axes.leading_shape, self.dim)), np.zeros((*axes.leading_shape, self.dim)))
 
     def emit(self, state, noise):
-        said = add_laplace_noise(noise, "y", state.t, state.x, self.scale)
-        return replace(state, said=said), Message({"y": said})
+        message = add_laplace_noise(noise, "y", state.t, state.x, self.scale)
+        return replace(state, message=message), Message({"y": message})
 
     def update(self, state, received, batch):
-        loss, project = self.setting.loss, self.setting.decision_set.project
-        b = project(received.own_weight * state.said + received.weighted_sum("y"))
-        records = Batch(*loss.enforce_bounds(batch.features, batch.labels), batch.present)
+        loss, project = self.context.loss, self.context.decision_set.project
+        b = project(received.own_weight * state.message + received.weighted_sum("y"))
+        records = Batch(*loss.enforce_bounds(batch.features, batch.labels), batch.mask)
         x = project(b - self.step * mean_gradient(loss, b, records))
-        return State(state.t + 1, x, state.said)
+        return State(state.t + 1, x, state.message)
 
     def decision(self, state):
         return state.x
 
     def replay(self, state, message):
-        return replace(state, said=message["y"]), laplace_log_density(message["y"], state.x, self.scale)
+        return replace(state, message=message["y"]), laplace_log_density(message["y"], state.x, self.scale)
 
     def noise_scale(self, learner, t):
         return self.scale
 
     def accountant(self, learner):
-        change = self.step * self.setting.loss.gradient_change(self.setting.decision_set.largest_norm(self.dim))
-        losses = np.zeros(self.setting.rounds)  # x follows from messages and one round's records: one message tells
+        change = self.step * self.context.loss.gradient_change(self.context.decision_set.largest_norm(self.dim))
+        losses = np.zeros(self.context.rounds)  # x depends on messages and one round's records: only one message costs
         losses[1:2] = laplace_loss(np.sqrt(self.dim) * change, self.dim, self.scale)
         return PrecomputedAccountant(losses, Mechanism.LAPLACE)

@@ -1,4 +1,4 @@
-"""A loss of one's own, beside a built-in one: `python own_loss.py`."""
+"""Comparison of your own loss with a built-in one: `python own_loss.py`."""
 
 import numpy as np
 
@@ -10,10 +10,10 @@ from sottovoce_core.registry import Positive
 class Huber(MarginLoss):
     """(1 - yz)^2 / 2 near the margin, a line of slope -width far below it; y = 2b - 1."""
 
-    kind: str = "own_loss:Huber"  # where services, which are other processes, find it
+    kind: str = "own_loss:Huber"  # import path for services, which are other processes
     width: Positive = 1.0
 
-    # What a guarantee rests on must be true for every record and parameter.
+    # The guarantee relies on these bounds: they must hold for every record and parameter.
     @property
     def slope_bound(self):
         return self.width
@@ -23,8 +23,8 @@ class Huber(MarginLoss):
         return 1.0
 
     def value(self, scores, labels):
-        short = np.maximum(1.0 - (2.0 * labels - 1.0) * scores, 0.0)
-        return np.where(short < self.width, short**2 / 2, self.width * (short - self.width / 2))
+        shortfall = np.maximum(1.0 - (2.0 * labels - 1.0) * scores, 0.0)
+        return np.where(shortfall < self.width, shortfall**2 / 2, self.width * (shortfall - self.width / 2))
 
     def slope(self, scores, labels):
         signs = 2.0 * labels - 1.0
@@ -32,7 +32,7 @@ class Huber(MarginLoss):
 
 
 def main():
-    """Accuracy and epsilon with either loss."""
+    """Print accuracy and epsilon with each loss."""
     for loss in (Huber(width=0.5), {"kind": "logistic"}):
         experiment = sv.Experiment(
             rounds=100,

@@ -1,6 +1,6 @@
-"""A learner at the end of a pipeline of River, judged while it learns: `python river_pipeline.py HOST:PORT`.
+"""A learner at the end of a River pipeline, evaluated while it learns: `python river_pipeline.py HOST:PORT`.
 
-Start the run of docs/live.md in another terminal: `sottovoce up wards.yaml` says where each learner takes records.
+Start the run of docs/live.md in another terminal: `sottovoce up wards.yaml` prints where each learner takes records.
 """
 
 import sys
@@ -21,18 +21,22 @@ def admissions(n, seed):
 
 def main(address):
     with sv.connect_learner(address, source="river") as learner:
-        model = compose.Select("age", "ward") | learner.as_river()  # a step that learns nothing
+        model = compose.Select("age", "ward") | learner.as_river()  # the first step does not learn
         print(evaluate.progressive_val_score(admissions(50, seed=1), model, metrics.Accuracy()))
 
-        # The same in larger steps: one call predicts a hundred records, and one feeds them.
-        judged = sv.PrequentialEvaluation(metrics.Accuracy(), metrics.ROCAUC(), drift=drift.ADWIN())
-        coming = [({"age": x["age"], "ward": x["ward"]}, y) for x, y in admissions(1000, seed=2)]
-        for at in range(0, len(coming), 100):
-            records, outcomes = zip(*coming[at : at + 100], strict=True)
+        # The same in batches: one call predicts a hundred records, and one feeds them.
+        evaluation = sv.PrequentialEvaluation(metrics.Accuracy(), metrics.ROCAUC(), drift=drift.ADWIN())
+        records_to_feed = [({"age": x["age"], "ward": x["ward"]}, y) for x, y in admissions(1000, seed=2)]
+        for start in range(0, len(records_to_feed), 100):
+            records, outcomes = zip(*records_to_feed[start : start + 100], strict=True)
             prediction = learner.predict(records)
             learner.feed(records, outcomes)
-            judged.update(outcomes, prediction)
-        print(*judged.metrics, f"calibration error {judged.calibration.error:.2f}", f"drifts {list(judged.drifts)}")
+            evaluation.update(outcomes, prediction)
+        print(
+            *evaluation.metrics,
+            f"calibration error {evaluation.calibration.error:.2f}",
+            f"drifts {list(evaluation.drifts)}",
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An experiment on services that are up: `python services.py [HOST:PORT]`.
+"""Experiment on running services: `python services.py [HOST:PORT]`.
 
 Start them in other terminals: `sottovoce coordinator`, `sottovoce learner --name north`, and likewise east and south.
 """
@@ -18,9 +18,9 @@ experiment = sv.Experiment(
 
 
 async def main(address: str) -> None:
-    """Start it, follow it, and say what was spent."""
+    """Start the experiment, follow it, and print epsilon."""
     async with sv.connect(address) as deployment:
-        started = await deployment.start(experiment)  # its records are streamed from here
+        started = await deployment.start(experiment)  # this process streams its records
         async for progress in started.watch():
             print(f"round {min(progress.rounds)}, epsilon {max(progress.epsilon):.4g}")
         outcome = await started.wait_for_outcome()

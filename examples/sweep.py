@@ -1,4 +1,4 @@
-"""What noise costs: a sweep as a table for LaTeX and a figure for a paper: `python sweep.py` (extra `audit`)."""
+"""Sweep over noise sizes as a table for LaTeX and a figure for a paper: `python sweep.py` (extra `audit`)."""
 
 import matplotlib.pyplot as plt
 
@@ -13,7 +13,7 @@ experiment = sv.Experiment(
 
 
 def main() -> None:
-    """Worked on by processes of their own, which import this file: so nothing starts while it is imported."""
+    """Run the sweep. Its worker processes import this file, so nothing may start at import."""
     changes = {"algorithm.sigma": [0.5, 1.0, 2.0, 4.0], "topology.graph": ["ring", "complete"]}
     table = sv.sweep(experiment, changes, replicas=20, metrics=[METRIC]).summary()
     print(table)

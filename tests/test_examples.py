@@ -29,7 +29,7 @@ NEEDS = {"sweep": ["matplotlib"]}
 OTHERS = {"gossip", "services"}
 """Scripts with a test of their own."""
 LIVE = {
-    "delayed_labels": r"JoinCounts\(joined=\d\d, .*duplicate_labels=0\)\n(\d\d) predictions judged",
+    "delayed_labels": r"JoinCounts\(joined_events=\d\d, .*duplicate_labels=0\)\n(\d\d) predictions evaluated",
     "river_pipeline": r"Accuracy: \d+\.\d+%\n.*Accuracy: .* ROCAUC: .* drifts \[",
     "sklearn_pipeline": r"(accuracy \d\.\d\d\n){10}\['home' 'died'\]",
 }

@@ -121,7 +121,11 @@ def test_the_example_runs_in_the_simulator_and_as_services(folder: Path) -> None
             "self.stap, self.scale), ()",
             "AttributeError at {file}:{line}, in code of your own: ",
         ),
-        ("loss.enforce(", "loss.enforce(np.zeros(3), ", "TypeError at {file}:{line}, in code of your own: "),
+        (
+            "loss.enforce_bounds(",
+            "loss.enforce_bounds(np.zeros(3), ",
+            "TypeError at {file}:{line}, in code of your own: ",
+        ),
         (
             "x = project(b",
             "raise ValueError(list(range(999))); (b",
@@ -164,7 +168,7 @@ def test_a_mistake_in_it_is_told_alike_where_another_process_made_it() -> None:
 
 def test_a_mistake_of_ours_keeps_its_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = attrgetter("nosuch")  # it is of C and has no frame, so the last one is the command's
-    monkeypatch.setattr("sottovoce_client.reports.figure.formats", fails)
+    monkeypatch.setattr("sottovoce_client.reports.figure.parse_formats", fails)
     monkeypatch.setattr(sys, "argv", ["sottovoce", "simulate", str(folder / "spec.yaml"), "--out", str(folder / "out")])
     with pytest.raises(AttributeError):
         main()

@@ -299,7 +299,7 @@ def _gossip(epsilons: Sequence[float], seed: int) -> AttackResults:
 
     smallest = min(epsilons)
     published = _attacked(spec(smallest, "after_gossip"), seed)
-    noised = {_label(each): _attacked(spec(each, "has_noise_before_gossip"), seed) for each in epsilons}
+    noised = {_label(each): _attacked(spec(each, "before_gossip"), seed) for each in epsilons}
     return {f"as published, ε = {format_number(smallest)} for decisions": published, **noised}
 
 

@@ -111,7 +111,7 @@ def test_a_meter_stays_fresh_and_refuses_more_than_came(name: str) -> None:
     before = charged(meter, np.ones(rounds, np.int64))
     compute_guarantee(meter, rounds, np.full(rounds, 3), np.ones(rounds, np.int64))
     np.testing.assert_array_equal(charged(meter, np.ones(rounds, np.int64)), before)
-    with pytest.raises(SpecError, match="more records replaced than there are"):
+    with pytest.raises(SpecError, match="more replaced records than records"):
         compute_guarantee(meter, rounds, np.ones(rounds, np.int64), np.full(rounds, 2))
     if meter.can_track_replacements:
         for records, replaced in ((1, 2), (0, 1), (1, -1)):
@@ -176,16 +176,26 @@ def test_a_record_used_again_costs_n_events_where_the_meter_cannot_follow_it() -
             Adjacency.RECORD_USE,
             False,
             None,
-            "1 record of one learner replaced (event level, numbers of records public)",
+            "1 record of one learner replaced (per use of a record, numbers of records public)",
         ),
-        (Adjacency.RECORD_USE, False, 3, "3 records of one learner replaced (event level, numbers of records public)"),
+        (
+            Adjacency.RECORD_USE,
+            False,
+            3,
+            "3 records of one learner replaced (per use of a record, numbers of records public)",
+        ),
         (
             Adjacency.LEARNER,
             False,
             None,
-            "all records of one learner replaced (event level, numbers of records public)",
+            "all records of one learner replaced (per use of a record, numbers of records public)",
         ),
-        (Adjacency.LEARNER, False, 1, "1 record of one learner replaced (event level, numbers of records public)"),
+        (
+            Adjacency.LEARNER,
+            False,
+            1,
+            "1 record of one learner replaced (per use of a record, numbers of records public)",
+        ),
         (Adjacency.ROUND, False, None, "the loss of one round replaced, with all its records, of one learner"),
         (
             Adjacency.ROUND,

@@ -225,7 +225,7 @@ def test_the_noise_follows_from_the_minimiser(final: bool) -> None:
             batch = data.learners[p].batch(0)
             features, labels = run.loss.enforce_bounds(batch.features, batch.labels)
             share, degree = len(labels) / 2.0, coupling[p].sum()
-            f, old = after.primal[p, 0], states[t - 1][0].said[:, 0]
+            f, old = after.primal[p, 0], states[t - 1][0].message[:, 0]
             centres = sum(coupling[p, i] * (old[p] + old[i]) for i in range(4))
             phi = float(
                 admm(run).calibration.calibrate_iteration(admm(run).nodes[p], 16.0, 0.0, is_last=True).extra_ridge
@@ -239,8 +239,8 @@ def test_the_noise_follows_from_the_minimiser(final: bool) -> None:
 def test_pvp_says_the_minimiser_plus_noise_and_never_the_minimiser() -> None:
     run, recorder = a_run(PVP), Recorder(SeededNoise(4))
     for t, (state, _) in enumerate(driven(run, at_once(made_up(run.spec)), recorder)):
-        np.testing.assert_allclose(state.said, state.primal + recorder.noise_by_field["y"][t], rtol=1e-12)
-        assert (state.said == state.primal).all() == (t == 0)
+        np.testing.assert_allclose(state.message, state.primal + recorder.noise_by_field["y"][t], rtol=1e-12)
+        assert (state.message == state.primal).all() == (t == 0)
 
 
 @pytest.mark.parametrize("algorithm", [DVP, PVP, LAST], ids=["dvp", "pvp", "last"])
@@ -355,7 +355,7 @@ def test_the_noise_has_the_rate_that_is_accounted_for_and_replay_knows_the_state
         spoken, message = run.algorithm.emit(state, noise)
         replayed, _ = run.algorithm.replay(state, message)
         np.testing.assert_allclose(replayed.primal, spoken.primal, rtol=0, atol=1e-9)
-        assert (replayed.said == spoken.said).all()
+        assert (replayed.message == spoken.message).all()
         np.testing.assert_allclose(replayed.sensitivity, spoken.sensitivity, rtol=1e-12)
         rates = np.broadcast_to(noise.rates[t], (4, 1, 1))[:, 0, 0]
         assert rates.tolist() == pytest.approx([float(meter.perturbation.rate) for meter in meters])
@@ -391,7 +391,7 @@ def test_a_state_is_a_value() -> None:
     for (spoken, after), (again, _) in zip(
         *(driven(run, made_up(run.spec), SeededNoise(7)) for _ in range(2)), strict=True
     ):
-        assert (spoken.said == again.said).all()
+        assert (spoken.message == again.message).all()
         first, second = (run.algorithm.emit(after, SeededNoise(8))[1]["y"] for _ in range(2))
         assert (first == second).all()
 
@@ -563,8 +563,8 @@ def test_output_noise_costs_what_the_solver_leaves_open() -> None:
     run = a_run({**DVP, "output_noise": 1e-3, "tolerance": 1e-8})
     recorder, spacing = Recorder(SeededNoise(12)), 2.0 ** (math.floor(math.log2(1e-3)) - 40)
     for state, _ in list(driven(run, at_once(made_up(run.spec)), recorder))[1:]:
-        assert (state.said == np.rint(state.said / spacing) * spacing).all()
-        assert (state.said == state.primal).all()
+        assert (state.message == np.rint(state.message / spacing) * spacing).all()
+        assert (state.message == state.primal).all()
     plan = np.array([8, *[0] * 7])
     node = admm(run).nodes[0]
     phi = float(DualCalibration().calibrate_iteration(node, 8.0, 0.0, is_last=False).extra_ridge)

@@ -15,7 +15,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.budget import composition
 from sottovoce_core.budget.composition import (
     RecordGroup,
-    _plans_of_use,
+    _count_usage_plans,
     envelope,
     epsilon_for_delta,
     group_loss,
@@ -57,9 +57,9 @@ def scheduled(order: list[int], offsets: list[int]) -> LearnerData:
     return LearnerData(np.zeros((records, 3)), np.zeros(records), np.array(order), np.array(offsets))
 
 
-def test_plans_of_use_count_every_use_in_its_round() -> None:
+def test_count_usage_plans_count_every_use_in_its_round() -> None:
     own = scheduled([0, 1, 0, 2, 1, 1, 3], [0, 2, 2, 4, 6, 7])
-    assert _plans_of_use(own) == {(0, 2): 1, (0, 3, 3): 1, (2,): 1, (4,): 1}
+    assert _count_usage_plans(own) == {(0, 2): 1, (0, 3, 3): 1, (2,): 1, (4,): 1}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -26,9 +26,9 @@ def spec() -> RunSpec:
 
 @pytest.fixture
 def said(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Simulate with another last word of `speak`, or another decision."""
+    """Simulate with another message of `emit`, or another decision."""
 
-    def simulated(change: Callable[[Any], object], method: str = "speak") -> Any:
+    def simulated(change: Callable[[Any], object], method: str = "emit") -> Any:
         own = getattr(Gossip, method)
 
         def changed(self: Gossip, *given: Any) -> object:
@@ -42,7 +42,7 @@ def said(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return simulated
 
 
-@pytest.mark.parametrize("missing", ["overheard", "accountant", "noise_scale"])
+@pytest.mark.parametrize("missing", ["replay", "accountant", "noise_scale"])
 def test_a_method_that_is_missing_is_named_before_anything_runs(
     missing: str, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_method_that_is_missing_is_named_before_anything_runs(
 def test_build_returns_a_pair(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     build = GossipSpec.build
     monkeypatch.setattr(GossipSpec, "build", lambda self, setting: build(self, setting)[0])
-    with pytest.raises(SpecError, match=r"must return the algorithm and a tuple of caveats, .* got Gossip;"):
+    with pytest.raises(SpecError, match=r"must return the algorithm and a tuple of warnings, .* got Gossip;"):
         build_run(spec, 2)
 
 
@@ -84,14 +84,17 @@ def test_the_number_of_parameters_is_that_of_the_loss(spec: RunSpec, monkeypatch
     [
         (lambda spoken: spoken[0], "must return the state and a Message, got State"),
         (lambda spoken: (spoken[0], spoken[1]["y"]), r"must return the state and a Message, got \(State, ndarray\)"),
-        (lambda spoken: (spoken[0], Message({"x": spoken[1]["y"]})), "must send the fields of field_shapes, y, got x"),
-        (lambda spoken: (spoken[0], Message({})), "must send the fields of field_shapes, y, got none"),
+        (
+            lambda spoken: (spoken[0], Message({"x": spoken[1]["y"]})),
+            "must return a message with the fields of field_shapes, y, got x",
+        ),
+        (lambda spoken: (spoken[0], Message({})), "must return a message with the fields of field_shapes, y, got none"),
     ],
 )
 def test_what_is_said_first_is_a_message_of_the_fields(
     change: Callable[[Any], object], told: str, said: Callable[..., Any]
 ) -> None:
-    with pytest.raises(SpecError, match=rf"Gossip\.speak \(gossip\.py:\d+\) {told}; see docs/own-algorithm\.md"):
+    with pytest.raises(SpecError, match=rf"Gossip\.emit \(gossip\.py:\d+\) {told}; see docs/own-algorithm\.md"):
         said(change)
 
 
@@ -108,13 +111,15 @@ def test_what_is_said_first_is_a_message_of_the_fields(
 def test_a_field_of_another_shape_or_type_is_refused(
     change: Callable[[Any], object], came: str, said: Callable[..., Any]
 ) -> None:
-    wanted = rf"the field y that .*speak \(gossip\.py:\d+\) says must be float64 of shape \(3, 4, 2\), .* got {came};"
+    wanted = (
+        rf"the field y of the message of .*emit \(gossip\.py:\d+\) must be float64 of shape \(3, 4, 2\), .* got {came};"
+    )
     with pytest.raises(SpecError, match=wanted):
         said(lambda spoken: (spoken[0], Message({"y": cast(Any, change(spoken[1]["y"]))})))
 
 
 def test_a_decision_is_a_model_for_each_learner_and_replica(said: Callable[..., Any]) -> None:
     with pytest.raises(
-        SpecError, match=r"what .*decision \(gossip\.py:\d+\) returns must be .* got float64 of shape \(4, 2\)"
+        SpecError, match=r"the result of .*decision \(gossip\.py:\d+\) must be .* got float64 of shape \(4, 2\)"
     ):
         said(lambda decided: decided[0], "decision")

@@ -471,7 +471,7 @@ def test_noised_decisions_are_functions_of_messages_and_clean_ones_are_not() -> 
         run = assemble(primal=primal, rounds=2)
         state = run.algorithm.init(StateAxes((0, 0), 1))
         said = Message({"h": np.full((1, 1, 7), 0.3)})
-        state = replace(state, t=1, fresh=np.array([[[0.3] * 7], [[0.1, *[0.3] * 6]]]))
+        state = replace(state, t=1, private_part=np.array([[[0.3] * 7], [[0.1, *[0.3] * 6]]]))
         heard, density = run.algorithm.replay(state, said)
         decided = run.algorithm.decision(heard)
         assert (decided[0] == decided[1]).all() == equal

@@ -42,7 +42,7 @@ from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
 PRIVATE = ["pd-ftgl", "pd-ocg"]
-PLACEMENTS = ["has_noise_before_gossip", "after_gossip"]
+PLACEMENTS = ["before_gossip", "after_gossip"]
 BALL = {"kind": "l2_ball", "radius": 2.0}
 LOSS = {"kind": "logistic", "ridge": 0.1, "feature_bound": 2.0}
 
@@ -238,18 +238,18 @@ def test_conditional_gradient_comes_as_near_as_its_bound() -> None:
     algorithm, generator = ftgl(run), np.random.default_rng(5)
     state = algorithm.init(StateAxes((0,), 50))
     x = algorithm.decision_set.project(generator.normal(size=(1, 50, 3)))
-    state = replace(state, ahead=x, prefix=30 * generator.normal(size=(1, 50, 3)))
+    state = replace(state, next_decision=x, prefix=30 * generator.normal(size=(1, 50, 3)))
     curvature = algorithm.loss.ridge * 40 + 2 * algorithm.regularization
     best = algorithm.decision_set.project(-state.prefix / curvature)
     for t in range(80, 120):
-        state = replace(state, t=t, ahead=algorithm._step_ahead(state))
+        state = replace(state, t=t, next_decision=algorithm._step_conditional_gradient(state))
 
     def value(x: FloatArray) -> FloatArray:
         return np.asarray(np.vecdot(state.prefix, x) + curvature / 2 * np.vecdot(x, x))
 
-    assert (np.linalg.norm(state.ahead - best, axis=-1) <= 4 * 2.0 / math.sqrt(42)).all()
-    assert (value(state.ahead) - value(best) <= 8 * curvature * 4.0 / 42).all()
-    assert (value(state.ahead) - value(best) < 0.1 * (value(x) - value(best)) + 1e-9).all()
+    assert (np.linalg.norm(state.next_decision - best, axis=-1) <= 4 * 2.0 / math.sqrt(42)).all()
+    assert (value(state.next_decision) - value(best) <= 8 * curvature * 4.0 / 42).all()
+    assert (value(state.next_decision) - value(best) < 0.1 * (value(x) - value(best)) + 1e-9).all()
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("pd-ftgl", {"block_length": 20}), ("pd-ocg", {"block_length": 20})])
@@ -285,7 +285,7 @@ def test_learning_starts_where_the_loss_says() -> None:
     """A network of neurons has its own starting point: regularisation pulls towards it, not towards zero."""
 
     class Elsewhere(LogisticLoss):
-        def initial(self, dim: int) -> FloatArray:
+        def initial_parameters(self, dim: int) -> FloatArray:
             return np.full(dim, 0.25)
 
     for name in ("pd-ftgl", "pd-ocg", "d-ftgl"):

@@ -85,7 +85,7 @@ def gradient(run: Run, batch: Batch, at: FloatArray) -> FloatArray:
 
 def constants(**changes: Any) -> Regularity:
     chosen = {"gradient_change": 2.0, "smoothness": 0.25, "clip_norm": 1.0, "ridge": 0.1, "diameter": 50.0}
-    return Regularity(**{**chosen, "convex": True, "margin": True, **changes})
+    return Regularity(**{**chosen, "is_convex": True, "is_convex_when_clipped": True, **changes})
 
 
 # ---- the update ------------------------------------------------------------------------------------------------------

@@ -431,8 +431,8 @@ def test_ridge_must_be_finite() -> None:
     [
         ("smooth", {"smoothness": math.inf}, "SMOOTHNESS"),
         ("convex", {"smoothness": math.inf}, "SMOOTHNESS"),
-        ("convex", {"convex": False}, "NOT_CONVEX"),
-        ("convex", {"margin": False}, "CONVEX_CLIPPED"),
+        ("convex", {"is_convex": False}, "NOT_CONVEX"),
+        ("convex", {"is_convex_when_clipped": False}, "CONVEX_CLIPPED"),
     ],
 )
 def test_modes_beyond_their_proof_are_refused(mode: AccountingMode, changes: dict[str, Any], code: str) -> None:
@@ -446,7 +446,7 @@ def test_unclipped_losses_need_no_margin_for_convex() -> None:
     assert sensitivities("convex", general, 5) == sensitivities("convex", LOGISTIC, 5)
 
 
-@pytest.mark.parametrize("changes", [{"convex": False}, {"margin": False}, {"smoothness": math.inf}])
+@pytest.mark.parametrize("changes", [{"is_convex": False}, {"is_convex_when_clipped": False}, {"smoothness": math.inf}])
 def test_best_falls_back_to_clip(changes: dict[str, Any]) -> None:
     constants = replace(LOGISTIC, **changes)
     assert sensitivities("best", constants, 20) == sensitivities("clip", constants, 20)
@@ -571,7 +571,7 @@ def test_paper_epsilon_is_the_double_sum_of_theorem_5() -> None:
 
 def test_guarantee_is_the_accountant_over_the_plan() -> None:
     counts, replaced = np.array([0, 3, 1, 0, 2]), np.array([0, 1, 1, 0, 0])
-    promised = promise("best", SPLIT_1, 5, counts=counts, replaced=replaced)
+    promised = promise("best", SPLIT_1, 5, counts=counts, n_replaced=replaced)
     accountant = LdpDolAccountant("best", SPLIT_1, SCHEDULES, LEARNER)
     for loss, new, swapped in zip(promised.round_losses, counts.tolist(), replaced.tolist(), strict=True):
         assert loss == accountant.next_loss()
@@ -592,7 +592,7 @@ def test_guarantee_is_the_accountant_over_the_plan() -> None:
 
 def test_guarantee_promises_no_infinite_horizon_to_reused_records() -> None:
     for replaced, finite in (([1, 0, 0], True), ([1, 1, 0], False)):
-        promised = promise("best", SPLIT_1, 3, replaced=np.array(replaced))
+        promised = promise("best", SPLIT_1, 3, n_replaced=np.array(replaced))
         assert (promised.infinite_horizon_epsilon < math.inf) is finite
 
 
@@ -617,8 +617,8 @@ def test_guarantee_continues_with_the_smallest_batch(counts: list[int], batch: i
 
 
 def test_plans_that_do_not_fit_are_refused() -> None:
-    for name, plan in itertools.product(("counts", "replaced"), ([1, 1], [1, 1, -1], [1, 1, 0.5], [[1, 1, 1]])):
+    for name, plan in itertools.product(("counts", "n_replaced"), ([1, 1], [1, 1, -1], [1, 1, 0.5], [[1, 1, 1]])):
         with pytest.raises(SpecError, match=f"{name} must be 3 whole numbers"):
             compute_guarantee(LdpDolAccountant("best", SPLIT_1, SCHEDULES, LEARNER), 3, **{name: np.array(plan)})
     with pytest.raises(SpecError, match="replaced must be at most counts"):
-        promise("best", SPLIT_1, 3, counts=np.array([1, 0, 1]), replaced=np.array([0, 1, 0]))
+        promise("best", SPLIT_1, 3, counts=np.array([1, 0, 1]), n_replaced=np.array([0, 1, 0]))

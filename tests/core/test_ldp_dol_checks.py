@@ -52,7 +52,7 @@ def check(known: Regularity = LOGISTIC, topology: Web | None = None, **changes: 
     spec = QUIET.model_copy(update={key: value for key, value in changes.items() if key not in _OF_CALL})
     arguments |= {key: value for key, value in changes.items() if key in _OF_CALL}
     schedules = SharedSchedules(spec.lam0, spec.v, spec.gam0, spec.u)
-    return _check_ldp_dol(schedules, spec.accounting, known=known, **arguments)
+    return _check_ldp_dol(schedules, spec.accounting, regularity=known, **arguments)
 
 
 _OF_CALL = {"sigma", "varsigma", "strong_convexity"}

@@ -130,7 +130,7 @@ def test_a_sum_is_over_the_clipped_gradients_of_the_records(
 def test_leading_axes_are_computed_each_by_itself(kind: type[Loss], clip: float | None) -> None:
     """Two learners with unequal numbers of records and three replicas, against one vector at a time."""
     if kind is PassGlmLoss and clip is not None:
-        return  # refused: to clip, one needs the records
+        return  # refused: clipping needs the records
     fields: dict[str, Any] = (
         {"classes": 4} if kind is SoftmaxLoss else {"score_bound": 4.0} if kind is PassGlmLoss else {}
     )
@@ -552,7 +552,7 @@ def test_a_section_is_its_loss(section: object, loss: Loss) -> None:
             {"kind": "logistic", "history": "pass_glm"},
             "score_bound must be given .*: the largest .* radius of the decision set",
         ),
-        ({"history": "pass_glm", "score_bound": 3, "clip_norm": 1}, "to clip, one needs the records"),
+        ({"history": "pass_glm", "score_bound": 3, "clip_norm": 1}, "clipping needs the records"),
         ({"kind": "softmax"}, "classes"),
         ({"kind": "tests.core.test_losses:DIM"}, "must be a subclass of sottovoce_core.losses.loss.Loss"),
         (7, "must be a kind or a mapping of fields"),

@@ -233,7 +233,7 @@ def test_bitwise_and_opendp_agree_point_by_point(law: Distribution, scale: float
 @needs_opendp
 def test_opendp_is_for_one_learner_and_keeps_the_shape() -> None:
     assert OpenDpNoise()(NoiseRequest("laplace", "y", 0, 1.0, lattice_spacing(1.0), (2, 3))).shape == (2, 3)
-    with pytest.raises(TypeError, match="scale must be one number"):
+    with pytest.raises(TypeError, match="scale and spacing must be one number each"):
         OpenDpNoise()(NoiseRequest("gaussian", "y", 0, np.ones(2), np.ones(2), (2, 3)))
 
 
@@ -261,7 +261,7 @@ def test_system_noise_has_the_discrete_laplace_law(scale: float) -> None:
 def test_numbers_of_several_rates_have_a_law_each() -> None:
     """The same for rows that are drawn together. Each fails with probability 1e-6; the seed is fixed."""
     rates = COARSE / np.array([1.0, 1.37, 0.3])
-    for rate, row in zip(rates, SystemNoise(Entropy(24))._whole(rates, DRAWS).reshape(3, -1), strict=True):
+    for rate, row in zip(rates, SystemNoise(Entropy(24))._integers(rates, DRAWS).reshape(3, -1), strict=True):
         assert discrete_laplace(row, rate) > 1e-6
 
 
@@ -353,7 +353,7 @@ def test_high_bits_are_set_below_their_probability(rest: bytes) -> None:
 def test_a_tie_in_sixteen_bits_is_settled_by_the_rest(rest: bytes, below: bool) -> None:
     chance = np.array([0.3, 0.49, 1e-3, 0.999])
     leading = np.floor(chance * 2**16).astype(np.uint16)
-    assert SystemNoise(lambda count: rest * count)._below(leading, chance).tolist() == [below] * 4
+    assert SystemNoise(lambda count: rest * count)._is_below(leading, chance).tolist() == [below] * 4
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 0.999])
@@ -387,17 +387,19 @@ def test_system_noise_asks_the_operating_system_by_default() -> None:
 
 def test_system_noise_is_for_one_learner() -> None:
     scales = np.ones((2, 1, 1))
-    with pytest.raises(TypeError, match="scale must be one number"):
+    with pytest.raises(TypeError, match="scale and spacing must be one number each"):
         SystemNoise()(NoiseRequest("laplace", "y", 0, scales, lattice_spacing(scales), (2, 1, 3)))
 
 
 def test_system_noise_of_a_lattice_law_needs_a_lattice() -> None:
-    with pytest.raises(TypeError, match="and grid another one"):
+    with pytest.raises(TypeError, match="scale and spacing must be one number each"):
         SystemNoise()(NoiseRequest("laplace", "y", 0, 1.0, None, (3,)))
 
 
 def test_system_noise_refuses_a_lattice_that_it_is_too_fine_for() -> None:
-    with pytest.raises(SpecError, match=r"scale must be at most 2\^43 times grid, got grid/scale of 8.88178e-16"):
+    with pytest.raises(
+        SpecError, match=r"scale must be at most 2\^43 times the spacing, got spacing/scale of 8.88178e-16"
+    ):
         SystemNoise(Entropy(0))(NoiseRequest("laplace", "y", 0, 1.0, 2.0**-50, (1,)))
 
 
@@ -419,7 +421,7 @@ def test_system_noise_refuses_a_lattice_that_it_is_too_fine_for() -> None:
 def test_no_source_of_real_noise_serves_a_scale_without_noise(
     sampler: str, law: Distribution, scale: float, spacing: float
 ) -> None:
-    with pytest.raises(SpecError, match="must have 0 < grid <= scale < inf"):
+    with pytest.raises(SpecError, match="must have 0 < spacing <= scale < inf"):
         source_of(sampler)(NoiseRequest(law, "y", 3, scale, spacing, (3,)))
 
 
@@ -432,7 +434,7 @@ def test_no_source_of_real_noise_serves_a_rate_without_noise(sampler: str, rate:
 
 def test_a_ratio_that_underflows_is_refused() -> None:
     """Else 18 bits of so fine a lattice would be drawn: next to nothing."""
-    with pytest.raises(SpecError, match="got grid/scale of 0"):
+    with pytest.raises(SpecError, match="got spacing/scale of 0"):
         SystemNoise(Entropy(0))(NoiseRequest("laplace", "y", 0, 1e308, 2.0**-1000, (1,)))
 
 
@@ -543,7 +545,9 @@ def test_recorded_noise_says_the_round_again() -> None:
 @pytest.mark.parametrize(("name", "t"), [("y", 2), ("z", 0)])
 def test_recorded_noise_must_have_the_field_and_the_round(name: str, t: int) -> None:
     source = RecordedNoise({"y": np.zeros((2, 3))})
-    with pytest.raises(SpecError, match=f"must have field '{name}' for round {t}, and it does not"):
+    with pytest.raises(
+        SpecError, match=f"must have field '{name}' for round {t}, got {len(source.fields.get(name, ()))} rounds of it"
+    ):
         source(NoiseRequest("laplace", name, t, 1.0, 1.0, (3,)))
 
 

@@ -63,7 +63,7 @@ def test_rows_are_drawn_together_and_given_out_in_order() -> None:
     source(draw(MAX_PREFETCH_ROWS, constant))
     assert entropy.asked.count(OF_ONE * DIM * MAX_PREFETCH_ROWS) == 2
 
-    together = SystemNoise(Entropy(1))._whole(
+    together = SystemNoise(Entropy(1))._integers(
         np.full(MAX_PREFETCH_ROWS, lattice_spacing(1.5) / 1.5), DIM
     ) * lattice_spacing(1.5)
     np.testing.assert_array_equal(np.concatenate(given), together)

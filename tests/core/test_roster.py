@@ -530,7 +530,7 @@ def test_who_leaves_costs_no_more_by_record_or_at_a_delta(name: str) -> None:
 @pytest.mark.parametrize("name", ["pd-ftgl", "pd-ocg", "dvp", "pvp", "admm", "d-ftgl"])
 def test_algorithms_for_all_learners_in_all_rounds_refuse_absences(name: str) -> None:
     with pytest.raises(
-        AssumptionViolated, match=r"needs all learners in all rounds, got offline_intervals: leave them out"
+        AssumptionViolated, match=r"needs all learners in all rounds, got offline_intervals: remove them"
     ) as failure:
         build_run(of_algorithm(name), 3)
     assert failure.value.code == "TOPOLOGY_FIXED"

@@ -909,7 +909,7 @@ def test_recorded_noise_is_for_loopback_alone(tmp_path: Path, where: dict[str, s
     ("fields", "text"),
     [
         ({"y": np.zeros((ROUNDS, 2, 3))}, "must cover (cleo|dan), got that of 2 learners"),
-        ({"y": np.zeros((5, 4, 3))}, "must have field 'y' for round 5, and it does not"),
+        ({"y": np.zeros((5, 4, 3))}, "must have field 'y' for round 5, got 5 rounds of it"),
         ({"y": np.zeros((ROUNDS, 4, 2))}, r"must have shape \(3,\) in a round, got \(2,\)"),
     ],
     ids=["learners", "rounds", "numbers"],

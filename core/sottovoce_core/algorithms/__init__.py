@@ -1,7 +1,7 @@
-"""The algorithms, by the name that a spec gives. To add one: its family's folder here, and a line below.
+"""Algorithms, by their name in a spec. To add one: its family's folder here, and a line below.
 
-A package of somebody else's offers its own by an entry point of the group `sottovoce_core.algorithms`, and a spec may name any
-importable class as `module:Class`: a subclass of `AlgorithmSpec`.
+Another package offers its own by an entry point of the group `sottovoce.algorithms`, and a spec may name any importable
+subclass of `AlgorithmSpec` as `module:Class`.
 """
 
 from typing import Annotated
@@ -38,6 +38,6 @@ ALGORITHMS = Registry(
 )
 
 AnyAlgorithm = Annotated[SerializeAsAny[AlgorithmSpec], ALGORITHMS]
-"""A field of a spec: the parameters of the algorithm that it names."""
+"""Type of a spec field that holds the parameters of an algorithm, selected by its `name`."""
 
 __all__ = ["ALGORITHMS", "AlgorithmSpec", "AnyAlgorithm"]

@@ -1,4 +1,4 @@
-"""What a run gives to its algorithm: public values that are fixed before the first round, and the parameters of a spec."""
+"""Public values of a run that its algorithm depends on, fixed before the first round, and the base class of its parameters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PerLearner = float | tuple[float, ...]
 
 
 def multiply_per_learner(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
-    """Every learner's number times its factor; one number where all are equal.
+    """Multiply every learner's number by its factor; return one number if all products are equal.
 
     Raises:
-        SpecError: a list of another length than `factors`.
+        SpecError: the list has another length than `factors`.
     """
     products = tuple(
         each * factor for each, factor in zip(broadcast_to_learners(value, len(factors)), factors, strict=True)
@@ -34,15 +34,15 @@ def multiply_per_learner(value: PerLearner, factors: tuple[float, ...]) -> PerLe
 
 
 def divide_per_learner(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
-    """As `times`, divided: for what a loss is, not a noise."""
+    """Divide every learner's number by its factor, for privacy losses, which fall as noise grows."""
     return multiply_per_learner(value, tuple(1.0 / factor for factor in factors))
 
 
 def broadcast_to_learners(value: PerLearner, n_learners: int, field: str = "") -> tuple[float, ...]:
-    """One number for all learners, or one each, as a tuple.
+    """Return one number per learner, as a tuple.
 
     Raises:
-        SpecError: a list of another length than the number of learners; it names the field.
+        SpecError: the list has another length than the number of learners; the error names the field.
     """
     values = value if isinstance(value, tuple) else (value,) * n_learners
     if len(values) != n_learners:
@@ -51,16 +51,16 @@ def broadcast_to_learners(value: PerLearner, n_learners: int, field: str = "") -
     return values
 
 
-# ---- setting ---------------------------------------------------------------------------------------------------------
+# ---- context ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RunWarning:
-    """A condition that voids a theorem without making the run unsafe: the run goes on, and its user is told.
+    """Warning about a condition that voids a theorem but not the privacy guarantee: the run continues.
 
     Attributes:
-        code: its name in the docs.
-        text: the condition, the value found, and which theorem does not apply.
+        code: name of the condition in the docs.
+        text: the condition, the value found, and the theorem that does not apply.
     """
 
     code: str
@@ -69,15 +69,15 @@ class RunWarning:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The surroundings of an algorithm.
+    """Public values of a run that its algorithm is built from.
 
     Attributes:
-        rounds: planned; `UNBOUNDED_ROUNDS`: no end is.
-        n_features: features of a record.
-        loss: of one record.
-        decision_set: where parameters may lie.
-        network: who hears whom, with which weights.
-        names: of the learners, by index, for what is told of one; empty: nobody has said.
+        rounds: planned rounds; `UNBOUNDED_ROUNDS`: no planned end.
+        n_features: number of features of a record.
+        loss: loss of one record.
+        decision_set: set of admissible parameters.
+        network: senders, receivers and weights by round.
+        names: names of the learners by index, for messages to the user; empty: unknown.
     """
 
     rounds: int
@@ -105,20 +105,20 @@ class RunContext:
             AssumptionViolated: TOPOLOGY_FIXED.
         """
         if isinstance(self.network, PartialNetwork):
-            text = "this algorithm needs all learners in all rounds, got offline_intervals: leave them out"
+            text = "this algorithm needs all learners in all rounds, got offline_intervals: remove them"
             raise AssumptionViolated("TOPOLOGY_FIXED", text)
         return self.full_fixed_network
 
     @property
     def full_fixed_network(self) -> FixedNetwork:
-        """The same where some learners may be away: the network of all of them.
+        """Fixed network of all learners, in a run where some may be offline in some rounds.
 
         Raises:
             AssumptionViolated: TOPOLOGY_FIXED.
         """
-        whole = self.network.full_network if isinstance(self.network, PartialNetwork) else self.network
-        if isinstance(whole, FixedNetwork):
-            return whole
+        full = self.network.full_network if isinstance(self.network, PartialNetwork) else self.network
+        if isinstance(full, FixedNetwork):
+            return full
         raise AssumptionViolated(
             "TOPOLOGY_FIXED",
             "this algorithm needs one undirected graph with symmetric weights for all rounds, got a network that changes, is "
@@ -126,10 +126,10 @@ class RunContext:
         )
 
     def require_finite_rounds(self, subject: str) -> None:
-        """Refuse a run without a planned end.
+        """Raise an error for a run without a planned end.
 
         Args:
-            what: needs one.
+            subject: what needs one.
 
         Raises:
             AssumptionViolated: FINITE_ROUNDS.
@@ -140,14 +140,14 @@ class RunContext:
             )
 
     def broadcast_to_learners(self, value: PerLearner, field: str) -> tuple[float, ...]:
-        """`value` as one number per learner.
+        """Return `value` as one number per learner.
 
         Args:
             value: one number, or one per learner.
-            field: as a spec names it, for the error.
+            field: field name in the spec, for the error.
 
         Raises:
-            SpecError: a list of another length than the number of learners.
+            SpecError: the list has another length than the number of learners.
         """
         return broadcast_to_learners(value, self.n_learners, field)
 
@@ -156,16 +156,16 @@ class RunContext:
 
 
 def require_scales(scales: Iterable[float], code: str = "NOISE_SCALE") -> None:
-    """Refuse noise that would not be drawn as it is charged.
+    """Raise an error for noise whose drawn scale would differ from the charged one.
 
-    A scale that overflows would be charged as infinite noise, and one that underflows drawn as none.
+    A scale that overflows would be charged as infinite noise, and one that underflows would be drawn as no noise.
 
     Args:
-        scales: of all planned rounds, or the smallest and the largest; 0: no noise, and no promise.
-        code: what the condition is called.
+        scales: scales of all planned rounds, or the smallest and the largest; 0: no noise and no guarantee.
+        code: condition code of the error.
 
     Raises:
-        AssumptionViolated: one of them lies outside the range, or is not a number.
+        AssumptionViolated: a scale is outside the range, or NaN.
     """
     text = f"the noise scale must stay within [{MIN_NOISE_SCALE:.0e}, {MAX_NOISE_SCALE:.0e}] in all rounds"
     for scale in scales:
@@ -176,27 +176,29 @@ def require_scales(scales: Iterable[float], code: str = "NOISE_SCALE") -> None:
 
 
 class AlgorithmSpec(Section):
-    """The parameters of an algorithm. Each has its own class, beside the algorithm: see `sottovoce_core.algorithms`."""
+    """Parameters of an algorithm. Each algorithm has its own subclass: see `sottovoce_core.algorithms`."""
 
     name: str
-    """Of a built-in algorithm, of one that an installed package offers, or `module:Class`."""
+    """Name of a built-in algorithm, of one that an installed package offers, or `module:Class`."""
 
     def build(self, context: RunContext) -> tuple[Algorithm[Any], tuple[RunWarning, ...]]:
-        """The algorithm in its surroundings, checked; and the conditions that only void a theorem.
+        """Build the algorithm for a run and check it; also return warnings about conditions that only void a theorem.
 
         Raises:
-            SpecError: a parameter does not fit the surroundings.
-            AssumptionViolated: a condition does not hold without which there is no guarantee.
+            SpecError: a parameter does not fit the run.
+            AssumptionViolated: a condition of the guarantee does not hold.
         """
         raise NotImplementedError
 
     has_shared_noise_scale: ClassVar[bool] = False
-    """Do all learners share one number for their noise?"""
+    """True if all learners share one noise scale."""
 
     def scale_noise(self, factors: tuple[float, ...]) -> AlgorithmSpec:
-        """The same with every learner's noise multiplied: by `factors`, one for each.
+        """Return the parameters with every learner's noise multiplied by its factor.
 
         Raises:
-            SpecError: there is no noise, or no way to scale it.
+            SpecError: there is no noise, or it cannot be scaled.
         """
-        raise SpecError("this algorithm's noise cannot be calibrated: its class of parameters has no method `noisier`")
+        raise SpecError(
+            "this algorithm's noise cannot be calibrated: its class of parameters has no method `scale_noise`"
+        )

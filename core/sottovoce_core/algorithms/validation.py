@@ -1,4 +1,4 @@
-"""What an algorithm must have and say, held against one before it runs: somebody's own may be wrong, and is told where."""
+"""Checks of an algorithm against the interface before it runs, with errors that name the line of a user's own code."""
 
 from __future__ import annotations
 
@@ -18,81 +18,82 @@ _DOCS_HINT = "see docs/own-algorithm.md"
 
 
 def require_algorithm(built: object, parameters: object, dim: int) -> tuple[Algorithm[Any], tuple[RunWarning, ...]]:
-    """What `AlgorithmSpec.build` gave, if it is an algorithm and its caveats.
+    """Return the result of `AlgorithmSpec.build` if it is an algorithm and its warnings.
 
     Args:
-        built: what came.
-        parameters: whose `build` it was.
+        built: the result.
+        parameters: the object whose `build` returned it.
         dim: number of parameters of the run's loss.
 
     Raises:
-        SpecError: it is something else, or misses a part, or its fields have no shapes.
+        SpecError: it is something else, lacks a member, or its fields have no shapes.
     """
     if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[1], tuple)):
         raise SpecError(
-            f"{_named(parameters, 'build')} must return the algorithm and a tuple of caveats, such as (algorithm, ()), "
-            f"got {_kind(built)}; {_DOCS_HINT}"
+            f"{_describe(parameters, 'build')} must return the algorithm and a tuple of warnings, such as (algorithm, ()), "
+            f"got {_type_name(built)}; {_DOCS_HINT}"
         )
-    algorithm, caveats = built
+    algorithm, warnings = built
     if missing := [name for name in _METHODS if not callable(getattr(algorithm, name, None))]:
         raise SpecError(
-            f"an algorithm must have the methods {', '.join(_METHODS)}, and {_named(algorithm)} has no "
+            f"an algorithm must have the methods {', '.join(_METHODS)}, and {_describe(algorithm)} has no "
             f"{', '.join(missing)}; {_DOCS_HINT}"
         )
     name, own = (getattr(algorithm, each, None) for each in ("name", "dim"))
     if own != dim or not isinstance(name, str):
         raise SpecError(
             f"an algorithm must have a text `name` and `dim`, the number of parameters, which is {dim} here; "
-            f"{_named(algorithm)} has name {name!r} and dim {own!r}; {_DOCS_HINT}"
+            f"{_describe(algorithm)} has name {name!r} and dim {own!r}; {_DOCS_HINT}"
         )
     shapes: object = algorithm.field_shapes()
     if not (isinstance(shapes, Mapping) and shapes and all(map(_is_field, shapes.items()))):
         raise SpecError(
-            f"{_named(algorithm, 'field_shapes')} must return the shape of each field of a message by its name, such as "
+            f"{_describe(algorithm, 'field_shapes')} must return the shape of each field of a message by its name, such as "
             f"{{'y': ({dim},)}}, got {shapes!r}; {_DOCS_HINT}"
         )
-    return algorithm, caveats
+    return algorithm, warnings
 
 
 def require_emitted_message(algorithm: Algorithm[Any], result: object, lead: tuple[int, ...]) -> None:
-    """Refuse what `speak` returned where its message has not the fields that the algorithm says.
+    """Raise an error if the result of `emit` is not a state and a message with the declared fields.
 
     Args:
-        algorithm: who spoke.
-        spoken: what it returned.
-        lead: the axes before those of a field.
+        algorithm: the algorithm.
+        result: result of its `emit`.
+        lead: lengths of the axes before those of a field.
 
     Raises:
-        SpecError: it is no state with a message, or the fields, their shapes or types are others.
+        SpecError: it is no state and message, or the fields, their shapes or types differ from `field_shapes`.
     """
-    who = _named(algorithm, "speak")
+    method = _describe(algorithm, "emit")
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Message)):
-        raise SpecError(f"{who} must return the state and a Message, got {_kind(result)}; {_DOCS_HINT}")
-    said = result[1].fields
-    wanted = {name: (*lead, *shape) for name, shape in algorithm.field_shapes().items()}
-    if said.keys() != wanted.keys():
+        raise SpecError(f"{method} must return the state and a Message, got {_type_name(result)}; {_DOCS_HINT}")
+    fields = result[1].fields
+    expected = {name: (*lead, *shape) for name, shape in algorithm.field_shapes().items()}
+    if fields.keys() != expected.keys():
         raise SpecError(
-            f"{who} must say the fields of field_shapes, {', '.join(wanted)}, got {', '.join(map(str, said)) or 'none'}; {_DOCS_HINT}"
+            f"{method} must return a message with the fields of field_shapes, {', '.join(expected)}, "
+            f"got {', '.join(map(str, fields)) or 'none'}; {_DOCS_HINT}"
         )
-    for name, shape in wanted.items():
-        _require_array(f"the field {name} that {who} says", said[name], shape, lead)
+    for name, shape in expected.items():
+        _require_array(f"the field {name} of the message of {method}", fields[name], shape, lead)
 
 
 def require_decision(algorithm: Algorithm[Any], decision: object, lead: tuple[int, ...]) -> None:
-    """Refuse a decision of another shape than the model's; as `require_emitted_message`.
+    """Raise an error for a decision with another shape or type than the model; arguments as in `require_emitted_message`.
 
     Raises:
-        SpecError: it is.
+        SpecError: the shape or type differs.
     """
-    _require_array(f"what {_named(algorithm, 'decision')} returns", decision, (*lead, algorithm.dim), lead)
+    _require_array(f"the result of {_describe(algorithm, 'decision')}", decision, (*lead, algorithm.dim), lead)
 
 
-def _require_array(what: str, value: object, shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
+def _require_array(subject: str, value: object, shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
     if isinstance(value, np.ndarray) and value.dtype == np.float64 and value.shape == shape:
         return
-    came = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else _kind(value)
+    received = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else _type_name(value)
     raise SpecError(
-        f"{what} must be float64 of shape {shape}, {lead} for learners and replicas before its own, got {came}; {_DOCS_HINT}"
+        f"{subject} must be float64 of shape {shape}, with {lead} for learners and replicas first, got {received}; {_DOCS_HINT}"
     )
 
 
@@ -105,19 +106,19 @@ def _is_field(item: tuple[object, object]) -> bool:
     )
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(map(_kind, value))})"
+        return f"({', '.join(map(_type_name, value))})"
     return "None" if value is None else type(value).__name__
 
 
-def _named(part: object, method: str = "") -> str:
-    """A class of somebody's, or a method of it, with file and line; not its folder, for others may read this."""
+def _describe(part: object, method: str = "") -> str:
+    """Describe a user's class, or a method of it, with file name and line, but without the folder, which may be private."""
     owner = type(part)
     name = f"{owner.__module__}.{owner.__qualname__}{'.' * bool(method)}{method}"
     try:
         source = inspect.unwrap(getattr(owner, method)) if method else owner
         file, line = inspect.getsourcefile(source) or "", inspect.getsourcelines(source)[1]
-    except (AttributeError, OSError, TypeError):  # made without a file
+    except (AttributeError, OSError, TypeError):  # defined without a file
         return name
     return f"{name} ({Path(file).name}:{line})"

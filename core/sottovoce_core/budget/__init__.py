@@ -1,1 +1,1 @@
-"""What a run costs in all, and which noise meets a budget: composition, calibration, the trade-off with accuracy."""
+"""Privacy cost of a run and noise for a budget: composition, calibration, and the trade-off with accuracy."""

@@ -1,24 +1,25 @@
-"""The cost of a whole run: records used again, groups, several learners, approximate DP, and rounding to the lattice.
+"""Privacy cost of a whole run: reused records, groups, several learners, approximate DP, and rounding to the lattice.
 
-**Sums.** A learner's messages, given everything said before, have a law of their own; so the likelihood ratio of a whole
+**Sums.** Given all earlier messages, a learner's message has a distribution of its own; so the likelihood ratio of a whole
 transcript is a product over rounds and learners, and pure losses add up. Replacing k records one after the other passes
-through k - 1 data sets in between: a group of k costs at most the sum of what its records cost alone.
+through k - 1 data sets in between: a group of k costs at most the sum of the costs of its records alone.
 
-**At a delta.** `(epsilon, delta)` by privacy loss distributions, composed by Google's dp-accounting. Per message one takes
-a pair of laws that dominates every pair of worlds, whatever was said before; such pairs compose under adaptive composition
-(Zhu, Dong & Wang, AISTATS 2022, Theorem 10).
+**At a delta.** `(epsilon, delta)` by privacy loss distributions, composed by Google's dp-accounting. Each message is replaced
+by a pair of distributions that dominates every pair of worlds, for any earlier messages; such pairs compose under adaptive
+composition (Zhu, Dong & Wang, AISTATS 2022, Theorem 10).
 
 - `laplace`: a vector with independent Laplace noise of scale b on its coordinates, moved by at most s in l1, is dominated
   by one coordinate moved by s. Move one coordinate at a time, by `s_1 + … + s_n = s`. Tests of one such move are those of one
-  Laplace number moved by s_k; that law is log-concave, so thresholds are best, and the trade-off curve is
+  Laplace number moved by s_k; that density is log-concave, so thresholds are best, and the trade-off curve is
   `f_k(a) = F(F^-1(1-a) - s_k)`. Curves of successive moves chain to `f_2(1 - f_1(a))` at worst (group privacy: Dong, Roth & Su
   2022), which is exactly the curve of one move by `s_1 + s_2`. With the loss `eps = s/b` this is a Laplace mechanism of scale
   `1/eps` and sensitivity 1. On a lattice of spacing `g <= 2^-40 b` the privacy curve meets the continuous one wherever the
   loss is an atom, and is a chord in between: `eps + 2g/b` dominates.
 - `pure`: any other message of loss eps is dominated by randomised response (Kairouz, Oh & Viswanath 2015).
 
-For that, a message's loss must bound what that very message tells about the record. A meter that charges increments of a
-running maximum over records promises less (`Accountant.dominates` is false): `message_losses` then looks at every record.
+For that, a message's loss must bound the information of that single message about the record. An accountant that charges
+increments of a running maximum over records guarantees less (`Accountant.has_dominating_losses` is false):
+`message_losses` then examines every record.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from sottovoce_core.runs.run import Run
 # ---- composition -----------------------------------------------------------------------------------------------------
 
 MAX_ACCOUNTED_ROUNDS = 2_000_000
-"""Rounds that are metered one by one for the sake of single records; beyond, cheaper upper bounds are used."""
+"""Maximum number of rounds accounted one by one for single records; above it, cheaper upper bounds are used."""
 _INTERVAL, _MAX_PLD_POINTS = 1e-4, 50_000
-"""Spacing of a discretised privacy loss, and how many points it may take: above a total loss of 5 it is wider.
+"""Spacing of a discretised privacy loss, and its maximum number of points: above a total loss of 5 the spacing is wider.
 
 The discretisation is pessimistic, and its error falls with the square of the spacing: below 1e-4 at a total of 50.
 """
@@ -60,12 +61,12 @@ _TRUNCATED_TAIL_MASS = 1e-15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordGroup:
-    """Records that are used alike.
+    """Records that are used in the same rounds, or equally often.
 
     Attributes:
-        records: how many.
-        uses: of each of them.
-        losses: `(rounds,)` what one of them costs in all of its uses, message by message; None: at most `uses` events.
+        n_records: number of records.
+        n_uses: number of uses of each.
+        losses: `(rounds,)` losses of one of them in all of its uses, by message; None: at most `n_uses` times one use.
     """
 
     n_records: int
@@ -73,30 +74,30 @@ class RecordGroup:
     losses: FloatArray | None
 
     def charged_losses(self, event_losses: FloatArray) -> FloatArray:
-        """`losses`, or the bound on them, given what an event costs."""
+        """Return `losses`, or their bound from the losses of one use."""
         return as_floats(event_losses * self.n_uses) if self.losses is None else self.losses
 
     def composable_losses(self, event_losses: FloatArray) -> FloatArray:
-        """Losses that composition may rest on, given those of any single event `(rounds,)`.
+        """Return losses that may be composed, given those of any single use `(rounds,)`.
 
-        n times the losses of one event do not dominate n events place by place: they may meet in other messages (3, 1 and
-        1, 3 are 4, 4, which at some deltas tells more than 6, 2). One message with the whole loss dominates all its parts.
+        n times the losses of one use do not dominate n uses entry by entry: the losses may add up in other messages (3, 1 and
+        1, 3 are 4, 4, which at some deltas reveals more than 6, 2). One message with the total loss dominates all its parts.
         """
         if self.losses is not None:
             return self.losses
         if self.n_uses == 1:
             return event_losses
-        whole = np.zeros_like(event_losses)
-        whole[0] = self.n_uses * math.fsum(event_losses)
-        return whole
+        total = np.zeros_like(event_losses)
+        total[0] = self.n_uses * math.fsum(event_losses)
+        return total
 
     def truncate(self, rounds: int) -> RecordGroup:
-        """The same for the first messages."""
+        """Return the group with the losses of the first `rounds` messages only."""
         return self if self.losses is None else replace(self, losses=self.losses[:rounds])
 
 
-def _plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
-    """In which rounds records are used, one entry for each use, and how many records share such a plan."""
+def _count_usage_plans(own: LearnerData) -> Counter[tuple[int, ...]]:
+    """Count the records of each usage plan: the rounds in which a record is used, one entry for each use."""
     rounds = np.repeat(np.arange(own.rounds), np.diff(own.offsets))
     by_record = np.argsort(own.order, kind="stable")
     _, first = np.unique(own.order[by_record], return_index=True)
@@ -104,122 +105,122 @@ def _plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
 
 
 def group_record_losses(accountant: Accountant, own: LearnerData, end: int | None = None) -> list[RecordGroup]:
-    """What every record of a learner costs in all of its uses, by a fresh meter of its messages.
+    """Group a learner's records by use and compute the losses of each in all of its uses, with a new accountant.
 
-    It says nothing from round `end` on (default: it speaks to the last round).
+    The learner sends nothing from round `end` on (default: it sends in all rounds).
 
-    A record used once costs at most what an event does. One used n times is metered with all of its uses replaced; where
-    that would take more than `MOST_STEPS` rounds in all, or the meter cannot follow it, n events are an upper bound. An
-    event that replaces all of the learner's records includes all uses.
+    A record used once costs at most one use. One used n times is accounted with all of its uses replaced; if that would take
+    more than `MAX_ACCOUNTED_ROUNDS` rounds in all, or the accountant cannot follow it, n single uses are an upper bound. The
+    privacy unit "all records of the learner" includes all uses.
     """
-    plans = _plans_of_use(own)
+    plans = _count_usage_plans(own)
     if accountant.adjacency == Adjacency.LEARNER:
         return [RecordGroup(sum(plans.values()), 1, None)]
     exact = (
         accountant.can_track_replacements and sum(len(plan) > 1 for plan in plans) * own.rounds <= MAX_ACCOUNTED_ROUNDS
     )
-    metered: list[tuple[int, tuple[int, ...]]] = []
+    followed: list[tuple[int, tuple[int, ...]]] = []
     bounded = Counter[int]()
     for plan, records in plans.items():
         if len(plan) > 1 and exact:
-            metered.append((records, plan))
+            followed.append((records, plan))
         else:
             bounded[len(plan)] += records
-    replaced = np.array([np.bincount(plan, minlength=own.rounds) for _, plan in metered]).reshape(-1, own.rounds)
-    losses = _until(end, accountant.losses_by_change(np.diff(own.offsets), replaced))
-    found = [RecordGroup(records, len(plan), each) for (records, plan), each in zip(metered, losses, strict=True)]
-    return found + [RecordGroup(records, uses, None) for uses, records in bounded.items()]
+    replaced = np.array([np.bincount(plan, minlength=own.rounds) for _, plan in followed]).reshape(-1, own.rounds)
+    losses = _truncate(end, accountant.losses_by_change(np.diff(own.offsets), replaced))
+    groups = [RecordGroup(records, len(plan), each) for (records, plan), each in zip(followed, losses, strict=True)]
+    return groups + [RecordGroup(records, uses, None) for uses, records in bounded.items()]
 
 
 def worst_case_record_epsilon(groups: Iterable[RecordGroup], event_losses: FloatArray) -> float:
-    """What the record that costs most costs in all of its uses, given what an event costs `(rounds,)`."""
+    """Return epsilon of the worst-case record in all of its uses, given the losses of one use `(rounds,)`."""
     return math.fsum(worst_case_record_losses(groups, event_losses))
 
 
 def worst_case_record_losses(groups: Iterable[RecordGroup], event_losses: FloatArray) -> FloatArray:
-    """The same message by message, `(rounds,)`; zeros without records."""
+    """Return the losses `(rounds,)` of the worst-case record in all of its uses; zeros without records."""
     charged = [each.charged_losses(event_losses) for each in groups]
     return max(charged, key=lambda losses: math.fsum(losses), default=np.zeros_like(event_losses))
 
 
 def group_loss(groups: Iterable[RecordGroup], event_losses: FloatArray, size: int) -> float:
-    """What the dearest `size` of one learner's records cost together, in all of their uses: the sum of their own losses.
+    """Return the sum of the losses of the `size` most expensive records of one learner, in all of their uses.
 
-    For records that are used once, `[Alike(size, 1, None)]` will do. Of fewer records than that, all are meant.
+    For records that are used once, `[RecordGroup(size, 1, None)]` is enough. With fewer records, all are summed.
     """
-    dearest: list[float] = []
-    for epsilon, many in sorted(
+    largest: list[float] = []
+    for epsilon, count in sorted(
         ((math.fsum(each.charged_losses(event_losses)), each.n_records) for each in groups), reverse=True
     ):
-        dearest += [epsilon] * min(many, size - len(dearest))
-    return math.fsum(dearest)
+        largest += [epsilon] * min(count, size - len(largest))
+    return math.fsum(largest)
 
 
 # ---- approximate DP ----------------------------------------------------------------------------------------------------
 
 
 def message_losses(accountant: Accountant, counts: IntArray, end: int | None = None) -> FloatArray | None:
-    """Losses that dominate those of every single record, message by message after sorting: what composition may rest on.
+    """Return losses that may be composed: after sorting, each dominates the corresponding loss of every single record.
 
-    Where the meter charges increments of a maximum over records, every round's record is metered alone: the k-th entry is
-    the largest k-th largest loss of all of them. Order does not matter to a composition, and more loss never makes it
+    If the accountant charges increments of a maximum over records, every round's record is accounted alone: the k-th entry is
+    the largest k-th largest loss of all of them. The order does not matter to a composition, and more loss never makes it
     smaller.
 
     Args:
-        accountant: a fresh meter.
+        accountant: a new accountant.
         counts: `(rounds,)` records of each round.
-        end: the learner says nothing from this round on (default: it speaks to the last round).
+        end: the learner sends nothing from this round on (default: it sends in all rounds).
 
     Returns:
-        `(rounds,)`, or None where the sum of the losses is all there is: that would take more than `MOST_STEPS` rounds, or the
-        meter does not follow single records.
+        `(rounds,)`, or None if only the sum of the losses is known: the computation would take more than
+        `MAX_ACCOUNTED_ROUNDS` rounds, or the accountant cannot follow single records.
     """
-    charged = _until(end, accountant.losses(counts))
+    charged = _truncate(end, accountant.losses(counts))
     if accountant.has_dominating_losses:
         return charged
-    rounds, coming = len(counts), np.flatnonzero(counts)
+    rounds, nonempty = len(counts), np.flatnonzero(counts)
     if (
         not accountant.can_track_replacements
         or not np.isfinite(charged).all()
-        or len(coming) * rounds > MAX_ACCOUNTED_ROUNDS
+        or len(nonempty) * rounds > MAX_ACCOUNTED_ROUNDS
     ):
         return None
-    return envelope(_until(end, accountant.losses_by_change(counts, np.eye(rounds, dtype=np.int64)[coming])))
+    return envelope(_truncate(end, accountant.losses_by_change(counts, np.eye(rounds, dtype=np.int64)[nonempty])))
 
 
-def _until(end: int | None, losses: FloatArray) -> FloatArray:
-    """Losses `(..., rounds)` of who says nothing from round `end` on."""
+def _truncate(end: int | None, losses: FloatArray) -> FloatArray:
+    """Set losses `(..., rounds)` to 0 from round `end` on."""
     return losses if end is None else as_floats(np.where(np.arange(losses.shape[-1]) < end, losses, 0.0))
 
 
 def envelope(losses: Sequence[FloatArray] | FloatArray) -> FloatArray:
-    """`(rounds,)`: each sorted from the largest loss to the smallest, and the largest at every place."""
+    """Sort each row from the largest loss to the smallest, and return the maximum of every column `(rounds,)`."""
     return as_floats(np.sort(losses, axis=-1)[:, ::-1].max(axis=0))
 
 
 def epsilon_for_delta(delta: float, losses: FloatArray, mechanism: Mechanism) -> float:
-    """Epsilon at which the composed messages are `(epsilon, delta)`-DP; never above the sum of their losses.
+    """Return epsilon at which the composed messages are `(epsilon, delta)`-DP; never above the sum of their losses.
 
     Args:
         delta: above 0 and below 1.
-        losses: `(rounds,)` pure losses of the messages, each valid whatever was said before.
-        mechanism: what dominates a message; see the module's head.
+        losses: `(rounds,)` pure losses of the messages, each valid for any earlier messages.
+        mechanism: dominating mechanism of a message; see the module docstring.
 
     Raises:
         SpecError: delta is out of range, or dp-accounting is missing.
     """
     if not 0.0 < delta < 1.0:
-        raise SpecError(f"delta must be above 0 and below 1, got {delta}; at delta 0 the pure epsilon is the answer")
+        raise SpecError(f"delta must be above 0 and below 1, got {delta}; for delta 0 use the pure epsilon")
     charged = losses[losses > 0]
     pure = math.fsum(losses)
     if not len(charged) or not math.isfinite(pure):
         return pure
-    composed = _composed(charged, mechanism, max(_INTERVAL, pure / _MAX_PLD_POINTS))
+    composed = _compose(charged, mechanism, max(_INTERVAL, pure / _MAX_PLD_POINTS))
     return min(pure, float(composed.get_epsilon_for_delta(delta)))
 
 
-def _composed(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
-    """The privacy loss distribution of all messages: equal ones at once, then always the two smallest."""
+def _compose(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
+    """Compose the privacy loss distributions of all messages: equal ones at once, then always the two smallest."""
     library = _library("privacy_loss_distribution")
     parameters = _library("common").DifferentialPrivacyParameters
     heap: list[tuple[float, int, Any]] = []
@@ -246,18 +247,18 @@ def _library(module: str) -> Any:
 # ---- lattice slack ---------------------------------------------------------------------------------------------------
 
 MAX_LATTICE_SHARE = 1e-3
-"""Of epsilon: what rounding may cost without a word."""
+"""Maximum share of epsilon that rounding may cost without a warning."""
 
 _MAX_EXAMINED_ROUNDS = 20_000
-"""Rounds; longer runs are judged by the first so many."""
+"""Maximum number of examined rounds; longer runs are judged by their first rounds."""
 _INITIAL_ROUNDS = 100
-"""Rounds that are examined first: where their loss is large enough, no later round can make the share of the slack large."""
+"""Number of rounds examined first: if their loss is large enough, no later round can make the share of the slack large."""
 _MIN_EPSILON = 0.01
-"""An epsilon below which nobody goes: a run that is fine with it is not looked at any closer."""
+"""Smallest practical epsilon: a run whose slack is small even for it is not examined further."""
 
 
 def check_lattice(run: Run) -> tuple[RunWarning, ...]:
-    """LATTICE_SLACK, about the learner with the largest share.
+    """Return the warning LATTICE_SLACK about the learner with the largest share, if it is too large.
 
     A message of n numbers costs at most `n 2^-40` for rounding. So a run of T messages stays below the share as long as
     `n T <= 1.1e9 epsilon`.
@@ -272,15 +273,15 @@ def check_lattice(run: Run) -> tuple[RunWarning, ...]:
     return (
         RunWarning(
             "LATTICE_SLACK",
-            f"rounding to the noise's lattice may cost at most {100 * MAX_LATTICE_SHARE:g} % of epsilon unnoticed, got up to {slack:.3g} of "
-            f"{epsilon:.3g} for {run.spec.names[learner]} (it is charged); fewer rounds or parameters, or a larger epsilon, "
-            "would do",
+            f"rounding to the lattice should cost at most {100 * MAX_LATTICE_SHARE:g} % of epsilon, got up to {slack:.3g} of "
+            f"{epsilon:.3g} for {run.spec.names[learner]} (it is charged); take fewer rounds or parameters, or a larger "
+            "epsilon",
         ),
     )
 
 
 def _share(run: Run, learner: int, message: float) -> tuple[float, int, float, float]:
-    """Of the slack in a learner's epsilon, the learner, the slack at most, and the epsilon; 0 where nothing is promised."""
+    """Return the share of the slack in a learner's epsilon (0 without a guarantee), the learner, maximum slack and epsilon."""
     rounds = min(run.spec.rounds, _MAX_EXAMINED_ROUNDS)
     losses = run.algorithm.accountant(learner).losses(np.ones(min(rounds, _INITIAL_ROUNDS), np.int64))
     if MAX_LATTICE_SHARE * math.fsum(losses) < rounds * message:

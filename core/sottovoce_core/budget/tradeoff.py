@@ -1,6 +1,6 @@
-"""How much privacy to buy: the design problem (28) of Zhang & Zhu (IEEE TIFS 2017), with the constraint that it needs.
+"""Choice of a privacy level: the design problem (28) of Zhang & Zhu (IEEE TIFS 2017), with the constraint that it needs.
 
-With alpha a privacy loss, a fitted curve says what accuracy costs, and a utility what privacy is worth::
+With alpha a privacy loss, a fitted curve gives the loss of accuracy, and a utility the value of privacy::
 
     L_acc(alpha)  = c4 exp(-c5 alpha) + c6                      c4, c5 > 0: the loss falls as alpha grows
     U_priv(alpha) = w1 ln( w2 / (w3 alpha + w4 alpha^2) )
@@ -30,21 +30,21 @@ _GRID_POINTS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class AccuracyCurve:
-    """`L_acc`: c4 is what no privacy gains over no information, c5 how fast, c6 what remains."""
+    """Loss of accuracy `L_acc`: c4 is the gain from full privacy to none, c5 its rate, c6 the remaining loss."""
 
     c4: float
     c5: float
     c6: float
 
     def evaluate(self, alpha: FloatArray) -> FloatArray:
-        """Loss of accuracy at privacy losses `alpha`, of any shape."""
+        """Return the loss of accuracy at privacy losses `alpha`, of any shape."""
         return self.c4 * np.exp(-self.c5 * alpha) + self.c6
 
     def find_min_alpha(self, loss: float) -> float:
-        """The alpha from which on the curve is at most `loss`.
+        """Return the smallest alpha at which the curve is at most `loss`.
 
         Raises:
-            SpecError: the curve always is, or never.
+            SpecError: the curve is always at most `loss`, or never.
         """
         if not loss < self.c4 + self.c6:
             raise SpecError(f"accuracy threshold c3 must be below c4 + c6 = {self.c4 + self.c6:.6g}, got {loss:.6g}")
@@ -55,7 +55,7 @@ class AccuracyCurve:
 
 @dataclass(frozen=True, slots=True)
 class Utility:
-    """`U_priv`: what privacy is worth, in units of the loss of accuracy. The defaults are the paper's."""
+    """Utility of privacy `U_priv`, in units of the loss of accuracy. The defaults are the paper's."""
 
     w1: float = 0.02
     w2: float = 6.0
@@ -69,9 +69,9 @@ class Utility:
             raise SpecError(f"{text}, got {', '.join(f'{weight:g}' for weight in weights)}")
 
     def evaluate(self, alpha: FloatArray) -> FloatArray:
-        """Worth of the privacy losses `alpha`, of any shape, above 0."""
-        worth: FloatArray = self.w1 * np.log(self.w2 / (self.w3 * alpha + self.w4 * alpha**2))
-        return worth
+        """Return the utility of privacy losses `alpha` above 0, of any shape."""
+        utility: FloatArray = self.w1 * np.log(self.w2 / (self.w3 * alpha + self.w4 * alpha**2))
+        return utility
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class Optimum:
 
     Attributes:
         alpha: the level.
-        objective: J there.
-        lowest: smallest admissible level, where the accuracy threshold is met exactly.
-        highest: largest one.
-        interior: whether it is a local minimum, not an end of the admissible levels.
+        objective: J at alpha.
+        min_alpha: smallest admissible level, at which the accuracy threshold is met exactly.
+        max_alpha: largest admissible level.
+        is_interior: alpha is a local minimum, not an end of the admissible levels.
         minima: all local minima, ascending.
     """
 
@@ -96,13 +96,13 @@ class Optimum:
 
 
 def optimise_alpha(curve: AccuracyCurve, utility: Utility, threshold: float, max_alpha: float) -> Optimum:
-    """The design problem.
+    """Solve the design problem.
 
     Args:
         curve: L_acc.
         utility: U_priv.
         threshold: c3, the largest loss of accuracy that is acceptable.
-        ceiling: alpha_U, the largest privacy loss that is.
+        max_alpha: alpha_U, the largest acceptable privacy loss.
 
     Raises:
         SpecError: the threshold does not lie between c6 and c4 + c6, no level is admissible, or SciPy is missing.
@@ -118,24 +118,24 @@ def optimise_alpha(curve: AccuracyCurve, utility: Utility, threshold: float, max
     grid = np.geomspace(lowest, max_alpha, _GRID_POINTS)
     values = objective(grid)
     dips = np.flatnonzero((values[1:-1] < values[:-2]) & (values[1:-1] <= values[2:])) + 1
-    minima = tuple(_refined(objective, grid[k - 1], grid[k + 1]) for k in dips.tolist())
+    minima = tuple(_refine_minimum(objective, grid[k - 1], grid[k + 1]) for k in dips.tolist())
     best = min((*minima, lowest, max_alpha), key=objective)
     return Optimum(best, float(objective(best)), lowest, max_alpha, best in minima, minima)
 
 
-def _refined(objective: Callable[[Any], Any], low: float, high: float) -> float:
+def _refine_minimum(objective: Callable[[Any], Any], low: float, high: float) -> float:
     options = {"xatol": 1e-12 * high}
     return float(_optimize().minimize_scalar(objective, bounds=(low, high), method="bounded", options=options).x)
 
 
 def fit_accuracy_curve(epsilons: Sequence[float], losses: Sequence[float]) -> AccuracyCurve:
-    """The curve of least squares through measured losses.
+    """Fit the accuracy curve to measured losses by least squares.
 
     For a given c5 the best c4, c6 >= 0 follow linearly; c5 is searched on a logarithmic grid and refined.
 
     Args:
         epsilons: privacy levels, at least three different ones.
-        losses: one for each.
+        losses: one loss for each level.
 
     Raises:
         SpecError: too few levels, values that are not finite, losses that do not fall with epsilon, or SciPy is missing.
@@ -150,7 +150,7 @@ def fit_accuracy_curve(epsilons: Sequence[float], losses: Sequence[float]) -> Ac
     def residual(log_rate: float) -> float:
         return float(nnls(_basis(x, math.exp(log_rate)), y)[1])
 
-    # From a curve that hardly bends over all levels to one that has fallen before the second.
+    # From a curve that is almost straight over all levels to one that has fallen before the second level.
     rates = np.linspace(math.log(0.1 / float(np.ptp(x))), math.log(50.0 / float(np.diff(np.unique(x)).min())), 400)
     errors = [residual(rate) for rate in rates]
     k = int(np.argmin(errors))
@@ -160,8 +160,8 @@ def fit_accuracy_curve(epsilons: Sequence[float], losses: Sequence[float]) -> Ac
     rate = math.exp(found.x if found.fun <= errors[k] else rates[k])
     c4, c6 = nnls(_basis(x, rate), y)[0]
     if not c4 > 0.0:
-        text = "the loss must fall as epsilon grows, or there is nothing to trade"
-        raise SpecError(f"{text}, got {', '.join(f'{value:.4g}' for value in y)}; more replicas, or other epsilons")
+        text = "the loss must fall as epsilon grows, or there is no trade-off"
+        raise SpecError(f"{text}, got {', '.join(f'{value:.4g}' for value in y)}; use more replicas, or other epsilons")
     return AccuracyCurve(float(c4), rate, float(c6))
 
 

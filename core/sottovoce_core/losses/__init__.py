@@ -1,4 +1,4 @@
-"""Losses of one record, by the kind that a spec gives. To add one: its class in a file here, and a line below."""
+"""Losses of one record, by their `kind` in a spec. To add one: its class in a file here, and a line below."""
 
 from typing import Annotated
 
@@ -23,7 +23,7 @@ LOSSES: Registry[Loss] = Registry(
 )
 
 AnyLoss = Annotated[SerializeAsAny[Loss], LOSSES]
-"""A field of a spec: the loss of the kind that it names."""
+"""Type of a spec field that holds a loss, selected by its `kind`."""
 
 __all__ = [
     "LOSSES",

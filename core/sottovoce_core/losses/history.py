@@ -1,4 +1,4 @@
-"""The history gradient `d_t(theta)`: the mean gradient of all records seen so far (Chen & Wang 2025, section II).
+"""History gradient `d_t(theta)`: the mean gradient of all records seen so far (Chen & Wang 2025, section II).
 
 Two ways, chosen by the loss: exact statistics where it is quadratic in theta and not clipped (constant time and memory), and
 the records themselves for everything else (time and memory grow with the rounds).
@@ -17,28 +17,28 @@ from sottovoce_core.losses.loss import Loss, add_replica_axis, compute_scores, m
 
 
 class GradientHistory(Protocol):
-    """All that a learner remembers of its records: a value, `observe` returns the next one."""
+    """A learner's memory of its records: an immutable value; `observe` returns the next one."""
 
     def observe(self, batch: Batch) -> Self:
-        """The history with one more batch. Its records obey the loss's bounds (`Loss.enforce`)."""
+        """Return the history with one more batch, whose records satisfy the loss's bounds (`Loss.enforce_bounds`)."""
         ...
 
     def gradient(self, theta: FloatArray) -> FloatArray:
-        """Mean data gradient at `theta (..., dim)` over the records seen (zero before the first), without the ridge."""
+        """Return the mean data gradient at `theta (..., dim)` over the records seen (0 before the first), without the ridge."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Log:
-    """Rows along axis -2 that only grow. Values share one buffer: appending to the newest writes in place, else copies."""
+    """Append-only rows along axis -2. Values share one buffer: appending to the newest writes in place, else copies."""
 
     buffer: FloatArray
     length: int
-    filled: list[int]  # of the shared buffer: how far some value has written it
+    filled: list[int]  # rows of the shared buffer that are in use by any value
 
     @classmethod
     def empty(cls, like: FloatArray, more: int = 0) -> _Log:
-        """For rows as these, or with more columns."""
+        """Return an empty log for rows of this shape, with `more` extra columns."""
         return cls(np.empty((*like.shape[:-2], 8, like.shape[-1] + more)), 0, [0])
 
     @property
@@ -46,12 +46,12 @@ class _Log:
         return self.buffer[..., : self.length, :]
 
     def append(self, rows: FloatArray) -> _Log:
-        longer, new = self.longer(rows.shape[-2])
+        longer, new = self.extend(rows.shape[-2])
         new[...] = rows
         return longer
 
-    def longer(self, rows: int) -> tuple[_Log, FloatArray]:
-        """With so many rows more, and these, which are still to be written."""
+    def extend(self, rows: int) -> tuple[_Log, FloatArray]:
+        """Return the log with `rows` more rows, and those rows, which the caller must write."""
         new = self.length + rows
         buffer, filled = self.buffer, self.filled
         if new > buffer.shape[-2] or filled[0] != self.length:
@@ -62,23 +62,23 @@ class _Log:
         return _Log(buffer, new, filled), buffer[..., self.length : new, :]
 
     def pack(self) -> FloatArray:
-        """For a snapshot: what is in use of the buffer."""
+        """Return the used rows, for a snapshot."""
         return self.rows
 
     @classmethod
     def unpack(cls, rows: FloatArray) -> _Log:
-        """`packed` backwards."""
+        """Restore the log from the rows of `pack`."""
         return cls(rows, rows.shape[-2], [rows.shape[-2]])
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHistory:
-    """Keeps the records. Clipping is per record, before averaging: clipping the mean would not be 1/t-sensitive."""
+    """History that keeps the records. It clips per record, before averaging: a clipped mean would not be 1/t-sensitive."""
 
     loss: Loss
     features: _Log | None = None
     labels: _Log | None = None
-    present: _Log | None = None  # only where stacked learners have unequal numbers of records
+    present: _Log | None = None  # only if stacked learners have unequal numbers of records
 
     def observe(self, batch: Batch) -> RecordHistory:
         if batch.size == 0:
@@ -99,7 +99,7 @@ class RecordHistory:
 
     @property
     def records(self) -> Batch | None:
-        """All records seen; None before the first."""
+        """Records seen so far; None before the first."""
         if self.features is None or self.labels is None:
             return None
         present = None if self.present is None else self.present.rows[..., 0]
@@ -112,30 +112,30 @@ class RecordHistory:
 
 _ZERO = np.zeros(())
 MAX_PENDING_RECORDS = 32
-"""Records that exact statistics keep as they are before adding them in: one update of a large matrix instead of many."""
+"""Number of records buffered before one update of the exact statistics, to update the large matrix less often."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuadraticHistory:
-    """Exact statistics of an unclipped quadratic loss: of rows `r = (a, phi'(0, b))`, the moments `M = sum r r^T`.
+    """Exact statistics of an unclipped quadratic loss: the moments `M = sum r r^T` of rows `r = (a, phi'(0, b))`.
 
-    `d = (c theta, 1) M / count`, but for its last number. `(..., dim + 1, dim + 1)` numbers, and fewer than `MAX_PENDING_RECORDS` rows not
-    yet in them: constant time per round.
+    `d = (c theta, 1) M / count`, without its last number. M has `(..., dim + 1, dim + 1)` numbers, and fewer than
+    `MAX_PENDING_RECORDS` rows are not yet in it: constant time per round.
     """
 
     loss: QuadraticLoss
     moments: FloatArray | None = None
     pending_rows: _Log | None = None
-    count: Scalars = 0.0  # (..., 1) where stacked learners have unequal numbers of records
+    count: Scalars = 0.0  # (..., 1) if stacked learners have unequal numbers of records
 
     def observe(self, batch: Batch) -> QuadraticHistory:
         if batch.size == 0:
             return self
-        recent, new = (self.pending_rows or _Log.empty(batch.features, 1)).longer(batch.size)
+        recent, new = (self.pending_rows or _Log.empty(batch.features, 1)).extend(batch.size)
         new[..., :-1] = batch.features
         new[..., -1] = self.loss.slope(_ZERO, batch.labels)
         count = self.count + batch.size
-        if batch.mask is not None:  # what is padding counts for nothing, and neither do rows of zeros
+        if batch.mask is not None:  # padding does not count: its rows become zero
             new *= batch.mask[..., None]
             count = self.count + batch.mask.sum(axis=-1, keepdims=True)
         if recent.length < MAX_PENDING_RECORDS:
@@ -155,7 +155,7 @@ class QuadraticHistory:
         total = np.zeros_like(point) if self.moments is None else np.matmul(point, self.moments)
         if self.pending_rows is not None:
             rows = self.pending_rows.rows
-            total = total + np.matmul(compute_scores(point, rows), rows)  # of more learners than theta, perhaps
+            total = total + np.matmul(compute_scores(point, rows), rows)  # may have more learners than theta
         gradient: FloatArray = total[..., :-1]
         gradient /= (
             self.count if isinstance(self.count, float) else np.maximum(add_replica_axis(self.count, theta), 1.0)
@@ -164,7 +164,7 @@ class QuadraticHistory:
 
 
 def start_history(loss: Loss) -> GradientHistory:
-    """The cheapest exact history for a loss."""
+    """Return the cheapest exact history for a loss."""
     if isinstance(loss, QuadraticLoss) and loss.clip_norm is None:
         return QuadraticHistory(loss)
     return RecordHistory(loss)

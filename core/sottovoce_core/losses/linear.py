@@ -32,12 +32,12 @@ class QuadraticLoss(MarginLoss):
     @property
     @abstractmethod
     def curvature(self) -> float:
-        """The slope's slope, c."""
+        """Constant second derivative c."""
 
     @property
     @abstractmethod
     def max_slope_at_zero(self) -> float:
-        """P, the largest `|phi'(0, b)|`."""
+        """Largest `|phi'(0, b)|`, P."""
 
     def second_derivative(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
         return np.full_like(scores, self.curvature)
@@ -106,7 +106,7 @@ class LogisticLoss(MarginLoss):
 
     kind: Literal["logistic"] = "logistic"
     history: Literal["exact", "pass_glm"] = "exact"
-    """pass_glm: learn the loss's quadratic approximation, whose history takes constant time and memory."""
+    """pass_glm: use the loss's quadratic approximation, whose history takes constant time and memory."""
     score_bound: Positive | None = None
     """pass_glm only: the approximation is close where scores lie in [-score_bound, score_bound]."""
 
@@ -115,7 +115,7 @@ class LogisticLoss(MarginLoss):
         return PassGlmLoss if fields.get("history") == "pass_glm" else cls
 
     @model_validator(mode="after")
-    def _exact(self) -> Self:
+    def _require_exact(self) -> Self:
         if self.score_bound is not None:
             raise ValueError("score_bound must be given with history pass_glm, and only there")
         if self.history != "exact":
@@ -146,8 +146,8 @@ class PassGlmLoss(QuadraticLoss):
     """The logistic loss's quadratic approximation (PASS-GLM: Huggins, Adams & Broderick 2017, with M = 2). P = 1/2.
 
     `phi = k + c z^2 / 2 + z/2 - b z`: Chebyshev's expansion of `log(1 + exp(-s))` up to degree 2 where `|s| <= score_bound`,
-    at `s = (2b - 1) z`. It is a convex loss in its own right, and all constants are its own, at any score; only its
-    likeness to the logistic loss ends at the score bound.
+    at `s = (2b - 1) z`. It is itself a convex loss, and its constants hold at any score; only the approximation of the
+    logistic loss ends at the score bound.
     """
 
     kind: Literal["logistic"] = "logistic"
@@ -164,7 +164,7 @@ class PassGlmLoss(QuadraticLoss):
                 "close; no score is beyond feature_bound times the radius of the decision set (docs/losses-and-sets.md, PASS-GLM)"
             )
         if fields.get("clip_norm") is not None:
-            raise ValueError("clip_norm must not be given with history pass_glm: to clip, one needs the records")
+            raise ValueError("clip_norm must not be given with history pass_glm: clipping needs the records")
         return fields
 
     @property
@@ -177,9 +177,9 @@ class PassGlmLoss(QuadraticLoss):
 
     @property
     def slope_error(self) -> float:
-        """Largest distance of the slope to the logistic loss's where `|z| <= score_bound`.
+        """Largest distance to the slope of the logistic loss for `|z| <= score_bound`.
 
-        It is largest at the bound, or where the difference `c z - tanh(z/2)/2` turns: at `cosh(z/2)^2 = 1/(4c)`.
+        The maximum is at the bound, or at the turning point of `c z - tanh(z/2)/2`: at `cosh(z/2)^2 = 1/(4c)`.
         """
         turn = min(2.0 * math.acosh(max(1.0, 0.5 / math.sqrt(self.curvature))), self.score_bound)
         return max(abs(self.curvature * z - 0.5 * math.tanh(0.5 * z)) for z in (turn, self.score_bound))
@@ -199,10 +199,10 @@ class PassGlmLoss(QuadraticLoss):
 
 @cache
 def _chebyshev(bound: float) -> tuple[float, float]:
-    """Numbers k and c of `log(1 + exp(-s)) ~ k - s/2 + c s^2 / 2`, the Chebyshev expansion on `[-bound, bound]` up to degree 2.
+    """Compute k and c of `log(1 + exp(-s)) ~ k - s/2 + c s^2 / 2`, the Chebyshev expansion on `[-bound, bound]` of degree 2.
 
     The function is `-s/2` plus the even `f = log(2 cosh(s/2))`, whose coefficients `a_0`, `a_2` are means over a half-circle,
-    `s = bound cos t`. Integrated by parts, `a_2` is one of `f' = tanh(s/2)/2`, which does not cancel for small bounds.
+    `s = bound cos t`. Integration by parts makes `a_2` a mean of `f' = tanh(s/2)/2`, without cancellation for small bounds.
     """
     angles = np.pi * (np.arange(4096) + 0.5) / 4096
     x, height = np.cos(angles), np.sin(angles)
@@ -215,9 +215,9 @@ def _chebyshev(bound: float) -> tuple[float, float]:
 
 
 class HingeLoss(MarginLoss):
-    """The support vector machine's loss: `phi = max(0, 1 - y z)`, `y = 2b - 1`.
+    """Loss of the support vector machine: `phi = max(0, 1 - y z)`, `y = 2b - 1`.
 
-    Not smooth; where `y z = 1` the slope is the subgradient 0.
+    Not smooth; at `y z = 1` the slope is the subgradient 0.
     """
 
     kind: Literal["hinge"] = "hinge"
@@ -231,7 +231,7 @@ class HingeLoss(MarginLoss):
 
 
 class SmoothedHingeLoss(MarginLoss):
-    """The hinge with its corner rounded off over a width h. L = R^2/h.
+    """Hinge loss with a corner smoothed over a width h. L = R^2/h.
 
     With the shortfall `s = 1 - y z`, `y = 2b - 1`: phi is 0 below s = 0, `s^2 / (2h)` up to s = h, and `s - h/2` from there.
     It lies below the hinge, by at most h/2.
@@ -239,7 +239,7 @@ class SmoothedHingeLoss(MarginLoss):
 
     kind: Literal["smoothed_hinge"] = "smoothed_hinge"
     width: Positive = 1.0
-    """Of the corner, in units of the score: the smoothness is feature_bound^2 / width."""
+    """Width of the corner, in units of the score: the smoothness is feature_bound^2 / width."""
 
     @property
     def curvature(self) -> float:
@@ -285,7 +285,7 @@ class SoftmaxLoss(Loss):
 
     @property
     def is_convex_when_clipped(self) -> bool:
-        """Only where clipping never acts: a clipped gradient need not be the gradient of anything."""
+        """Return whether clipping never acts: a clipped gradient may not be the gradient of any function."""
         return self.clip_threshold >= math.sqrt(2) * self.feature_bound
 
     @property
@@ -332,12 +332,12 @@ class SoftmaxLoss(Loss):
         return chances
 
     def _scores(self, theta: FloatArray, features: FloatArray) -> FloatArray:
-        """`(..., classes, records)`."""
+        """Compute scores `(..., classes, records)`."""
         # One matrix product for all replicas: their classes are the rows of `(..., replicas * classes, features)`.
         stacked = theta.reshape(*theta.shape[:-2], -1, features.shape[-1])
         scores: FloatArray = np.matmul(stacked, features.swapaxes(-1, -2))
         return scores.reshape(*scores.shape[:-2], *theta.shape[-2:-1], self.classes, features.shape[-2])
 
     def _one_hot(self, labels: FloatArray, theta: FloatArray) -> FloatArray:
-        """`(..., classes, records)` of 1.0 where the label is the class."""
+        """Return `(..., classes, records)` with 1.0 at the class of the label."""
         return as_floats(add_replica_axis(labels, theta)[..., None, :] == np.arange(self.classes)[:, None])

@@ -1,9 +1,8 @@
 """Any PyTorch module as a loss: cross-entropy of its class scores, with every record's gradient clipped.
 
-Nothing is known about a network's loss but what clipping makes true: a record's gradient has norm at most `G = clip_norm`,
-which is required, two differ by at most `C = 2G`, and there is no smoothness constant. What makes the bound true is
-computed outside the network, in float64 (`torch_module`). The network sees one record at a time, so no record can
-change what another one contributes.
+Only clipping bounds a network's loss: a record's gradient has norm at most `G = clip_norm`, which is required, two differ
+by at most `C = 2G`, and there is no smoothness constant. Clipping is computed outside the network, in float64
+(`torch_module`). The network sees one record at a time, so no record can change the contribution of another.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TorchLoss(Loss):
-    """Cross-entropy of the scores that a module gives to the classes 0, 1, ..., `classes - 1`. Needs the extra `torch`."""
+    """Cross-entropy of a module's scores of the classes 0, 1, ..., `classes - 1`. Needs the extra `torch`."""
 
     kind: Literal["torch"] = "torch"
     classes: Annotated[int, Field(ge=2, le=2**53)] = 10
@@ -37,21 +36,21 @@ class TorchLoss(Loss):
     options: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
     """Keyword arguments of the class."""
     shape: tuple[Count, ...] | None = None
-    """Of a record as the module takes it, without the batch (default: that of a built-in module)."""
+    """Shape of a record as input of the module, without the batch axis (default: that of a built-in module)."""
     seed: NonNegativeInt = 0
-    """For the parameters that learning starts from: public. Not for noise."""
+    """Public seed of the start parameters. Not for noise."""
     dtype: Literal["float64", "float32"] = "float64"
-    """In which the module computes."""
+    """Number type in which the module computes."""
     ridge: NonNegative = 0.0
     feature_bound: Positive = 1e6
-    """Guards against overflow: what bounds a gradient is `clip_norm`, which a module must have."""
+    """Bound against overflow only: gradients are bounded by `clip_norm`, which is required."""
 
     has_binary_labels: ClassVar[bool] = False
     has_slow_gradient: ClassVar[bool] = True
 
     @field_validator("module")
     @classmethod
-    def _ours_to_import(cls, name: str, info: ValidationInfo) -> str:
+    def _require_importable(cls, name: str, info: ValidationInfo) -> str:
         try:
             require_imports_allowed(name, allow_imports=":" not in name or (info.context or {}).get("imports", True))
         except SpecError as error:
@@ -64,14 +63,14 @@ class TorchLoss(Loss):
 
     @cached_property
     def loaded_module(self) -> TorchModule:
-        """The module itself. PyTorch takes seconds to import, so it is made when asked for.
+        """The PyTorch module, made on first use because PyTorch takes seconds to import.
 
         Raises:
             AssumptionViolated: GRAD_CHANGE, without `clip_norm`.
             SpecError: PyTorch is missing, or the module cannot be used.
         """
         if self.clip_norm is None:
-            text = "nothing bounds the gradient of a network but clipping: set loss.clip_norm to a positive number"
+            text = "only clipping bounds the gradient of a network: set loss.clip_norm to a positive number"
             raise AssumptionViolated("GRAD_CHANGE", f"{text}, got none")
         try:
             from sottovoce_core.losses.torch_module import make_module
@@ -80,14 +79,14 @@ class TorchLoss(Loss):
         return make_module(self.module, self.options, self.shape, self.classes, self.dtype, self.seed)
 
     def dim(self, n_features: int) -> int:
-        """Number of trainable parameters.
+        """Return the number of trainable parameters.
 
         Raises:
-            SpecError: a record has another number of features than `shape` holds; or as `made`.
+            SpecError: a record has another number of features than `shape`; or as `loaded_module`.
         """
         if n_features != math.prod(self.loaded_module.shape):
-            text = f"loss.shape must hold the {n_features} features of a record"
-            got = f"got {list(self.loaded_module.shape)}, which holds {math.prod(self.loaded_module.shape)}"
+            text = f"the product of loss.shape must be the {n_features} features of a record"
+            got = f"got {list(self.loaded_module.shape)} with product {math.prod(self.loaded_module.shape)}"
             raise SpecError(f"{text} (data.intercept: true appends one), {got}")
         return self.loaded_module.dim
 

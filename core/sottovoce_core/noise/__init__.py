@@ -1,11 +1,11 @@
-"""Noise on a lattice: from the operating system, from OpenDP, from a key, a seed or a recording, or none.
+"""Lattice noise from the operating system, OpenDP, a key, a seed or a recording, or no noise.
 
 Why a lattice. A float64 Laplace number added to a float64 state leaks the state through its low bits (Mironov 2012). So
 the state is rounded to a lattice `Z * grid` first, and the noise is discrete Laplace on that same lattice: every lattice
 point can come from every state, and `log p(x) - log p(x')` is exactly `(|x'| - |x|) / scale`.
 
-A source answers a `NoiseRequest` (`draw`). `bitwise` draws what is sent, `opendp` the same law with OpenDP, `simulated` is for simulation
-and replay; `mechanisms` puts noise on a vector.
+A noise source answers a `NoiseRequest` (`request`). `samplers` has the sources of deployed learners, `simulation` those of
+simulations and replays, `mechanisms` adds noise to a vector.
 """
 
 from sottovoce_core.noise.request import (

@@ -1,10 +1,10 @@
-"""Additive noise on a message, and the density of what was said: shared by all algorithms that perturb a vector.
+"""Additive noise on a message and the density of the observed message, for all algorithms that perturb a vector.
 
-Laplace and Gaussian mechanisms work on the lattice of `noise.grid`: the vector is rounded to it before the noise is added.
-What float64 rounds off their sum is a function of the sum, so it costs nothing. A scale of zero is no mechanism at all:
-the vector is said as it is, and nothing is promised.
+Laplace and Gaussian mechanisms work on the lattice of `noise.request`: the vector is rounded to it before the noise is added.
+The float64 rounding of the sum is a function of the sum, so it costs nothing. With a scale of zero the vector is sent
+unchanged, without a guarantee.
 
-Our algorithms promise pure epsilon, so none has Gaussian noise: it is there for algorithms of one's own, and to compare.
+The built-in algorithms guarantee pure epsilon, so none uses Gaussian noise: it is for your own algorithms, and for comparison.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sottovoce_core.noise import (
 )
 
 _MAX_NOISE_SCALES, _ROUNDING = 65.0, 1e-9
-"""Scales that Laplace noise keeps within, with probability above `1 - e^-64`, the lattice included; and of float64, with room."""
+"""Bound on Laplace noise in scales, lattice included, that holds with probability above `1 - e^-64`; and a margin for float64."""
 
 
 def add_laplace_noise(
@@ -36,64 +36,64 @@ def add_laplace_noise(
     scale: Scalars,
     future_scale: Callable[[int], Scalars] | None = None,
 ) -> FloatArray:
-    """`vector (..., dim)` with independent Laplace noise of this scale on every coordinate.
+    """Return `vector (..., dim)` plus independent Laplace noise of this scale on every coordinate.
 
     Args:
-        noise: where it comes from.
-        field: of the message that the noise is for.
-        t: its round.
+        noise: source of the noise.
+        field: message field that the noise is for.
+        t: round of the message.
         vector: the secret; any leading axes.
         scale: one number, or one per learner; all zero: no noise.
-        later: of a later round, where it is known (`NoiseRequest.later`).
+        future_scale: scale of a later round, if known (`NoiseRequest.future_scale`).
     """
-    return _said(noise, "laplace", field, t, vector, scale, future_scale)
+    return _add_noise(noise, "laplace", field, t, vector, scale, future_scale)
 
 
 def add_gaussian_noise(noise: NoiseSource, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
-    """As `add_laplace_noise`, with discrete Gaussian noise of standard deviation `scale`."""
-    return _said(noise, "gaussian", field, t, vector, scale)
+    """Return `vector (..., dim)` plus discrete Gaussian noise of standard deviation `scale`, like `add_laplace_noise`."""
+    return _add_noise(noise, "gaussian", field, t, vector, scale)
 
 
-def _said(
+def _add_noise(
     noise: NoiseSource,
-    law: Distribution,
+    distribution: Distribution,
     field: str,
     t: int,
     vector: FloatArray,
     scale: Scalars,
-    later: Callable[[int], Scalars] | None = None,
+    future_scale: Callable[[int], Scalars] | None = None,
 ) -> FloatArray:
     if not (scale if isinstance(scale, float) else np.count_nonzero(scale)):
         return vector
     spacing = lattice_spacing(scale)
-    said = round_to_lattice(vector, spacing)
-    said += noise(NoiseRequest(law, field, t, scale, spacing, vector.shape, later))
-    return said
+    message = round_to_lattice(vector, spacing)
+    message += noise(NoiseRequest(distribution, field, t, scale, spacing, vector.shape, future_scale))
+    return message
 
 
 def field_lattice_spacing(field: str, scale: float) -> dict[str, float]:
-    """What `LatticeAlgorithm.lattice` answers for one field, said by `add_laplace_noise` or `add_gaussian_noise`.
+    """Return `LatticeAlgorithm.lattice_spacings` of one field with noise of `add_laplace_noise` or `add_gaussian_noise`.
 
-    A scale within rounding of a power of two has the finer of the two lattices.
+    A scale within rounding of a power of two gets the finer of the two lattices.
     """
     return {field: float(lattice_spacing(scale * (1.0 - 1e-9)))} if MIN_NOISE_SCALE <= scale < math.inf else {}
 
 
 def magnitude_bound(max_magnitude: float, scale: float) -> float:
-    """What no number of a vector said by `add_laplace_noise` exceeds, but with probability below `e^-64` each.
+    """Bound the numbers of a vector with noise of `add_laplace_noise`; each exceeds it with probability below `e^-64`.
 
     Args:
-        largest: of the vector's own numbers, in absolute value.
-        scale: of the noise; 0: none.
+        max_magnitude: largest absolute value in the vector without noise.
+        scale: noise scale; 0: no noise.
     """
     return max_magnitude * (1.0 + _ROUNDING) + _MAX_NOISE_SCALES * scale
 
 
 def laplace_log_density(message: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
-    """Log density `(...)` of having said `said (..., dim)` of a `vector`: what `add_laplace_noise` draws from.
+    """Return the log density `(...)` with which `add_laplace_noise` turns `vector` into `message`, both `(..., dim)`.
 
-    That of the continuous law: the mass of a lattice point, over `grid^dim`, is less by a factor of `1 - (grid/scale)^2 / 12`
-    a coordinate, which is the same in all worlds. Without noise it is 0 where the two are equal, and -inf elsewhere.
+    It is the density of the continuous distribution: the mass of a lattice point, over `spacing^dim`, is less by a factor of
+    `1 - (spacing/scale)^2 / 12` a coordinate, equal in all worlds. Without noise it is 0 if the two are equal, else -inf.
     """
     if not np.count_nonzero(scale):
         return dirac_log_density(message, vector)
@@ -106,19 +106,19 @@ def laplace_log_density(message: FloatArray, vector: FloatArray, scale: Scalars)
 
 
 def dirac_log_density(message: FloatArray, vector: FloatArray) -> FloatArray:
-    """Log density `(...)` of what leaves no choice: 0 where `said (..., dim)` is `vector` up to rounding, else -inf.
+    """Return the log density `(...)` of a message without noise: 0 if `message (..., dim)` equals `vector`, else -inf.
 
-    Rounding, because a replay computes the same in another order: a millionth of a millionth of the largest number.
+    The tolerance is 1e-12 of the largest number, because a replay computes the same sum in another order.
     """
     size = np.maximum(np.abs(vector), np.abs(message)).max(axis=-1, keepdims=True)
     return np.where((np.abs(message - vector) <= 1e-12 * np.maximum(size, 1.0)).all(axis=-1), 0.0, -np.inf)
 
 
 def laplace_loss(sensitivity: float, dim: int, scale: float) -> float:
-    """Privacy loss of one Laplace message: a vector of `dim` numbers that one record moves by `sensitivity` in l1 norm.
+    """Return the privacy loss of one Laplace message of `dim` numbers that one record moves by `sensitivity` in l1 norm.
 
-    Rounding to the lattice may move every coordinate by one more spacing: that slack is charged. Infinite without noise,
-    and 0 for a message that no record can move.
+    Rounding to the lattice may move every coordinate by one more spacing: that slack is charged. The loss is infinite
+    without noise, and 0 for a message that no record can move.
     """
     if sensitivity == 0.0:
         return 0.0
@@ -126,7 +126,7 @@ def laplace_loss(sensitivity: float, dim: int, scale: float) -> float:
 
 
 def gaussian_log_density(message: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
-    """Log density `(...)` of having said `said (..., dim)` of a `vector`: what `add_gaussian_noise` draws from."""
+    """Return the log density `(...)` with which `add_gaussian_noise` turns `vector` into `message`, both `(..., dim)`."""
     if not np.count_nonzero(scale):
         return dirac_log_density(message, vector)
     distance = (message - round_to_lattice(vector, lattice_spacing(scale))) / scale
@@ -135,9 +135,9 @@ def gaussian_log_density(message: FloatArray, vector: FloatArray, scale: Scalars
 
 
 def gaussian_zcdp_rho(sensitivity: float, dim: int, scale: float) -> float:
-    """Zero-concentrated privacy rho of one Gaussian message that one record moves by `sensitivity` in l2 norm.
+    """Return rho of zero-concentrated DP of one Gaussian message that one record moves by `sensitivity` in l2 norm.
 
-    `(sensitivity + sqrt(dim) grid)^2 / (2 scale^2)`: of the discrete Gaussian (Canonne, Kamath, Steinke 2020, Theorem 14),
+    `(sensitivity + sqrt(dim) spacing)^2 / (2 scale^2)` for the discrete Gaussian (Canonne, Kamath, Steinke 2020, Theorem 14),
     with the lattice's slack. The rho of several messages add up. There is no finite pure epsilon.
     """
     if sensitivity == 0.0:
@@ -148,12 +148,12 @@ def gaussian_zcdp_rho(sensitivity: float, dim: int, scale: float) -> float:
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
-    """The epsilon of the (epsilon, delta) privacy that follows from rho (Bun and Steinke 2016, Proposition 1.3)."""
+    """Return epsilon of the (epsilon, delta) privacy that follows from rho (Bun and Steinke 2016, Proposition 1.3)."""
     return rho + 2.0 * math.sqrt(rho * math.log(1.0 / delta))
 
 
 def spherical_log_density(noise: FloatArray, rate: Scalars) -> FloatArray:
-    """Log density `(...)` of a noise vector `(..., dim)` under `exp(-rate ||e||_2)`, up to a constant of dim alone."""
+    """Return the log density `(...)` of noise `(..., dim)` under `exp(-rate ||e||_2)`, up to a constant of dim alone."""
     dim = noise.shape[-1]
     total: FloatArray = dim * np.log(rate) - rate * np.linalg.norm(noise, axis=-1, keepdims=True)
     return total[..., 0]

@@ -1,10 +1,9 @@
 """Noise of simulations and replays: seeded, recorded, or none. It protects no learner.
 
-Numbers of one law for replicas side by side: a replica's are the same beside any number of others.
-
-A generator for each replica would take a call for each, which costs more than its numbers; one for all, going on where the last
-replica ends, would give the first ones others in the next draw. So the first replica has a generator, from which the numbers of
-several draws come at a time; all others share one, whose draws begin far apart in its sequence, and go replica by replica.
+A replica's numbers are the same for any number of replicas. A generator per replica would need a call for each, which costs
+more than its numbers; one generator for all would change the numbers of the first replicas in the next request. So the first
+replica has its own generator, which fills a buffer for several requests; all others share a second one, whose requests start
+far apart in its sequence and are filled replica by replica.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from sottovoce_core.noise.request import NoiseRequest, NoiseSource
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 MIN_BLOCK_NUMBERS = 2**14
-"""Numbers of the first replica that are drawn at a time, at least: small draws are cut from a large one, which is cheaper."""
+"""Minimum numbers of the first replica drawn at a time: small requests share one large draw, which is cheaper."""
 _SUBSTREAM_DISTANCE = 2**64
-"""Numbers between the beginnings of two draws of the others, of the 2^128 of a generator."""
+"""Distance between the starts of two requests of the other replicas, of the generator's 2^128 numbers."""
 _REPLICA_SPAWN_KEY = 0x7265706C
-"""Of a seed's children, those with this word in front are of replicas, and of nothing else."""
+"""First word of the spawn keys of replicas, used for nothing else."""
 
 ArraySampler = Callable[[np.random.Generator, FloatArray], None]
-"""Fills an array, in order, the same in one call as in several."""
+"""Function that fills an array in order, equally in one call or in several."""
 
 
 class ReplicaStreams:
-    """The numbers of one law.
+    """Random numbers of one distribution for all replicas.
 
     Args:
-        seed: of all replicas.
-        law: its number; another one has generators of its own.
-        fill: draws the numbers.
+        seed: seed of all replicas.
+        distribution_index: number of the distribution; each has its own generators.
+        fill: sampler of the numbers.
     """
 
     def __init__(self, seed: np.random.SeedSequence, distribution_index: int, fill: ArraySampler) -> None:
@@ -51,19 +50,19 @@ class ReplicaStreams:
             for k in range(2)
         )
         self._fill, self._first = fill, np.random.Generator(np.random.SFC64(first))
-        self._waiting, self._used = np.empty(0), 0
-        """Numbers of the first replica, and how many of them were given out."""
+        self._buffer, self._used = np.empty(0), 0
+        """Numbers of the first replica, and the count of used ones."""
         self._begin, self._others = np.random.PCG64DXSM(others), np.random.Generator(np.random.PCG64DXSM(others))
-        """Where the last draw of the others began; and what draws them."""
+        """State at the start of the others' last request, and their generator."""
 
     def take(self, shape: tuple[int, ...]) -> FloatArray:
-        """Numbers of this shape, which are the caller's: nobody else has them, before or after.
+        """Return unused numbers of this shape; no other call returns them.
 
         Args:
-            shape: `(learners, replicas, dim)`, `(replicas, dim)`, or `(dim,)` of the first replica.
+            shape: `(learners, replicas, dim)`, `(replicas, dim)`, or `(dim,)` for the first replica.
         """
         learners, replicas, dim = (1, 1, *shape)[-3:]
-        first = self._of_first(learners * dim)
+        first = self._take_first_replica(learners * dim)
         if replicas == 1:
             return first.reshape(shape)
         numbers = np.empty((replicas, len(first)))
@@ -73,51 +72,51 @@ class ReplicaStreams:
         self._fill(self._others, numbers[1:])
         return numbers.reshape(replicas, learners, dim).swapaxes(0, 1).reshape(shape)
 
-    def _of_first(self, count: int) -> FloatArray:
-        if self._used + count > self._waiting.size:
-            self._waiting, self._used = np.empty(max(MIN_BLOCK_NUMBERS, count)), 0
-            self._fill(self._first, self._waiting)
+    def _take_first_replica(self, count: int) -> FloatArray:
+        if self._used + count > self._buffer.size:
+            self._buffer, self._used = np.empty(max(MIN_BLOCK_NUMBERS, count)), 0
+            self._fill(self._first, self._buffer)
         self._used += count
-        return self._waiting[self._used - count : self._used]
+        return self._buffer[self._used - count : self._used]
 
 
-# ---- laws ------------------------------------------------------------------------------------------------------------
+# ---- distributions ---------------------------------------------------------------------------------------------------
 
 _CACHE_BLOCK_NUMBERS = 2**14
-"""Numbers that stay in a processor's cache (128 KiB) while several steps work on them."""
+"""Numbers that fit in a processor's cache (128 KiB) during several steps."""
 
 
 def fill_laplace(generator: np.random.Generator, numbers: FloatArray) -> None:
-    """Of scale 1: `-log|v|` with the sign of `v = 1 - 2u`, for u uniform in [0, 1).
+    """Fill with Laplace numbers of scale 1: `-log|v|` with the sign of `v = 1 - 2u`, for u uniform in [0, 1).
 
-    u is a multiple of 2^-53; half a multiple is added to it, which is exact, so that v is never 0.
+    u is a multiple of 2^-53; half a multiple is added, which is exact, so that v is never 0.
     """
     flat = numbers.reshape(-1)
     for start in range(0, flat.size, _CACHE_BLOCK_NUMBERS):
-        some = flat[start : start + _CACHE_BLOCK_NUMBERS]
-        generator.random(out=some)
-        some *= -2.0
-        some += 1.0 - 2.0**-53
-        np.copysign(np.log(np.abs(some)), some, out=some)
+        block = flat[start : start + _CACHE_BLOCK_NUMBERS]
+        generator.random(out=block)
+        block *= -2.0
+        block += 1.0 - 2.0**-53
+        np.copysign(np.log(np.abs(block)), block, out=block)
 
 
 def fill_normal(generator: np.random.Generator, numbers: FloatArray) -> None:
-    """Of mean 0 and variance 1."""
+    """Fill with normal numbers of mean 0 and variance 1."""
     generator.standard_normal(out=numbers)
 
 
-# ---- simulated -------------------------------------------------------------------------------------------------------
+# ---- sources ---------------------------------------------------------------------------------------------------------
 
 
 class SeededNoise:
-    """Noise for simulation: reproducible, fast, and no protection at all.
+    """Noise for simulation: reproducible, fast, and without protection.
 
-    A replica's noise follows from the seed and its index: it is the same beside any number of others. Replicas are the second
-    axis of a draw, or the first one of two; a draw of one axis is replica 0's.
+    A replica's noise follows from the seed and its index, for any number of replicas. Replicas are the second axis of a
+    request, or the first one of two; a request with one axis is for replica 0.
 
-    Continuous numbers rounded to the lattice: at 2^-40 scales the difference to the discrete law is beyond any test. Halves are
-    rounded up, not to even: nine to twelve binary places are left of a number of 2^41 to 2^44 spacings, so that halves are
-    frequent, and an even number of spacings would be said too often by 10^-4.
+    Continuous numbers are rounded to the lattice: at 2^-40 scales no test can see the difference to the discrete distribution.
+    Halves are rounded up, not to even: a number of 2^41 to 2^44 spacings has nine to twelve binary places left, so halves are
+    frequent, and an even number of spacings would be sent too often by 10^-4.
     """
 
     def __init__(self, seed: int | np.random.SeedSequence) -> None:
@@ -133,7 +132,7 @@ class SeededNoise:
             case "spherical":
                 return self._spherical(draw)
             case _:
-                assert_never(draw.law)
+                assert_never(draw.distribution)
         if draw.spacing is None:
             drawn *= draw.scale
             return drawn
@@ -144,7 +143,7 @@ class SeededNoise:
         return drawn
 
     def _spherical(self, draw: NoiseRequest) -> FloatArray:
-        """A normal vector's direction, and the sum of as many exponential numbers as its norm: a gamma number."""
+        """Sample the direction of a normal vector with a gamma norm, the sum of `dim` exponential numbers."""
         direction = self._normal.take(draw.shape)
         direction *= 1.0 / np.linalg.norm(direction, axis=-1, keepdims=True)
         direction *= np.abs(self._laplace.take(draw.shape)).sum(axis=-1, keepdims=True) / draw.scale
@@ -152,24 +151,24 @@ class SeededNoise:
 
 
 def no_noise(draw: NoiseRequest) -> FloatArray:
-    """Silence: every number is zero."""
+    """Return zeros."""
     return np.zeros(draw.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedNoise:
-    """Noise drawn earlier, said again: field name to array `(rounds, ..., dim)`, the shape of a draw after the round.
+    """Noise recorded earlier: field name to array `(rounds, ..., dim)`, the shape of a request after the round axis.
 
-    A recording without replica axis serves all replicas alike.
+    A recording without a replica axis is used for all replicas.
     """
 
     fields: Mapping[str, FloatArray]
     requested_fields: set[str] = field(default_factory=set, compare=False)
-    """Fields that were asked for: which an algorithm draws need not be those that it says."""
+    """Requested fields: an algorithm may request noise for fields other than those it sends."""
 
     @property
     def unused_fields(self) -> list[str]:
-        """Fields that nobody has asked for."""
+        """Recorded fields without a request."""
         return sorted(self.fields.keys() - self.requested_fields)
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:
@@ -177,7 +176,7 @@ class RecordedNoise:
         rounds = self.fields.get(draw.field, ())
         if draw.round >= len(rounds):
             raise SpecError(
-                f"the recorded noise must have field {draw.field!r} for round {draw.round}, and it does not"
+                f"the recorded noise must have field {draw.field!r} for round {draw.round}, got {len(rounds)} rounds of it"
             )
         recorded = rounds[draw.round]
         try:
@@ -191,19 +190,19 @@ class RecordedNoise:
 
 @dataclass(slots=True)
 class Recorder:
-    """Passes another source's noise on, and keeps it."""
+    """Noise source that forwards and records the noise of another source."""
 
     source: NoiseSource
     noise_by_round: dict[str, dict[int, FloatArray]] = field(default_factory=dict)
-    """What was drawn, by field and round."""
+    """Recorded noise by field and round."""
 
     @property
     def noise_by_field(self) -> dict[str, list[FloatArray]]:
-        """The same as lists by round; zeros in rounds without noise. `RecordedNoise` takes them, stacked."""
+        """Recorded noise as lists by round, with zeros in rounds without noise. Stacked, it is input of `RecordedNoise`."""
         dense = {}
         for name, rounds in self.noise_by_round.items():
-            blank = np.zeros_like(next(iter(rounds.values())))
-            dense[name] = [rounds.get(t, blank) for t in range(max(rounds) + 1)]
+            zeros = np.zeros_like(next(iter(rounds.values())))
+            dense[name] = [rounds.get(t, zeros) for t in range(max(rounds) + 1)]
         return dense
 
     def __call__(self, draw: NoiseRequest) -> FloatArray:

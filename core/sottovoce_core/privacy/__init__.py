@@ -1,1 +1,1 @@
-"""What is promised about messages, what they cost, and the proofs behind it."""
+"""Privacy guarantees of messages, the accountants that compute their cost, and the proofs they rest on."""

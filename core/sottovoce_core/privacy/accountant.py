@@ -1,7 +1,7 @@
-"""The meter of one learner's messages, and the one function that makes a guarantee of it.
+"""Accountant of one learner's messages, and the function that computes a guarantee from it.
 
-A learner asks its meter what the next message costs, journals and charges that, and refuses to speak above its budget. A
-guarantee is the same meter run over the planned rounds, so what is promised is what is charged.
+A learner asks its accountant for the cost of the next message, logs and charges it, and sends nothing above its budget. A
+guarantee is the same accountant run over the planned rounds, so the guarantee equals the charge.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from sottovoce_core.privacy.guarantee import Adjacency, Guarantee, GuaranteeBasi
 
 
 class Accountant(ABC):
-    """Meters one learner's messages: what the next one costs, then that the round is over.
+    """Privacy accountant of one learner: the loss of the next message, then an update at the end of the round.
 
-    A fresh one stands before round 0. It follows the *dearest* event, whichever that turns out to be: what it has charged
-    after any round is at least what any single event has cost by then. Told in every round how many of its records differ,
-    it follows that one change instead. Every default below is the careful one: more is charged, never less.
+    A new accountant is at the start of round 0. It follows the worst-case privacy unit: its total charge after any round is at
+    least the cost of every single unit up to then. If `advance` receives the number of replaced records in every round, it
+    follows that one change instead. Every default below is conservative: it charges more, never less.
 
     Attributes:
-        mechanism: what dominates a message.
-        event: what two adjacent worlds differ in.
-        shared: an event is every learner's: all hold the same records.
-        follows: `advance` takes `replaced` into account. If not, k events are charged k times the dearest (group privacy).
-        dominates: the losses of the dearest event are, sorted by size, at least those of any other event, place by place. Where
-            they are increments of a maximum over records, they are not: a message may tell more than its increment.
-        grounds: what the numbers rest on.
-        published: a meter of published decisions, where those are promised something of their own; else None.
-        is_valid_for_any_messages: the losses hold whatever the learner hears: messages of earlier rounds in place of those of this one, too.
-        pauses: they hold where nothing is said in some rounds between others, and what was learned before is said after them:
-            where a message may hide what it shows from later ones, they do not.
+        mechanism: dominating mechanism of a message.
+        adjacency: privacy unit in which two adjacent worlds differ.
+        has_shared_records: all learners hold the same records, so a unit belongs to all of them.
+        can_track_replacements: `advance` uses `n_replaced`. If not, k units are charged k times the worst case (group privacy).
+        has_dominating_losses: the worst-case losses, sorted by size, are entry by entry at least those of any other unit. Not so
+            where they are increments of a maximum over records: a message may reveal more than its increment.
+        basis: assumptions and proof of the numbers.
+        output_accountant: accountant of published decisions, if those have a guarantee of their own; else None.
+        is_valid_for_any_messages: the losses hold for any received messages, including messages of earlier rounds in place of
+            those of this round.
+        can_pause: the losses hold if the learner sends nothing in some rounds and sends afterwards what it learned before. They
+            do not where a message may hide its information from later messages.
     """
 
     mechanism: Mechanism = Mechanism.PURE
@@ -50,73 +51,73 @@ class Accountant(ABC):
 
     @abstractmethod
     def next_loss(self) -> float:
-        """Privacy loss of the message of the current round, in the mechanism's currency: pure epsilon."""
+        """Return the privacy loss of the message of the current round, in pure epsilon."""
 
     @abstractmethod
     def advance(self, records: int, n_replaced: int | None = None) -> None:
-        """The round is over and brought `records` records.
+        """End the round.
 
         Args:
-            records: how many.
-            replaced: of them, how many differ between the two worlds; None: follow the dearest event. A meter is told in every
-                round or in none.
+            records: number of records of the round.
+            n_replaced: number of them that differ between the two worlds, given in every round or in none; None: follow the
+                worst-case unit.
 
         Raises:
-            SpecError: not `0 <= replaced <= records`.
+            SpecError: not `0 <= n_replaced <= records`.
         """
 
     def paper_epsilon(self, rounds: int) -> FloatArray:
-        """`(rounds,)` cumulative epsilon by the paper's own formula, of one record a round (default: the meter's own sum)."""
+        """Return the cumulative epsilon `(rounds,)` of the paper's formula for one record a round (default: the own sum)."""
         return np.cumsum(self.losses(np.ones(rounds, np.int64)))
 
     def infinite_horizon_epsilon(self, counts: IntArray, n_replaced: IntArray | None) -> float:
-        """A bound on the sum of all losses, however long the run goes on as `counts` and `replaced (rounds,)` say."""
+        """Bound the sum of all losses of a run that goes on for ever like `counts` and `n_replaced`, both `(rounds,)`."""
         return math.inf
 
     def charge_rounds(self, counts: IntArray, n_replaced: IntArray | None) -> FloatArray:
-        """`(rounds,)` losses of these rounds; it stands behind them afterwards."""
-        told = [None] * len(counts) if n_replaced is None else n_replaced.tolist()
+        """Advance over these rounds and return their losses `(rounds,)`."""
+        replaced = [None] * len(counts) if n_replaced is None else n_replaced.tolist()
         losses = np.empty(len(counts))
-        for t, (records, changed) in enumerate(zip(counts.tolist(), told, strict=True)):
+        for t, (records, changed) in enumerate(zip(counts.tolist(), replaced, strict=True)):
             losses[t] = self.next_loss()
             self.advance(records, changed)
         return losses
 
     def losses(self, counts: IntArray) -> FloatArray:
-        """`(rounds,)` what is charged for the messages, from here on, if rounds bring `counts (rounds,)` records."""
+        """Return the `(rounds,)` losses charged from here on if the rounds have `counts (rounds,)` records."""
         return copy.deepcopy(self).charge_rounds(counts, None)
 
     def losses_by_change(self, counts: IntArray, changes: IntArray) -> FloatArray:
-        """`(changes, rounds)` losses for each of many changes, which replace `changes (changes, rounds)` of the records."""
+        """Return the losses `(changes, rounds)` of each change; `changes (changes, rounds)` counts the replaced records."""
         if not self.can_track_replacements:
-            many = [_events(self.adjacency, change) for change in changes]
-            dearest = self.losses(counts)
-            # Nothing replaced costs nothing, where 0 times infinity would be no number.
-            return np.array([k * dearest if k else 0.0 * counts for k in many]).reshape(changes.shape)
+            units = [_count_changed_units(self.adjacency, change) for change in changes]
+            worst = self.losses(counts)
+            # No replacement costs 0, but 0 times an infinite loss would be NaN.
+            return np.array([k * worst if k else 0.0 * counts for k in units]).reshape(changes.shape)
         each = [copy.deepcopy(self).charge_rounds(counts, change) for change in changes]
         return np.array(each).reshape(changes.shape)
 
 
-def _events(event: Adjacency, replaced: IntArray) -> int:
-    """How many events a change makes that replaces `replaced (rounds,)` records."""
-    if event is Adjacency.RECORD_USE:
+def _count_changed_units(adjacency: Adjacency, replaced: IntArray) -> int:
+    """Count the privacy units that a change of `replaced (rounds,)` records touches."""
+    if adjacency is Adjacency.RECORD_USE:
         return int(replaced.sum())
-    differ = int(np.count_nonzero(replaced))
-    return differ if event is Adjacency.ROUND else min(differ, 1)
+    rounds = int(np.count_nonzero(replaced))
+    return rounds if adjacency is Adjacency.ROUND else min(rounds, 1)
 
 
 class FirstRecordAccountant(Accountant):
-    """A meter whose dearest event is one of the first round that brings records: no later one costs more in any message."""
+    """Accountant whose worst-case record is one of the first round with records: no later one costs more in any message."""
 
     can_track_replacements = True
     has_dominating_losses = True
     _seen = 0
 
     def count_replaced(self, records: int, n_replaced: int | None) -> int:
-        """How many of the round's records differ: as told, or else one of the first that come.
+        """Return the number of replaced records of the round: `n_replaced`, or by default one record of the first with any.
 
         Raises:
-            SpecError: not `0 <= replaced <= records`.
+            SpecError: not `0 <= n_replaced <= records`.
         """
         if n_replaced is None:
             n_replaced = 1 if records and not self._seen else 0
@@ -126,14 +127,14 @@ class FirstRecordAccountant(Accountant):
 
 
 class PrecomputedAccountant(Accountant):
-    """Losses that depend on nothing that comes, read off a list.
+    """Accountant with a fixed list of losses, independent of the records.
 
     Args:
-        per_round: `(rounds,)`. They must hold for every single event: sorted by size, none may cost more at any place, and by
-            no round may one have cost more than is listed until then.
-        mechanism: what dominates a message.
-        event: what is replaced.
-        grounds: what the list rests on.
+        round_losses: `(rounds,)`. They must hold for every single privacy unit: sorted by size, no unit may cost more in any
+            entry, and up to no round may a unit have cost more than the sum of the list.
+        mechanism: dominating mechanism of a message.
+        adjacency: privacy unit.
+        basis: assumptions and proof of the list.
     """
 
     has_dominating_losses = True
@@ -156,59 +157,59 @@ class PrecomputedAccountant(Accountant):
 
 
 def require_replaced_count(records: int, n_replaced: int) -> None:
-    """Raises `SpecError` unless `0 <= replaced <= records`."""
+    """Raise `SpecError` unless `0 <= n_replaced <= records`."""
     if not 0 <= n_replaced <= records:
-        raise SpecError(f"replaced must lie in [0, records={records}], got {n_replaced}")
+        raise SpecError(f"n_replaced must lie in [0, records={records}], got {n_replaced}")
 
 
 def compute_guarantee(
     accountant: Accountant, rounds: int, counts: IntArray | None = None, n_replaced: IntArray | None = None
 ) -> Guarantee:
-    """The promise of a meter: what it charges over the planned rounds, and what it says about itself.
+    """Compute the guarantee of an accountant over the planned rounds.
 
     Args:
-        accountant: a fresh one; it is left as it is.
-        rounds: planned.
+        accountant: a new accountant; it is not changed.
+        rounds: planned rounds.
         counts: `(rounds,)` records of each round (default: one each).
-        replaced: `(rounds,)` of them that differ between the two worlds (default: the dearest event).
+        n_replaced: `(rounds,)` records that differ between the two worlds (default: the worst-case unit).
 
     Raises:
-        SpecError: too many rounds, numbers of another shape, below 0 or not whole, or more replaced than there are.
+        SpecError: too many rounds; numbers of another shape, negative or not whole; or more replaced records than records.
     """
     if rounds > MAX_ARRAY_ELEMENTS:
         raise SpecError(
             f"a guarantee is computed round by round, for at most {MAX_ARRAY_ELEMENTS} rounds, got {rounds}"
         )
-    counts = np.ones(rounds, np.int64) if counts is None else _planned("counts", counts, rounds)
+    counts = np.ones(rounds, np.int64) if counts is None else _require_counts("counts", counts, rounds)
     if n_replaced is not None:
-        n_replaced = _planned("replaced", n_replaced, rounds)
+        n_replaced = _require_counts("n_replaced", n_replaced, rounds)
         if (n_replaced > counts).any():
-            raise SpecError("replaced must be at most counts in every round, got more records replaced than there are")
-    published = accountant.output_accountant
+            raise SpecError("n_replaced must be at most counts in every round, got more replaced records than records")
+    output = accountant.output_accountant
     return Guarantee(
         mechanism=accountant.mechanism,
         adjacency=accountant.adjacency,
         has_shared_records=accountant.has_shared_records,
-        n_replaced=None if n_replaced is None else _many(accountant.adjacency, n_replaced),
-        round_losses=_run(accountant, counts, n_replaced),
+        n_replaced=None if n_replaced is None else _count_replaced(accountant.adjacency, n_replaced),
+        round_losses=_losses(accountant, counts, n_replaced),
         paper_epsilon=accountant.paper_epsilon(rounds),
         infinite_horizon_epsilon=accountant.infinite_horizon_epsilon(counts, n_replaced),
         basis=accountant.basis,
-        output_epsilon=None if published is None else as_floats(np.cumsum(_run(published, counts, n_replaced))),
+        output_epsilon=None if output is None else as_floats(np.cumsum(_losses(output, counts, n_replaced))),
     )
 
 
-def _run(accountant: Accountant, counts: IntArray, replaced: IntArray | None) -> FloatArray:
+def _losses(accountant: Accountant, counts: IntArray, replaced: IntArray | None) -> FloatArray:
     if replaced is None:
         return accountant.losses(counts)
     return as_floats(accountant.losses_by_change(counts, replaced[None])[0])
 
 
-def _many(event: Adjacency, replaced: IntArray) -> int:
-    return int(np.count_nonzero(replaced) if event is Adjacency.ROUND else replaced.sum())
+def _count_replaced(adjacency: Adjacency, replaced: IntArray) -> int:
+    return int(np.count_nonzero(replaced) if adjacency is Adjacency.ROUND else replaced.sum())
 
 
-def _planned(name: str, numbers: IntArray, rounds: int) -> IntArray:
+def _require_counts(name: str, numbers: IntArray, rounds: int) -> IntArray:
     plan = np.asarray(numbers)
     if plan.shape != (rounds,) or not (plan >= 0).all() or (plan != np.floor(plan)).any():
         raise SpecError(f"{name} must be {rounds} whole numbers of at least 0, got {numbers}")

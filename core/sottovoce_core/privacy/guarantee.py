@@ -1,4 +1,4 @@
-"""What is promised about one learner's messages, and the regularity of losses that a promise rests on."""
+"""Privacy guarantee of one learner's messages, and the regularity of the loss that it rests on."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from sottovoce_core.losses import Loss
 # ---- guarantee -------------------------------------------------------------------------------------------------------
 
 WEAK_EPSILON = 10.0
-"""Epsilon of a record above which a promise is weak, whatever an audit finds: "weak to no formal privacy" in the tiers of
-Ponomareva et al. 2023 (How to DP-fy ML). At 10, the worst case lets 99.995 of 100 guesses between two records be right."""
+"""Epsilon of a record above which a guarantee is weak, independent of an audit: "weak to no formal privacy" in the tiers of
+Ponomareva et al. 2023 (How to DP-fy ML). At 10, up to 99.995 of 100 guesses between two records are right in the worst case."""
 
 
 class ThreatModel(StrEnum):
-    """Who is listening."""
+    """View of the adversary."""
 
     WIRE = "wire"
     """Every message on every channel."""
     NEIGHBOUR = "neighbour"
-    """The messages that reach one learner."""
+    """The messages that one learner receives."""
     OUTPUT = "output"
     """The published decisions only."""
 
 
 class Mechanism(StrEnum):
-    """Which pair of laws dominates one message: the worst case that composition may put in its place.
+    """Dominating pair of distributions of one message: the worst case that composition uses in its place.
 
-    It also says in which currency losses add up: both of these in pure epsilon.
+    The losses of both mechanisms are in pure epsilon and add up.
     """
 
     LAPLACE = "laplace"
-    """One Laplace number: for messages with independent Laplace noise on their coordinates, of loss l1 sensitivity over scale."""
+    """One Laplace number: for messages with independent Laplace noise on their coordinates; loss = l1 sensitivity / scale."""
     PURE = "pure"
     """Randomised response: any message of this pure epsilon."""
 
 
 class Adjacency(StrEnum):
-    """What is replaced between two adjacent worlds."""
+    """Privacy unit that is replaced between two adjacent worlds."""
 
     RECORD_USE = "record_use"
     """One record of a learner, in one use."""
@@ -57,7 +57,7 @@ class Adjacency(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number that a guarantee rests on, and what makes it true (clipping, scaling of rows, the decision set …)."""
+    """A number that a guarantee rests on, and what enforces it (clipping, scaling of rows, the decision set …)."""
 
     value: float
     enforcement: str
@@ -65,13 +65,13 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class GuaranteeBasis:
-    """What the numbers of a guarantee rest on.
+    """Assumptions and proof of a guarantee.
 
     Attributes:
         mode: name of the accounting.
-        proof: where the proof stands.
+        proof: source of the proof.
         constants: numbers that the proof uses, by name.
-        threat_model: who may listen without the promise being void.
+        threat_model: strongest adversary that the guarantee covers.
     """
 
     mode: str = "own"
@@ -82,20 +82,19 @@ class GuaranteeBasis:
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """A promise about one learner's messages; `accountant.guarantee` makes it.
+    """Privacy guarantee of one learner's messages, made by `accountant.compute_guarantee`.
 
     Attributes:
-        mechanism: what dominates a message.
-        event: what two adjacent worlds differ in.
-        shared: an event is every learner's, because all hold the same records: who hears all of them adds their losses up.
-        replaced: how many records (`Event.ROUND`: losses of a round) differ; None: one event, the dearest.
-        per_round: `(rounds,)` privacy losses of the messages of rounds 0, 1, …; infinite where nothing is promised.
-        paper: `(rounds,)` cumulative epsilon by the paper's own formula.
-        infinite_horizon: a bound on the cumulative epsilon over infinitely many rounds, or infinity.
-        grounds: what the numbers rest on.
-        output: `(rounds,)` cumulative epsilon against somebody who sees all published decisions and no message, where that
-            is a promise of its own; None: nothing is said of published decisions. Never what a learner is charged: its
-            messages are heard.
+        mechanism: dominating mechanism of a message.
+        adjacency: privacy unit in which two adjacent worlds differ.
+        has_shared_records: all learners hold the same records: the losses of all received learners add up.
+        n_replaced: number of records (`Adjacency.ROUND`: losses of a round) that differ; None: one unit, the worst case.
+        round_losses: `(rounds,)` privacy losses of the messages of rounds 0, 1, …; infinite without a guarantee.
+        paper_epsilon: `(rounds,)` cumulative epsilon by the paper's formula.
+        infinite_horizon_epsilon: bound on the cumulative epsilon over infinitely many rounds, or infinity.
+        basis: assumptions and proof of the numbers.
+        output_epsilon: `(rounds,)` cumulative epsilon against an adversary that sees all published decisions and no message,
+            if that is a guarantee of its own; else None. It is never charged, because the messages are observed.
     """
 
     mechanism: Mechanism
@@ -110,19 +109,19 @@ class Guarantee:
 
     @property
     def adjacency_description(self) -> str:
-        """Which two data sets must look alike, for a reader."""
-        many = 1 if self.n_replaced is None else self.n_replaced
+        """Description of two adjacent data sets, for people."""
+        count = 1 if self.n_replaced is None else self.n_replaced
         if self.adjacency is Adjacency.ROUND:
-            what = "the loss of one round" if many == 1 else f"the losses of {many} rounds"
-            whose = (
+            unit = "the loss of one round" if count == 1 else f"the losses of {count} rounds"
+            owner = (
                 "which every learner holds: epsilons of all learners add up"
                 if self.has_shared_records
                 else "of one learner"
             )
-            return f"{what} replaced, with all its records, {whose}"
-        everything = self.adjacency is Adjacency.LEARNER and self.n_replaced is None
-        what = "all records" if everything else f"{many} record{'s' * (many != 1)}"
-        return f"{what} of one learner replaced (event level, numbers of records public)"
+            return f"{unit} replaced, with all its records, {owner}"
+        has_all_records = self.adjacency is Adjacency.LEARNER and self.n_replaced is None
+        unit = "all records" if has_all_records else f"{count} record{'s' * (count != 1)}"
+        return f"{unit} of one learner replaced (per use of a record, numbers of records public)"
 
     @property
     def cumulative_epsilon(self) -> FloatArray:
@@ -130,11 +129,11 @@ class Guarantee:
         return np.cumsum(self.round_losses)
 
     def truncate(self, end: int) -> Guarantee:
-        """The same for who says nothing from round `last` on."""
+        """Return the guarantee of a learner that sends nothing from round `end` on."""
         if end >= len(self.round_losses):
             return self
         silent = np.arange(len(self.round_losses)) >= end
-        promised = replace(
+        truncated = replace(
             self,
             round_losses=np.where(silent, 0.0, self.round_losses),
             paper_epsilon=np.where(silent, self.paper_epsilon[end - 1] if end else 0.0, self.paper_epsilon),
@@ -142,22 +141,22 @@ class Guarantee:
             if self.output_epsilon is None
             else np.where(silent, self.output_epsilon[max(end - 1, 0)], self.output_epsilon),
         )
-        return replace(promised, infinite_horizon_epsilon=promised.epsilon())
+        return replace(truncated, infinite_horizon_epsilon=truncated.epsilon())
 
     def epsilon(self, rounds: int | None = None) -> float:
-        """Cumulative epsilon of the first `rounds` messages (all planned ones by default), summed exactly."""
+        """Return the cumulative epsilon of the first `rounds` messages (default: all planned ones), summed exactly."""
         return math.fsum(self.round_losses[:rounds])
 
 
 def combine_epsilons(epsilons: Iterable[float], *, has_shared_records: bool) -> float:
-    """Epsilon of one event for who hears all learners: the largest of theirs, or the sum where an event is everybody's."""
+    """Return epsilon of one unit against an adversary that observes all learners: the largest, or the sum for shared records."""
     return math.fsum(epsilons) if has_shared_records else max(epsilons)
 
 
 def compose_guarantees(guarantees: Sequence[Guarantee]) -> Guarantee:
-    """What is promised to somebody who hears all of these learners about an event at every one of them: the sum.
+    """Return the guarantee for one unit at each of these learners, against an adversary that observes them all: the sum.
 
-    Given everything said before, learners draw their noise independently, so their losses add up.
+    Given all earlier messages, learners draw their noise independently, so their losses add up.
     """
     if len(guarantees) == 1:
         return guarantees[0]
@@ -188,16 +187,16 @@ _CONSTANT_NAMES = ("gradient_change", "smoothness", "clip_norm", "ridge", "diame
 
 @dataclass(frozen=True, slots=True)
 class Regularity:
-    """What is known about every record's loss `l`, without its exact ridge term `r/2 ||theta||^2`, on the decision set.
+    """Constants of every record's loss `l`, without its exact ridge term `r/2 ||theta||^2`, on the decision set.
 
     Attributes:
         gradient_change: C, largest l2 distance between the gradients of two records at one theta.
         smoothness: L, Lipschitz constant of a record's gradient; infinite: unknown.
-        clip_norm: G, bound on a record's gradient norm: by clipping, or for margin losses by nature; infinite: none.
+        clip_norm: G, bound on a record's gradient norm, from clipping or from the margin loss itself; infinite: none.
         ridge: r.
         diameter: largest l2 distance between two points of the decision set.
-        convex: whether `l` is convex in theta.
-        margin: whether `l` is a function of `a.theta`. If so, clipped gradients of a convex `l` are those of another.
+        is_convex: `l` is convex in theta.
+        is_convex_when_clipped: clipped gradients are gradients of another convex function, as for margin losses `l(a.theta)`.
     """
 
     gradient_change: float
@@ -216,7 +215,7 @@ class Regularity:
 
     @classmethod
     def from_loss(cls, loss: Loss, decision_set: DecisionSet, dim: int) -> Regularity:
-        """What accounting needs to know of a loss on a decision set."""
+        """Return the constants of a loss on a decision set."""
         radius = decision_set.largest_norm(dim)
         return cls(
             gradient_change=loss.gradient_change(radius),
@@ -230,12 +229,12 @@ class Regularity:
 
     @property
     def clipped_gradient_change(self) -> float:
-        """C after clipping: two gradients of norm at most G differ by at most 2G."""
+        """Gradient change C after clipping: two gradients of norm at most G differ by at most 2G."""
         return min(self.gradient_change, 2 * self.clip_norm)
 
     @property
     def can_use_convex_mode(self) -> bool:
-        """Does mode `convex` apply? Clipped gradients are those of a convex function only for margin losses."""
+        """Return whether mode `convex` applies. Clipped gradients are those of a convex function only for margin losses."""
         return (
             self.is_convex
             and self.smoothness < math.inf
@@ -243,7 +242,7 @@ class Regularity:
         )
 
     def constants(self, own_weight: float | None = None) -> dict[str, Constant]:
-        """Every finite number with what enforces it; with the learner's own weight, where that matters."""
+        """Return every finite constant with what enforces it, and the learner's own weight if given."""
         values = {name: float(getattr(self, name)) for name in _CONSTANT_NAMES}
         if own_weight is not None:
             values["own_weight"] = own_weight

@@ -1,24 +1,24 @@
-"""What the messages of ADMM cost: dual (DVP) and primal (PVP) variable perturbation (Zhang & Zhu, IEEE TIFS 2017).
+"""Privacy accountant of ADMM: dual (DVP) and primal (PVP) variable perturbation (Zhang & Zhu, IEEE TIFS 2017).
 
 Node p minimises in every iteration, over all of space, the strongly convex
 
     (C/B) sum_i phi(a_i.f, b_i) + m/2 ||f||^2 + linear.f,      m = rho + Phi + 2 eta N,
 
-with B records, `|phi'| ||a|| <= ell` and `phi'' ||a||^2 <= c`. With what it heard and said fixed, `linear` is known to
-everybody, up to the clean minimiser that two variants of PVP carry over. Replacing a pair (a, b) then has these effects.
+with B records, `|phi'| ||a|| <= ell` and `phi'' ||a||^2 <= c`. With sent and received messages fixed, `linear` is public, up
+to the clean minimiser that two variants of PVP carry over. Replacing a pair (a, b) then has these effects.
 
-DVP adds `(C/B) e` to `linear`, e of density `exp(-zeta ||e||)`, and says the minimiser: a bijection of e. A given minimiser
-belongs to two noises at most `2 ell` apart, and the Jacobians' ratio is at most `1 + c/kappa`, `kappa = (B/C) m`, as the
-two Hessians differ from a common part by matrices of rank one:
+DVP adds `(C/B) e` to `linear`, e of density `exp(-zeta ||e||)`, and sends the minimiser: a bijection of e. A given minimiser
+belongs to two noises at most `2 ell` apart, and the Jacobians' ratio is at most `1 + c/kappa`, `kappa = (B/C) m`, because
+the two Hessians differ from a common part by matrices of rank one:
 
     loss <= 2 ell zeta + ln(1 + c/kappa).
 
-The minimiser must be exact. What a solver finds instead is within `tau/m` of it; adding Laplace noise of scale s on a
-lattice of spacing g to every coordinate hides that: for every e, the law of what is said is within
+The minimiser must be exact. A solver's result is within `tau/m` of it; Laplace noise of scale s on a lattice of spacing g
+on every coordinate hides that error: for every e, the distribution of the message is within
 `(sqrt(n) tau/m + n g)/s` of that around the exact minimiser. Used once for each world, this costs twice as much.
 
-PVP says the minimiser plus e. It moves by at most Delta, which follows (s = 0, 1, 2 for the centre `public`, `own_clean`,
-`literal`; tau is the solver's tolerance, once for each world)
+PVP sends the minimiser plus e. It moves by at most Delta, with the recursion (s = 0, 1, 2 for the centre `public`,
+`own_clean`, `literal`; tau is the solver's tolerance, once for each world)
 
     Delta' = (2 ell C/B + s eta N Delta + 2 tau) / (rho + 2 eta N),      loss <= zeta Delta.
 
@@ -39,7 +39,7 @@ from sottovoce_core.noise import lattice_spacing
 from sottovoce_core.privacy.accountant import FirstRecordAccountant
 from sottovoce_core.privacy.guarantee import Constant, GuaranteeBasis
 
-# ---- from public numbers and a loss alpha to the noise of an iteration ------------------------------------------------
+# ---- calibration of an iteration's noise to a loss alpha ---------------------------------------------------------------
 
 ExtraRidgeRule = Literal["balanced", "printed"]
 ScaleRule = Literal["tight", "printed"]
@@ -47,24 +47,24 @@ CentreVariant = Literal["public", "own_clean", "literal"]
 _Perturbed = Literal["nothing", "objective", "minimiser"]
 
 _CARRY_FACTORS: dict[CentreVariant, float] = {"public": 0.0, "own_clean": 1.0, "literal": 2.0}
-"""s: how often the clean minimiser stands in a node's own part of the centre, in place of what it said."""
+"""Factor s of the clean minimiser in a node's own part of the centre, in place of its message."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeParameters:
-    """The public numbers of a node's problem: one number each, or one per learner where it says `Scalars`.
+    """Public parameters of a node's problem: one number each, or one per learner for `Scalars`.
 
     Attributes:
-        alpha: privacy loss that an iteration may cost; infinite: no privacy.
-        final_alpha: the same for the last one.
+        alpha: maximum privacy loss of an iteration; infinite: no privacy.
+        final_alpha: maximum privacy loss of the last iteration.
         degree: N, number of neighbours.
         penalty: eta.
         loss_weight: C.
         ridge: rho.
         lipschitz: ell, bound on the norm of a record's gradient.
         curvature: c, bound on the norm of a record's Hessian.
-        tolerance: tau, bound on the gradient's norm where the solver stops.
-        output_noise: s, Laplace scale of what a perturbed objective's minimiser is said with; 0: it is said as it is.
+        tolerance: tau, norm of the gradient at which the solver stops.
+        output_noise: s, Laplace scale of the noise on a perturbed objective's minimiser; 0: no such noise.
         dim: n.
     """
 
@@ -82,22 +82,22 @@ class NodeParameters:
 
     @property
     def stiffness(self) -> Scalars:
-        """`rho + 2 eta N`: strong convexity of the local problem without extra ridge."""
+        """Strong convexity `rho + 2 eta N` of the local problem without extra ridge."""
         return self.ridge + 2.0 * self.penalty * self.degree
 
     def weight(self, count: Scalars) -> Scalars:
-        """`C/B` for B records (for none, as for one: there is nothing to weigh)."""
+        """Return `C/B` for B records (for no record, as for one)."""
         weight: Scalars = self.loss_weight / np.maximum(count, 1.0)
         return weight
 
     def minimiser_shift(self, count: Scalars, s: float, previous_shift: Scalars, n_replaced: Scalars) -> Scalars:
-        """Delta' of PVP, how far the clean minimiser moves.
+        """Return Delta' of PVP, the bound on the change of the clean minimiser.
 
         Args:
             count: B, records so far.
-            s: of the variant.
-            before: Delta, how far the one before moved.
-            replaced: how many of the records differ.
+            s: factor of the variant.
+            previous_shift: Delta, bound on the change of the minimiser before.
+            n_replaced: number of records that differ.
         """
         worlds_differ = np.minimum(n_replaced, 1.0)
         push = 2.0 * self.lipschitz * n_replaced * self.weight(count) + 2.0 * self.tolerance * worlds_differ
@@ -107,14 +107,14 @@ class NodeParameters:
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:
-    """How one iteration is perturbed.
+    """Perturbation of one iteration.
 
     Attributes:
-        perturbed: where the noise goes.
+        target: part of the problem that gets the noise.
         rate: zeta; infinite: no noise.
         extra_ridge: Phi.
-        carried: s, for the centre of this iteration.
-        sensitivity: Delta, by which the clean minimiser moves if one record is replaced; 0 where nobody needs it.
+        carry_factor: s, for the centre of this iteration.
+        sensitivity: Delta, bound on the change of the clean minimiser for one replaced record; 0 if unused.
     """
 
     target: _Perturbed
@@ -126,35 +126,35 @@ class Perturbation:
 
 @dataclass(frozen=True, slots=True)
 class NoCalibration:
-    """ADMM as it is."""
+    """No noise: plain ADMM."""
 
     mode: str = "none"
-    """The name of a calibration in a guarantee."""
+    """Name of the calibration in a guarantee."""
 
     def calibrate_iteration(
         self, node: NodeParameters, count: Scalars, previous_sensitivity: Scalars, is_last: bool
     ) -> Perturbation:
-        """The next iteration of a node, with so many records so far.
+        """Return the perturbation of the next iteration of a node.
 
         Args:
-            node: whose.
-            count: B.
+            node: parameters of the node.
+            count: B, records so far.
             previous_sensitivity: `Perturbation.sensitivity` of the iteration before.
-            last: is it the last one of the run?
+            is_last: it is the last iteration of the run.
         """
         return Perturbation("nothing")
 
 
 @dataclass(frozen=True, slots=True)
 class DualCalibration:
-    """DVP. Of alpha, `alpha_bar = k ln(1 + c/kappa)` goes to the Jacobian, and `alpha_hat`, the rest, to the noise.
+    """Calibration of DVP: `alpha_bar = k ln(1 + c/kappa)` of alpha is for the Jacobian, and the rest `alpha_hat` for the noise.
 
     Attributes:
-        rule: when to stiffen the problem by an extra ridge Phi, so that each gets a half. `balanced`: where alpha_hat would
-            be less than a half. `printed`: where it would not be positive (Algorithm 2); just above, the noise is unbounded.
-        jacobian: k. 1 suffices; 2 is printed.
-        scale: `tight`: `zeta = alpha_hat / (2 ell)`, as in Appendix A. `printed`: twice that (Algorithm 2), which costs more
-            than alpha.
+        rule: condition for an extra ridge Phi, with which each gets a half of alpha. `balanced`: alpha_hat would be less than
+            a half. `printed`: it would not be positive (Algorithm 2); just above, the noise is unbounded.
+        jacobian: k. 1 is enough; the paper has 2.
+        scale_rule: `tight`: `zeta = alpha_hat / (2 ell)`, as in Appendix A. `printed`: twice that (Algorithm 2), which costs
+            more than alpha.
     """
 
     rule: ExtraRidgeRule = "balanced"
@@ -175,19 +175,19 @@ class DualCalibration:
         rate = np.where(enough, for_noise, alpha / 2.0) / node.lipschitz
         if self.scale_rule == "tight":
             rate = rate / 2.0
-        some = np.asarray(count) > 0
-        return Perturbation("objective", np.where(some, rate, np.inf)[()], np.where(some, extra, 0.0)[()])
+        has_records = np.asarray(count) > 0
+        return Perturbation("objective", np.where(has_records, rate, np.inf)[()], np.where(has_records, extra, 0.0)[()])
 
 
 @dataclass(frozen=True, slots=True)
 class PrimalCalibration:
-    """PVP.
+    """Calibration of PVP.
 
     Attributes:
-        variant: the node's own part of the centre. `public`: what it said. `own_clean`: its clean minimiser (the prose).
-            `literal`: twice that, less what it said (the printed objective).
-        scale: `tight`: `zeta = alpha / Delta`. `printed`: `rho B alpha / (2 ell C)`.
-        last: of another kind, if any.
+        variant: the node's own part of the centre. `public`: its message. `own_clean`: its clean minimiser (the paper's text).
+            `literal`: twice that, less its message (the paper's printed objective).
+        scale_rule: `tight`: `zeta = alpha / Delta`. `printed`: `rho B alpha / (2 ell C)`.
+        final_calibration: calibration of the last iteration, if it is one of DVP.
     """
 
     variant: CentreVariant = "public"
@@ -223,28 +223,28 @@ _ENFORCED_BY = {
     "curvature": "the loss, on rows scaled to feature_bound",
     "ridge": "the loss, exactly",
     "penalty": "the learner, exactly",
-    "degree": "the learner, which subtracts what each of its neighbours said once",
-    "tolerance": "the solver, which goes on until the gradient is as short, as float64 computes it",
+    "degree": "the learner, which subtracts each neighbour's message once",
+    "tolerance": "the solver, which continues until the gradient in float64 is at most as long",
 }
-_EXACT_SOLVER_TEXT = "nothing: without output noise the promise is that of an exact solver"
+_EXACT_SOLVER_TEXT = "nothing: without output noise the guarantee is that of an exact solver"
 _LATTICE_TEXT = "the lattice of the noise"
 
 
 def _output_loss(node: NodeParameters, stiffness: float) -> float:
-    """What the solver's error costs behind the output noise: `2 (sqrt(n) tau/m + n g)/s`; 0 without (an exact solver)."""
+    """Return the cost of the solver's error with output noise: `2 (sqrt(n) tau/m + n g)/s`; 0 without it (exact solver)."""
     if node.output_noise == 0.0:
         return 0.0
-    apart = math.sqrt(node.dim) * node.tolerance / stiffness + node.dim * float(lattice_spacing(node.output_noise))
-    return 2.0 * apart / node.output_noise
+    distance = math.sqrt(node.dim) * node.tolerance / stiffness + node.dim * float(lattice_spacing(node.output_noise))
+    return 2.0 * distance / node.output_noise
 
 
 class AdmmAccountant(FirstRecordAccountant):
-    """Running meter of one learner. A record stays in use in all later iterations.
+    """Privacy accountant of one learner. A record stays in use in all later iterations.
 
     Args:
-        calibration: of the noise.
-        node: whose, with single numbers.
-        rounds: planned.
+        calibration: calibration of the noise.
+        node: parameters of the node, as single numbers.
+        rounds: planned rounds.
     """
 
     is_valid_for_any_messages = True
@@ -252,46 +252,46 @@ class AdmmAccountant(FirstRecordAccountant):
     def __init__(self, calibration: NoiseCalibration, node: NodeParameters, rounds: int) -> None:
         self._calibration, self._node, self._rounds = calibration, node, rounds
         self._round = self._replaced = 0
-        self._calibrated: Scalars = 0.0  # Delta as the noise assumes it, and below as it is
+        self._assumed_shift: Scalars = 0.0  # Delta that the calibration assumes, and below the actual one
         self._shift: Scalars = 0.0
         self.basis = GuaranteeBasis(calibration.mode, _proof(calibration), _constants(calibration, node))
 
     def next_loss(self) -> float:
-        """Of the message of the current round: 0 before the first record that differs was learned."""
+        """Return the loss of the current round's message: 0 until a replaced record was used."""
         node, step = self._node, self.perturbation
         if self._replaced == 0:
             return 0.0
         if step.target == "nothing":
             return math.inf
         if step.target == "minimiser":
-            return float(step.rate * float(self._moved(step)))
+            return float(step.rate * float(self._actual_shift(step)))
         stiffness = node.stiffness + step.extra_ridge
         once = 2.0 * node.lipschitz * step.rate + np.log1p(node.curvature * node.weight(float(self._seen)) / stiffness)
         return float(self._replaced * once + _output_loss(node, float(stiffness)))
 
     @property
     def perturbation(self) -> Perturbation:
-        """The iteration of the current round."""
+        """Perturbation of the current round's iteration."""
         last = self._round == self._rounds - 1
-        return self._calibration.calibrate_iteration(self._node, float(self._seen), self._calibrated, last)
+        return self._calibration.calibrate_iteration(self._node, float(self._seen), self._assumed_shift, last)
 
     def advance(self, records: int, n_replaced: int | None = None) -> None:
         step = self.perturbation
-        self._shift, self._calibrated = self._moved(step), step.sensitivity
+        self._shift, self._assumed_shift = self._actual_shift(step), step.sensitivity
         self._replaced += self.count_replaced(records, n_replaced)
         self._round += 1
 
     def paper_epsilon(self, rounds: int) -> FloatArray:
         return _paper_epsilon(self._node, rounds)
 
-    def _moved(self, step: Perturbation) -> Scalars:
+    def _actual_shift(self, step: Perturbation) -> Scalars:
         if step.target != "minimiser":
             return 0.0
         return self._node.minimiser_shift(float(self._seen), step.carry_factor, self._shift, float(self._replaced))
 
 
 def _paper_epsilon(node: NodeParameters, rounds: int) -> FloatArray:
-    """`(rounds,)`: the sum of the alphas of iterations 1..t, for message 0 is no iteration. The paper states single ones."""
+    """Return `(rounds,)` sums of the alphas of iterations 1..t; message 0 is no iteration. The paper has single alphas."""
     alphas = np.full(rounds, float(node.alpha))
     alphas[-1] = node.final_alpha
     alphas[0] = 0.0
@@ -306,7 +306,7 @@ def _proof(calibration: NoiseCalibration) -> str:
 
 
 def _constants(calibration: NoiseCalibration, node: NodeParameters) -> dict[str, Constant]:
-    """What enforces the numbers that the calibration uses."""
+    """Return the constants that the calibration uses, with what enforces them."""
     if isinstance(calibration, NoCalibration):
         return {}
     enforced_by = dict(_ENFORCED_BY)

@@ -6,13 +6,13 @@ neighbours i and B records so far::
     draw      e_t of density exp(-zeta ||e||)                         (DVP, PVP)
     solve     f_t = argmin (C/B) sum_i phi(a_i.f, b_i) + (rho + Phi)/2 ||f||^2
                            + 2 (lambda_t + [DVP] C/(2B) e_t).f + eta sum_i ||f - (own_{t-1} + y^i_{t-1})/2||^2
-    say       y_t = f_t, for PVP f_t + e_t
-    hear      y^i_t of every neighbour i
+    send      y_t = f_t, for PVP f_t + e_t
+    receive   y^i_t of every neighbour i
     update    lambda_{t+1} = lambda_t + eta/2 sum_i (y_t - y^i_t)
 
-`own` is y; two variants of PVP put in the clean f instead. All starts from zero, and before its first record a node
-minimises its regulariser alone, without noise. So message 0 is zero, and T rounds are T-1 iterations. Where `output_noise`
-is set, DVP says the minimiser with Laplace noise on a lattice, which hides the solver's error, and takes what it said for f.
+`own` is y; two variants of PVP use the clean f instead. All starts from zero, and before its first record a node
+minimises its regulariser alone, without noise. So message 0 is zero, and T rounds are T-1 iterations. If `output_noise`
+is set, DVP sends the minimiser with Laplace noise on a lattice, which hides the solver's error, and uses its message as f.
 Optimisation is over all of space: the decision set of a run is not used.
 """
 
@@ -38,26 +38,26 @@ from sottovoce_core.losses.loss import compute_scores
 from sottovoce_core.noise import NoiseRequest, NoiseSource
 from sottovoce_core.noise.mechanisms import add_laplace_noise, spherical_log_density
 
-# ---- the problem that a node solves in every iteration, and a solver that always gets there ---------------------------
+# ---- local problem and solver -----------------------------------------------------------------------------------------
 
 _MAX_LINE_SEARCH_TRIALS = 60
-"""Lengths tried for a Newton step before a gradient step is taken instead."""
+"""Maximum number of lengths tried for a Newton step before a gradient step is taken instead."""
 
 MAX_NEWTON_STEPS = 10_000
-"""A bound on the time of a round, hundreds of times what the worst conditioned problems of the tests take."""
+"""Maximum number of Newton steps of a round, hundreds of times the need of the worst conditioned problems of the tests."""
 
 GRADIENT_ROUNDING_ERROR = 2.0**-48
-"""Relative error of a gradient in float64, with room to spare."""
+"""Upper bound on the relative error of a gradient in float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LocalProblem:
-    """`minimise  weight sum_i phi(a_i.f, b_i) + stiffness/2 ||f||^2 + linear.f`, over all of space.
+    """Problem `minimise  weight sum_i phi(a_i.f, b_i) + stiffness/2 ||f||^2 + linear.f`, over all of space.
 
     Attributes:
         loss: phi.
         records: `a_i, b_i`.
-        weight: of a record's loss.
+        weight: weight of a record's loss.
         smoothness: bound on the norm of the Hessian.
         stiffness: positive.
         linear: `(..., dim)`.
@@ -72,37 +72,37 @@ class _LocalProblem:
     linear: FloatArray
     tolerance: float
 
-    def tilted(self, by: FloatArray) -> _LocalProblem:
-        """The same with `by.f` added."""
-        return replace(self, linear=self.linear + by)
+    def add_linear(self, term: FloatArray) -> _LocalProblem:
+        """Return the problem with `term.f` added."""
+        return replace(self, linear=self.linear + term)
 
     def gradient(self, point: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """`(..., dim)`, and the norm `(..., 1)` at which it counts as zero: the tolerance, or what float64 resolves."""
+        """Return the gradient `(..., dim)`, and the norm `(..., 1)` below which it is zero up to tolerance or float64 errors."""
         features, labels = self.records.features, add_replica_axis(self.records.labels, point)
         scores, bound = compute_scores(point, features), self.loss.feature_bound
-        slopes = self._real(self.loss.slope(scores, labels), point)
+        slopes = self._mask_padding(self.loss.slope(scores, labels), point)
         gradient = self.weight * np.matmul(slopes, features) + self.stiffness * point + self.linear
-        # What rounding errors are relative to: the terms of the sum, and what an error of a score does to them.
-        moved = bound * _norm(point) * self._real(self.loss.second_derivative(scores, labels), point)
-        terms = bound * self.weight * (np.abs(slopes) + moved).sum(axis=-1, keepdims=True)
+        # Rounding errors are relative to the terms of the sum, and to the effect of a score's error on them.
+        score_error = bound * _norm(point) * self._mask_padding(self.loss.second_derivative(scores, labels), point)
+        terms = bound * self.weight * (np.abs(slopes) + score_error).sum(axis=-1, keepdims=True)
         terms = terms + self.stiffness * _norm(point) + _norm(self.linear)
         return gradient, np.maximum(self.tolerance, GRADIENT_ROUNDING_ERROR * terms)
 
     def hessian(self, point: FloatArray) -> _Hessian:
-        """Of the objective at points `(..., dim)`."""
+        """Return the Hessian of the objective at points `(..., dim)`."""
         features, labels = self.records.features, self.records.labels
-        bends = self._real(
+        curvatures = self._mask_padding(
             self.loss.second_derivative(compute_scores(point, features), add_replica_axis(labels, point)), point
         )
         rows = features[..., None, :, :] if point.ndim > labels.ndim else features
-        return _Hessian(np.sqrt(self.weight * bends)[..., None] * rows, np.atleast_1d(self.stiffness))
+        return _Hessian(np.sqrt(self.weight * curvatures)[..., None] * rows, np.atleast_1d(self.stiffness))
 
     def minimise(self, start: FloatArray) -> FloatArray:
-        """Where the gradient's norm is at most the tolerance: Newton steps from `start`, each row by itself.
+        """Return a point whose gradient norm is at most the tolerance, by Newton steps from `start`, for each row alone.
 
-        A step is accepted if it halves the shortest gradient so far, as all do when the end is near, or if it ends where the
-        objective still falls _along it, but at most half as steeply as at its beginning: that brings the objective nearer to
-        its minimum by a constant factor. So the end is reached whatever the records are.
+        A step is accepted if it halves the shortest gradient so far, as all steps near the minimum do, or if the objective
+        still falls along it at its end, but at most half as steeply as at its start: that brings the objective nearer to its
+        minimum by a constant factor. So the solver terminates for any records.
         """
         point, (gradient, enough) = start, self.gradient(start)
         shortest = _norm(gradient)
@@ -123,32 +123,35 @@ class _LocalProblem:
         unfinished: npt.NDArray[np.bool_],
         shortest: FloatArray,
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """The next point, with its gradient and tolerance: a length by bisection, or a gradient step if there is none."""
-        steepness, length = _along(gradient, newton), unfinished.astype(np.float64)
+        """Return the next point, with its gradient and tolerance: a step length by bisection, or else a gradient step."""
+        steepness, length = _inner_product(gradient, newton), unfinished.astype(np.float64)
         low, high = np.zeros_like(length), np.full_like(length, np.inf)
-        wrong = unfinished
+        rejected = unfinished
         for _ in range(_MAX_LINE_SEARCH_TRIALS):
             trial = point - length * newton
             after, enough = self.gradient(trial)
-            left = _along(after, newton)
-            wrong = unfinished & (_norm(after) > shortest / 2.0) & ((left < 0.0) | (left > steepness / 2.0))
-            if not wrong.any():
+            slope = _inner_product(after, newton)
+            rejected = unfinished & (_norm(after) > shortest / 2.0) & ((slope < 0.0) | (slope > steepness / 2.0))
+            if not rejected.any():
                 return trial, after, enough
-            low, high = np.where(wrong & (left > 0.0), length, low), np.where(wrong & (left < 0.0), length, high)
+            low, high = (
+                np.where(rejected & (slope > 0.0), length, low),
+                np.where(rejected & (slope < 0.0), length, high),
+            )
             between = np.where(np.isinf(high), 2.0 * length, (low + high) / 2.0)
-            length = np.where(wrong, between, length)
-        trial = np.where(wrong, point - gradient / self.smoothness, trial)
+            length = np.where(rejected, between, length)
+        trial = np.where(rejected, point - gradient / self.smoothness, trial)
         return trial, *self.gradient(trial)
 
-    def _real(self, per_record: FloatArray, point: FloatArray) -> FloatArray:
-        """Zero for padding."""
+    def _mask_padding(self, per_record: FloatArray, point: FloatArray) -> FloatArray:
+        """Set the numbers of padding to zero."""
         present = self.records.mask
         return per_record if present is None else per_record * add_replica_axis(present, point)
 
 
 @dataclass(frozen=True, slots=True)
 class _Hessian:
-    """`R^T R + s I`, where R has a row for every record: by `R R^T + s I` where records are fewer than dimensions.
+    """Hessian `R^T R + s I`, with a row of R for every record, solved by `R R^T + s I` if records are fewer than dimensions.
 
     Attributes:
         rows: `(..., records, dim)`: R.
@@ -159,44 +162,44 @@ class _Hessian:
     stiffness: FloatArray
 
     def solve(self, vectors: FloatArray) -> FloatArray:
-        """The product of the inverse with vectors `(..., dim)`."""
-        if not self._few:
+        """Multiply the inverse with vectors `(..., dim)`."""
+        if not self._has_few_records:
             return as_floats(np.linalg.solve(self._smaller, vectors[..., None])[..., 0])
-        along = np.linalg.solve(self._smaller, np.matmul(self.rows, vectors[..., None]))
-        across = np.matmul(self.rows.swapaxes(-1, -2), along)[..., 0]
-        return as_floats((vectors - across) / self.stiffness)
+        solution = np.linalg.solve(self._smaller, np.matmul(self.rows, vectors[..., None]))
+        correction = np.matmul(self.rows.swapaxes(-1, -2), solution)[..., 0]
+        return as_floats((vectors - correction) / self.stiffness)
 
     def log_determinant(self) -> FloatArray:
-        """`(...)`."""
+        """Return the log determinant `(...)`."""
         records, dim = self.rows.shape[-2:]
-        rest = (dim - records) * np.log(self.stiffness[..., 0]) if self._few else 0.0
+        rest = (dim - records) * np.log(self.stiffness[..., 0]) if self._has_few_records else 0.0
         return as_floats(np.linalg.slogdet(self._smaller)[1] + rest)
 
     @property
-    def _few(self) -> bool:
-        few: bool = self.rows.shape[-2] < self.rows.shape[-1]
-        return few
+    def _has_few_records(self) -> bool:
+        is_wide: bool = self.rows.shape[-2] < self.rows.shape[-1]
+        return is_wide
 
     @property
     def _smaller(self) -> FloatArray:
-        flipped = self.rows.swapaxes(-1, -2)
-        product = np.matmul(self.rows, flipped) if self._few else np.matmul(flipped, self.rows)
+        transposed = self.rows.swapaxes(-1, -2)
+        product = np.matmul(self.rows, transposed) if self._has_few_records else np.matmul(transposed, self.rows)
         return as_floats(product + self.stiffness[..., None] * np.eye(product.shape[-1]))
 
 
 def _norm(vectors: FloatArray) -> FloatArray:
-    """l2 norms `(..., 1)` _along the last axis."""
+    """Return l2 norms `(..., 1)` along the last axis."""
     norms: FloatArray = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return norms
 
 
-def _cut(vectors: FloatArray, longest: Scalars) -> FloatArray:
-    """Vectors `(..., dim)` shortened to a norm of at most `longest`: the nearest such, so no two get farther apart."""
-    return vectors * (longest / np.maximum(_norm(vectors), np.maximum(longest, np.finfo(float).tiny)))
+def _clip_norm(vectors: FloatArray, max_norm: Scalars) -> FloatArray:
+    """Project vectors `(..., dim)` onto the ball of radius `max_norm`, so no two get farther apart."""
+    return vectors * (max_norm / np.maximum(_norm(vectors), np.maximum(max_norm, np.finfo(float).tiny)))
 
 
-def _along(vectors: FloatArray, others: FloatArray) -> FloatArray:
-    """Inner products `(..., 1)` _along the last axis."""
+def _inner_product(vectors: FloatArray, others: FloatArray) -> FloatArray:
+    """Return inner products `(..., 1)` along the last axis."""
     products: FloatArray = np.vecdot(vectors, others)[..., None]
     return products
 
@@ -206,27 +209,27 @@ def _along(vectors: FloatArray, others: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A node before round t.
+    """State of a node before round t.
 
     Attributes:
-        who: which learners.
-        node: their public numbers.
+        axes: learners and replicas.
+        node: their public parameters.
         t: the round.
         primal: f, `(..., dim)`; for PVP it is private.
-        said: y, the node's last message.
-        around: sum of its neighbours' last messages.
+        message: y, the node's last message.
+        neighbour_sum: sum of its neighbours' last messages.
         dual: lambda.
         sensitivity: Delta of the last iteration (PVP).
         history: the records.
         count: B, their number.
     """
 
-    who: StateAxes
+    axes: StateAxes
     node: NodeParameters
     t: int
     primal: FloatArray
-    said: FloatArray
-    around: FloatArray
+    message: FloatArray
+    neighbour_sum: FloatArray
     dual: FloatArray
     sensitivity: Scalars
     history: RecordHistory
@@ -235,7 +238,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class Admm:
-    """The algorithm for one run; the calibration of its noise is what its three forms differ in."""
+    """ADMM of one run; its three forms differ in the calibration of the noise."""
 
     name: str
     dim: int
@@ -243,7 +246,7 @@ class Admm:
     loss: MarginLoss
     calibration: NoiseCalibration
     nodes: tuple[NodeParameters, ...]
-    """The public numbers of every learner."""
+    """Public parameters of every learner."""
 
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
@@ -261,80 +264,81 @@ class Admm:
     def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         step, problem = self._iteration(state)
         if step.target == "nothing":
-            primal = said = problem.minimise(state.primal)
+            primal = sent = problem.minimise(state.primal)
         else:
-            drawn = _drawn(noise, state, step.rate)
+            drawn = _draw_noise(noise, state, step.rate)
             in_objective = step.target == "objective"
-            exact = (problem.tilted(problem.weight * drawn) if in_objective else problem).minimise(state.primal)
-            # In every round, if only the last one needs it: so a recording has one for each.
-            hidden = add_laplace_noise(noise, "output", state.t, exact, state.node.output_noise)
+            exact = (problem.add_linear(problem.weight * drawn) if in_objective else problem).minimise(state.primal)
+            # Also in rounds that do not need it, so that a recording has noise for every round.
+            noised = add_laplace_noise(noise, "output", state.t, exact, state.node.output_noise)
             if in_objective:
-                primal = said = np.where(np.isinf(step.rate), exact, hidden)
+                primal = sent = np.where(np.isinf(step.rate), exact, noised)
             else:
-                primal, said = exact, exact + drawn
-        return replace(state, primal=primal, said=said, sensitivity=step.sensitivity), Message({"y": said})
+                primal, sent = exact, exact + drawn
+        return replace(state, primal=primal, message=sent, sensitivity=step.sensitivity), Message({"y": sent})
 
     def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
-        node, around = state.node, received.total("y")
+        node, neighbour_sum = state.node, received.total("y")
         return replace(
             state,
             t=state.t + 1,
-            around=around,
-            dual=state.dual + node.penalty / 2.0 * (node.degree * state.said - around),
+            neighbour_sum=neighbour_sum,
+            dual=state.dual + node.penalty / 2.0 * (node.degree * state.message - neighbour_sum),
             history=state.history.observe(enforce_bounds(self.loss, batch)),
-            count=state.count + _records(batch),
+            count=state.count + _count_records(batch),
         )
 
     def decision(self, state: _State) -> FloatArray:
         return state.primal
 
     def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
-        """As `Algorithm.replay`. With output noise, the density is that of the exact minimiser where it was said.
+        """Return the state after `message` and its log density, as `Algorithm.replay`.
 
-        A message without noise must be a minimiser up to twice the solver's tolerance.
+        With output noise, the density is that of the exact minimiser at the message. A message without noise must be a
+        minimiser up to twice the solver's tolerance.
         """
         step, problem = self._iteration(state)
-        said = np.broadcast_to(message["y"], state.primal.shape)
-        gradient, enough = problem.gradient(said)
+        sent = np.broadcast_to(message["y"], state.primal.shape)
+        gradient, enough = problem.gradient(sent)
         if step.target == "minimiser":
             primal = problem.minimise(state.primal)
-            noise, rate = said - primal, step.rate
-        else:  # (29), with both sides times C/B
-            primal, noise, rate = said, -gradient, step.rate / problem.weight
-        silent = np.isinf(rate)
-        density = spherical_log_density(noise, np.where(silent, 1.0, rate))
+            noise, rate = sent - primal, step.rate
+        else:  # (29), both sides multiplied by C/B
+            primal, noise, rate = sent, -gradient, step.rate / problem.weight
+        is_exact = np.isinf(rate)
+        density = spherical_log_density(noise, np.where(is_exact, 1.0, rate))
         if step.target == "objective":
-            density = density + problem.hessian(said).log_determinant()
-        free = np.where(_norm(gradient) <= 2.0 * enough, 0.0, -np.inf)
-        density = np.where(silent, free, density[..., None])[..., 0]
-        after = replace(state, primal=primal, said=said, sensitivity=step.sensitivity)
+            density = density + problem.hessian(sent).log_determinant()
+        exact_density = np.where(_norm(gradient) <= 2.0 * enough, 0.0, -np.inf)
+        density = np.where(is_exact, exact_density, density[..., None])[..., 0]
+        after = replace(state, primal=primal, message=sent, sensitivity=step.sensitivity)
         return after, density
 
     def accountant(self, learner: int) -> AdmmAccountant:
         return AdmmAccountant(self.calibration, self.nodes[learner], self.rounds)
 
     def is_model_public(self, rounds: int) -> bool:
-        """It is the last message, but where the noise is added to the minimiser as it is said."""
+        """Return whether the model is the last message: not where noise is added to the minimiser in the message."""
         if isinstance(self.calibration, PrimalCalibration):
             return self.calibration.final_calibration is not None and rounds == self.rounds
         return True
 
     def noise_scale(self, learner: int, t: int) -> float:
-        """`1/zeta` of a message, for one record a round; of e, which DVP adds to the dual variable and not to the message."""
+        """Return `1/zeta` for one record a round: the scale of e, which DVP adds to the dual variable, not to the message."""
         accountant = self.accountant(learner)
         for _ in range(t):
             accountant.advance(1)
         return float(1.0 / accountant.perturbation.rate)
 
     def _iteration(self, state: _State) -> tuple[Perturbation, _LocalProblem]:
-        """How this round is perturbed, and the problem before that."""
+        """Return the perturbation of this round, and the unperturbed problem."""
         node, count = state.node, state.count
         step = self.calibration.calibrate_iteration(node, count, state.sensitivity, is_last=state.t == self.rounds - 1)
-        own = state.said + step.carry_factor * (state.primal - state.said)
-        linear = 2.0 * state.dual - node.penalty * (node.degree * own + state.around)
+        own = state.message + step.carry_factor * (state.primal - state.message)
+        linear = 2.0 * state.dual - node.penalty * (node.degree * own + state.neighbour_sum)
         stiffness = node.stiffness + step.extra_ridge
         if step.target != "nothing":
-            linear = _cut(linear, _longest(node, stiffness))
+            linear = _clip_norm(linear, _max_linear_norm(node, stiffness))
         problem = _LocalProblem(
             loss=self.loss,
             records=state.history.records or Batch.empty(self.dim),
@@ -347,29 +351,29 @@ class Admm:
         return step, problem
 
 
-def _drawn(noise: NoiseSource, state: _State, rate: Scalars) -> FloatArray:
-    """The round's e. Where many are stacked, the silent ones among them (rate infinite) are asked for, too, and get zero.
+def _draw_noise(noise: NoiseSource, state: _State, rate: Scalars) -> FloatArray:
+    """Draw the round's e. Stacked learners also request it where the rate is infinite, and get zero.
 
-    A learner alone asks nobody then: no source of real noise serves a rate that is not finite.
+    A single learner then makes no request, because real noise sources reject an infinite rate.
     """
     if state.primal.ndim == 1 and np.isinf(rate):
         return np.zeros_like(state.primal)
     return noise(NoiseRequest("spherical", "y", state.t, rate, None, state.primal.shape))
 
 
-def _longest(node: NodeParameters, stiffness: Scalars) -> Scalars:
-    """The norm of `linear` up to which float64 resolves the tolerance.
+def _max_linear_norm(node: NodeParameters, stiffness: Scalars) -> Scalars:
+    """Return the norm of `linear` up to which float64 resolves the tolerance.
 
     A minimiser of norm F has `stiffness F <= linear + C ell`, and the terms of its gradient sum to at most
-    `C (ell + c F) + stiffness F + linear`. The guarantee rests on the tolerance, and a neighbour may say what it likes.
+    `C (ell + c F) + stiffness F + linear`. The guarantee needs the tolerance, and a neighbour may send any values.
     """
-    pull = node.loss_weight * node.lipschitz
+    loss_gradient = node.loss_weight * node.lipschitz
     share = 2.0 + node.loss_weight * node.curvature / stiffness
-    return np.maximum(node.tolerance / GRADIENT_ROUNDING_ERROR / share - pull, 0.0)[()]
+    return np.maximum(node.tolerance / GRADIENT_ROUNDING_ERROR / share - loss_gradient, 0.0)[()]
 
 
-def _records(batch: Batch) -> Scalars:
-    """Number of records, one per learner where padding tells them apart."""
+def _count_records(batch: Batch) -> Scalars:
+    """Return the number of records, one per learner if padding makes them differ."""
     if batch.mask is None:
         return float(batch.size)
     counts: FloatArray = batch.mask.sum(axis=-1)

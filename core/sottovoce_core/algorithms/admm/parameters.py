@@ -1,7 +1,7 @@
-"""The parameters of ADMM, DVP and PVP, how a run is made of them, and their conditions (Zhang & Zhu 2017).
+"""Parameters of ADMM, DVP and PVP, and their conditions (Zhang & Zhu 2017).
 
-What would void the guarantee or leave the solver without end is refused; what only biases the result, or spends much, is a
-finding. How many records there will be is not known beforehand, so findings name the number from which they do not apply.
+A condition of the guarantee or of the solver's termination raises an error. A biased result or a large epsilon gives a
+warning. The number of records is not known in advance, so warnings name the number from which they do not apply.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class AdmmSpec(AlgorithmSpec):
 
     name: Literal["admm"]
     penalty: float = 0.5
-    """eta"""
+    """Penalty parameter eta."""
     loss_weight: float = 1.0
-    """C: weight of the mean loss of a learner's records beside its ridge."""
+    """Weight C of the mean loss of a learner's records, relative to its ridge."""
     tolerance: float = 1e-10
-    """tau: norm of the gradient at which the local solver stops."""
+    """Norm tau of the gradient at which the local solver stops."""
 
     def build(self, context: RunContext) -> tuple[Admm, tuple[RunWarning, ...]]:
         return _build(self, context, NoCalibration())
@@ -65,7 +65,7 @@ class DvpSpec(AdmmSpec):
     jacobian: Literal[1, 2] = 1
     scale_rule: ScaleRule = "tight"
     output_noise: float = 1e-6
-    """Laplace scale; 0: the minimiser is said as it is, and must be exact."""
+    """Laplace scale of the noise on the minimiser; 0: no such noise, and the minimiser must be exact."""
 
     def build(self, context: RunContext) -> tuple[Admm, tuple[RunWarning, ...]]:
         objective = DualCalibration(self.rule, self.jacobian, self.scale_rule)
@@ -84,11 +84,11 @@ class PvpSpec(AdmmSpec):
     variant: CentreVariant = "public"
     scale_rule: ScaleRule = "tight"
     final: Literal["none", "dvp"] = "none"
-    """Is the last iteration one of DVP?"""
+    """Kind of the last iteration, if it is not PVP."""
     final_alpha: PerLearner | None = None
     """Privacy loss of the last iteration (None: `alpha`)."""
     output_noise: NonNegative = 1e-6
-    """Of the last iteration, if that is one of DVP."""
+    """Laplace scale of the noise on the last minimiser, if the last iteration is one of DVP."""
 
     def build(self, context: RunContext) -> tuple[Admm, tuple[RunWarning, ...]]:
         calibration = PrimalCalibration(
@@ -105,18 +105,18 @@ class PvpSpec(AdmmSpec):
 
 def _build(
     spec: AdmmSpec,
-    setting: RunContext,
+    context: RunContext,
     calibration: NoiseCalibration,
     alpha: PerLearner = float("inf"),
     final_alpha: PerLearner = float("inf"),
     output_noise: float = 0.0,
 ) -> tuple[Admm, tuple[RunWarning, ...]]:
-    coupling = setting.fixed_network.mixing(0).neighbour_weights
+    coupling = context.fixed_network.mixing(0).neighbour_weights
     degrees = tuple(float(degree) for degree in np.count_nonzero(coupling, axis=1))
-    alphas = setting.broadcast_to_learners(alpha, "algorithm.alpha")
-    finals = setting.broadcast_to_learners(final_alpha, "algorithm.final_alpha")
-    loss = setting.loss
-    slope, bend = (loss.slope_bound, loss.curvature) if isinstance(loss, MarginLoss) else (np.inf, np.inf)
+    alphas = context.broadcast_to_learners(alpha, "algorithm.alpha")
+    finals = context.broadcast_to_learners(final_alpha, "algorithm.final_alpha")
+    loss = context.loss
+    slope, curvature = (loss.slope_bound, loss.curvature) if isinstance(loss, MarginLoss) else (np.inf, np.inf)
     nodes = tuple(
         NodeParameters(
             alpha=alphas[i],
@@ -126,39 +126,39 @@ def _build(
             loss_weight=spec.loss_weight,
             ridge=loss.ridge,
             lipschitz=slope * loss.feature_bound,
-            curvature=bend * loss.feature_bound**2,
+            curvature=curvature * loss.feature_bound**2,
             tolerance=spec.tolerance,
             output_noise=output_noise,
-            dim=setting.dim,
+            dim=context.dim,
         )
-        for i in range(setting.n_learners)
+        for i in range(context.n_learners)
     )
-    margin_loss, findings = _checked(calibration, nodes, loss, setting)
-    algorithm = Admm(spec.name, setting.dim, setting.rounds, margin_loss, calibration, nodes)
+    margin_loss, findings = _check(calibration, nodes, loss, context)
+    algorithm = Admm(spec.name, context.dim, context.rounds, margin_loss, calibration, nodes)
     return algorithm, findings
 
 
 # ---- conditions -------------------------------------------------------------------------------------------------------
 
 _MIN_CURVATURE_RATIO = 2.0**-40
-"""Of the curvature of all records: the local problem must have as much of its own."""
+"""Minimum curvature of the local problem without records, as a share of the curvature of all records."""
 
 _WARNING_EPSILON = 10.0
-"""Cumulative epsilon from which a user is told."""
+"""Cumulative epsilon from which the user gets a warning."""
 
 
-def _checked(
-    calibration: NoiseCalibration, nodes: Sequence[NodeParameters], loss: Loss, setting: RunContext
+def _check(
+    calibration: NoiseCalibration, nodes: Sequence[NodeParameters], loss: Loss, context: RunContext
 ) -> tuple[MarginLoss, tuple[RunWarning, ...]]:
-    """The loss, known to be one of the score, and what the user is told; what has no guarantee or no solution is refused.
+    """Return the loss as a margin loss, and warnings; raise an error if there is no guarantee or no solution.
 
     Raises:
         AssumptionViolated: GRAPH, PENALTY, RIDGE, LOSS_WEIGHT, CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, ALPHA, NOISE_SCALE or
-            SOLVER, whichever fails first.
+            SOLVER: the first that fails.
     """
     node = nodes[0]
-    lonely = ", ".join(format_learner_name(setting.names, i) for i, each in enumerate(nodes) if each.degree == 0)
-    require(not lonely, "GRAPH", f"the communication graph must be connected, got {lonely} without neighbours")
+    isolated = ", ".join(format_learner_name(context.names, i) for i, each in enumerate(nodes) if each.degree == 0)
+    require(not isolated, "GRAPH", f"the communication graph must be connected, got {isolated} without neighbours")
     for code, name, value in (
         ("PENALTY", "penalty", node.penalty),
         ("RIDGE", "loss.ridge", node.ridge),
@@ -175,12 +175,12 @@ def _checked(
     _require_solver(node)
     for each in nodes:
         _require_solvable(each)
-    return cast(MarginLoss, loss), tuple(_findings(calibration, nodes, setting))
+    return cast(MarginLoss, loss), tuple(_findings(calibration, nodes, context))
 
 
 def _require_loss(calibration: NoiseCalibration, node: NodeParameters, loss: Loss) -> None:
-    """CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, SOLVER."""
-    text = "ADMM minimises the loss itself, which clipped gradients do not belong to: remove loss.clip_norm"
+    """Raise CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER or SOLVER."""
+    text = "ADMM minimises the loss itself, whose gradients are not clipped: remove loss.clip_norm"
     require(loss.clip_norm is None, "CLIPPED", f"{text}, got {loss.clip_norm}")
     first, second, convex = node.lipschitz < math.inf, node.curvature < math.inf, loss.is_convex
     got = f"got slope bound {node.lipschitz}, curvature bound {node.curvature}, convex {convex} ({type(loss).__name__})"
@@ -196,44 +196,44 @@ def _require_loss(calibration: NoiseCalibration, node: NodeParameters, loss: Los
 
 
 def _require_noise(calibration: NoiseCalibration, nodes: Sequence[NodeParameters]) -> None:
-    """NOISE_SCALE: `1/zeta` lies between these two, however many records come.
+    """Raise NOISE_SCALE if `1/zeta` can leave the range, for any number of records.
 
-    Of alpha, DVP's noise gets all, half, or with rule `printed` whatever float64 tells from 0. PVP's Delta lies between
-    `2 tau/m` and `(2 ell C + 2 tau)/rho`, of the most records and of the fewest.
+    DVP's noise gets all of alpha, half, or with rule `printed` any part that float64 distinguishes from 0. PVP's Delta is
+    between `2 tau/m` and `(2 ell C + 2 tau)/rho`, for the most and the fewest records.
     """
     for each in nodes:
         ends = [each.lipschitz, each.lipschitz * 2.0**55]
         if isinstance(calibration, PrimalCalibration):
-            most = 2.0 * (each.lipschitz * each.loss_weight + each.tolerance) / each.ridge
-            ends += [2.0 * each.tolerance / float(each.stiffness), most]
+            largest = 2.0 * (each.lipschitz * each.loss_weight + each.tolerance) / each.ridge
+            ends += [2.0 * each.tolerance / float(each.stiffness), largest]
         require_scales(end / float(alpha) for end in ends for alpha in (each.alpha, each.final_alpha))
 
 
 def _require_solver(node: NodeParameters) -> None:
-    """SOLVER: a tolerance that float64 can reach; no negative output noise."""
-    known = node.lipschitz if node.lipschitz < math.inf else 0.0
-    least = 2 * GRADIENT_ROUNDING_ERROR * node.loss_weight * known
+    """Raise SOLVER for a tolerance that float64 cannot reach, or negative output noise."""
+    lipschitz = node.lipschitz if node.lipschitz < math.inf else 0.0
+    least = 2 * GRADIENT_ROUNDING_ERROR * node.loss_weight * lipschitz
     text = f"tolerance must be positive and finite, and at least {least:.3g} for this loss_weight: float64 resolves no less"
     require(max(least, 1e-300) <= node.tolerance < math.inf, "SOLVER", f"{text}, got {node.tolerance}")
     require_scales([node.output_noise], "SOLVER")
 
 
 def _require_solvable(node: NodeParameters) -> None:
-    """SOLVER: what keeps the local problem curved is not lost beside the records' own curvature, in float64."""
-    stiffness, most = float(node.stiffness), node.curvature * node.loss_weight
-    text = f"ridge and penalty must give the local problem a curvature (rho + 2 eta N) of at least {_MIN_CURVATURE_RATIO * most:.3g}"
+    """Raise SOLVER if float64 would lose the local problem's own curvature next to that of the records."""
+    stiffness, least = float(node.stiffness), _MIN_CURVATURE_RATIO * node.curvature * node.loss_weight
+    text = f"ridge and penalty must give the local problem a curvature (rho + 2 eta N) of at least {least:.3g}"
     require(
-        stiffness >= _MIN_CURVATURE_RATIO * most,
+        stiffness >= least,
         "SOLVER",
-        f"{text}: float64 solves nothing flatter, got {stiffness:.3g}",
+        f"{text}: float64 cannot solve flatter problems, got {stiffness:.3g}",
     )
 
 
 def _findings(
-    calibration: NoiseCalibration, nodes: Sequence[NodeParameters], setting: RunContext
+    calibration: NoiseCalibration, nodes: Sequence[NodeParameters], context: RunContext
 ) -> Iterator[RunWarning]:
-    """LOSS_WEIGHT_RANGE, EXTRA_RIDGE, SOLVER, BUDGET."""
-    node, rounds = nodes[0], setting.rounds
+    """Yield the warnings LOSS_WEIGHT_RANGE, EXTRA_RIDGE, SOLVER and BUDGET."""
+    node, rounds = nodes[0], context.rounds
     if isinstance(calibration, NoCalibration):
         return
     if node.loss_weight > 1:
@@ -243,17 +243,17 @@ def _findings(
         calibration if isinstance(calibration, DualCalibration) else getattr(calibration, "final_calibration", None)
     )
     if objective is not None:
-        yield from _objective_findings(objective, nodes, setting.names)
+        yield from _objective_findings(objective, nodes, context.names)
     largest = max((rounds - 2) * each.alpha + each.final_alpha for each in nodes) if rounds > 1 else 0.0
     if largest > _WARNING_EPSILON:
         text = f"cumulative loss {largest:.6g} over {rounds - 1} iterations"
-        yield RunWarning("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
+        yield RunWarning("BUDGET", f"{text}: the sum protects, not the alpha of one iteration; lower alpha or rounds")
 
 
 def _objective_findings(
     objective: DualCalibration, nodes: Sequence[NodeParameters], names: Sequence[str]
 ) -> Iterator[RunWarning]:
-    """EXTRA_RIDGE, SOLVER."""
+    """Yield the warnings EXTRA_RIDGE and SOLVER."""
     for i, node in enumerate(nodes):
         if (phi := float(objective.calibrate_iteration(node, 1.0, 0.0, is_last=True).extra_ridge)) > 0:
             least = _records_without_extra_ridge(objective, node)
@@ -267,7 +267,7 @@ def _objective_findings(
 
 
 def _records_without_extra_ridge(objective: DualCalibration, node: NodeParameters) -> int:
-    """The least B with Phi = 0: where `k ln(1 + c C/(B (rho + 2 eta N)))` is at most alpha or half of it."""
+    """Return the least B with Phi = 0: `k ln(1 + c C/(B (rho + 2 eta N)))` is at most alpha or half of it."""
     share = 1.0 if objective.rule == "printed" else 0.5
-    room = np.expm1(share * node.final_alpha / objective.jacobian)
-    return math.ceil(node.curvature * node.loss_weight / (node.stiffness * room))
+    ratio = np.expm1(share * node.final_alpha / objective.jacobian)
+    return math.ceil(node.curvature * node.loss_weight / (node.stiffness * ratio))

@@ -1,6 +1,6 @@
 """Dual averaging: DPSDA-C, DPSDA-PS, DPCDA, DPPS.
 
-parameters  what a spec gives, how a run is made of it, what is refused and what is only reported
+parameters  the parameters of a spec, and the conditions that raise errors or warnings
 algorithm   the state machine
-accounting  what its messages cost: the meter
+accounting  the privacy accountant of its messages
 """

@@ -1,25 +1,25 @@
-"""What messages of dual averaging cost (Cheng, Liao & Li 2023, Lemma 1 and Theorem 2, corrected).
+"""Privacy accountant of dual averaging (Cheng, Liao & Li 2023, Lemma 1 and Theorem 2, corrected).
 
 Given all earlier messages, replacing the loss of one round moves a learner's clean dual vector on its own block only. Let
-`D_t` bound that change in l2 when message t is said. The message costs at most `sqrt(d_i) D_t / sigma`, and
+`D_t` bound that change in l2 when message t is sent. The message costs at most `sqrt(d_i) D_t / sigma`, and
 
     D_{t+1} = k (min(2 B, C + G m_t) + r m_t)        if the loss of round t is replaced
     D_{t+1} = k (min(2 B, G m_t) + r m_t)            if not,    m_t = min(diameter, c_t D_t)
 
-with k the factor in front of a gradient (n, or 1 for decomposable losses), B its bound, C how far the gradients of two losses
-may lie apart at one decision (at most 2 B), G its Lipschitz constant, r the exact ridge, and m_t the change of the decision
-that it is taken at. `noised` primal: the decision is a function of messages, `c_t = 0`, and a replaced loss is charged once.
-`clean` primal: `c_t = alpha_t / w_t`, as the prox step is alpha-Lipschitz.
+with k the factor of a gradient (n, or 1 for decomposable losses), B its bound, C the largest distance of the gradients of two
+losses at one decision (at most 2 B), G its Lipschitz constant, r the exact ridge, and m_t the change of the decision at which
+it is taken. `noised` primal: the decision is a function of messages, `c_t = 0`, and a replaced loss is charged once.
+`clean` primal: `c_t = alpha_t / w_t`, because the prox step is alpha-Lipschitz.
 
-Which round is the worst one to replace? `D` starts alike after every round, at `k C`, and `D_{t+1}` is nondecreasing in
-`D_t` and in `c_t`. So where `c_t` never grows, it is the first round with records: by induction, s rounds after it `D` is at
-least what it is s rounds after a later one. On push-sum, `w_t` may fall faster than `alpha_t`; then `c_t` grows, and any round
-may be the worst. The guarantee must hold for each, so the meter charges the largest total of all rounds so far, and the loss
-of a message is the increment of that maximum.
+Worst-case round. `D` starts at `k C` after every round, and `D_{t+1}` is nondecreasing in `D_t` and in `c_t`. So if `c_t`
+never grows, the worst round to replace is the first round with records: by induction, `D` s rounds after it is at least `D`
+s rounds after a later one. With push-sum, `w_t` may fall faster than `alpha_t`; then `c_t` grows, and any round may be the
+worst. The guarantee must hold for each, so the accountant charges the largest total of all rounds so far, and the loss of a
+message is the increment of that maximum.
 
-This is an upper bound on every graph, static or changing: the recursion bounds what any one round costs, by `c_t` of the
-run's own graph, and a learner holds `w_t` to be at least what that graph gives, whatever neighbours say. Several rounds
-replaced (a record that is used again) are followed together by the same recursion.
+This is an upper bound on every graph, static or changing: the recursion bounds the cost of any one round by `c_t` of the
+run's own graph, and a learner keeps `w_t` at least at the value of that graph, for any received messages. Several replaced
+rounds (a reused record) are followed together by the same recursion.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ LipschitzSchedule = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DualSensitivity:
-    """What moves one learner's messages.
+    """Constants that bound the change of one learner's messages.
 
     Attributes:
-        block: d_i, number of coordinates that the learner's gradients enter.
-        factor: k, in front of a gradient.
-        gradient_bound: B, l2, of the gradient's data part on the block.
-        gradient_change: C, l2, between those parts of two losses at one decision.
+        block_size: d_i, number of coordinates that the learner's gradients enter.
+        gradient_factor: k, factor of a gradient.
+        gradient_bound: B, l2 bound of the gradient's data part on the block.
+        gradient_change: C, l2 distance of those parts of two losses at one decision.
         smoothness: G, Lipschitz constant of that part in the decision; infinite: unknown.
         ridge: r.
-        diameter: l2, of the part of the decision set in which the learner's decisions can differ.
-        carry: from a planned round t to c_t, the Lipschitz constant of its decision in the clean dual vector.
-        grows: whether some c_t is above an earlier one.
-        later: bound on c_t beyond the planned rounds; infinite: unknown.
+        diameter: l2 diameter of the part of the decision set in which the learner's decisions can differ.
+        decision_lipschitz: c_t by planned round t, the Lipschitz constant of its decision in the clean dual vector.
+        has_growing_lipschitz: some c_t is above an earlier one.
+        later_lipschitz_bound: bound on c_t after the planned rounds; infinite: unknown.
     """
 
     block_size: int
@@ -70,7 +70,7 @@ class DualSensitivity:
     later_lipschitz_bound: float
 
     def next_difference(self, t: int, difference: float, is_replaced: bool) -> float:
-        """`D_{t+1}` from `D_t`."""
+        """Compute `D_{t+1}` from `D_t`."""
         moved = min(self.diameter, self.decision_lipschitz(t) * difference)
         change = self.gradient_change if is_replaced else 0.0
         data = min(2.0 * self.gradient_bound, change + self.smoothness * moved) if moved else change
@@ -78,17 +78,17 @@ class DualSensitivity:
 
 
 class DualAveragingAccountant(Accountant):
-    """Running meter of one learner. Of a round's loss, one replaced record is as much as all of them.
+    """Privacy accountant of one learner. In a round's loss, one replaced record counts as much as all of them.
 
-    It follows `(D_t, total)` for every round that may turn out the worst one to replace (`_frontier`); where c_t never grows,
-    for the first one with records alone, in O(1) a round. Told what is replaced, it follows that one change.
+    It follows `(D_t, total)` for every round that may become the worst one to replace (`_frontier`); if c_t never grows, only
+    for the first one with records, in O(1) a round. If `advance` receives the replaced records, it follows that one change.
 
     Args:
-        sensitivity: what moves the learner's messages.
+        sensitivity: constants that bound the change of the learner's messages.
         sigma: Laplace scale.
-        mode: of the primal step.
-        paper_round: epsilon of one round by the paper's own formula, which it multiplies by the number of rounds.
-        shared: several learners hold the same losses.
+        mode: mode of the primal step.
+        paper_round_epsilon: epsilon of one round by the paper's formula, which multiplies it by the number of rounds.
+        has_shared_records: several learners hold the same losses.
     """
 
     mechanism = Mechanism.LAPLACE
@@ -104,7 +104,7 @@ class DualAveragingAccountant(Accountant):
         paper_round_epsilon: float = math.inf,
         has_shared_records: bool = False,
     ) -> None:
-        self._of, self._sigma, self._paper_round, self.has_shared_records = (
+        self._sensitivity, self._sigma, self._paper_round, self.has_shared_records = (
             sensitivity,
             sigma,
             paper_round_epsilon,
@@ -118,11 +118,11 @@ class DualAveragingAccountant(Accountant):
 
     @property
     def difference(self) -> float:
-        """The largest `D_t` of the current round: l2."""
+        """Largest `D_t` of the current round, in l2."""
         return max(difference for difference, _ in self._followed)
 
     def next_loss(self) -> float:
-        """`(sqrt(d_i) D_t + d_i grid) / sigma`, or 0 while nothing can differ; of several rounds, how far the maximum rises."""
+        """Return `(sqrt(d_i) D_t + d_i grid) / sigma`, 0 while nothing differs; for several rounds, the rise of the maximum."""
         if len(self._followed) == 1:
             return self._cost(self._followed[0][0])
         spent = max(total for _, total in self._followed)
@@ -131,71 +131,73 @@ class DualAveragingAccountant(Accountant):
         return max(total + self._cost(difference) for difference, total in self._followed) - spent
 
     def advance(self, records: int, n_replaced: int | None = None) -> None:
-        """The round is over; its loss is replaced where `replaced` is not 0."""
-        of, t = self._of, self._t
-        starts = n_replaced is None and records > 0 and (of.has_growing_lipschitz or not self._seen)
+        """End the round; its loss is replaced if `n_replaced` is above 0."""
+        sensitivity, t = self._sensitivity, self._t
+        starts = n_replaced is None and records > 0 and (sensitivity.has_growing_lipschitz or not self._seen)
         if n_replaced is not None:
             require_replaced_count(records, n_replaced)
         self._followed = [
-            (of.next_difference(t, difference, bool(n_replaced)), total + self._cost(difference))
+            (sensitivity.next_difference(t, difference, bool(n_replaced)), total + self._cost(difference))
             for difference, total in self._followed
         ]
         if starts:
-            self._followed = _frontier([*self._followed, (of.next_difference(t, 0.0, True), 0.0)])
+            self._followed = _frontier([*self._followed, (sensitivity.next_difference(t, 0.0, True), 0.0)])
         self._seen += records
         self._t += 1
 
     def _cost(self, difference: float) -> float:
-        """Loss of a message whose clean values differ by so much: l2."""
-        return laplace_loss(math.sqrt(self._of.block_size) * difference, self._of.block_size, self._sigma)
+        """Return the loss of a message whose clean values differ by `difference` in l2."""
+        return laplace_loss(
+            math.sqrt(self._sensitivity.block_size) * difference, self._sensitivity.block_size, self._sigma
+        )
 
     def paper_epsilon(self, rounds: int) -> FloatArray:
         return np.arange(1.0, rounds + 1.0) * self._paper_round
 
     def infinite_horizon_epsilon(self, counts: IntArray, n_replaced: IntArray | None) -> float:
-        """The planned rounds, and beyond them a geometric series, without lattice, or infinity."""
-        ran = copy.deepcopy(self)
-        planned = float(ran.charge_rounds(counts, n_replaced).sum())
-        return planned + _tail(self._of, self._sigma, ran.difference)
+        """Bound the planned rounds, and all later ones by a geometric series without lattice, or infinity."""
+        advanced = copy.deepcopy(self)
+        planned = float(advanced.charge_rounds(counts, n_replaced).sum())
+        return planned + _tail(self._sensitivity, self._sigma, advanced.difference)
 
 
 class _WithoutLattice(DualAveragingAccountant):
-    """The same without what the lattice costs: in proportion to `1 / sigma`."""
+    """Accountant without the cost of the lattice: its losses are proportional to `1 / sigma`."""
 
     def _cost(self, difference: float) -> float:
-        return math.sqrt(self._of.block_size) * difference / self._sigma
+        return math.sqrt(self._sensitivity.block_size) * difference / self._sigma
 
 
 def calibrate_sigma(sensitivities: list[DualSensitivity], rounds: int, epsilon: float) -> float:
-    """The noise scale at which one replaced loss costs `epsilon` in total, over all rounds and these learners together.
+    """Return the noise scale at which one replaced loss costs `epsilon` over all rounds and these learners together.
 
     Raises:
-        AssumptionViolated: EPSILON, if the lattice alone costs that much.
+        AssumptionViolated: EPSILON, if the lattice alone costs `epsilon` or more.
     """
     total = slack = 0.0
     for each in sensitivities:
-        meter = _WithoutLattice(each, 1.0)
+        accountant = _WithoutLattice(each, 1.0)
         for _ in range(rounds):
-            total += meter.next_loss()
-            slack += math.ldexp(each.block_size, -LATTICE_BITS) if meter.difference else 0.0
-            meter.advance(1)
+            total += accountant.next_loss()
+            slack += math.ldexp(each.block_size, -LATTICE_BITS) if accountant.difference else 0.0
+            accountant.advance(1)
     if epsilon <= slack:
-        raise AssumptionViolated("EPSILON", f"epsilon must be above what rounding costs ({slack:.3g}), got {epsilon}")
+        raise AssumptionViolated("EPSILON", f"epsilon must be above the cost of rounding ({slack:.3g}), got {epsilon}")
     return total / (epsilon - slack)
 
 
 NEGLIGIBLE_DIFFERENCE_RATIO = 2.0**-40
-"""Part of the largest difference below which rounds are followed as one."""
+"""Share of the largest difference below which rounds are followed as one."""
 MAX_FOLLOWED_ROUNDS = 512
-"""Rounds that a meter follows at most."""
+"""Maximum number of rounds that an accountant follows."""
 
 
 def _frontier(followed: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The rounds `(D_t, total)` that may turn out the worst ones to replace: differences fall, totals rise.
+    """Select the rounds `(D_t, total)` that may become the worst ones to replace: differences fall, totals rise.
 
-    One with both numbers at most another's stays so for ever, because the recursion is increasing, and is left out. Those whose
-    difference has all but died out, and those beyond `FRONTIER`, are followed as one with the larger of either number: an upper
-    bound.
+    A round with both numbers at most another's stays so for ever, because the recursion is increasing, and is dropped. Rounds
+    with a negligible difference, and those above `MAX_FOLLOWED_ROUNDS`, are followed as one with the larger of each number: an
+    upper bound.
     """
     kept: list[tuple[float, float]] = []
     for difference, total in sorted(followed, reverse=True):
@@ -209,7 +211,7 @@ def _frontier(followed: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _tail(sensitivity: DualSensitivity, sigma: float, difference: float) -> float:
-    """Bound on what all messages after the planned rounds cost, without lattice: a geometric series, or infinity."""
+    """Bound the cost of all messages after the planned rounds, without lattice: a geometric series, or infinity."""
     if difference == 0.0:
         return 0.0
     contraction = (
@@ -223,7 +225,7 @@ def _tail(sensitivity: DualSensitivity, sigma: float, difference: float) -> floa
 
 
 def _constants(sensitivity: DualSensitivity) -> dict[str, Constant]:
-    """Every finite constant with what enforces it."""
+    """Return every finite constant with what enforces it."""
     constants = {
         "block": Constant(float(sensitivity.block_size), "the partition of the coordinates"),
         "factor": Constant(sensitivity.gradient_factor, "the number of learners"),

@@ -2,19 +2,19 @@
 
 Round t of learner i, rounds counted from 0::
 
-    say       h_t = z_t + eta_t,   eta_t ~ Laplace(sigma) on the own block;   h_0 = z_0 = 0
+    send      h_t = z_t + eta_t,   eta_t ~ Laplace(sigma) on the own block;   h_0 = z_0 = 0
     decide    y_t = Pro( -alpha_t h_t / w_t ),   alpha_t = step / sqrt(t)
     update    z_{t+1} = sum_j A_ij h_t^j + k u_t,   w_{t+1} = sum_j A_ij w_t^j
 
-`u_t` is the own block of the gradient of the round's loss at y_t, clipped. With `primal: clean`, as in the paper, z_t stands
-in place of h_t in the decision. The sums over j include the learner itself, with its noisy message.
+`u_t` is the own block of the gradient of the round's loss at y_t, clipped. With `primal: clean`, as in the paper, z_t replaces
+h_t in the decision. The sums over j include the learner itself, with its noisy message.
 
     dpsda-c   doubly stochastic weights, w = 1; one loss that all learners hold; a block each; k = n    (12)-(13)
     dpsda-ps  column-stochastic weights: push-sum; otherwise the same                                   (20)-(22)
     dpcda     one learner alone
-    dpps      push-sum for losses of which each learner has its own: the whole gradient, k = 1
+    dpps      push-sum, with a loss of its own for each learner: the whole gradient, k = 1
 
-A receiver applies the weight of the sender, so h and w are said unscaled.
+A receiver applies the weight of the sender, so h and w are sent unscaled.
 """
 
 from __future__ import annotations
@@ -41,47 +41,47 @@ from sottovoce_core.noise.mechanisms import add_laplace_noise, laplace_log_densi
 CoordinateMask = npt.NDArray[np.bool_]
 
 _REPLAY_TOLERANCE = 1e-9
-"""Two ways of summing messages agree to this, relative to the largest number said."""
+"""Tolerance between two orders of summing messages, relative to the largest number sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """z_t in two parts, and w_t; and what was last said and decided.
+    """z_t in two parts, w_t, and the last message and decision.
 
-    The mix of messages, `known`, is public. Only the newest gradient, k u, is not, and only that part is rounded to the noise's
-    lattice: a neighbour that says huge numbers must not make float64 round the private part as coarsely.
+    The mix of messages, `public_part`, is public. Only the newest gradient, k u, is private, and only that part is rounded to
+    the noise's lattice: a neighbour that sends huge numbers must not make float64 round the private part coarsely.
     """
 
-    who: StateAxes
+    axes: StateAxes
     t: int
-    known: FloatArray
-    fresh: FloatArray
+    public_part: FloatArray
+    private_part: FloatArray
     push_weight: FloatArray
-    said: FloatArray
+    message: FloatArray
     decision: FloatArray
     owned: CoordinateMask
     noisy: CoordinateMask
 
     @property
     def dual(self) -> FloatArray:
-        """z_t."""
-        return self.known + self.fresh
+        """Dual vector z_t."""
+        return self.public_part + self.private_part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DualAveraging:
-    """The algorithm for one run.
+    """Dual averaging of one run.
 
     Attributes:
         step: `alpha_t = step / sqrt(t)`.
         sigma: Laplace scale; 0: no noise.
-        clip: l2 bound on the own block of a gradient; infinite: none.
-        mean: the loss of a round is the mean over its records, not the sum.
-        noised: decisions are made from messages.
-        push: push-sum: w is said, too.
-        shared: all learners hold the same loss, so its replacement shows in the messages of all of them.
-        owned: `(learners, dim)`, the coordinates that a learner's gradients enter.
-        noisy: `(learners, dim)`, those that it perturbs.
+        clip_threshold: l2 bound on the own block of a gradient; infinite: none.
+        has_mean_loss: the loss of a round is the mean over its records, not the sum.
+        has_noised_primal: decisions are computed from messages.
+        has_push_sum: push-sum: messages also contain w.
+        has_shared_loss: all learners hold the same loss, so its replacement changes the messages of all of them.
+        owned_mask: `(learners, dim)`, the coordinates that a learner's gradients enter.
+        noise_mask: `(learners, dim)`, the coordinates that a learner perturbs.
         push_weights: `(rounds, learners)` w_t, or `(1, learners)` ones.
     """
 
@@ -112,71 +112,73 @@ class DualAveraging:
         return _State(axes, 0, origin, origin, ones, origin, first, _rows(self.owned_mask, axes), _rows(noisy, axes))
 
     def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
-        drawn = add_laplace_noise(noise, "h", state.t, state.fresh, self.sigma, lambda t: self.sigma)
-        said = state.known + np.where(_perturbed(state), drawn, state.fresh)
-        return self._decide(state, said), Message(
-            {"h": said, "w": state.push_weight} if self.has_push_sum else {"h": said}
+        noised = add_laplace_noise(noise, "h", state.t, state.private_part, self.sigma, lambda t: self.sigma)
+        message = state.public_part + np.where(_noise_mask(state), noised, state.private_part)
+        return self._decide(state, message), Message(
+            {"h": message, "w": state.push_weight} if self.has_push_sum else {"h": message}
         )
 
     def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
-        known = received.weighted_sum("h") + received.own_weight * state.said
-        fresh = self.gradient_factor * self._block_gradient(state, batch)
+        public = received.weighted_sum("h") + received.own_weight * state.message
+        private = self.gradient_factor * self._block_gradient(state, batch)
         weight = self._next_weight(state, received)
-        return replace(state, t=state.t + 1, known=known, fresh=fresh, push_weight=weight)
+        return replace(state, t=state.t + 1, public_part=public, private_part=private, push_weight=weight)
 
-    def _next_weight(self, state: _State, heard: ReceivedMessages) -> FloatArray:
-        """w_{t+1}, at least what follows from the network: a neighbour that lies about w must not make decisions move more."""
+    def _next_weight(self, state: _State, received: ReceivedMessages) -> FloatArray:
+        """Compute w_{t+1}, at least its value from the network: a wrong w from a neighbour must not make decisions move more."""
         if not self.has_push_sum:
             return state.push_weight
-        weight = heard.weighted_sum("w") + heard.own_weight * state.push_weight
-        known = tuple(self.push_weights[min(state.t + 1, self.rounds - 1)].tolist())
-        return np.maximum(weight, state.who.pick(known))
+        weight = received.weighted_sum("w") + received.own_weight * state.push_weight
+        planned = tuple(self.push_weights[min(state.t + 1, self.rounds - 1)].tolist())
+        return np.maximum(weight, state.axes.pick(planned))
 
     def decision(self, state: _State) -> FloatArray:
-        """y_t, made when round t is spoken: until then, that of the round before."""
+        """Return y_t, computed by `emit` of round t; before it, the decision of the round before."""
         return state.decision
 
     def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
-        said, dual = message["h"], state.dual
-        alone = laplace_log_density((said - state.known)[..., None], state.fresh[..., None], self.sigma)
+        sent, dual = message["h"], state.dual
+        each = laplace_log_density((sent - state.public_part)[..., None], state.private_part[..., None], self.sigma)
         largest = np.abs(dual).max(axis=-1, keepdims=True)
-        same = np.abs(said - dual) <= _REPLAY_TOLERANCE * (largest + self.sigma)
-        density: FloatArray = np.where(_perturbed(state), alone, np.where(same, 0.0, -np.inf)).sum(axis=-1)
+        same = np.abs(sent - dual) <= _REPLAY_TOLERANCE * (largest + self.sigma)
+        density: FloatArray = np.where(_noise_mask(state), each, np.where(same, 0.0, -np.inf)).sum(axis=-1)
         if self.has_push_sum:
             same = np.abs(message["w"] - state.push_weight) <= _REPLAY_TOLERANCE * state.push_weight
             density = density + np.where(same[..., 0], 0.0, -np.inf)
-        return self._decide(state, np.broadcast_to(said, dual.shape)), density
+        return self._decide(state, np.broadcast_to(sent, dual.shape)), density
 
-    def _decide(self, state: _State, said: FloatArray) -> _State:
-        """The state after `said` was said: with the decision that the round's records will meet."""
-        basis = said if self.has_noised_primal else state.dual
+    def _decide(self, state: _State, message: FloatArray) -> _State:
+        """Return the state after sending `message`, with the decision for the round's records."""
+        basis = message if self.has_noised_primal else state.dual
         decision = self.decision_set.project(-self._step_size(state.t) * basis / state.push_weight)
-        return replace(state, said=said, decision=decision)
+        return replace(state, message=message, decision=decision)
 
     def _step_size(self, t: int) -> float:
-        """`alpha_t`; in round 0 there is nothing that it could scale."""
+        """Return `alpha_t`; its value in round 0 has no effect."""
         return _step_size(self.step, t)
 
     def _block_gradient(self, state: _State, batch: Batch) -> FloatArray:
-        """u_t, zero off the own block. The exact ridge stays outside the clip: it is no record's."""
-        records, at = enforce_bounds(self.loss, batch), state.decision
-        data = mean_gradient(self.loss, at, records) if self.has_mean_loss else self.loss.gradient_sum(at, records)
+        """Compute u_t, zero outside the own block. The exact ridge is not clipped, because it does not depend on records."""
+        records, point = enforce_bounds(self.loss, batch), state.decision
+        data = (
+            mean_gradient(self.loss, point, records) if self.has_mean_loss else self.loss.gradient_sum(point, records)
+        )
         data = np.where(state.owned, data, 0.0)
         if self.clip_threshold < math.inf:
             data *= self.clip_threshold / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), self.clip_threshold)
-        gradient: FloatArray = data + np.where(state.owned, self.loss.ridge * at, 0.0)
+        gradient: FloatArray = data + np.where(state.owned, self.loss.ridge * point, 0.0)
         return gradient
 
     @property
     def gradient_factor(self) -> float:
-        """k, in front of a gradient: n where each learner knows a block of one gradient, and messages are averaged."""
+        """Factor k of a gradient: n if each learner computes a block of one gradient and messages are averaged, else 1."""
         return float(len(self.owned_mask)) if self.has_shared_loss else 1.0
 
-    # ---- what it costs -------------------------------------------------------------------------------------
+    # ---- accounting ----------------------------------------------------------------------------------------
 
     @property
     def gradient_bound(self) -> float:
-        """B: sure l2 bound of the data part of a block's gradient."""
+        """Strict l2 bound B of the data part of a block's gradient."""
         return min(self.clip_threshold, self._natural_bound())
 
     def noise_scale(self, learner: int, t: int) -> float:
@@ -186,7 +188,7 @@ class DualAveraging:
         return self.has_noised_primal
 
     def accountant(self, learner: int) -> DualAveragingAccountant:
-        """Of one learner. Where the loss is shared, every learner's messages show it, and their losses add up."""
+        """Return the accountant of one learner. With a shared loss, all learners' messages depend on it, and losses add up."""
         return DualAveragingAccountant(
             self.sensitivity(learner),
             self.sigma,
@@ -196,12 +198,12 @@ class DualAveraging:
         )
 
     def sensitivity(self, learner: int) -> DualSensitivity:
-        """What moves one learner's messages."""
+        """Return the constants that bound the change of one learner's messages."""
         block = int(self.owned_mask[learner].sum())
-        carry, grows = self._carry(learner)
-        beyond = (
+        lipschitz, grows = self._decision_lipschitz(learner)
+        later_bound = (
             math.inf if self.has_push_sum else self._step_size(self.rounds)
-        )  # w is not known beyond the planned rounds
+        )  # w is unknown after the planned rounds
         return DualSensitivity(
             block_size=block,
             gradient_factor=self.gradient_factor,
@@ -210,15 +212,15 @@ class DualAveraging:
             smoothness=self.loss.smoothness if self.has_mean_loss else math.inf,
             ridge=self.loss.ridge,
             diameter=self.decision_set.diameter(block if isinstance(self.decision_set, Box) else self.dim),
-            decision_lipschitz=carry,
+            decision_lipschitz=lipschitz,
             has_growing_lipschitz=grows,
-            later_lipschitz_bound=0.0 if self.has_noised_primal else beyond,
+            later_lipschitz_bound=0.0 if self.has_noised_primal else later_bound,
         )
 
-    def _carry(self, learner: int) -> tuple[LipschitzSchedule, bool]:
-        """c_t, by round; and whether it ever grows, after round 0, in which nothing differs yet."""
+    def _decision_lipschitz(self, learner: int) -> tuple[LipschitzSchedule, bool]:
+        """Return c_t by round, and whether it ever grows after round 0, in which worlds do not differ."""
         if self.has_noised_primal:
-            return _nothing, False
+            return _zero, False
         if not self.has_push_sum:
             return partial(_step_size, self.step), False
         steps = np.array([self._step_size(t) for t in range(self.rounds)]) / self.push_weights[:, learner]
@@ -226,24 +228,24 @@ class DualAveraging:
         return by_round.__getitem__, bool((np.diff(steps[1:]) > 0.0).any())
 
     def _natural_bound(self) -> float:
-        """l2 bound on the data gradient of a round without clipping."""
+        """Return the l2 bound on the data gradient of a round without clipping."""
         return self.loss.gradient_bound(self.decision_set.largest_norm(self.dim)) if self.has_mean_loss else math.inf
 
     def _natural_change(self) -> float:
-        """l2 distance of the data gradients of two rounds, of as many records each, at one decision without clipping."""
+        """Return the l2 distance of the data gradients of two rounds with equally many records at one decision, unclipped."""
         return self.loss.gradient_change(self.decision_set.largest_norm(self.dim)) if self.has_mean_loss else math.inf
 
     def _paper_round(self) -> float:
-        """`2 n L / sigma` (Lemma 1, Theorem 2), L bounding the whole gradient; dpps: `2 G sqrt(d) / sigma`."""
+        """Return `2 n L / sigma` (Lemma 1, Theorem 2), with L the bound of the whole gradient; dpps: `2 G sqrt(d) / sigma`."""
         if self.sigma == 0.0:
             return math.inf
         if not self.has_shared_loss:
             return 2.0 * math.sqrt(self.dim) * self.gradient_bound / self.sigma
-        whole = min(self._natural_bound(), math.sqrt(len(self.owned_mask)) * self.clip_threshold)
-        return 2.0 * self.gradient_factor * whole / self.sigma
+        gradient_bound = min(self._natural_bound(), math.sqrt(len(self.owned_mask)) * self.clip_threshold)
+        return 2.0 * self.gradient_factor * gradient_bound / self.sigma
 
 
-def _nothing(t: int) -> float:
+def _zero(t: int) -> float:
     return 0.0
 
 
@@ -251,11 +253,11 @@ def _step_size(step: float, t: int) -> float:
     return step / math.sqrt(max(t, 1))
 
 
-def _perturbed(state: _State) -> CoordinateMask | np.bool_:
-    """Coordinates of this round's message with noise. Message 0 is zero in every world, and has none."""
+def _noise_mask(state: _State) -> CoordinateMask | np.bool_:
+    """Return the mask of noised coordinates of this round's message. Message 0 is zero in every world and has no noise."""
     return state.noisy if state.t else np.False_
 
 
-def _rows(mask: CoordinateMask, who: StateAxes) -> CoordinateMask:
-    """The rows of a `(learners, dim)` mask that belong to a state, ready to broadcast."""
-    return mask[who.learner] if isinstance(who.learner, int) else mask[list(who.learner)][:, None, :]
+def _rows(mask: CoordinateMask, axes: StateAxes) -> CoordinateMask:
+    """Return the rows of a `(learners, dim)` mask for the learners of a state, ready to broadcast."""
+    return mask[axes.learner] if isinstance(axes.learner, int) else mask[list(axes.learner)][:, None, :]

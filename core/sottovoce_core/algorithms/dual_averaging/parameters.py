@@ -1,7 +1,7 @@
-"""The parameters of dual averaging, how a run is made of them, and its conditions (Cheng, Liao & Li 2023), corrected.
+"""Parameters of dual averaging and their conditions (Cheng, Liao & Li 2023, corrected).
 
-What would void the privacy guarantee, or let a run converge to something else than the minimiser, is refused. What only
-voids a theorem is a finding.
+A condition of the privacy guarantee, or of convergence to the minimiser, raises an error. A condition of a theorem only
+gives a warning.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from sottovoce_core.registry import MAX_MAGNITUDE, MIN_MAGNITUDE
 # ---- conditions -------------------------------------------------------------------------------------------------------
 
 StochasticAxes = Literal["doubly", "columns"]
-"""What the weights of every round must sum to one along: rows and columns, or columns only."""
+"""Axes along which the weights of every round must sum to one: rows and columns, or columns only."""
 
 _MAX_CHECKED_ROUNDS = 4096
-"""Rounds whose weights are checked: a period of a changing network is shorter, and drawn graphs follow a rule."""
+"""Maximum number of rounds whose weights are checked: periods are shorter, and random graphs follow a rule."""
 
 _ROUNDING = 1e-9
-"""How far sums of weights may be from one."""
+"""Tolerance of sums of weights around one."""
 
 
-def _check_network(setting: RunContext, kind: StochasticAxes, *, rows_suffice: bool) -> Iterator[RunWarning]:
-    """W_SHAPE, W_NEGATIVE, SELF_WEIGHT, DOUBLY_STOCHASTIC or COLUMN_STOCHASTIC; reports ROW_STOCHASTIC, CONNECTIVITY.
+def _check_network(context: RunContext, kind: StochasticAxes, *, rows_suffice: bool) -> Iterator[RunWarning]:
+    """Raise W_SHAPE, W_NEGATIVE, SELF_WEIGHT, DOUBLY_STOCHASTIC or COLUMN_STOCHASTIC; warn of ROW_STOCHASTIC, CONNECTIVITY.
 
     Args:
-        setting: with the network whose weights are checked, up to `_MAX_CHECKED_ROUNDS` of the planned rounds.
-        kind: what the weights must be.
-        rows_suffice: report weights of which only the rows sum to one, instead of refusing them.
+        context: run whose network's weights are checked, up to `_MAX_CHECKED_ROUNDS` of the planned rounds.
+        kind: required kind of weights.
+        rows_suffice: warn of weights whose rows alone sum to one, instead of raising an error.
     """
-    network, rounds = setting.network, setting.rounds
-    hears, only_rows = np.zeros((network.n_learners, network.n_learners), dtype=bool), None
+    network, rounds = context.network, context.rounds
+    has_link, only_rows = np.zeros((network.n_learners, network.n_learners), dtype=bool), None
     for t in range(min(rounds, network.horizon, _MAX_CHECKED_ROUNDS)):
         mixing = network.planned_mixing(t)
         _check_entries(mixing, network.n_learners, t)
         if not _check_sums(mixing, t, kind, rows_suffice) and only_rows is None:
             only_rows = t
-        hears |= mixing.neighbour_weights > 0
+        has_link |= mixing.neighbour_weights > 0
     if only_rows is not None:
         text = "weights are row-stochastic only: every block gets a step size of its own, and no regret bound holds"
         yield RunWarning("ROW_STOCHASTIC", f"{text}, got columns that do not sum to one in round {only_rows}")
-    if lost := describe_disconnection(hears, setting.names):
-        text = "what some learners say never reaches others: the regret bounds do not apply"
-        yield RunWarning("CONNECTIVITY", f"{text}, got {lost} in all rounds")
+    if disconnection := describe_disconnection(has_link, context.names):
+        text = "messages of some learners never reach others: the regret bounds do not apply"
+        yield RunWarning("CONNECTIVITY", f"{text}, got {disconnection} in all rounds")
 
 
 def _check_entries(mixing: Mixing, n: int, t: int) -> None:
@@ -72,11 +72,11 @@ def _check_entries(mixing: Mixing, n: int, t: int) -> None:
 
 
 def _check_sums(mixing: Mixing, t: int, kind: StochasticAxes, rows_suffice: bool) -> bool:
-    """Whether the weights are as they must be; False where that is only reported."""
+    """Return whether the weights are of the required kind; False if that gives only a warning."""
     rows, columns = (float(np.abs(mixing.matrix.sum(axis=axis) - 1.0).max()) for axis in (1, 0))
     got = f"got rows off one by {rows:.3g} and columns by {columns:.3g} in round {t}"
     if kind == "columns":
-        text = "DPSDA-PS and DPPS need column-stochastic weights, 1/outdegree of the sender, itself counted"
+        text = "DPSDA-PS and DPPS need column-stochastic weights, 1/outdegree of the sender, itself included"
         require(columns <= _ROUNDING, "COLUMN_STOCHASTIC", f"{text} (out_degree weights), {got}")
         return True
     if rows <= _ROUNDING < columns and rows_suffice:
@@ -89,12 +89,12 @@ def _check_sums(mixing: Mixing, t: int, kind: StochasticAxes, rows_suffice: bool
 def _method_findings(
     loss: Loss, decision_set: DecisionSet, *, split: bool, noised: bool, sigma: float
 ) -> Iterator[RunWarning]:
-    """NOT_CONVEX, PRODUCT_SET, CLEAN_PRIMAL, NO_NOISE.
+    """Yield the warnings NOT_CONVEX, PRODUCT_SET, CLEAN_PRIMAL and NO_NOISE.
 
     Args:
-        loss, decision_set: of the run.
+        loss, decision_set: those of the run.
         split: several learners own a block each.
-        noised: decisions are made from messages.
+        noised: decisions are computed from messages.
         sigma: noise scale.
     """
     if not loss.is_convex:
@@ -102,35 +102,33 @@ def _method_findings(
             "NOT_CONVEX", f"no regret bound holds for a loss that is not convex, got {type(loss).__name__}"
         )
     if split and not isinstance(decision_set, Box):
-        text = "decision_set is no product of the learners' blocks (a box is): the decision put together of all blocks"
-        yield RunWarning("PRODUCT_SET", f"{text} can lie outside while learners disagree, got {decision_set}")
+        text = "decision_set is no product of the learners' blocks (a box is): the decision combined from all blocks"
+        yield RunWarning("PRODUCT_SET", f"{text} can be outside while learners disagree, got {decision_set}")
     if not noised and sigma > 0:
-        text = (
-            "primal: clean promises nothing once decisions are seen: with the messages, a decision gives its gradient"
-        )
+        text = "primal: clean guarantees nothing if decisions are observed: with the messages, a decision reveals its gradient"
         yield RunWarning("CLEAN_PRIMAL", f"{text} exactly; primal: noised covers both")
     if sigma == 0:
-        yield RunWarning("NO_NOISE", "sigma is 0: messages are said as they are, and nothing is promised")
+        yield RunWarning("NO_NOISE", "sigma is 0: messages are sent without noise and without a guarantee")
 
 
 # ---- parameters -------------------------------------------------------------------------------------------------------
 
 
 class _DualAveragingSpec(AlgorithmSpec):
-    """What all four share."""
+    """Parameters that all four methods share."""
 
     step: float = 1.0
-    """`alpha_t = step / sqrt(t)`."""
+    """Step size factor: `alpha_t = step / sqrt(t)`."""
     sigma: float | None = None
     """Laplace scale (default: 1, unless epsilon is given). 0: no noise, no guarantee."""
     epsilon: float | None = None
-    """In place of sigma: what one replaced loss may cost over the whole run (dpsda: all learners together)."""
+    """Maximum cost of one replaced loss over the whole run (dpsda: all learners together), instead of sigma."""
     clip: float | None = None
-    """l2 bound that the own block of a round's gradient is scaled down to. None: the loss's own bound."""
+    """Maximum l2 norm of the own block of a round's gradient, by clipping (None: the loss's own bound)."""
     batch: Literal["mean", "sum"] = "mean"
-    """The loss of a round: mean or sum over its records (the paper's experiments: sum)."""
+    """Loss of a round: mean or sum over its records (the paper's experiments: sum)."""
     primal: Literal["noised", "clean"] = "noised"
-    """Decisions from what is said, or from the clean dual vector (the paper)."""
+    """Source of decisions: the noised message, or the clean dual vector (the paper)."""
 
     has_shared_noise_scale: ClassVar[bool] = True
 
@@ -142,7 +140,7 @@ class _DualAveragingSpec(AlgorithmSpec):
         return self.model_copy(update={"sigma": (1.0 if self.sigma is None else self.sigma) * factors[0]})
 
     def _require_numbers(self) -> None:
-        """STEP, SIGMA, EPSILON, CLIP: numbers that cannot be what they stand for."""
+        """Raise STEP, SIGMA, EPSILON or CLIP for numbers out of range."""
         step, sigma, epsilon, clip = self.step, self.sigma, self.epsilon, self.clip
         require(0 < step < math.inf, "STEP", f"step must be positive and finite, got {step}")
         one = sigma is None or epsilon is None
@@ -156,7 +154,7 @@ class _DualAveragingSpec(AlgorithmSpec):
 
     def _build(
         self,
-        setting: RunContext,
+        context: RunContext,
         owned: CoordinateMask,
         noisy: CoordinateMask,
         shared: bool,
@@ -164,11 +162,11 @@ class _DualAveragingSpec(AlgorithmSpec):
         allow_rows: bool,
     ) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
         self._require_numbers()
-        rounds, push = setting.rounds, kind == "columns"
-        findings = [*_check_network(setting, kind, rows_suffice=allow_rows)]
+        rounds, push = context.rounds, kind == "columns"
+        findings = [*_check_network(context, kind, rows_suffice=allow_rows)]
         unscaled = DualAveraging(
             name=self.name,
-            dim=setting.dim,
+            dim=context.dim,
             rounds=rounds,
             step=self.step,
             sigma=1.0 if self.sigma is None else self.sigma,
@@ -179,42 +177,42 @@ class _DualAveragingSpec(AlgorithmSpec):
             has_shared_loss=shared,
             owned_mask=owned,
             noise_mask=noisy,
-            push_weights=_push_weights(setting) if push else np.ones((1, setting.n_learners)),
-            loss=setting.loss,
-            decision_set=setting.decision_set,
+            push_weights=_push_weights(context) if push else np.ones((1, context.n_learners)),
+            loss=context.loss,
+            decision_set=context.decision_set,
         )
         bound = unscaled.gradient_bound
-        text = "noise needs a sure bound on the gradient of a round: set clip"
+        text = "noise needs a strict bound on the gradient of a round: set clip"
         got = f"got gradient_bound={bound}, a finite one with clip, or with batch: mean and a loss of bounded gradients"
         require(unscaled.sigma == 0 or bound < math.inf, "CLIP", f"{text}, {got}")
         algorithm = unscaled
         if self.epsilon is not None:
-            setting.require_finite_rounds("noise that follows from the epsilon of all rounds (give sigma instead)")
-            # Losses of all learners add up where they hold the same loss; elsewhere they are all alike up to w.
-            parts = [unscaled.sensitivity(i) for i in range(setting.n_learners)]
+            context.require_finite_rounds("noise that follows from the epsilon of all rounds (give sigma instead)")
+            # Losses of all learners add up if they hold the same loss; otherwise they differ only in w.
+            parts = [unscaled.sensitivity(i) for i in range(context.n_learners)]
             groups = [parts] if shared else [[part] for part in parts]
             algorithm = replace(unscaled, sigma=max(calibrate_sigma(group, rounds, self.epsilon) for group in groups))
         require_scales([algorithm.sigma], "SIGMA")
-        split = shared and setting.n_learners > 1
+        split = shared and context.n_learners > 1
         noised, sigma = algorithm.has_noised_primal, algorithm.sigma
-        findings += _method_findings(setting.loss, setting.decision_set, split=split, noised=noised, sigma=sigma)
+        findings += _method_findings(context.loss, context.decision_set, split=split, noised=noised, sigma=sigma)
         return algorithm, tuple(findings)
 
 
 class _BlocksSpec(_DualAveragingSpec):
-    """One loss that all learners hold, and a block of coordinates for each."""
+    """Parameters of methods with one loss that all learners hold, and a block of coordinates for each."""
 
     noise_on: Literal["own_block", "all"] = "own_block"
-    """Other blocks of a message are sums of earlier messages: noise there protects nothing. `all`: the paper."""
+    """Coordinates with noise. Other blocks are sums of earlier messages, where noise protects nothing (`all`: the paper)."""
 
     def _build_blocks(
-        self, setting: RunContext, kind: StochasticAxes, allow_rows: bool
+        self, context: RunContext, kind: StochasticAxes, allow_rows: bool
     ) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
-        n, dim = setting.n_learners, setting.dim
+        n, dim = context.n_learners, context.dim
         require(dim >= n, "BLOCKS", f"every learner needs a coordinate of its own, got {dim} for {n} learners")
         owned = _blocks(dim, n)
         noisy = owned if self.noise_on == "own_block" else np.ones_like(owned)
-        return self._build(setting, owned, noisy, True, kind, allow_rows)
+        return self._build(context, owned, noisy, True, kind, allow_rows)
 
 
 class DpsdaCSpec(_BlocksSpec):
@@ -222,7 +220,7 @@ class DpsdaCSpec(_BlocksSpec):
 
     name: Literal["dpsda-c"]
     allow_row_stochastic: bool = False
-    """Only report weights of which rows alone sum to one. For boxes; on other sets they lead to a wrong point."""
+    """Allow weights whose rows alone sum to one, with a warning. For boxes only: on other sets they lead to a wrong point."""
 
     def build(self, context: RunContext) -> tuple[DualAveraging, tuple[RunWarning, ...]]:
         allowed = self.allow_row_stochastic and isinstance(context.decision_set, Box)
@@ -251,7 +249,7 @@ class DpcdaSpec(_DualAveragingSpec):
 
 
 class DppsSpec(_DualAveragingSpec):
-    """DPPS (Han et al. 2022), as far as it can be told from its abstract: private push-sum dual averaging."""
+    """DPPS (Han et al. 2022), reconstructed from its abstract: private push-sum dual averaging."""
 
     name: Literal["dpps"]
     primal: Literal["noised", "clean"] = "clean"
@@ -262,19 +260,19 @@ class DppsSpec(_DualAveragingSpec):
 
 
 def _blocks(dim: int, n_learners: int) -> CoordinateMask:
-    """`(learners, dim)`, True where a learner owns a coordinate: contiguous, the first `dim mod n` blocks one longer."""
+    """Return the ownership mask `(learners, dim)`: contiguous blocks, the first `dim mod n` of them one longer."""
     lengths = dim // n_learners + (np.arange(n_learners) < dim % n_learners)
     owner = np.repeat(np.arange(n_learners), lengths)
     mask: CoordinateMask = owner == np.arange(n_learners)[:, None]
     return mask
 
 
-def _push_weights(setting: RunContext) -> FloatArray:
-    """`(rounds, learners)`: `w_t` of push-sum, which depends on the network alone."""
-    setting.require_finite_rounds("push-sum, whose weights are those of all rounds,")
-    network, rounds = setting.network, setting.rounds
+def _push_weights(context: RunContext) -> FloatArray:
+    """Compute `w_t` of push-sum, `(rounds, learners)`, which depends on the network alone."""
+    context.require_finite_rounds("push-sum, which computes the weights of all rounds in advance,")
+    network, rounds = context.network, context.rounds
     if rounds * network.n_learners > MAX_ARRAY_ELEMENTS:
-        raise MemoryError  # build_run says so in words
+        raise MemoryError  # build_run explains it
     weights = np.ones((rounds, network.n_learners))
     for t in range(rounds - 1):
         mixing = network.mixing(t)

@@ -1,9 +1,9 @@
-"""D-FTGL: decentralised follow the generalised leader, a baseline without privacy (Wan et al. 2024; Wang et al. 2025, (3)-(4)).
+"""D-FTGL: decentralised follow-the-generalised-leader, a baseline without privacy (Wan et al. 2024; Wang et al. 2025, (3)-(4)).
 
 Round t of learner i::
 
-    say       z_t                                  (a running sum of gradients, in clear)
-    hear      z_t^j of every neighbour j
+    send      z_t                                  (a running sum of gradients, without noise)
+    receive   z_t^j of every neighbour j
     update    z_{t+1} = sum_j P_ij z_t^j + g_t,   x_{t+1} = Proj( -z_{t+1} / (alpha (t+1) + 2h) )
 
 with g_t the data gradient at x_t: the loss's exact ridge is alpha, and a gradient without its alpha x is the data gradient.
@@ -33,23 +33,23 @@ from sottovoce_core.registry import Positive
 
 
 class DFtglSpec(AlgorithmSpec):
-    """D-FTGL: says sums of gradients without noise."""
+    """Parameters of D-FTGL, which sends sums of gradients without noise."""
 
     name: Literal["d-ftgl"]
     regularization: Positive | None = None
-    """h. The default is what a regret bound is least for, which is cautious."""
+    """Regularisation h. The default minimises a regret bound, which is conservative."""
     multiplier: Positive = 1.0
-    """Factor on h, given or not."""
+    """Factor on h, for a given or a default h."""
     lazy: LazyMode = False
-    """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
+    """Gossip with (I+P)/2; auto: if the mixing matrix has a negative eigenvalue."""
 
     def build(self, context: RunContext) -> tuple[_DFtgl, tuple[RunWarning, ...]]:
-        gossip, problem = Gossip.from_network(context.fixed_network, self.lazy), RegretParameters.from_context(context)
+        gossip, regret = Gossip.from_network(context.fixed_network, self.lazy), RegretParameters.from_context(context)
         # Plain gossip keeps all z within sqrt(n) G / rho of their mean: the error of a prefix sum in the bound.
-        error = math.sqrt(gossip.n_learners) * problem.lipschitz / gossip.spectral_gap
-        h = self.multiplier * (self.regularization or problem.regularization(1, 2.0, error))
+        error = math.sqrt(gossip.n_learners) * regret.lipschitz / gossip.spectral_gap
+        h = self.multiplier * (self.regularization or regret.regularization(1, 2.0, error))
         algorithm = _DFtgl(context.dim, context.rounds, gossip, h, context.loss, context.decision_set)
-        text = "d-ftgl says sums of gradients without noise: on the wire epsilon is infinite; for privacy take pd-ftgl"
+        text = "d-ftgl sends sums of gradients without noise: on the wire epsilon is infinite; for privacy take pd-ftgl"
         return algorithm, (RunWarning("WIRE_EXPOSED", text),)
 
     def scale_noise(self, factors: tuple[float, ...]) -> DFtglSpec:
@@ -58,7 +58,7 @@ class DFtglSpec(AlgorithmSpec):
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The round t, x_t, and z_t."""
+    """Round t, x_t, and z_t."""
 
     t: int
     decision: FloatArray
@@ -67,7 +67,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DFtgl:
-    """The algorithm for one run."""
+    """D-FTGL of one run."""
 
     dim: int
     rounds: int
@@ -82,26 +82,26 @@ class _DFtgl:
 
     def init(self, axes: StateAxes) -> _State:
         initial = np.zeros((*axes.leading_shape, self.dim)) + self.loss.initial_parameters(self.dim)
-        # A regulariser h ||x - x_0||^2 in place of h ||x||^2: a network of neurons cannot start from zero.
-        return self._deciding(0, -2.0 * self.regularization * initial)
+        # The regulariser is h ||x - x_0||^2 instead of h ||x||^2: a neural network cannot start from zero.
+        return self._decide(0, -2.0 * self.regularization * initial)
 
     def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
         return state, Message({"y": state.sum})
 
     def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
-        seen = mean_gradient(self.loss, state.decision, enforce_bounds(self.loss, batch))
-        total = self.gossip.mix(state.sum, received.weighted_sum("y"), received.own_weight) + seen
-        return self._deciding(state.t + 1, total)
+        gradient = mean_gradient(self.loss, state.decision, enforce_bounds(self.loss, batch))
+        total = self.gossip.mix(state.sum, received.weighted_sum("y"), received.own_weight) + gradient
+        return self._decide(state.t + 1, total)
 
     def decision(self, state: _State) -> FloatArray:
         return state.decision
 
     def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
-        said = np.broadcast_to(message["y"], state.decision.shape)
-        return self._deciding(state.t, said), dirac_log_density(said, state.sum)
+        sent = np.broadcast_to(message["y"], state.decision.shape)
+        return self._decide(state.t, sent), dirac_log_density(sent, state.sum)
 
-    def _deciding(self, t: int, total: FloatArray) -> _State:
-        """The state before round t, a function of the sum alone."""
+    def _decide(self, t: int, total: FloatArray) -> _State:
+        """Return the state before round t, a function of the sum alone."""
         curvature = self.loss.ridge * t + 2.0 * self.regularization
         return _State(t, self.decision_set.project(total * (-1.0 / curvature)), total)
 
@@ -109,11 +109,11 @@ class _DFtgl:
         return 0.0
 
     def is_model_public(self, rounds: int) -> bool:
-        """Not the last gradients, which are in the sum before it is said."""
+        """Return False: the sum contains the last gradients before it is sent."""
         return False
 
     def accountant(self, learner: int) -> PrecomputedAccountant:
-        """Nothing in the first message, which is zero; everything after it."""
+        """Return infinite losses, except 0 for the first message, which is zero."""
         losses = np.full(self.rounds, math.inf)
         losses[0] = 0.0
-        return PrecomputedAccountant(losses, basis=GuaranteeBasis("none", "nothing is promised"))
+        return PrecomputedAccountant(losses, basis=GuaranteeBasis("none", "no guarantee"))

@@ -1,4 +1,4 @@
-"""Accelerated gossip (Liu & Morse 2011): how fast n learners agree on the mean of their vectors.
+"""Accelerated gossip (Liu & Morse 2011), and the rate at which n learners agree on the mean of their vectors.
 
 `m^{k+1} = (1+theta) P m^k - theta m^{k-1}` from `m^0 = m^-1`, with a symmetric doubly stochastic P. Every step keeps the mean,
 and after K steps `m^K = Q_K m^0`. With sigma_2 the second largest singular value of P, `s = sqrt(1 - sigma_2^2)` and
@@ -22,20 +22,20 @@ from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.network.topology import FixedNetwork
 
 EIGENVALUE_TOLERANCE = 1e-12
-"""How far an eigenvalue of P may be from its place."""
+"""Tolerance of an eigenvalue of P."""
 
 LazyMode = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gossip:
-    """One gossip matrix and its spectrum.
+    """A gossip matrix and its spectrum.
 
     Attributes:
         matrix: P, `(n, n)`, lazy or not.
-        share: how much of what the topology mixes enters P: 1, or 1/2 for the lazy walk.
+        mixing_share: share of the topology's weights in P: 1, or 1/2 for the lazy walk.
         sigma_2: second largest singular value of P; 0 for one learner alone.
-        smallest: smallest eigenvalue of P.
+        min_eigenvalue: smallest eigenvalue of P.
     """
 
     matrix: FloatArray
@@ -45,11 +45,11 @@ class Gossip:
 
     @classmethod
     def from_network(cls, network: FixedNetwork, lazy: LazyMode) -> Gossip:
-        """The gossip matrix of a network.
+        """Return the gossip matrix of a network.
 
         Args:
             network: symmetric, rows sum to one.
-            lazy: take `(I+P)/2`; auto: only where P has a negative eigenvalue.
+            lazy: take `(I+P)/2`; auto: only if P has a negative eigenvalue.
 
         Raises:
             AssumptionViolated: P_NEGATIVE or P_DISCONNECTED.
@@ -65,7 +65,7 @@ class Gossip:
         eigenvalues = np.linalg.eigvalsh(matrix)
         sigma_2 = float(np.abs(np.delete(eigenvalues, -1)).max(initial=0.0))
         if sigma_2 >= 1.0 - EIGENVALUE_TOLERANCE:
-            text = "sigma_2 of the mixing matrix must be below 1, else learners never agree"
+            text = "sigma_2 of the mixing matrix must be below 1, or learners never agree"
             raise AssumptionViolated(
                 "P_DISCONNECTED", f"{text}, got {sigma_2:g}; connect the graph, or set lazy to true"
             )
@@ -78,39 +78,39 @@ class Gossip:
 
     @property
     def spectral_gap(self) -> float:
-        """`rho = 1 - sigma_2`."""
+        """Spectral gap `rho = 1 - sigma_2`."""
         return 1.0 - self.sigma_2
 
     @property
     def momentum(self) -> float:
-        """`theta = 1/(1+s)`."""
+        """Momentum `theta = 1/(1+s)`."""
         return 1.0 / (1.0 + self._s)
 
     def paper_steps(self, rounds: int) -> int:
-        """`ceil(4 ln(nT sqrt(14 n)) / sqrt(rho))`: Theorem 3.6, (7), for a consensus error of `2/(nT)` of the largest vector."""
+        """Return `ceil(4 ln(nT sqrt(14 n)) / sqrt(rho))`: Theorem 3.6, (7), for an error of `2/(nT)` of the largest vector."""
         n = self.n_learners
         return max(1, math.ceil(4.0 * math.log(n * rounds * math.sqrt(14.0 * n)) / math.sqrt(self.spectral_gap)))
 
     def sharp_steps(self, rounds: int) -> int:
-        """`ceil(2 ln(nT sqrt(n/2)) / ln(1+s))`: the same error by the bound above, about half as many."""
+        """Return `ceil(2 ln(nT sqrt(n/2)) / ln(1+s))`: the same error by the module's bound, with about half as many steps."""
         n = self.n_learners
         if n == 1:
             return 1
         return max(1, math.ceil(2.0 * math.log(n * rounds * math.sqrt(n / 2.0)) / math.log1p(self._s)))
 
     def polynomial(self, steps: int, momentum: float) -> FloatArray:
-        """`Q_K`, `(n, n)`: what `steps` steps do to the vectors of all learners. Its rows and columns sum to one."""
+        """Return `Q_K`, `(n, n)`: the effect of `steps` steps on the vectors of all learners. Its rows and columns sum to 1."""
         before = after = np.eye(self.n_learners)
         for _ in range(steps):
             before, after = after, (1.0 + momentum) * (self.matrix @ after) - momentum * before
         return after
 
     def mix(self, own_message: FloatArray, neighbour_sum: FloatArray, own_weight: Scalars) -> FloatArray:
-        """`P m` at one learner, or at all.
+        """Compute `P m` for one learner, or for all.
 
         Args:
-            own: what it said itself.
-            heard: the topology's weighted sum over neighbours.
+            own_message: the learner's own message.
+            neighbour_sum: the topology's weighted sum over neighbours.
             own_weight: the topology's weight of the own value.
         """
         if self.mixing_share == 1.0:

@@ -1,7 +1,7 @@
-"""The parameters of PD-FTGL and PD-OCG, what their theory asks of a run, and proposes (Wang et al., ICML 2025).
+"""Parameters of PD-FTGL and PD-OCG, with the conditions and defaults of their theory (Wang et al., ICML 2025).
 
-What would void the privacy guarantee or leave the algorithm undefined is refused. What only voids a regret theorem, or an
-expectation of the user's, is a finding.
+A condition of the privacy guarantee or of the algorithm itself raises an error. A condition of a regret theorem only, or of a
+user's expectation, gives a warning.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from sottovoce_core.registry import Count, Positive
 # ---- conditions -------------------------------------------------------------------------------------------------------
 
 _MAX_BISECTIONS = 64
-"""Between any two numbers of float64 forty suffice: the ratio's logarithm, at most 1500, is halved down to 1e-9."""
+"""Maximum number of bisections. Forty are enough for float64: the ratio's logarithm, at most 1500, is halved to 1e-9."""
 MAX_GOSSIP_STEPS = 2**20
-"""Of gossip in a block: each is a product of two matrices before the run begins."""
+"""Maximum gossip steps of a block: each is a product of two matrices before the run begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegretParameters:
-    """What the formulas know of a run.
+    """Constants of a run in the regret bounds.
 
     Attributes:
         rounds: T.
@@ -56,7 +56,7 @@ class RegretParameters:
 
     @classmethod
     def from_context(cls, context: RunContext) -> RegretParameters:
-        """Read off the setting.
+        """Return the constants of a run.
 
         Raises:
             AssumptionViolated: ORIGIN or FINITE_ROUNDS.
@@ -70,29 +70,29 @@ class RegretParameters:
         return cls(context.rounds, radius, context.loss.gradient_bound(radius), context.loss.ridge)
 
     def paper_numerator(self, dim: int) -> float:
-        """`6 sqrt(d) (G + alpha R) (2 + log2 T)`: epsilon times Laplace scale in Theorem 3.6."""
+        """Return `6 sqrt(d) (G + alpha R) (2 + log2 T)`: epsilon times Laplace scale in Theorem 3.6."""
         bound = self.lipschitz + self.alpha * self.radius
         return 6.0 * math.sqrt(dim) * bound * (2.0 + math.log2(self.rounds))
 
     def regularization(self, length: int, lag: float, error: float) -> float:
-        """The h that the regret bound (8) is least for, and `alpha L` where that is larger.
+        """Return the h that minimises the regret bound (8), or `alpha L` if that is larger.
 
-        The bound, a learner: `h R^2 + L sum_z lag G L (G + 2 alpha R)/(alpha z L + 2h) + L sum_z 3 G E/(alpha z L + 2h)`, the
+        The bound of a learner: `h R^2 + L sum_z lag G L (G + 2 alpha R)/(alpha z L + 2h) + L sum_z 3 G E/(alpha z L + 2h)`, the
         second sum from z = 0. For alpha = 0 that is `sqrt(G T (lag G L + 3 E)/2) / R`.
 
         Args:
             length: L.
-            lag: how strongly waiting for blocks counts: 12 in (8), and 30 in (11) with its last term.
+            lag: factor of the delay by blocks: 12 in (8), and 30 in (11) with its last term.
             error: E, expected l2 distance of the learner's prefix sum from the exact mean.
 
         Raises:
             AssumptionViolated: GRADIENT_BOUND or REGULARIZATION.
         """
         G, R, L, alpha = _require_bound(self.lipschitz, "the default regularization"), self.radius, length, self.alpha
-        lagging, noisy = lag * G * L * (G + 2.0 * alpha * R), 3.0 * G * error
-        low, high = alpha * L, math.sqrt(self.rounds * (lagging + noisy) / 2.0) / R
+        lag_term, noise_term = lag * G * L * (G + 2.0 * alpha * R), 3.0 * G * error
+        low, high = alpha * L, math.sqrt(self.rounds * (lag_term + noise_term) / 2.0) / R
         if not math.isfinite(high):
-            text = "the default regularization must be a finite number, got one beyond float64"
+            text = "the default regularization must be a finite number, got one outside float64"
             raise AssumptionViolated(
                 "REGULARIZATION", f"{text}; take less noise or a smaller loss, or set regularization"
             )
@@ -100,46 +100,46 @@ class RegretParameters:
             return high
         blocks = math.ceil(self.rounds / L)
         if blocks >= MAX_ARRAY_ELEMENTS:
-            text = f"the default regularization is found for fewer than {MAX_ARRAY_ELEMENTS} blocks, got {blocks}"
+            text = f"the default regularization needs fewer than {MAX_ARRAY_ELEMENTS} blocks, got {blocks}"
             raise AssumptionViolated("REGULARIZATION", f"{text}; set regularization, or a longer block")
         grown = alpha * L * np.arange(blocks + 1)
 
-        def falling(h: float) -> bool:
-            """Would a larger h make the bound less?"""
+        def is_falling(h: float) -> bool:
+            """Return whether a larger h lowers the bound."""
             c = (grown + 2.0 * h) ** -2
-            return bool(2.0 * L * (lagging * c[1:].sum() + noisy * c[:-1].sum()) > R * R)
+            return bool(2.0 * L * (lag_term * c[1:].sum() + noise_term * c[:-1].sum()) > R * R)
 
-        if not falling(low):
+        if not is_falling(low):
             return low
         for _ in range(_MAX_BISECTIONS):
             if high / low <= 1.0 + 1e-9:
                 break
             middle = math.sqrt(low) * math.sqrt(high)
-            low, high = (middle, high) if falling(middle) else (low, middle)
+            low, high = (middle, high) if is_falling(middle) else (low, middle)
         return high
 
 
-def _require_bound(lipschitz: float, what: str) -> float:
-    """G, if there is one.
+def _require_bound(lipschitz: float, subject: str) -> float:
+    """Return G if it is finite.
 
     Raises:
         AssumptionViolated: GRADIENT_BOUND.
     """
     if lipschitz == math.inf:
-        text = f"{what} rests on a bound of a record's gradient, got none"
+        text = f"{subject} needs a bound on a record's gradient, got none"
         raise AssumptionViolated("GRADIENT_BOUND", f"{text}; set loss.clip_norm")
     return lipschitz
 
 
 def _plan_blocks(rounds: int, length: int, steps: int, delay: int, advice: int) -> BlockSchedule:
-    """The schedule.
+    """Build the schedule of blocks.
 
     Args:
         rounds: T.
         length: L.
         steps: K.
-        delay: blocks at the end whose sums no decision needs.
-        advice: a shorter block that would do.
+        delay: number of blocks at the end whose sums no decision uses.
+        advice: a shorter block that would be enough.
 
     Raises:
         AssumptionViolated: BLOCK_LENGTH or GOSSIP_STEPS.
@@ -149,7 +149,7 @@ def _plan_blocks(rounds: int, length: int, steps: int, delay: int, advice: int) 
     if not 1 <= length <= rounds:
         raise AssumptionViolated("BLOCK_LENGTH", f"block_length must be in 1..horizon={rounds}, got {length}; {hint}")
     if 2 * length >= rounds:
-        text = f"block_length must be below half the horizon ({rounds} rounds), else no decision ever moves"
+        text = f"block_length must be below half the horizon ({rounds} rounds), or no decision ever moves"
         raise AssumptionViolated("BLOCK_LENGTH", f"{text}, got {length}; {hint}")
     if steps > length:
         text = f"gossip_steps must not exceed block_length={length}, got {steps}"
@@ -164,16 +164,16 @@ def _plan_blocks(rounds: int, length: int, steps: int, delay: int, advice: int) 
 def _prefix_error(
     scale: float, dim: int, blocks: BlockSchedule, gossip: Gossip, momentum: float, *, before: bool
 ) -> float:
-    """Bound on E, the l2 size of the noise in a prefix sum: `b sqrt(2 d levels)`, of which gossip before averages n copies."""
+    """Bound E, the l2 size of the noise in a prefix sum: `b sqrt(2 d levels)`; with noise before gossip, a mean of n copies."""
     noise = scale * math.sqrt(2.0 * dim * levels(blocks.leaves))
     n = gossip.n_learners
     return noise * (1.0 / math.sqrt(n) + math.sqrt(2.0 * n) * momentum ** (blocks.steps / 2.0)) if before else noise
 
 
-def _caveats(
+def _warnings(
     blocks: BlockSchedule, gossip: Gossip, sensitivity: LeafSensitivity, *, exposed: bool, paper_scale: bool
 ) -> Iterator[RunWarning]:
-    """What the run's user is told."""
+    """Yield the warnings NO_MOVE, GOSSIP_SHORT, PAPER_SCALE and WIRE_EXPOSED."""
     sharp, paper = gossip.sharp_steps(blocks.rounds), gossip.paper_steps(blocks.rounds)
     if not blocks.leaves:
         count = math.ceil(blocks.rounds / blocks.length)
@@ -186,13 +186,13 @@ def _caveats(
             "GOSSIP_SHORT", f"{text} {sharp}, got {blocks.steps}; the regret bounds do not apply, privacy does"
         )
     if paper_scale and blocks.steps < paper:
-        text = "the paper's noise scale rests on gossip_steps of at least"
+        text = "the paper's noise scale needs gossip_steps of at least"
         yield RunWarning(
             "PAPER_SCALE", f"{text} {paper}, got {blocks.steps}; the claim is computed from the steps taken"
         )
     if exposed:
-        text = "noise_placement after_gossip says sums of gradients without noise: on the wire epsilon is infinite"
-        hint = "only published decisions are protected; take has_noise_before_gossip"
+        text = "noise_placement after_gossip sends sums of gradients without noise: on the wire epsilon is infinite"
+        hint = "only published decisions are protected; take before_gossip"
         yield RunWarning(
             "WIRE_EXPOSED", f"{text}, and {hint} (a record moves a sum by up to {sensitivity.gradient_change:g})"
         )
@@ -200,53 +200,53 @@ def _caveats(
 
 # ---- parameters -------------------------------------------------------------------------------------------------------
 
-_Placement = Literal["has_noise_before_gossip", "after_gossip"]
-_Rule = Literal["tight", "paper"]
+_Placement = Literal["before_gossip", "after_gossip"]
+_ScaleRule = Literal["tight", "paper"]
 
 
 class _BlockSpec(AlgorithmSpec):
-    """The parameters that PD-FTGL and PD-OCG share. What is left out follows the theory."""
+    """Parameters that PD-FTGL and PD-OCG share. Omitted ones follow the theory."""
 
     delay: ClassVar[int] = 2
-    """Blocks from a gradient to the first decision that rests on it."""
+    """Number of blocks from a gradient to the first decision that uses it."""
     lag: ClassVar[float] = 12.0
     """Factor of the first sum of the regret bound (8)."""
 
     epsilon: PerLearner | None = None
-    """Target for a whole run: noise is made to fit. Infinite: no noise."""
+    """Target epsilon of a whole run, to which noise is calibrated. Infinite: no noise."""
     noise_scale: PerLearner | None = None
-    """Laplace scale of a coordinate of a tree node, in place of `epsilon`. 0: no noise."""
-    noise_placement: _Placement = "has_noise_before_gossip"
-    """after_gossip, as published, protects published decisions only: what is said is not protected at all."""
-    scale_rule: _Rule = "tight"
-    """How `epsilon` becomes a scale: tight, or the paper's formula (more noise than needed)."""
+    """Laplace scale of a coordinate of a tree node, instead of `epsilon`. 0: no noise."""
+    noise_placement: _Placement = "before_gossip"
+    """Placement of the noise. after_gossip, as in the paper, protects published decisions only, and no message."""
+    scale_rule: _ScaleRule = "tight"
+    """Rule from `epsilon` to a scale: tight, or the paper's formula (more noise than needed)."""
     block_length: Count | None = None
-    """L, rounds that a decision is held for."""
+    """Block length L: number of rounds with the same decision."""
     gossip_steps: Count | None = None
-    """K, at most L."""
+    """Number of gossip steps K, at most L."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """theta; 0 is plain gossip."""
+    """Momentum theta; 0 is plain gossip."""
     regularization: Positive | None = None
-    """h. The default is what the regret bound is least for, which is cautious."""
+    """Regularisation h. The default minimises the regret bound, which is conservative."""
     multiplier: Positive = 1.0
-    """Factor on h, given or not."""
+    """Factor on h, for a given or a default h."""
     lazy: LazyMode = "auto"
-    """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
+    """Gossip with (I+P)/2; auto: if the mixing matrix has a negative eigenvalue."""
 
     def build(self, context: RunContext) -> tuple[PdFtgl, tuple[RunWarning, ...]]:
         gossip = Gossip.from_network(context.fixed_network, self.lazy)
         if gossip.min_eigenvalue < -EIGENVALUE_TOLERANCE:  # accelerated gossip has no bound then
             text = "mixing matrix has a negative eigenvalue: use (I+P)/2, that is, set lazy to true or auto"
             raise AssumptionViolated("P_EIGENVALUE", f"{text}, got {gossip.min_eigenvalue:g}")
-        problem, sharp = RegretParameters.from_context(context), gossip.sharp_steps(context.rounds)
-        length = self.block_length or self._default_length(problem, gossip)
+        regret, sharp = RegretParameters.from_context(context), gossip.sharp_steps(context.rounds)
+        length = self.block_length or self._default_length(regret, gossip)
         steps = self.gossip_steps or self._default_steps(length, sharp)
         blocks = _plan_blocks(context.rounds, length, steps, self.delay, sharp)
         momentum = gossip.momentum if self.momentum is None else self.momentum
-        reach = np.abs(gossip.polynomial(steps, momentum))
-        sensitivity = LeafSensitivity(context.dim, context.loss.gradient_change(problem.radius))
-        before = self.noise_placement == "has_noise_before_gossip"
-        scales = self._scales(context, problem, blocks, sensitivity, reach)
+        prefix_weights = np.abs(gossip.polynomial(steps, momentum))
+        sensitivity = LeafSensitivity(context.dim, context.loss.gradient_change(regret.radius))
+        before = self.noise_placement == "before_gossip"
+        scales = self._scales(context, regret, blocks, sensitivity, prefix_weights)
         error = _prefix_error(max(scales), context.dim, blocks, gossip, momentum, before=before)
         algorithm = PdFtgl(
             name=self.name,
@@ -254,18 +254,18 @@ class _BlockSpec(AlgorithmSpec):
             blocks=blocks,
             gossip=gossip,
             momentum=momentum,
-            regularization=self.multiplier * (self.regularization or problem.regularization(length, self.lag, error)),
+            regularization=self.multiplier * (self.regularization or regret.regularization(length, self.lag, error)),
             scales=scales,
             has_noise_before_gossip=before,
             delay=self.delay,
-            paper_cost=problem.paper_numerator(context.dim),
+            paper_cost=regret.paper_numerator(context.dim),
             sensitivity=sensitivity,
-            prefix_weights=reach,
+            prefix_weights=prefix_weights,
             loss=context.loss,
             decision_set=context.decision_set,
         )
         paper_scale = self.scale_rule == "paper" and self.epsilon is not None
-        return algorithm, tuple(_caveats(blocks, gossip, sensitivity, exposed=not before, paper_scale=paper_scale))
+        return algorithm, tuple(_warnings(blocks, gossip, sensitivity, exposed=not before, paper_scale=paper_scale))
 
     def scale_noise(self, factors: tuple[float, ...]) -> _BlockSpec:
         if self.noise_scale == 0 or self.epsilon == math.inf:
@@ -274,64 +274,66 @@ class _BlockSpec(AlgorithmSpec):
             return self.model_copy(update={"epsilon": divide_per_learner(self.epsilon, factors)})
         return self.model_copy(update={"noise_scale": multiply_per_learner(self.noise_scale or 0.0, factors)})
 
-    def _default_length(self, problem: RegretParameters, gossip: Gossip) -> int:
-        return gossip.paper_steps(problem.rounds)
+    def _default_length(self, regret: RegretParameters, gossip: Gossip) -> int:
+        return gossip.paper_steps(regret.rounds)
 
     def _default_steps(self, length: int, sharp: int) -> int:
         return length
 
     def _scales(
         self,
-        setting: RunContext,
-        problem: RegretParameters,
+        context: RunContext,
+        regret: RegretParameters,
         blocks: BlockSchedule,
         sensitivity: LeafSensitivity,
-        reach: FloatArray,
+        prefix_weights: FloatArray,
     ) -> tuple[float, ...]:
-        """Laplace scale of every learner; zeros: no noise."""
+        """Return the Laplace scale of every learner; zeros: no noise."""
         if self.noise_scale is not None and self.epsilon is None:
-            scales = setting.broadcast_to_learners(self.noise_scale, "algorithm.noise_scale")
+            scales = context.broadcast_to_learners(self.noise_scale, "algorithm.noise_scale")
             if not all(0 <= scale < math.inf for scale in scales) or (not all(scales) and any(scales)):
                 text = "noise_scale must be finite, and above 0 for all learners or 0 for all"
                 raise AssumptionViolated("NOISE_SCALE", f"{text}, got {self.noise_scale}")
         elif self.epsilon is not None and self.noise_scale is None:
-            scales = self._calibrated(self.epsilon, setting, problem, blocks, sensitivity, reach)
+            scales = self._calibrate_scales(self.epsilon, context, regret, blocks, sensitivity, prefix_weights)
         else:
             text = "exactly one of algorithm.epsilon and algorithm.noise_scale must be given"
             given = "neither" if self.epsilon is None else "both"
             raise AssumptionViolated("NOISE", f"{text}, got {given}; for no noise at all set noise_scale to 0")
         if any(scales):
-            _require_bound(problem.lipschitz, "noise")
+            _require_bound(regret.lipschitz, "noise")
         require_scales(scales)
         return scales
 
-    def _calibrated(
+    def _calibrate_scales(
         self,
         epsilon: PerLearner,
-        setting: RunContext,
-        problem: RegretParameters,
+        context: RunContext,
+        regret: RegretParameters,
         blocks: BlockSchedule,
         sensitivity: LeafSensitivity,
-        reach: FloatArray,
+        prefix_weights: FloatArray,
     ) -> tuple[float, ...]:
-        """Laplace scales at which the worst record costs `epsilon`; infinite where gradients have no bound."""
-        targets = setting.broadcast_to_learners(epsilon, "algorithm.epsilon")
+        """Return the Laplace scales at which the worst-case record costs `epsilon`; infinite if gradients have no bound."""
+        targets = context.broadcast_to_learners(epsilon, "algorithm.epsilon")
         if not all(target > 0 for target in targets):
             raise AssumptionViolated("EPSILON", f"epsilon must be above 0 (infinite: no noise), got {epsilon}")
         mixed = math.inf in targets and min(targets) < math.inf
         if mixed or (self.noise_placement == "after_gossip" and len(set(targets)) > 1):
-            text = "epsilon must be one number for all where noise comes after gossip, and infinite for all or for none"
+            text = "epsilon must be one number for all if noise comes after gossip, and infinite for all or for none"
             raise AssumptionViolated("EPSILON_UNIFORM", f"{text}, got {epsilon}")
         if self.scale_rule == "paper":
-            return tuple(problem.paper_numerator(setting.dim) / target for target in targets)
+            return tuple(regret.paper_numerator(context.dim) / target for target in targets)
         across, trees = (
-            (1.0, 1) if self.noise_placement == "has_noise_before_gossip" else (reach.sum(axis=0).max(), len(reach))
+            (1.0, 1)
+            if self.noise_placement == "before_gossip"
+            else (prefix_weights.sum(axis=0).max(), len(prefix_weights))
         )
         return tuple(sensitivity.calibrate_scale(target, blocks.leaves, float(across), trees) for target in targets)
 
 
 class PdFtglSpec(_BlockSpec):
-    """PD-FTGL (Wang et al. 2025, Algorithm 1), by default with its noise where it protects the wire."""
+    """PD-FTGL (Wang et al. 2025, Algorithm 1), by default with noise before gossip, which protects the wire."""
 
     name: Literal["pd-ftgl"]
 
@@ -343,9 +345,9 @@ class PdOcgSpec(_BlockSpec):
     delay: ClassVar[int] = 3
     lag: ClassVar[float] = 30.0
 
-    def _default_length(self, problem: RegretParameters, gossip: Gossip) -> int:
-        T = problem.rounds
-        return max(1, round((T / math.log(T)) ** (2 / 3) if problem.alpha and T > 1 else math.sqrt(T)))
+    def _default_length(self, regret: RegretParameters, gossip: Gossip) -> int:
+        T = regret.rounds
+        return max(1, round((T / math.log(T)) ** (2 / 3) if regret.alpha and T > 1 else math.sqrt(T)))
 
     def _default_steps(self, length: int, sharp: int) -> int:
         return min(length, sharp)

@@ -2,30 +2,30 @@
 
 Round t of learner i::
 
-    say       y_t = x_t + noise,  noise ~ Laplace(rho_t)
-    hear      y_t^j of every neighbour j
-    mix       b = a_ii own + sum_j a_ij y_t^j             own: y_t (as it was said) or x_t (clean)
+    send      y_t = x_t + noise,  noise ~ Laplace(rho_t)
+    receive   y_t^j of every neighbour j
+    mix       b = a_ii own + sum_j a_ij y_t^j             own: y_t (noised) or x_t (clean)
     update    x_{t+1} = Pro( b - alpha_t g_t(p) )         p: b, or the own x_t
     play      Pro(b), or x_{t+1}
 
 `g_t` is the mean gradient of the records of round t alone, ridge included. A record of round t comes after the messages of
-round t, so it first shows in message t+1; `y_0` says the start, which knows no data.
+round t, so it first influences message t+1; `y_0` is the start value, which does not depend on data.
 
-The published methods are choices of `own`, p, what is played, and the schedules of step and noise
+The published methods are choices of `own`, p, the played point, and the schedules of step and noise
 (`parameters`). With the own value clean, the gradient at b and b played it is adapt-then-combine: x is the
-adapted value z that is said, b the combined one. Playing x instead is combine-then-adapt. The messages of both are equal.
+adapted value z that is sent, b the combined one. Playing x instead is combine-then-adapt. The messages of both are equal.
 
 DPSR: gossip gradient descent over a fixed directed graph, rescaled (Xiong et al. 2020; reconstructed, details unsure).
 
 Row-stochastic weights W alone would lead to an optimum in which learner i weighs `pi_i`, its share of W's left Perron vector.
-So every learner also tracks its own share, by a second vector that knows no data, and divides its steps by it::
+So every learner also tracks its own share, by a second vector independent of data, and divides its steps by it::
 
-    say       y_t = x_t + noise,   e_t                     e_0 = unit vector of the learner
-    hear      y_t^j, e_t^j
+    send      y_t = x_t + noise,   e_t                     e_0 = unit vector of the learner
+    receive   y_t^j, e_t^j
     update    x_{t+1} = Pro( sum_j W_ij y_t^j - eta_t / [e_t]_i g_t(x_t) ),   e_{t+1} = sum_j W_ij e_t^j
 
-The sums include the learner itself, its own value as it was said. `[e_t]_i = (W^t)_ii` follows from the network, which is
-public: a neighbour that lies about e cannot make a step larger than what the guarantee assumes.
+The sums include the learner itself, with its noised value. `[e_t]_i = (W^t)_ii` follows from the network, which is
+public: a neighbour that sends a wrong e cannot make a step larger than the guarantee assumes.
 """
 
 from __future__ import annotations
@@ -61,34 +61,34 @@ from sottovoce_core.privacy.guarantee import Adjacency, Regularity
 # ---- algorithm -------------------------------------------------------------------------------------------------------
 
 Point = Literal["own", "mixed"]
-"""x, or b: where the gradient is taken, and which of the two is played."""
+"""One of the points x and b, for the gradient or for the played decision."""
 
-OwnValue = Literal["said", "clean"]
-"""How the learner's own value enters its mix: with the noise of its message, or without."""
+OwnValue = Literal["noised", "clean"]
+"""Own value in the learner's mix: with the noise of its message, or without."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """x_t, what was said of it in this round, and what is played."""
+    """x_t, its message of this round, and the played decision."""
 
-    who: StateAxes
+    axes: StateAxes
     t: int
     x: FloatArray
-    said: FloatArray
+    message: FloatArray
     played: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class GossipDescent:
-    """The algorithm for one run: all learners' parameters, by index."""
+    """Gossip gradient descent of one run, with all learners' parameters by index."""
 
     name: str
     dim: int
     rounds: int
     step: tuple[RoundSchedule, ...]
-    """alpha_t of every learner."""
+    """Schedule alpha_t of every learner."""
     noise: tuple[RoundSchedule, ...]
-    """rho_t of every learner: all positive, or all 0."""
+    """Schedule rho_t of every learner: all positive, or all 0."""
     own_value: OwnValue
     gradient_at: Point
     play: Point
@@ -107,17 +107,17 @@ class GossipDescent:
         return _State(axes, 0, first, first, first)
 
     def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
-        said = add_laplace_noise(
-            noise, "y", state.t, state.x, self._scale(state), partial(_picked, state.who, self.noise)
+        noised = add_laplace_noise(
+            noise, "y", state.t, state.x, self._scale(state), partial(_pick, state.axes, self.noise)
         )
-        return _State(state.who, state.t, state.x, said, state.played), Message({"y": said})
+        return _State(state.axes, state.t, state.x, noised, state.played), Message({"y": noised})
 
     def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
-        return self.descend(state, received, batch, _picked(state.who, self.step, state.t))
+        return self.descend(state, received, batch, _pick(state.axes, self.step, state.t))
 
     def descend(self, state: _State, received: ReceivedMessages, batch: Batch, step: Scalars) -> _State:
-        """`listen` with a step size of one's own."""
-        own = state.said if self.own_value == "said" else state.x
+        """Do an `update` with the given step size."""
+        own = state.message if self.own_value == "noised" else state.x
         mixed = received.own_weight * own
         mixed += received.weighted_sum("y")
         point = mixed if self.gradient_at == "mixed" else state.x
@@ -127,14 +127,14 @@ class GossipDescent:
         gradient *= step
         x = self.decision_set.project(np.subtract(mixed, gradient, out=gradient))
         played = self.decision_set.project(mixed) if self.play == "mixed" else x
-        return _State(state.who, state.t + 1, x, state.said, played)
+        return _State(state.axes, state.t + 1, x, state.message, played)
 
     def decision(self, state: _State) -> FloatArray:
         return state.played
 
     def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
-        said = message["y"]
-        return replace(state, said=said), laplace_log_density(said, state.x, self._scale(state))
+        noised = message["y"]
+        return replace(state, message=noised), laplace_log_density(noised, state.x, self._scale(state))
 
     def lattice_spacings(self, learner: int, t: int) -> dict[str, float]:
         return field_lattice_spacing("y", self.noise_scale(learner, t))
@@ -146,8 +146,8 @@ class GossipDescent:
         return self.noise[learner](t)
 
     def is_model_public(self, rounds: int) -> bool:
-        """The mix of what was said is; a clean value in it, or a step from it on the newest records, is in no message."""
-        return self.own_value == "said" and self.play == "mixed"
+        """Return whether the decision is a mix of messages; a clean value, or a step on the newest records, is in no message."""
+        return self.own_value == "noised" and self.play == "mixed"
 
     def accountant(self, learner: int) -> DescentAccountant:
         own_weight = self._clean_weight(learner)
@@ -158,34 +158,34 @@ class GossipDescent:
             own_weight,
             is_gradient_at_mix=self.gradient_at == "mixed",
         )
-        named = own_weight(0) if self.own_value == "clean" else None
-        return DescentAccountant(self.regularity(), update, Adjacency(self.adjacency), named)
+        stated_weight = own_weight(0) if self.own_value == "clean" else None
+        return DescentAccountant(self.regularity(), update, Adjacency(self.adjacency), stated_weight)
 
     def regularity(self) -> Regularity:
-        """What is known of the loss where gradients are taken: b carries noise, so it may lie anywhere."""
-        known = Regularity.from_loss(self.loss, self.decision_set, self.dim)
+        """Return the constants of the loss at the points of gradients: b carries noise, so it may be any point."""
+        regularity = Regularity.from_loss(self.loss, self.decision_set, self.dim)
         if self.gradient_at == "own":
-            return known
+            return regularity
         change, bound = self.loss.gradient_change(np.inf), self.loss.gradient_bound(np.inf)
-        return replace(known, gradient_change=change, clip_norm=bound)
+        return replace(regularity, gradient_change=change, clip_norm=bound)
 
     def _clean_weight(self, learner: int) -> Callable[[int], float]:
-        """Weight by round of what enters the mix without noise."""
-        if self.own_value == "said":
+        """Return the weight by round of the own value that enters the mix without noise."""
+        if self.own_value == "noised":
             return lambda t: 0.0
         return lambda t: float(self.network.mixing(t).own_weights[learner])
 
     def _scale(self, state: _State) -> Scalars:
-        return _picked(state.who, self.noise, state.t)
+        return _pick(state.axes, self.noise, state.t)
 
 
-def _picked(who: StateAxes, schedules: tuple[RoundSchedule, ...], t: int) -> Scalars:
-    """The numbers of round t that belong to a state, ready to broadcast."""
-    if isinstance(who.learner, int):
-        return schedules[who.learner](t)
+def _pick(axes: StateAxes, schedules: tuple[RoundSchedule, ...], t: int) -> Scalars:
+    """Return the numbers of round t for the learners of a state, ready to broadcast."""
+    if isinstance(axes.learner, int):
+        return schedules[axes.learner](t)
     if schedules.count(schedules[0]) == len(schedules):
         return schedules[0](t)
-    return who.pick(tuple([schedule(t) for schedule in schedules]))
+    return axes.pick(tuple([schedule(t) for schedule in schedules]))
 
 
 # ---- dpsr ------------------------------------------------------------------------------------------------------------
@@ -193,16 +193,16 @@ def _picked(who: StateAxes, schedules: tuple[RoundSchedule, ...], t: int) -> Sca
 
 @dataclass(frozen=True, slots=True)
 class _RescaledState:
-    """The state of the descent, the learner's own place as a unit vector, and e_t: both `(..., learners)`."""
+    """State of the descent, the learner's own index as a unit vector, and e_t: both `(..., learners)`."""
 
     descent: _State
-    place: FloatArray
+    unit: FloatArray
     e: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class Dpsr:
-    """The algorithm for one run: a descent whose planned steps are rescaled already, and the steps before that."""
+    """DPSR of one run: a descent whose planned steps are already rescaled, and the unscaled steps."""
 
     descent: GossipDescent
     unscaled_steps: tuple[RoundSchedule, ...]
@@ -221,21 +221,21 @@ class Dpsr:
 
     def init(self, axes: StateAxes) -> _RescaledState:
         index = np.asarray(axes.learner)
-        unit = np.eye(self.n_learners)[index if index.ndim == 0 else index[:, None]]
-        place = np.broadcast_to(unit, (*axes.leading_shape, self.n_learners))
-        return _RescaledState(self.descent.init(axes), place, place)
+        rows = np.eye(self.n_learners)[index if index.ndim == 0 else index[:, None]]
+        unit = np.broadcast_to(rows, (*axes.leading_shape, self.n_learners))
+        return _RescaledState(self.descent.init(axes), unit, unit)
 
     def emit(self, state: _RescaledState, noise: NoiseSource) -> tuple[_RescaledState, Message]:
         descent, message = self.descent.emit(state.descent, noise)
         return replace(state, descent=descent), Message({**message.fields, "e": state.e})
 
     def update(self, state: _RescaledState, received: ReceivedMessages, batch: Batch) -> _RescaledState:
-        who, t = state.descent.who, state.descent.t
-        share = (state.e * state.place).sum(axis=-1, keepdims=True)
-        planned = _picked(who, self.descent.step, t)
-        step = np.minimum(_picked(who, self.unscaled_steps, t) / np.maximum(share, np.finfo(float).tiny), planned)
+        axes, t = state.descent.axes, state.descent.t
+        share = (state.e * state.unit).sum(axis=-1, keepdims=True)
+        planned = _pick(axes, self.descent.step, t)
+        step = np.minimum(_pick(axes, self.unscaled_steps, t) / np.maximum(share, np.finfo(float).tiny), planned)
         e = received.own_weight * state.e + received.weighted_sum("e")
-        return _RescaledState(self.descent.descend(state.descent, received, batch, step), state.place, e)
+        return _RescaledState(self.descent.descend(state.descent, received, batch, step), state.unit, e)
 
     def decision(self, state: _RescaledState) -> FloatArray:
         return self.descent.decision(state.descent)
@@ -248,7 +248,7 @@ class Dpsr:
         return self.descent.lattice_spacings(learner, t)
 
     def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
-        """A share lies between 0 and 1."""
+        """Return the bounds of the descent; a share is between 0 and 1."""
         return {**self.descent.clip_bounds(learner, t), "e": magnitude_bound(1.0, 0.0)}
 
     def noise_scale(self, learner: int, t: int) -> float:

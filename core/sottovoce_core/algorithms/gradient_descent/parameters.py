@@ -1,7 +1,7 @@
-"""The published methods of gossip gradient descent, as choices of its parts, and the conditions on them.
+"""Published methods of gossip gradient descent as combinations of options, and their conditions.
 
-What would void the privacy guarantee or leave it undefined is refused. What only voids a convergence theorem, or makes the
-guarantee worse than its user may expect, is a finding.
+A condition of the privacy guarantee raises an error. A condition of a convergence theorem only, or one that makes the
+guarantee worse than its user may expect, gives a warning.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from sottovoce_core.errors import AssumptionViolated, SpecError, require
 
 
 class DsgdSpec(AlgorithmSpec):
-    """DSGD (Pu, Olshevsky, Paschalidis 2021) with noise on its messages; the own noise stays out of the own update.
+    """DSGD (Pu, Olshevsky, Paschalidis 2021) with noise on its messages; the own noise does not enter the own update.
 
-    The steps and the noise that Chen & Wang compare it with are those of LDP-DOL.
+    Steps and noise are those of LDP-DOL, as in the comparison of Chen & Wang.
     """
 
     name: Literal["dsgd"]
@@ -49,14 +49,14 @@ class DsgdSpec(AlgorithmSpec):
         point: Point = "own" if self.form == "consensus" else "mixed"
         play: Point = "mixed" if self.form == "adapt_then_combine" else "own"
         algorithm = _descent(context, self.name, self.step, self.noise, "clean", point, play)
-        return algorithm, _checked(algorithm, context)
+        return algorithm, _check(algorithm, context)
 
     def scale_noise(self, factors: tuple[float, ...]) -> DsgdSpec:
         return self.model_copy(update={"noise": self.noise.scale_by(factors)})
 
 
 class _NoisyDescentSpec(AlgorithmSpec):
-    """Gossip gradient descent that mixes its own value as it was said."""
+    """Gossip gradient descent that mixes its own value with the noise of its message."""
 
     step: StepSize = PowerStep(scale=1.0)
     noise: NoiseScale = ZeroNoise()
@@ -66,23 +66,23 @@ class _NoisyDescentSpec(AlgorithmSpec):
 
     def build(self, context: RunContext) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         algorithm = _descent(
-            context, self.name, self.step, self.noise, "said", self.gradient_at, self.play, self.adjacency
+            context, self.name, self.step, self.noise, "noised", self.gradient_at, self.play, self.adjacency
         )
-        return algorithm, _checked(algorithm, context)
+        return algorithm, _check(algorithm, context)
 
     def scale_noise(self, factors: tuple[float, ...]) -> _NoisyDescentSpec:
         return self.model_copy(update={"noise": self.noise.scale_by(factors)})
 
 
 class DolaSpec(_NoisyDescentSpec):
-    """DOLA (Li, Zhou, Xiong, Wang, Wang 2018), with the noise that Chen & Wang give it."""
+    """DOLA (Li, Zhou, Xiong, Wang, Wang 2018), with the noise of Chen & Wang's comparison."""
 
     name: Literal["dola"]
     noise: NoiseScale = HarmonicNoise(scale=0.35)
 
 
 class DpdolaSpec(_NoisyDescentSpec):
-    """DOLA as Cheng, Liao, Li (2023) compare with it: noise of scale 1."""
+    """DOLA with noise of scale 1, as in the comparison of Cheng, Liao, Li (2023)."""
 
     name: Literal["dpdola"]
     noise: NoiseScale = PowerNoise(sigma=math.sqrt(2.0), varsigma=0.0)
@@ -98,7 +98,7 @@ class PdopSpec(_NoisyDescentSpec):
 
 
 class PdOgdSpec(_NoisyDescentSpec):
-    """DOLA as Wang et al. (2025) compare with it: `alpha_t = R/(G sqrt(t+1))`, noise by the budget, the public mix played."""
+    """DOLA as in the comparison of Wang et al. (2025): `alpha_t = R/(G sqrt(t+1))`, calibrated noise, the public mix played."""
 
     name: Literal["pd-ogd"]
     step: StepSize = PowerStep()
@@ -114,14 +114,14 @@ class DOgdSpec(AlgorithmSpec):
 
     def build(self, context: RunContext) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         algorithm = _descent(context, self.name, self.step, ZeroNoise(), "clean", "own", "own")
-        return algorithm, _checked(algorithm, context)
+        return algorithm, _check(algorithm, context)
 
     def scale_noise(self, factors: tuple[float, ...]) -> DOgdSpec:
         raise SpecError("d-ogd has no noise; take pd-ogd")
 
 
 def _descent(
-    setting: RunContext,
+    context: RunContext,
     name: str,
     step: StepSize,
     noise: NoiseScale,
@@ -130,92 +130,92 @@ def _descent(
     play: Point,
     adjacency: DescentAdjacency = "record_use",
 ) -> GossipDescent:
-    """The algorithm that a spec describes, not yet checked.
+    """Build the algorithm of a spec, not yet checked.
 
     Raises:
         AssumptionViolated: STEP_SCALE, STEP_MU, SIGMA, VARSIGMA_RANGE, GRAD_CHANGE or NOISE_EPSILON.
-        SpecError: a list of another length than the number of learners.
+        SpecError: a list has another length than the number of learners.
     """
-    silent = GossipDescent(
+    without_noise = GossipDescent(
         name=name,
-        dim=setting.dim,
-        rounds=setting.rounds,
+        dim=context.dim,
+        rounds=context.rounds,
         step=(),
         noise=(),
         own_value=own_value,
         gradient_at=gradient_at,
         play=play,
         adjacency=adjacency,
-        loss=setting.loss,
-        decision_set=setting.decision_set,
-        network=setting.network,
+        loss=context.loss,
+        decision_set=context.decision_set,
+        network=context.network,
     )
-    known = silent.regularity()
-    steps = (step.build_schedule(setting, known),) * setting.n_learners
-    return replace(silent, step=steps, noise=noise.build_schedules(setting, known, steps))
+    regularity = without_noise.regularity()
+    steps = (step.build_schedule(context, regularity),) * context.n_learners
+    return replace(without_noise, step=steps, noise=noise.build_schedules(context, regularity, steps))
 
 
 class DpsrSpec(AlgorithmSpec):
-    """DPSR (Xiong et al. 2020), with the steps and the noise that Cheng, Liao, Li (2023) compare it with."""
+    """DPSR (Xiong et al. 2020), with the steps and the noise of the comparison of Cheng, Liao, Li (2023)."""
 
     name: Literal["dpsr"]
     step: StepSize = PowerStep(scale=1.0)
     noise: NoiseScale = PowerNoise(sigma=math.sqrt(2.0), varsigma=0.0)
 
     def build(self, context: RunContext) -> tuple[Dpsr, tuple[RunWarning, ...]]:
-        plain = _descent(context, self.name, self.step, self.noise, "said", "own", "own")
+        unscaled = _descent(context, self.name, self.step, self.noise, "noised", "own", "own")
         shares = _own_shares(context)
         if (shares <= 0).any():
             text = "every learner needs a positive self weight, or its step is divided by 0"
             raise AssumptionViolated("SELF_WEIGHT", f"{text}, got a share of {shares.min()}")
         steps = tuple(
-            partial(_divided, each, tuple(column)) for each, column in zip(plain.step, shares.T.tolist(), strict=True)
+            partial(_divide, each, tuple(column)) for each, column in zip(unscaled.step, shares.T.tolist(), strict=True)
         )
-        rescaled = replace(plain, step=steps, noise=self.noise.build_schedules(context, plain.regularity(), steps))
-        findings = _checked(rescaled, context, doubly_stochastic=False)
+        rescaled = replace(
+            unscaled, step=steps, noise=self.noise.build_schedules(context, unscaled.regularity(), steps)
+        )
+        findings = _check(rescaled, context, doubly_stochastic=False)
         if min(context.rounds, context.network.horizon) > 1:
             text = "the weights change from round to round: rescaling by e corrects those of a fixed network only"
             findings = (*findings, RunWarning("NETWORK_FIXED", text))
-        return Dpsr(rescaled, plain.step, context.n_learners), findings
+        return Dpsr(rescaled, unscaled.step, context.n_learners), findings
 
     def scale_noise(self, factors: tuple[float, ...]) -> DpsrSpec:
         return self.model_copy(update={"noise": self.noise.scale_by(factors)})
 
 
-def _divided(schedule: RoundSchedule, divisors: tuple[float, ...], t: int) -> float:
-    """By a number of each round; after the last of them by the last."""
+def _divide(schedule: RoundSchedule, divisors: tuple[float, ...], t: int) -> float:
+    """Divide by the divisor of the round, or by the last one after it."""
     return schedule(t) / divisors[min(t, len(divisors) - 1)]
 
 
-def _own_shares(setting: RunContext) -> FloatArray:
-    """`[e_t]_i` of every round and learner, `(rounds, learners)`: the diagonal of `W_{t-1} … W_0`."""
-    setting.require_finite_rounds("dpsr, which divides the steps of all rounds beforehand,")
-    if setting.rounds * setting.n_learners > MAX_ARRAY_ELEMENTS:
-        raise MemoryError  # build_run says so in words
-    product, shares = np.eye(setting.n_learners), np.empty((setting.rounds, setting.n_learners))
-    for t in range(setting.rounds):
+def _own_shares(context: RunContext) -> FloatArray:
+    """Compute `[e_t]_i` of every round and learner, `(rounds, learners)`: the diagonal of `W_{t-1} … W_0`."""
+    context.require_finite_rounds("dpsr, which divides the steps of all rounds in advance,")
+    if context.rounds * context.n_learners > MAX_ARRAY_ELEMENTS:
+        raise MemoryError  # build_run explains it
+    product, shares = np.eye(context.n_learners), np.empty((context.rounds, context.n_learners))
+    for t in range(context.rounds):
         shares[t] = np.diag(product)
-        product = setting.network.mixing(t).matrix @ product
+        product = context.network.mixing(t).matrix @ product
     return shares
 
 
 # ---- conditions -------------------------------------------------------------------------------------------------------
 
 _RESOLUTION = 2.0**-32
-"""A noise scale below so many radii of the decision set: float64 rounds messages by what a replay can notice."""
+"""Smallest noise scale, in radii of the decision set, at which float64 rounding of messages does not disturb a replay."""
 
 
 _ROUNDING = 1e-9
-"""How far sums of mixing weights may be from 1."""
+"""Tolerance of sums of mixing weights around 1."""
 
 
-def _checked(
-    algorithm: GossipDescent, setting: RunContext, *, doubly_stochastic: bool = True
-) -> tuple[RunWarning, ...]:
-    """Refuse what has no guarantee or no meaning, and report the rest.
+def _check(algorithm: GossipDescent, context: RunContext, *, doubly_stochastic: bool = True) -> tuple[RunWarning, ...]:
+    """Raise an error for parameters without a guarantee or meaning, and return warnings for the rest.
 
     Args:
-        doubly_stochastic: whether the method converges to the common optimum only if columns of weights sum to 1, too.
+        doubly_stochastic: the method converges to the common optimum only if columns of weights also sum to 1.
 
     Raises:
         AssumptionViolated: NOISE_PARTIAL, NOISE_SCALE, GRAD_CHANGE or ROW_SUM.
@@ -225,24 +225,24 @@ def _checked(
     noisy = max(smallest) > 0
     text = "either every learner's noise scale is positive in every round, or all are 0"
     require(not noisy or min(smallest) > 0, "NOISE_PARTIAL", f"{text}, got smallest scales {smallest}")
-    some = [noise(0) for noise in algorithm.noise]
-    require(noisy or max(some) == 0, "NOISE_SCALE", f"noise must not fade to 0, got {some} in the first round")
-    # A schedule rises or falls throughout, but for the rescaled steps of DPSR, which calibrated noise follows.
-    looked_at = (0, last) if doubly_stochastic else range(algorithm.rounds)
-    require_scales(noise(t) for noise in algorithm.noise for t in looked_at)
+    first = [noise(0) for noise in algorithm.noise]
+    require(noisy or max(first) == 0, "NOISE_SCALE", f"noise must not fade to 0, got {first} in the first round")
+    # A schedule is monotone, except the rescaled steps of DPSR, which calibrated noise follows.
+    examined = (0, last) if doubly_stochastic else range(algorithm.rounds)
+    require_scales(noise(t) for noise in algorithm.noise for t in examined)
     if noisy:
         require_gradient_change(algorithm.regularity().clipped_gradient_change)
-    findings = [*_weight_findings(setting, doubly_stochastic)]
+    findings = [*_weight_findings(context, doubly_stochastic)]
     if noisy:
         findings += _noise_findings(algorithm, min(smallest))
     return tuple(findings)
 
 
-def _weight_findings(setting: RunContext, doubly_stochastic: bool) -> Iterator[RunWarning]:
-    """ROW_SUM is refused; NOT_DOUBLY_STOCHASTIC and OWN_WEIGHT are reported, for the first round in which they hold."""
+def _weight_findings(context: RunContext, doubly_stochastic: bool) -> Iterator[RunWarning]:
+    """Raise ROW_SUM, for the first round in which it holds; yield the warnings NOT_DOUBLY_STOCHASTIC and OWN_WEIGHT."""
     columns, own = 0.0, 0.0
-    for t in range(min(setting.rounds, setting.network.horizon)):
-        mixing = setting.network.mixing(t)
+    for t in range(min(context.rounds, context.network.horizon)):
+        mixing = context.network.mixing(t)
         rows = mixing.matrix.sum(axis=1)
         worst = int(np.argmax(np.abs(rows - 1.0)))
         text = "every learner's mixing weights, its own included, must sum to 1"
@@ -258,7 +258,7 @@ def _weight_findings(setting: RunContext, doubly_stochastic: bool) -> Iterator[R
 
 
 def _noise_findings(algorithm: GossipDescent, smallest: float) -> Iterator[RunWarning]:
-    """NOISE_FADES, NOISE_RESOLUTION."""
+    """Yield the warnings NOISE_FADES and NOISE_RESOLUTION."""
     last, step, noise = algorithm.rounds - 1, algorithm.step[0], algorithm.noise[0]
     if last > 1 and step(last - 1) / noise(last) > step(0) / noise(1) * (1 + _ROUNDING):
         text = "the noise fades faster than the steps: later records cost more, without a bound for ever longer runs"

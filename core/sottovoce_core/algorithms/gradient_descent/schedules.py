@@ -1,4 +1,4 @@
-"""The step sizes and noises that a spec may choose for gossip gradient descent; each makes its own schedules."""
+"""Step sizes and noise scales that a spec may choose for gossip gradient descent; each builds its own schedules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PowerStep(Section):
 
     kind: Literal["power"] = "power"
     scale: Positive | None = None
-    """None: R/G, radius of the decision set over bound on a record's gradient."""
+    """Scale of the step (None: R/G, radius of the decision set over bound on a record's gradient)."""
     exponent: Annotated[float, Field(ge=0, le=10)] = 0.5
 
     def build_schedule(self, context: RunContext, regularity: Regularity) -> RoundSchedule:
@@ -62,20 +62,20 @@ class HarmonicStep(Section):
 
 
 StepSize = Annotated[PowerStep | GeometricStep | HarmonicStep, Field(discriminator="kind")]
-"""Each makes the `schedule` of alpha_t; refuses by STEP_SCALE or STEP_MU."""
+"""Step size of a spec. Each builds the schedule of alpha_t, with the condition STEP_SCALE or STEP_MU."""
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
 class ZeroNoise(Section):
-    """Messages are said as they are: no guarantee."""
+    """No noise, and no guarantee."""
 
     kind: Literal["none"] = "none"
 
     def build_schedules(
         self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
     ) -> tuple[RoundSchedule, ...]:
-        return _each(_power, (0.0,) * context.n_learners, (0.0,) * context.n_learners)
+        return _build_each(_power, (0.0,) * context.n_learners, (0.0,) * context.n_learners)
 
     def scale_by(self, factors: tuple[float, ...]) -> ZeroNoise:
         raise SpecError("algorithm.noise.kind must be power, geometric, harmonic or calibrated to be scaled, got none")
@@ -95,14 +95,14 @@ class PowerNoise(Section):
         for value in growth:
             require(-1 <= value <= 1, "VARSIGMA_RANGE", f"varsigma must lie in [-1, 1], got {value}")
         sizes = [size / math.sqrt(2.0) for size in _sizes(context, self.sigma, "sigma")]
-        return _each(_power, sizes, growth)
+        return _build_each(_power, sizes, growth)
 
     def scale_by(self, factors: tuple[float, ...]) -> PowerNoise:
         return self.model_copy(update={"sigma": multiply_per_learner(self.sigma, factors)})
 
 
 class _ScaledNoise(Section):
-    """Noise that starts at a scale."""
+    """Noise with a start scale."""
 
     scale: PerLearner
 
@@ -119,7 +119,7 @@ class GeometricNoise(_ScaledNoise):
     def build_schedules(
         self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
     ) -> tuple[RoundSchedule, ...]:
-        return _each(_geometric, _sizes(context, self.scale, "scale"), (self.ratio,) * context.n_learners)
+        return _build_each(_geometric, _sizes(context, self.scale, "scale"), (self.ratio,) * context.n_learners)
 
 
 class HarmonicNoise(_ScaledNoise):
@@ -130,13 +130,13 @@ class HarmonicNoise(_ScaledNoise):
     def build_schedules(
         self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
     ) -> tuple[RoundSchedule, ...]:
-        return _each(_harmonic, _sizes(context, self.scale, "scale"), (1.0,) * context.n_learners)
+        return _build_each(_harmonic, _sizes(context, self.scale, "scale"), (1.0,) * context.n_learners)
 
 
 class CalibratedNoise(Section):
-    """The scale at which a record costs `epsilon` in the first message that shows it: proportional to the step before it.
+    """Scale at which a record costs `epsilon` in the first message that it influences: proportional to the step before it.
 
-    `charged: every_round` is what a T-fold composition asks for: T times the noise.
+    `charged: every_round` is for a T-fold composition: T times the noise.
     """
 
     kind: Literal["calibrated"] = "calibrated"
@@ -149,17 +149,17 @@ class CalibratedNoise(Section):
         require_gradient_change(regularity.clipped_gradient_change)
         targets = context.broadcast_to_learners(self.epsilon, "algorithm.noise.epsilon")
         factors = [self._factor(each, context, regularity.clipped_gradient_change) for each in targets]
-        return _each(_following, steps, factors)
+        return _build_each(_follow_step, steps, factors)
 
-    def _factor(self, epsilon: float, setting: RunContext, change: float) -> float:
-        """`sqrt(n) C / epsilon`, less what the lattice costs."""
+    def _factor(self, epsilon: float, context: RunContext, change: float) -> float:
+        """Compute `sqrt(n) C / epsilon`, with the cost of the lattice subtracted from epsilon."""
         if self.charged == "every_round":
-            setting.require_finite_rounds("noise that shares its epsilon among all rounds (charged: every_round)")
-        messages, lattice = setting.rounds if self.charged == "every_round" else 1, setting.dim * 2.0**-LATTICE_BITS
+            context.require_finite_rounds("noise that shares its epsilon among all rounds (charged: every_round)")
+        messages, lattice = context.rounds if self.charged == "every_round" else 1, context.dim * 2.0**-LATTICE_BITS
         share = epsilon / messages - lattice
-        text = f"noise.epsilon must be finite and above {messages * lattice:.3g}, what rounding to the lattice costs"
+        text = f"noise.epsilon must be finite and above {messages * lattice:.3g}, the cost of rounding to the lattice"
         require(0 < share < math.inf, "NOISE_EPSILON", f"{text}, got {epsilon}")
-        return math.sqrt(setting.dim) * change / share
+        return math.sqrt(context.dim) * change / share
 
     def scale_by(self, factors: tuple[float, ...]) -> CalibratedNoise:
         return self.model_copy(update={"epsilon": divide_per_learner(self.epsilon, factors)})
@@ -168,33 +168,31 @@ class CalibratedNoise(Section):
 NoiseScale = Annotated[
     ZeroNoise | PowerNoise | GeometricNoise | HarmonicNoise | CalibratedNoise, Field(discriminator="kind")
 ]
-"""Each makes the `schedules` of rho_t, one for each learner, which has its own steps; and the same noise `louder`, each learner's
-multiplied. Refuses by SIGMA, VARSIGMA_RANGE, GRAD_CHANGE or NOISE_EPSILON."""
+"""Noise scale of a spec. Each builds the schedules of rho_t, one for each learner, and scales them by a factor per learner, with
+the condition SIGMA, VARSIGMA_RANGE, GRAD_CHANGE or NOISE_EPSILON."""
 
 
 def require_gradient_change(change: float) -> None:
-    """GRAD_CHANGE."""
-    text = (
-        "a privacy budget needs a finite bound on the per-record gradient change where the gradient is taken (a mix of"
-    )
-    text += " noisy messages may lie anywhere): set clip_norm, or choose a loss whose gradients are bounded"
+    """Raise GRAD_CHANGE unless the gradient change is finite and above 0."""
+    text = "a privacy budget needs a finite bound on the per-record gradient change at every gradient's point (a mix of"
+    text += " noisy messages may be any point): set clip_norm, or choose a loss whose gradients are bounded"
     require(0 < change < math.inf, "GRAD_CHANGE", f"{text}, got {change}")
 
 
-def _sizes(setting: RunContext, value: PerLearner, field: str) -> tuple[float, ...]:
-    sizes = setting.broadcast_to_learners(value, f"algorithm.noise.{field}")
+def _sizes(context: RunContext, value: PerLearner, field: str) -> tuple[float, ...]:
+    sizes = context.broadcast_to_learners(value, f"algorithm.noise.{field}")
     for size in sizes:
         require(0 <= size < math.inf, "SIGMA", f"noise.{field} must be finite and at least 0, got {size}")
     return sizes
 
 
-def _each(schedule: Callable[..., float], *numbers: Sequence[Any]) -> tuple[RoundSchedule, ...]:
-    """A schedule for each learner, of its own numbers; learners whose numbers are equal share one."""
-    known: dict[tuple[Any, ...], RoundSchedule] = {}
-    return tuple(known.setdefault(each, partial(schedule, *each)) for each in zip(*numbers, strict=True))
+def _build_each(schedule: Callable[..., float], *numbers: Sequence[Any]) -> tuple[RoundSchedule, ...]:
+    """Build each learner's schedule from its own numbers; learners with equal numbers share one."""
+    built: dict[tuple[Any, ...], RoundSchedule] = {}
+    return tuple(built.setdefault(each, partial(schedule, *each)) for each in zip(*numbers, strict=True))
 
 
-# ---- by round: module functions, so that a run can be pickled --------------------------------------------------------
+# ---- schedules: module functions, so that a run can be pickled -------------------------------------------------------
 
 
 def _power(first: float, exponent: float, t: int) -> float:
@@ -209,6 +207,6 @@ def _harmonic(factor: float, shift: float, t: int) -> float:
     return factor / (t + shift)
 
 
-def _following(step: RoundSchedule, factor: float, t: int) -> float:
-    """In proportion to the step that made the message of the round; the first message, made by none, as the second."""
+def _follow_step(step: RoundSchedule, factor: float, t: int) -> float:
+    """Scale in proportion to the step that produced the round's message; the first message, without a step, as the second."""
     return factor * step(max(t - 1, 0))

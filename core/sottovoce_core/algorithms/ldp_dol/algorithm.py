@@ -2,12 +2,12 @@
 
 Round t of learner i::
 
-    say       y_t = theta_t + noise,  noise ~ Laplace(rho_t),  rho_t = sigma/sqrt(2) (t+1)^varsigma
-    hear      y_t^j of every neighbour j
+    send      y_t = theta_t + noise,  noise ~ Laplace(rho_t),  rho_t = sigma/sqrt(2) (t+1)^varsigma
+    receive   y_t^j of every neighbour j
     update    theta_{t+1} = Pro( theta_t + gamma_t sum_j w_ij (y_t^j - theta_t) - lambda_t d_t(theta_t) )
 
 with `lambda_t = lam0/(t+1)^v`, `gamma_t = gam0/(t+1)^u` and `d_t` the mean gradient over all records so far, those of round t
-included. The learner uses its own clean theta; its noise never enters its own update. Where theta is said it is first
+included. The learner uses its own clean theta; its noise never enters its own update. In a message, theta is first
 rounded to the noise's lattice, which changes it by less than 2^-40 scales and is charged.
 """
 
@@ -43,9 +43,9 @@ from sottovoce_core.privacy.guarantee import Regularity
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """theta_t, the round t, and the records seen."""
+    """State theta_t, the round t, and the records seen."""
 
-    who: StateAxes
+    axes: StateAxes
     t: int
     theta: FloatArray
     history: GradientHistory
@@ -55,7 +55,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class LdpDol:
-    """The algorithm for one run: all learners' parameters, by index."""
+    """LDP-DOL of one run, with all learners' parameters by index."""
 
     dim: int
     rounds: int
@@ -63,7 +63,7 @@ class LdpDol:
     sigma: tuple[float, ...]
     varsigma: tuple[float, ...]
     network: Network
-    """Whose weights the guarantee rests on."""
+    """Network whose weights the guarantee uses."""
     loss: Loss
     decision_set: DecisionSet
     accounting: AccountingMode = "best"
@@ -78,8 +78,8 @@ class LdpDol:
         return _State(axes, 0, origin, start_history(self.loss), axes.pick(self.sigma), axes.pick(self.varsigma))
 
     def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
-        scale, later = _laplace_scale(state, state.t), partial(_laplace_scale, state)
-        return state, Message({"y": add_laplace_noise(noise, "y", state.t, state.theta, scale, later)})
+        scale, future_scale = _laplace_scale(state, state.t), partial(_laplace_scale, state)
+        return state, Message({"y": add_laplace_noise(noise, "y", state.t, state.theta, scale, future_scale)})
 
     def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
         t, theta, ridge = state.t, state.theta, self.loss.ridge
@@ -94,7 +94,7 @@ class LdpDol:
         gradient *= step
         moved -= gradient
         theta = self.decision_set.project(moved)
-        return _State(state.who, t + 1, theta, history, state.sigma, state.varsigma)
+        return _State(state.axes, t + 1, theta, history, state.sigma, state.varsigma)
 
     def decision(self, state: _State) -> FloatArray:
         return state.theta
@@ -103,15 +103,15 @@ class LdpDol:
         return state, laplace_log_density(message["y"], state.theta, _laplace_scale(state, state.t))
 
     def accountant(self, learner: int) -> LdpDolAccountant:
-        known = Regularity.from_loss(self.loss, self.decision_set, self.dim)
-        smallest = float(self.network.mixing(0).neighbour_weights.sum(axis=1).min())
+        regularity = Regularity.from_loss(self.loss, self.decision_set, self.dim)
+        min_own_weight = float(self.network.mixing(0).neighbour_weights.sum(axis=1).min())
         changing = self.network.horizon > 1
         return LdpDolAccountant(
             self.accounting,
-            known,
+            regularity,
             self.schedules,
             self._scales(learner),
-            min_own_weight=smallest,
+            min_own_weight=min_own_weight,
             own_weight_schedule=(lambda t: self._own_weight(learner, t)) if changing else None,
         )
 
@@ -128,10 +128,10 @@ class LdpDol:
         return LearnerScales(self._own_weight(learner, 0), self.dim, self.sigma[learner], self.varsigma[learner])
 
     def _own_weight(self, learner: int, t: int) -> float:
-        """`|w_ii|` of round t: the sum of what the learner gives to others."""
+        """Return `|w_ii|` of round t: the sum of the learner's weights of others."""
         return float(self.network.mixing(t).neighbour_weights[learner].sum())
 
 
 def _laplace_scale(state: _State, t: int) -> Scalars:
-    """`rho_t = sigma/sqrt(2) (t+1)^varsigma`."""
+    """Return `rho_t = sigma/sqrt(2) (t+1)^varsigma`."""
     return state.sigma / math.sqrt(2.0) * (t + 1.0) ** state.varsigma

@@ -1,7 +1,7 @@
-"""The parameters of LDP-DOL, how a run is made of them, and the conditions of its theory (Chen & Wang 2025, Theorems 1-5).
+"""Parameters of LDP-DOL and the conditions of its theory (Chen & Wang 2025, Theorems 1-5).
 
-What would void the privacy guarantee or leave it undefined is refused. What only voids a convergence theorem is a
-finding: the run goes on, and its user is told which theorem does not apply. Conditions on W are `topology`'s.
+A condition of the privacy guarantee raises an error. A condition of a convergence theorem only gives a warning, which names
+the theorem that does not apply: the run continues. `topology` checks the conditions on W.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sottovoce_core.privacy.guarantee import Regularity
 
 
 class LdpDolSpec(AlgorithmSpec):
-    """LDP-DOL (Chen & Wang 2025). The conditions below have what the theory asks of these numbers."""
+    """LDP-DOL (Chen & Wang 2025). The conditions of the theory on these numbers are below."""
 
     name: Literal["ldp-dol"]
     lam0: float = 1.0
@@ -72,7 +72,7 @@ class LdpDolSpec(AlgorithmSpec):
 # ---- conditions -------------------------------------------------------------------------------------------------------
 
 _LARGE_STATISTICS_BYTES = 2**28
-"""Bytes of statistics of which a user is told."""
+"""Bytes of statistics from which the user gets a warning."""
 
 
 def _check_ldp_dol(
@@ -81,37 +81,37 @@ def _check_ldp_dol(
     sigma: tuple[float, ...],
     varsigma: tuple[float, ...],
     topology: FixedNetwork,
-    known: Regularity,
+    regularity: Regularity,
     strong_convexity: float,
 ) -> tuple[RunWarning, ...]:
-    """Refuse parameters without a guarantee, and report those outside a convergence theorem.
+    """Raise an error for parameters without a guarantee, and return warnings for those outside a convergence theorem.
 
     Args:
         strong_convexity: mu of every expected loss, ridge included; 0: convex only.
 
     Raises:
         AssumptionViolated: LAMBDA0, GAMMA0, EXPONENT_RANGE, SIGMA, VARSIGMA_RANGE, GRAD_CHANGE, SMOOTHNESS, NOT_CONVEX or
-            CONVEX_CLIPPED, whichever fails first.
+            CONVEX_CLIPPED: the first that fails.
     """
     _require_schedules(schedules)
     _require_noise(sigma, varsigma)
     text = "a privacy budget needs a finite bound on the per-record gradient change"
-    text = f"{text}: bound the features, or set clip_norm, got {known.clipped_gradient_change}"
-    require(0 < known.clipped_gradient_change < math.inf, "GRAD_CHANGE", text)
-    require_mode(mode, known)
+    text = f"{text}: bound the features, or set clip_norm, got {regularity.clipped_gradient_change}"
+    require(0 < regularity.clipped_gradient_change < math.inf, "GRAD_CHANGE", text)
+    require_mode(mode, regularity)
     findings = [*_network_findings(schedules, varsigma, topology)]
     if strong_convexity > 0:
-        findings += _strongly_convex_findings(schedules, topology, known, strong_convexity)
-    elif known.is_convex:
-        findings += _convex_findings(schedules, topology, known)
+        findings += _strongly_convex_findings(schedules, topology, regularity, strong_convexity)
+    elif regularity.is_convex:
+        findings += _convex_findings(schedules, topology, regularity)
     return tuple(findings)
 
 
-# ---- refused ---------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------
 
 
 def _require_schedules(schedules: SharedSchedules) -> None:
-    """LAMBDA0, GAMMA0, EXPONENT_RANGE."""
+    """Raise LAMBDA0, GAMMA0 or EXPONENT_RANGE."""
     positive = "lam0 and gam0 must be positive and finite"
     require(0 < schedules.lam0 < math.inf, "LAMBDA0", f"{positive}, got lam0={schedules.lam0}")
     require(0 < schedules.gam0 < math.inf, "GAMMA0", f"{positive}, got gam0={schedules.gam0}")
@@ -120,20 +120,20 @@ def _require_schedules(schedules: SharedSchedules) -> None:
 
 
 def _require_noise(sigma: tuple[float, ...], varsigma: tuple[float, ...]) -> None:
-    """SIGMA, VARSIGMA_RANGE."""
+    """Raise SIGMA or VARSIGMA_RANGE."""
     for value in sigma:
         require(0 < value < math.inf, "SIGMA", f"sigma must be positive and finite, got {value}")
     for value in varsigma:
         require(0 <= value < 0.5, "VARSIGMA_RANGE", f"varsigma must lie in [0, 0.5), got {value}")
 
 
-# ---- reported --------------------------------------------------------------------------------------------
+# ---- warnings --------------------------------------------------------------------------------------------
 
 
 def _network_findings(
     schedules: SharedSchedules, varsigma: tuple[float, ...], topology: FixedNetwork
 ) -> Iterator[RunWarning]:
-    """U_NOT_BELOW_V, NOISE_GROWTH, GAMMA0_LARGE, COUPLING_OVERSHOOT."""
+    """Yield the warnings U_NOT_BELOW_V, NOISE_GROWTH, GAMMA0_LARGE and COUPLING_OVERSHOOT."""
     if schedules.u >= schedules.v:
         yield RunWarning(
             "U_NOT_BELOW_V", f"u >= v: learners do not reach agreement, got u={schedules.u}, v={schedules.v}"
@@ -151,7 +151,7 @@ def _network_findings(
 
 
 def _large_statistics(loss: Loss, dim: int) -> Iterator[RunWarning]:
-    """STATISTICS: what takes so much memory that a machine may lack it."""
+    """Yield the warning STATISTICS if exact statistics may need more memory than a machine has."""
     size = 8 * (dim + 1) ** 2
     if isinstance(start_history(loss), QuadraticHistory) and size >= _LARGE_STATISTICS_BYTES:
         yield RunWarning(
@@ -163,41 +163,45 @@ def _large_statistics(loss: Loss, dim: int) -> Iterator[RunWarning]:
 
 
 def _strongly_convex_findings(
-    schedules: SharedSchedules, topology: FixedNetwork, known: Regularity, mu: float
+    schedules: SharedSchedules, topology: FixedNetwork, regularity: Regularity, mu: float
 ) -> Iterator[RunWarning]:
-    """LAMBDA0_LARGE of Theorem 1: `lambda_0 <= -gamma_0 delta_2 mu / (mu^2 + 8 L^2)`."""
-    smoothness = known.smoothness + known.ridge  # the theorem's L is that of the whole loss
+    """Yield the warning LAMBDA0_LARGE of Theorem 1: `lambda_0 <= -gamma_0 delta_2 mu / (mu^2 + 8 L^2)`."""
+    smoothness = regularity.smoothness + regularity.ridge  # the theorem's L is that of the whole loss
     excess = (mu * mu + 8 * smoothness * smoothness) * schedules.lam0 / (-topology.delta_2 * mu * schedules.gam0)
     if excess > 1:
-        yield _late(1, _transient(schedules, topology, excess, schedules.v - schedules.u))
+        yield _warn_of_transient(1, _transient(schedules, topology, excess, schedules.v - schedules.u))
 
 
-def _convex_findings(schedules: SharedSchedules, topology: FixedNetwork, known: Regularity) -> Iterator[RunWarning]:
-    """V_TOO_SMALL, and LAMBDA0_LARGE of Theorem 2: `lambda_0 <= -delta_2 gamma_0 / (2 (L^2 + kappa^2 + D^2))`.
+def _convex_findings(
+    schedules: SharedSchedules, topology: FixedNetwork, regularity: Regularity
+) -> Iterator[RunWarning]:
+    """Yield V_TOO_SMALL, and LAMBDA0_LARGE of Theorem 2: `lambda_0 <= -delta_2 gamma_0 / (2 (L^2 + kappa^2 + D^2))`.
 
-    Of kappa, the standard deviation of a record's gradient, it is known that C allows no more than `C / sqrt(2)`; of D, the bound
-    on the expected loss's gradient, that it is at most `G + r diameter`. Without a ridge, an unbounded decision set does no harm.
+    kappa, the standard deviation of a record's gradient, is at most `C / sqrt(2)`; D, the bound on the expected loss's gradient,
+    is at most `G + r diameter`. Without a ridge, an unbounded decision set is allowed.
     """
     if (1 + 2 * schedules.u) / 3 >= schedules.v:
         text = f"v too small for Theorem 2/4, got v={schedules.v} against (1 + 2u)/3 = {(1 + 2 * schedules.u) / 3:.6g}"
         yield RunWarning("V_TOO_SMALL", text)
-    smoothness = known.smoothness + known.ridge
-    deviation = known.clipped_gradient_change / math.sqrt(2)
-    slope = known.clip_norm + (known.ridge * known.diameter if known.ridge else 0.0)
+    smoothness = regularity.smoothness + regularity.ridge
+    deviation = regularity.clipped_gradient_change / math.sqrt(2)
+    slope = regularity.clip_norm + (regularity.ridge * regularity.diameter if regularity.ridge else 0.0)
     squares = smoothness * smoothness + deviation * deviation + slope * slope
     excess = 2 * squares * schedules.lam0 / (-topology.delta_2 * schedules.gam0)
     if excess > 1:
-        yield _late(2, _transient(schedules, topology, excess, (3 * schedules.v - 2 * schedules.u - 1) / 2))
+        yield _warn_of_transient(
+            2, _transient(schedules, topology, excess, (3 * schedules.v - 2 * schedules.u - 1) / 2)
+        )
 
 
 def _transient(schedules: SharedSchedules, topology: FixedNetwork, excess: float, gap: float) -> float:
-    """t0, the round after which the step sizes are small enough: the theorems' large-time versions (Theorems 3, 4)."""
+    """Return t0, the round after which the step sizes are small enough for the large-time Theorems 3 and 4."""
     coupling = -3 * topology.delta_m * schedules.gam0
     return max(0.0, _root(coupling, schedules.u) - 1, _root(excess, gap) - 1)
 
 
 def _root(base: float, degree: float) -> float:
-    """`base^(1/degree)`, infinite beyond floats, and where the step sizes never get small (degree <= 0)."""
+    """Return `base^(1/degree)`, infinite on overflow, and if the step sizes never get small (degree <= 0)."""
     if degree <= 0:
         return math.inf
     try:
@@ -206,7 +210,7 @@ def _root(base: float, degree: float) -> float:
         return math.inf
 
 
-def _late(theorem: int, t0: float) -> RunWarning:
+def _warn_of_transient(theorem: int, t0: float) -> RunWarning:
     shown = f"{math.ceil(t0)}" if t0 < 1e6 else f"{t0:.0e}"
     text = f"lam0 above the Theorem {theorem} limit; guarantee starts after round t0 = {shown}"
     return RunWarning("LAMBDA0_LARGE", text)
