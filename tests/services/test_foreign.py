@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client.auditing import foreign_audit as auditing
 from sottovoce_client.auditing.foreign_audit import _load_noise, audit_foreign_captures
-from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunGrouping, load_decoder, read_runs
+from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunBoundary, load_decoder, read_runs
 from sottovoce_client.cli import app
 from sottovoce_core.errors import CaptureError, SpecError, Unavailable
 from sottovoce_eavesdropper import capture_writer
@@ -90,7 +90,7 @@ async def record(example: dict[str, Any], folder: Path, leak: str, runs: int) ->
 
 
 def audited(
-    folder: Path, out: Path, *, decoder: str | None = "decode:decode", run_is: RunGrouping = "connection"
+    folder: Path, out: Path, *, decoder: str | None = "decode:decode", run_is: RunBoundary = "connection"
 ) -> Any:
     console = Console(width=100, record=True, quiet=True)
     code = audit_foreign_captures(ForeignRequest(folder, decoder, run_is, claim=1.0, confidence=0.9999), out, console)
